@@ -1,0 +1,153 @@
+# castor: `make demo` and `make test` set up what they need, from a fresh Debian 12 on.
+#
+#   make demo     train a GPT in a device budget it does not fit, and show what moved
+#   make test     all that CI runs: lint, C++ tests, Python tests, ASan+UBSan, TSan
+#   make bench    every script of benchmarks/
+#   make lint | cpp | pytest | asan | tsan | bench | clean
+#
+# Set-up is kept in .venv and build/; stamps in build/stamps make a second run cheap.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.SUFFIXES:
+MAKEFLAGS += --no-builtin-rules
+
+PYTHON ?= python3
+# The torch release to install, as a version pattern.
+CASTOR_TORCH ?= 2.11.*
+# More arguments for pytest and for ctest.
+PYTEST_ARGS ?=
+CTEST_ARGS ?=
+JOBS ?= $(shell nproc)
+
+VENV := .venv
+BUILD := build
+STAMPS := $(BUILD)/stamps
+# The environment's tools, by absolute path, and no user site-packages in between.
+BIN := $(CURDIR)/$(VENV)/bin
+JEMALLOC := $(CURDIR)/$(BUILD)/jemalloc
+
+export PYTHONNOUSERSITE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+export CMAKE_GENERATOR := Ninja
+# Objects are the same in every clone, so that a fresh one starts from a warm ccache.
+export CCACHE_BASEDIR := $(CURDIR)
+export CCACHE_NOHASHDIR := 1
+# The hub cannot answer in CI, and nothing here needs it.
+export HF_HUB_OFFLINE := 1
+
+CXX_SOURCES := $(shell find csrc cmake -type f) CMakeLists.txt
+PY_SOURCES := $(shell find python -type f -not -name '*.pyc')
+CXX_FORMATTED := find csrc tests/cpp benchmarks examples -type f \
+	\( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0
+
+.PHONY: demo test lint lint-format lint-ruff lint-mypy lint-layers cpp pytest asan tsan bench install clean help
+
+help:
+	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
+
+demo: $(STAMPS)/castor
+	@$(BIN)/python examples/train_gpt.py --demo
+
+# In CI, and wherever the whole suite runs, a warning is an error; a user's newer compiler may warn.
+test: export CASTOR_WERROR := ON
+test:
+	@scripts/run_phases.sh install lint cpp pytest asan tsan
+
+install: $(STAMPS)/castor
+
+## Set-up ----------------------------------------------------------------------------------------
+
+$(STAMPS)/system: scripts/setup_system.sh
+	@scripts/setup_system.sh
+	@mkdir -p $(@D) && touch $@
+
+$(STAMPS)/venv: $(STAMPS)/system pyproject.toml scripts/requirements.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "$(PYTHON) is older than Python 3.10; run make PYTHON=python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python scripts/requirements.py build test dev >$(STAMPS)/requirements.txt
+	@echo "python packages: torch $(CASTOR_TORCH) and $$(paste -s -d' ' $(STAMPS)/requirements.txt)"
+	@$(BIN)/python -m pip install --quiet 'torch==$(CASTOR_TORCH)' -r $(STAMPS)/requirements.txt
+	@touch $@
+
+# Holds the CMake definition that follows from the outcome: without jemalloc the host tier uses mmap.
+$(STAMPS)/jemalloc: $(STAMPS)/system $(wildcard scripts/build_jemalloc.sh)
+	@if scripts/build_jemalloc.sh $(JEMALLOC); then \
+	  echo "--config-settings=cmake.define.CASTOR_JEMALLOC_ROOT=$(JEMALLOC)" >$@; \
+	else \
+	  echo "jemalloc could not be built (see above): the host tier falls back to mmap." \
+	       "\`rm $@\` and make again to retry." >&2; \
+	  echo "--config-settings=cmake.define.CASTOR_JEMALLOC_ROOT=" >$@; \
+	fi
+
+# A plain install, not an editable one: what is tested is what the wheel holds. CMake's build
+# directory is kept (build/<wheel tag>), so only what changed is compiled.
+$(STAMPS)/castor: $(STAMPS)/venv $(STAMPS)/jemalloc pyproject.toml $(CXX_SOURCES) $(PY_SOURCES)
+	@echo "building castor"
+	@PATH="$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --no-index \
+	  --force-reinstall $$(cat $(STAMPS)/jemalloc) \
+	  --config-settings=cmake.define.CASTOR_WERROR=$${CASTOR_WERROR:-OFF} .
+	@cd / && $(BIN)/python -c 'import castor, castor._C as c; print("castor", castor.__version__, "installed:", c.__file__)'
+	@touch $@
+
+$(STAMPS)/bench: $(STAMPS)/castor
+	@$(BIN)/python scripts/requirements.py bench >$(STAMPS)/requirements-bench.txt
+	@$(BIN)/python -m pip install --quiet --no-build-isolation -r $(STAMPS)/requirements-bench.txt
+	@touch $@
+
+## Checks ----------------------------------------------------------------------------------------
+
+lint: lint-format lint-ruff lint-mypy lint-layers
+
+lint-format: $(STAMPS)/system
+	@$(CXX_FORMATTED) | xargs -0 --no-run-if-empty clang-format --dry-run -Werror
+	@echo "clang-format: clean"
+
+lint-ruff: $(STAMPS)/venv
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+lint-mypy: $(STAMPS)/venv
+	@$(BIN)/mypy
+
+lint-layers: $(STAMPS)/venv
+	@$(BIN)/python scripts/check_layers.py
+
+# $(call cxx,NAME,CMAKE ARGUMENTS,TEST ENVIRONMENT): configure, build and run the tests in build/NAME.
+define cxx
+	@cmake -S . -B $(BUILD)/$(1) -DCASTOR_BUILD_TESTS=ON -DCASTOR_WERROR=ON $(2) >$(BUILD)/$(1).log \
+	  || { cat $(BUILD)/$(1).log; exit 1; }
+	@cmake --build $(BUILD)/$(1)
+	@$(3) ctest --test-dir $(BUILD)/$(1) --output-on-failure --no-tests=error -j $(JOBS) $(CTEST_ARGS)
+endef
+
+jemalloc_definition = -DCASTOR_JEMALLOC_ROOT=$$(sed 's/.*=//' $(STAMPS)/jemalloc)
+
+cpp: $(STAMPS)/jemalloc
+	$(call cxx,cpp,-DCMAKE_BUILD_TYPE=Release $(jemalloc_definition),)
+
+asan: $(STAMPS)/jemalloc
+	$(call cxx,asan,-DCMAKE_BUILD_TYPE=Debug -DCASTOR_SANITIZE=address $(jemalloc_definition),\
+	  ASAN_OPTIONS=detect_stack_use_after_return=1:strict_init_order=1:check_initialization_order=1 \
+	  UBSAN_OPTIONS=print_stacktrace=1)
+
+# Without jemalloc: TSan cannot see the locks inside it, and would call the reuse of a block a race.
+# setarch -R: GCC 12's TSan does not know the address layouts of newer kernels.
+tsan: $(STAMPS)/system
+	$(call cxx,tsan,-DCMAKE_BUILD_TYPE=Debug -DCASTOR_SANITIZE=thread -DCASTOR_JEMALLOC_ROOT=,\
+	  TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 \
+	  $$(setarch -R true 2>/dev/null && echo setarch -R))
+
+pytest: $(STAMPS)/castor
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: $(STAMPS)/bench
+	@for script in benchmarks/[!_]*.py; do \
+	  echo "==== $$script"; $(BIN)/python "$$script"; \
+	done
+
+clean:
+	rm -rf $(BUILD) $(VENV) dist .mypy_cache .ruff_cache .pytest_cache

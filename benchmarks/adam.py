@@ -1,0 +1,307 @@
+# Question: is castor's CPU Adam bound by memory alone, and is it at least as fast as the best other
+#     CPU Adam, on one machine, in one process?
+# Baseline: (1) the in-place stream `a[i] += 1` in castor's own threads, in bytes per second;
+#     (2) DeepSpeedCPUAdam and torch.optim.AdamW(fused=True), fp32; (3) for bf16 training, DeepSpeed's
+#     fp32 step plus the copy of the result to bf16 parameters that its engine does after it.
+# Bytes: what the algorithm must move, each once: fp32 28 per parameter (read g; read and write w, m,
+#     v), bf16 30 (24 for the fp32 state; read g; read and write w16).
+"""CPU Adam against its peers: `python benchmarks/adam.py [--numel N] [--repetitions R]`."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read by DeepSpeed when it is imported
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import castor
+import castor._C
+
+LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
+CHECKED = 1 << 20  # elements of each result that are compared with float64
+RESULTS = Path(__file__).resolve().parent / "results" / "adam.json"
+
+
+@dataclass(kw_only=True)
+class Contender:
+    """One timed thing. `weights` gives the fp32 result, `working` the bf16 one if there is one."""
+
+    name: str
+    bytes_per_param: int
+    step: Callable[[], None]
+    weights: torch.Tensor
+    grad: torch.Tensor
+    working: torch.Tensor | None = None
+    seconds: list[float] = field(default_factory=list)
+    calls: int = 0
+
+    def run(self, *, timed: bool) -> None:
+        start = time.perf_counter()
+        self.step()
+        elapsed = time.perf_counter() - start
+        self.calls += 1
+        if timed:
+            self.seconds.append(elapsed)
+
+
+def parameter(values: torch.Tensor, grad: torch.Tensor) -> torch.nn.Parameter:
+    result = torch.nn.Parameter(values.clone())
+    result.grad = grad
+    return result
+
+
+def make_contenders(
+    initial: torch.Tensor, grad: torch.Tensor, console: Console
+) -> dict[str, Contender]:
+    """Each starts from `initial` and keeps using `grad` (or its bf16 rounding)."""
+    hyper: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
+    found = {}
+
+    p = parameter(initial, grad)
+    castor_fp32 = castor.HybridAdam([p], **hyper)
+    found["castor"] = Contender(
+        name="castor fp32", bytes_per_param=28, step=castor_fp32.step, weights=p.data, grad=grad
+    )
+
+    grad16 = grad.bfloat16()
+    p16 = parameter(initial.bfloat16(), grad16)
+    castor_bf16 = castor.HybridAdam([p16], **hyper)
+    found["castor_bf16"] = Contender(
+        name="castor bf16, gradient in and parameter out fused",
+        bytes_per_param=30,
+        step=castor_bf16.step,
+        weights=p16.data,
+        grad=grad16,
+        working=p16.data,
+    )
+
+    q = parameter(initial, grad)
+    fused = torch.optim.AdamW([q], fused=True, **hyper)
+    found["torch"] = Contender(
+        name="torch AdamW(fused=True) fp32",
+        bytes_per_param=28,
+        step=fused.step,
+        weights=q.data,
+        grad=grad,
+    )
+
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+    except ImportError:
+        console.print("[yellow]SKIPPED: DeepSpeedCPUAdam: deepspeed is not installed")
+        return found
+    d = parameter(initial, grad)
+    deepspeed_fp32 = DeepSpeedCPUAdam([d], adamw_mode=True, **hyper)
+    found["deepspeed"] = Contender(
+        name="DeepSpeedCPUAdam fp32",
+        bytes_per_param=28,
+        step=deepspeed_fp32.step,
+        weights=d.data,
+        grad=grad,
+    )
+    e = parameter(initial, grad)
+    d16 = torch.empty_like(initial, dtype=torch.bfloat16)
+    deepspeed_copying = DeepSpeedCPUAdam([e], adamw_mode=True, **hyper)
+
+    def step_and_copy_back() -> None:
+        deepspeed_copying.step()
+        d16.copy_(e.data)
+
+    found["deepspeed_bf16"] = Contender(
+        name="DeepSpeedCPUAdam fp32 + copy to bf16",
+        bytes_per_param=34,  # and reads the fp32 weights again
+        step=step_and_copy_back,
+        weights=e.data,
+        grad=grad,
+        working=d16,
+    )
+    return found
+
+
+def expected_weights(initial: torch.Tensor, grad: torch.Tensor, steps: int) -> torch.Tensor:
+    """AdamW on one constant gradient, in float64."""
+    w, g = initial.double(), grad.double()
+    m, v = torch.zeros_like(w), torch.zeros_like(w)
+    for step in range(1, steps + 1):
+        w -= LR * WEIGHT_DECAY * w
+        m += (1 - BETAS[0]) * (g - m)
+        v = BETAS[1] * v + (1 - BETAS[1]) * g * g
+        denominator = (v / (1 - BETAS[1] ** step)).sqrt() + EPS
+        w -= LR / (1 - BETAS[0] ** step) * m / denominator
+    return w
+
+
+def verify(contender: Contender, initial: torch.Tensor) -> float:
+    """Relative error against float64 on the last elements; raises where it is not rounding."""
+    start = initial.bfloat16() if contender.weights.dtype == torch.bfloat16 else initial
+    expected = expected_weights(start[-CHECKED:], contender.grad[-CHECKED:], contender.calls)
+    worst = 0.0
+    for result in (contender.weights, contender.working):
+        if result is None:
+            continue
+        error = float((result[-CHECKED:].double() - expected).norm() / expected.norm())
+        limit = 2.0**-8 if result.dtype == torch.bfloat16 else 1e-5
+        if not error < limit:
+            raise RuntimeError(f"{contender.name}: relative error {error:.2e} exceeds {limit:.2e}")
+        worst = max(worst, error)
+    return worst
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "lower_quartile": quartiles[0],
+        "upper_quartile": quartiles[2],
+    }
+
+
+def describe_machine() -> dict[str, Any]:
+    def installed(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    cpu = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].split(":", 1)[1].strip() if names else cpu
+    git = ["git", "-C", str(Path(__file__).parent)]
+    commit = subprocess.run(
+        [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
+    changes = subprocess.run(
+        [*git, "status", "--porcelain"], capture_output=True, text=True, check=False
+    )
+    return {
+        "cpu": cpu,
+        "num_cpus": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "versions": {name: installed(name) for name in ("torch", "deepspeed", "castor-torch")},
+        "torch_num_threads": torch.get_num_threads(),
+        "commit": commit.stdout.strip() if commit.returncode == 0 else None,
+        "uncommitted_changes": bool(changes.stdout.strip()),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def paired(numerator: list[float], denominator: list[float]) -> dict[str, float]:
+    """Spread of the ratio within each repetition, so that slow spells of the machine cancel."""
+    return spread([a / b for a, b in zip(numerator, denominator, strict=True)])
+
+
+def ratios(found: dict[str, Contender], bandwidth: list[float], numel: int) -> dict[str, Any]:
+    """What the targets are stated in: larger is better for castor."""
+    castor_fp32, castor_bf16 = found["castor"], found["castor_bf16"]
+    inverse = [1 / rate for rate in bandwidth]
+    result = {
+        f"{key}: fraction of in-place bandwidth": paired(
+            inverse, [s / (c.bytes_per_param * numel) for s in c.seconds]
+        )
+        for key, c in (("castor", castor_fp32), ("castor_bf16", castor_bf16))
+    }
+    for peer in ("torch", "deepspeed"):
+        if peer in found:
+            result[f"castor: speed-up over {peer}"] = paired(
+                found[peer].seconds, castor_fp32.seconds
+            )
+    if "deepspeed_bf16" in found:
+        result["castor_bf16: speed-up over deepspeed + copy"] = paired(
+            found["deepspeed_bf16"].seconds, castor_bf16.seconds
+        )
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--numel", type=int, default=64 << 20, help="parameters (default 64 Mi)")
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    console = Console()
+
+    generator = torch.Generator().manual_seed(0)
+    initial = torch.randn(arguments.numel, generator=generator)
+    grad = torch.randn(arguments.numel, generator=generator)
+    found = make_contenders(initial, grad, console)
+    contenders = list(found.values())
+    bandwidth: list[float] = []
+    for repetition in range(
+        -2, arguments.repetitions
+    ):  # two untimed: states are made, pages touched
+        rate = castor._C.in_place_bandwidth(arguments.numel, 1)
+        if repetition >= 0:
+            bandwidth.append(rate)
+        first = repetition % len(contenders)
+        for contender in contenders[first:] + contenders[:first]:
+            contender.run(timed=repetition >= 0)
+    errors = {key: verify(contender, initial) for key, contender in found.items()}
+
+    table = Table(title=f"Adam step, {arguments.numel:,} parameters, {arguments.repetitions} runs")
+    for heading in ("", "median ms", "min", "max", "GB/s", "error"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    results: dict[str, Any] = {}
+    for key, c in found.items():
+        seconds = spread(c.seconds)
+        rate = c.bytes_per_param * arguments.numel / seconds["median"]
+        results[key] = {
+            "name": c.name,
+            "bytes_per_param": c.bytes_per_param,
+            "seconds": seconds,
+            "bytes_per_second": rate,
+            "relative_error": errors[key],
+        }
+        milliseconds = (f"{1e3 * seconds[which]:.1f}" for which in ("median", "min", "max"))
+        table.add_row(c.name, *milliseconds, f"{rate / 1e9:.1f}", f"{errors[key]:.1e}")
+    stream = spread(bandwidth)
+    table.add_row("in-place a[i] += 1", "", "", "", f"{stream['median'] / 1e9:.1f}", "")
+    console.print(table)
+
+    summary = Table(title="paired within each repetition: median (quartiles)")
+    summary.add_column("")
+    summary.add_column("ratio", justify="right")
+    compared = ratios(found, bandwidth, arguments.numel)
+    for name, r in compared.items():
+        quartiles = f"{r['lower_quartile']:.3f} - {r['upper_quartile']:.3f}"
+        summary.add_row(name, f"{r['median']:.3f} ({quartiles})")
+    console.print(summary)
+
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "benchmark": "adam",
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "machine": describe_machine(),
+        "numel": arguments.numel,
+        "repetitions": arguments.repetitions,
+        "in_place_bytes_per_second": stream,
+        "results": results,
+        "ratios": compared,
+    }
+    arguments.output.write_text(json.dumps(record, indent=2) + "\n")
+    console.print(f"written to {arguments.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+# castor::torch: the headers and libraries of the torch that the Python interpreter imports.
+#
+# Not find_package(Torch): with PyPI's CUDA wheel it probes for a CUDA compiler and fails without one.
+# The link is by path; nothing of those paths reaches the installed module, because
+# castor/__init__.py imports torch first and its libraries are then already loaded.
+
+find_package(Python 3.10 REQUIRED COMPONENTS Interpreter Development.Module)
+
+execute_process(
+  COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/describe_torch.py"
+  OUTPUT_VARIABLE castor_torch_description
+  OUTPUT_STRIP_TRAILING_WHITESPACE
+  RESULT_VARIABLE castor_torch_result)
+if(NOT castor_torch_result EQUAL 0)
+  message(FATAL_ERROR "${Python_EXECUTABLE} cannot import torch. Install torch there, and build with "
+                      "pip install --no-build-isolation, so that castor compiles against the torch "
+                      "it will run with.")
+endif()
+list(GET castor_torch_description 0 CASTOR_TORCH_VERSION)
+list(GET castor_torch_description 1 castor_torch_cxx11_abi)
+list(GET castor_torch_description 2 castor_torch_lib_dir)
+list(SUBLIST castor_torch_description 3 -1 castor_torch_include_dirs)
+message(STATUS "torch ${CASTOR_TORCH_VERSION} of ${Python_EXECUTABLE}")
+if(CASTOR_TORCH_VERSION VERSION_LESS 2.9)
+  message(FATAL_ERROR "castor needs torch 2.9 or newer; found ${CASTOR_TORCH_VERSION}")
+endif()
+
+add_library(castor_torch_deps INTERFACE)
+add_library(castor::torch ALIAS castor_torch_deps)
+# These directories bring pybind11 too, the one torch was built with. It is the only pybind11 in the
+# build: a second one in the same module would break the one-definition rule.
+target_include_directories(castor_torch_deps SYSTEM INTERFACE ${castor_torch_include_dirs})
+target_compile_definitions(castor_torch_deps
+                           INTERFACE _GLIBCXX_USE_CXX11_ABI=${castor_torch_cxx11_abi})
+foreach(library IN ITEMS torch_python torch torch_cpu c10)
+  find_library(castor_lib_${library} "${library}" PATHS "${castor_torch_lib_dir}"
+               NO_DEFAULT_PATH NO_CACHE REQUIRED)
+  target_link_libraries(castor_torch_deps INTERFACE "${castor_lib_${library}}")
+endforeach()
+target_link_libraries(castor_torch_deps INTERFACE Python::Module)

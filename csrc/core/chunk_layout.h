@@ -1,0 +1,113 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/ids.h"
+#include "core/scalar_type.h"
+
+namespace castor {
+
+/// A parameter as the layout sees it. Tied weights appear once: the caller lists each tensor once,
+/// in execution order.
+struct ParamSpec {
+  std::string name;
+  std::size_t numel = 0;
+  ScalarType type = ScalarType::kFloat32;
+  bool trainable = true;
+};
+
+/// A module that owns parameters: the unit that must be resident at one time. `parent` is the
+/// nearest enclosing module that owns parameters too: its chunks stay pinned while this one runs.
+struct ModuleSpec {
+  std::string name;
+  std::vector<ParamId> params;
+  std::optional<ModuleId> parent;
+};
+
+/// Where one parameter lies. `offset` is in elements from the start of its chunk.
+struct ParamPlace {
+  ChunkId chunk{};
+  std::size_t offset = 0;
+};
+
+/// A contiguous block of parameters of one type, all trainable or all frozen.
+/// capacity_bytes is what a device slot takes; used_bytes (<= capacity) is what payloads store, up
+/// to the end of the last parameter. Both are positive multiples of world_size * kParamAlignment,
+/// so that equal shards stay aligned.
+struct ChunkSpec {
+  ScalarType type = ScalarType::kFloat32;
+  bool trainable = true;
+  std::size_t capacity_bytes = 0;
+  std::size_t used_bytes = 0;
+  std::vector<ParamId> params;
+};
+
+struct LayoutOptions {
+  /// 0: search. Otherwise the most a shared slot may take: capacities are the largest multiple of
+  /// world_size * kParamAlignment that is not above it; ChunkLayout::chunk_bytes() tells which.
+  std::size_t chunk_bytes = 0;
+  std::size_t world_size = 1;
+};
+
+/// The immutable result of laying a model out in chunks, in execution order; safe to read from any
+/// thread. Chunks share one capacity, but for two cases: a parameter larger than it has a chunk of
+/// its own, and the last shared chunk of each (type, trainable) class ends where its parameters
+/// end. Chunk ids ascend with the first parameter of each chunk. A parameter of no elements takes
+/// no bytes; its offset may be the end of its chunk.
+class ChunkLayout {
+ public:
+  /// Lays out at options.chunk_bytes, or searches for it: the largest size, up to 64 MiB and a
+  /// sixteenth of the model, at which
+  /// a device holding max(0.35 * parameter bytes, 2.2 * bytes of the largest module's parameters)
+  /// beside its activations can stream the model with the next module's chunks beside the current
+  /// ones, wasting at most 3% of the slots; failing that, the size that wastes least among those
+  /// that fit; failing that, the one with the smallest working set. A searched size is never
+  /// larger than what the fullest shared chunk uses. Method: Fang et al., "Parallel Training of
+  /// Pre-Trained Models via Chunk-Based Dynamic Memory Management" (PatrickStar), section 6, with
+  /// the device budget as a constraint. Throws InvalidArgument for an empty parameter list, a world
+  /// of zero or more than 2^20 processes, a chunk_bytes below kParamAlignment * world_size, an id
+  /// out of range, modules that enclose each other, or parameters of more than 2^60 bytes in all.
+  ChunkLayout(std::vector<ParamSpec> params, std::vector<ModuleSpec> modules,
+              const LayoutOptions& options);
+
+  [[nodiscard]] const std::vector<ParamSpec>& params() const noexcept { return params_; }
+  [[nodiscard]] const std::vector<ModuleSpec>& modules() const noexcept { return modules_; }
+  [[nodiscard]] const std::vector<ChunkSpec>& chunks() const noexcept { return chunks_; }
+  [[nodiscard]] const ParamSpec& param(ParamId id) const { return params_.at(index(id)); }
+  [[nodiscard]] const ModuleSpec& module(ModuleId id) const { return modules_.at(index(id)); }
+  [[nodiscard]] const ChunkSpec& chunk(ChunkId id) const { return chunks_.at(index(id)); }
+  [[nodiscard]] ParamPlace place(ParamId id) const { return places_.at(index(id)); }
+  /// The chunks a module's own parameters lie in, each once, ascending.
+  [[nodiscard]] const std::vector<ChunkId>& chunks_of(ModuleId id) const {
+    return module_chunks_.at(index(id));
+  }
+  [[nodiscard]] std::size_t chunk_bytes() const noexcept { return chunk_bytes_; }
+  /// Sum of used bytes over all chunks.
+  [[nodiscard]] std::size_t used_bytes() const noexcept { return used_bytes_; }
+  /// Slot bytes that hold no parameter (alignment gaps count), as a fraction of all slot bytes.
+  [[nodiscard]] double waste() const noexcept { return waste_; }
+  /// The module whose chunks, with those of the modules around it, take the most device bytes; the
+  /// first of equals. ModuleId{0}, with a working set of 0 bytes, where there are no modules.
+  [[nodiscard]] ModuleId largest_module() const noexcept { return largest_module_; }
+  [[nodiscard]] std::size_t largest_working_set_bytes() const noexcept {
+    return largest_working_set_bytes_;
+  }
+
+ private:
+  std::vector<ParamSpec> params_;
+  std::vector<ModuleSpec> modules_;
+  std::vector<ChunkSpec> chunks_;
+  std::vector<ParamPlace> places_;
+  std::vector<std::vector<ChunkId>> module_chunks_;
+  std::size_t chunk_bytes_ = 0;
+  std::size_t used_bytes_ = 0;
+  double waste_ = 0.0;
+  ModuleId largest_module_{};
+  std::size_t largest_working_set_bytes_ = 0;
+};
+
+}  // namespace castor

@@ -1,0 +1,236 @@
+#include "core/chunk_manager.h"
+
+#include <cassert>
+#include <string>
+#include <utility>
+
+#include "core/error.h"
+#include "core/units.h"
+
+namespace castor {
+
+Pin::Pin(Pin&& other) noexcept
+    : manager_(std::exchange(other.manager_, nullptr)), chunk_(other.chunk_) {}
+
+Pin& Pin::operator=(Pin&& other) noexcept {
+  if (this != &other) {
+    release();
+    manager_ = std::exchange(other.manager_, nullptr);
+    chunk_ = other.chunk_;
+  }
+  return *this;
+}
+
+void Pin::release() noexcept {
+  if (manager_ != nullptr) {
+    std::exchange(manager_, nullptr)->unpin(chunk_);
+  }
+}
+
+ChunkManager::ChunkManager(const ChunkLayout& layout, std::vector<Placement> placements,
+                           std::shared_ptr<MemoryTier> device, std::shared_ptr<MemoryTier> host,
+                           CopyEngine& engine, ParamBinder& binder)
+    : layout_(layout),
+      device_(std::move(device)),
+      host_(std::move(host)),
+      engine_(engine),
+      binder_(binder),
+      slots_(layout.chunks().size()),
+      states_(layout.params().size(), TensorState::kFree),
+      evictable_(layout.chunks().size()) {
+  if (placements.size() != slots_.size()) {
+    throw InvalidArgument("there are " + std::to_string(slots_.size()) + " chunks but " +
+                          std::to_string(placements.size()) + " placements");
+  }
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    slots_[i].placement = placements[i];
+    add_payload(chunk, PayloadKind::kParam, layout.chunk(chunk).used_bytes);
+    if (placements[i] == Placement::kDevice) {
+      for (const ParamId param : layout.chunk(chunk).params) {
+        states_[index(param)] = TensorState::kHold;
+      }
+    }
+  }
+}
+
+ChunkManager::~ChunkManager() {
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    assert(slots_[i].pins == 0 && "a pin outlived its chunk manager");
+    if (slots_[i].bound) {
+      binder_.bind(ChunkId{static_cast<std::uint32_t>(i)},
+                   slots_[i].payloads[static_cast<std::size_t>(PayloadKind::kParam)]->data());
+    }
+  }
+}
+
+void ChunkManager::add_payload(ChunkId chunk, PayloadKind kind, std::size_t bytes) {
+  auto& place = slots_[index(chunk)].payloads[static_cast<std::size_t>(kind)];
+  if (place) {
+    throw UsageError("chunk " + std::to_string(index(chunk)) + " already has " +
+                     std::string(to_string(kind)));
+  }
+  const bool on_device = placement(chunk) == Placement::kDevice;
+  place = std::make_shared<Payload>(
+      on_device ? device_ : host_, bytes,
+      "the " + std::string(to_string(kind)) + " of chunk " + std::to_string(index(chunk)) +
+          " have no room there; " +
+          (on_device ? "raise device_memory, or let them leave the device with "
+                       "placement_policy=\"auto\""
+                     : "raise host_memory, or train a smaller model"));
+}
+
+const std::shared_ptr<Payload>& ChunkManager::payload(ChunkId chunk, PayloadKind kind) const {
+  return slots_[index(chunk)].payloads[static_cast<std::size_t>(kind)];
+}
+
+bool ChunkManager::resident(ChunkId chunk) const {
+  const Slot& slot = slots_[index(chunk)];
+  return slot.placement == Placement::kDevice || slot.block;
+}
+
+void ChunkManager::copy_in(ChunkId chunk) {
+  Slot& slot = slots_[index(chunk)];
+  const Payload& home = *slot.payloads[static_cast<std::size_t>(PayloadKind::kParam)];
+  binder_.snapshot(chunk);
+  slot.ticket = engine_.submit({.source = {home.data(), home.bytes()},
+                                .target = {slot.block.data(), home.bytes()},
+                                .direction = CopyDirection::kHostToDevice});
+  counts_.h2d_bytes += home.bytes();
+}
+
+void ChunkManager::fetch(ChunkId chunk) {
+  if (resident(chunk)) {
+    return;
+  }
+  Slot& slot = slots_[index(chunk)];
+  const std::size_t bytes = layout_.chunk(chunk).capacity_bytes;
+  slot.block = device_->allocate(bytes, "no room was made for chunk " +
+                                            std::to_string(index(chunk)));
+  try {
+    copy_in(chunk);
+  } catch (...) {
+    slot.block.reset();
+    throw;
+  }
+  slot_bytes_ += bytes;
+  ++counts_.fetches;
+  for (const ParamId param : layout_.chunk(chunk).params) {
+    if (states_[index(param)] != TensorState::kReadyForReduce) {
+      set_state(param, TensorState::kHold);
+    }
+  }
+  if (slot.placement == Placement::kStream) {
+    evictable_.put(chunk, slot.next_use);
+  }
+}
+
+Pin ChunkManager::pin(ChunkId chunk) {
+  Slot& slot = slots_[index(chunk)];
+  if (!resident(chunk)) {
+    throw UsageError("chunk " + std::to_string(index(chunk)) + " is pinned before it is fetched");
+  }
+  if (slot.block && !slot.bound) {
+    engine_.wait(slot.ticket);
+    if (binder_.written_since_snapshot(chunk)) {  // a write to the home while the copy was under way
+      copy_in(chunk);
+      engine_.wait(slot.ticket);
+    }
+    binder_.bind(chunk, slot.block.data());
+    slot.bound = true;
+  }
+  if (slot.pins++ == 0) {
+    evictable_.remove(chunk);
+    pinned_bytes_ += slot.block.bytes();
+  }
+  return Pin(*this, chunk);
+}
+
+void ChunkManager::unpin(ChunkId chunk) noexcept {
+  Slot& slot = slots_[index(chunk)];
+  assert(slot.pins > 0);
+  if (--slot.pins == 0) {
+    pinned_bytes_ -= slot.block.bytes();
+    if (slot.placement == Placement::kStream) {
+      evictable_.put(chunk, slot.next_use);
+    }
+  }
+}
+
+void ChunkManager::leave(ChunkId chunk) {
+  Slot& slot = slots_[index(chunk)];
+  if (slot.pins > 0) {
+    throw UsageError("chunk " + std::to_string(index(chunk)) + " cannot leave the device: it has " +
+                     std::to_string(slot.pins) + " pins");
+  }
+  engine_.wait(slot.ticket);
+  const Payload& home = *slot.payloads[static_cast<std::size_t>(PayloadKind::kParam)];
+  if (slot.bound) {
+    if (binder_.written_since_snapshot(chunk)) {
+      engine_.wait(engine_.submit({.source = {slot.block.data(), home.bytes()},
+                                   .target = {home.data(), home.bytes()},
+                                   .direction = CopyDirection::kDeviceToHost}));
+      counts_.d2h_bytes += home.bytes();
+    }
+    binder_.bind(chunk, home.data());
+    slot.bound = false;
+  }
+  for (const ParamId param : layout_.chunk(chunk).params) {
+    if (states_[index(param)] != TensorState::kReadyForReduce) {
+      set_state(param, TensorState::kFree);
+    }
+  }
+  evictable_.remove(chunk);
+  slot_bytes_ -= slot.block.bytes();
+  slot.block.reset();
+}
+
+void ChunkManager::evict(ChunkId chunk) {
+  if (slots_[index(chunk)].placement == Placement::kDevice || !resident(chunk)) {
+    throw UsageError("chunk " + std::to_string(index(chunk)) + " has no device copy to evict");
+  }
+  leave(chunk);
+  ++counts_.evictions;
+}
+
+bool ChunkManager::make_room(std::size_t bytes, std::size_t cap_bytes, std::uint64_t now,
+                             std::uint64_t horizon) {
+  while (slot_bytes_ + bytes > cap_bytes || device_->ledger().available() < bytes) {
+    const auto victim = evictable_.victim_from(now, horizon);
+    if (!victim) {
+      break;
+    }
+    evict(*victim);
+  }
+  return device_->ledger().available() >= bytes;
+}
+
+void ChunkManager::send_home() {
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    if (slots_[i].block) {
+      leave(ChunkId{static_cast<std::uint32_t>(i)});
+    }
+  }
+}
+
+void ChunkManager::set_next_use(ChunkId chunk, std::uint64_t next_use) {
+  Slot& slot = slots_[index(chunk)];
+  slot.next_use = next_use;
+  if (evictable_.contains(chunk)) {
+    evictable_.put(chunk, next_use);
+  }
+}
+
+void ChunkManager::set_state(ParamId param, TensorState state) {
+  TensorState& current = states_[index(param)];
+  if (current == state) {
+    return;
+  }
+  if (!can_transition(current, state)) {
+    throw UsageError("parameter '" + layout_.param(param).name + "' cannot go from " +
+                     std::string(to_string(current)) + " to " + std::string(to_string(state)));
+  }
+  current = state;
+}
+
+}  // namespace castor

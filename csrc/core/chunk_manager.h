@@ -1,0 +1,142 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "core/chunk_layout.h"
+#include "core/copy_engine.h"
+#include "core/eviction_order.h"
+#include "core/payload.h"
+#include "core/placement.h"
+#include "core/tensor_state.h"
+
+namespace castor {
+
+class ChunkManager;
+
+/// Points the parameters of a chunk at memory. Seam: torch storages in csrc/torch, fakes in tests.
+class ParamBinder {
+ public:
+  virtual ~ParamBinder() = default;
+  virtual void bind(ChunkId chunk, std::byte* address) noexcept = 0;
+  /// Remembers the parameters' version counters ...
+  virtual void snapshot(ChunkId chunk) noexcept = 0;
+  /// ... and tells whether somebody wrote to one of them since.
+  [[nodiscard]] virtual bool written_since_snapshot(ChunkId chunk) const noexcept = 0;
+};
+
+/// Keeps a chunk on the device while it lives. Move-only; made by ChunkManager::pin.
+class Pin {
+ public:
+  Pin() = default;
+  Pin(Pin&& other) noexcept;
+  Pin& operator=(Pin&& other) noexcept;
+  Pin(const Pin&) = delete;
+  Pin& operator=(const Pin&) = delete;
+  ~Pin() { release(); }
+  void release() noexcept;
+
+ private:
+  friend class ChunkManager;
+  Pin(ChunkManager& manager, ChunkId chunk) noexcept : manager_(&manager), chunk_(chunk) {}
+  ChunkManager* manager_ = nullptr;
+  ChunkId chunk_{};
+};
+
+/// Bytes moved and decisions taken since construction.
+struct TransferCounts {
+  std::uint64_t h2d_bytes = 0;
+  std::uint64_t d2h_bytes = 0;
+  std::uint64_t fetches = 0;
+  std::uint64_t evictions = 0;
+};
+
+/// Owns every chunk's payloads and device slot, and moves parameters between the two. Tells nobody
+/// when to move: the runtime decides. Not thread-safe: the runtime's mutex guards it.
+/// Invariants: a pinned chunk is resident; a parameter is bound to readable memory at every moment
+/// (device slot when resident, home otherwise); a write made by user code through either is never
+/// lost; device bytes are reserved before they are used.
+class ChunkManager {
+ public:
+  /// Allocates the kParam home of every chunk: on the device tier for Placement::kDevice, else on
+  /// the host tier. Throws OutOfMemory. `layout`, `engine` and `binder` outlive the manager.
+  ChunkManager(const ChunkLayout& layout, std::vector<Placement> placements,
+               std::shared_ptr<MemoryTier> device, std::shared_ptr<MemoryTier> host,
+               CopyEngine& engine, ParamBinder& binder);
+  ChunkManager(const ChunkManager&) = delete;
+  ChunkManager& operator=(const ChunkManager&) = delete;
+  /// Binds every parameter to its home.
+  ~ChunkManager();
+
+  /// Adds a payload of `bytes` at the chunk's home tier. Throws OutOfMemory; UsageError if present.
+  void add_payload(ChunkId chunk, PayloadKind kind, std::size_t bytes);
+  /// nullptr when the chunk has none of that kind.
+  [[nodiscard]] const std::shared_ptr<Payload>& payload(ChunkId chunk, PayloadKind kind) const;
+
+  [[nodiscard]] Placement placement(ChunkId chunk) const { return slots_[index(chunk)].placement; }
+  [[nodiscard]] bool resident(ChunkId chunk) const;
+  [[nodiscard]] std::uint32_t pins(ChunkId chunk) const { return slots_[index(chunk)].pins; }
+
+  /// Starts bringing a chunk in. The caller has made room: throws OutOfMemory when there is none.
+  /// No effect on a resident chunk.
+  void fetch(ChunkId chunk);
+  /// Pins a resident chunk, waits for its copy and binds its parameters to the slot.
+  [[nodiscard]] Pin pin(ChunkId chunk);
+  /// Sends a chunk home; user writes on the device are copied back. Throws UsageError if pinned.
+  void evict(ChunkId chunk);
+  /// Evicts in order until `bytes` fit the device budget and streamed chunks stay within
+  /// `cap_bytes` after adding them; only chunks whose next use is `horizon` or later.
+  /// Returns whether `bytes` fit the budget: the cap is a wish, the budget is not.
+  bool make_room(std::size_t bytes, std::size_t cap_bytes, std::uint64_t now,
+                 std::uint64_t horizon);
+  /// Sends every chunk home. Requires that nothing is pinned. Not counted as evictions.
+  void send_home();
+
+  /// When the chunk will be used next: orders evictions once it is unpinned.
+  void set_next_use(ChunkId chunk, std::uint64_t next_use);
+
+  [[nodiscard]] TensorState state(ParamId param) const { return states_[index(param)]; }
+  /// Throws UsageError on an edge that the transition table lacks. A no-op on the same state.
+  void set_state(ParamId param, TensorState state);
+
+  /// Device bytes taken by slots that come and go (kStream, kKeep).
+  [[nodiscard]] std::size_t slot_bytes() const noexcept { return slot_bytes_; }
+  [[nodiscard]] std::size_t pinned_bytes() const noexcept { return pinned_bytes_; }
+  [[nodiscard]] const TransferCounts& counts() const noexcept { return counts_; }
+  [[nodiscard]] const ChunkLayout& layout() const noexcept { return layout_; }
+  [[nodiscard]] MemoryTier& device() noexcept { return *device_; }
+  [[nodiscard]] MemoryTier& host() noexcept { return *host_; }
+
+ private:
+  friend class Pin;
+  struct Slot {
+    Placement placement = Placement::kStream;
+    Block block;
+    CopyTicket ticket = CopyTicket::kNone;
+    bool bound = false;
+    std::uint32_t pins = 0;
+    std::uint64_t next_use = kNeverUsed;
+    PayloadSet payloads;
+  };
+
+  void unpin(ChunkId chunk) noexcept;
+  void copy_in(ChunkId chunk);
+  void leave(ChunkId chunk);
+
+  const ChunkLayout& layout_;
+  std::shared_ptr<MemoryTier> device_;
+  std::shared_ptr<MemoryTier> host_;
+  CopyEngine& engine_;
+  ParamBinder& binder_;
+  std::vector<Slot> slots_;
+  std::vector<TensorState> states_;
+  EvictionOrder evictable_;
+  std::size_t slot_bytes_ = 0;
+  std::size_t pinned_bytes_ = 0;
+  TransferCounts counts_;
+};
+
+}  // namespace castor

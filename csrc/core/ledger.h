@@ -1,0 +1,74 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <optional>
+#include <string>
+
+#include "core/tier_kind.h"
+
+namespace castor {
+
+class Ledger;
+
+/// Bytes taken from a Ledger's budget; gives them back when destroyed. Move-only.
+/// Memory is reserved before anything is evicted or allocated for it, so a budget is never passed,
+/// not even for a moment.
+class Reservation {
+ public:
+  Reservation() = default;
+  Reservation(Reservation&& other) noexcept;
+  Reservation& operator=(Reservation&& other) noexcept;
+  Reservation(const Reservation&) = delete;
+  Reservation& operator=(const Reservation&) = delete;
+  ~Reservation() { release(); }
+
+  [[nodiscard]] std::size_t bytes() const noexcept { return bytes_; }
+  void release() noexcept;
+
+ private:
+  friend class Ledger;
+  Reservation(Ledger& ledger, std::size_t bytes) noexcept : ledger_(&ledger), bytes_(bytes) {}
+
+  Ledger* ledger_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+/// The byte count of one tier against its hard budget. Owned by the runtime; outlives every
+/// Reservation. Thread-safe and lock-free: the memory hooks of torch call it on every allocation.
+/// Invariant: used() <= budget() at every moment.
+class Ledger {
+ public:
+  /// Throws InvalidArgument if `budget` is 0.
+  Ledger(TierKind tier, std::size_t budget);
+  Ledger(const Ledger&) = delete;
+  Ledger& operator=(const Ledger&) = delete;
+  ~Ledger();
+
+  /// nullopt when `bytes` do not fit now. Zero bytes always fit.
+  [[nodiscard]] std::optional<Reservation> try_reserve(std::size_t bytes) noexcept;
+  /// As try_reserve, but throws OutOfMemory with `remedy` in its message.
+  [[nodiscard]] Reservation reserve(std::size_t bytes, const std::string& remedy);
+
+  /// Untracked forms for memory whose owner cannot hold a Reservation (a torch DataPtr context).
+  [[nodiscard]] bool try_take(std::size_t bytes) noexcept;
+  void give_back(std::size_t bytes) noexcept;
+
+  [[nodiscard]] TierKind tier() const noexcept { return tier_; }
+  [[nodiscard]] std::size_t budget() const noexcept { return budget_; }
+  [[nodiscard]] std::size_t used() const noexcept { return used_.load(std::memory_order_relaxed); }
+  [[nodiscard]] std::size_t available() const noexcept { return budget_ - used(); }
+  [[nodiscard]] std::size_t peak() const noexcept { return peak_.load(std::memory_order_relaxed); }
+
+ private:
+  const TierKind tier_;
+  const std::size_t budget_;
+  // Relaxed throughout: the counters carry no other data; each update is one atomic operation.
+  std::atomic<std::size_t> used_{0};
+  std::atomic<std::size_t> peak_{0};
+};
+
+/// Raises `maximum` to `value` if it is lower.
+void raise_to(std::atomic<std::size_t>& maximum, std::size_t value) noexcept;
+
+}  // namespace castor

@@ -1,0 +1,42 @@
+#include "core/nonmodel_memory.h"
+
+#include <algorithm>
+
+#include "core/error.h"
+
+namespace castor {
+
+void NonModelMemory::allocate(std::size_t bytes) {
+  if (!device_->ledger().try_take(bytes)) {
+    const std::lock_guard lock(reclaim_mutex_);
+    // Another thread may take what was reclaimed for this one: try until there is nothing to give.
+    do {
+      if (reclaimer_ == nullptr) {
+        const Ledger& ledger = device_->ledger();
+        throw OutOfMemory(TierKind::kDevice, bytes, ledger.available(), ledger.budget(),
+                          "the model that owned this budget is gone; free its tensors");
+      }
+      reclaimer_->reclaim(bytes);
+    } while (!device_->ledger().try_take(bytes));
+  }
+  const std::size_t now = bytes_.fetch_add(bytes, std::memory_order_relaxed) + bytes;
+  raise_to(peak_, now);
+  raise_to(window_peak_, now);
+}
+
+void NonModelMemory::free(std::size_t bytes) noexcept {
+  bytes_.fetch_sub(bytes, std::memory_order_relaxed);
+  device_->ledger().give_back(bytes);
+}
+
+void NonModelMemory::set_reclaimer(Reclaimer* reclaimer) {
+  const std::lock_guard lock(reclaim_mutex_);
+  reclaimer_ = reclaimer;
+}
+
+std::size_t NonModelMemory::take_window_peak() noexcept {
+  const std::size_t now = bytes();
+  return std::max(window_peak_.exchange(now, std::memory_order_relaxed), now);
+}
+
+}  // namespace castor

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "core/chunk_layout.h"
+
+namespace castor {
+
+/// Where a chunk's payloads live between and during steps.
+enum class Placement : std::uint8_t {
+  kStream,  ///< home and optimizer on the host; device slot on demand, may be evicted
+  kKeep,    ///< home and optimizer on the host; device slot from first use to the end of the step
+  kDevice,  ///< everything on the device, always
+};
+
+/// How the user asks for placement. `kStatic` follows the two fractions, as Gemini's static policy.
+enum class PlacementPolicy : std::uint8_t { kAuto, kCpu, kCuda, kStatic };
+
+struct PlacementOptions {
+  PlacementPolicy policy = PlacementPolicy::kAuto;
+  /// kStatic: fraction of trainable bytes whose optimizer state and gradients live on the host.
+  double offload_optim_frac = 0.0;
+  /// kStatic: fraction of parameter bytes that stream; needs offload_optim_frac == 1.
+  double offload_param_frac = 0.0;
+};
+
+/// One placement per chunk, in chunk order: the first chunks of the model are the ones that leave.
+/// auto and cpu stream every chunk; they differ in what the planner keeps between uses.
+/// Throws InvalidArgument when a fraction is outside [0, 1] or the two contradict each other.
+[[nodiscard]] std::vector<Placement> place_chunks(const ChunkLayout& layout,
+                                                  const PlacementOptions& options);
+
+}  // namespace castor

@@ -1,0 +1,85 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "core/chunk_layout.h"
+#include "core/eviction_order.h"
+#include "core/placement.h"
+#include "core/trace.h"
+
+namespace castor {
+
+struct PlanOptions {
+  std::size_t device_budget_bytes = 0;
+  /// Bytes of payloads that live on the device for good (Placement::kDevice).
+  std::size_t fixed_device_bytes = 0;
+  /// How many chunks may be fetched ahead of their use; 0 turns prefetching off.
+  std::size_t max_prefetch = 1;
+  /// kCpu: keep nothing between uses. kAuto and the others: keep what fits.
+  PlacementPolicy policy = PlacementPolicy::kAuto;
+};
+
+/// A chunk to bring in ahead of the access that uses it.
+struct Prefetch {
+  ChunkId chunk{};
+  std::uint64_t used_at = 0;
+};
+
+/// What the plan says of one access (a forward or backward enter).
+struct PlannedAccess {
+  ModuleId module{};
+  EventKind kind = EventKind::kForwardEnter;
+  std::size_t first_next_use = 0;
+  std::size_t first_prefetch = 0;
+  std::size_t num_prefetches = 0;
+  /// Slots may take this much until the next access, so that the non-model bytes fit beside them.
+  std::size_t slot_cap_bytes = 0;
+};
+
+/// What the planner's simulation of the step predicts.
+struct Prediction {
+  std::size_t peak_device_bytes = 0;
+  /// The smallest budget under which every access can pin what it needs beside the non-model bytes.
+  std::size_t smallest_budget_bytes = 0;
+  ModuleId smallest_budget_module{};
+  std::uint64_t h2d_bytes = 0;
+  std::uint64_t demand_fetches = 0;
+  std::uint64_t prefetches = 0;
+  std::uint64_t evictions = 0;
+};
+
+/// Immutable. Accesses are numbered in the order of the step; next uses are access numbers.
+class Plan {
+ public:
+  [[nodiscard]] const std::vector<PlannedAccess>& accesses() const noexcept { return accesses_; }
+  /// Parallel to ChunkLayout::chunks_of(access.module).
+  [[nodiscard]] std::span<const std::uint64_t> next_uses(const PlannedAccess& access,
+                                                         std::size_t num_chunks) const {
+    return std::span(next_uses_).subspan(access.first_next_use, num_chunks);
+  }
+  [[nodiscard]] std::span<const Prefetch> prefetches(const PlannedAccess& access) const {
+    return std::span(prefetches_).subspan(access.first_prefetch, access.num_prefetches);
+  }
+  [[nodiscard]] const Prediction& prediction() const noexcept { return prediction_; }
+
+ private:
+  friend class Planner;
+  std::vector<PlannedAccess> accesses_;
+  std::vector<std::uint64_t> next_uses_;
+  std::vector<Prefetch> prefetches_;
+  Prediction prediction_;
+};
+
+/// Turns a trace into a plan. A pure function: no clock, no I/O, no threads; equal inputs give equal
+/// plans. O(accesses log chunks). Eviction is Belady's rule weighted by cost (EvictionOrder);
+/// a chunk is prefetched as early as max_prefetch and the budget of all accesses in between allow.
+/// An access that cannot fit is planned as if it could: running it raises OutOfMemory, and
+/// prediction().smallest_budget_bytes says what would do.
+/// Throws InvalidArgument when the trace names a module that the layout lacks.
+[[nodiscard]] Plan make_plan(const Trace& trace, const ChunkLayout& layout,
+                             std::span<const Placement> placements, const PlanOptions& options);
+
+}  // namespace castor

@@ -1,0 +1,134 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "core/chunk_manager.h"
+#include "core/nonmodel_memory.h"
+#include "core/planner.h"
+#include "core/trace.h"
+
+namespace castor {
+
+/// Whether a forward prepares a backward (and is traced) or only computes.
+enum class PassMode : std::uint8_t { kTraining, kInference };
+
+struct RuntimeOptions {
+  PlacementPolicy policy = PlacementPolicy::kAuto;
+  std::size_t max_prefetch = 1;
+  /// Share of the device budget left to non-model data while there is no trace yet, in [0, 1).
+  double warmup_nonmodel_ratio = 0.8;
+  /// Share of the device budget that plans may use, in (0, 1].
+  double steady_cap_ratio = 1.0;
+};
+
+/// Counters since construction.
+struct RuntimeCounts {
+  std::uint64_t steps = 0;
+  std::uint64_t demand_fetches = 0;
+  std::uint64_t prefetch_hits = 0;
+  std::uint64_t pressure_evictions = 0;  ///< by an allocation that did not fit
+  std::uint64_t divergent_steps = 0;
+  std::uint64_t plans = 0;
+};
+
+/// Follows a training step moment by moment and keeps what it needs on the device: traces the first
+/// step, plans from the trace, then runs the plan. A step that leaves the plan runs on demand, is
+/// counted, and becomes the plan when it repeats.
+///
+/// Thread-safe: one mutex, taken by every member function after NonModelMemory's. Callers must not allocate
+/// non-model memory while inside. One C++ call per module event, O(own parameters + log chunks).
+class Runtime final : public Reclaimer {
+ public:
+  using Clock = std::function<std::uint64_t()>;  ///< nanoseconds, monotonic
+
+  /// Throws OutOfMemory naming the module whose chunks alone exceed the device budget, and
+  /// InvalidArgument for options out of range.
+  Runtime(ChunkManager& manager, std::shared_ptr<NonModelMemory> nonmodel, RuntimeOptions options,
+          Clock clock);
+  ~Runtime() override;
+  Runtime(const Runtime&) = delete;
+  Runtime& operator=(const Runtime&) = delete;
+
+  /// Before a module's forward: its chunks are resident, pinned and bound on return.
+  /// `mode` counts at the outermost module. Throws OutOfMemory.
+  void enter(ModuleId module, PassMode mode);
+  /// After a module's forward, or when it failed: releases it and whatever it left entered.
+  void exit(ModuleId module);
+  /// At the first gradient of a module's outputs. Releases the module entered before it in backward.
+  void enter_backward(ModuleId module);
+  /// A parameter's gradient is complete in its chunk's payload.
+  void grad_ready(ParamId param);
+  /// Ends forward and backward: every chunk goes home, user writes with it. Parameters may be read
+  /// and written freely until the next enter. Idempotent.
+  void send_home();
+  /// Ends the step after the optimizer updated the home copies: closes the trace and plans.
+  void finish_step();
+
+  void reclaim(std::size_t bytes) override;
+
+  /// Plans from a trace recorded earlier, so that no warm-up step is needed.
+  void load_trace(Trace trace);
+  [[nodiscard]] std::optional<Trace> trace() const;
+  [[nodiscard]] std::optional<Prediction> prediction() const;
+  [[nodiscard]] RuntimeCounts counts() const;
+  [[nodiscard]] TransferCounts transfers() const;
+  /// Whether no module is entered and the last outermost pass was inference or is over.
+  [[nodiscard]] bool idle() const;
+
+ private:
+  struct Frame {
+    ModuleId module;
+    std::size_t first_pin;
+  };
+
+  void advance(EventKind kind, ModuleId module);
+  void acquire(ModuleId module, std::vector<Pin>* pins);
+  void bring_in(ChunkId chunk);
+  void prefetch();
+  void begin_use(ModuleId module);
+  void end_use(ModuleId module, TensorState after);
+  void leave_backward();
+  void unwind();
+  void learn_from_step();
+  void plan_from_trace();
+  [[nodiscard]] bool on_plan() const noexcept;
+  [[nodiscard]] std::size_t slot_cap() const noexcept;
+  [[nodiscard]] std::uint64_t unplanned_rank();
+  [[nodiscard]] std::uint64_t now() const noexcept { return cursor_ == 0 ? 0 : cursor_ - 1; }
+  [[noreturn]] void throw_out_of_memory(std::size_t bytes) const;
+
+  mutable std::mutex mutex_;  // guards everything below
+  ChunkManager& manager_;
+  const ChunkLayout& layout_;
+  const std::shared_ptr<NonModelMemory> nonmodel_;
+  const RuntimeOptions options_;
+  const Clock clock_;
+
+  std::vector<Frame> frames_;
+  std::vector<Pin> forward_pins_;
+  std::optional<ModuleId> backward_module_;
+  std::vector<Pin> backward_pins_;
+  std::vector<std::uint16_t> uses_;           // per parameter: entered modules that own it
+  std::vector<std::uint32_t> grads_missing_;  // per chunk
+  std::vector<bool> prefetched_;              // per chunk: fetched ahead, not used yet
+  std::uint64_t use_counter_ = 0;
+  std::size_t fixed_device_bytes_ = 0;
+
+  PassMode mode_ = PassMode::kInference;
+  Tracer tracer_;
+  std::optional<Trace> trace_;
+  std::optional<Plan> plan_;
+  std::size_t cursor_ = 0;  // accesses of this step so far
+  bool diverged_ = false;
+  std::uint64_t pressure_at_step_start_ = 0;
+  std::optional<std::uint64_t> last_divergent_;  // signature
+  RuntimeCounts counts_;
+};
+
+}  // namespace castor

@@ -1,0 +1,74 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "host/page_source.h"
+
+struct hwloc_topology;
+
+namespace castor {
+
+struct NumaNode {
+  /// The number the operating system uses (numactl --hardware).
+  unsigned os_index = 0;
+  std::size_t memory_bytes = 0;
+  std::size_t num_pus = 0;
+};
+
+/// The NUMA nodes of a machine, as hwloc sees them. Immutable after construction, so thread-safe.
+class NumaTopology {
+ public:
+  /// Whether castor was built with hwloc; without it the constructors throw Error.
+  [[nodiscard]] static bool available() noexcept;
+
+  /// This machine.
+  NumaTopology();
+  /// A machine in hwloc's synthetic notation ("node:2 pu:4"), for tests; bind() refuses there.
+  /// Throws InvalidArgument if hwloc does not understand it.
+  explicit NumaTopology(const std::string& synthetic);
+
+  /// At least one, ordered by os_index.
+  [[nodiscard]] const std::vector<NumaNode>& nodes() const noexcept { return nodes_; }
+
+  /// Places the pages of `range` on a node when they are first touched; when the node is full, the
+  /// kernel takes another. False when there is no such node or the system refuses; errno says why.
+  [[nodiscard]] bool bind(std::span<std::byte> range, unsigned os_index) const noexcept;
+
+ private:
+  struct Destroy {
+    void operator()(hwloc_topology* topology) const noexcept;
+  };
+
+  void read_nodes();
+
+  std::unique_ptr<hwloc_topology, Destroy> topology_;
+  std::vector<NumaNode> nodes_;
+};
+
+/// Adaptor: the pages of another source, bound to one NUMA node. A refused binding is tolerated, the
+/// memory is as good elsewhere, and shows in description(). Thread-safe.
+class BoundPages final : public PageSource {
+ public:
+  /// Throws InvalidArgument if the machine has no such node, with the nodes it has.
+  BoundPages(std::unique_ptr<PageSource> upstream, NumaTopology topology, unsigned os_index);
+
+  [[nodiscard]] std::byte* map(std::size_t bytes, std::size_t alignment) noexcept override;
+  [[nodiscard]] bool unmap(std::byte* data, std::size_t bytes) noexcept override;
+  [[nodiscard]] bool discard(std::byte* data, std::size_t bytes) noexcept override;
+  void advise_huge(std::byte* data, std::size_t used, std::size_t mapped) noexcept override;
+  [[nodiscard]] std::string description() const override;
+
+ private:
+  const std::unique_ptr<PageSource> upstream_;
+  const NumaTopology topology_;
+  const unsigned os_index_;
+  // Relaxed: a figure for reports.
+  std::atomic<std::size_t> num_refusals_{0};
+};
+
+}  // namespace castor

@@ -1,0 +1,132 @@
+#include "host/page_source.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <fstream>
+#include <system_error>
+
+#include "core/error.h"
+#include "core/units.h"
+
+namespace castor {
+namespace {
+
+std::size_t system_value(int name) {
+  const long value = ::sysconf(name);
+  if (value < 0) {
+    throw Error("sysconf(" + std::to_string(name) + ") failed; castor needs a Linux system");
+  }
+  return static_cast<std::size_t>(value);
+}
+
+std::uintptr_t address_of(const std::byte* data) { return reinterpret_cast<std::uintptr_t>(data); }
+
+}  // namespace
+
+PageSizes system_page_sizes() {
+  PageSizes sizes{.page = system_value(_SC_PAGESIZE), .huge = 0};
+  std::ifstream file("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size");
+  if (std::size_t bytes = 0; file >> bytes && bytes > sizes.page && bytes % sizes.page == 0) {
+    sizes.huge = bytes;
+  }
+  return sizes;
+}
+
+OsPages::OsPages() : sizes_(system_page_sizes()) {}
+
+std::byte* OsPages::map(std::size_t bytes, std::size_t alignment) noexcept {
+  const std::size_t slack = alignment > sizes_.page ? alignment - sizes_.page : 0;
+  if (bytes > SIZE_MAX - slack) {
+    errno = ENOMEM;
+    return nullptr;
+  }
+  void* const mapping = ::mmap(nullptr, bytes + slack, PROT_READ | PROT_WRITE,
+                               MAP_PRIVATE | MAP_ANONYMOUS, /*fd=*/-1, /*offset=*/0);
+  if (mapping == MAP_FAILED) {
+    return nullptr;
+  }
+  auto* const begin = static_cast<std::byte*>(mapping);
+  const std::size_t head = (alignment - address_of(begin) % alignment) % alignment;
+  const std::size_t tail = slack - head;
+  std::byte* const data = begin + head;
+  // Trimming splits nothing and so is not refused in practice; if it is, the slack must not stay.
+  if (head > 0 && ::munmap(begin, head) != 0) {
+    const int reason = errno;
+    note_refusal(::munmap(begin, bytes + slack) == 0 ? reason : errno);
+    errno = reason;
+    return nullptr;
+  }
+  if (tail > 0 && ::munmap(data + bytes, tail) != 0) {
+    const int reason = errno;
+    note_refusal(::munmap(data, bytes + tail) == 0 ? reason : errno);
+    errno = reason;
+    return nullptr;
+  }
+  return data;
+}
+
+bool OsPages::unmap(std::byte* data, std::size_t bytes) noexcept {
+  if (::munmap(data, bytes) == 0) {
+    return true;
+  }
+  note_refusal(errno);
+  return false;
+}
+
+bool OsPages::discard(std::byte* data, std::size_t bytes) noexcept {
+  if (::madvise(data, bytes, MADV_DONTNEED) == 0) {
+    return true;
+  }
+  note_refusal(errno);
+  return false;
+}
+
+void OsPages::advise_huge(std::byte* data, std::size_t used, std::size_t mapped) noexcept {
+  if (sizes_.huge == 0) {
+    return;
+  }
+  const std::size_t head = (sizes_.huge - address_of(data) % sizes_.huge) % sizes_.huge;
+  if (used < head + sizes_.huge) {
+    return;  // not one whole huge page: the kernel's default stays
+  }
+  const std::size_t whole = (used - head) / sizes_.huge * sizes_.huge;
+  const std::size_t tail = mapped - head - whole;
+  if (::madvise(data + head, whole, MADV_HUGEPAGE) != 0) {
+    note_refusal(errno);
+    return;
+  }
+  if (tail > 0 && ::madvise(data + head + whole, tail, MADV_NOHUGEPAGE) != 0) {
+    note_refusal(errno);
+  }
+}
+
+std::string OsPages::description() const {
+  std::string text = "mmap, ";
+  text += sizes_.huge == 0 ? "no huge pages in this kernel"
+                           : "huge pages of " + format_bytes(sizes_.huge) + " advised";
+  if (const std::size_t refusals = num_refusals_.load(std::memory_order_relaxed); refusals > 0) {
+    text += ", " + std::to_string(refusals) + " call(s) refused (last: " +
+            std::generic_category().message(last_refusal_.load(std::memory_order_relaxed)) + ")";
+  }
+  return text;
+}
+
+void OsPages::note_refusal(int error_number) noexcept {
+  last_refusal_.store(error_number, std::memory_order_relaxed);
+  num_refusals_.fetch_add(1, std::memory_order_relaxed);
+}
+
+void throw_refused(std::size_t bytes, const std::string& who_refused) {
+  const std::size_t page = system_value(_SC_PAGESIZE);
+  throw OutOfMemory(TierKind::kHost, bytes, system_value(_SC_AVPHYS_PAGES) * page,
+                    system_value(_SC_PHYS_PAGES) * page,
+                    who_refused +
+                        " (figures: this machine's free and installed memory). Lower the budget, "
+                        "or raise the limit that refused: ulimit -v, the container's memory limit, "
+                        "vm.overcommit_memory or vm.max_map_count");
+}
+
+}  // namespace castor

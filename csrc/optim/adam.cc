@@ -1,0 +1,187 @@
+#include "optim/adam.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "core/error.h"
+#include "optim/adam_element.h"
+#include "optim/dispatch.h"
+#include "optim/rounding.h"
+
+namespace castor {
+namespace {
+
+/// Elements a task updates: 256 KiB of each fp32 array, long enough to hide a task's cost and short
+/// enough to balance the threads.
+constexpr std::size_t kTaskElements = 64 * 1024;
+
+/// What starting a segment costs, in elements: bounds the segments of a task.
+constexpr std::size_t kSegmentCost = 64;
+
+/// A long segment is cut at multiples of this, so that tasks do not share cache lines.
+constexpr std::size_t kCutElements = 64;
+
+struct Cursor {
+  std::size_t segment;
+  std::size_t offset;
+};
+
+/// Cuts the segments, in order, into tasks of about kTaskElements; gives each task's beginning.
+std::vector<Cursor> cut_into_tasks(std::span<const AdamSegment> segments) {
+  std::vector<Cursor> begins;
+  std::size_t room = 0;
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    for (std::size_t offset = 0; offset < segments[i].numel;) {
+      if (room < kSegmentCost + kCutElements) {
+        begins.push_back({i, offset});
+        room = kTaskElements + kSegmentCost;
+      }
+      room -= kSegmentCost;
+      const std::size_t left = segments[i].numel - offset;
+      const std::size_t taken = left <= room ? left : room / kCutElements * kCutElements;
+      offset += taken;
+      room -= taken;
+    }
+  }
+  return begins;
+}
+
+template <ScalarType type, WeightDecayMode mode>
+struct UpdateLoop {
+  const AdamSegment& segment;
+  std::size_t begin;
+  std::size_t count;
+
+  [[gnu::always_inline]] void operator()() const {
+    using Codec = ScalarCodec<type>;
+    using Storage = typename Codec::Storage;
+    const AdamCoefficients c = segment.coefficients;
+    run(segment.master + begin, segment.exp_avg + begin, segment.exp_avg_sq + begin,
+        static_cast<const Storage*>(segment.grad) + begin,
+        type == ScalarType::kFloat32 ? nullptr : static_cast<Storage*>(segment.param) + begin,
+        count, c);
+  }
+
+  template <typename Storage>
+  [[gnu::always_inline]] static inline void run(float* __restrict master, float* __restrict exp_avg,
+                                                float* __restrict exp_avg_sq,
+                                                const Storage* __restrict grad,
+                                                [[maybe_unused]] Storage* __restrict param,
+                                                std::size_t count, AdamCoefficients c) {
+    using Codec = ScalarCodec<type>;
+    for (std::size_t i = 0; i < count; ++i) {
+      float weight = master[i];
+      if constexpr (type != ScalarType::kFloat32) {
+        const Storage seen = param[i];
+        weight = detail::blend(seen == Codec::round(weight), weight, Codec::load(seen));
+      }
+      const AdamElement updated =
+          adam_element<mode>({weight, exp_avg[i], exp_avg_sq[i]}, Codec::load(grad[i]), c);
+      master[i] = updated.weight;
+      exp_avg[i] = updated.exp_avg;
+      exp_avg_sq[i] = updated.exp_avg_sq;
+      if constexpr (type != ScalarType::kFloat32) {
+        param[i] = Codec::round(updated.weight);
+      }
+    }
+  }
+};
+
+template <ScalarType type>
+void update(Isa isa, const AdamSegment& segment, std::size_t begin, std::size_t count) {
+  if (segment.coefficients.l2_factor != 0.0f) {
+    detail::run_on(isa, UpdateLoop<type, WeightDecayMode::kL2>{segment, begin, count});
+  } else {
+    detail::run_on(isa, UpdateLoop<type, WeightDecayMode::kDecoupled>{segment, begin, count});
+  }
+}
+
+void update(Isa isa, const AdamSegment& segment, std::size_t begin, std::size_t count) {
+  switch (segment.type) {
+    case ScalarType::kFloat32: return update<ScalarType::kFloat32>(isa, segment, begin, count);
+    case ScalarType::kBFloat16: return update<ScalarType::kBFloat16>(isa, segment, begin, count);
+    case ScalarType::kFloat16: return update<ScalarType::kFloat16>(isa, segment, begin, count);
+  }
+}
+
+void require(bool condition, const std::string& message) {
+  if (!condition)
+    throw InvalidArgument(message);
+}
+
+void validate(const AdamSegment& segment) {
+  if (segment.numel == 0)
+    return;
+  require(segment.master != nullptr && segment.exp_avg != nullptr &&
+              segment.exp_avg_sq != nullptr && segment.grad != nullptr,
+          "Adam segment of " + std::to_string(segment.numel) +
+              " elements lacks its master, moments or gradient");
+  const bool has_param = segment.param != nullptr;
+  require(has_param == (segment.type != ScalarType::kFloat32),
+          "Adam segment of type " + std::string(to_string(segment.type)) +
+              (has_param ? " has a param beside its master: for fp32 the master is the parameter"
+                         : " lacks its param"));
+}
+
+}  // namespace
+
+AdamCoefficients::AdamCoefficients(const AdamOptions& options, std::int64_t step,
+                                   double grad_scale_value) {
+  const auto check_beta = [](double beta, const char* name) {
+    require(beta >= 0.0 && beta < 1.0,
+            std::string("Adam: ") + name + " must be in [0, 1), got " + std::to_string(beta));
+  };
+  const auto check_not_negative = [](double value, const char* name) {
+    require(value >= 0.0 && std::isfinite(value), std::string("Adam: ") + name +
+                                                      " must be finite and at least 0, got " +
+                                                      std::to_string(value));
+  };
+  check_beta(options.beta1, "beta1");
+  check_beta(options.beta2, "beta2");
+  check_not_negative(options.lr, "lr");
+  check_not_negative(options.eps, "eps");
+  check_not_negative(options.weight_decay, "weight_decay");
+  require(step >= 1, "Adam: step counts from 1, got " + std::to_string(step));
+  require(std::isfinite(grad_scale_value),
+          "Adam: grad_scale must be finite: skip the step when the gradients overflowed");
+
+  const auto exponent = static_cast<double>(step);
+  const bool decoupled = options.mode == WeightDecayMode::kDecoupled;
+  grad_scale = static_cast<float>(grad_scale_value);
+  one_minus_beta1 = static_cast<float>(1.0 - options.beta1);
+  lerp_weight = one_minus_beta1 < 0.5f ? one_minus_beta1 : -static_cast<float>(options.beta1);
+  beta2 = static_cast<float>(options.beta2);
+  one_minus_beta2 = static_cast<float>(1.0 - options.beta2);
+  step_size = static_cast<float>(options.lr / (1.0 - std::pow(options.beta1, exponent)));
+  bias_correction2_sqrt = static_cast<float>(std::sqrt(1.0 - std::pow(options.beta2, exponent)));
+  eps = static_cast<float>(options.eps);
+  decay_factor = decoupled ? static_cast<float>(1.0 - options.lr * options.weight_decay) : 1.0f;
+  l2_factor = decoupled ? 0.0f : static_cast<float>(options.weight_decay);
+}
+
+void detail::adam_update(Executor& executor, std::span<const AdamSegment> segments, Isa isa) {
+  for (const AdamSegment& segment : segments)
+    validate(segment);
+  const std::vector<Cursor> begins = cut_into_tasks(segments);
+  executor.parallel_for(begins.size(), [&](std::size_t task) {
+    const Cursor end = task + 1 < begins.size() ? begins[task + 1] : Cursor{segments.size(), 0};
+    Cursor at = begins[task];
+    for (; at.segment < end.segment; at = {at.segment + 1, 0}) {
+      const AdamSegment& segment = segments[at.segment];
+      update(isa, segment, at.offset, segment.numel - at.offset);
+    }
+    if (at.offset < end.offset) {
+      update(isa, segments[at.segment], at.offset, end.offset - at.offset);
+    }
+  });
+}
+
+void adam_update(Executor& executor, std::span<const AdamSegment> segments) {
+  detail::adam_update(executor, segments, best_isa());
+}
+
+std::string_view adam_isa() noexcept { return to_string(best_isa()); }
+
+}  // namespace castor

@@ -1,0 +1,84 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "core/executor.h"
+#include "core/scalar_type.h"
+#include "optim/isa.h"
+
+namespace castor {
+
+/// How weight decay enters the update: AdamW decays the weights, Adam adds the decay to the
+/// gradient.
+enum class WeightDecayMode : std::uint8_t { kDecoupled, kL2 };
+
+/// Hyper-parameters as the user gives them (Loshchilov & Hutter 2019, algorithm 2).
+struct AdamOptions {
+  double lr = 1e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 0.0;
+  WeightDecayMode mode = WeightDecayMode::kDecoupled;
+};
+
+/// One parameter's update: its options at its step, with everything that does not depend on the
+/// element worked out once, in double precision, and rounded once.
+struct AdamCoefficients {
+  /// `step` counts from 1. `grad_scale` multiplies each gradient first (clip coefficient / loss
+  /// scale). Throws InvalidArgument for a step below 1, a beta outside [0, 1), a negative lr, eps
+  /// or weight decay, or anything not finite.
+  AdamCoefficients(const AdamOptions& options, std::int64_t step, double grad_scale);
+
+  float grad_scale;
+  float one_minus_beta1;
+  float lerp_weight;  ///< 1 - beta1, or -beta1 where the lerp starts from the gradient
+  float beta2;
+  float one_minus_beta2;
+  float step_size;              ///< lr / (1 - beta1^step)
+  float bias_correction2_sqrt;  ///< sqrt(1 - beta2^step)
+  float eps;
+  float decay_factor;  ///< 1 - lr * weight_decay, or 1 for kL2
+  float l2_factor;     ///< weight_decay for kL2, otherwise 0
+};
+
+/// A contiguous run of elements of one parameter. Pointers need only their element's alignment.
+///
+/// 16-bit types: `master` is the fp32 weight, `param` its rounding, and the two are kept together:
+/// where param is not the rounding of master, somebody wrote the parameter since the last update,
+/// and master becomes that value before the update. bf16 is rounded to nearest with ties away from
+/// zero, fp16 with ties to even (optim/rounding.h says why).
+/// kFloat32: master is the parameter itself and `param` must be null.
+struct AdamSegment {
+  float* master = nullptr;      ///< read and written
+  float* exp_avg = nullptr;     ///< read and written
+  float* exp_avg_sq = nullptr;  ///< read and written
+  const void* grad = nullptr;   ///< of `type`, read
+  void* param = nullptr;        ///< of `type`, read and written
+  ScalarType type = ScalarType::kFloat32;
+  std::size_t numel = 0;
+  AdamCoefficients coefficients;
+};
+
+/// Applies one Adam step to each segment, in tasks on `executor`; no two arrays may overlap.
+/// The formula is that of torch.optim.AdamW / Adam (not amsgrad) in fp32:
+///   g = grad * grad_scale;  kL2: g += weight_decay * w;  kDecoupled: w *= 1 - lr * weight_decay
+///   m = lerp(m, g, 1 - beta1);  v = v * beta2 + (1 - beta2) * g * g
+///   w -= step_size * m / (sqrt(v) / bias_correction2_sqrt + eps)
+/// The bits do not depend on how segments are cut, on the number of threads or on the instruction
+/// set (of a NaN, only that it is one). Subnormals count as zero on x86-64.
+/// Throws InvalidArgument for missing or superfluous pointers, before anything is written.
+void adam_update(Executor& executor, std::span<const AdamSegment> segments);
+
+/// The instruction set adam_update uses here: "avx512", "avx2" or "baseline".
+[[nodiscard]] std::string_view adam_isa() noexcept;
+
+namespace detail {
+/// adam_update on a given one of supported_isas().
+void adam_update(Executor& executor, std::span<const AdamSegment> segments, Isa isa);
+}  // namespace detail
+
+}  // namespace castor

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <cmath>
+
+#include "optim/adam.h"
+#include "optim/dispatch.h"
+#include "optim/rounding.h"
+
+namespace castor {
+
+struct AdamElement {
+  float weight;
+  float exp_avg;
+  float exp_avg_sq;
+};
+
+/// The Adam update of one element: the only place that has the formula. Each operation is rounded
+/// on its own (no fused multiply-add: compile with -ffp-contract=off, nvcc -fmad=false
+/// -prec-div=true -prec-sqrt=true), in torch's order.
+template <WeightDecayMode mode>
+[[nodiscard]] CASTOR_ELEMENTWISE AdamElement adam_element(AdamElement old, float grad,
+                                                          const AdamCoefficients& c) noexcept {
+  float g = grad * c.grad_scale;
+  float w = old.weight;
+  if constexpr (mode == WeightDecayMode::kL2) {
+    g = g + c.l2_factor * w;
+  } else {
+    w = w * c.decay_factor;
+  }
+  // torch.lerp(m, g, 1 - beta1) starts from the nearer end: m + (1 - beta1) (g - m), or
+  // g - beta1 (g - m).
+  const float difference = g - old.exp_avg;
+  const float m =
+      detail::blend(c.one_minus_beta1 < 0.5f, old.exp_avg, g) + c.lerp_weight * difference;
+  const float v = old.exp_avg_sq * c.beta2 + c.one_minus_beta2 * g * g;
+  const float denominator = std::sqrt(v) / c.bias_correction2_sqrt + c.eps;
+  return {w - c.step_size * m / denominator, m, v};
+}
+
+}  // namespace castor

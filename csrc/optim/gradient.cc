@@ -1,0 +1,111 @@
+#include "optim/gradient.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "optim/dispatch.h"
+#include "optim/rounding.h"
+
+namespace castor {
+namespace {
+
+constexpr std::size_t kLanes = 16;
+
+/// Elements summed together. Also the unit of the copy: at most 16 KiB, so that the second read is
+/// served by the cache.
+constexpr std::size_t kBlockElements = 4096;
+
+/// What a task does: 256 KiB of fp32.
+constexpr std::size_t kBlocksPerTask = 16;
+
+template <ScalarType type>
+struct BlockNorm {
+  using Codec = ScalarCodec<type>;
+  using Storage = typename Codec::Storage;
+
+  const Storage* src;
+  std::size_t count;
+  double* result;
+
+  [[gnu::always_inline]] void operator()() const {
+    double lanes[kLanes] = {};
+    const std::size_t whole = count / kLanes * kLanes;
+    for (std::size_t i = 0; i < whole; i += kLanes)
+      add_squares(lanes, src + i);
+    if (whole < count) {
+      Storage last[kLanes] = {};  // a zero changes no sum
+      for (std::size_t i = whole; i < count; ++i)
+        last[i - whole] = src[i];
+      add_squares(lanes, last);
+    }
+    for (std::size_t width = kLanes / 2; width > 0; width /= 2) {
+      for (std::size_t i = 0; i < width; ++i)
+        lanes[i] += lanes[i + width];
+    }
+    *result = lanes[0];
+  }
+
+  [[gnu::always_inline]] static inline void add_squares(double (&lanes)[kLanes],
+                                                        const Storage* values) {
+    for (std::size_t lane = 0; lane < kLanes; ++lane) {
+      const double value = Codec::load(values[lane]);
+      lanes[lane] += value * value;
+    }
+  }
+};
+
+template <ScalarType type>
+double run(Executor* executor, void* dst, const void* src, std::size_t numel, Isa isa) {
+  using Storage = typename ScalarCodec<type>::Storage;
+  const auto* const in = static_cast<const Storage*>(src);
+  auto* const out = dst == src ? nullptr : static_cast<Storage*>(dst);
+  const std::size_t num_blocks = (numel + kBlockElements - 1) / kBlockElements;
+
+  const auto do_block = [=](std::size_t block) {
+    const std::size_t begin = block * kBlockElements;
+    const std::size_t count = std::min(kBlockElements, numel - begin);
+    double sum = 0.0;
+    detail::run_on(isa, BlockNorm<type>{in + begin, count, &sum});
+    if (out != nullptr)
+      std::memcpy(out + begin, in + begin, count * sizeof(Storage));
+    return sum;
+  };
+
+  const std::size_t num_tasks = (num_blocks + kBlocksPerTask - 1) / kBlocksPerTask;
+  double total = 0.0;
+  if (executor == nullptr || num_tasks <= 1) {
+    for (std::size_t block = 0; block < num_blocks; ++block)
+      total += do_block(block);
+    return total;
+  }
+  std::vector<double> sums(num_blocks);
+  executor->parallel_for(num_tasks, [&](std::size_t task) {
+    const std::size_t end = std::min((task + 1) * kBlocksPerTask, num_blocks);
+    for (std::size_t block = task * kBlocksPerTask; block < end; ++block) {
+      sums[block] = do_block(block);
+    }
+  });
+  for (const double sum : sums)
+    total += sum;
+  return total;
+}
+
+}  // namespace
+
+double detail::copy_and_square_norm(Executor* executor, void* dst, const void* src,
+                                    std::size_t numel, ScalarType type, Isa isa) {
+  switch (type) {
+    case ScalarType::kFloat32: return run<ScalarType::kFloat32>(executor, dst, src, numel, isa);
+    case ScalarType::kBFloat16: return run<ScalarType::kBFloat16>(executor, dst, src, numel, isa);
+    case ScalarType::kFloat16: return run<ScalarType::kFloat16>(executor, dst, src, numel, isa);
+  }
+  return 0.0;
+}
+
+double copy_and_square_norm(Executor* executor, void* dst, const void* src, std::size_t numel,
+                            ScalarType type) {
+  return detail::copy_and_square_norm(executor, dst, src, numel, type, best_isa());
+}
+
+}  // namespace castor

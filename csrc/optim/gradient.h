@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cstddef>
+
+#include "core/executor.h"
+#include "core/scalar_type.h"
+#include "optim/isa.h"
+
+namespace castor {
+
+/// Copies a gradient and returns the sum of its squares, in double, from one pass over memory.
+/// `dst` null or equal to `src` means no copy; otherwise they must not overlap. Both are of `type`
+/// and need only its alignment.
+///
+/// The sum is exact but for double rounding, and its bits depend on the elements alone: they are
+/// added in blocks of fixed size and, within a block, in 16 lanes, whatever the instruction set and
+/// the number of threads. An infinity or NaN among the elements makes the result infinite or NaN;
+/// finite elements cannot overflow it. Subnormal fp32 and bf16 elements count as zero.
+///
+/// `executor` may be null: the calling thread does it all. Short gradients are never worth a task
+/// and stay on the calling thread too.
+[[nodiscard]] double copy_and_square_norm(Executor* executor, void* dst, const void* src,
+                                          std::size_t numel, ScalarType type);
+
+namespace detail {
+/// copy_and_square_norm on a given one of supported_isas().
+[[nodiscard]] double copy_and_square_norm(Executor* executor, void* dst, const void* src,
+                                          std::size_t numel, ScalarType type, Isa isa);
+}  // namespace detail
+
+}  // namespace castor

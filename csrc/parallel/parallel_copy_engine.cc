@@ -1,0 +1,69 @@
+#include "parallel/parallel_copy_engine.h"
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <string>
+
+#include "core/error.h"
+
+namespace castor {
+namespace {
+
+bool overlap(std::span<const std::byte> a, std::span<const std::byte> b) {
+  const std::less<> before;  // a total order over pointers of different arrays
+  return before(a.data(), b.data() + b.size()) && before(b.data(), a.data() + a.size());
+}
+
+}  // namespace
+
+ParallelCopyEngine::ParallelCopyEngine(Executor& executor, std::size_t block_bytes)
+    : executor_(executor), block_bytes_(block_bytes) {
+  if (block_bytes == 0) {
+    throw InvalidArgument("the block of a copy engine has 0 bytes; give 1 or more");
+  }
+}
+
+CopyTicket ParallelCopyEngine::submit(const CopyRequest& request) {
+  if (request.source.size() != request.target.size()) {
+    throw InvalidArgument("a copy needs buffers of equal size: the source has " +
+                          format_bytes(request.source.size()) + ", the target " +
+                          format_bytes(request.target.size()));
+  }
+  if (!request.source.empty()) {
+    if (overlap(request.source, request.target)) {
+      throw InvalidArgument("the source and the target of a copy of " +
+                            format_bytes(request.source.size()) + " overlap");
+    }
+    copy(request);
+  }
+  return CopyTicket{last_ticket_.fetch_add(1, std::memory_order_relaxed) + 1};
+}
+
+void ParallelCopyEngine::copy(const CopyRequest& request) const {
+  const std::size_t bytes = request.source.size();
+  if (bytes <= block_bytes_ || executor_.num_threads() == 1) {
+    std::memcpy(request.target.data(), request.source.data(), bytes);
+    return;
+  }
+  const std::size_t num_blocks = 1 + (bytes - 1) / block_bytes_;
+  executor_.parallel_for(num_blocks, [&](std::size_t block) {
+    const std::size_t begin = block * block_bytes_;
+    std::memcpy(request.target.data() + begin, request.source.data() + begin,
+                std::min(block_bytes_, bytes - begin));
+  });
+}
+
+void ParallelCopyEngine::wait(CopyTicket ticket) { (void)done(ticket); }
+
+bool ParallelCopyEngine::done(CopyTicket ticket) {
+  const auto number = static_cast<std::uint64_t>(ticket);
+  const std::uint64_t last = last_ticket_.load(std::memory_order_relaxed);
+  if (number > last) {
+    throw InvalidArgument("copy ticket " + std::to_string(number) +
+                          " was never given out; the last one is " + std::to_string(last));
+  }
+  return true;
+}
+
+}  // namespace castor

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <stop_token>
+#include <thread>
+#include <vector>
+
+#include "core/executor.h"
+
+namespace castor {
+
+/// Executor over plain std::threads, for ThreadSanitizer builds and for builds without TBB. The
+/// calling thread works on its own loop; idle threads sleep on a condition variable. Loops of several
+/// callers are served in the order they came.
+///
+/// Owned by the runtime; loops in flight must have ended before it is destroyed. Thread-safe.
+class ThreadExecutor final : public Executor {
+ public:
+  /// As many threads as num_available_cores().
+  ThreadExecutor();
+  /// `num_threads` counts the calling thread. Throws InvalidArgument if it is 0, std::system_error if
+  /// the system refuses a thread.
+  explicit ThreadExecutor(std::size_t num_threads);
+  ~ThreadExecutor() override;
+
+  void parallel_for(std::size_t count, const std::function<void(std::size_t)>& body) override;
+  [[nodiscard]] std::size_t num_threads() const noexcept override { return workers_.size() + 1; }
+
+ private:
+  struct Loop;
+
+  void work(const std::stop_token& stop);
+  void run(Loop& loop) noexcept;
+  void retire(const Loop& loop);
+
+  std::mutex mutex_;
+  std::condition_variable_any loop_ready_;
+  std::condition_variable loop_left_;
+  std::deque<Loop*> loops_;  // guarded by mutex_; those with calls that nobody has taken yet
+  // Last: their destructors stop and join them while everything above is still alive.
+  std::vector<std::jthread> workers_;
+};
+
+}  // namespace castor

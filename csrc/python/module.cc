@@ -1,0 +1,280 @@
+// castor._C: the binding. Signatures for type checkers are in python/castor/_C.pyi.
+#include <ATen/core/grad_mode.h>
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "host/host_arena.h"
+#include "optim/bandwidth.h"
+#include "parallel/tbb_executor.h"
+#include "python/bindings.h"
+#include "torch/chunk_storages.h"
+#include "torch/module_hooks.h"
+#include "torch/session.h"
+#include "torch/torch_error.h"
+
+namespace py = pybind11;
+
+namespace castor {
+namespace {
+
+void set_python_errors(const py::object& error, const py::object& usage_error,
+                       const py::object& out_of_memory_error, const py::object& io_error) {
+  const auto keep = [](const py::object& value) { return py::object(value).release().ptr(); };
+  python_errors() = {.error = keep(error),
+                     .usage_error = keep(usage_error),
+                     .out_of_memory_error = keep(out_of_memory_error),
+                     .io_error = keep(io_error),
+                     .invalid_argument = PyExc_ValueError};
+}
+
+void translate(std::exception_ptr pending) {
+  try {
+    if (pending) {
+      std::rethrow_exception(std::move(pending));
+    }
+  } catch (const IoError& error) {
+    // (errno, message, path): the constructor of OSError.
+    const py::tuple arguments = py::make_tuple(error.error_number(), error.what(), error.path());
+    PyErr_SetObject(python_class_of(error), arguments.ptr());
+  } catch (const Error& error) {
+    PyErr_SetString(python_class_of(error), error.what());
+  }
+}
+
+ScalarType scalar_type(const std::string& name) {
+  for (const ScalarType type :
+       {ScalarType::kFloat32, ScalarType::kBFloat16, ScalarType::kFloat16}) {
+    if (name == to_string(type)) {
+      return type;
+    }
+  }
+  throw InvalidArgument("unknown element type '" + name + "'");
+}
+
+PlacementPolicy placement_policy(const std::string& name) {
+  const std::pair<const char*, PlacementPolicy> policies[] = {{"auto", PlacementPolicy::kAuto},
+                                                              {"cpu", PlacementPolicy::kCpu},
+                                                              {"cuda", PlacementPolicy::kCuda},
+                                                              {"static", PlacementPolicy::kStatic}};
+  for (const auto& [known, policy] : policies) {
+    if (name == known) {
+      return policy;
+    }
+  }
+  throw InvalidArgument("unknown placement policy '" + name + "'");
+}
+
+using PythonModuleSpec = std::tuple<std::string, std::vector<std::uint32_t>, std::int64_t>;
+
+std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
+                                        std::vector<std::string> param_names,
+                                        const std::vector<PythonModuleSpec>& modules,
+                                        const py::dict& options) {
+  std::vector<ModuleSpec> specs;
+  specs.reserve(modules.size());
+  for (const auto& [name, owned, parent] : modules) {
+    ModuleSpec spec{name, {}, std::nullopt};
+    for (const std::uint32_t param : owned) {
+      spec.params.push_back(ParamId{param});
+    }
+    if (parent >= 0) {
+      spec.parent = ModuleId{static_cast<std::uint32_t>(parent)};
+    }
+    specs.push_back(std::move(spec));
+  }
+  const auto get = [&options](const char* key) { return options[key]; };
+  const SessionOptions session_options{
+      .precision = scalar_type(get("precision").cast<std::string>()),
+      .layout = {.chunk_bytes = get("chunk_bytes").cast<std::size_t>(), .world_size = 1},
+      .placement = {.policy = placement_policy(get("policy").cast<std::string>()),
+                    .offload_optim_frac = get("offload_optim_frac").cast<double>(),
+                    .offload_param_frac = get("offload_param_frac").cast<double>()},
+      .runtime = {.policy = placement_policy(get("policy").cast<std::string>()),
+                  .max_prefetch = get("max_prefetch").cast<std::size_t>(),
+                  .warmup_nonmodel_ratio = get("warmup_nonmodel_ratio").cast<double>(),
+                  .steady_cap_ratio = get("steady_cap_ratio").cast<double>()},
+      .device_bytes = get("device_bytes").cast<std::size_t>(),
+      .host_bytes = get("host_bytes").cast<std::size_t>(),
+      .adam_state = get("adam_state").cast<bool>()};
+  return Session::create(std::move(params), std::move(param_names), std::move(specs),
+                         session_options);
+}
+
+/// The callables that torch.nn.Module calls around forward: one C++ call each.
+py::cpp_function forward_pre_hook(const std::shared_ptr<Session>& session, std::uint32_t module) {
+  return {[session, module](const py::handle& /*module*/, const py::handle& /*args*/) {
+    const py::gil_scoped_release release;
+    session->enter(ModuleId{module});
+  }};
+}
+
+py::cpp_function forward_hook(const std::shared_ptr<Session>& session, std::uint32_t module) {
+  const bool owns_params = !session->layout().module(ModuleId{module}).params.empty();
+  return {[session, module, owns_params](const py::handle& /*module*/, const py::handle& /*args*/,
+                                         const py::handle& output) {
+    if (owns_params && at::GradMode::is_enabled()) {
+      watch_backward(session, ModuleId{module}, output.ptr());
+    }
+    const py::gil_scoped_release release;
+    session->exit(ModuleId{module});
+  }};
+}
+
+AdamOptions adam_options(const py::dict& group) {
+  return {.lr = group["lr"].cast<double>(),
+          .beta1 = group["beta1"].cast<double>(),
+          .beta2 = group["beta2"].cast<double>(),
+          .eps = group["eps"].cast<double>(),
+          .weight_decay = group["weight_decay"].cast<double>(),
+          .mode = group["decoupled"].cast<bool>() ? WeightDecayMode::kDecoupled
+                                                   : WeightDecayMode::kL2};
+}
+
+void adam_step(Session& session, const std::vector<py::dict>& groups,
+               const std::vector<std::int64_t>& group_of, double grad_scale) {
+  std::vector<AdamOptions> options;
+  for (const py::dict& group : groups) {
+    options.push_back(adam_options(group));
+  }
+  const py::gil_scoped_release release;
+  session.adam_step(options, group_of, grad_scale);
+}
+
+py::dict report(Session& session) {
+  const RuntimeCounts counts = session.runtime().counts();
+  const TransferCounts transfers = session.runtime().transfers();
+  py::dict figures;
+  figures["peak_device_bytes"] = session.device().ledger().peak();
+  figures["device_budget_bytes"] = session.device().ledger().budget();
+  figures["peak_nonmodel_bytes"] = session.nonmodel().peak_bytes();
+  figures["host_bytes"] = session.host().ledger().used();
+  figures["host_budget_bytes"] = session.host().ledger().budget();
+  figures["h2d_bytes"] = transfers.h2d_bytes;
+  figures["d2h_bytes"] = transfers.d2h_bytes + session.gradient_bytes_moved();
+  figures["demand_fetches"] = counts.demand_fetches;
+  figures["prefetch_hits"] = counts.prefetch_hits;
+  figures["evictions"] = transfers.evictions;
+  figures["divergent_steps"] = counts.divergent_steps;
+  figures["steps"] = counts.steps;
+  figures["plans"] = counts.plans;
+  figures["num_chunks"] = session.layout().chunks().size();
+  figures["chunk_bytes"] = session.layout().chunk_bytes();
+  figures["waste"] = session.layout().waste();
+  figures["host_arena"] = session.host().description();
+  return figures;
+}
+
+py::dict memory(Session& session) {
+  py::dict figures;
+  figures["device_bytes"] = session.device().ledger().used();
+  figures["nonmodel_bytes"] = session.nonmodel().bytes();
+  figures["host_bytes"] = session.host().ledger().used();
+  return figures;
+}
+
+std::optional<py::dict> prediction(Session& session) {
+  const auto predicted = session.runtime().prediction();
+  if (!predicted) {
+    return std::nullopt;
+  }
+  py::dict figures;
+  figures["peak_device_bytes"] = predicted->peak_device_bytes;
+  figures["smallest_budget_bytes"] = predicted->smallest_budget_bytes;
+  figures["h2d_bytes"] = predicted->h2d_bytes;
+  figures["demand_fetches"] = predicted->demand_fetches;
+  figures["prefetches"] = predicted->prefetches;
+  figures["evictions"] = predicted->evictions;
+  return figures;
+}
+
+using PythonEvent = std::tuple<std::uint8_t, std::uint32_t, std::uint64_t, std::uint64_t>;
+
+std::optional<std::vector<PythonEvent>> trace(Session& session) {
+  const auto recorded = session.runtime().trace();
+  if (!recorded) {
+    return std::nullopt;
+  }
+  std::vector<PythonEvent> events;
+  for (const Event& event : recorded->events()) {
+    events.emplace_back(static_cast<std::uint8_t>(event.kind), event.id, event.nonmodel_bytes,
+                        event.time_ns);
+  }
+  return events;
+}
+
+void load_trace(Session& session, const std::vector<PythonEvent>& events) {
+  std::vector<Event> loaded;
+  for (const auto& [kind, id, nonmodel_bytes, time_ns] : events) {
+    if (kind >= kNumEventKinds) {
+      throw InvalidArgument("a trace event has kind " + std::to_string(kind) +
+                            ", which this version does not know");
+    }
+    loaded.push_back({static_cast<EventKind>(kind), id, nonmodel_bytes, time_ns});
+  }
+  session.runtime().load_trace(Trace(std::move(loaded)));
+}
+
+double bandwidth(std::size_t num_floats, std::size_t repetitions) {
+  const auto arena = make_host_arena();
+  Ledger ledger(TierKind::kHost, num_floats * sizeof(float));
+  const Block block(*arena, ledger.reserve(num_floats * sizeof(float), ""));
+  TbbExecutor executor;
+  return in_place_bandwidth(executor, {reinterpret_cast<float*>(block.data()), num_floats},
+                            repetitions);
+}
+
+}  // namespace
+}  // namespace castor
+
+PYBIND11_MODULE(_C, m) {
+  using castor::Session;
+  m.attr("__version__") = CASTOR_VERSION;
+  py::register_exception_translator(castor::translate);
+  m.def("set_python_errors", &castor::set_python_errors);
+  m.def("last_out_of_memory", [] {
+    const auto& figures = castor::last_out_of_memory();
+    return std::make_tuple(figures.tier, figures.requested, figures.available, figures.budget);
+  });
+
+  py::class_<castor::GradientSummary>(m, "GradientSummary")
+      .def_readonly("norm", &castor::GradientSummary::norm)
+      .def_readonly("scale", &castor::GradientSummary::scale)
+      .def_readonly("num_gradients", &castor::GradientSummary::num_gradients);
+
+  const auto released = py::call_guard<py::gil_scoped_release>();
+  py::class_<Session, std::shared_ptr<Session>>(m, "Session")
+      .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),
+           py::arg("modules"), py::arg("options"))
+      .def("forward_pre_hook", &castor::forward_pre_hook)
+      .def("forward_hook", &castor::forward_hook)
+      .def("set_loss_scale", &Session::set_loss_scale)
+      .def("collect_gradients", &Session::collect_gradients, py::arg("with_norm"), released)
+      .def("scale_gradients", &Session::scale_gradients, released)
+      .def("adam_step", &castor::adam_step, py::arg("groups"), py::arg("group_of"),
+           py::arg("grad_scale"))
+      .def("finish_step", &Session::finish_step, released)
+      .def("send_home", &Session::send_home, released)
+      .def("moments",
+           [](const Session& session, std::uint32_t param) {
+             return session.moments(castor::ParamId{param});
+           })
+      .def_property_readonly("steps", &Session::steps)
+      .def("report", &castor::report)
+      .def("memory", &castor::memory)
+      .def("prediction", &castor::prediction)
+      .def("trace", &castor::trace)
+      .def("load_trace", &castor::load_trace);
+
+  castor::bind_adam(m);
+  m.def("in_place_bandwidth", &castor::bandwidth, py::arg("num_floats"), py::arg("repetitions"),
+        released);
+}

@@ -1,0 +1,100 @@
+#include "torch/chunk_storages.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace castor {
+namespace {
+
+c10::Storage empty_storage(std::size_t bytes) {
+  return {c10::Storage::use_byte_size_t{}, bytes, c10::DataPtr(nullptr, c10::kCPU), nullptr,
+          /*resizable=*/false};
+}
+
+std::uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+/// A pointer that owns a share of `payload`.
+c10::DataPtr owning_pointer(std::shared_ptr<Payload> payload) {
+  void* data = payload->data();
+  auto owner = std::make_unique<std::shared_ptr<Payload>>(std::move(payload));
+  return {data, owner.release(),
+          [](void* context) { delete static_cast<std::shared_ptr<Payload>*>(context); },
+          c10::Device(c10::kCPU)};
+}
+
+}  // namespace
+
+at::ScalarType to_torch(ScalarType type) {
+  switch (type) {
+    case ScalarType::kFloat32: return at::kFloat;
+    case ScalarType::kBFloat16: return at::kBFloat16;
+    case ScalarType::kFloat16: return at::kHalf;
+  }
+  return at::kFloat;
+}
+
+ParamGeometry geometry_of(const at::Tensor& tensor) {
+  ParamGeometry geometry{tensor.sizes().vec(), tensor.strides().vec()};
+  if (!tensor.is_non_overlapping_and_dense()) {
+    std::int64_t stride = 1;
+    for (std::size_t i = geometry.sizes.size(); i-- > 0;) {
+      geometry.strides[i] = stride;
+      stride *= std::max<std::int64_t>(geometry.sizes[i], 1);
+    }
+  }
+  return geometry;
+}
+
+at::Tensor tensor_over(const c10::Storage& storage, at::ScalarType type, std::size_t offset,
+                       const ParamGeometry& geometry) {
+  return at::empty({0}, at::TensorOptions().dtype(type))
+      .set_(storage, static_cast<std::int64_t>(offset), geometry.sizes, geometry.strides);
+}
+
+c10::Storage storage_over(std::shared_ptr<Payload> payload) {
+  const std::size_t bytes = payload->bytes();
+  return {c10::Storage::use_byte_size_t{}, bytes, owning_pointer(std::move(payload)), nullptr,
+          /*resizable=*/false};
+}
+
+ChunkStorages::ChunkStorages(const ChunkLayout& layout)
+    : layout_(layout), versions_(layout.params().size(), 0) {
+  storages_.reserve(layout.chunks().size());
+  for (const ChunkSpec& chunk : layout.chunks()) {
+    storages_.push_back(empty_storage(chunk.used_bytes));
+  }
+}
+
+void ChunkStorages::watch(std::vector<at::Tensor> params) { params_ = std::move(params); }
+
+void ChunkStorages::bind(ChunkId chunk, std::byte* address) noexcept {
+  storages_[index(chunk)].unsafeGetStorageImpl()->set_data_ptr_noswap(
+      c10::DataPtr(address, c10::Device(c10::kCPU)));
+}
+
+void ChunkStorages::snapshot(ChunkId chunk) noexcept {
+  for (const ParamId param : layout_.chunk(chunk).params) {
+    versions_[index(param)] = version_of(params_[index(param)]);
+  }
+}
+
+bool ChunkStorages::written_since_snapshot(ChunkId chunk) const noexcept {
+  for (const ParamId param : layout_.chunk(chunk).params) {
+    if (versions_[index(param)] != version_of(params_[index(param)])) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void ChunkStorages::release_to_homes(const std::vector<std::shared_ptr<Payload>>& homes) {
+  for (std::size_t i = 0; i < storages_.size(); ++i) {
+    storages_[i].unsafeGetStorageImpl()->set_data_ptr_noswap(owning_pointer(homes[i]));
+  }
+}
+
+}  // namespace castor

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/chunk_manager.h"
+
+namespace castor {
+
+[[nodiscard]] at::ScalarType to_torch(ScalarType type);
+
+/// How a parameter's elements lie in its place in a chunk. Dense layouts keep their strides.
+struct ParamGeometry {
+  std::vector<std::int64_t> sizes;
+  std::vector<std::int64_t> strides;
+};
+
+[[nodiscard]] ParamGeometry geometry_of(const at::Tensor& tensor);
+
+/// A tensor over `storage` from element `offset`, with a version counter of its own.
+[[nodiscard]] at::Tensor tensor_over(const c10::Storage& storage, at::ScalarType type,
+                                     std::size_t offset, const ParamGeometry& geometry);
+
+/// A storage over a payload that keeps the payload alive.
+[[nodiscard]] c10::Storage storage_over(std::shared_ptr<Payload> payload);
+
+/// One torch storage per chunk: moving a chunk is rebinding its storage, and every alias follows
+/// (the Parameter, tied weights, views that autograd saved). While the runtime lives, storages
+/// borrow the memory they point at; release_to_homes hands each its home for good.
+/// Owned by the session; guarded by the runtime's mutex once training runs.
+class ChunkStorages final : public ParamBinder {
+ public:
+  /// Makes the storages, pointing nowhere until bind.
+  explicit ChunkStorages(const ChunkLayout& layout);
+
+  /// The parameters whose version counters tell of user writes, in ParamId order.
+  void watch(std::vector<at::Tensor> params);
+  [[nodiscard]] const c10::Storage& storage(ChunkId chunk) const {
+    return storages_[index(chunk)];
+  }
+
+  void bind(ChunkId chunk, std::byte* address) noexcept override;
+  void snapshot(ChunkId chunk) noexcept override;
+  [[nodiscard]] bool written_since_snapshot(ChunkId chunk) const noexcept override;
+
+  /// After the chunk manager is gone: binds each storage to its home and lets it own that memory.
+  void release_to_homes(const std::vector<std::shared_ptr<Payload>>& homes);
+
+ private:
+  const ChunkLayout& layout_;
+  std::vector<c10::Storage> storages_;
+  std::vector<at::Tensor> params_;
+  std::vector<std::uint32_t> versions_;  // per parameter, at the last snapshot
+};
+
+}  // namespace castor

@@ -1,0 +1,21 @@
+#pragma once
+
+#include <memory>
+
+#include "core/nonmodel_memory.h"
+
+namespace castor {
+
+/// Accounting of CPU tensors as device memory, for the CPU device. A counting allocator wraps the
+/// one torch uses; it charges allocations of threads that work for a boosted model to that model's
+/// NonModelMemory, which may evict chunks or raise, and passes all others through untouched.
+/// torch.profiler's memory events come from the wrapped allocator and stay right.
+
+/// Puts the allocator in place, once per process. It stays: tensors may hold its memory.
+void install_counting_allocator();
+
+/// Whom this thread's allocations are charged to; nullptr: nobody.
+[[nodiscard]] const std::shared_ptr<NonModelMemory>& charged_account() noexcept;
+void charge_allocations_to(const std::shared_ptr<NonModelMemory>& account) noexcept;
+
+}  // namespace castor

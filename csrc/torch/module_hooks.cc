@@ -1,0 +1,117 @@
+#include "torch/module_hooks.h"
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+#include <vector>
+
+#include "torch/torch_error.h"
+
+namespace castor {
+namespace {
+
+/// Shared by the hooks on all outputs of one forward call: the first one to fire in a backward
+/// pass enters the module.
+class BackwardEntry {
+ public:
+  BackwardEntry(std::weak_ptr<Session> session, ModuleId module)
+      : session_(std::move(session)), module_(module) {}
+
+  void fire() {
+    const int pass = ::torch::autograd::get_current_graph_task_id();
+    if (std::exchange(last_pass_, pass) == pass) {
+      return;
+    }
+    if (const auto session = session_.lock()) {
+      for_torch([&] { session->enter_backward(module_); });
+    }
+  }
+
+ private:
+  std::weak_ptr<Session> session_;
+  ModuleId module_;
+  int last_pass_ = -1;
+};
+
+class BackwardHook final : public ::torch::autograd::FunctionPreHook {
+ public:
+  explicit BackwardHook(std::shared_ptr<BackwardEntry> entry) : entry_(std::move(entry)) {}
+
+  ::torch::autograd::variable_list operator()(
+      const ::torch::autograd::variable_list& grads) override {
+    entry_->fire();
+    return grads;
+  }
+
+ private:
+  std::shared_ptr<BackwardEntry> entry_;
+};
+
+using GradFunctions = std::vector<std::shared_ptr<::torch::autograd::Node>>;
+
+// Outputs are shallow; the bound stops cycles through objects.
+constexpr int kMaxDepth = 6;
+
+void find_grad_functions(PyObject* value, int depth, GradFunctions* found);
+
+void find_in_dict(PyObject* dict, int depth, GradFunctions* found) {
+  Py_ssize_t position = 0;
+  PyObject* item = nullptr;
+  while (PyDict_Next(dict, &position, nullptr, &item) != 0) {
+    find_grad_functions(item, depth, found);
+  }
+}
+
+void find_grad_functions(PyObject* value, int depth, GradFunctions* found) {
+  if (THPVariable_Check(value)) {
+    const at::Tensor& tensor = THPVariable_Unpack(value);
+    if (auto function = tensor.grad_fn()) {
+      if (found->empty() || found->back() != function) {
+        found->push_back(std::move(function));
+      }
+    }
+    return;
+  }
+  if (depth == 0 || value == Py_None || PyUnicode_Check(value) || PyLong_Check(value) ||
+      PyFloat_Check(value)) {
+    return;
+  }
+  if (PyTuple_Check(value)) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
+      find_grad_functions(PyTuple_GET_ITEM(value, i), depth - 1, found);
+    }
+  } else if (PyList_Check(value)) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(value); ++i) {
+      find_grad_functions(PyList_GET_ITEM(value, i), depth - 1, found);
+    }
+  } else if (PyDict_Check(value)) {
+    find_in_dict(value, depth - 1, found);
+  } else if (!PyType_Check(value) && !PyModule_Check(value) && !PyCallable_Check(value)) {
+    PyObject* attributes = PyObject_GenericGetDict(value, nullptr);
+    if (attributes == nullptr) {
+      PyErr_Clear();
+      return;
+    }
+    find_in_dict(attributes, depth - 1, found);
+    Py_DECREF(attributes);
+  }
+}
+
+}  // namespace
+
+void watch_backward(const std::shared_ptr<Session>& session, ModuleId module, PyObject* output) {
+  GradFunctions functions;
+  find_grad_functions(output, kMaxDepth, &functions);
+  if (functions.empty()) {
+    return;
+  }
+  const auto entry = std::make_shared<BackwardEntry>(session, module);
+  for (const auto& function : functions) {
+    function->add_tensor_pre_hook(std::make_unique<BackwardHook>(entry));
+  }
+}
+
+}  // namespace castor

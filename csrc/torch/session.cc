@@ -1,0 +1,407 @@
+#include "torch/session.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "core/error.h"
+#include "core/units.h"
+#include "host/host_arena.h"
+#include "host/slot_arena.h"
+#include "optim/convert.h"
+#include "optim/gradient.h"
+#include "parallel/parallel_copy_engine.h"
+#include "parallel/tbb_executor.h"
+#include "torch/counting_allocator.h"
+#include "torch/torch_error.h"
+
+namespace castor {
+namespace {
+
+constexpr ModuleId kRoot{0};
+
+std::uint64_t monotonic_ns() {
+  return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(
+                                        std::chrono::steady_clock::now().time_since_epoch())
+                                        .count());
+}
+
+std::uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+/// Runs after AccumulateGrad of one parameter, beside any hooks of the user.
+class GradientHook final : public ::torch::autograd::FunctionPostHook {
+ public:
+  GradientHook(std::weak_ptr<Session> session, ParamId param)
+      : session_(std::move(session)), param_(param) {}
+
+  ::torch::autograd::variable_list operator()(
+      const ::torch::autograd::variable_list& outputs,
+      const ::torch::autograd::variable_list& /*inputs*/) override {
+    if (const auto session = session_.lock()) {
+      for_torch([&] { session->gradient_arrived(param_); });
+    }
+    return outputs;
+  }
+
+ private:
+  std::weak_ptr<Session> session_;
+  ParamId param_;
+};
+
+std::vector<ParamSpec> describe(const std::vector<at::Tensor>& params,
+                                std::vector<std::string> names, ScalarType precision) {
+  if (params.size() != names.size()) {
+    throw InvalidArgument("there are " + std::to_string(params.size()) + " parameters but " +
+                          std::to_string(names.size()) + " names");
+  }
+  std::vector<ParamSpec> specs;
+  specs.reserve(params.size());
+  for (std::size_t i = 0; i < params.size(); ++i) {
+    specs.push_back({std::move(names[i]), static_cast<std::size_t>(params[i].numel()), precision,
+                     params[i].requires_grad()});
+  }
+  return specs;
+}
+
+}  // namespace
+
+std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
+                                         std::vector<std::string> param_names,
+                                         std::vector<ModuleSpec> modules,
+                                         const SessionOptions& options) {
+  const at::NoGradGuard no_grad;
+  auto specs = describe(params, std::move(param_names), options.precision);
+  ChunkLayout layout(std::move(specs), std::move(modules), options.layout);
+  // Not make_shared: the constructor is private.
+  std::shared_ptr<Session> session(new Session(std::move(params), std::move(layout), options));
+  session->adopt_parameters();
+  session->install_gradient_hooks();
+  install_counting_allocator();
+  return session;
+}
+
+Session::Session(std::vector<at::Tensor> params, ChunkLayout layout, const SessionOptions& options)
+    : params_(std::move(params)),
+      layout_(std::move(layout)),
+      scaled_precision_(options.precision == ScalarType::kFloat16),
+      device_(std::make_shared<MemoryTier>(TierKind::kDevice, options.device_bytes,
+                                           std::make_unique<SlotArena>(make_host_arena()))),
+      host_(std::make_shared<MemoryTier>(TierKind::kHost, options.host_bytes, make_host_arena())),
+      nonmodel_(std::make_shared<NonModelMemory>(device_)),
+      executor_(std::make_unique<TbbExecutor>()),
+      copy_engine_(std::make_unique<ParallelCopyEngine>(*executor_)),
+      storages_(std::make_unique<ChunkStorages>(layout_)),
+      manager_(std::make_unique<ChunkManager>(layout_, place_chunks(layout_, options.placement),
+                                              device_, host_, *copy_engine_, *storages_)) {
+  add_payloads(options.adam_state);
+  runtime_ =
+      std::make_unique<Runtime>(*manager_, nonmodel_, options.runtime, Runtime::Clock(monotonic_ns));
+}
+
+Session::~Session() {
+  runtime_.reset();
+  std::vector<std::shared_ptr<Payload>> homes;
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    homes.push_back(
+        manager_->payload(ChunkId{static_cast<std::uint32_t>(i)}, PayloadKind::kParam));
+  }
+  manager_.reset();
+  storages_->release_to_homes(homes);
+}
+
+void Session::add_payloads(bool adam_state) {
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    const ChunkSpec& spec = layout_.chunk(chunk);
+    if (!spec.trainable) {
+      continue;
+    }
+    const std::size_t fp32_bytes = spec.used_bytes / size_of(spec.type) * sizeof(float);
+    manager_->add_payload(chunk, PayloadKind::kGrad, spec.used_bytes);
+    if (spec.type != ScalarType::kFloat32) {
+      manager_->add_payload(chunk, PayloadKind::kMaster, fp32_bytes);
+    }
+    if (adam_state) {
+      for (const PayloadKind kind : {PayloadKind::kExpAvg, PayloadKind::kExpAvgSq}) {
+        manager_->add_payload(chunk, kind, fp32_bytes);
+        std::memset(manager_->payload(chunk, kind)->data(), 0, fp32_bytes);
+      }
+    }
+  }
+}
+
+template <typename T>
+T* Session::element(ParamId param, PayloadKind kind) const {
+  const ParamPlace place = layout_.place(param);
+  const bool working = kind == PayloadKind::kParam || kind == PayloadKind::kGrad;
+  const std::size_t size = working ? size_of(layout_.chunk(place.chunk).type) : sizeof(float);
+  const auto& payload = manager_->payload(place.chunk, kind);
+  return payload ? reinterpret_cast<T*>(payload->data() + place.offset * size) : nullptr;
+}
+
+// Nothing here allocates payload memory: once the first parameter moves, all will.
+void Session::adopt_parameters() {
+  std::vector<c10::Storage> grad_storages;
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    storages_->bind(chunk, manager_->payload(chunk, PayloadKind::kParam)->data());
+    const auto& grad = manager_->payload(chunk, PayloadKind::kGrad);
+    grad_storages.push_back(grad ? storage_over(grad) : c10::Storage());
+  }
+  gradients_.resize(params_.size());
+  steps_ = at::zeros({static_cast<std::int64_t>(params_.size())}, at::kFloat);
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    const ParamId param{static_cast<std::uint32_t>(i)};
+    const ParamPlace place = layout_.place(param);
+    const ScalarType type = layout_.param(param).type;
+    const ParamGeometry geometry = geometry_of(params_[i]);
+    const at::Tensor home =
+        tensor_over(storages_->storage(place.chunk), to_torch(type), place.offset, geometry);
+    if (auto* master = element<float>(param, PayloadKind::kMaster)) {
+      // The working copy comes from the master by Adam's own rounding.
+      at::from_blob(master, geometry.sizes, geometry.strides, at::kFloat).copy_(params_[i]);
+      master_to_param(executor_.get(), element<void>(param, PayloadKind::kParam), master,
+                      layout_.param(param).numel, type);
+    } else {
+      home.copy_(params_[i]);
+    }
+    params_[i].set_data(home);
+    if (trainable(param)) {
+      gradients_[i].view = tensor_over(grad_storages[index(place.chunk)], to_torch(type),
+                                       place.offset, geometry);
+    }
+  }
+  storages_->watch(params_);
+}
+
+void Session::install_gradient_hooks() {
+  accumulators_.resize(params_.size());
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    const ParamId param{static_cast<std::uint32_t>(i)};
+    if (trainable(param)) {
+      // Held here: a leaf refers to its accumulator weakly.
+      accumulators_[i] = ::torch::autograd::impl::grad_accumulator(params_[i]);
+      accumulators_[i]->add_post_hook(std::make_unique<GradientHook>(weak_from_this(), param));
+    }
+  }
+}
+
+void Session::check_parameters() const {
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    const ParamId param{static_cast<std::uint32_t>(i)};
+    const ParamSpec& spec = layout_.param(param);
+    if (params_[i].requires_grad() != spec.trainable) {
+      throw UsageError("parameter '" + spec.name + "' had requires_grad=" +
+                       (spec.trainable ? "True" : "False") +
+                       " when the model was boosted and has " +
+                       (spec.trainable ? "False" : "True") +
+                       " now; set it before booster.boost, which lays out gradients and optimizer "
+                       "state for the trainable parameters");
+    }
+    if (params_[i].storage().unsafeGetStorageImpl() !=
+        storages_->storage(layout_.place(param).chunk).unsafeGetStorageImpl()) {
+      throw UsageError("parameter '" + spec.name +
+                       "' was given other memory after booster.boost (by model.to(), .half(), "
+                       "param.data = ...); write into it in place instead: param.copy_(values)");
+    }
+  }
+}
+
+void Session::enter(ModuleId module) {
+  const bool training = at::GradMode::is_enabled();
+  if (module == kRoot && training && ::torch::autograd::get_current_graph_task_id() == -1) {
+    check_parameters();
+  }
+  if (runtime_->idle() && charged_account() != nonmodel_) {
+    account_before_ = charged_account();
+    charge_allocations_to(nonmodel_);
+  }
+  runtime_->enter(module, training ? PassMode::kTraining : PassMode::kInference);
+}
+
+void Session::exit(ModuleId module) {
+  runtime_->exit(module);
+  if (!at::GradMode::is_enabled() && runtime_->idle()) {
+    charge_allocations_to(std::exchange(account_before_, nullptr));
+  }
+}
+
+void Session::enter_backward(ModuleId module) {
+  charge_allocations_to(nonmodel_);
+  runtime_->enter_backward(module);
+}
+
+void Session::adopt_gradient(ParamId param, at::Tensor& grad) {
+  Gradient& gradient = gradients_[index(param)];
+  if (grad.layout() != at::kStrided) {
+    throw UsageError("parameter '" + layout_.param(param).name +
+                     "' received a sparse gradient, which castor does not support; build the "
+                     "embedding with sparse=False");
+  }
+  if (grad.sizes() != gradient.view.sizes()) {
+    throw UsageError("the gradient assigned to parameter '" + layout_.param(param).name +
+                     "' has another shape than the parameter");
+  }
+  const at::NoGradGuard no_grad;
+  gradient.view.copy_(grad);
+  grad = gradient.view;
+  if (manager_->placement(layout_.place(param).chunk) != Placement::kDevice) {
+    gradient_bytes_moved_ += gradient.view.nbytes();
+  }
+}
+
+void Session::gradient_arrived(ParamId param) {
+  at::Tensor& grad = params_[index(param)].mutable_grad();
+  if (!grad.defined() || grad.requires_grad()) {
+    return;  // create_graph=True: the gradient is part of a graph; collect_gradients copies it
+  }
+  Gradient& gradient = gradients_[index(param)];
+  if (!grad.is_same(gradient.view)) {
+    adopt_gradient(param, grad);
+    gradient.scale = loss_scale_;
+  } else if (gradient.scale != loss_scale_) {
+    throw UsageError("the gradient of parameter '" + layout_.param(param).name +
+                     "' was accumulated with loss scale " + std::to_string(gradient.scale) +
+                     " and now with " + std::to_string(loss_scale_) +
+                     "; use booster.backward for every micro-batch of a step, and zero_grad "
+                     "between steps");
+  }
+  gradient.version = version_of(gradient.view);
+  runtime_->grad_ready(param);
+}
+
+GradientSummary Session::collect_gradients(bool with_norm) {
+  runtime_->send_home();
+  GradientSummary summary;
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    const ParamId param{static_cast<std::uint32_t>(i)};
+    Gradient& gradient = gradients_[i];
+    gradient.present = trainable(param) && params_[i].grad().defined();
+    if (!gradient.present) {
+      continue;
+    }
+    at::Tensor& grad = params_[i].mutable_grad();
+    if (!grad.is_same(gradient.view)) {
+      adopt_gradient(param, grad);
+      gradient.scale = 1.0;
+    } else if (scaled_precision_ && gradient.scale != 1.0 &&
+               gradient.version != version_of(gradient.view)) {
+      throw UsageError("the gradient of parameter '" + layout_.param(param).name +
+                       "' was edited while it carries the loss scale " +
+                       std::to_string(gradient.scale) +
+                       "; clip with GeminiPlugin(max_norm=...), which knows the scale");
+    }
+    if (summary.num_gradients++ == 0) {
+      summary.scale = gradient.scale;
+    } else if (summary.scale != gradient.scale) {
+      throw UsageError("the gradient of parameter '" + layout_.param(param).name +
+                       "' carries loss scale " + std::to_string(gradient.scale) +
+                       ", others carry " + std::to_string(summary.scale) +
+                       "; use booster.backward for every micro-batch of a step");
+    }
+  }
+  summary.norm = with_norm ? gradient_norm() : 0.0;
+  return summary;
+}
+
+double Session::gradient_norm() const {
+  constexpr std::size_t kParallelNumel = std::size_t{1} << 18;
+  std::vector<double> squares(params_.size(), 0.0);
+  const auto measure = [&](std::size_t i, Executor* executor) {
+    const ParamId param{static_cast<std::uint32_t>(i)};
+    squares[i] = copy_and_square_norm(executor, nullptr, element<void>(param, PayloadKind::kGrad),
+                                      layout_.param(param).numel, layout_.param(param).type);
+  };
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    if (gradients_[i].present &&
+        layout_.params()[i].numel >= kParallelNumel) {
+      measure(i, executor_.get());
+    }
+  }
+  executor_->parallel_for(layout_.chunks().size(), [&](std::size_t chunk) {
+    for (const ParamId param : layout_.chunks()[chunk].params) {
+      if (gradients_[index(param)].present && layout_.param(param).numel < kParallelNumel) {
+        measure(index(param), nullptr);
+      }
+    }
+  });
+  double sum = 0.0;
+  for (const double square : squares) {
+    sum += square;
+  }
+  return std::sqrt(sum);
+}
+
+void Session::scale_gradients(double factor) {
+  for (Gradient& gradient : gradients_) {
+    if (gradient.present) {
+      const at::NoGradGuard no_grad;
+      gradient.view.mul_(factor);
+      gradient.version = version_of(gradient.view);
+    }
+  }
+}
+
+void Session::adam_step(std::span<const AdamOptions> groups,
+                        std::span<const std::int64_t> group_of, double grad_scale) {
+  if (group_of.size() != params_.size()) {
+    throw InvalidArgument("group_of has " + std::to_string(group_of.size()) +
+                          " entries for " + std::to_string(params_.size()) + " parameters");
+  }
+  std::vector<AdamSegment> segments;
+  segments.reserve(params_.size());
+  auto* steps = steps_.data_ptr<float>();
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    if (!gradients_[i].present) {
+      continue;
+    }
+    const ParamId param{static_cast<std::uint32_t>(i)};
+    steps[i] += 1.0F;
+    auto* master = element<float>(param, PayloadKind::kMaster);
+    segments.push_back({.master = master ? master : element<float>(param, PayloadKind::kParam),
+                        .exp_avg = element<float>(param, PayloadKind::kExpAvg),
+                        .exp_avg_sq = element<float>(param, PayloadKind::kExpAvgSq),
+                        .grad = element<void>(param, PayloadKind::kGrad),
+                        .param = master ? element<void>(param, PayloadKind::kParam) : nullptr,
+                        .type = layout_.param(param).type,
+                        .numel = layout_.param(param).numel,
+                        .coefficients = AdamCoefficients(
+                            groups[static_cast<std::size_t>(group_of[i])],
+                            static_cast<std::int64_t>(steps[i]), grad_scale)});
+    // As torch's in-place update does: a graph that saved the old weights must not be replayed.
+    params_[i].unsafeGetTensorImpl()->bump_version();
+  }
+  adam_update(*executor_, segments);
+}
+
+void Session::finish_step() {
+  runtime_->finish_step();
+  if (charged_account() == nonmodel_) {
+    charge_allocations_to(nullptr);
+  }
+}
+
+void Session::send_home() { runtime_->send_home(); }
+
+std::vector<at::Tensor> Session::moments(ParamId param) const {
+  const ParamPlace place = layout_.place(param);
+  const at::Tensor& tensor = params_[index(param)];
+  std::vector<at::Tensor> views;
+  for (const PayloadKind kind : {PayloadKind::kExpAvg, PayloadKind::kExpAvgSq}) {
+    if (const auto& payload = manager_->payload(place.chunk, kind)) {
+      views.push_back(
+          tensor_over(storage_over(payload), at::kFloat, place.offset, geometry_of(tensor)));
+    }
+  }
+  return views;
+}
+
+}  // namespace castor

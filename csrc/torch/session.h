@@ -1,0 +1,133 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/runtime.h"
+#include "optim/adam.h"
+#include "torch/chunk_storages.h"
+
+namespace torch::autograd {
+struct Node;
+}
+
+namespace castor {
+
+struct SessionOptions {
+  ScalarType precision = ScalarType::kFloat32;
+  LayoutOptions layout;
+  PlacementOptions placement;
+  RuntimeOptions runtime;
+  std::size_t device_bytes = 0;
+  std::size_t host_bytes = 0;
+  /// Whether Adam's moments get payloads; false when another optimizer updates the parameters.
+  bool adam_state = true;
+};
+
+/// What a step's gradients look like before the update.
+struct GradientSummary {
+  double norm = 0.0;   ///< L2 norm of all gradients as they are; not finite if an element is not
+  double scale = 1.0;  ///< the loss scale that all of them carry
+  std::int64_t num_gradients = 0;
+};
+
+/// A boosted model: its parameters live in chunks, its module events drive the runtime, its
+/// gradients land in payloads, and Adam runs over them. Owned jointly by the hooks it installs.
+/// One thread at a time runs forward, backward and step; allocations may come from any thread.
+class Session : public std::enable_shared_from_this<Session> {
+ public:
+  /// Takes the parameters over: afterwards each is a view of its chunk, in the working precision.
+  /// `params` are the model's distinct parameters in execution order, all on the CPU, float.
+  /// Module 0 is the model itself. Throws before touching a parameter if memory is short.
+  static std::shared_ptr<Session> create(std::vector<at::Tensor> params,
+                                         std::vector<std::string> param_names,
+                                         std::vector<ModuleSpec> modules,
+                                         const SessionOptions& options);
+  ~Session();
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+
+  // Module events.
+  void enter(ModuleId module);
+  void exit(ModuleId module);
+  void enter_backward(ModuleId module);
+  /// Follows AccumulateGrad of a parameter: moves a fresh gradient into the chunk's payload and
+  /// makes p.grad a view of it.
+  void gradient_arrived(ParamId param);
+  /// The scale of the loss that the coming backward passes differentiate (fp16), 1 without scaling.
+  void set_loss_scale(double scale) { loss_scale_ = scale; }
+
+  // The step, in this order.
+  /// Brings every parameter home and every gradient into its payload. Throws UsageError for
+  /// gradients that were scaled differently, or edited while scaled.
+  GradientSummary collect_gradients(bool with_norm);
+  /// Multiplies every gradient payload, in place (for optimizers other than Adam).
+  void scale_gradients(double factor);
+  /// One Adam step over the parameters that have a gradient. `group_of[i]` is parameter i's entry of `groups`.
+  void adam_step(std::span<const AdamOptions> groups, std::span<const std::int64_t> group_of,
+                 double grad_scale);
+  void finish_step();
+  /// Parameters may be read and written freely afterwards, until the next forward.
+  void send_home();
+
+  /// {exp_avg, exp_avg_sq} of a trainable parameter, as views of its payloads.
+  [[nodiscard]] std::vector<at::Tensor> moments(ParamId param) const;
+  /// Adam steps taken, one float32 per parameter: views of it are torch's `step` entries.
+  [[nodiscard]] const at::Tensor& steps() const noexcept { return steps_; }
+  /// Gradient bytes that went from the device to payloads on the host.
+  [[nodiscard]] std::uint64_t gradient_bytes_moved() const noexcept {
+    return gradient_bytes_moved_;
+  }
+
+  [[nodiscard]] const ChunkLayout& layout() const noexcept { return layout_; }
+  [[nodiscard]] Runtime& runtime() noexcept { return *runtime_; }
+  [[nodiscard]] const NonModelMemory& nonmodel() const noexcept { return *nonmodel_; }
+  [[nodiscard]] MemoryTier& device() noexcept { return *device_; }
+  [[nodiscard]] MemoryTier& host() noexcept { return *host_; }
+
+ private:
+  Session(std::vector<at::Tensor> params, ChunkLayout layout, const SessionOptions& options);
+  void add_payloads(bool adam_state);
+  void adopt_parameters();
+  void install_gradient_hooks();
+  void check_parameters() const;
+  void adopt_gradient(ParamId param, at::Tensor& grad);
+  [[nodiscard]] double gradient_norm() const;
+  [[nodiscard]] bool trainable(ParamId param) const { return layout_.param(param).trainable; }
+  template <typename T>
+  [[nodiscard]] T* element(ParamId param, PayloadKind kind) const;
+
+  std::vector<at::Tensor> params_;
+  const ChunkLayout layout_;
+  const bool scaled_precision_;  // fp16: gradients may carry a loss scale
+  std::shared_ptr<MemoryTier> device_;
+  std::shared_ptr<MemoryTier> host_;
+  std::shared_ptr<NonModelMemory> nonmodel_;
+  std::unique_ptr<Executor> executor_;
+  std::unique_ptr<CopyEngine> copy_engine_;
+  std::unique_ptr<ChunkStorages> storages_;
+  std::unique_ptr<ChunkManager> manager_;
+  std::unique_ptr<Runtime> runtime_;
+  std::shared_ptr<NonModelMemory> account_before_;  // of the thread, while inference runs
+
+  /// A trainable parameter's gradient: a view of its payload, which p.grad becomes.
+  struct Gradient {
+    at::Tensor view;
+    std::uint32_t version = 0;  ///< of `view` when castor last touched it
+    double scale = 0.0;         ///< loss scale it was made with
+    bool present = false;       ///< in this step; known after collect_gradients
+  };
+  std::vector<Gradient> gradients_;
+  std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;
+  at::Tensor steps_;
+  double loss_scale_ = 1.0;
+  std::uint64_t gradient_bytes_moved_ = 0;
+};
+
+}  // namespace castor

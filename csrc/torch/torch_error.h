@@ -1,0 +1,58 @@
+#pragma once
+
+#include <Python.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <string>
+
+#include "core/error.h"
+
+namespace castor {
+
+/// The Python classes that castor's C++ exceptions become. Set once at import, never freed.
+struct PythonErrors {
+  PyObject* error = nullptr;
+  PyObject* usage_error = nullptr;
+  PyObject* out_of_memory_error = nullptr;
+  PyObject* io_error = nullptr;
+  PyObject* invalid_argument = nullptr;
+};
+
+[[nodiscard]] PythonErrors& python_errors() noexcept;
+
+/// The figures of the last OutOfMemory that left this thread for Python: its class reads them.
+struct OutOfMemoryFigures {
+  std::string tier;
+  std::size_t requested = 0;
+  std::size_t available = 0;
+  std::size_t budget = 0;
+};
+
+[[nodiscard]] OutOfMemoryFigures& last_out_of_memory() noexcept;
+
+/// The Python class for `error`; remembers the figures of an OutOfMemory.
+[[nodiscard]] PyObject* python_class_of(const Error& error) noexcept;
+
+/// A castor error on its way through torch's C++ (an allocation, an autograd hook): torch turns it
+/// into the Python exception of python_type().
+class TorchError final : public ::torch::PyTorchError {
+ public:
+  explicit TorchError(const Error& error)
+      : ::torch::PyTorchError(error.what()), type_(python_class_of(error)) {}
+  PyObject* python_type() override { return type_; }
+
+ private:
+  PyObject* type_;
+};
+
+/// Runs `body` where torch is the caller: castor errors leave as TorchError.
+template <typename Body>
+decltype(auto) for_torch(Body&& body) {
+  try {
+    return body();
+  } catch (const Error& error) {
+    throw TorchError(error);
+  }
+}
+
+}  // namespace castor

@@ -1,0 +1,132 @@
+"""Settings of a boosted model: parsed, checked, frozen."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+PlacementPolicy = Literal["auto", "cpu", "cuda", "static"]
+Precision = Literal["fp32", "bf16", "fp16"]
+NonFinite = Literal["skip", "raise", "ignore"]
+
+_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
+_BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
+
+
+def parse_bytes(value: int | str, name: str) -> int:
+    """Reads a size.
+
+    Args:
+        value: Bytes, or a string such as "300MiB", "24GiB", "2GB".
+        name: The argument's name, for errors.
+
+    Returns:
+        Bytes, at least 1.
+
+    Raises:
+        TypeError: `value` is neither an int nor a string.
+        ValueError: The string is no size, or the size is not positive.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f"{name} is {value!r}; give bytes as an int, or a string such as '24GiB'")
+    if isinstance(value, int):
+        size = value
+    else:
+        match = _SIZE.fullmatch(value)
+        if match is None:
+            raise ValueError(f"{name} is {value!r}; write a size such as '300MiB', '24GiB' or '2GB'")
+        unit = (match[2] or "").capitalize()
+        size = int(float(match[1]) * (_UNITS | _BINARY_UNITS)[unit])
+    if size <= 0:
+        raise ValueError(f"{name} is {value!r}; it must be more than 0 bytes")
+    return size
+
+
+def available_memory_bytes() -> int:
+    """Bytes of host memory that can be taken without swapping (MemAvailable)."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable line; give device_memory and host_memory")
+
+
+def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(repr, choices))}")
+
+
+def _at_least(name: str, value: float, minimum: float) -> None:
+    if not value >= minimum:
+        raise ValueError(f"{name} is {value}; it must be at least {minimum}")
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}; it must lie in [{low}, {high}]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScalerConfig:
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, section 3.2)."""
+
+    initial_scale: float = 2.0**16
+    """Scale of the first step."""
+    min_scale: float = 1.0
+    """The scale never falls below this."""
+    max_scale: float = 2.0**32
+    """The scale never rises above this."""
+    growth_factor: float = 2.0
+    """What the scale is multiplied with after growth_interval good steps; above 1."""
+    backoff_factor: float = 0.5
+    """What the scale is multiplied with on overflow; in (0, 1)."""
+    growth_interval: int = 1000
+    """Good steps in a row before the scale grows."""
+    hysteresis: int = 2
+    """Overflows tolerated before the scale falls."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_scale <= self.initial_scale <= self.max_scale:
+            raise ValueError(
+                f"loss scales must satisfy 0 < min_scale <= initial_scale <= max_scale; got "
+                f"{self.min_scale}, {self.initial_scale}, {self.max_scale}"
+            )
+        if not self.growth_factor > 1.0:
+            raise ValueError(f"growth_factor is {self.growth_factor}; it must be above 1")
+        if not 0.0 < self.backoff_factor < 1.0:
+            raise ValueError(f"backoff_factor is {self.backoff_factor}; it must lie in (0, 1)")
+        _at_least("growth_interval", self.growth_interval, 1)
+        _at_least("hysteresis", self.hysteresis, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeminiConfig:
+    """What GeminiPlugin's arguments come to; see there for their meaning."""
+
+    placement_policy: PlacementPolicy
+    device_bytes: int
+    host_bytes: int
+    precision: Precision
+    chunk_bytes: int
+    """0: search."""
+    max_prefetch: int
+    offload_optim_frac: float
+    offload_param_frac: float
+    warmup_non_model_data_ratio: float
+    steady_cuda_cap_ratio: float
+    max_norm: float
+    """0: no clipping."""
+    nonfinite: NonFinite
+    loss_scaler: LossScalerConfig
+    trace_file: Path | None
+
+    def __post_init__(self) -> None:
+        _choice("placement_policy", self.placement_policy, get_args(PlacementPolicy))
+        _choice("precision", self.precision, get_args(Precision))
+        _choice("nonfinite", self.nonfinite, get_args(NonFinite))
+        _at_least("max_prefetch", self.max_prefetch, 0)
+        _at_least("max_norm", self.max_norm, 0.0)
+        _within("offload_optim_frac", self.offload_optim_frac, 0.0, 1.0)
+        _within("offload_param_frac", self.offload_param_frac, 0.0, 1.0)

@@ -1,0 +1,41 @@
+"""What castor raises. The C++ core's exceptions become these classes."""
+
+from __future__ import annotations
+
+import torch
+
+from castor import _C
+
+
+class Error(Exception):
+    """Root of what the runtime raises. Bad arguments are ValueError or TypeError instead."""
+
+
+class UsageError(Error, RuntimeError):
+    """Calls in an order, or on a model, that castor cannot serve; the message says what to do."""
+
+
+class NonFiniteGradientError(Error, ArithmeticError):
+    """A gradient holds NaN or infinity and the plugin was asked to raise (nonfinite="raise")."""
+
+
+class OutOfMemoryError(Error, torch.OutOfMemoryError):
+    """A tier's budget cannot hold a request.
+
+    Attributes:
+        tier: "device", "host" or "nvme".
+        requested: Bytes asked for.
+        available: Bytes that were left.
+        budget: Bytes that the tier may hold.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.tier, self.requested, self.available, self.budget = _C.last_out_of_memory()
+
+
+class IoError(Error, OSError):
+    """A transfer failed or came short; errno and filename are those of OSError."""
+
+
+_C.set_python_errors(Error, UsageError, OutOfMemoryError, IoError)

@@ -1,0 +1,268 @@
+"""The step of an optimizer whose parameters live in chunks."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Adam, AdamW, Optimizer
+
+from castor.config import GeminiConfig
+from castor.errors import NonFiniteGradientError, UsageError
+from castor.optim.hybrid_adam import HybridAdam, adam_options
+from castor.optim.loss_scaler import LossScaler
+from castor.runtime.engine import Engine
+
+_ADAM_TYPES = (Adam, AdamW, HybridAdam)
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def runs_fused_adam(optimizer: Optimizer) -> bool:
+    """Whether the fused Adam computes exactly what this optimizer would."""
+    return type(optimizer) in _ADAM_TYPES and not any(
+        group.get("amsgrad") or group.get("maximize") or group.get("differentiable")
+        for group in optimizer.param_groups
+    )
+
+
+def check_optimizer(optimizer: Optimizer, config: GeminiConfig) -> None:
+    """Raises before anything is changed if the optimizer cannot be boosted.
+
+    Raises:
+        NotImplementedError: The optimizer needs the generic path, which is float32 only.
+        UsageError: The optimizer is boosted already.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, BoostedOptimizer):
+        raise UsageError(f"this {name} is boosted already; use what boost returned")
+    if not runs_fused_adam(optimizer) and config.precision != "fp32":
+        raise NotImplementedError(
+            f"{name} with these options runs on castor's generic path, which has no "
+            f"{config.precision} master weights; use precision='fp32', or Adam, AdamW or HybridAdam "
+            "without amsgrad and maximize"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise NotImplementedError("LBFGS evaluates the model inside step; castor cannot run it")
+
+
+class StepDriver:
+    """Turns the gradients of a step into an update: unscale, check, clip, Adam."""
+
+    def __init__(self, optimizer: Optimizer, engine: Engine, *, fused: bool) -> None:
+        self.engine = engine
+        self.fused = fused
+        config = engine.config
+        self.scaler = LossScaler(config.loss_scaler) if config.precision == "fp16" else None
+        self._warned = False
+        self.group_of = [0] * len(engine.params)
+        for g, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                self.group_of[engine.index_of[param]] = g
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the next backward is multiplied with."""
+        return self.scaler.scale if self.scaler else 1.0
+
+    def step(self, optimizer: Optimizer, generic_step: Callable[[], Any]) -> None:
+        """Updates the parameters from the gradients held now, or skips the step."""
+        session, config = self.engine.session, self.engine.config
+        check = config.nonfinite != "ignore" or self.scaler is not None
+        gradients = session.collect_gradients(with_norm=check or config.max_norm > 0)
+        try:
+            norm = gradients.norm / gradients.scale
+            overflow = check and not math.isfinite(norm)
+            if self.scaler and gradients.num_gradients:
+                self.scaler.update(overflow=overflow)
+            if overflow and self._refuse_update(norm):
+                return
+            scale = 1.0 / gradients.scale
+            if config.max_norm > 0:
+                scale *= min(1.0, config.max_norm / (norm + 1e-6))
+            if self.fused:
+                groups = [adam_options(group) for group in optimizer.param_groups]
+                session.adam_step(groups, self.group_of, scale)
+            else:
+                if scale != 1.0:
+                    session.scale_gradients(scale)
+                generic_step()
+        finally:
+            session.finish_step()
+
+    def _refuse_update(self, norm: float) -> bool:
+        """Handles a gradient that is not finite; says whether the update must be left out."""
+        policy = self.engine.config.nonfinite
+        if policy == "ignore" and self.scaler is None:
+            return False
+        self.engine.skipped_steps += 1
+        if policy == "raise" and self.scaler is None:
+            raise NonFiniteGradientError(
+                f"the gradient of parameter '{self._first_nonfinite()}' is not finite (total norm "
+                f"{norm}); no weight was changed. Lower the learning rate, check the batch, or skip "
+                "such steps with nonfinite='skip'"
+            )
+        if not self._warned:
+            self._warned = True
+            what_next = f"; loss scale is now {self.loss_scale:g}" if self.scaler else ""
+            warnings.warn(
+                f"castor skipped an optimizer step: the gradient of parameter "
+                f"'{self._first_nonfinite()}' is not finite{what_next}. Further skips are counted "
+                "in booster.report().skipped_steps without a warning",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        return True
+
+    def _first_nonfinite(self) -> str:
+        for name, param in zip(self.engine.names, self.engine.params, strict=True):
+            if param.grad is not None and not bool(torch.isfinite(param.grad).all()):
+                return name
+        return "?"
+
+
+class BoostedOptimizer(Optimizer):
+    """Mixed into the class of an optimizer handed to booster.boost, which stays the same object.
+
+    `param_groups` are read at each step, so schedulers and edits work. `state` holds views of the
+    chunks' moments in torch's own layout.
+    """
+
+    _castor: StepDriver
+
+    @Optimizer.profile_hook_step
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates the model's chunks; see the class it was mixed into for the meaning."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        generic = functools.partial(_unhooked_step(type(self)), self)
+        self._castor.step(self, generic)
+        if self._castor.fused:
+            self._show_state()
+        return loss
+
+    def _show_state(self) -> None:
+        """Makes `state` entries of the parameters that have taken their first step."""
+        session = self._castor.engine.session
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param not in self.state:
+                    i = self._castor.engine.index_of[param]
+                    exp_avg, exp_avg_sq = session.moments(i)
+                    step = session.steps[i]
+                    if step > 0:
+                        entry = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+                        self.state[param] = entry
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state in the layout of torch.optim.AdamW, into the chunks.
+
+        Raises:
+            UsageError: A parameter's state is missing a moment or has another shape.
+            ValueError: The groups do not match, as in torch.
+        """
+        if not self._castor.fused:
+            super().load_state_dict(state_dict)
+            return
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        mine = [param for group in self.param_groups for param in group["params"]]
+        entries = [(param, state_dict["state"].get(i, {})) for i, param in zip(saved, mine)]
+        for param, entry in entries:
+            _check_entry(self._castor.engine, param, entry)
+        super().load_state_dict({**state_dict, "state": {}})
+        write_moments(self._castor.engine, entries)
+        self._show_loaded(entries)
+
+    def _show_loaded(self, entries: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+        session = self._castor.engine.session
+        for param, entry in entries:
+            if entry:
+                i = self._castor.engine.index_of[param]  # type: ignore[index]
+                exp_avg, exp_avg_sq = session.moments(i)
+                self.state[param] = {
+                    "step": session.steps[i],
+                    "exp_avg": exp_avg,
+                    "exp_avg_sq": exp_avg_sq,
+                }
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the optimizer state of the model was laid out by booster.boost."""
+        raise UsageError("add parameter groups before booster.boost: chunks are laid out there")
+
+
+def write_moments(engine: Engine, entries: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+    """Copies torch AdamW states into the chunks; parameters without one start from zero."""
+    for param, entry in entries:
+        if param not in engine.index_of or not param.requires_grad:
+            continue
+        i = engine.index_of[param]  # type: ignore[index]
+        engine.session.steps[i] = float(entry.get("step", 0.0))
+        for name, moment in zip(_MOMENTS, engine.session.moments(i), strict=True):
+            if name in entry:
+                moment.copy_(entry[name])
+            else:
+                moment.zero_()
+
+
+def _check_entry(engine: Engine, param: torch.Tensor, entry: dict[str, Any]) -> None:
+    if not entry:
+        return
+    name = engine.names[engine.index_of[param]]  # type: ignore[index]
+    for key in ("step", *_MOMENTS):
+        if key not in entry:
+            raise UsageError(f"the optimizer state of parameter '{name}' has no '{key}'")
+        if key != "step" and entry[key].shape != param.shape:
+            raise UsageError(
+                f"'{key}' of parameter '{name}' has shape {tuple(entry[key].shape)} in the state "
+                f"dict; the parameter has {tuple(param.shape)}"
+            )
+
+
+def _unhooked_step(boosted: type) -> Callable[..., Any]:
+    """The step of the class that BoostedOptimizer was mixed into, without torch's step hooks."""
+    step = boosted.__mro__[2].step  # type: ignore[attr-defined]
+    unwrapped: Callable[..., Any] = getattr(step, "__wrapped__", step)
+    return unwrapped
+
+
+@functools.cache
+def _boosted_class(base: type[Optimizer]) -> type[Optimizer]:
+    return type(base.__name__, (BoostedOptimizer, base), {"__module__": base.__module__})
+
+
+def boost_optimizer(optimizer: Optimizer, engine: Engine, *, fused: bool) -> StepDriver:
+    """Makes `optimizer` step the chunks of `engine`, in place: references to it stay valid."""
+    old_state = [(param, dict(entry)) for param, entry in optimizer.state.items()]
+    own_step = optimizer.__dict__.pop("step", None)
+    driver = StepDriver(optimizer, engine, fused=fused)
+    optimizer.__class__ = _boosted_class(type(optimizer))
+    optimizer.__dict__["_castor"] = driver
+    if getattr(own_step, "_wrapped_by_lr_sched", False):
+        _track_step(optimizer)
+    if fused and old_state:
+        write_moments(engine, old_state)
+        optimizer.state.clear()
+        optimizer._show_loaded(old_state)  # type: ignore[attr-defined]
+    return driver
+
+
+def _track_step(optimizer: Optimizer) -> None:
+    """What a learning-rate scheduler made before boost did to the old step: tell it of steps."""
+    reference = weakref.ref(optimizer)
+    function = type(optimizer).step
+
+    @functools.wraps(function)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        target = reference()
+        target._opt_called = True  # type: ignore[union-attr]
+        return function(target, *args, **kwargs)  # type: ignore[arg-type]
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]

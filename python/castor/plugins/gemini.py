@@ -1,0 +1,244 @@
+"""Chunk-based heterogeneous memory (Colossal-AI's Gemini; PatrickStar, Fang et al. 2021)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from castor.config import (
+    GeminiConfig,
+    LossScalerConfig,
+    NonFinite,
+    PlacementPolicy,
+    Precision,
+    available_memory_bytes,
+    parse_bytes,
+)
+from castor.errors import UsageError
+from castor.optim.boosted import StepDriver, boost_optimizer, check_optimizer, runs_fused_adam
+from castor.runtime.engine import Engine, check_not_boosted
+
+# Arguments of Colossal-AI's GeminiPlugin that this version knows but cannot honour: the value that
+# asks for nothing, and what to do instead.
+_NOT_YET: dict[str, tuple[object, str]] = {
+    "chunk_config_dict": (None, "give chunk_bytes"),
+    "chunk_init_device": (None, "chunks are built on the host"),
+    "master_weights": (True, "16-bit precisions always keep fp32 master weights"),
+    "pin_memory": (False, "pinned host memory comes with the CUDA backend"),
+    "force_outputs_fp32": (False, "cast the outputs in the training loop"),
+    "strict_ddp_mode": (False, "there is one process"),
+    "search_range_m": (None, "give chunk_bytes"),
+    "hidden_dim": (None, "give chunk_bytes"),
+    "min_chunk_size_m": (None, "give chunk_bytes"),
+    "memstats": (None, "give trace_file"),
+    "gpu_margin_mem_ratio": (0.0, "optimizer states stay on the host; try placement_policy='static'"),
+    "tp_size": (1, "there is one process"),
+    "extra_dp_size": (1, "there is one process"),
+    "enable_all_optimization": (False, "turn it on in the model"),
+    "enable_fused_normalization": (False, "turn it on in the model"),
+    "enable_flash_attention": (False, "use the model's attn_implementation"),
+    "enable_jit_fused": (False, "turn it on in the model"),
+    "enable_sequence_parallelism": (False, "there is one process"),
+    "enable_async_reduce": (False, "there is one process"),
+    "use_fp8": (False, "use bf16"),
+    "fp8_communication": (False, "there is one process"),
+    "optim_state_format": ("fp32", "moments are fp32"),
+    "overlap": ("none", "the optimizer runs inside step"),
+    "nvme_dir": (None, "there is no NVMe tier yet"),
+}
+
+
+class GeminiPlugin:
+    """Trains a model inside a device budget smaller than itself.
+
+    All arguments are keyword-only; names follow Colossal-AI's GeminiPlugin where it has them.
+
+    Args:
+        placement_policy: "auto" (keep on the device what the trace of the first step says fits),
+            "cpu" (stream everything), "cuda" (all on the device) or "static" (by the fractions).
+        tensor_placement_policy: Older name of the same.
+        device: Where the model computes. Default: "cuda" when there is one, else "cpu".
+        device_memory: Budget of the device: bytes or a size such as "24GiB". Default: what is free.
+        host_memory: Budget of the host tier. Default: what is free.
+        precision: "fp32", "bf16" or "fp16" (with a dynamic loss scale); the 16-bit ones keep exact
+            fp32 master weights. Default: "fp32" on the CPU, "bf16" on CUDA. Parameters are
+            converted; buffers keep their type.
+        max_norm: Gradients are clipped to this L2 norm inside step; 0: not at all.
+        norm_type: Only 2.0.
+        nonfinite: What step does about NaN and infinite gradients: "skip" the update, count it and
+            warn once; "raise"; or "ignore" them as plain torch does. fp16 always skips.
+        chunk_bytes: Size of a chunk: bytes or a size. Default: found by search.
+        max_prefetch: Chunks that may be fetched ahead of their use.
+        enable_gradient_accumulation: Accepted for compatibility: gradients accumulate until
+            zero_grad, as in torch, with either value.
+        shard_param_frac: Share of parameters sharded over ranks; with one process every value means
+            the same. In [0, 1].
+        offload_optim_frac: "static": share of the optimizer state, with gradients, on the host.
+        offload_param_frac: "static": share of parameters that stream; needs
+            offload_optim_frac=1.0.
+        warmup_non_model_data_ratio: Share of the device budget that chunks leave free before there is
+            a trace.
+        steady_cuda_cap_ratio: Share of the device budget that plans use. Default 1.0: accounting is
+            exact.
+        initial_scale: fp16: loss scale at the start.
+        min_scale: fp16: lowest loss scale.
+        growth_factor: fp16: growth of the loss scale.
+        backoff_factor: fp16: reduction of the loss scale on overflow.
+        growth_interval: fp16: good steps before growth.
+        hysteresis: fp16: overflows before reduction.
+        max_scale: fp16: highest loss scale.
+        trace_file: A trace written by Booster.save_trace: the first step runs by plan.
+        **not_yet: Names of later versions and of Colossal-AI's plugin: accepted at the value that asks
+            for nothing.
+
+    Raises:
+        ValueError: A value is out of range, or two contradict each other.
+        TypeError: A value has the wrong type, or an argument does not exist.
+        NotImplementedError: An argument asks for what this version lacks; the message names it.
+    """
+
+    def __init__(
+        self,
+        *,
+        placement_policy: str | None = None,
+        tensor_placement_policy: str | None = None,
+        device: str | torch.device | None = None,
+        device_memory: int | str | None = None,
+        host_memory: int | str | None = None,
+        precision: str | None = None,
+        max_norm: float = 0.0,
+        norm_type: float = 2.0,
+        nonfinite: str = "skip",
+        chunk_bytes: int | str | None = None,
+        max_prefetch: int = 1,
+        enable_gradient_accumulation: bool = True,
+        shard_param_frac: float = 1.0,
+        offload_optim_frac: float | None = None,
+        offload_param_frac: float | None = None,
+        warmup_non_model_data_ratio: float = 0.8,
+        steady_cuda_cap_ratio: float = 1.0,
+        initial_scale: float = 2.0**16,
+        min_scale: float = 1.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2.0**32,
+        trace_file: str | Path | None = None,
+        **not_yet: Any,
+    ) -> None:
+        _check_not_yet(not_yet)
+        _check_device(device)
+        if norm_type != 2.0:
+            raise NotImplementedError(f"norm_type={norm_type} is not supported; only 2.0 is")
+        if not isinstance(enable_gradient_accumulation, bool):
+            raise TypeError("enable_gradient_accumulation must be a bool")
+        if not 0.0 <= shard_param_frac <= 1.0:
+            raise ValueError(f"shard_param_frac is {shard_param_frac}; it must lie in [0, 1]")
+        policy = _policy(placement_policy, tensor_placement_policy)
+        if policy != "static" and (offload_optim_frac is not None or offload_param_frac is not None):
+            raise ValueError(
+                "offload_optim_frac and offload_param_frac belong to placement_policy='static'; "
+                f"{policy!r} decides by itself"
+            )
+        self.config = GeminiConfig(
+            placement_policy=cast(PlacementPolicy, policy),
+            device_bytes=_bytes_or_available(device_memory, "device_memory"),
+            host_bytes=_bytes_or_available(host_memory, "host_memory"),
+            precision=cast(Precision, precision or "fp32"),
+            chunk_bytes=0 if chunk_bytes is None else parse_bytes(chunk_bytes, "chunk_bytes"),
+            max_prefetch=max_prefetch,
+            offload_optim_frac=offload_optim_frac or 0.0,
+            offload_param_frac=offload_param_frac or 0.0,
+            warmup_non_model_data_ratio=warmup_non_model_data_ratio,
+            steady_cuda_cap_ratio=steady_cuda_cap_ratio,
+            max_norm=max_norm,
+            nonfinite=cast(NonFinite, nonfinite),
+            loss_scaler=LossScalerConfig(
+                initial_scale=initial_scale,
+                min_scale=min_scale,
+                max_scale=max_scale,
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+                growth_interval=growth_interval,
+                hysteresis=hysteresis,
+            ),
+            trace_file=Path(trace_file) if trace_file is not None else None,
+        )
+
+    def configure(
+        self, model: nn.Module, optimizer: Optimizer | None
+    ) -> tuple[Engine, StepDriver | None]:
+        """Takes model and optimizer over, in place. Called by Booster.boost.
+
+        Raises:
+            UsageError: The model or optimizer cannot be boosted; neither is changed.
+            OutOfMemoryError: A budget is too small; neither is changed.
+            NotImplementedError: The optimizer is not supported in this precision.
+        """
+        check_not_boosted(model)
+        fused = False
+        if optimizer is not None:
+            check_optimizer(optimizer, self.config)
+            _check_same_params(model, optimizer)
+            fused = runs_fused_adam(optimizer)
+        engine = Engine(model, self.config, adam_state=fused)
+        if optimizer is None:
+            return engine, None
+        return engine, boost_optimizer(optimizer, engine, fused=fused)
+
+
+def _check_not_yet(arguments: dict[str, Any]) -> None:
+    for name, value in arguments.items():
+        if name not in _NOT_YET:
+            raise TypeError(f"GeminiPlugin has no argument {name!r}")
+        neutral, instead = _NOT_YET[name]
+        if value != neutral:
+            raise NotImplementedError(f"{name}={value!r} is not supported yet: {instead}")
+
+
+def _check_device(device: str | torch.device | None) -> None:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = torch.device(device).type
+    if kind == "cuda":
+        raise NotImplementedError(
+            "device='cuda' is not supported yet: this version has no CUDA backend; pass device='cpu' "
+            "to train inside a budgeted host arena"
+        )
+    if kind != "cpu":
+        raise NotImplementedError(f"device={kind!r} is not supported; castor computes on 'cpu'")
+
+
+def _policy(placement: str | None, tensor_placement: str | None) -> str:
+    if placement is not None and tensor_placement is not None and placement != tensor_placement:
+        raise ValueError(
+            f"placement_policy={placement!r} and tensor_placement_policy={tensor_placement!r} "
+            "contradict each other; give one"
+        )
+    return placement or tensor_placement or "auto"
+
+
+def _bytes_or_available(value: int | str | None, name: str) -> int:
+    return available_memory_bytes() if value is None else parse_bytes(value, name)
+
+
+def _check_same_params(model: nn.Module, optimizer: Optimizer) -> None:
+    names = {param: name for name, param in model.named_parameters()}
+    held = {param for group in optimizer.param_groups for param in group["params"]}
+    foreign = [tuple(param.shape) for param in held if param not in names]
+    if foreign:
+        raise UsageError(
+            f"the optimizer holds {len(foreign)} parameters that the model lacks, the first of shape "
+            f"{foreign[0]}; build the optimizer from this model's parameters()"
+        )
+    missing = [name for param, name in names.items() if param.requires_grad and param not in held]
+    if missing:
+        raise UsageError(
+            f"{len(missing)} trainable parameters are not in the optimizer, the first is "
+            f"'{missing[0]}'; add them to it, or freeze them with requires_grad_(False)"
+        )

@@ -1,0 +1,1 @@
+"""A boosted model: its specification, hooks, guards and report."""

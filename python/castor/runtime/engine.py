@@ -1,0 +1,136 @@
+"""Puts a model into chunks and follows its modules."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from castor import _C
+from castor.config import GeminiConfig
+from castor.errors import UsageError
+from castor.runtime.guard import guard
+from castor.runtime.report import MemoryReport
+from castor.runtime.spec import ModelSpec
+from castor.runtime.trace_file import read_trace, write_trace
+
+WORKING_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+
+
+class Engine:
+    """One boosted model: its C++ session and what Python knows of it.
+
+    Holds the parameters, not the model: the model's hooks hold the session.
+    """
+
+    def __init__(self, model: nn.Module, config: GeminiConfig, *, adam_state: bool) -> None:
+        """Takes the model's parameters over and installs the hooks.
+
+        Raises:
+            UsageError: The model is boosted already, or cannot be.
+            OutOfMemoryError: A budget is too small; the model is untouched then.
+        """
+        check_not_boosted(model)
+        spec = ModelSpec.of(model)
+        events = read_trace(config.trace_file, spec) if config.trace_file else None
+        self.config = config
+        self.names = spec.names
+        self.params = spec.params
+        self.index_of = {param: i for i, param in enumerate(spec.params)}
+        self.skipped_steps = 0
+        self.session = _C.Session(
+            params=spec.params,
+            param_names=spec.names,
+            modules=[(m.name, m.params, m.parent) for m in spec.modules],
+            options={
+                "precision": str(WORKING_DTYPES[config.precision]).removeprefix("torch."),
+                "chunk_bytes": config.chunk_bytes,
+                "policy": config.placement_policy,
+                "offload_optim_frac": config.offload_optim_frac,
+                "offload_param_frac": config.offload_param_frac,
+                "max_prefetch": config.max_prefetch,
+                "warmup_nonmodel_ratio": config.warmup_non_model_data_ratio,
+                "steady_cap_ratio": config.steady_cuda_cap_ratio,
+                "device_bytes": config.device_bytes,
+                "host_bytes": config.host_bytes,
+                "adam_state": adam_state,
+            },
+        )
+        if events is not None:
+            self.session.load_trace(events)
+        self._install_hooks(model, spec)
+        guard(model)
+        _engines[model] = self
+
+    def _install_hooks(self, model: nn.Module, spec: ModelSpec) -> None:
+        if self.config.precision != "fp32":
+            model.register_forward_pre_hook(
+                _input_cast(WORKING_DTYPES[self.config.precision]), with_kwargs=True
+            )
+        for i, owner in enumerate(spec.modules):
+            owner.module.register_forward_pre_hook(self.session.forward_pre_hook(i), prepend=True)
+            owner.module.register_forward_hook(self.session.forward_hook(i), always_call=True)
+
+    def report(self) -> MemoryReport:
+        """The figures so far."""
+        figures: dict[str, Any] = dict(self.session.report())
+        return MemoryReport(**figures, nvme_bytes=0, skipped_steps=self.skipped_steps)
+
+    def save_trace(self, path: Path, model: nn.Module) -> None:
+        """Writes the trace that the current plan was made from.
+
+        Raises:
+            UsageError: No step has been finished yet.
+        """
+        events = self.session.trace()
+        if events is None:
+            raise UsageError("there is no trace yet; finish one optimizer step first")
+        write_trace(path, events, ModelSpec.of(model))
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a boosted model.
+
+    Raises:
+        UsageError: The model is not boosted.
+    """
+    engine = _engines.get(model)
+    if engine is None:
+        raise UsageError(f"this {type(model).__name__} is not boosted; call booster.boost first")
+    return engine
+
+
+def check_not_boosted(model: nn.Module) -> None:
+    """Raises UsageError if `model`, or a part of it, belongs to a boosted model."""
+    for boosted in list(_engines):
+        parts = set(boosted.modules())
+        if not parts.isdisjoint(model.modules()):
+            raise UsageError(
+                f"this {type(model).__name__} is boosted already, or shares modules with a boosted "
+                f"{type(boosted).__name__}; boost each model once and use what boost returned"
+            )
+
+
+def _input_cast(dtype: torch.dtype) -> Any:
+    """A pre-hook of the model: floating-point inputs come in the working precision."""
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(dtype) if value.is_floating_point() else value
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(cast, value))
+        if isinstance(value, list | tuple):
+            return type(value)(map(cast, value))
+        if isinstance(value, dict) and type(value) is dict:
+            return {key: cast(item) for key, item in value.items()}
+        return value
+
+    def pre_hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return cast(args), {key: cast(value) for key, value in kwargs.items()}
+
+    return pre_hook

@@ -1,0 +1,63 @@
+"""What a boosted model did with memory so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """Figures since boost. Sizes are bytes."""
+
+    peak_device_bytes: int
+    """Highest total of chunks and non-model data on the device."""
+    device_budget_bytes: int
+    """What the device may hold; never passed."""
+    peak_nonmodel_bytes: int
+    """Highest total of activations, temporaries and gradients on their way."""
+    host_bytes: int
+    """Chunk payloads on the host now."""
+    host_budget_bytes: int
+    """What the host tier may hold."""
+    nvme_bytes: int
+    """Chunk payloads on NVMe: 0, there is no such tier yet."""
+    h2d_bytes: int
+    """Bytes copied from host to device."""
+    d2h_bytes: int
+    """Bytes copied from device to host: gradients, and parameters that user code wrote."""
+    demand_fetches: int
+    """Chunks that a module had to wait for."""
+    prefetch_hits: int
+    """Chunks that were there ahead of their use because the plan fetched them."""
+    evictions: int
+    """Chunks that left the device during a step to make room."""
+    divergent_steps: int
+    """Steps whose modules ran in another order than planned."""
+    skipped_steps: int
+    """Steps whose update was skipped because a gradient was not finite."""
+    steps: int
+    """Optimizer steps."""
+    plans: int
+    """Times the planner ran."""
+    num_chunks: int
+    """Chunks of the model."""
+    chunk_bytes: int
+    """Bytes of a regular chunk."""
+    waste: float
+    """Share of chunk slots that holds no parameter."""
+    host_arena: str
+    """Where the host tier's memory comes from."""
+
+    def __str__(self) -> str:
+        width = max(len(f.name) for f in fields(self))
+        lines = []
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name.endswith("_bytes"):
+                shown = f"{value / 2**20:,.2f} MiB ({value:,} bytes)"
+            elif isinstance(value, float):
+                shown = f"{value:.2%}"
+            else:
+                shown = f"{value:,}" if isinstance(value, int) else str(value)
+            lines.append(f"{f.name:<{width}}  {shown}")
+        return "\n".join(lines)

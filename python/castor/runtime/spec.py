@@ -1,0 +1,99 @@
+"""What the C++ core is told of a model: its distinct parameters and the modules that own them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from castor.errors import UsageError
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwningModule:
+    """A module whose events the runtime follows. The first one is the model itself."""
+
+    module: nn.Module
+    name: str
+    params: list[int]
+    """Positions in ModelSpec.params of the parameters it owns directly."""
+    parent: int
+    """Position of the nearest enclosing owning module; -1 for the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Parameters and modules in registration order, which predicts the order of execution."""
+
+    params: list[nn.Parameter] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    modules: list[OwningModule] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelSpec:
+        """Reads a model. Tied parameters appear once, under their first name.
+
+        Raises:
+            UsageError: The model has no parameters, or one that castor cannot manage.
+        """
+        spec = cls()
+        known: dict[nn.Parameter, int] = {}
+        position_of: dict[str, int] = {}
+        for name, module in model.named_modules():
+            owned = []
+            for short_name, param in module._parameters.items():
+                if param is None:
+                    continue
+                if param not in known:
+                    full_name = f"{name}.{short_name}" if name else short_name
+                    _check(full_name, param)
+                    known[param] = len(spec.params)
+                    spec.params.append(param)
+                    spec.names.append(full_name)
+                if known[param] not in owned:
+                    owned.append(known[param])
+            if owned or name == "":
+                position_of[name] = len(spec.modules)
+                parent = _nearest_parent(name, position_of)
+                spec.modules.append(
+                    OwningModule(module=module, name=name or "model", params=owned, parent=parent)
+                )
+        if not spec.params:
+            raise UsageError(f"{type(model).__name__} has no parameters; there is nothing to place")
+        return spec
+
+
+def _nearest_parent(name: str, position_of: dict[str, int]) -> int:
+    while name:
+        name = name.rpartition(".")[0]
+        if name in position_of:
+            return position_of[name]
+    return -1
+
+
+def _check(name: str, param: nn.Parameter) -> None:
+    if isinstance(param, DTensor):
+        raise UsageError(
+            f"parameter '{name}' is a DTensor, already sharded by torch.distributed; boost the "
+            "plain model instead"
+        )
+    if param.is_meta:
+        raise UsageError(
+            f"parameter '{name}' is on the meta device and has no values; materialise the model "
+            "(model.to_empty and initialise, or build it without torch.device('meta')) first"
+        )
+    if param.layout != torch.strided:
+        raise UsageError(f"parameter '{name}' has layout {param.layout}; only dense ones fit chunks")
+    if param.dtype not in _FLOATS:
+        raise UsageError(
+            f"parameter '{name}' has dtype {param.dtype}; castor manages float32, bfloat16 and "
+            "float16 parameters: convert it, or register it as a buffer"
+        )
+    if param.device.type != "cpu":
+        raise UsageError(
+            f"parameter '{name}' is on {param.device}; build the model on the CPU, castor moves it"
+        )

@@ -1,0 +1,61 @@
+#include "host/mmap_arena.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <memory>
+
+#include "core/units.h"
+#include "host/adversary_pages.h"
+#include "host/residency.h"
+
+namespace castor {
+namespace {
+
+TEST(MmapArenaTest, MapsWholePagesAndUnmapsAtOnce) {
+  const std::size_t page = system_page_sizes().page;
+  MmapArena arena;
+  std::byte* const small = arena.allocate(1);
+  EXPECT_EQ(arena.mapped_bytes(), page);
+  std::byte* const large = arena.allocate(2 * kMiB + 1);
+  EXPECT_EQ(arena.mapped_bytes(), page + 2 * kMiB + page);
+  std::memset(large, 1, 2 * kMiB + 1);
+  arena.deallocate(large, 2 * kMiB + 1);
+  EXPECT_EQ(testing::resident_bytes(large, 2 * kMiB + page), 0U);
+  arena.deallocate(small, 1);
+  EXPECT_EQ(arena.mapped_bytes(), 0U);
+}
+
+TEST(MmapArenaTest, AlignmentSlackIsReturned) {
+  const auto controls = std::make_shared<testing::PageControls>();
+  testing::AdversaryPages pages(controls);
+  std::byte* const data = pages.map(2 * kMiB, 8 * kMiB);
+  ASSERT_NE(data, nullptr);
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(data) % (8 * kMiB), 0U);
+  unsigned char state = 0;
+  const std::size_t page = system_page_sizes().page;
+  EXPECT_EQ(::mincore(data, page, &state), 0);
+  EXPECT_TRUE(pages.unmap(data, 2 * kMiB));
+  EXPECT_EQ(::mincore(data, page, &state), -1);
+}
+
+TEST(MmapArenaTest, ARefusalShowsInTheDescription) {
+  OsPages pages;
+  EXPECT_EQ(pages.description().find("refused"), std::string::npos);
+  const std::size_t page = system_page_sizes().page;
+  std::byte* const data = pages.map(2 * page, page);
+  ASSERT_NE(data, nullptr);
+  EXPECT_FALSE(pages.unmap(data + 1, page));  // not a page boundary: EINVAL
+  EXPECT_NE(pages.description().find("1 call(s) refused (last: Invalid argument)"),
+            std::string::npos)
+      << pages.description();
+  EXPECT_TRUE(pages.unmap(data, 2 * page));
+}
+
+TEST(MmapArenaTest, DescriptionSaysWhatItIs) {
+  EXPECT_EQ(MmapArena().description().rfind("mmap arena over mmap, ", 0), 0U)
+      << MmapArena().description();
+}
+
+}  // namespace
+}  // namespace castor
