@@ -1,10 +1,10 @@
 # Question: is castor's CPU Adam bound by memory alone, and is it at least as fast as the best other
 #     CPU Adam, on one machine, in one process?
 # Baseline: (1) the in-place stream `a[i] += 1` in castor's own threads, in bytes per second;
-#     (2) DeepSpeedCPUAdam and torch.optim.AdamW(fused=True), fp32; (3) for bf16 training, DeepSpeed's
-#     fp32 step plus the copy of the result to bf16 parameters that its engine does after it.
-# Bytes: what the algorithm must move, each once: fp32 28 per parameter (read g; read and write w, m,
-#     v), bf16 30 (24 for the fp32 state; read g; read and write w16).
+#     (2) DeepSpeedCPUAdam and torch.optim.AdamW(fused=True), fp32; (3) for bf16 training,
+#     DeepSpeed's fp32 step plus the copy to bf16 parameters that its engine does after it.
+# Bytes: what the algorithm must move, each once: fp32 28 per parameter (read g; read and write
+#     w, m, v), bf16 30 (24 for the fp32 state; read g; read and write w16).
 """CPU Adam against its peers: `python benchmarks/adam.py [--numel N] [--repetitions R]`."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Contender:
 
     name: str
     bytes_per_param: int
-    step: Callable[[], None]
+    step: Callable[[], object]
     weights: torch.Tensor
     grad: torch.Tensor
     working: torch.Tensor | None = None
@@ -52,6 +52,7 @@ class Contender:
     calls: int = 0
 
     def run(self, *, timed: bool) -> None:
+        """One step on the clock, kept if `timed`."""
         start = time.perf_counter()
         self.step()
         elapsed = time.perf_counter() - start
@@ -247,9 +248,7 @@ def main() -> int:
     found = make_contenders(initial, grad, console)
     contenders = list(found.values())
     bandwidth: list[float] = []
-    for repetition in range(
-        -2, arguments.repetitions
-    ):  # two untimed: states are made, pages touched
+    for repetition in range(-2, arguments.repetitions):  # two untimed: they touch the pages
         rate = castor._C.in_place_bandwidth(arguments.numel, 1)
         if repetition >= 0:
             bandwidth.append(rate)
@@ -275,7 +274,7 @@ def main() -> int:
         milliseconds = (f"{1e3 * seconds[which]:.1f}" for which in ("median", "min", "max"))
         table.add_row(c.name, *milliseconds, f"{rate / 1e9:.1f}", f"{errors[key]:.1e}")
     stream = spread(bandwidth)
-    table.add_row("in-place a[i] += 1", "", "", "", f"{stream['median'] / 1e9:.1f}", "")
+    table.add_row(r"in-place a\[i] += 1", "", "", "", f"{stream['median'] / 1e9:.1f}", "")
     console.print(table)
 
     summary = Table(title="paired within each repetition: median (quartiles)")

@@ -105,8 +105,8 @@ void ChunkManager::fetch(ChunkId chunk) {
   }
   Slot& slot = slots_[index(chunk)];
   const std::size_t bytes = layout_.chunk(chunk).capacity_bytes;
-  slot.block = device_->allocate(bytes, "no room was made for chunk " +
-                                            std::to_string(index(chunk)));
+  slot.block =
+      device_->allocate(bytes, "no room was made for chunk " + std::to_string(index(chunk)));
   try {
     copy_in(chunk);
   } catch (...) {
@@ -132,7 +132,8 @@ Pin ChunkManager::pin(ChunkId chunk) {
   }
   if (slot.block && !slot.bound) {
     engine_.wait(slot.ticket);
-    if (binder_.written_since_snapshot(chunk)) {  // a write to the home while the copy was under way
+    if (binder_.written_since_snapshot(
+            chunk)) {  // a write to the home while the copy was under way
       copy_in(chunk);
       engine_.wait(slot.ticket);
     }

@@ -48,8 +48,7 @@ std::optional<ChunkId> EvictionOrder::victim(std::uint64_t now) const {
   return victim_from(now, 0);
 }
 
-std::optional<ChunkId> EvictionOrder::victim_from(std::uint64_t now,
-                                                    std::uint64_t horizon) const {
+std::optional<ChunkId> EvictionOrder::victim_from(std::uint64_t now, std::uint64_t horizon) const {
   std::optional<ChunkId> best;
   double best_score = -1.0;
   for (const CostClass& cost_class : classes_) {

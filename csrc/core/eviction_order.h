@@ -15,8 +15,8 @@ namespace castor {
 inline constexpr std::uint64_t kNeverUsed = ~std::uint64_t{0};
 
 /// The chunks that may leave the device, ordered by how little their leaving costs: the furthest
-/// next use first (Belady 1966), weighted by what a byte's return costs. Chunks that are not used again cost
-/// nothing and go first; ties go by id, so that every run takes the same decisions.
+/// next use first (Belady 1966), weighted by what a byte's return costs. Chunks that are not used
+/// again cost nothing and go first; ties go by id, so that every run takes the same decisions.
 /// Shared by the planner, which simulates with it, and the chunk manager, which acts on it.
 /// Not thread-safe. put, remove, victim are O(log chunks).
 class EvictionOrder {

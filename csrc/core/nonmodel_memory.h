@@ -21,7 +21,8 @@ class Reclaimer {
 
 /// Device bytes that are not chunks: activations, temporaries, gradients on their way. Shares the
 /// device ledger with the chunks, so that both together never pass the budget. Shared ownership:
-/// a tensor may outlive the model it came from. Thread-safe; allocate is lock-free while memory lasts.
+/// a tensor may outlive the model it came from. Thread-safe; allocate is lock-free while memory
+/// lasts.
 class NonModelMemory {
  public:
   explicit NonModelMemory(std::shared_ptr<MemoryTier> device) : device_(std::move(device)) {}

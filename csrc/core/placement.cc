@@ -21,7 +21,8 @@ std::vector<Placement> place_chunks(const ChunkLayout& layout, const PlacementOp
   check_fraction("offload_param_frac", options.offload_param_frac);
   if (options.offload_param_frac > 0.0 && options.offload_optim_frac < 1.0) {
     throw InvalidArgument(
-        "offload_param_frac is above 0 while offload_optim_frac is below 1: parameters can leave the "
+        "offload_param_frac is above 0 while offload_optim_frac is below 1: parameters can leave "
+        "the "
         "device only after their optimizer state has; set offload_optim_frac=1.0");
   }
   const std::size_t count = layout.chunks().size();

@@ -164,7 +164,8 @@ class Planner {
     return bytes;
   }
 
-  /// Brings in what the next accesses miss, while it fits under the caps of every access until then.
+  /// Brings in what the next accesses miss, while it fits under the caps of every access until
+  /// then.
   void prefetch(std::size_t now) {
     PlannedAccess& access = plan_.accesses_[now];
     access.first_prefetch = plan_.prefetches_.size();
@@ -273,8 +274,8 @@ class Planner {
   std::size_t pinned_bytes_ = 0;
 };
 
-Plan make_plan(const Trace& trace, const ChunkLayout& layout,
-               std::span<const Placement> placements, const PlanOptions& options) {
+Plan make_plan(const Trace& trace, const ChunkLayout& layout, std::span<const Placement> placements,
+               const PlanOptions& options) {
   return Planner(trace, layout, placements, options).run();
 }
 

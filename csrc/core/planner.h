@@ -73,8 +73,8 @@ class Plan {
   Prediction prediction_;
 };
 
-/// Turns a trace into a plan. A pure function: no clock, no I/O, no threads; equal inputs give equal
-/// plans. O(accesses log chunks). Eviction is Belady's rule weighted by cost (EvictionOrder);
+/// Turns a trace into a plan. A pure function: no clock, no I/O, no threads; equal inputs give
+/// equal plans. O(accesses log chunks). Eviction is Belady's rule weighted by cost (EvictionOrder);
 /// a chunk is prefetched as early as max_prefetch and the budget of all accesses in between allow.
 /// An access that cannot fit is planned as if it could: running it raises OutOfMemory, and
 /// prediction().smallest_budget_bytes says what would do.

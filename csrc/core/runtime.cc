@@ -10,6 +10,7 @@
 namespace castor {
 namespace {
 
+constexpr ModuleId kRoot{0};
 constexpr std::size_t kNoCap = ~std::size_t{0};
 
 void check_options(const RuntimeOptions& options) {
@@ -44,13 +45,12 @@ Runtime::Runtime(ChunkManager& manager, std::shared_ptr<NonModelMemory> nonmodel
   const Ledger& ledger = manager_.device().ledger();
   fixed_device_bytes_ = ledger.used();
   if (layout_.largest_working_set_bytes() > ledger.available()) {
-    throw OutOfMemory(
-        TierKind::kDevice, layout_.largest_working_set_bytes(), ledger.available(),
-        ledger.budget(),
-        "the chunks of module '" + layout_.module(layout_.largest_module()).name +
-            "' alone need that much at once; give device_memory at least " +
-            format_bytes(layout_.largest_working_set_bytes() + fixed_device_bytes_) +
-            " plus room for activations, or a smaller chunk_bytes");
+    throw OutOfMemory(TierKind::kDevice, layout_.largest_working_set_bytes(), ledger.available(),
+                      ledger.budget(),
+                      "the chunks of module '" + layout_.module(layout_.largest_module()).name +
+                          "' alone need that much at once; give device_memory at least " +
+                          format_bytes(layout_.largest_working_set_bytes() + fixed_device_bytes_) +
+                          " plus room for activations, or a smaller chunk_bytes");
   }
   for (std::size_t i = 0; i < grads_missing_.size(); ++i) {
     grads_missing_[i] = static_cast<std::uint32_t>(layout_.chunks()[i].params.size());
@@ -188,6 +188,9 @@ void Runtime::end_use(ModuleId module, TensorState after) {
 
 void Runtime::enter(ModuleId module, PassMode mode) {
   const std::lock_guard lock(mutex_);
+  if (module == kRoot) {
+    unwind();  // what an interrupted forward left entered
+  }
   if (frames_.empty()) {
     mode_ = mode;
   }
@@ -283,8 +286,8 @@ void Runtime::finish_step() {
       grads_missing_[i] = static_cast<std::uint32_t>(params.size());
       for (const ParamId param : params) {
         if (manager_.state(param) == TensorState::kReadyForReduce) {
-          manager_.set_state(param, manager_.resident(chunk) ? TensorState::kHold
-                                                             : TensorState::kFree);
+          manager_.set_state(param,
+                             manager_.resident(chunk) ? TensorState::kHold : TensorState::kFree);
         }
       }
     }
@@ -332,8 +335,7 @@ void Runtime::plan_from_trace() {
   }
   plan_ = make_plan(
       *trace_, layout_, placements,
-      {.device_budget_bytes =
-           share(manager_.device().ledger().budget(), options_.steady_cap_ratio),
+      {.device_budget_bytes = share(manager_.device().ledger().budget(), options_.steady_cap_ratio),
        .fixed_device_bytes = fixed_device_bytes_,
        .max_prefetch = options_.max_prefetch,
        .policy = options_.policy});

@@ -41,8 +41,9 @@ struct RuntimeCounts {
 /// step, plans from the trace, then runs the plan. A step that leaves the plan runs on demand, is
 /// counted, and becomes the plan when it repeats.
 ///
-/// Thread-safe: one mutex, taken by every member function after NonModelMemory's. Callers must not allocate
-/// non-model memory while inside. One C++ call per module event, O(own parameters + log chunks).
+/// Thread-safe: one mutex, taken by every member function after NonModelMemory's. Callers must not
+/// allocate non-model memory while inside. One C++ call per module event, O(own parameters + log
+/// chunks).
 class Runtime final : public Reclaimer {
  public:
   using Clock = std::function<std::uint64_t()>;  ///< nanoseconds, monotonic
@@ -56,11 +57,13 @@ class Runtime final : public Reclaimer {
   Runtime& operator=(const Runtime&) = delete;
 
   /// Before a module's forward: its chunks are resident, pinned and bound on return.
-  /// `mode` counts at the outermost module. Throws OutOfMemory.
+  /// `mode` counts at the outermost module. Module 0 is the model: entering it releases whatever an
+  /// interrupted pass left entered. Throws OutOfMemory.
   void enter(ModuleId module, PassMode mode);
   /// After a module's forward, or when it failed: releases it and whatever it left entered.
   void exit(ModuleId module);
-  /// At the first gradient of a module's outputs. Releases the module entered before it in backward.
+  /// At the first gradient of a module's outputs. Releases the module entered before it in
+  /// backward.
   void enter_backward(ModuleId module);
   /// A parameter's gradient is complete in its chunk's payload.
   void grad_ready(ParamId param);

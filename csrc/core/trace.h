@@ -55,11 +55,10 @@ class Trace {
 /// Stops collecting after kMaxEvents, so that a loop that never steps cannot fill the memory.
 class Tracer {
  public:
-  static constexpr std::size_t kMaxEvents = std::size_t{1} << 23;
+  static constexpr std::size_t kMaxEvents = std::size_t{1} << 22;
 
   /// `nonmodel_bytes` is the peak since the previous record: it belongs to the previous event.
-  void record(EventKind kind, std::uint32_t id, std::uint64_t nonmodel_bytes,
-              std::uint64_t now_ns);
+  void record(EventKind kind, std::uint32_t id, std::uint64_t nonmodel_bytes, std::uint64_t now_ns);
   /// Ends the step and returns its trace; the tracer is empty again.
   [[nodiscard]] Trace finish(std::uint64_t nonmodel_bytes);
   [[nodiscard]] bool complete() const noexcept { return events_.size() < kMaxEvents; }

@@ -13,9 +13,9 @@ struct HostArenaOptions {
   std::optional<unsigned> numa_node;
 };
 
-/// The arena of the host tier: jemalloc where castor was built with it, else mmap; description() says
-/// which, and why. Throws InvalidArgument when there is no such node, Error when castor was built
-/// without hwloc and a node is asked for.
+/// The arena of the host tier: jemalloc where castor was built with it, else mmap; description()
+/// says which, and why. Throws InvalidArgument when there is no such node, Error when castor was
+/// built without hwloc and a node is asked for.
 [[nodiscard]] std::unique_ptr<Arena> make_host_arena(const HostArenaOptions& options = {});
 
 }  // namespace castor

@@ -12,15 +12,15 @@
 #include "core/error.h"
 #include "core/units.h"
 
-// jemalloc reads this symbol once, before its first call. No retained extents: what a block leaves is
-// unmapped, and a new extent is mapped in its own size, not in the next of a growing series. One
+// jemalloc reads this symbol once, before its first call. No retained extents: what a block leaves
+// is unmapped, and a new extent is mapped in its own size, not in the next of a growing series. One
 // automatic arena and no thread caches: castor uses the arenas it creates, and never the caches.
 const char* je_malloc_conf = "retain:false,narenas:1,tcache:false";
 
 namespace castor {
 
-/// jemalloc's table of hooks, and behind it what they work on: jemalloc hands the table back to every
-/// hook, and the table is the first member.
+/// jemalloc's table of hooks, and behind it what they work on: jemalloc hands the table back to
+/// every hook, and the table is the first member.
 struct JemallocArena::Hooks {
   extent_hooks_t table{};
   std::unique_ptr<PageSource> pages;
@@ -145,9 +145,8 @@ std::byte* JemallocArena::allocate(std::size_t bytes) {
   }
   const int flags = flags_for(bytes);
   // nallocx is 0 for sizes beyond jemalloc's largest class, where mallocx has no defined result.
-  auto* const data = je_nallocx(bytes, flags) == 0
-                         ? nullptr
-                         : static_cast<std::byte*>(je_mallocx(bytes, flags));
+  auto* const data =
+      je_nallocx(bytes, flags) == 0 ? nullptr : static_cast<std::byte*>(je_mallocx(bytes, flags));
   if (data == nullptr) {
     throw_refused(bytes, "the pages under jemalloc were refused");
   }

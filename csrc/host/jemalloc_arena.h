@@ -10,19 +10,20 @@
 
 namespace castor {
 
-/// A jemalloc arena of its own, whose extents come from a PageSource through extent hooks. Exists only
-/// where castor is built with jemalloc (CASTOR_HAVE_JEMALLOC).
+/// A jemalloc arena of its own, whose extents come from a PageSource through extent hooks. Exists
+/// only where castor is built with jemalloc (CASTOR_HAVE_JEMALLOC).
 ///
-/// Sizes: jemalloc rounds a request up to its size class, by up to 25%. For blocks of at least a huge
-/// page that excess is address space only: the block starts on a huge-page boundary, huge pages are
-/// asked for where they lie inside the request and refused behind it, so that resident memory never
-/// exceeds the request rounded up to a small page. A PageSource that makes pages resident on mapping
-/// (pinned memory) does pay for the excess. Small blocks share pages; there the rounding is real.
+/// Sizes: jemalloc rounds a request up to its size class, by up to 25%. For blocks of at least a
+/// huge page that excess is address space only: the block starts on a huge-page boundary, huge
+/// pages are asked for where they lie inside the request and refused behind it, so that resident
+/// memory never exceeds the request rounded up to a small page. A PageSource that makes pages
+/// resident on mapping (pinned memory) does pay for the excess. Small blocks share pages; there the
+/// rounding is real.
 ///
 /// Memory: extents without a live block are unmapped at once (nothing is retained, both decay times
 /// are 0), so resident memory follows the budget. The destructor destroys the
-/// jemalloc arena, with all its extents; jemalloc keeps its own metadata, a few KiB per arena index,
-/// for the next arena.
+/// jemalloc arena, with all its extents; jemalloc keeps its own metadata, a few KiB per arena
+/// index, for the next arena.
 ///
 /// Owned by its MemoryTier; every block must be given back before it is destroyed. Thread-safe.
 class JemallocArena final : public Arena {

@@ -10,9 +10,9 @@
 
 namespace castor {
 
-/// One mapping per block. A block of at least a huge page starts on a huge-page boundary; every size
-/// is rounded up to whole pages, and no more than that can become resident. A freed block goes back
-/// to the operating system at once, so resident memory follows the budget's figures.
+/// One mapping per block. A block of at least a huge page starts on a huge-page boundary; every
+/// size is rounded up to whole pages, and no more than that can become resident. A freed block goes
+/// back to the operating system at once, so resident memory follows the budget's figures.
 ///
 /// Meant for chunk-sized blocks: each costs system calls and page faults. Owned by its MemoryTier;
 /// every block must be given back before the arena is destroyed. Thread-safe.

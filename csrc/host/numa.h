@@ -50,8 +50,8 @@ class NumaTopology {
   std::vector<NumaNode> nodes_;
 };
 
-/// Adaptor: the pages of another source, bound to one NUMA node. A refused binding is tolerated, the
-/// memory is as good elsewhere, and shows in description(). Thread-safe.
+/// Adaptor: the pages of another source, bound to one NUMA node. A refused binding is tolerated,
+/// the memory is as good elsewhere, and shows in description(). Thread-safe.
 class BoundPages final : public PageSource {
  public:
   /// Throws InvalidArgument if the machine has no such node, with the nodes it has.

@@ -61,8 +61,8 @@ class OsPages final : public PageSource {
   std::atomic<int> last_refusal_{0};
 };
 
-/// The error of every host arena when the operating system refuses `bytes`. Its figures are those of
-/// the machine: free physical memory as `available`, installed memory as `budget`.
+/// The error of every host arena when the operating system refuses `bytes`. Its figures are those
+/// of the machine: free physical memory as `available`, installed memory as `budget`.
 [[noreturn]] void throw_refused(std::size_t bytes, const std::string& who_refused);
 
 }  // namespace castor

@@ -15,10 +15,11 @@ namespace castor {
 /// as chunk slots come in few sizes.
 ///
 /// A freed slot is neither unmapped nor written to until it is handed out again, or until trim() or
-/// destruction gives it back upstream: a stale pointer into it reads the old bytes, as it would on a
-/// GPU, and never faults. That is part of the contract. It is also why the arena does not trim by
+/// destruction gives it back upstream: a stale pointer into it reads the old bytes, as it would on
+/// a GPU, and never faults. That is part of the contract. It is also why the arena does not trim by
 /// itself when upstream is out of memory: free slots of other sizes are then named in the error.
-/// Free slots stay resident and are not charged to any Ledger; free_bytes() tells how many there are.
+/// Free slots stay resident and are not charged to any Ledger; free_bytes() tells how many there
+/// are.
 ///
 /// Owned by its MemoryTier; every block must be given back before the arena is destroyed.
 /// Thread-safe; calls upstream without holding its mutex.
@@ -40,8 +41,8 @@ class SlotArena final : public Arena {
   [[nodiscard]] std::size_t free_bytes() const;
 
  private:
-  /// All blocks of one size. Invariant: free.capacity() >= num_blocks, so that a deallocation, which
-  /// must not throw, never grows the list.
+  /// All blocks of one size. Invariant: free.capacity() >= num_blocks, so that a deallocation,
+  /// which must not throw, never grows the list.
   struct Slots {
     std::vector<std::byte*> free;
     std::size_t num_blocks = 0;

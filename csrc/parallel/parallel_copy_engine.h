@@ -10,9 +10,9 @@
 
 namespace castor {
 
-/// The copy engine of the CPU "device": submit() copies on the threads of an Executor and returns when
-/// the copy is complete, so every ticket is done when the caller gets it and wait() never blocks.
-/// Copies of at most one block run on the calling thread.
+/// The copy engine of the CPU "device": submit() copies on the threads of an Executor and returns
+/// when the copy is complete, so every ticket is done when the caller gets it and wait() never
+/// blocks. Copies of at most one block run on the calling thread.
 ///
 /// Borrows the executor, which must outlive it; must not be called from the executor's bodies.
 /// Thread-safe; tickets grow over both directions together.

@@ -17,8 +17,7 @@ namespace castor {
 namespace {
 
 std::size_t checked_num_threads(std::size_t num_threads) {
-  if (num_threads == 0 ||
-      num_threads > static_cast<std::size_t>(std::numeric_limits<int>::max())) {
+  if (num_threads == 0 || num_threads > static_cast<std::size_t>(std::numeric_limits<int>::max())) {
     throw InvalidArgument("an executor cannot have " + std::to_string(num_threads) +
                           " threads; give 1 or more");
   }

@@ -11,7 +11,8 @@ namespace castor {
 /// user's code) neither take its threads nor see its tasks.
 ///
 /// A caller that waits works on its own loop only (isolation): it may hold a lock its own bodies do
-/// not take. Owned by the runtime; loops in flight must have ended before it is destroyed. Thread-safe.
+/// not take. Owned by the runtime; loops in flight must have ended before it is destroyed.
+/// Thread-safe.
 class TbbExecutor final : public Executor {
  public:
   /// As many threads as num_available_cores().

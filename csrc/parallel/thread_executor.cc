@@ -14,8 +14,8 @@ namespace castor {
 struct ThreadExecutor::Loop {
   const std::size_t count;
   const std::function<void(std::size_t)>& body;
-  // Relaxed: hands out indices, each once. What the bodies write is published by mutex_, which every
-  // worker takes when it leaves and the caller takes last.
+  // Relaxed: hands out indices, each once. What the bodies write is published by mutex_, which
+  // every worker takes when it leaves and the caller takes last.
   std::atomic<std::size_t> next{0};
   std::size_t num_workers = 0;  // guarded by mutex_
   std::exception_ptr error;     // guarded by mutex_; the first one
@@ -35,8 +35,7 @@ ThreadExecutor::ThreadExecutor(std::size_t num_threads) {
 
 ThreadExecutor::~ThreadExecutor() = default;
 
-void ThreadExecutor::parallel_for(std::size_t count,
-                                  const std::function<void(std::size_t)>& body) {
+void ThreadExecutor::parallel_for(std::size_t count, const std::function<void(std::size_t)>& body) {
   Loop loop{.count = count, .body = body};
   if (count > 1 && !workers_.empty()) {
     {

@@ -14,16 +14,16 @@
 namespace castor {
 
 /// Executor over plain std::threads, for ThreadSanitizer builds and for builds without TBB. The
-/// calling thread works on its own loop; idle threads sleep on a condition variable. Loops of several
-/// callers are served in the order they came.
+/// calling thread works on its own loop; idle threads sleep on a condition variable. Loops of
+/// several callers are served in the order they came.
 ///
 /// Owned by the runtime; loops in flight must have ended before it is destroyed. Thread-safe.
 class ThreadExecutor final : public Executor {
  public:
   /// As many threads as num_available_cores().
   ThreadExecutor();
-  /// `num_threads` counts the calling thread. Throws InvalidArgument if it is 0, std::system_error if
-  /// the system refuses a thread.
+  /// `num_threads` counts the calling thread. Throws InvalidArgument if it is 0, std::system_error
+  /// if the system refuses a thread.
   explicit ThreadExecutor(std::size_t num_threads);
   ~ThreadExecutor() override;
 

@@ -68,8 +68,8 @@ void adam_update_tensors(const std::vector<py::dict>& entries) {
     if (tensors.grad.scalar_type() != tensors.param.scalar_type()) {
       throw InvalidArgument("HybridAdam needs a gradient of the parameter's type");
     }
-    for (const at::Tensor* state : {&tensors.grad, &tensors.master, &tensors.exp_avg,
-                                    &tensors.exp_avg_sq}) {
+    for (const at::Tensor* state :
+         {&tensors.grad, &tensors.master, &tensors.exp_avg, &tensors.exp_avg_sq}) {
       if (state->strides() != tensors.param.strides() || state->sizes() != tensors.param.sizes() ||
           !state->device().is_cpu() || !state->is_non_overlapping_and_dense()) {
         throw InvalidArgument(

@@ -130,13 +130,13 @@ py::cpp_function forward_hook(const std::shared_ptr<Session>& session, std::uint
 }
 
 AdamOptions adam_options(const py::dict& group) {
-  return {.lr = group["lr"].cast<double>(),
-          .beta1 = group["beta1"].cast<double>(),
-          .beta2 = group["beta2"].cast<double>(),
-          .eps = group["eps"].cast<double>(),
-          .weight_decay = group["weight_decay"].cast<double>(),
-          .mode = group["decoupled"].cast<bool>() ? WeightDecayMode::kDecoupled
-                                                   : WeightDecayMode::kL2};
+  return {
+      .lr = group["lr"].cast<double>(),
+      .beta1 = group["beta1"].cast<double>(),
+      .beta2 = group["beta2"].cast<double>(),
+      .eps = group["eps"].cast<double>(),
+      .weight_decay = group["weight_decay"].cast<double>(),
+      .mode = group["decoupled"].cast<bool>() ? WeightDecayMode::kDecoupled : WeightDecayMode::kL2};
 }
 
 void adam_step(Session& session, const std::vector<py::dict>& groups,
@@ -263,10 +263,8 @@ PYBIND11_MODULE(_C, m) {
            py::arg("grad_scale"))
       .def("finish_step", &Session::finish_step, released)
       .def("send_home", &Session::send_home, released)
-      .def("moments",
-           [](const Session& session, std::uint32_t param) {
-             return session.moments(castor::ParamId{param});
-           })
+      .def("moments", [](const Session& session,
+                         std::uint32_t param) { return session.moments(castor::ParamId{param}); })
       .def_property_readonly("steps", &Session::steps)
       .def("report", &castor::report)
       .def("memory", &castor::memory)

@@ -39,9 +39,7 @@ class ChunkStorages final : public ParamBinder {
 
   /// The parameters whose version counters tell of user writes, in ParamId order.
   void watch(std::vector<at::Tensor> params);
-  [[nodiscard]] const c10::Storage& storage(ChunkId chunk) const {
-    return storages_[index(chunk)];
-  }
+  [[nodiscard]] const c10::Storage& storage(ChunkId chunk) const { return storages_[index(chunk)]; }
 
   void bind(ChunkId chunk, std::byte* address) noexcept override;
   void snapshot(ChunkId chunk) noexcept override;

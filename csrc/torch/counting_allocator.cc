@@ -40,8 +40,8 @@ class CountingAllocator final : public c10::Allocator {
     }
     for_torch([&] { account->allocate(bytes); });
     try {
-      auto charged = std::make_unique<ChargedMemory>(
-          ChargedMemory{base_->allocate(bytes), account, bytes});
+      auto charged =
+          std::make_unique<ChargedMemory>(ChargedMemory{base_->allocate(bytes), account, bytes});
       void* data = charged->memory.get();
       return {data, charged.release(), &ChargedMemory::release, c10::Device(c10::kCPU)};
     } catch (...) {

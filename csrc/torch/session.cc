@@ -102,16 +102,15 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout, const Sessi
       manager_(std::make_unique<ChunkManager>(layout_, place_chunks(layout_, options.placement),
                                               device_, host_, *copy_engine_, *storages_)) {
   add_payloads(options.adam_state);
-  runtime_ =
-      std::make_unique<Runtime>(*manager_, nonmodel_, options.runtime, Runtime::Clock(monotonic_ns));
+  runtime_ = std::make_unique<Runtime>(*manager_, nonmodel_, options.runtime,
+                                       Runtime::Clock(monotonic_ns));
 }
 
 Session::~Session() {
   runtime_.reset();
   std::vector<std::shared_ptr<Payload>> homes;
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
-    homes.push_back(
-        manager_->payload(ChunkId{static_cast<std::uint32_t>(i)}, PayloadKind::kParam));
+    homes.push_back(manager_->payload(ChunkId{static_cast<std::uint32_t>(i)}, PayloadKind::kParam));
   }
   manager_.reset();
   storages_->release_to_homes(homes);
@@ -175,8 +174,8 @@ void Session::adopt_parameters() {
     }
     params_[i].set_data(home);
     if (trainable(param)) {
-      gradients_[i].view = tensor_over(grad_storages[index(place.chunk)], to_torch(type),
-                                       place.offset, geometry);
+      gradients_[i].view =
+          tensor_over(grad_storages[index(place.chunk)], to_torch(type), place.offset, geometry);
     }
   }
   storages_->watch(params_);
@@ -199,12 +198,11 @@ void Session::check_parameters() const {
     const ParamId param{static_cast<std::uint32_t>(i)};
     const ParamSpec& spec = layout_.param(param);
     if (params_[i].requires_grad() != spec.trainable) {
-      throw UsageError("parameter '" + spec.name + "' had requires_grad=" +
-                       (spec.trainable ? "True" : "False") +
-                       " when the model was boosted and has " +
-                       (spec.trainable ? "False" : "True") +
-                       " now; set it before booster.boost, which lays out gradients and optimizer "
-                       "state for the trainable parameters");
+      throw UsageError(
+          "parameter '" + spec.name + "' had requires_grad=" + (spec.trainable ? "True" : "False") +
+          " when the model was boosted and has " + (spec.trainable ? "False" : "True") +
+          " now; set it before booster.boost, which lays out gradients and optimizer "
+          "state for the trainable parameters");
     }
     if (params_[i].storage().unsafeGetStorageImpl() !=
         storages_->storage(layout_.place(param).chunk).unsafeGetStorageImpl()) {
@@ -321,8 +319,7 @@ double Session::gradient_norm() const {
                                       layout_.param(param).numel, layout_.param(param).type);
   };
   for (std::size_t i = 0; i < params_.size(); ++i) {
-    if (gradients_[i].present &&
-        layout_.params()[i].numel >= kParallelNumel) {
+    if (gradients_[i].present && layout_.params()[i].numel >= kParallelNumel) {
       measure(i, executor_.get());
     }
   }
@@ -350,11 +347,11 @@ void Session::scale_gradients(double factor) {
   }
 }
 
-void Session::adam_step(std::span<const AdamOptions> groups,
-                        std::span<const std::int64_t> group_of, double grad_scale) {
+void Session::adam_step(std::span<const AdamOptions> groups, std::span<const std::int64_t> group_of,
+                        double grad_scale) {
   if (group_of.size() != params_.size()) {
-    throw InvalidArgument("group_of has " + std::to_string(group_of.size()) +
-                          " entries for " + std::to_string(params_.size()) + " parameters");
+    throw InvalidArgument("group_of has " + std::to_string(group_of.size()) + " entries for " +
+                          std::to_string(params_.size()) + " parameters");
   }
   std::vector<AdamSegment> segments;
   segments.reserve(params_.size());
@@ -366,16 +363,16 @@ void Session::adam_step(std::span<const AdamOptions> groups,
     const ParamId param{static_cast<std::uint32_t>(i)};
     steps[i] += 1.0F;
     auto* master = element<float>(param, PayloadKind::kMaster);
-    segments.push_back({.master = master ? master : element<float>(param, PayloadKind::kParam),
-                        .exp_avg = element<float>(param, PayloadKind::kExpAvg),
-                        .exp_avg_sq = element<float>(param, PayloadKind::kExpAvgSq),
-                        .grad = element<void>(param, PayloadKind::kGrad),
-                        .param = master ? element<void>(param, PayloadKind::kParam) : nullptr,
-                        .type = layout_.param(param).type,
-                        .numel = layout_.param(param).numel,
-                        .coefficients = AdamCoefficients(
-                            groups[static_cast<std::size_t>(group_of[i])],
-                            static_cast<std::int64_t>(steps[i]), grad_scale)});
+    segments.push_back(
+        {.master = master ? master : element<float>(param, PayloadKind::kParam),
+         .exp_avg = element<float>(param, PayloadKind::kExpAvg),
+         .exp_avg_sq = element<float>(param, PayloadKind::kExpAvgSq),
+         .grad = element<void>(param, PayloadKind::kGrad),
+         .param = master ? element<void>(param, PayloadKind::kParam) : nullptr,
+         .type = layout_.param(param).type,
+         .numel = layout_.param(param).numel,
+         .coefficients = AdamCoefficients(groups[static_cast<std::size_t>(group_of[i])],
+                                          static_cast<std::int64_t>(steps[i]), grad_scale)});
     // As torch's in-place update does: a graph that saved the old weights must not be replayed.
     params_[i].unsafeGetTensorImpl()->bump_version();
   }

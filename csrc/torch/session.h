@@ -69,7 +69,8 @@ class Session : public std::enable_shared_from_this<Session> {
   GradientSummary collect_gradients(bool with_norm);
   /// Multiplies every gradient payload, in place (for optimizers other than Adam).
   void scale_gradients(double factor);
-  /// One Adam step over the parameters that have a gradient. `group_of[i]` is parameter i's entry of `groups`.
+  /// One Adam step over the parameters that have a gradient. `group_of[i]` is parameter i's entry
+  /// of `groups`.
   void adam_step(std::span<const AdamOptions> groups, std::span<const std::int64_t> group_of,
                  double grad_scale);
   void finish_step();

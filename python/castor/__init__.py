@@ -7,7 +7,7 @@ from castor.booster import Booster
 from castor.errors import Error, IoError, NonFiniteGradientError, OutOfMemoryError, UsageError
 from castor.optim import HybridAdam
 from castor.plugins import GeminiPlugin
-from castor.runtime.report import MemoryReport
+from castor.runtime.report import MemoryReport, MemoryUse
 
 __all__ = [
     "Booster",
@@ -16,6 +16,7 @@ __all__ = [
     "HybridAdam",
     "IoError",
     "MemoryReport",
+    "MemoryUse",
     "NonFiniteGradientError",
     "OutOfMemoryError",
     "UsageError",

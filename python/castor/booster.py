@@ -15,7 +15,7 @@ from castor.errors import UsageError
 from castor.optim.boosted import StepDriver
 from castor.plugins.gemini import GeminiPlugin
 from castor.runtime.engine import Engine, engine_of
-from castor.runtime.report import MemoryReport
+from castor.runtime.report import MemoryReport, MemoryUse
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -70,7 +70,7 @@ class Booster:
         return model, optimizer, criterion, dataloader, lr_scheduler
 
     def backward(self, loss: torch.Tensor, optimizer: Optimizer | None = None) -> None:
-        """Runs backward, with the loss scaled in fp16. `loss.backward()` does the same in fp32, bf16.
+        """Runs backward; in fp16 with the loss scaled, otherwise as `loss.backward()` does.
 
         Args:
             loss: Scalar tensor.
@@ -84,8 +84,10 @@ class Booster:
             raise UsageError("booster.backward was given an optimizer that is not boosted")
         if driver is None:
             if self.plugin.config.precision == "fp16":
-                raise UsageError("fp16 needs the loss scale: call booster.backward(loss, optimizer)")
-            loss.backward()  # type: ignore[no-untyped-call]
+                raise UsageError(
+                    "fp16 needs the loss scale: call booster.backward(loss, optimizer)"
+                )
+            loss.backward()
             return
         session = driver.engine.session
         session.set_loss_scale(driver.loss_scale)
@@ -110,6 +112,17 @@ class Booster:
             UsageError: Nothing has been boosted.
         """
         return self._engine(model).report()
+
+    def memory(self, model: nn.Module | None = None) -> MemoryUse:
+        """What device and host hold at this moment.
+
+        Args:
+            model: A boosted model; by default the one boosted last.
+
+        Raises:
+            UsageError: Nothing has been boosted.
+        """
+        return MemoryUse(**self._engine(model).session.memory())
 
     def save_trace(self, path: str | Path, model: nn.Module) -> None:
         """Writes the trace of the model's step as JSON, for GeminiPlugin(trace_file=...).

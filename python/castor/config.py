@@ -37,7 +37,9 @@ def parse_bytes(value: int | str, name: str) -> int:
     else:
         match = _SIZE.fullmatch(value)
         if match is None:
-            raise ValueError(f"{name} is {value!r}; write a size such as '300MiB', '24GiB' or '2GB'")
+            raise ValueError(
+                f"{name} is {value!r}; write a size such as '300MiB', '24GiB' or '2GB'"
+            )
         unit = (match[2] or "").capitalize()
         size = int(float(match[1]) * (_UNITS | _BINARY_UNITS)[unit])
     if size <= 0:

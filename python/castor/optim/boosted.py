@@ -43,8 +43,8 @@ def check_optimizer(optimizer: Optimizer, config: GeminiConfig) -> None:
     if not runs_fused_adam(optimizer) and config.precision != "fp32":
         raise NotImplementedError(
             f"{name} with these options runs on castor's generic path, which has no "
-            f"{config.precision} master weights; use precision='fp32', or Adam, AdamW or HybridAdam "
-            "without amsgrad and maximize"
+            f"{config.precision} master weights; use precision='fp32', or Adam, AdamW or "
+            "HybridAdam without amsgrad and maximize"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise NotImplementedError("LBFGS evaluates the model inside step; castor cannot run it")
@@ -59,6 +59,7 @@ class StepDriver:
         config = engine.config
         self.scaler = LossScaler(config.loss_scaler) if config.precision == "fp16" else None
         self._warned = False
+        self.num_trainable = sum(param.requires_grad for param in engine.params)
         self.group_of = [0] * len(engine.params)
         for g, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
@@ -102,9 +103,9 @@ class StepDriver:
         self.engine.skipped_steps += 1
         if policy == "raise" and self.scaler is None:
             raise NonFiniteGradientError(
-                f"the gradient of parameter '{self._first_nonfinite()}' is not finite (total norm "
-                f"{norm}); no weight was changed. Lower the learning rate, check the batch, or skip "
-                "such steps with nonfinite='skip'"
+                f"the gradient of parameter '{self._first_nonfinite()}' is not finite (total "
+                f"norm {norm}); no weight was changed. Lower the learning rate, check the batch, "
+                "or skip such steps with nonfinite='skip'"
             )
         if not self._warned:
             self._warned = True
@@ -150,6 +151,8 @@ class BoostedOptimizer(Optimizer):
 
     def _show_state(self) -> None:
         """Makes `state` entries of the parameters that have taken their first step."""
+        if len(self.state) == self._castor.num_trainable:
+            return
         session = self._castor.engine.session
         for group in self.param_groups:
             for param in group["params"]:
@@ -173,7 +176,13 @@ class BoostedOptimizer(Optimizer):
             return
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         mine = [param for group in self.param_groups for param in group["params"]]
-        entries = [(param, state_dict["state"].get(i, {})) for i, param in zip(saved, mine)]
+        if len(saved) != len(mine):
+            raise ValueError(
+                f"the state dict is of an optimizer over {len(saved)} parameters; this one has "
+                f"{len(mine)}"
+            )
+        states = (state_dict["state"].get(i, {}) for i in saved)
+        entries = list(zip(mine, states, strict=True))
         for param, entry in entries:
             _check_entry(self._castor.engine, param, entry)
         super().load_state_dict({**state_dict, "state": {}})
@@ -242,7 +251,8 @@ def boost_optimizer(optimizer: Optimizer, engine: Engine, *, fused: bool) -> Ste
     old_state = [(param, dict(entry)) for param, entry in optimizer.state.items()]
     own_step = optimizer.__dict__.pop("step", None)
     driver = StepDriver(optimizer, engine, fused=fused)
-    optimizer.__class__ = _boosted_class(type(optimizer))
+    base: Any = type(optimizer)
+    optimizer.__class__ = _boosted_class(base)
     optimizer.__dict__["_castor"] = driver
     if getattr(own_step, "_wrapped_by_lr_sched", False):
         _track_step(optimizer)

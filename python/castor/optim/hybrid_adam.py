@@ -17,9 +17,10 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 class HybridAdam(Optimizer):
     """Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019) in C++ on all CPU cores.
 
-    Alone, it updates dense CPU parameters in place: float32 ones directly, bfloat16 and float16 ones
-    through an exact float32 master that it keeps in its state ("master"). Handed to booster.boost,
-    it updates the model's chunks. The result does not depend on thread count or instruction set.
+    Alone, it updates dense CPU parameters in place: float32 ones directly, bfloat16 and float16
+    ones through an exact float32 master that it keeps in its state ("master"). Handed to
+    booster.boost, it updates the model's chunks. The result does not depend on thread count or
+    instruction set.
 
     Args:
         params: Parameters or parameter groups.

@@ -35,7 +35,10 @@ _NOT_YET: dict[str, tuple[object, str]] = {
     "hidden_dim": (None, "give chunk_bytes"),
     "min_chunk_size_m": (None, "give chunk_bytes"),
     "memstats": (None, "give trace_file"),
-    "gpu_margin_mem_ratio": (0.0, "optimizer states stay on the host; try placement_policy='static'"),
+    "gpu_margin_mem_ratio": (
+        0.0,
+        "optimizer states stay on the host; try placement_policy='static'",
+    ),
     "tp_size": (1, "there is one process"),
     "extra_dp_size": (1, "there is one process"),
     "enable_all_optimization": (False, "turn it on in the model"),
@@ -80,8 +83,8 @@ class GeminiPlugin:
         offload_optim_frac: "static": share of the optimizer state, with gradients, on the host.
         offload_param_frac: "static": share of parameters that stream; needs
             offload_optim_frac=1.0.
-        warmup_non_model_data_ratio: Share of the device budget that chunks leave free before there is
-            a trace.
+        warmup_non_model_data_ratio: Share of the device budget that chunks leave free before
+            there is a trace.
         steady_cuda_cap_ratio: Share of the device budget that plans use. Default 1.0: accounting is
             exact.
         initial_scale: fp16: loss scale at the start.
@@ -92,8 +95,8 @@ class GeminiPlugin:
         hysteresis: fp16: overflows before reduction.
         max_scale: fp16: highest loss scale.
         trace_file: A trace written by Booster.save_trace: the first step runs by plan.
-        **not_yet: Names of later versions and of Colossal-AI's plugin: accepted at the value that asks
-            for nothing.
+        **not_yet: Names of later versions and of Colossal-AI's plugin: accepted at the value that
+            asks for nothing.
 
     Raises:
         ValueError: A value is out of range, or two contradict each other.
@@ -140,7 +143,9 @@ class GeminiPlugin:
         if not 0.0 <= shard_param_frac <= 1.0:
             raise ValueError(f"shard_param_frac is {shard_param_frac}; it must lie in [0, 1]")
         policy = _policy(placement_policy, tensor_placement_policy)
-        if policy != "static" and (offload_optim_frac is not None or offload_param_frac is not None):
+        if policy != "static" and (
+            offload_optim_frac is not None or offload_param_frac is not None
+        ):
             raise ValueError(
                 "offload_optim_frac and offload_param_frac belong to placement_policy='static'; "
                 f"{policy!r} decides by itself"
@@ -207,8 +212,8 @@ def _check_device(device: str | torch.device | None) -> None:
     kind = torch.device(device).type
     if kind == "cuda":
         raise NotImplementedError(
-            "device='cuda' is not supported yet: this version has no CUDA backend; pass device='cpu' "
-            "to train inside a budgeted host arena"
+            "device='cuda' is not supported yet: this version has no CUDA backend; pass "
+            "device='cpu' to train inside a budgeted host arena"
         )
     if kind != "cpu":
         raise NotImplementedError(f"device={kind!r} is not supported; castor computes on 'cpu'")
@@ -233,8 +238,8 @@ def _check_same_params(model: nn.Module, optimizer: Optimizer) -> None:
     foreign = [tuple(param.shape) for param in held if param not in names]
     if foreign:
         raise UsageError(
-            f"the optimizer holds {len(foreign)} parameters that the model lacks, the first of shape "
-            f"{foreign[0]}; build the optimizer from this model's parameters()"
+            f"the optimizer holds {len(foreign)} parameters that the model lacks, the first of "
+            f"shape {foreign[0]}; build the optimizer from this model's parameters()"
         )
     missing = [name for param, name in names.items() if param.requires_grad and param not in held]
     if missing:

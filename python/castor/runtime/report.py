@@ -6,6 +6,18 @@ from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """Bytes held now."""
+
+    device_bytes: int
+    """Chunks and non-model data on the device."""
+    nonmodel_bytes: int
+    """Of these: activations, temporaries and gradients on their way."""
+    host_bytes: int
+    """Chunk payloads on the host."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryReport:
     """Figures since boost. Sizes are bytes."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -64,7 +65,28 @@ class ModelSpec:
                 )
         if not spec.params:
             raise UsageError(f"{type(model).__name__} has no parameters; there is nothing to place")
+        _check_distinct_memory(spec)
         return spec
+
+
+def _check_distinct_memory(spec: ModelSpec) -> None:
+    """Two Parameters over the same memory would part ways when each gets its own place."""
+    spans = sorted(
+        (param.data_ptr(), param.data_ptr() + _span_bytes(param), name)
+        for param, name in zip(spec.params, spec.names, strict=True)
+        if param.numel() > 0
+    )
+    for (_, end, name), (start, _, other) in itertools.pairwise(spans):
+        if start < end:
+            raise UsageError(
+                f"parameters '{name}' and '{other}' are different Parameters over the same memory; "
+                "tie them by assigning the one Parameter to both modules"
+            )
+
+
+def _span_bytes(param: nn.Parameter) -> int:
+    extent = sum((s - 1) * stride for s, stride in zip(param.shape, param.stride(), strict=True))
+    return (extent + 1) * param.element_size()
 
 
 def _nearest_parent(name: str, position_of: dict[str, int]) -> int:
@@ -87,7 +109,9 @@ def _check(name: str, param: nn.Parameter) -> None:
             "(model.to_empty and initialise, or build it without torch.device('meta')) first"
         )
     if param.layout != torch.strided:
-        raise UsageError(f"parameter '{name}' has layout {param.layout}; only dense ones fit chunks")
+        raise UsageError(
+            f"parameter '{name}' has layout {param.layout}; only dense ones fit chunks"
+        )
     if param.dtype not in _FLOATS:
         raise UsageError(
             f"parameter '{name}' has dtype {param.dtype}; castor manages float32, bfloat16 and "

@@ -1,4 +1,5 @@
-// One suite for every arena of the host layer: each meets the same contract and the same adversaries.
+// One suite for every arena of the host layer: each meets the same contract and the same
+// adversaries.
 
 #include <gtest/gtest.h>
 
@@ -87,8 +88,7 @@ TEST_P(ArenaTest, BlocksAreAlignedWritableAndDisjoint) {
   }
   for (std::size_t i = 0; i < blocks.size(); ++i) {
     const auto [data, bytes] = blocks[i];
-    EXPECT_TRUE(
-        std::all_of(data, data + bytes, [&](std::byte b) { return b == std::byte(i + 1); }))
+    EXPECT_TRUE(std::all_of(data, data + bytes, [&](std::byte b) { return b == std::byte(i + 1); }))
         << bytes;
     arena->deallocate(data, bytes);
   }

@@ -102,9 +102,9 @@ TEST_P(ExecutorTest, RethrowsAFailureAtAnyCallAndStaysUsable) {
 }
 
 TEST_P(ExecutorTest, RethrowsOneFailureWhenAllFail) {
-  EXPECT_THROW(executor_->parallel_for(
-                   50, [](std::size_t) { throw InvalidArgument("every body fails"); }),
-               InvalidArgument);
+  EXPECT_THROW(
+      executor_->parallel_for(50, [](std::size_t) { throw InvalidArgument("every body fails"); }),
+      InvalidArgument);
 }
 
 TEST_P(ExecutorTest, NothingRunsAfterTheReturn) {
@@ -124,6 +124,19 @@ TEST_P(ExecutorTest, NothingRunsAfterTheReturn) {
     returned = true;
     EXPECT_EQ(num_late, 0);
   }
+}
+
+TEST_P(ExecutorTest, ReturnsOnlyWhenTheSlowestBodyHasEnded) {
+  const std::thread::id caller = std::this_thread::get_id();
+  std::atomic<std::size_t> num_ended{0};
+  executor_->parallel_for(8, [&](std::size_t) {
+    // Makes the other threads the slow ones; nothing is ordered by it. A caller too early
+    // miscounts.
+    const bool slow = std::this_thread::get_id() != caller;
+    std::this_thread::sleep_for(std::chrono::milliseconds(slow ? 40 : 1));
+    ++num_ended;
+  });
+  EXPECT_EQ(num_ended, 8U);
 }
 
 TEST_P(ExecutorTest, ServesSeveralCallersAtOnce) {

@@ -1,0 +1,158 @@
+"""Training loops to compare: plain PyTorch, and castor inside a tight budget."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import castor
+
+GIB = 2**30
+LR = 1e-3
+STEPS = 20
+FP32_TOLERANCE = 1e-5
+HALF_TOLERANCE = 4e-3
+PARAM_ALIGNMENT = 64
+"""Bytes at which a chunk aligns its parameters (kParamAlignment in csrc/core/ids.h)."""
+
+
+def param_bytes(model: nn.Module, element_size: int = 4) -> int:
+    return sum(p.numel() for p in model.parameters()) * element_size
+
+
+def largest_module_bytes(model: nn.Module, element_size: int = 4) -> int:
+    return max(
+        sum(p.numel() for p in m.parameters(recurse=False)) * element_size for m in model.modules()
+    )
+
+
+def margin(model: nn.Module, fraction: float, element_size: int = 4) -> int:
+    """What tight(fraction) of the issue adds to the non-model peak."""
+    return max(
+        int(fraction * param_bytes(model, element_size)),
+        int(2.2 * largest_module_bytes(model, element_size)),
+    )
+
+
+def plugin(memory: int | str = GIB, **settings: Any) -> castor.GeminiPlugin:
+    settings = {"device": "cpu", "host_memory": GIB, "precision": "fp32"} | settings
+    return castor.GeminiPlugin(device_memory=memory, **settings)
+
+
+@dataclass
+class Boosted:
+    """A boosted model with its parts; unpacks as (booster, model, optimizer)."""
+
+    booster: castor.Booster
+    model: Any
+    optimizer: Any
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.booster, self.model, self.optimizer))
+
+    def report(self) -> castor.MemoryReport:
+        return self.booster.report(self.model)
+
+    def step(self, loss: torch.Tensor) -> float:
+        self.booster.backward(loss, self.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+def boost(
+    model: nn.Module,
+    memory: int | str = GIB,
+    optimizer: torch.optim.Optimizer | None = None,
+    **settings: Any,
+) -> Boosted:
+    if optimizer is None:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR)
+    booster = castor.Booster(plugin=plugin(memory, **settings))
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    return Boosted(booster, model, optimizer)
+
+
+Forward = Callable[[Any, int], torch.Tensor]
+"""(model, seed of the batch) -> loss."""
+
+
+def losses_of_plain(
+    model: nn.Module, forward: Forward, steps: int = 6, max_norm: float = 0.0
+) -> list[float]:
+    """Trains `model` in place, without castor."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=LR)
+    losses = []
+    for i in range(steps):
+        loss = forward(model, i)
+        loss.backward()
+        if max_norm:
+            torch.nn.utils.clip_grad_norm_(params, max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def losses_of_boosted(boosted: Boosted, forward: Forward, steps: int = 6) -> list[float]:
+    return [boosted.step(forward(boosted.model, i)) for i in range(steps)]
+
+
+def tight_memory(build: Callable[[], nn.Module], forward: Forward, fraction: float = 0.35) -> int:
+    """tight(fraction), measured by two steps of a run with ample budget."""
+    boosted = boost(build())
+    losses_of_boosted(boosted, forward, steps=2)
+    return boosted.report().peak_nonmodel_bytes + margin(boosted.model, fraction)
+
+
+def assert_trains_as_plain(
+    build: Callable[[], nn.Module],
+    forward: Forward,
+    *,
+    steps: int = 6,
+    fraction: float = 0.35,
+    max_norm: float = 0.0,
+) -> castor.MemoryReport:
+    """Same losses and weights as plain PyTorch, in tight(fraction)."""
+    plain = build()
+    expected = losses_of_plain(plain, forward, steps, max_norm)
+    memory = tight_memory(build, forward, fraction)
+    boosted = boost(build(), memory, max_norm=max_norm)
+    assert_close_losses(losses_of_boosted(boosted, forward, steps), expected)
+    assert_close_weights(boosted.model, plain)
+    report = boosted.report()
+    assert report.peak_device_bytes <= report.device_budget_bytes == memory
+    return report
+
+
+def assert_close_losses(
+    actual: Sequence[float], expected: Sequence[float], tolerance: float = FP32_TOLERANCE
+) -> None:
+    """Relative differences within `tolerance`, the first loss (before any update) bitwise."""
+    assert len(actual) == len(expected)
+    if tolerance == FP32_TOLERANCE:
+        assert actual[0] == expected[0]
+    worst = max(abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True))
+    assert worst <= tolerance, (worst, list(actual), list(expected))
+
+
+def assert_close_weights(model: nn.Module, plain: nn.Module, atol: float | None = None) -> None:
+    """Within a tenth of one Adam step (which moves a weight by about LR)."""
+    atol = 0.1 * LR if atol is None else atol
+    expected = dict(plain.named_parameters())
+    for name, param in model.named_parameters():
+        difference = (param.float() - expected[name].float()).abs().max().item()
+        assert difference <= atol, f"{name} is {difference} away"
+
+
+def assert_same_weights(model: nn.Module, expected: Iterable[torch.Tensor]) -> None:
+    """Bitwise."""
+    for param, value in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(param, value)
+
+
+def copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
