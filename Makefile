@@ -3,7 +3,7 @@
 #   make demo     train a GPT in a device budget it does not fit, and show what moved
 #   make test     all that CI runs: lint, C++ tests, Python tests, ASan+UBSan, TSan
 #   make bench    every script of benchmarks/
-#   make lint | cpp | pytest | asan | tsan | bench | clean
+#   make lint | package | cpp | pytest | asan | tsan | bench | clean
 #
 # Set-up is kept in .venv and build/; stamps in build/stamps make a second run cheap.
 
@@ -43,7 +43,7 @@ PY_SOURCES := $(shell find python -type f -not -name '*.pyc')
 CXX_FORMATTED := find csrc tests/cpp benchmarks examples -type f \
 	\( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0
 
-.PHONY: demo test lint lint-format lint-ruff lint-mypy lint-layers cpp pytest asan tsan bench install clean help
+.PHONY: demo test lint lint-format lint-ruff lint-mypy lint-layers package cpp pytest asan tsan bench install clean help
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -54,7 +54,7 @@ demo: $(STAMPS)/castor
 # In CI, and wherever the whole suite runs, a warning is an error; a user's newer compiler may warn.
 test: export CASTOR_WERROR := ON
 test:
-	@scripts/run_phases.sh install lint cpp pytest asan tsan
+	@scripts/run_phases.sh install lint package cpp pytest asan tsan
 
 install: $(STAMPS)/castor
 
@@ -90,7 +90,6 @@ $(STAMPS)/castor: $(STAMPS)/venv $(STAMPS)/jemalloc pyproject.toml $(CXX_SOURCES
 	@PATH="$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --no-index \
 	  --force-reinstall $$(cat $(STAMPS)/jemalloc) \
 	  --config-settings=cmake.define.CASTOR_WERROR=$${CASTOR_WERROR:-OFF} .
-	@cd / && $(BIN)/python -c 'import castor, castor._C as c; print("castor", castor.__version__, "installed:", c.__file__)'
 	@touch $@
 
 $(STAMPS)/bench: $(STAMPS)/castor
@@ -115,6 +114,12 @@ lint-mypy: $(STAMPS)/venv
 
 lint-layers: $(STAMPS)/venv
 	@$(BIN)/python scripts/check_layers.py
+
+# What was installed, and that _C.pyi names what the extension holds.
+package: $(STAMPS)/castor
+	@$(BIN)/python scripts/check_install.py
+	@$(BIN)/python -m mypy.stubtest castor._C --ignore-unused-allowlist \
+	  --mypy-config-file pyproject.toml --allowlist scripts/stubtest_allowlist.txt
 
 # $(call cxx,NAME,CMAKE ARGUMENTS,TEST ENVIRONMENT): configure, build and run the tests in build/NAME.
 define cxx

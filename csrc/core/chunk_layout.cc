@@ -14,7 +14,8 @@ namespace {
 
 constexpr std::size_t kMinSearchedBytes = 4 * kKiB;
 constexpr std::size_t kMaxSearchedBytes = 64 * kMiB;
-// A model is cut into at least this many chunks, so that a small one streams smoothly too.
+// No searched chunk holds more than this share of the model, so that a small one streams smoothly
+// too.
 constexpr std::size_t kMinSharesOfModel = 16;
 constexpr std::size_t kCandidatesPerOctave = 32;
 constexpr double kMaxWaste = 0.03;
@@ -290,9 +291,9 @@ class Packer {
 // Descending, distinct, never empty. Integer steps of 1/32 of each power of two, so that every
 // process of a job computes the same sizes.
 std::vector<std::size_t> candidate_sizes(std::size_t model_bytes, std::size_t unit) {
-  const std::size_t share = std::max(align_down(model_bytes / kMinSharesOfModel, unit), unit);
-  std::vector<std::size_t> sizes = {
-      std::min(share, std::max(align_down(kMaxSearchedBytes, unit), unit))};
+  const std::size_t share =
+      std::clamp(model_bytes / kMinSharesOfModel, kMinSearchedBytes, kMaxSearchedBytes);
+  std::vector<std::size_t> sizes = {std::max(align_down(share, unit), unit)};
   for (std::size_t octave = kMaxSearchedBytes / 2; octave >= kMinSearchedBytes; octave /= 2) {
     for (std::size_t step = kCandidatesPerOctave; step-- > 0;) {
       const std::size_t size = align_down(octave + octave / kCandidatesPerOctave * step, unit);

@@ -57,9 +57,14 @@ ChunkManager::ChunkManager(const ChunkLayout& layout, std::vector<Placement> pla
 ChunkManager::~ChunkManager() {
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     assert(slots_[i].pins == 0 && "a pin outlived its chunk manager");
-    if (slots_[i].bound) {
-      binder_.bind(ChunkId{static_cast<std::uint32_t>(i)},
-                   slots_[i].payloads[static_cast<std::size_t>(PayloadKind::kParam)]->data());
+    if (!slots_[i].block) {
+      continue;
+    }
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    try {
+      leave(chunk);
+    } catch (...) {  // nobody is left to tell; the home is readable all the same
+      binder_.bind(chunk, payload(chunk, PayloadKind::kParam)->data());
     }
   }
 }
@@ -131,11 +136,15 @@ Pin ChunkManager::pin(ChunkId chunk) {
     throw UsageError("chunk " + std::to_string(index(chunk)) + " is pinned before it is fetched");
   }
   if (slot.block && !slot.bound) {
-    engine_.wait(slot.ticket);
-    if (binder_.written_since_snapshot(
-            chunk)) {  // a write to the home while the copy was under way
-      copy_in(chunk);
+    try {
       engine_.wait(slot.ticket);
+      if (binder_.written_since_snapshot(chunk)) {  // to the home, while the copy was under way
+        copy_in(chunk);
+        engine_.wait(slot.ticket);
+      }
+    } catch (...) {
+      drop(chunk);  // what the slot holds is not the chunk
+      throw;
     }
     binder_.bind(chunk, slot.block.data());
     slot.bound = true;
@@ -164,9 +173,15 @@ void ChunkManager::leave(ChunkId chunk) {
     throw UsageError("chunk " + std::to_string(index(chunk)) + " cannot leave the device: it has " +
                      std::to_string(slot.pins) + " pins");
   }
-  engine_.wait(slot.ticket);
-  const Payload& home = *slot.payloads[static_cast<std::size_t>(PayloadKind::kParam)];
+  for (const ParamId param : layout_.chunk(chunk).params) {
+    if (states_[index(param)] == TensorState::kCompute) {
+      throw UsageError("chunk " + std::to_string(index(chunk)) +
+                       " cannot leave the device: parameter '" + layout_.param(param).name +
+                       "' is in use");
+    }
+  }
   if (slot.bound) {
+    const Payload& home = *slot.payloads[static_cast<std::size_t>(PayloadKind::kParam)];
     if (binder_.written_since_snapshot(chunk)) {
       engine_.wait(engine_.submit({.source = {slot.block.data(), home.bytes()},
                                    .target = {home.data(), home.bytes()},
@@ -174,16 +189,30 @@ void ChunkManager::leave(ChunkId chunk) {
       counts_.d2h_bytes += home.bytes();
     }
     binder_.bind(chunk, home.data());
-    slot.bound = false;
-  }
-  for (const ParamId param : layout_.chunk(chunk).params) {
-    if (states_[index(param)] != TensorState::kReadyForReduce) {
-      set_state(param, TensorState::kFree);
+  } else {
+    try {
+      engine_.wait(slot.ticket);  // no copy outlives its target
+    } catch (...) {
+      drop(chunk);
+      throw;
     }
+  }
+  drop(chunk);
+}
+
+// Requires that the parameters are bound to the home, that none is in use and that no copy into the
+// slot is under way.
+void ChunkManager::drop(ChunkId chunk) noexcept {
+  Slot& slot = slots_[index(chunk)];
+  for (const ParamId param : layout_.chunk(chunk).params) {
+    TensorState& state = states_[index(param)];
+    state = state == TensorState::kReadyForReduce ? state : TensorState::kFree;
   }
   evictable_.remove(chunk);
   slot_bytes_ -= slot.block.bytes();
   slot.block.reset();
+  slot.bound = false;
+  slot.ticket = CopyTicket::kNone;
 }
 
 void ChunkManager::evict(ChunkId chunk) {

@@ -68,7 +68,8 @@ class ChunkManager {
                CopyEngine& engine, ParamBinder& binder);
   ChunkManager(const ChunkManager&) = delete;
   ChunkManager& operator=(const ChunkManager&) = delete;
-  /// Binds every parameter to its home.
+  /// Sends every chunk home, user writes with it, and binds every parameter there. A write-back
+  /// that fails now is lost: the home stays as it was.
   ~ChunkManager();
 
   /// Adds a payload of `bytes` at the chunk's home tier. Throws OutOfMemory; UsageError if present.
@@ -83,9 +84,13 @@ class ChunkManager {
   /// Starts bringing a chunk in. The caller has made room: throws OutOfMemory when there is none.
   /// No effect on a resident chunk.
   void fetch(ChunkId chunk);
-  /// Pins a resident chunk, waits for its copy and binds its parameters to the slot.
+  /// Pins a resident chunk, waits for its copy and binds its parameters to the slot. Throws
+  /// UsageError if it is not resident. Where its copy failed, rethrows that, and the chunk is not
+  /// resident any more.
   [[nodiscard]] Pin pin(ChunkId chunk);
-  /// Sends a chunk home; user writes on the device are copied back. Throws UsageError if pinned.
+  /// Sends a chunk home; user writes on the device are copied back. Throws UsageError if it is
+  /// pinned, not resident or in use (TensorState::kCompute). When the copy back fails, rethrows
+  /// that, and the chunk stays on the device; evict may be called again.
   void evict(ChunkId chunk);
   /// Evicts in order until `bytes` fit the device budget and streamed chunks stay within
   /// `cap_bytes` after adding them; only chunks whose next use is `horizon` or later.
@@ -125,6 +130,7 @@ class ChunkManager {
   void unpin(ChunkId chunk) noexcept;
   void copy_in(ChunkId chunk);
   void leave(ChunkId chunk);
+  void drop(ChunkId chunk) noexcept;
 
   const ChunkLayout& layout_;
   std::shared_ptr<MemoryTier> device_;

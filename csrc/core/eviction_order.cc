@@ -57,8 +57,10 @@ std::optional<ChunkId> EvictionOrder::victim_from(std::uint64_t now, std::uint64
     }
     const auto& [next_use, id] = *cost_class.chunks.rbegin();
     const double candidate = score(next_use, now, cost_class.cost_per_byte);
-    if (next_use >= horizon && candidate > best_score) {
-      best = ChunkId{~id};
+    const ChunkId chunk{~id};
+    if (next_use >= horizon &&
+        (candidate > best_score || (candidate == best_score && chunk < *best))) {
+      best = chunk;
       best_score = candidate;
     }
   }

@@ -32,7 +32,7 @@ class Planner {
  private:
   struct ChunkState {
     bool resident = false;
-    bool prefetched = false;
+    bool kept = false;  // Placement::kKeep, and used in this step
     std::uint32_t pins = 0;
     std::uint64_t next_use = kNeverUsed;
   };
@@ -95,6 +95,10 @@ class Planner {
       switch (event.kind) {
         case EventKind::kForwardEnter:
           leave_backward();
+          if (event.id == 0) {  // the model: the runtime releases what was left entered
+            frames_.clear();
+            unpin_from(&stack_, 0);
+          }
           enter(access++, &stack_);
           frames_.push_back(ModuleId{event.id});
           break;
@@ -126,7 +130,6 @@ class Planner {
         ++plan_.prediction_.demand_fetches;
         pin(chunk, pins);
       }
-      state.prefetched = false;
     }
     if (options_.policy == PlacementPolicy::kCpu) {
       access.slot_cap_bytes = std::min(access.slot_cap_bytes, pinned_bytes_ + ahead_bytes(now));
@@ -180,32 +183,51 @@ class Planner {
           continue;
         }
         if (access.num_prefetches == options_.max_prefetch ||
-            !make_room(capacity(chunk), cap, now, i + 1)) {
+            !can_make_room(capacity(chunk), cap, now, i + 1)) {
           return;
         }
+        make_room(capacity(chunk), cap, now, i + 1);
         state.next_use = i;
-        state.prefetched = true;
         fetch(chunk);
         evictable_put(chunk);
-        plan_.prefetches_.push_back({chunk, i});
+        plan_.prefetches_.push_back({chunk, i, cap});
         ++access.num_prefetches;
         ++plan_.prediction_.prefetches;
       }
     }
   }
 
-  bool make_room(std::size_t bytes, std::size_t cap, std::size_t now, std::uint64_t horizon) {
+  // Evicts nothing: a prefetch that does not fit costs nobody their place.
+  [[nodiscard]] bool can_make_room(std::size_t bytes, std::size_t cap, std::size_t now,
+                                   std::uint64_t horizon) {
+    std::vector<ChunkId> victims;
+    std::size_t left = slot_bytes_;
+    while (left + bytes > cap) {
+      const auto victim = evictable_.victim_from(now, horizon);
+      if (!victim) {
+        break;
+      }
+      evictable_.remove(*victim);
+      victims.push_back(*victim);
+      left -= capacity(*victim);
+    }
+    for (const ChunkId victim : victims) {
+      evictable_put(victim);
+    }
+    return left + bytes <= cap;
+  }
+
+  void make_room(std::size_t bytes, std::size_t cap, std::size_t now, std::uint64_t horizon) {
     while (slot_bytes_ + bytes > cap) {
       const auto victim = evictable_.victim_from(now, horizon);
       if (!victim) {
-        return false;
+        return;
       }
       evictable_.remove(*victim);
       chunks_[index(*victim)].resident = false;
       slot_bytes_ -= capacity(*victim);
       ++plan_.prediction_.evictions;
     }
-    return true;
   }
 
   void fetch(ChunkId chunk) {
@@ -221,9 +243,11 @@ class Planner {
   }
 
   void pin(ChunkId chunk, std::vector<ChunkId>* pins) {
-    if (chunks_[index(chunk)].pins++ == 0) {
+    ChunkState& state = chunks_[index(chunk)];
+    if (state.pins++ == 0 && !state.kept) {
       evictable_.remove(chunk);
       pinned_bytes_ += capacity(chunk);
+      state.kept = placements_[index(chunk)] == Placement::kKeep;
     }
     pins->push_back(chunk);
   }
@@ -232,7 +256,8 @@ class Planner {
     while (pins->size() > first) {
       const ChunkId chunk = pins->back();
       pins->pop_back();
-      if (--chunks_[index(chunk)].pins == 0) {
+      const ChunkState& state = chunks_[index(chunk)];
+      if (--chunks_[index(chunk)].pins == 0 && !state.kept) {
         pinned_bytes_ -= capacity(chunk);
         evictable_put(chunk);
       }
@@ -242,6 +267,9 @@ class Planner {
   void leave_backward() { unpin_from(&backward_, 0); }
 
   void exit(ModuleId module) {
+    if (std::find(frames_.begin(), frames_.end(), module) == frames_.end()) {
+      return;
+    }
     while (!frames_.empty()) {
       const ModuleId top = frames_.back();
       frames_.pop_back();
@@ -271,7 +299,7 @@ class Planner {
   std::vector<ModuleId> frames_;
   std::vector<ChunkId> backward_;
   std::size_t slot_bytes_ = 0;
-  std::size_t pinned_bytes_ = 0;
+  std::size_t pinned_bytes_ = 0;  // of chunks that cannot leave: pinned or kept
 };
 
 Plan make_plan(const Trace& trace, const ChunkLayout& layout, std::span<const Placement> placements,

@@ -26,6 +26,8 @@ struct PlanOptions {
 struct Prefetch {
   ChunkId chunk{};
   std::uint64_t used_at = 0;
+  /// Slots may take this much with the chunk: the smallest cap of the accesses until its use.
+  std::size_t slot_cap_bytes = 0;
 };
 
 /// What the plan says of one access (a forward or backward enter).

@@ -29,6 +29,34 @@ std::size_t share(std::size_t bytes, double ratio) {
   return static_cast<std::size_t>(static_cast<double>(bytes) * ratio);
 }
 
+struct WorkingSet {
+  std::size_t bytes = 0;
+  ModuleId module{};
+};
+
+// Of the chunks that need a slot: a module's and those of the modules around it.
+WorkingSet largest_working_set(const ChunkManager& manager) {
+  const ChunkLayout& layout = manager.layout();
+  WorkingSet largest;
+  std::vector<std::size_t> counted_for(layout.chunks().size(), layout.modules().size());
+  for (std::size_t i = 0; i < layout.modules().size(); ++i) {
+    std::size_t bytes = 0;
+    std::optional<ModuleId> module = ModuleId{static_cast<std::uint32_t>(i)};
+    for (; module; module = layout.module(*module).parent) {
+      for (const ChunkId chunk : layout.chunks_of(*module)) {
+        if (counted_for[index(chunk)] != i && manager.placement(chunk) != Placement::kDevice) {
+          counted_for[index(chunk)] = i;
+          bytes += layout.chunk(chunk).capacity_bytes;
+        }
+      }
+    }
+    if (bytes > largest.bytes) {
+      largest = {bytes, ModuleId{static_cast<std::uint32_t>(i)}};
+    }
+  }
+  return largest;
+}
+
 }  // namespace
 
 Runtime::Runtime(ChunkManager& manager, std::shared_ptr<NonModelMemory> nonmodel,
@@ -45,12 +73,15 @@ Runtime::Runtime(ChunkManager& manager, std::shared_ptr<NonModelMemory> nonmodel
   const Ledger& ledger = manager_.device().ledger();
   fixed_device_bytes_ = ledger.used();
   if (layout_.largest_working_set_bytes() > ledger.available()) {
-    throw OutOfMemory(TierKind::kDevice, layout_.largest_working_set_bytes(), ledger.available(),
-                      ledger.budget(),
-                      "the chunks of module '" + layout_.module(layout_.largest_module()).name +
-                          "' alone need that much at once; give device_memory at least " +
-                          format_bytes(layout_.largest_working_set_bytes() + fixed_device_bytes_) +
-                          " plus room for activations, or a smaller chunk_bytes");
+    // Chunks that live on the device are paid for already.
+    if (const WorkingSet largest = largest_working_set(manager_);
+        largest.bytes > ledger.available()) {
+      throw OutOfMemory(TierKind::kDevice, largest.bytes, ledger.available(), ledger.budget(),
+                        "the chunks of module '" + layout_.module(largest.module).name +
+                            "' alone need that much at once; give device_memory at least " +
+                            format_bytes(largest.bytes + fixed_device_bytes_) +
+                            " plus room for activations, or a smaller chunk_bytes");
+    }
   }
   for (std::size_t i = 0; i < grads_missing_.size(); ++i) {
     grads_missing_[i] = static_cast<std::uint32_t>(layout_.chunks()[i].params.size());
@@ -103,19 +134,19 @@ void Runtime::advance(EventKind kind, ModuleId module) {
   }
 }
 
-void Runtime::bring_in(ChunkId chunk) {
+void Runtime::bring_in(ChunkId chunk, EventKind kind, ModuleId module) {
   if (manager_.resident(chunk)) {
     return;
   }
   const std::size_t bytes = layout_.chunk(chunk).capacity_bytes;
   if (!manager_.make_room(bytes, slot_cap(), now(), 0)) {
-    throw_out_of_memory(bytes);
+    throw_out_of_memory(bytes, place_of(kind, module));
   }
   manager_.fetch(chunk);
   ++counts_.demand_fetches;
 }
 
-void Runtime::acquire(ModuleId module, std::vector<Pin>* pins) {
+void Runtime::acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins) {
   const auto& chunks = layout_.chunks_of(module);
   const bool planned = on_plan();
   for (std::size_t i = 0; i < chunks.size(); ++i) {
@@ -137,22 +168,22 @@ void Runtime::acquire(ModuleId module, std::vector<Pin>* pins) {
     if (pins->size() - first < chunks.size()) {
       for (const ChunkId chunk : chunks) {
         if (!manager_.resident(chunk)) {
-          bring_in(chunk);
+          bring_in(chunk, kind, module);
           pins->push_back(manager_.pin(chunk));
           prefetched_[index(chunk)] = false;
         }
       }
+    }
+    if (planned) {
+      // The plan's cap leaves room for the non-model bytes until the next access.
+      static_cast<void>(manager_.make_room(0, slot_cap(), now(), 0));
+      prefetch();
     }
   } catch (...) {
     pins->resize(first);
     throw;
   }
   begin_use(module);
-  if (planned) {
-    // The plan's cap leaves room for the non-model bytes until the next access.
-    static_cast<void>(manager_.make_room(0, slot_cap(), now(), 0));
-    prefetch();
-  }
 }
 
 void Runtime::prefetch() {
@@ -161,7 +192,7 @@ void Runtime::prefetch() {
       continue;
     }
     manager_.set_next_use(ahead.chunk, ahead.used_at);
-    if (manager_.make_room(layout_.chunk(ahead.chunk).capacity_bytes, slot_cap(), now(),
+    if (manager_.make_room(layout_.chunk(ahead.chunk).capacity_bytes, ahead.slot_cap_bytes, now(),
                            ahead.used_at + 1)) {
       manager_.fetch(ahead.chunk);
       prefetched_[index(ahead.chunk)] = true;
@@ -197,7 +228,7 @@ void Runtime::enter(ModuleId module, PassMode mode) {
   leave_backward();
   advance(EventKind::kForwardEnter, module);
   const std::size_t first_pin = forward_pins_.size();
-  acquire(module, &forward_pins_);
+  acquire(EventKind::kForwardEnter, module, &forward_pins_);
   frames_.push_back({module, first_pin});
 }
 
@@ -223,7 +254,7 @@ void Runtime::enter_backward(ModuleId module) {
   mode_ = PassMode::kTraining;
   leave_backward();
   advance(EventKind::kBackwardEnter, module);
-  acquire(module, &backward_pins_);
+  acquire(EventKind::kBackwardEnter, module, &backward_pins_);
   backward_module_ = module;
 }
 
@@ -306,7 +337,7 @@ void Runtime::learn_from_step() {
     return;
   }
   if (!trace_) {
-    trace_ = std::move(step);
+    plan_from(std::move(step));
   } else if (step.signature() == trace_->signature()) {
     last_divergent_.reset();
     const bool pressed = counts_.pressure_evictions != pressure_at_step_start_;
@@ -314,8 +345,8 @@ void Runtime::learn_from_step() {
       return;
     }
     // The non-model curve rose above the plan's.
-    trace_ = step.events().size() == trace_->events().size() ? trace_->merged_with(step)
-                                                             : std::move(step);
+    plan_from(step.events().size() == trace_->events().size() ? trace_->merged_with(step)
+                                                              : std::move(step));
   } else {
     ++counts_.divergent_steps;
     if (last_divergent_ != step.signature()) {
@@ -323,22 +354,22 @@ void Runtime::learn_from_step() {
       return;
     }
     last_divergent_.reset();
-    trace_ = std::move(step);
+    plan_from(std::move(step));
   }
-  plan_from_trace();
 }
 
-void Runtime::plan_from_trace() {
+void Runtime::plan_from(Trace trace) {
   std::vector<Placement> placements(layout_.chunks().size());
   for (std::size_t i = 0; i < placements.size(); ++i) {
     placements[i] = manager_.placement(ChunkId{static_cast<std::uint32_t>(i)});
   }
   plan_ = make_plan(
-      *trace_, layout_, placements,
+      trace, layout_, placements,
       {.device_budget_bytes = share(manager_.device().ledger().budget(), options_.steady_cap_ratio),
        .fixed_device_bytes = fixed_device_bytes_,
        .max_prefetch = options_.max_prefetch,
        .policy = options_.policy});
+  trace_ = std::move(trace);
   ++counts_.plans;
 }
 
@@ -346,6 +377,7 @@ void Runtime::reclaim(std::size_t bytes) {
   const std::lock_guard lock(mutex_);
   const std::uint64_t before = manager_.counts().evictions;
   bool fits = manager_.make_room(bytes, kNoCap, now(), 0);
+  const std::string where = fits ? std::string() : place_under_way();
   if (!fits && !backward_pins_.empty()) {
     // Backward may run on from the home copies: slower, but it runs.
     leave_backward();
@@ -353,26 +385,36 @@ void Runtime::reclaim(std::size_t bytes) {
   }
   counts_.pressure_evictions += manager_.counts().evictions - before;
   if (!fits) {
-    throw_out_of_memory(bytes);
+    throw_out_of_memory(bytes, where);
   }
 }
 
-void Runtime::throw_out_of_memory(std::size_t bytes) const {
-  const Ledger& ledger = manager_.device().ledger();
-  std::string where = "outside any module";
+std::string Runtime::place_of(EventKind kind, ModuleId module) const {
+  return std::string("in the ") + (kind == EventKind::kBackwardEnter ? "backward" : "forward") +
+         " of module '" + layout_.module(module).name + "'";
+}
+
+std::string Runtime::place_under_way() const {
   if (!frames_.empty()) {
-    where = "in the forward of module '" + layout_.module(frames_.back().module).name + "'";
-  } else if (backward_module_) {
-    where = "in the backward of module '" + layout_.module(*backward_module_).name + "'";
+    return place_of(EventKind::kForwardEnter, frames_.back().module);
   }
-  const std::size_t pinned = manager_.pinned_bytes();
+  if (backward_module_) {
+    return place_of(EventKind::kBackwardEnter, *backward_module_);
+  }
+  return "outside any module";
+}
+
+// All that may leave has left: what the slots still take is in use.
+void Runtime::throw_out_of_memory(std::size_t bytes, const std::string& where) const {
+  const Ledger& ledger = manager_.device().ledger();
+  const std::size_t in_use = manager_.slot_bytes();
   const std::size_t activations = nonmodel_->bytes();
-  std::size_t smallest = fixed_device_bytes_ + pinned + activations + bytes;
+  std::size_t smallest = fixed_device_bytes_ + in_use + activations + bytes;
   if (plan_) {
     smallest = std::max(smallest, plan_->prediction().smallest_budget_bytes);
   }
   throw OutOfMemory(TierKind::kDevice, bytes, ledger.available(), ledger.budget(),
-                    where + ": chunks in use take " + format_bytes(pinned) +
+                    where + ": chunks in use take " + format_bytes(in_use) +
                         " and activations and temporaries " + format_bytes(activations) +
                         "; the smallest budget that gets past this point is " +
                         format_bytes(smallest) +
@@ -385,8 +427,7 @@ void Runtime::load_trace(Trace trace) {
   if (!tracer_.empty()) {
     throw UsageError("a trace is loaded in the middle of a step; load it before the first forward");
   }
-  trace_ = std::move(trace);
-  plan_from_trace();
+  plan_from(std::move(trace));
 }
 
 std::optional<Trace> Runtime::trace() const {

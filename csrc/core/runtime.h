@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "core/chunk_manager.h"
@@ -75,7 +76,8 @@ class Runtime final : public Reclaimer {
 
   void reclaim(std::size_t bytes) override;
 
-  /// Plans from a trace recorded earlier, so that no warm-up step is needed.
+  /// Plans from a trace recorded earlier, so that no warm-up step is needed. Throws UsageError in
+  /// the middle of a step and InvalidArgument for another model's trace; nothing changes then.
   void load_trace(Trace trace);
   [[nodiscard]] std::optional<Trace> trace() const;
   [[nodiscard]] std::optional<Prediction> prediction() const;
@@ -91,20 +93,22 @@ class Runtime final : public Reclaimer {
   };
 
   void advance(EventKind kind, ModuleId module);
-  void acquire(ModuleId module, std::vector<Pin>* pins);
-  void bring_in(ChunkId chunk);
+  void acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins);
+  void bring_in(ChunkId chunk, EventKind kind, ModuleId module);
   void prefetch();
   void begin_use(ModuleId module);
   void end_use(ModuleId module, TensorState after);
   void leave_backward();
   void unwind();
   void learn_from_step();
-  void plan_from_trace();
+  void plan_from(Trace trace);
   [[nodiscard]] bool on_plan() const noexcept;
   [[nodiscard]] std::size_t slot_cap() const noexcept;
   [[nodiscard]] std::uint64_t unplanned_rank();
   [[nodiscard]] std::uint64_t now() const noexcept { return cursor_ == 0 ? 0 : cursor_ - 1; }
-  [[noreturn]] void throw_out_of_memory(std::size_t bytes) const;
+  [[nodiscard]] std::string place_of(EventKind kind, ModuleId module) const;
+  [[nodiscard]] std::string place_under_way() const;
+  [[noreturn]] void throw_out_of_memory(std::size_t bytes, const std::string& where) const;
 
   mutable std::mutex mutex_;  // guards everything below
   ChunkManager& manager_;

@@ -3,7 +3,11 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
+#include <array>
+#include <cstdint>
 #include <mutex>
+#include <unordered_map>
+#include <utility>
 
 #include "torch/torch_error.h"
 
@@ -15,23 +19,59 @@ std::shared_ptr<NonModelMemory>& account_of_this_thread() noexcept {
   return account;
 }
 
-/// Owns one charged allocation: the wrapped allocator's memory and the account that paid.
-struct ChargedMemory {
-  c10::DataPtr memory;
-  std::shared_ptr<NonModelMemory> account;
-  std::size_t bytes;
+/// The live allocations that are charged, by address. Torch's raw_allocate demands that a pointer's
+/// context is the data itself, so the account cannot travel in the context. Thread-safe.
+class ChargedAllocations {
+ public:
+  struct Charge {
+    std::shared_ptr<NonModelMemory> account;
+    std::size_t bytes = 0;
+  };
 
-  static void release(void* context) {
-    auto* self = static_cast<ChargedMemory*>(context);
-    self->memory.clear();
-    self->account->free(self->bytes);
-    delete self;
+  void add(void* data, Charge charge) {
+    Shard& shard = shard_of(data);
+    const std::lock_guard lock(shard.mutex);
+    shard.charges.insert_or_assign(data, std::move(charge));
   }
+
+  /// Removes and returns the charge of `data`; one without account when nobody paid.
+  Charge take(void* data) noexcept {
+    Shard& shard = shard_of(data);
+    const std::lock_guard lock(shard.mutex);
+    const auto found = shard.charges.find(data);
+    if (found == shard.charges.end()) {
+      return {};
+    }
+    Charge charge = std::move(found->second);
+    shard.charges.erase(found);
+    return charge;
+  }
+
+ private:
+  static constexpr std::size_t kNumShards = 64;
+  struct Shard {
+    std::mutex mutex;  // guards charges
+    std::unordered_map<void*, Charge> charges;
+  };
+
+  Shard& shard_of(void* data) {
+    // Addresses are multiples of 64 and often of 4096: mix before taking the low bits.
+    const auto mixed = (reinterpret_cast<std::uintptr_t>(data) >> 6) * 0x9E3779B97F4A7C15ULL;
+    return shards_[(mixed >> 32) % kNumShards];
+  }
+
+  std::array<Shard, kNumShards> shards_;
 };
 
 class CountingAllocator final : public c10::Allocator {
  public:
   explicit CountingAllocator(c10::Allocator* base) : base_(base) {}
+
+  /// The one in place; nullptr before install_counting_allocator.
+  static CountingAllocator*& installed() noexcept {
+    static CountingAllocator* allocator = nullptr;
+    return allocator;
+  }
 
   c10::DataPtr allocate(std::size_t bytes) override {
     const auto& account = account_of_this_thread();
@@ -39,25 +79,40 @@ class CountingAllocator final : public c10::Allocator {
       return base_->allocate(bytes);
     }
     for_torch([&] { account->allocate(bytes); });
+    void* data = nullptr;
     try {
-      auto charged =
-          std::make_unique<ChargedMemory>(ChargedMemory{base_->allocate(bytes), account, bytes});
-      void* data = charged->memory.get();
-      return {data, charged.release(), &ChargedMemory::release, c10::Device(c10::kCPU)};
+      data = base_->raw_allocate(bytes);
+      charged_.add(data, {account, bytes});
     } catch (...) {
+      if (data != nullptr) {
+        base_->raw_deallocate(data);
+      }
       account->free(bytes);
       throw;
     }
+    return {data, data, &CountingAllocator::release, c10::Device(c10::kCPU)};
   }
 
-  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }  // contexts differ from data
+  /// Frees what allocate or raw_allocate gave, charged or not, also from before the installation.
+  c10::DeleterFnPtr raw_deleter() const override { return &CountingAllocator::release; }
 
   void copy_data(void* target, const void* source, std::size_t bytes) const override {
     base_->copy_data(target, source, bytes);
   }
 
  private:
+  static void release(void* data) {
+    CountingAllocator& self = *installed();
+    // Before the memory goes: its address may be given out again at once.
+    const ChargedAllocations::Charge charge = self.charged_.take(data);
+    self.base_->raw_deallocate(data);
+    if (charge.account) {
+      charge.account->free(charge.bytes);
+    }
+  }
+
   c10::Allocator* base_;
+  ChargedAllocations charged_;
 };
 
 }  // namespace
@@ -66,8 +121,9 @@ void install_counting_allocator() {
   static std::once_flag once;
   std::call_once(once, [] {
     // Never destroyed: tensors hold its memory until the process ends.
-    static auto* allocator = std::make_unique<CountingAllocator>(c10::GetCPUAllocator()).release();
-    c10::SetCPUAllocator(allocator, /*priority=*/255);
+    CountingAllocator::installed() =
+        std::make_unique<CountingAllocator>(c10::GetCPUAllocator()).release();
+    c10::SetCPUAllocator(CountingAllocator::installed(), /*priority=*/255);
   });
 }
 

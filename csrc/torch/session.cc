@@ -381,6 +381,7 @@ void Session::adam_step(std::span<const AdamOptions> groups, std::span<const std
 
 void Session::finish_step() {
   runtime_->finish_step();
+  account_before_.reset();
   if (charged_account() == nonmodel_) {
     charge_allocations_to(nullptr);
   }

@@ -1,0 +1,54 @@
+"""Checks the installed castor: complete, typed, free of the sources and of absolute library paths.
+
+Run with the interpreter that has castor; exits 1 and names what is wrong.
+"""
+
+import importlib
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent.parent
+
+
+def problems() -> list[str]:
+    castor = importlib.import_module("castor")
+    extension = importlib.import_module("castor._C")
+    package = Path(castor.__file__ or "").resolve().parent
+    library = Path(extension.__file__ or "").resolve()
+    found = []
+    if package.is_relative_to(SOURCES / "python"):
+        found.append(f"castor is imported from the sources ({package}), not from an installation")
+    if library.parent != package:
+        found.append(f"castor._C lies outside the package: {library}")
+    found += [
+        f"the wheel lacks castor/{name}"
+        for name in ("py.typed", "_C.pyi")
+        if not (package / name).is_file()
+    ]
+    version = importlib.metadata.version("castor-torch")
+    if version != castor.__version__:
+        found.append(f"the wheel is {version}, castor.__version__ is {castor.__version__}")
+    dynamic = subprocess.run(
+        ["readelf", "--dynamic", str(library)], capture_output=True, text=True, check=True
+    ).stdout
+    run_paths = re.findall(r"\((?:RPATH|RUNPATH)\).*\[(.*)\]", dynamic)
+    if run_paths != ["$ORIGIN"]:
+        found.append(f"the run path of castor._C is {run_paths}, not $ORIGIN alone")
+    return found
+
+
+def main() -> int:
+    found = problems()
+    for problem in found:
+        print(f"installed castor: {problem}", file=sys.stderr)
+    if found:
+        return 1
+    print("installed castor: complete, typed, run path $ORIGIN")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
