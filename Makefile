@@ -5,7 +5,7 @@
 #   make bench    every script of benchmarks/
 #   make lint | package | cpp | pytest | asan | tsan | bench | clean
 #
-# Set-up is kept in .venv and build/; stamps in build/stamps make a second run cheap.
+# Set-up is kept in .venv and build/; stamps in both make a second run cheap.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -24,6 +24,8 @@ JOBS ?= $(shell nproc)
 VENV := .venv
 BUILD := build
 STAMPS := $(BUILD)/stamps
+# What stands in the environment goes with it when it is deleted.
+VENV_STAMPS := $(VENV)/stamps
 # The environment's tools, by absolute path, and no user site-packages in between.
 BIN := $(CURDIR)/$(VENV)/bin
 JEMALLOC := $(CURDIR)/$(BUILD)/jemalloc
@@ -43,12 +45,12 @@ PY_SOURCES := $(shell find python -type f -not -name '*.pyc')
 CXX_FORMATTED := find csrc tests/cpp benchmarks examples -type f \
 	\( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0
 
-.PHONY: demo test lint lint-format lint-ruff lint-mypy lint-layers package cpp pytest asan tsan bench install clean help
+.PHONY: demo test lint lint-format lint-ruff lint-mypy lint-layers package cpp pytest asan tsan bench install clean help FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
 
-demo: $(STAMPS)/castor
+demo: $(VENV_STAMPS)/castor
 	@$(BIN)/python examples/train_gpt.py --demo
 
 # In CI, and wherever the whole suite runs, a warning is an error; a user's newer compiler may warn.
@@ -56,7 +58,7 @@ test: export CASTOR_WERROR := ON
 test:
 	@scripts/run_phases.sh install lint package cpp pytest asan tsan
 
-install: $(STAMPS)/castor
+install: $(VENV_STAMPS)/castor
 
 ## Set-up ----------------------------------------------------------------------------------------
 
@@ -64,13 +66,18 @@ $(STAMPS)/system: scripts/setup_system.sh
 	@scripts/setup_system.sh
 	@mkdir -p $(@D) && touch $@
 
-$(STAMPS)/venv: $(STAMPS)/system pyproject.toml scripts/requirements.py
+# Changes when another torch is asked for, and then everything that stands on torch is redone.
+$(VENV_STAMPS)/torch: FORCE
+	@mkdir -p $(@D)
+	@echo '$(CASTOR_TORCH)' | cmp --quiet - $@ || echo '$(CASTOR_TORCH)' >$@
+
+$(VENV_STAMPS)/venv: $(STAMPS)/system $(VENV_STAMPS)/torch pyproject.toml scripts/requirements.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "$(PYTHON) is older than Python 3.10; run make PYTHON=python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python scripts/requirements.py build test dev >$(STAMPS)/requirements.txt
-	@echo "python packages: torch $(CASTOR_TORCH) and $$(paste -s -d' ' $(STAMPS)/requirements.txt)"
-	@$(BIN)/python -m pip install --quiet 'torch==$(CASTOR_TORCH)' -r $(STAMPS)/requirements.txt
+	@$(BIN)/python scripts/requirements.py build test dev >$(VENV_STAMPS)/requirements.txt
+	@echo "python packages: torch $(CASTOR_TORCH) and $$(paste -s -d' ' $(VENV_STAMPS)/requirements.txt)"
+	@$(BIN)/python -m pip install --quiet 'torch==$(CASTOR_TORCH)' -r $(VENV_STAMPS)/requirements.txt
 	@touch $@
 
 # Holds the CMake definition that follows from the outcome: without jemalloc the host tier uses mmap.
@@ -85,16 +92,16 @@ $(STAMPS)/jemalloc: $(STAMPS)/system $(wildcard scripts/build_jemalloc.sh)
 
 # A plain install, not an editable one: what is tested is what the wheel holds. CMake's build
 # directory is kept (build/<wheel tag>), so only what changed is compiled.
-$(STAMPS)/castor: $(STAMPS)/venv $(STAMPS)/jemalloc pyproject.toml $(CXX_SOURCES) $(PY_SOURCES)
+$(VENV_STAMPS)/castor: $(VENV_STAMPS)/venv $(STAMPS)/jemalloc pyproject.toml $(CXX_SOURCES) $(PY_SOURCES)
 	@echo "building castor"
 	@PATH="$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --no-index \
 	  --force-reinstall $$(cat $(STAMPS)/jemalloc) \
 	  --config-settings=cmake.define.CASTOR_WERROR=$${CASTOR_WERROR:-OFF} .
 	@touch $@
 
-$(STAMPS)/bench: $(STAMPS)/castor
-	@$(BIN)/python scripts/requirements.py bench >$(STAMPS)/requirements-bench.txt
-	@$(BIN)/python -m pip install --quiet --no-build-isolation -r $(STAMPS)/requirements-bench.txt
+$(VENV_STAMPS)/bench: $(VENV_STAMPS)/castor
+	@$(BIN)/python scripts/requirements.py bench >$(VENV_STAMPS)/requirements-bench.txt
+	@$(BIN)/python -m pip install --quiet --no-build-isolation -r $(VENV_STAMPS)/requirements-bench.txt
 	@touch $@
 
 ## Checks ----------------------------------------------------------------------------------------
@@ -105,18 +112,18 @@ lint-format: $(STAMPS)/system
 	@$(CXX_FORMATTED) | xargs -0 --no-run-if-empty clang-format --dry-run -Werror
 	@echo "clang-format: clean"
 
-lint-ruff: $(STAMPS)/venv
+lint-ruff: $(VENV_STAMPS)/venv
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-lint-mypy: $(STAMPS)/venv
+lint-mypy: $(VENV_STAMPS)/venv
 	@$(BIN)/mypy
 
-lint-layers: $(STAMPS)/venv
+lint-layers: $(VENV_STAMPS)/venv
 	@$(BIN)/python scripts/check_layers.py
 
 # What was installed, and that _C.pyi names what the extension holds.
-package: $(STAMPS)/castor
+package: $(VENV_STAMPS)/castor
 	@$(BIN)/python scripts/check_install.py
 	@$(BIN)/python -m mypy.stubtest castor._C --ignore-unused-allowlist \
 	  --mypy-config-file pyproject.toml --allowlist scripts/stubtest_allowlist.txt
@@ -146,10 +153,10 @@ tsan: $(STAMPS)/system
 	  TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 \
 	  $$(setarch -R true 2>/dev/null && echo setarch -R))
 
-pytest: $(STAMPS)/castor
+pytest: $(VENV_STAMPS)/castor
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-bench: $(STAMPS)/bench
+bench: $(VENV_STAMPS)/bench
 	@for script in benchmarks/[!_]*.py; do \
 	  echo "==== $$script"; $(BIN)/python "$$script"; \
 	done

@@ -188,7 +188,7 @@ def train(
             the forward pass left in use.
     """
     model = build_model(settings)
-    # Plain training gets PyTorch's fastest AdamW; castor replaces the step of whichever it is given.
+    # Plain training gets PyTorch's fastest AdamW; castor runs its own for whichever it is given.
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / settings.warmup_steps)
@@ -202,9 +202,7 @@ def train(
             max_norm=MAX_NORM,
         )
         booster = Booster(plugin=plugin)
-        model, optimizer, _, _, scheduler = booster.boost(
-            model, optimizer, lr_scheduler=scheduler
-        )
+        model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
 
     run = Run()
     for step in range(settings.steps):
@@ -263,7 +261,9 @@ class ProgressLine:
 
     def _show(self, run: Run, booster: Booster | None, device_bytes: int) -> None:
         recent = Run(seconds=run.seconds[-10:])
-        figures = f"loss {run.losses[-1]:6.3f}  {recent.tokens_per_second(self._settings):5.0f} tok/s"
+        figures = (
+            f"loss {run.losses[-1]:6.3f}  {recent.tokens_per_second(self._settings):5.0f} tok/s"
+        )
         if booster:
             figures += (
                 f"  device {device_bytes / MIB:.0f} (peak {run.peak_device_bytes / MIB:.0f})"

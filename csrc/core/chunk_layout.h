@@ -61,16 +61,16 @@ struct LayoutOptions {
 class ChunkLayout {
  public:
   /// Lays out at options.chunk_bytes, or searches for it: the largest size, up to 64 MiB and a
-  /// sixteenth of the model, at which
-  /// a device holding max(0.35 * parameter bytes, 2.2 * bytes of the largest module's parameters)
-  /// beside its activations can stream the model with the next module's chunks beside the current
-  /// ones, wasting at most 3% of the slots; failing that, the size that wastes least among those
-  /// that fit; failing that, the one with the smallest working set. A searched size is never
-  /// larger than what the fullest shared chunk uses. Method: Fang et al., "Parallel Training of
-  /// Pre-Trained Models via Chunk-Based Dynamic Memory Management" (PatrickStar), section 6, with
-  /// the device budget as a constraint. Throws InvalidArgument for an empty parameter list, a world
-  /// of zero or more than 2^20 processes, a chunk_bytes below kParamAlignment * world_size, an id
-  /// out of range, modules that enclose each other, or parameters of more than 2^60 bytes in all.
+  /// sixteenth of the model (but not below 4 KiB), at which a device holding max(0.35 * parameter
+  /// bytes, 2.2 * bytes of the largest module's parameters) beside its activations can stream the
+  /// model with the next module's chunks beside the current ones, wasting at most 3% of the slots;
+  /// failing that, the size that wastes least among those that fit; failing that, the one with the
+  /// smallest working set. A searched size is never larger than what the fullest shared chunk uses.
+  /// Method: Fang et al., "Parallel Training of Pre-Trained Models via Chunk-Based Dynamic Memory
+  /// Management" (PatrickStar), section 6, with the device budget as a constraint. Throws
+  /// InvalidArgument for an empty parameter list, a world of zero or more than 2^20 processes, a
+  /// chunk_bytes below kParamAlignment * world_size, an id out of range, modules that enclose each
+  /// other, or parameters of more than 2^60 bytes in all.
   ChunkLayout(std::vector<ParamSpec> params, std::vector<ModuleSpec> modules,
               const LayoutOptions& options);
 

@@ -31,6 +31,7 @@ void NonModelMemory::free(std::size_t bytes) noexcept {
 
 void NonModelMemory::set_reclaimer(Reclaimer* reclaimer) {
   const std::lock_guard lock(reclaim_mutex_);
+  orphaned_.store(reclaimer == nullptr, std::memory_order_relaxed);
   reclaimer_ = reclaimer;
 }
 

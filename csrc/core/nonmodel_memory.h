@@ -33,6 +33,10 @@ class NonModelMemory {
 
   /// The runtime registers itself, and nullptr before it goes; blocks while a reclaim is running.
   void set_reclaimer(Reclaimer* reclaimer);
+  /// Whether the model is gone: whoever still charges allocations to this account should stop.
+  [[nodiscard]] bool orphaned() const noexcept {
+    return orphaned_.load(std::memory_order_relaxed);
+  }
 
   [[nodiscard]] std::size_t bytes() const noexcept {
     return bytes_.load(std::memory_order_relaxed);
@@ -49,6 +53,7 @@ class NonModelMemory {
   std::atomic<std::size_t> bytes_{0};
   std::atomic<std::size_t> peak_{0};
   std::atomic<std::size_t> window_peak_{0};
+  std::atomic<bool> orphaned_{false};
   std::mutex reclaim_mutex_;  // guards reclaimer_; taken before the runtime's mutex
   Reclaimer* reclaimer_ = nullptr;
 };

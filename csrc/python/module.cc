@@ -109,23 +109,37 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
                          session_options);
 }
 
-/// The callables that torch.nn.Module calls around forward: one C++ call each.
-py::cpp_function forward_pre_hook(const std::shared_ptr<Session>& session, std::uint32_t module) {
-  return {[session, module](const py::handle& /*module*/, const py::handle& /*args*/) {
+/// The callables that torch.nn.Module calls around forward: one C++ call each. copy.deepcopy of a
+/// model takes its hooks along: they do nothing in another module than `owner`, which is borrowed.
+py::cpp_function forward_pre_hook(const std::shared_ptr<Session>& session, std::uint32_t module,
+                                  const py::handle& owner) {
+  return {[session, module, owner](const py::handle& called, const py::handle& /*args*/) {
+    if (!called.is(owner)) {
+      return;
+    }
     const py::gil_scoped_release release;
     session->enter(ModuleId{module});
   }};
 }
 
-py::cpp_function forward_hook(const std::shared_ptr<Session>& session, std::uint32_t module) {
+py::cpp_function forward_hook(const std::shared_ptr<Session>& session, std::uint32_t module,
+                              const py::handle& owner) {
   const bool owns_params = !session->layout().module(ModuleId{module}).params.empty();
-  return {[session, module, owns_params](const py::handle& /*module*/, const py::handle& /*args*/,
-                                         const py::handle& output) {
+  return {[session, module, owner, owns_params](const py::handle& called,
+                                                const py::handle& /*args*/,
+                                                const py::handle& output) {
+    if (!called.is(owner)) {
+      return;
+    }
     if (owns_params && at::GradMode::is_enabled()) {
       watch_backward(session, ModuleId{module}, output.ptr());
     }
+    const bool no_result = output.is_none();
     const py::gil_scoped_release release;
     session->exit(ModuleId{module});
+    if (no_result) {
+      session->stop_charging();
+    }
   }};
 }
 

@@ -74,7 +74,10 @@ class CountingAllocator final : public c10::Allocator {
   }
 
   c10::DataPtr allocate(std::size_t bytes) override {
-    const auto& account = account_of_this_thread();
+    auto& account = account_of_this_thread();
+    if (account && account->orphaned()) {
+      account.reset();  // a model died between its forward and the end of its step
+    }
     if (!account || bytes == 0) {
       return base_->allocate(bytes);
     }

@@ -1,10 +1,12 @@
 #include "torch/session.h"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstring>
@@ -54,6 +56,24 @@ class GradientHook final : public ::torch::autograd::FunctionPostHook {
  private:
   std::weak_ptr<Session> session_;
   ParamId param_;
+};
+
+/// Lives as long as one backward pass.
+class BackwardPassEnd {
+ public:
+  BackwardPassEnd(std::weak_ptr<Session> session, int pass)
+      : session_(std::move(session)), pass_(pass) {}
+  ~BackwardPassEnd() {
+    if (const auto session = session_.lock()) {
+      session->backward_pass_ended(pass_);
+    }
+  }
+  BackwardPassEnd(const BackwardPassEnd&) = delete;
+  BackwardPassEnd& operator=(const BackwardPassEnd&) = delete;
+
+ private:
+  std::weak_ptr<Session> session_;
+  int pass_;
 };
 
 std::vector<ParamSpec> describe(const std::vector<at::Tensor>& params,
@@ -234,7 +254,35 @@ void Session::exit(ModuleId module) {
 
 void Session::enter_backward(ModuleId module) {
   charge_allocations_to(nonmodel_);
+  follow_backward_pass();
   runtime_->enter_backward(module);
+}
+
+// What the thread allocates after backward (the next micro-batch's data, a user's clipping on the
+// host) is not the model's. Autograd drops the callback with the pass, also when the pass failed.
+void Session::follow_backward_pass() {
+  const int pass = ::torch::autograd::get_current_graph_task_id();
+  if (pass == -1 || std::find(backward_passes_.begin(), backward_passes_.end(), pass) !=
+                        backward_passes_.end()) {
+    return;
+  }
+  backward_passes_.push_back(pass);
+  auto end = std::make_shared<BackwardPassEnd>(weak_from_this(), pass);
+  ::torch::autograd::Engine::get_default_engine().queue_callback([end = std::move(end)] {});
+}
+
+void Session::backward_pass_ended(int pass) {
+  backward_passes_.erase(std::find(backward_passes_.begin(), backward_passes_.end(), pass),
+                         backward_passes_.end());
+  if (backward_passes_.empty()) {
+    stop_charging();
+  }
+}
+
+void Session::stop_charging() {
+  if (runtime_->idle() && charged_account() == nonmodel_) {
+    charge_allocations_to(nullptr);
+  }
 }
 
 void Session::adopt_gradient(ParamId param, at::Tensor& grad) {
@@ -257,6 +305,7 @@ void Session::adopt_gradient(ParamId param, at::Tensor& grad) {
 }
 
 void Session::gradient_arrived(ParamId param) {
+  follow_backward_pass();
   at::Tensor& grad = params_[index(param)].mutable_grad();
   if (!grad.defined() || grad.requires_grad()) {
     return;  // create_graph=True: the gradient is part of a graph; collect_gradients copies it

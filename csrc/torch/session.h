@@ -57,6 +57,9 @@ class Session : public std::enable_shared_from_this<Session> {
   void enter(ModuleId module);
   void exit(ModuleId module);
   void enter_backward(ModuleId module);
+  void backward_pass_ended(int pass);
+  /// No backward will follow the forward that just ended: it failed, or has no result.
+  void stop_charging();
   /// Follows AccumulateGrad of a parameter: moves a fresh gradient into the chunk's payload and
   /// makes p.grad a view of it.
   void gradient_arrived(ParamId param);
@@ -97,6 +100,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void add_payloads(bool adam_state);
   void adopt_parameters();
   void install_gradient_hooks();
+  void follow_backward_pass();
   void check_parameters() const;
   void adopt_gradient(ParamId param, at::Tensor& grad);
   [[nodiscard]] double gradient_norm() const;
@@ -116,6 +120,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::unique_ptr<ChunkManager> manager_;
   std::unique_ptr<Runtime> runtime_;
   std::shared_ptr<NonModelMemory> account_before_;  // of the thread, while inference runs
+  std::vector<int> backward_passes_;  // under way, as autograd numbers them; nested ones last
 
   /// A trainable parameter's gradient: a view of its payload, which p.grad becomes.
   struct Gradient {

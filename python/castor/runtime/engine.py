@@ -73,8 +73,13 @@ class Engine:
                 _input_cast(WORKING_DTYPES[self.config.precision]), with_kwargs=True
             )
         for i, owner in enumerate(spec.modules):
-            owner.module.register_forward_pre_hook(self.session.forward_pre_hook(i), prepend=True)
-            owner.module.register_forward_hook(self.session.forward_hook(i), always_call=True)
+            module = owner.module
+            enter, leave = (
+                self.session.forward_pre_hook(i, module),
+                self.session.forward_hook(i, module),
+            )
+            module.register_forward_pre_hook(enter, prepend=True)
+            module.register_forward_hook(leave, always_call=True)
 
     def report(self) -> MemoryReport:
         """The figures so far."""

@@ -1,0 +1,66 @@
+"""What every benchmark records of its surroundings, and how it sums up repetitions."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import statistics
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+_PACKAGES = ("torch", "transformers", "deepspeed", "castor-torch")
+
+
+def describe_machine() -> dict[str, Any]:
+    """CPU, kernel, file system, versions and commit, for the JSON of a benchmark."""
+    info = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
+    huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "num_cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_average_1min": os.getloadavg()[0],
+        "kernel": platform.release(),
+        "transparent_huge_pages": huge_pages.read_text().strip() if huge_pages.exists() else None,
+        "file_system": _output("stat", "--file-system", "--format=%T", str(ROOT)),
+        "python": platform.python_version(),
+        "versions": {name: _installed(name) for name in _PACKAGES},
+        "commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
+        "uncommitted_changes": bool(_output("git", "-C", str(ROOT), "status", "--porcelain")),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, quartiles and extremes."""
+    quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "lower_quartile": quartiles[0],
+        "upper_quartile": quartiles[2],
+    }
+
+
+def paired(numerator: list[float], denominator: list[float]) -> dict[str, float]:
+    """Spread of the ratio within each repetition, so that slow spells of the machine cancel."""
+    return spread([a / b for a, b in zip(numerator, denominator, strict=True)])

@@ -1,0 +1,368 @@
+"""What users do to a boosted model: write into it, change it, save it, copy it, drop it."""
+
+import copy
+import gc
+import resource
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    LR,
+    assert_close_losses,
+    assert_close_weights,
+    assert_same_weights,
+    boost,
+    copies,
+    losses_of_boosted,
+    losses_of_plain,
+    plugin,
+    tight_memory,
+)
+from torch import nn
+from zoo import CASES, Tower, gpt2, tower, tower_batch
+
+import castor
+
+
+def tower_loss(model: nn.Module, seed: int) -> torch.Tensor:
+    return model(**tower_batch(seed))
+
+
+def edit(model: Tower) -> None:
+    with torch.no_grad():
+        model.layers[1].weight[0] = 0.25
+        model.layers[4].bias.fill_(0.5)
+        model.head.weight.mul_(0.5)
+
+
+# --- writes by user code ------------------------------------------------------------------------
+
+
+def train_with_edits(model: Any, backward: Callable[[Any], Any], own: Any, phase: str) -> list[float]:
+    losses = []
+    for seed in range(6):
+        if phase == "before forward":
+            edit(model)
+        if phase == "after evaluation":  # while chunks are on the device
+            with torch.no_grad():
+                tower_loss(model, 100)
+            edit(model)
+        loss = tower_loss(model, seed)
+        losses.append(loss.item())
+        backward(loss)
+        if phase == "after backward":
+            edit(model)
+        own.step()
+        own.zero_grad()
+        if phase == "after step":
+            edit(model)
+    return losses
+
+
+PHASES = ["before forward", "after evaluation", "after backward", "after step"]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("fraction", [0.35, 8.0], ids=["tight", "ample"])
+def test_writes_by_user_code_survive(phase: str, fraction: float) -> None:
+    plain = tower()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=LR)
+    expected = train_with_edits(plain, torch.Tensor.backward, optimizer, phase)
+    boosted = boost(tower(), tight_memory(tower, tower_loss, fraction))
+    actual = train_with_edits(boosted.model, torch.Tensor.backward, boosted.optimizer, phase)
+    assert_close_losses(actual, expected)
+    assert_close_weights(boosted.model, plain)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_writes_by_user_code_reach_the_master(phase: str, precision: str) -> None:
+    """In 16 bits the update starts from the fp32 master: a write must get there too."""
+    boosted = boost(tower(), precision=precision, initial_scale=1.0)
+
+    def backward(loss: torch.Tensor) -> None:
+        boosted.booster.backward(loss, boosted.optimizer)
+
+    train_with_edits(boosted.model, backward, boosted.optimizer, phase)
+    if phase != "after step":
+        edit(boosted.model)
+        tower_loss(boosted.model, 0)
+    boosted.model.zero_grad()
+    backward(tower_loss(boosted.model, 1))
+    boosted.optimizer.step()
+    # One step moves a weight by LR, and then it is rounded.
+    close = {"rtol": 0.01, "atol": 1.1 * LR + 1e-4}
+    weight, bias = boosted.model.layers[1].weight[0], boosted.model.layers[4].bias
+    torch.testing.assert_close(weight.float(), torch.full_like(weight, 0.25).float(), **close)
+    torch.testing.assert_close(bias.float(), torch.full_like(bias, 0.5).float(), **close)
+
+
+def test_write_through_state_dict_and_through_a_view_survives() -> None:
+    plain, boosted = tower(), boost(tower(), tight_memory(tower, tower_loss))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=LR)
+    losses: list[list[float]] = [[], []]
+    for seed in range(4):
+        for k, (model, own) in enumerate(((plain, optimizer), (boosted.model, boosted.optimizer))):
+            model.state_dict()["layers.0.weight"].fill_diagonal_(0.1)
+            model.layers[2].weight.data.clamp_(-0.1, 0.1)
+            loss = tower_loss(model, seed)
+            loss.backward()
+            own.step()
+            own.zero_grad()
+            losses[k].append(loss.item())
+    assert_close_losses(losses[1], losses[0])
+    assert_close_weights(boosted.model, plain)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_loaded_weights_are_trained_from(precision: str) -> None:
+    torch.manual_seed(21)
+    other = Tower()
+    boosted = boost(tower(), precision=precision, initial_scale=1.0)
+    losses_of_boosted(boosted, tower_loss, steps=2)
+    boosted.model.load_state_dict(other.state_dict())
+    losses_of_boosted(boosted, tower_loss, steps=1)
+    for actual, expected in zip(boosted.model.parameters(), other.parameters(), strict=True):
+        assert (actual.float() - expected).abs().max() <= 1.1 * LR + 4e-3
+
+
+# --- changes of the structure -------------------------------------------------------------------
+
+
+def replace_layer(model: Tower) -> None:
+    model.layers[2] = nn.Linear(32, 32)
+
+
+def replace_parameter(model: Tower) -> None:
+    model.head.weight = nn.Parameter(torch.zeros(4, 32))
+
+
+def add_module(model: Tower) -> None:
+    model.extra = nn.Linear(2, 2)
+
+
+def add_parameter(model: Tower) -> None:
+    model.register_parameter("extra", nn.Parameter(torch.zeros(2)))
+
+
+def append_layer(model: Tower) -> None:
+    model.layers.append(nn.Linear(32, 32))
+
+
+def freeze(model: Tower) -> None:
+    model.layers[0].requires_grad_(False)
+
+
+def to_bf16(model: Tower) -> None:
+    model.to(torch.bfloat16)
+
+
+def assign_data(model: Tower) -> None:
+    model.head.weight.data = torch.zeros(4, 32)
+
+
+CHANGES = [
+    replace_layer, replace_parameter, add_module, add_parameter, append_layer,
+    freeze, to_bf16, assign_data,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_change_of_the_structure_after_boost_raises(change: Callable[[Tower], None]) -> None:
+    boosted = boost(tower())
+    losses_of_boosted(boosted, tower_loss, steps=1)
+
+    def use() -> None:
+        change(boosted.model)
+        tower_loss(boosted.model, 1)
+
+    with pytest.raises(castor.UsageError, match="boost") as raised:
+        use()
+    assert isinstance(raised.value, RuntimeError)
+
+
+def test_unfreezing_after_boost_raises() -> None:
+    boosted = boost(tower().requires_grad_(True))
+    model = tower()
+    model.layers[0].requires_grad_(False)
+    boosted = boost(model)
+    model.layers[0].requires_grad_(True)
+    with pytest.raises(castor.UsageError, match=r"layers\.0\.weight.*requires_grad=False"):
+        tower_loss(boosted.model, 0)
+    model.layers[0].requires_grad_(False)
+    losses_of_boosted(boosted, tower_loss, steps=1)
+
+
+def test_refused_change_leaves_the_model_training() -> None:
+    boosted = boost(tower())
+    expected = losses_of_plain(tower(), tower_loss)
+    losses = losses_of_boosted(boosted, tower_loss, steps=3)
+    for change in CHANGES[:5]:
+        with pytest.raises(castor.UsageError):
+            change(boosted.model)
+    losses += [boosted.step(tower_loss(boosted.model, i)) for i in range(3, 6)]
+    assert_close_losses(losses, expected)
+
+
+def test_dropping_a_parameter_trains_as_plain() -> None:
+    def drop(model: Tower) -> Tower:
+        model.layers[2].bias = None
+        return model
+
+    expected = losses_of_plain(drop(tower()), tower_loss)
+    boosted = boost(tower())
+    drop(boosted.model)
+    assert_close_losses(losses_of_boosted(boosted, tower_loss), expected)
+    assert "layers.2.bias" not in boosted.model.state_dict()
+
+
+def test_assigning_what_is_there_already_and_moving_to_the_cpu_are_no_changes() -> None:
+    boosted = boost(tower())
+    boosted.model.head = boosted.model.head
+    boosted.model.head.weight = boosted.model.head.weight
+    boosted.model.to("cpu").float()
+    losses_of_boosted(boosted, tower_loss, steps=2)
+
+
+# --- saving -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_state_dict_is_complete_current_and_loads_into_plain(
+    precision: str, tmp_path: Path
+) -> None:
+    boosted = boost(gpt2(), precision=precision)
+    forward = lambda model, i: model(**CASES["gpt2"].batch(i)).loss  # noqa: E731
+    losses_of_boosted(boosted, forward, steps=3)
+    plain = gpt2()
+    assert list(boosted.model.state_dict()) == list(plain.state_dict())
+    torch.save(boosted.model.state_dict(), tmp_path / "weights.pt")
+    loaded = torch.load(tmp_path / "weights.pt")
+    numel = sum(p.numel() for p in plain.parameters())
+    assert (tmp_path / "weights.pt").stat().st_size < 1.1 * 4 * numel + 2**16
+    for name, value in boosted.model.state_dict().items():
+        assert torch.equal(loaded[name], value)
+    plain.load_state_dict(loaded)
+    if precision == "fp32":
+        assert_same_weights(boosted.model, plain.parameters())
+    again = boost(gpt2(), precision=precision)
+    again.model.load_state_dict(loaded)
+    assert_same_weights(again.model, boosted.model.parameters())
+
+
+def test_state_dict_taken_while_weights_are_on_the_device_is_current() -> None:
+    boosted = boost(tower())
+    losses_of_boosted(boosted, tower_loss, steps=2)
+    with torch.no_grad():
+        tower_loss(boosted.model, 0)
+    edit(boosted.model)
+    state = {name: value.clone() for name, value in boosted.model.state_dict().items()}
+    assert (state["layers.4.bias"] == 0.5).all()
+    losses_of_boosted(boosted, tower_loss, steps=1)
+    assert not torch.equal(state["head.weight"], boosted.model.head.weight)
+
+
+def test_from_pretrained_reads_what_save_pretrained_wrote(tmp_path: Path) -> None:
+    boosted = boost(gpt2())
+    losses_of_boosted(boosted, lambda model, i: model(**CASES["gpt2"].batch(i)).loss, steps=2)
+    boosted.model.save_pretrained(tmp_path)
+    loaded = type(gpt2()).from_pretrained(tmp_path)
+    assert_same_weights(boosted.model, loaded.parameters())
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+
+
+def test_tied_weights_have_one_place() -> None:
+    model = gpt2()
+    numel = sum(p.numel() for p in model.parameters())
+    boosted = boost(model)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert boosted.report().host_bytes < 16 * (numel + 16 * len(list(model.parameters())))
+    state = model.state_dict()
+    assert state["lm_head.weight"].data_ptr() == state["transformer.wte.weight"].data_ptr()
+
+
+# --- lifetimes ----------------------------------------------------------------------------------
+
+
+def test_copy_of_a_boosted_model_is_an_ordinary_model() -> None:
+    boosted = boost(tower())
+    losses_of_boosted(boosted, tower_loss, steps=2)
+    twin = copy.deepcopy(boosted.model)
+    assert_same_weights(twin, boosted.model.parameters())
+    before, steps = copies(twin.parameters()), boosted.report().steps
+    plain = tower()
+    plain.load_state_dict(boosted.model.state_dict())
+    assert_close_losses(losses_of_plain(twin, tower_loss), losses_of_plain(plain, tower_loss))
+    assert_same_weights(boosted.model, before)
+    assert boosted.report().steps == steps
+    losses_of_boosted(boosted, tower_loss, steps=3)
+    assert boosted.report().divergent_steps == 0, "the copy's passes were taken for the model's"
+
+
+def test_tensors_outlive_the_model_the_booster_and_the_optimizer() -> None:
+    boosted = boost(tower())
+    losses_of_boosted(boosted, tower_loss, steps=2)
+    loss = tower_loss(boosted.model, 5)
+    logits = boosted.model(tower_batch(6)["x"])
+    loss.backward(retain_graph=True)
+    kept = [*boosted.model.state_dict().values(), *(p.grad for p in boosted.model.parameters())]
+    kept += [entry["exp_avg"] for entry in boosted.optimizer.state.values()]
+    kept += [entry["step"] for entry in boosted.optimizer.state.values()]
+    kept += [loss.detach(), logits]
+    expected = copies(kept)
+    model, optimizer = weakref.ref(boosted.model), weakref.ref(boosted.optimizer)
+    del boosted
+    gc.collect()
+    assert model() is None
+    assert optimizer() is None
+    filler = [torch.full((64, 64), 7.0) for _ in range(200)]  # would overwrite freed memory
+    for value, copied in zip(kept, expected, strict=True):
+        assert torch.equal(value, copied)
+    logits.sum().backward()  # its graph holds the weights
+    del filler
+
+
+def test_parameter_outlives_the_model_and_trains_on() -> None:
+    boosted = boost(tower())
+    losses_of_boosted(boosted, tower_loss, steps=1)
+    weight = boosted.model.head.weight
+    value = weight.detach().clone()
+    del boosted
+    gc.collect()
+    assert torch.equal(weight, value)
+    weight.grad = None
+    weight.square().sum().backward()
+    assert torch.equal(weight.grad, 2 * value)
+
+
+def test_boosting_again_and_again_gives_memory_back() -> None:
+    def once() -> None:
+        boosted = boost(Tower(width=256, depth=8), "64MiB")
+        losses_of_boosted(
+            boosted, lambda model, i: model(**tower_batch(i, width=256)), steps=2
+        )
+
+    for _ in range(3):
+        once()
+        gc.collect()
+    before = resident_bytes()
+    for _ in range(20):
+        once()
+        gc.collect()
+    model_bytes = 16 * sum(p.numel() for p in Tower(width=256, depth=8).parameters())
+    assert resident_bytes() - before < 2 * model_bytes, "20 models would take 10 times that"
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def test_model_boosted_again_after_its_first_booster_is_refused() -> None:
+    boosted = boost(tower())
+    with pytest.raises(castor.UsageError, match="boosted already"):
+        castor.Booster(plugin=plugin()).boost(boosted.model)
