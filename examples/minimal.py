@@ -5,7 +5,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from castor import Booster, GeminiPlugin
 
-config = GPT2Config(vocab_size=2048, n_embd=256, n_layer=8, bos_token_id=0, eos_token_id=0)
+config = GPT2Config(vocab_size=2048, n_embd=256, n_layer=8, n_head=8, eos_token_id=0)
 model = GPT2LMHeadModel(config)  # 7.1M parameters: plain training holds 109 MiB and activations
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 

@@ -40,7 +40,7 @@ MAX_NORM = 1.0
 SHARE = 0.4  # of the parameters' bytes that the demo's budget leaves beside the activations
 PROBE_STEPS = 3
 FIRST_LOSS_TOLERANCE = 1e-5  # relative; the arithmetic of the first forward is the same
-LAST_LOSS_TOLERANCE = 1e-3  # relative; both Adams round their last bits differently
+LAST_LOSSES_TOLERANCE = 1e-3  # relative, of the mean of the last steps: rounding differs and grows
 NEEDED_FALL = 1.0  # nats between the means of the first and the last steps
 
 
@@ -57,7 +57,7 @@ class Settings:
     sequence: int = 128
     steps: int = 150
     warmup_steps: int = 20
-    lr: float = 6e-4
+    lr: float = 3e-4
     seed: int = 0
     precision: str = "fp32"
     text_bytes: int = 4_000_000
@@ -275,10 +275,16 @@ class ProgressLine:
             self._console.print(f"{self._title:<6} {done:>4}/{self._settings.steps}  {figures}")
 
 
-def fall(losses: list[float]) -> float:
-    """How far the loss fell: mean of the first minus mean of the last steps, in nats."""
+def ends(losses: list[float]) -> tuple[float, float]:
+    """Means of the first and of the last ten steps (of a quarter, in a short run)."""
     width = max(1, min(10, len(losses) // 4))
-    return statistics.mean(losses[:width]) - statistics.mean(losses[-width:])
+    return statistics.mean(losses[:width]), statistics.mean(losses[-width:])
+
+
+def fall(losses: list[float]) -> float:
+    """How far the loss fell, in nats."""
+    first, last = ends(losses)
+    return first - last
 
 
 def differences(plain: list[float], castor: list[float]) -> list[float]:
@@ -298,8 +304,9 @@ def failures(plain: Run, castor: Run) -> list[str]:
     # Written so that NaN fails.
     if not relative[0] <= FIRST_LOSS_TOLERANCE:
         found.append(f"the first losses differ by {relative[0]:.1e} > {FIRST_LOSS_TOLERANCE:.0e}")
-    if not relative[-1] <= LAST_LOSS_TOLERANCE:
-        found.append(f"the last losses differ by {relative[-1]:.1e} > {LAST_LOSS_TOLERANCE:.0e}")
+    last = differences([ends(plain.losses)[1]], [ends(castor.losses)[1]])[0]
+    if not last <= LAST_LOSSES_TOLERANCE:
+        found.append(f"the last losses differ by {last:.1e} > {LAST_LOSSES_TOLERANCE:.0e}")
     if not fall(castor.losses) >= NEEDED_FALL:
         found.append(
             f"the loss fell by {fall(castor.losses):.2f} nats; {NEEDED_FALL:.1f} were expected"
@@ -323,6 +330,9 @@ def comparison(plain: Run, castor: Run, settings: Settings, plain_need: int) -> 
             f"{relative[step]:.1e}",
         )
     table.add_row("largest of all steps", "", "", f"{max(relative):.1e}")
+    last = [ends(run.losses)[1] for run in (plain, castor)]
+    difference = differences([last[0]], [last[1]])[0]
+    table.add_row("mean of the last", f"{last[0]:.6f}", f"{last[1]:.6f}", f"{difference:.1e}")
     table.add_section()
     saved = castor.budget_bytes / plain_need
     table.add_row("device memory needed", mib(plain_need), mib(castor.budget_bytes), f"{saved:.1%}")
@@ -381,8 +391,8 @@ def demo(settings: Settings, console: Console) -> int:
     if not broken:
         console.print(
             f"[green]The loss fell by {fall(castor.losses):.2f} nats; the peak stayed within the "
-            f"budget; the losses agree (first within {FIRST_LOSS_TOLERANCE:.0e}, last within "
-            f"{LAST_LOSS_TOLERANCE:.0e} relative). {time.perf_counter() - start:.0f} s in all."
+            f"budget; the losses agree (first {FIRST_LOSS_TOLERANCE:.0e}, mean of the last "
+            f"{LAST_LOSSES_TOLERANCE:.0e} relative). {time.perf_counter() - start:.0f} s in all."
         )
     return 1 if broken else 0
 

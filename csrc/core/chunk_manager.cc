@@ -105,13 +105,25 @@ void ChunkManager::copy_in(ChunkId chunk) {
 }
 
 void ChunkManager::fetch(ChunkId chunk) {
+  if (!try_fetch(chunk)) {
+    const Ledger& ledger = device_->ledger();
+    throw OutOfMemory(TierKind::kDevice, layout_.chunk(chunk).capacity_bytes, ledger.available(),
+                      ledger.budget(),
+                      "no room was made for chunk " + std::to_string(index(chunk)));
+  }
+}
+
+bool ChunkManager::try_fetch(ChunkId chunk) {
   if (resident(chunk)) {
-    return;
+    return true;
   }
   Slot& slot = slots_[index(chunk)];
   const std::size_t bytes = layout_.chunk(chunk).capacity_bytes;
-  slot.block =
-      device_->allocate(bytes, "no room was made for chunk " + std::to_string(index(chunk)));
+  auto reservation = device_->ledger().try_reserve(bytes);
+  if (!reservation) {
+    return false;
+  }
+  slot.block = device_->allocate(std::move(*reservation));
   try {
     copy_in(chunk);
   } catch (...) {
@@ -128,6 +140,7 @@ void ChunkManager::fetch(ChunkId chunk) {
   if (slot.placement == Placement::kStream) {
     evictable_.put(chunk, slot.next_use);
   }
+  return true;
 }
 
 Pin ChunkManager::pin(ChunkId chunk) {

@@ -84,6 +84,9 @@ class ChunkManager {
   /// Starts bringing a chunk in. The caller has made room: throws OutOfMemory when there is none.
   /// No effect on a resident chunk.
   void fetch(ChunkId chunk);
+  /// As fetch, but returns false when there is no room: another thread's non-model memory may have
+  /// taken what was made. Throws OutOfMemory only when the arena refuses.
+  [[nodiscard]] bool try_fetch(ChunkId chunk);
   /// Pins a resident chunk, waits for its copy and binds its parameters to the slot. Throws
   /// UsageError if it is not resident. Where its copy failed, rethrows that, and the chunk is not
   /// resident any more.

@@ -116,31 +116,41 @@ class Planner {
     PlannedAccess& access = plan_.accesses_[now];
     const auto& needed = layout_.chunks_of(access.module);
     const auto next_uses = plan_.next_uses(access, needed.size());
+    std::vector<ChunkId> missing;
     for (std::size_t i = 0; i < needed.size(); ++i) {
       chunks_[index(needed[i])].next_use = next_uses[i];
-      if (moves(needed[i]) && chunks_[index(needed[i])].resident) {
+      if (moves(needed[i])) {
         pin(needed[i], pins);
-      }
-    }
-    for (const ChunkId chunk : needed) {
-      ChunkState& state = chunks_[index(chunk)];
-      if (moves(chunk) && !state.resident) {
-        make_room(capacity(chunk), access.slot_cap_bytes, now, 0);
-        fetch(chunk);
-        ++plan_.prediction_.demand_fetches;
-        pin(chunk, pins);
+        if (!chunks_[index(needed[i])].resident) {
+          missing.push_back(needed[i]);
+        }
       }
     }
     if (options_.policy == PlacementPolicy::kCpu) {
       access.slot_cap_bytes = std::min(access.slot_cap_bytes, pinned_bytes_ + ahead_bytes(now));
     }
+    for (const ChunkId chunk : missing) {
+      make_room(capacity(chunk), access.slot_cap_bytes, now, 0);
+      fetch(chunk);
+      ++plan_.prediction_.demand_fetches;
+      note_peak(nonmodel_at_entry(now));
+    }
     // Also without a fetch: the non-model bytes of this access may need the room.
     make_room(0, access.slot_cap_bytes, now, 0);
     note_need(access, now);
     prefetch(now);
+    note_peak(nonmodel_[now]);
+  }
+
+  /// At most: what an access finds lies under its own curve and that of the access before.
+  [[nodiscard]] std::size_t nonmodel_at_entry(std::size_t now) const {
+    return now == 0 ? nonmodel_[0] : std::min(nonmodel_[now - 1], nonmodel_[now]);
+  }
+
+  void note_peak(std::size_t nonmodel_bytes) {
     plan_.prediction_.peak_device_bytes =
         std::max(plan_.prediction_.peak_device_bytes,
-                 slot_bytes_ + nonmodel_[now] + options_.fixed_device_bytes);
+                 slot_bytes_ + nonmodel_bytes + options_.fixed_device_bytes);
   }
 
   void note_need(const PlannedAccess& access, std::size_t now) {
@@ -189,6 +199,7 @@ class Planner {
         make_room(capacity(chunk), cap, now, i + 1);
         state.next_use = i;
         fetch(chunk);
+        note_peak(nonmodel_at_entry(now));
         evictable_put(chunk);
         plan_.prefetches_.push_back({chunk, i, cap});
         ++access.num_prefetches;

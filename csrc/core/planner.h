@@ -43,6 +43,7 @@ struct PlannedAccess {
 
 /// What the planner's simulation of the step predicts.
 struct Prediction {
+  /// At no moment do chunks, fixed payloads and non-model bytes take more together.
   std::size_t peak_device_bytes = 0;
   /// The smallest budget under which every access can pin what it needs beside the non-model bytes.
   std::size_t smallest_budget_bytes = 0;

@@ -139,10 +139,13 @@ void Runtime::bring_in(ChunkId chunk, EventKind kind, ModuleId module) {
     return;
   }
   const std::size_t bytes = layout_.chunk(chunk).capacity_bytes;
-  if (!manager_.make_room(bytes, slot_cap(), now(), 0)) {
-    throw_out_of_memory(bytes, place_of(kind, module));
-  }
-  manager_.fetch(chunk);
+  // Another thread's allocation may take what was made for this chunk: try until there is nothing
+  // to give.
+  do {
+    if (!manager_.make_room(bytes, slot_cap(), now(), 0)) {
+      throw_out_of_memory(bytes, place_of(kind, module));
+    }
+  } while (!manager_.try_fetch(chunk));
   ++counts_.demand_fetches;
 }
 
@@ -193,8 +196,8 @@ void Runtime::prefetch() {
     }
     manager_.set_next_use(ahead.chunk, ahead.used_at);
     if (manager_.make_room(layout_.chunk(ahead.chunk).capacity_bytes, ahead.slot_cap_bytes, now(),
-                           ahead.used_at + 1)) {
-      manager_.fetch(ahead.chunk);
+                           ahead.used_at + 1) &&
+        manager_.try_fetch(ahead.chunk)) {
       prefetched_[index(ahead.chunk)] = true;
     }
   }
@@ -379,7 +382,9 @@ void Runtime::reclaim(std::size_t bytes) {
   bool fits = manager_.make_room(bytes, kNoCap, now(), 0);
   const std::string where = fits ? std::string() : place_under_way();
   if (!fits && !backward_pins_.empty()) {
-    // Backward may run on from the home copies: slower, but it runs.
+    // Backward may run on from the home copies: slower, but it runs. An operator that took the
+    // slot's address before this allocation still reads the right bytes: freed slots keep them
+    // until the next fetch (SlotArena), and no fetch happens inside an operator.
     leave_backward();
     fits = manager_.make_room(bytes, kNoCap, now(), 0);
   }

@@ -83,7 +83,7 @@ class Runtime final : public Reclaimer {
   [[nodiscard]] std::optional<Prediction> prediction() const;
   [[nodiscard]] RuntimeCounts counts() const;
   [[nodiscard]] TransferCounts transfers() const;
-  /// Whether no module is entered and the last outermost pass was inference or is over.
+  /// Whether no module is entered.
   [[nodiscard]] bool idle() const;
 
  private:

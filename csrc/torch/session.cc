@@ -285,6 +285,22 @@ void Session::stop_charging() {
   }
 }
 
+// zero_grad(set_to_none=False) leaves zeros in place, which carry any scale.
+void Session::set_loss_scale(double scale) {
+  loss_scale_ = scale;
+  if (!scaled_precision_) {
+    return;
+  }
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    Gradient& gradient = gradients_[i];
+    if (params_[i].grad().is_same(gradient.view) && gradient.view.defined() &&
+        gradient.version != version_of(gradient.view) && !gradient.view.any().item<bool>()) {
+      gradient.scale = scale;
+      gradient.version = version_of(gradient.view);
+    }
+  }
+}
+
 void Session::adopt_gradient(ParamId param, at::Tensor& grad) {
   Gradient& gradient = gradients_[index(param)];
   if (grad.layout() != at::kStrided) {
@@ -307,10 +323,16 @@ void Session::adopt_gradient(ParamId param, at::Tensor& grad) {
 void Session::gradient_arrived(ParamId param) {
   follow_backward_pass();
   at::Tensor& grad = params_[index(param)].mutable_grad();
-  if (!grad.defined() || grad.requires_grad()) {
-    return;  // create_graph=True: the gradient is part of a graph; collect_gradients copies it
-  }
   Gradient& gradient = gradients_[index(param)];
+  if (!grad.defined()) {
+    return;
+  }
+  if (grad.requires_grad()) {
+    // create_graph=True: the gradient is part of a graph; collect_gradients copies it.
+    gradient.in_graph = grad.unsafeGetTensorImpl();
+    gradient.scale = loss_scale_;
+    return;
+  }
   if (!grad.is_same(gradient.view)) {
     adopt_gradient(param, grad);
     gradient.scale = loss_scale_;
@@ -337,8 +359,10 @@ GradientSummary Session::collect_gradients(bool with_norm) {
     }
     at::Tensor& grad = params_[i].mutable_grad();
     if (!grad.is_same(gradient.view)) {
+      if (gradient.in_graph != grad.unsafeGetTensorImpl()) {
+        gradient.scale = 1.0;  // assigned by the user
+      }
       adopt_gradient(param, grad);
-      gradient.scale = 1.0;
     } else if (scaled_precision_ && gradient.scale != 1.0 &&
                gradient.version != version_of(gradient.view)) {
       throw UsageError("the gradient of parameter '" + layout_.param(param).name +

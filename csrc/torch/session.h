@@ -64,7 +64,7 @@ class Session : public std::enable_shared_from_this<Session> {
   /// makes p.grad a view of it.
   void gradient_arrived(ParamId param);
   /// The scale of the loss that the coming backward passes differentiate (fp16), 1 without scaling.
-  void set_loss_scale(double scale) { loss_scale_ = scale; }
+  void set_loss_scale(double scale);
 
   // The step, in this order.
   /// Brings every parameter home and every gradient into its payload. Throws UsageError for
@@ -127,6 +127,7 @@ class Session : public std::enable_shared_from_this<Session> {
     at::Tensor view;
     std::uint32_t version = 0;  ///< of `view` when castor last touched it
     double scale = 0.0;         ///< loss scale it was made with
+    const void* in_graph = nullptr;  ///< the p.grad that create_graph=True made with that scale
     bool present = false;       ///< in this step; known after collect_gradients
   };
   std::vector<Gradient> gradients_;

@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from zoo import tower, tower_batch
 
 import castor
 
@@ -158,3 +160,31 @@ def assert_same_weights(model: nn.Module, expected: Iterable[torch.Tensor]) -> N
 
 def copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
+
+
+def assert_boost_fails(
+    error: type[Exception] | tuple[type[Exception], ...],
+    match: str,
+    memory: int | str = GIB,
+    **settings: Any,
+) -> Any:
+    """Boosting fails, touches nothing, and the model still trains without castor."""
+    model = tower()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    before, kind = copies(model.parameters()), type(optimizer)
+    storages = [p.data_ptr() for p in model.parameters()]
+    with pytest.raises(error, match=match) as raised:
+        castor.Booster(plugin=plugin(memory, **settings)).boost(model, optimizer)
+    assert_same_weights(model, before)
+    assert [p.data_ptr() for p in model.parameters()] == storages
+    assert type(optimizer) is kind
+    assert not model._forward_pre_hooks
+    for seed in range(3):
+        model(**tower_batch(seed)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    reference = tower()
+    losses_of_plain(reference, lambda model, i: model(**tower_batch(i)), steps=3)
+    assert_same_weights(model, reference.parameters())
+    model.layers[0] = nn.Linear(32, 32)  # not guarded either
+    return raised.value

@@ -24,7 +24,7 @@ import castor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_NORM = 0.5  # below the norms of these models' gradients: every step is clipped
-WEIGHT_TOLERANCE = {"fp32": 0.02, "bf16": 0.5, "fp16": 0.5}
+WEIGHT_TOLERANCE = {"fp32": 5e-3, "bf16": 0.2, "fp16": 0.2}
 FP16_SCALE = 2.0**10
 
 
@@ -128,7 +128,6 @@ def check(setting: Setting, tolerance: float) -> castor.MemoryReport:
     assert run.report is not None
     assert_close_losses(run.losses, expected.losses, tolerance)
     assert expected.losses[-1] != expected.losses[0]
-    print("WEIGHT", setting, weight_error(setting, run, expected))
     assert weight_error(setting, run, expected) <= WEIGHT_TOLERANCE[setting.precision]
     assert run.report.peak_device_bytes <= run.report.device_budget_bytes == memory
     assert run.report.evictions > 0, "the run did not stream"

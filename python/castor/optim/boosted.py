@@ -115,7 +115,7 @@ class StepDriver:
                 f"'{self._first_nonfinite()}' is not finite{what_next}. Further skips are counted "
                 "in booster.report().skipped_steps without a warning",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=6,  # past this class, step and the two decorators that torch puts on it
             )
         return True
 

@@ -35,14 +35,28 @@ def read_trace(path: Path, spec: ModelSpec) -> Events:
     try:
         document = json.loads(path.read_text())
         known = document.get("format") == _FORMAT
+        modules = document.get("modules", [])
         events = [(int(k), int(i), int(b), int(t)) for k, i, b, t in document.get("events", [])]
     except (AttributeError, TypeError, ValueError) as error:
         raise UsageError(f"{path} is not a castor trace: {error}") from error
     if not known:
         raise UsageError(f"{path} is not a trace of format {_FORMAT}; record it again")
-    if document["modules"] != [module.name for module in spec.modules]:
+    if modules != [module.name for module in spec.modules]:
         raise UsageError(
-            f"{path} was recorded for another model: it names {len(document['modules'])} modules "
+            f"{path} was recorded for another model: it names {len(modules)} modules "
             f"with parameters, this model has {len(spec.modules)}; record it again"
         )
+    for event in events:
+        if not _is_event(event, len(modules)):
+            raise UsageError(f"{path} holds a damaged trace, with event {event}; record it again")
     return events
+
+
+def _is_event(event: tuple[int, int, int, int], num_modules: int) -> bool:
+    kind, position, nonmodel_bytes, time_ns = event
+    if not 0 <= kind < len(_KINDS) or min(position, nonmodel_bytes, time_ns) < 0:
+        return False
+    if max(nonmodel_bytes, time_ns) >= 2**63:
+        return False
+    # A grad_ready event names a chunk, the others a module.
+    return position < (2**32 if _KINDS[kind] == "grad_ready" else num_modules)

@@ -1,0 +1,403 @@
+"""Bad input: each a named exception that names the argument, with the model left usable."""
+
+import copy
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    LR,
+    assert_close_losses,
+    assert_same_weights,
+    boost,
+    copies,
+    losses_of_boosted,
+    losses_of_plain,
+    plugin,
+)
+from torch import nn
+from torch.optim import AdamW
+from zoo import Tower, tower, tower_batch
+
+import castor
+from castor import Booster, GeminiPlugin, HybridAdam
+from castor.config import parse_bytes
+
+
+def tower_loss(model: nn.Module, seed: int) -> torch.Tensor:
+    return model(**tower_batch(seed))
+
+
+# --- sizes --------------------------------------------------------------------------------------
+
+SIZES = [
+    (1, 1), (2**40, 2**40), ("1", 1), ("1B", 1), ("1KiB", 1024), ("1kb", 1000), ("2 GB", 2 * 10**9),
+    ("24GiB", 24 * 2**30), ("1.5MiB", 3 * 2**19), (" 300MiB ", 300 * 2**20), ("1T", 10**12),
+    ("0.5TiB", 2**39),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), SIZES)
+def test_size_is_read(text: int | str, expected: int) -> None:
+    assert parse_bytes(text, "device_memory") == expected
+    assert GeminiPlugin(device="cpu", device_memory=text).config.device_bytes == expected
+
+
+@pytest.mark.parametrize("argument", ["device_memory", "host_memory", "chunk_bytes"])
+@pytest.mark.parametrize("value", [0, -1, "0", "0GiB", "-1GiB", "", "GiB", "1PiB", "a lot", "1,5G"])
+def test_size_out_of_range_is_a_value_error(argument: str, value: int | str) -> None:
+    with pytest.raises(ValueError, match=argument):
+        GeminiPlugin(device="cpu", **{argument: value})
+
+
+@pytest.mark.parametrize("argument", ["device_memory", "host_memory", "chunk_bytes"])
+@pytest.mark.parametrize("value", [1.5, True, [1], b"1GiB"])
+def test_size_of_another_type_is_a_type_error(argument: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=argument):
+        GeminiPlugin(device="cpu", **{argument: value})
+
+
+# --- other arguments ----------------------------------------------------------------------------
+
+OUT_OF_RANGE = [
+    ("placement_policy", "gpu"),
+    ("tensor_placement_policy", "const"),
+    ("precision", "fp8"),
+    ("precision", "float32"),
+    ("nonfinite", "warn"),
+    ("max_norm", -1.0),
+    ("max_norm", float("nan")),
+    ("max_prefetch", -1),
+    ("shard_param_frac", 1.5),
+    ("shard_param_frac", -0.1),
+    ("shard_param_frac", float("nan")),
+    ("warmup_non_model_data_ratio", 1.0),
+    ("warmup_non_model_data_ratio", -0.1),
+    ("warmup_non_model_data_ratio", float("nan")),
+    ("steady_cuda_cap_ratio", 0.0),
+    ("steady_cuda_cap_ratio", 1.1),
+    ("steady_cuda_cap_ratio", float("nan")),
+    ("initial_scale", 0.0),
+    ("initial_scale", float("nan")),
+    ("initial_scale", 2.0**40),
+    ("min_scale", 0.0),
+    ("max_scale", 1.0),
+    ("growth_factor", 1.0),
+    ("growth_factor", float("nan")),
+    ("backoff_factor", 1.0),
+    ("backoff_factor", 0.0),
+    ("growth_interval", 0),
+    ("hysteresis", 0),
+]
+
+
+@pytest.mark.parametrize(("argument", "value"), OUT_OF_RANGE)
+def test_value_out_of_range_is_a_value_error_that_names_it(argument: str, value: Any) -> None:
+    name = "placement_policy" if argument == "tensor_placement_policy" else argument
+    with pytest.raises(ValueError, match=name):
+        GeminiPlugin(device="cpu", **{argument: value})
+
+
+WRONG_TYPE = [
+    ("placement_policy", 1),
+    ("precision", torch.bfloat16),
+    ("max_norm", "1"),
+    ("max_norm", None),
+    ("max_prefetch", 1.5),
+    ("max_prefetch", "1"),
+    ("shard_param_frac", "1"),
+    ("enable_gradient_accumulation", 1),
+    ("warmup_non_model_data_ratio", "0.8"),
+    ("steady_cuda_cap_ratio", None),
+    ("initial_scale", "65536"),
+    ("growth_interval", 1.5),
+    ("hysteresis", 2.5),
+    ("trace_file", 3),
+]
+
+
+@pytest.mark.parametrize(("argument", "value"), WRONG_TYPE)
+def test_value_of_another_type_is_a_type_error_that_names_it(argument: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=argument):
+        GeminiPlugin(device="cpu", **{argument: value})
+
+
+@pytest.mark.parametrize("fraction", ["offload_optim_frac", "offload_param_frac"])
+@pytest.mark.parametrize("value", [-0.1, 1.1, float("nan")])
+def test_static_fraction_out_of_range_is_a_value_error(fraction: str, value: float) -> None:
+    with pytest.raises(ValueError, match=fraction):
+        GeminiPlugin(device="cpu", placement_policy="static", **{fraction: value})
+
+
+def test_arguments_that_contradict_each_other_are_a_value_error() -> None:
+    with pytest.raises(ValueError, match=r"placement_policy.*tensor_placement_policy"):
+        GeminiPlugin(device="cpu", placement_policy="cpu", tensor_placement_policy="auto")
+    GeminiPlugin(device="cpu", placement_policy="cpu", tensor_placement_policy="cpu")
+    with pytest.raises(ValueError, match="static"):
+        GeminiPlugin(device="cpu", placement_policy="auto", offload_optim_frac=0.5)
+    with pytest.raises(ValueError, match=r"offload_optim_frac=1\.0"):
+        boost(tower(), placement_policy="static", offload_param_frac=0.5)
+
+
+NOT_YET = [
+    ("tp_size", 2), ("extra_dp_size", 2), ("pin_memory", True), ("nvme_dir", "/tmp"),
+    ("overlap", "forward"), ("overlap", "backward"), ("use_fp8", True), ("master_weights", False),
+    ("chunk_config_dict", {}), ("memstats", object()), ("force_outputs_fp32", True),
+    ("optim_state_format", "split"), ("enable_async_reduce", True), ("search_range_m", 32),
+    ("hidden_dim", 1024), ("min_chunk_size_m", 32), ("gpu_margin_mem_ratio", 0.5),
+    ("enable_sequence_parallelism", True), ("enable_flash_attention", True),
+    ("enable_fused_normalization", True), ("enable_jit_fused", True), ("fp8_communication", True),
+    ("enable_all_optimization", True), ("strict_ddp_mode", True), ("norm_type", 1.0),
+    ("chunk_init_device", torch.device("cpu")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("argument", "value"), NOT_YET, ids=[str(row[0]) for row in NOT_YET])
+def test_what_is_not_supported_yet_is_named_not_ignored(argument: str, value: Any) -> None:
+    with pytest.raises(NotImplementedError, match=argument):
+        GeminiPlugin(device="cpu", **{argument: value})
+
+
+def test_values_that_ask_for_nothing_are_accepted() -> None:
+    GeminiPlugin(
+        device="cpu", tp_size=1, extra_dp_size=1, pin_memory=False, nvme_dir=None, overlap="none",
+        master_weights=True, gpu_margin_mem_ratio=0.0, enable_gradient_accumulation=False,
+        norm_type=2.0, shard_param_frac=0.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "mps", "meta", torch.device("cuda")])
+def test_device_that_is_not_supported_yet_is_named(device: Any) -> None:
+    with pytest.raises(NotImplementedError, match=torch.device(device).type):
+        GeminiPlugin(device=device)
+
+
+def test_unknown_argument_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="devce_memory"):
+        GeminiPlugin(device="cpu", devce_memory="1GiB")
+    with pytest.raises(TypeError):
+        GeminiPlugin("cpu")  # type: ignore[misc]
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        plugin().config.max_norm = 1.0  # type: ignore[misc]
+
+
+BAD_ADAM: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"lr": -1.0}, ValueError, "lr"),
+    ({"lr": float("nan")}, ValueError, "lr"),
+    ({"eps": -1.0}, ValueError, "eps"),
+    ({"weight_decay": -0.1}, ValueError, "weight_decay"),
+    ({"betas": (1.0, 0.9)}, ValueError, "betas"),
+    ({"betas": (0.9, -0.1)}, ValueError, "betas"),
+    ({"bias_correction": False}, NotImplementedError, "bias_correction"),
+    ({"nvme_offload_fraction": 0.5}, NotImplementedError, "nvme_offload_fraction"),
+    ({"nvme_offload_dir": "/tmp"}, NotImplementedError, "nvme_offload_dir"),
+    ({"momentum": 0.9}, TypeError, "momentum"),
+]
+
+
+@pytest.mark.parametrize(("settings", "error", "match"), BAD_ADAM)
+def test_bad_argument_of_hybrid_adam_is_named(
+    settings: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        HybridAdam([nn.Parameter(torch.zeros(2))], **settings)
+
+
+def test_hybrid_adam_alone_refuses_what_it_cannot_update() -> None:
+    for param in (torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.complex64)):
+        optimizer = HybridAdam([nn.Parameter(param)])
+        optimizer.param_groups[0]["params"][0].grad = torch.ones_like(param)
+        with pytest.raises(TypeError, match=str(param.dtype)):
+            optimizer.step()
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match="sparse"):
+        HybridAdam(embedding.parameters()).step()
+
+
+# --- models and optimizers ----------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """A tower with one parameter of a kind that castor cannot manage."""
+
+    def __init__(self, odd: torch.Tensor) -> None:
+        super().__init__()
+        self.tower = tower()
+        self.odd = nn.Parameter(odd, requires_grad=odd.is_floating_point())
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        return self.tower(**batch)
+
+
+ODD = {
+    "float64": torch.zeros(3, dtype=torch.float64),
+    "int64": torch.zeros(3, dtype=torch.int64),
+    "complex64": torch.zeros(3, dtype=torch.complex64),
+    "uint8": torch.zeros(3, dtype=torch.uint8),
+    "meta": torch.zeros(3, device="meta"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_parameter_that_cannot_be_managed_is_named_and_nothing_is_changed(kind: str) -> None:
+    model = Odd(ODD[kind])
+    before = copies(model.tower.parameters())
+    optimizer = AdamW(model.tower.parameters(), lr=LR)
+    with pytest.raises(castor.UsageError, match=f"'odd'.*{kind}"):
+        Booster(plugin=plugin()).boost(model, optimizer if kind != "meta" else None)
+    assert_same_weights(model.tower, before)
+    assert_close_losses(losses_of_plain(model.tower, tower_loss), losses_of_plain(tower(), tower_loss))
+
+
+def test_sparse_parameter_is_refused() -> None:
+    with pytest.raises(castor.UsageError, match=r"'odd'.*layout"):
+        Booster(plugin=plugin()).boost(Odd(torch.eye(3).to_sparse()))
+
+
+def test_model_built_on_meta_is_refused() -> None:
+    with torch.device("meta"):
+        model = Tower()
+    with pytest.raises(castor.UsageError, match=r"layers\.0\.weight.*meta.*to_empty"):
+        Booster(plugin=plugin()).boost(model)
+
+
+def test_sharded_parameter_is_refused() -> None:
+    code = """
+import torch, torch.distributed as dist, castor
+from torch import nn
+from torch.distributed.tensor import distribute_tensor, init_device_mesh
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = nn.Linear(8, 8)
+mesh = init_device_mesh("cpu", (1,))
+model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh))
+try:
+    castor.Booster(plugin=castor.GeminiPlugin(device="cpu", device_memory="1GiB")).boost(model)
+except castor.UsageError as error:
+    print(error)
+dist.destroy_process_group()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "'weight' is a DTensor" in done.stdout, done.stderr
+
+
+def test_sparse_gradient_is_refused_where_it_arises() -> None:
+    model = nn.Sequential(nn.Embedding(8, 32, sparse=True), nn.Linear(32, 4))
+    booster = boost(model, optimizer=AdamW(model.parameters()))
+    with pytest.raises(castor.UsageError, match=r"'0\.weight'.*sparse"):
+        booster.model(torch.tensor([1, 2])).sum().backward()
+
+
+def test_optimizer_of_other_parameters_is_refused() -> None:
+    model, other = tower(), tower(width=16)
+    before = copies(model.parameters())
+    with pytest.raises(castor.UsageError, match="the model lacks"):
+        Booster(plugin=plugin()).boost(model, AdamW(other.parameters()))
+    both = AdamW([*model.parameters(), nn.Parameter(torch.zeros(77))])
+    with pytest.raises(castor.UsageError, match=r"1 parameters that the model lacks.*77"):
+        Booster(plugin=plugin()).boost(model, both)
+    assert_same_weights(model, before)
+    losses_of_boosted(boost(model), tower_loss, steps=2)
+
+
+def test_optimizer_that_misses_parameters_is_refused_and_frozen_ones_are_not_missed() -> None:
+    model = tower()
+    with pytest.raises(castor.UsageError, match=r"12 trainable.*'layers\.0\.weight'.*freeze"):
+        Booster(plugin=plugin()).boost(model, AdamW(model.head.parameters()))
+    model.layers.requires_grad_(False)
+    losses_of_boosted(boost(model, optimizer=AdamW(model.head.parameters())), tower_loss, steps=2)
+
+
+def test_boosting_twice_is_refused() -> None:
+    boosted = boost(tower())
+    with pytest.raises(castor.UsageError, match="boosted already"):
+        Booster(plugin=plugin()).boost(boosted.model, AdamW(boosted.model.parameters()))
+    with pytest.raises(castor.UsageError, match="boosted already"):
+        Booster(plugin=plugin()).boost(boosted.model.layers)
+    with pytest.raises(castor.UsageError, match="boosted already"):
+        Booster(plugin=plugin()).boost(nn.Sequential(nn.Linear(2, 2), boosted.model))
+    with pytest.raises(castor.UsageError, match="boosted already"):
+        Booster(plugin=plugin()).boost(tower(), boosted.optimizer)
+    losses_of_boosted(boosted, tower_loss, steps=2)
+
+
+def test_parameter_shared_with_a_boosted_model_is_refused() -> None:
+    boosted = boost(tower())
+    other = Tower()
+    other.head.weight = boosted.model.head.weight
+    before = boosted.model.head.weight.data_ptr()
+    with pytest.raises(castor.UsageError, match=r"head\.weight|boosted"):
+        Booster(plugin=plugin()).boost(other)
+    assert boosted.model.head.weight.data_ptr() == before
+    losses_of_boosted(boosted, tower_loss, steps=2)
+
+
+def test_lbfgs_is_named_as_not_supported() -> None:
+    model = tower()
+    with pytest.raises(NotImplementedError, match="LBFGS"):
+        Booster(plugin=plugin()).boost(model, torch.optim.LBFGS(model.parameters()))
+
+
+def test_model_without_parameters_is_refused() -> None:
+    with pytest.raises(castor.UsageError, match="no parameters"):
+        Booster(plugin=plugin()).boost(nn.ReLU())
+
+
+def test_things_of_another_type_are_type_errors() -> None:
+    with pytest.raises(TypeError, match="GeminiPlugin"):
+        Booster(plugin="gemini")  # type: ignore[arg-type]
+    booster = Booster(plugin=plugin())
+    with pytest.raises(TypeError, match=r"Module"):
+        booster.boost(torch.zeros(2))  # type: ignore[type-var]
+    with pytest.raises(TypeError, match="Optimizer"):
+        booster.boost(tower(), 1e-3)  # type: ignore[arg-type]
+
+
+def test_asking_about_a_model_that_is_not_boosted_is_a_usage_error() -> None:
+    booster = Booster(plugin=plugin())
+    for ask in (booster.report, booster.memory):
+        with pytest.raises(castor.UsageError, match="nothing has been boosted"):
+            ask()
+        with pytest.raises(castor.UsageError, match="not boosted"):
+            ask(tower())
+    with pytest.raises(castor.UsageError, match="not boosted"), booster.no_sync(tower()):
+        pass
+
+
+def test_every_runtime_error_derives_from_castor_error() -> None:
+    for error in (
+        castor.UsageError, castor.OutOfMemoryError, castor.IoError, castor.NonFiniteGradientError,
+    ):  # fmt: skip
+        assert issubclass(error, castor.Error)
+    assert issubclass(castor.UsageError, RuntimeError)
+    assert issubclass(castor.OutOfMemoryError, torch.OutOfMemoryError)
+    assert issubclass(castor.IoError, OSError)
+    assert issubclass(castor.NonFiniteGradientError, ArithmeticError)
+
+
+def test_plugin_serves_several_boosters() -> None:
+    shared = plugin()
+    expected = losses_of_plain(tower(), tower_loss)
+    for _ in range(2):
+        model = tower()
+        optimizer = AdamW(model.parameters(), lr=LR)
+        booster = Booster(plugin=copy.copy(shared))
+        booster.boost(model, optimizer)
+        assert_close_losses(losses_of_plain_with(model, optimizer), expected)
+
+
+def losses_of_plain_with(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for seed in range(6):
+        loss = tower_loss(model, seed)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

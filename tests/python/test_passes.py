@@ -1,0 +1,146 @@
+"""Forwards, backwards and evaluations in any order; generate; autocast."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    assert_close_losses,
+    assert_trains_as_plain,
+    boost,
+    losses_of_boosted,
+    losses_of_plain,
+    tight_memory,
+)
+from torch import nn
+from zoo import CASES, gpt2, llama, tower, tower_batch
+
+
+def seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        return build()
+
+    return make
+
+
+def tower_loss(model: nn.Module, seed: int) -> torch.Tensor:
+    return model(**tower_batch(seed))
+
+
+def test_several_forwards_before_one_backward() -> None:
+    def loss(model: nn.Module, seed: int) -> torch.Tensor:
+        return sum(tower_loss(model, 3 * seed + k) for k in range(3))
+
+    assert_trains_as_plain(tower, loss)
+
+
+def test_backward_of_forwards_in_the_order_they_were_made() -> None:
+    def train(model: nn.Module, backward: Callable[[torch.Tensor], Any], step: Any) -> list[float]:
+        seen = []
+        for i in range(4):
+            losses = [tower_loss(model, 2 * i + k) for k in range(2)]
+            for loss in losses:
+                backward(loss)
+                seen.append(loss.item())
+            step()
+        return seen
+
+    plain = tower()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    expected = train(plain, torch.Tensor.backward, lambda: (optimizer.step(), optimizer.zero_grad()))
+    boosted = boost(tower(), tight_memory(tower, lambda m, i: tower_loss(m, i) + tower_loss(m, -i)))
+    own = boosted.optimizer
+    actual = train(boosted.model, torch.Tensor.backward, lambda: (own.step(), own.zero_grad()))
+    assert_close_losses(actual, expected)
+
+
+def test_norm_over_all_parameters_as_a_loss_term() -> None:
+    def loss(model: nn.Module, seed: int) -> torch.Tensor:
+        return tower_loss(model, seed) + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+    assert_trains_as_plain(tower, loss)
+
+
+def test_parameters_read_before_the_forward() -> None:
+    def loss(model: nn.Module, seed: int) -> torch.Tensor:
+        decay = torch.stack([p.norm() for p in model.parameters()]).sum()
+        return tower_loss(model, seed) + 0.01 * decay
+
+    assert_trains_as_plain(tower, loss)
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("case", ["gpt2", "t5"])
+def test_evaluation_between_steps_changes_nothing(case: str, guard: Callable[[], Any]) -> None:
+    def loss(model: nn.Module, seed: int) -> torch.Tensor:
+        model.eval()
+        with guard():
+            model(**CASES[case].batch(1000 + seed))
+        model.train()
+        result = model(**CASES[case].batch(seed)).loss
+        with guard():  # between forward and backward, too
+            model(**CASES[case].batch(2000 + seed))
+        return result
+
+    report = assert_trains_as_plain(CASES[case].model, loss)
+    assert report.divergent_steps == 0
+
+
+def test_evaluation_losses_are_bitwise_those_of_the_same_weights() -> None:
+    boosted = boost(CASES["gpt2"].model())
+    losses_of_boosted(boosted, lambda model, i: model(**CASES["gpt2"].batch(i)).loss)
+    plain = CASES["gpt2"].model()
+    plain.load_state_dict(boosted.model.state_dict())
+    with torch.no_grad():
+        for seed in range(3):
+            batch = CASES["gpt2"].batch(seed)
+            assert torch.equal(boosted.model(**batch).loss, plain(**batch).loss)
+
+
+def test_memory_stays_bounded_in_inference() -> None:
+    forward = lambda model, i: model(**CASES["gpt2"].batch(i)).loss  # noqa: E731
+    memory = tight_memory(CASES["gpt2"].model, forward)
+    boosted = boost(CASES["gpt2"].model(), memory)
+    held = []
+    with torch.no_grad():
+        for i in range(8):
+            forward(boosted.model, i)
+            held.append(boosted.booster.memory().nonmodel_bytes)
+    assert len(set(held)) == 1
+    assert boosted.report().peak_device_bytes <= memory
+
+
+@pytest.mark.parametrize("build", [gpt2, llama])
+@pytest.mark.parametrize("sample", [False, True])
+def test_generate_gives_the_tokens_of_plain(build: Callable[[], Any], sample: bool) -> None:
+    forward = lambda model, i: model(**CASES["gpt2"].batch(i)).loss  # noqa: E731
+    memory = tight_memory(seeded(build), forward)
+    boosted = boost(seeded(build)(), memory)
+    losses_of_boosted(boosted, forward, steps=2)
+    plain = seeded(build)()
+    plain.load_state_dict(boosted.model.state_dict())
+    prompt = torch.arange(5, 11)[None]
+    tokens = []
+    for model in (boosted.model, plain):
+        torch.manual_seed(11)
+        model.eval()
+        tokens.append(
+            model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12,
+                do_sample=sample, pad_token_id=0,
+            )
+        )  # fmt: skip
+    assert torch.equal(tokens[0], tokens[1])
+    losses_of_boosted(boosted, forward, steps=2)
+
+
+def test_autocast_trains_as_plain_under_autocast() -> None:
+    def loss(model: nn.Module, seed: int) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(**CASES["gpt2"].batch(seed)).loss
+
+    plain, boosted = CASES["gpt2"].model(), boost(CASES["gpt2"].model())
+    expected = losses_of_plain(plain, loss)
+    assert_close_losses(losses_of_boosted(boosted, loss), expected, tolerance=4e-3)
