@@ -33,8 +33,8 @@ LAYERS, WIDTH, HEADS, VOCAB, BATCH, SEQUENCE = 12, 512, 8, 8192, 4, 128
 LR, MAX_NORM, SEED = 3e-4, 1.0, 0
 TIGHT_SHARE = 0.35
 WARMUP_STEPS = 3  # castor and DeepSpeed trace the first step and plan from it
-# Relative, of every loss against plain PyTorch's. Its clip_grad_norm_ sums 4M squares in fp32 and so
-# finds a norm 2e-5 too small here, which castor's does not reproduce.
+# Relative, of every loss against plain PyTorch's: its clip_grad_norm_ sums 4M squares in fp32 and
+# finds a norm 2e-5 too small here, which castor does not reproduce.
 TOLERANCE = 1e-4
 BARS = {  # ratio, largest or smallest value that meets the target
     "castor ample / plain": ("<=", 1.05),

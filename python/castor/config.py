@@ -60,14 +60,29 @@ def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(repr, choices))}")
 
 
+def _numbers(**values: float) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name} is {value!r}; give a number")
+
+
+def _whole_numbers(**values: int) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} is {value!r}; give an int")
+
+
 def _at_least(name: str, value: float, minimum: float) -> None:
+    _numbers(**{name: value})
     if not value >= minimum:
         raise ValueError(f"{name} is {value}; it must be at least {minimum}")
 
 
-def _within(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"{name} is {value}; it must lie in [{low}, {high}]")
+def check_fraction(name: str, value: float) -> None:
+    """Raises TypeError or ValueError unless `value` is a number in [0, 1]."""
+    _numbers(**{name: value})
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} is {value}; it must lie in [0, 1]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +105,14 @@ class LossScalerConfig:
     """Overflows tolerated before the scale falls."""
 
     def __post_init__(self) -> None:
+        _numbers(
+            initial_scale=self.initial_scale,
+            min_scale=self.min_scale,
+            max_scale=self.max_scale,
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+        )
+        _whole_numbers(growth_interval=self.growth_interval, hysteresis=self.hysteresis)
         if not 0 < self.min_scale <= self.initial_scale <= self.max_scale:
             raise ValueError(
                 f"loss scales must satisfy 0 < min_scale <= initial_scale <= max_scale; got "
@@ -128,7 +151,14 @@ class GeminiConfig:
         _choice("placement_policy", self.placement_policy, get_args(PlacementPolicy))
         _choice("precision", self.precision, get_args(Precision))
         _choice("nonfinite", self.nonfinite, get_args(NonFinite))
+        _whole_numbers(max_prefetch=self.max_prefetch)
         _at_least("max_prefetch", self.max_prefetch, 0)
         _at_least("max_norm", self.max_norm, 0.0)
-        _within("offload_optim_frac", self.offload_optim_frac, 0.0, 1.0)
-        _within("offload_param_frac", self.offload_param_frac, 0.0, 1.0)
+        check_fraction("offload_optim_frac", self.offload_optim_frac)
+        check_fraction("offload_param_frac", self.offload_param_frac)
+        check_fraction("warmup_non_model_data_ratio", self.warmup_non_model_data_ratio)
+        if self.warmup_non_model_data_ratio == 1.0:
+            raise ValueError("warmup_non_model_data_ratio is 1; chunks need some of the device")
+        check_fraction("steady_cuda_cap_ratio", self.steady_cuda_cap_ratio)
+        if self.steady_cuda_cap_ratio == 0.0:
+            raise ValueError("steady_cuda_cap_ratio is 0; plans need some of the device")

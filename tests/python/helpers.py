@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from zoo import tower, tower_batch
 
 import castor
+from zoo import tower, tower_batch
 
 GIB = 2**30
 LR = 1e-3

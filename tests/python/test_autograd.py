@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from helpers import (
     LR,
     Boosted,
@@ -16,7 +18,6 @@ from helpers import (
     losses_of_plain,
     tight_memory,
 )
-from torch import nn
 from zoo import Tower, tower, tower_batch
 
 

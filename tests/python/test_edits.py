@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
+import castor
 from helpers import (
     LR,
     assert_close_losses,
@@ -22,10 +25,7 @@ from helpers import (
     plugin,
     tight_memory,
 )
-from torch import nn
 from zoo import CASES, Tower, gpt2, tower, tower_batch
-
-import castor
 
 
 def tower_loss(model: nn.Module, seed: int) -> torch.Tensor:
@@ -42,7 +42,9 @@ def edit(model: Tower) -> None:
 # --- writes by user code ------------------------------------------------------------------------
 
 
-def train_with_edits(model: Any, backward: Callable[[Any], Any], own: Any, phase: str) -> list[float]:
+def train_with_edits(
+    model: Any, backward: Callable[[Any], Any], own: Any, phase: str
+) -> list[float]:
     losses = []
     for seed in range(6):
         if phase == "before forward":
@@ -342,9 +344,7 @@ def test_parameter_outlives_the_model_and_trains_on() -> None:
 def test_boosting_again_and_again_gives_memory_back() -> None:
     def once() -> None:
         boosted = boost(Tower(width=256, depth=8), "64MiB")
-        losses_of_boosted(
-            boosted, lambda model, i: model(**tower_batch(i, width=256)), steps=2
-        )
+        losses_of_boosted(boosted, lambda model, i: model(**tower_batch(i, width=256)), steps=2)
 
     for _ in range(3):
         once()

@@ -6,22 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import castor
 from helpers import (
-    assert_close_losses,
-    assert_close_weights,
     assert_trains_as_plain,
     boost,
     losses_of_boosted,
     losses_of_plain,
     plugin,
-    tight_memory,
 )
-from torch import nn
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
-from zoo import CASES, Tower, gpt2, llama, tower, tower_batch
-
-import castor
+from zoo import Tower, tower, tower_batch
 
 WIDTH = 32
 

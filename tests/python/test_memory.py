@@ -4,6 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import castor
 from helpers import (
     Boosted,
     assert_boost_fails,
@@ -17,11 +21,7 @@ from helpers import (
     param_bytes,
     tight_memory,
 )
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import CASES, Tower, tower, tower_batch
-
-import castor
 
 
 def tower_loss(model: nn.Module, seed: int) -> torch.Tensor:
@@ -236,7 +236,7 @@ def test_running_out_in_backward_raises_and_training_goes_on() -> None:
     losses = losses_of_boosted(boosted, tower_loss, steps=3)
     boosted.model.hungry = True
     before = copies(boosted.model.parameters())
-    with pytest.raises(castor.OutOfMemoryError, match="4.00 MiB"):
+    with pytest.raises(castor.OutOfMemoryError, match=r"4\.00 MiB"):
         tower_loss(boosted.model, 0).backward()
     assert_same_weights(boosted.model, before)
     boosted.model.hungry = False
@@ -257,7 +257,9 @@ def test_running_out_in_evaluation_leaves_training_right() -> None:
 
 def test_budget_below_the_largest_module_is_refused_with_the_smallest_that_would_do() -> None:
     memory = largest_module_bytes(tower()) // 2
-    error = assert_boost_fails(castor.OutOfMemoryError, r"module 'layers\.0'.*device_memory", memory)
+    error = assert_boost_fails(
+        castor.OutOfMemoryError, r"module 'layers\.0'.*device_memory", memory
+    )
     assert error.tier == "device"
     assert error.budget == memory
     assert error.requested >= largest_module_bytes(tower())

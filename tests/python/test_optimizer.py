@@ -7,6 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR
+
+import castor
+from castor import HybridAdam
 from helpers import (
     LR,
     Boosted,
@@ -18,13 +24,7 @@ from helpers import (
     losses_of_boosted,
     tight_memory,
 )
-from torch import nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR
 from zoo import Tower, tower, tower_batch
-
-import castor
-from castor import HybridAdam
 
 
 def tower_loss(model: nn.Module, seed: int) -> torch.Tensor:

@@ -6,6 +6,9 @@ from functools import cache
 
 import pytest
 import torch
+from torch import nn
+
+import castor
 from helpers import (
     FP32_TOLERANCE,
     GIB,
@@ -17,10 +20,7 @@ from helpers import (
     boost,
     margin,
 )
-from torch import nn
 from zoo import CASES, Case, gpt2_with_dropout, medium_gpt2
-
-import castor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_NORM = 0.5  # below the norms of these models' gradients: every step is clipped
@@ -140,8 +140,8 @@ def check(setting: Setting, tolerance: float) -> castor.MemoryReport:
 def weight_error(setting: Setting, actual: Run, expected: Run) -> float:
     """How far the weights ended from the reference, relative to how far they travelled.
 
-    Over the whole model: a weight whose gradient is nothing but rounding noise (the bias of the keys
-    in attention) goes its own way in any two runs.
+    Over the whole model: a weight whose gradient is nothing but rounding noise (the bias of the
+    keys in attention) goes its own way in any two runs.
     """
     start = dict(case_of(setting).model().named_parameters())
     error = travelled = 0.0

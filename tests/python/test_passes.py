@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from helpers import (
     assert_close_losses,
     assert_trains_as_plain,
@@ -13,7 +15,6 @@ from helpers import (
     losses_of_plain,
     tight_memory,
 )
-from torch import nn
 from zoo import CASES, gpt2, llama, tower, tower_batch
 
 
@@ -49,7 +50,9 @@ def test_backward_of_forwards_in_the_order_they_were_made() -> None:
 
     plain = tower()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-    expected = train(plain, torch.Tensor.backward, lambda: (optimizer.step(), optimizer.zero_grad()))
+    expected = train(
+        plain, torch.Tensor.backward, lambda: (optimizer.step(), optimizer.zero_grad())
+    )
     boosted = boost(tower(), tight_memory(tower, lambda m, i: tower_loss(m, i) + tower_loss(m, -i)))
     own = boosted.optimizer
     actual = train(boosted.model, torch.Tensor.backward, lambda: (own.step(), own.zero_grad()))

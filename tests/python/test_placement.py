@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
+import castor
 from helpers import (
     assert_boost_fails,
     assert_close_losses,
@@ -17,10 +20,7 @@ from helpers import (
     losses_of_plain,
     tight_memory,
 )
-from torch import nn
 from zoo import CASES, Tower, tower, tower_batch
-
-import castor
 
 
 def tower_loss(model: nn.Module, seed: int) -> torch.Tensor:
@@ -180,3 +180,27 @@ def test_other_branches_train_as_plain_and_are_counted() -> None:
     assert 0 < report.divergent_steps < 16
     assert report.plans > 1, "a divergence that repeats becomes the plan"
     assert report.peak_device_bytes <= report.device_budget_bytes
+
+
+def test_micro_batches_of_other_branches_accumulate_as_plain() -> None:
+    """Parameters that some micro-batches of a step do not reach, and some steps not at all."""
+
+    def loss(model: nn.Module, seed: int) -> torch.Tensor:
+        return tower_loss(model, 3 * seed) / 3
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for step in range(6):
+            for k in range(3):
+                part = tower_loss(model, 3 * step + k) / 3
+                part.backward()
+                losses.append(part.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    plain = branching()
+    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
+    boosted = boost(branching(), tight_memory(branching, loss), max_prefetch=2)
+    assert_close_losses(train(boosted.model, boosted.optimizer), expected)
+    assert boosted.report().peak_device_bytes <= boosted.report().device_budget_bytes

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
+import castor
 import helpers
 from helpers import (
     LR,
@@ -15,10 +18,7 @@ from helpers import (
     copies,
     losses_of_boosted,
 )
-from torch import nn
 from zoo import tower, tower_batch
-
-import castor
 
 PRECISIONS = ["fp32", "bf16", "fp16"]
 
@@ -168,9 +168,7 @@ def test_scale_falls_after_hysteresis_and_grows_after_the_interval() -> None:
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_overflow_during_accumulation_does_not_poison_later_steps(set_to_none: bool) -> None:
     """Colossal-AI: one overflow with accumulation, and no step is taken in the next 30."""
-    boosted = boost(
-        tower(), precision="fp16", initial_scale=2.0**12, hysteresis=1, max_norm=1.0
-    )
+    boosted = boost(tower(), precision="fp16", initial_scale=2.0**12, hysteresis=1, max_norm=1.0)
 
     def step(overflow: bool) -> None:
         for k in range(3):
@@ -271,16 +269,21 @@ def test_small_gradients_survive_only_by_the_scale() -> None:
 # --- 16-bit weights -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_parameters_change_type_and_buffers_and_integers_do_not(
-    precision: str, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_parameters_and_persistent_buffers_change_type(precision: str, dtype: torch.dtype) -> None:
+    """Integers and buffers outside the state_dict (rotary frequencies) do not."""
     model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))
+    model.register_buffer("frequencies", torch.ones(3), persistent=False)
     boosted = boost(model, precision=precision, initial_scale=1.0)
     assert {p.dtype for p in model.parameters()} == {dtype}
-    assert {b.dtype for b in model.buffers()} == {torch.float32, torch.int64}
+    assert model[1].running_mean.dtype == model[1].running_var.dtype == dtype
+    assert model[1].num_batches_tracked.dtype == torch.int64
+    assert model.frequencies.dtype == torch.float32
     output = model(tower_batch(0)["x"])
     assert output.dtype == dtype
+    assert model[1].running_mean.any()
     boosted.step(output.float().square().mean())
 
 

@@ -6,6 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+
+import castor
 from helpers import (
     LR,
     Boosted,
@@ -17,11 +21,7 @@ from helpers import (
     losses_of_boosted,
     losses_of_plain,
 )
-from torch import nn
-from torch.optim import SGD, AdamW
 from zoo import tower, tower_batch
-
-import castor
 
 
 def tower_loss(model: nn.Module, seed: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ from castor.config import (
     PlacementPolicy,
     Precision,
     available_memory_bytes,
+    check_fraction,
     parse_bytes,
 )
 from castor.errors import UsageError
@@ -69,7 +70,7 @@ class GeminiPlugin:
         host_memory: Budget of the host tier. Default: what is free.
         precision: "fp32", "bf16" or "fp16" (with a dynamic loss scale); the 16-bit ones keep exact
             fp32 master weights. Default: "fp32" on the CPU, "bf16" on CUDA. Parameters are
-            converted; buffers keep their type.
+            converted, and persistent floating-point buffers with them.
         max_norm: Gradients are clipped to this L2 norm inside step; 0: not at all.
         norm_type: Only 2.0.
         nonfinite: What step does about NaN and infinite gradients: "skip" the update, count it and
@@ -140,8 +141,9 @@ class GeminiPlugin:
             raise NotImplementedError(f"norm_type={norm_type} is not supported; only 2.0 is")
         if not isinstance(enable_gradient_accumulation, bool):
             raise TypeError("enable_gradient_accumulation must be a bool")
-        if not 0.0 <= shard_param_frac <= 1.0:
-            raise ValueError(f"shard_param_frac is {shard_param_frac}; it must lie in [0, 1]")
+        check_fraction("shard_param_frac", shard_param_frac)
+        if trace_file is not None and not isinstance(trace_file, str | Path):
+            raise TypeError(f"trace_file is {trace_file!r}; give a path")
         policy = _policy(placement_policy, tensor_placement_policy)
         if policy != "static" and (
             offload_optim_frac is not None or offload_param_frac is not None

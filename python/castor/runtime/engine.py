@@ -64,6 +64,8 @@ class Engine:
         if events is not None:
             self.session.load_trace(events)
         self._install_hooks(model, spec)
+        if config.precision != "fp32":
+            _convert_buffers(model, WORKING_DTYPES[config.precision])
         guard(model)
         _engines[model] = self
 
@@ -112,13 +114,27 @@ def engine_of(model: nn.Module) -> Engine:
 
 def check_not_boosted(model: nn.Module) -> None:
     """Raises UsageError if `model`, or a part of it, belongs to a boosted model."""
-    for boosted in list(_engines):
+    params = set(model.parameters())
+    for boosted, engine in list(_engines.items()):
         parts = set(boosted.modules())
-        if not parts.isdisjoint(model.modules()):
+        if not (parts.isdisjoint(model.modules()) and params.isdisjoint(engine.index_of)):
             raise UsageError(
-                f"this {type(model).__name__} is boosted already, or shares modules with a boosted "
-                f"{type(boosted).__name__}; boost each model once and use what boost returned"
+                f"this {type(model).__name__} is boosted already, or shares modules or parameters "
+                f"with a boosted {type(boosted).__name__}; boost each model once and use what "
+                "boost returned"
             )
+
+
+def _convert_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Floating-point buffers that a checkpoint would hold: BatchNorm needs its own to match.
+
+    Others keep their type, as in from_pretrained(dtype=...): rotary frequencies, say.
+    """
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            kept = name in module._non_persistent_buffers_set
+            if buffer is not None and buffer.is_floating_point() and not kept:
+                module._buffers[name] = buffer.to(dtype)
 
 
 def _input_cast(dtype: torch.dtype) -> Any:
