@@ -34,9 +34,7 @@ class NonModelMemory {
   /// The runtime registers itself, and nullptr before it goes; blocks while a reclaim is running.
   void set_reclaimer(Reclaimer* reclaimer);
   /// Whether the model is gone: whoever still charges allocations to this account should stop.
-  [[nodiscard]] bool orphaned() const noexcept {
-    return orphaned_.load(std::memory_order_relaxed);
-  }
+  [[nodiscard]] bool orphaned() const noexcept { return orphaned_.load(std::memory_order_relaxed); }
 
   [[nodiscard]] std::size_t bytes() const noexcept {
     return bytes_.load(std::memory_order_relaxed);

@@ -125,9 +125,8 @@ py::cpp_function forward_pre_hook(const std::shared_ptr<Session>& session, std::
 py::cpp_function forward_hook(const std::shared_ptr<Session>& session, std::uint32_t module,
                               const py::handle& owner) {
   const bool owns_params = !session->layout().module(ModuleId{module}).params.empty();
-  return {[session, module, owner, owns_params](const py::handle& called,
-                                                const py::handle& /*args*/,
-                                                const py::handle& output) {
+  return {[session, module, owner, owns_params](
+              const py::handle& called, const py::handle& /*args*/, const py::handle& output) {
     if (!called.is(owner)) {
       return;
     }

@@ -262,8 +262,8 @@ void Session::enter_backward(ModuleId module) {
 // host) is not the model's. Autograd drops the callback with the pass, also when the pass failed.
 void Session::follow_backward_pass() {
   const int pass = ::torch::autograd::get_current_graph_task_id();
-  if (pass == -1 || std::find(backward_passes_.begin(), backward_passes_.end(), pass) !=
-                        backward_passes_.end()) {
+  if (pass == -1 ||
+      std::find(backward_passes_.begin(), backward_passes_.end(), pass) != backward_passes_.end()) {
     return;
   }
   backward_passes_.push_back(pass);

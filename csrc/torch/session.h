@@ -125,10 +125,10 @@ class Session : public std::enable_shared_from_this<Session> {
   /// A trainable parameter's gradient: a view of its payload, which p.grad becomes.
   struct Gradient {
     at::Tensor view;
-    std::uint32_t version = 0;  ///< of `view` when castor last touched it
-    double scale = 0.0;         ///< loss scale it was made with
+    std::uint32_t version = 0;       ///< of `view` when castor last touched it
+    double scale = 0.0;              ///< loss scale it was made with
     const void* in_graph = nullptr;  ///< the p.grad that create_graph=True made with that scale
-    bool present = false;       ///< in this step; known after collect_gradients
+    bool present = false;            ///< in this step; known after collect_gradients
   };
   std::vector<Gradient> gradients_;
   std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;

@@ -1,5 +1,6 @@
 """Backward in every form, user hooks on parameters, and passes that fail half way."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,17 @@ def test_retained_graph_can_be_backpropagated_twice() -> None:
         loss.backward(retain_graph=True)
         loss.backward()
     assert_bitwise(grads(boosted.model), grads(plain))
+
+
+def test_graph_of_the_old_weights_cannot_be_replayed_after_the_step() -> None:
+    boosted = tight_tower()
+    loss = tower_loss(boosted.model, 0)
+    loss.backward(retain_graph=True)
+    boosted.optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    boosted.optimizer.zero_grad()
+    losses_of_boosted(boosted, tower_loss, steps=2)
 
 
 def test_autograd_grad_leaves_p_grad_alone() -> None:
@@ -342,6 +354,14 @@ def test_failed_pass_does_not_charge_what_comes_after() -> None:
         with pytest.raises(ValueError, match="on purpose"):
             tower_loss(boosted.model, 77).backward()
         torch.zeros(2**20)  # 4 MiB
+
+
+def test_model_that_dies_between_forward_and_backward_charges_nobody() -> None:
+    boosted = boost(tower(), "60KiB")
+    loss = tower_loss(boosted.model, 0)
+    del boosted, loss
+    gc.collect()
+    torch.zeros(2**20)  # 4 MiB
 
 
 def test_unboosted_model_beside_a_boosted_one_is_not_charged() -> None:

@@ -161,7 +161,12 @@ def test_scale_falls_after_hysteresis_and_grows_after_the_interval() -> None:
     assert seen == [1024.0, 256.0, 64.0, 64.0]
     losses_of_boosted(boosted, tower_loss, steps=6)
     assert scale_of(boosted) == 256.0
-    assert boosted.report().skipped_steps == 4
+    for expected in (256.0, 64.0):  # growth restores the tolerance
+        poison(boosted)
+        boosted.optimizer.step()
+        boosted.optimizer.zero_grad()
+        assert scale_of(boosted) == expected
+    assert boosted.report().skipped_steps == 6
 
 
 @pytest.mark.filterwarnings("ignore:castor skipped")

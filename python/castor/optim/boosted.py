@@ -254,7 +254,8 @@ def boost_optimizer(optimizer: Optimizer, engine: Engine, *, fused: bool) -> Ste
     base: Any = type(optimizer)
     optimizer.__class__ = _boosted_class(base)
     optimizer.__dict__["_castor"] = driver
-    # torch's fused Adam lets GradScaler leave the unscaling to step; this step wants real gradients.
+    # torch's fused Adam lets GradScaler leave the unscaling to step; this step wants real
+    # gradients.
     optimizer.__dict__["_step_supports_amp_scaling"] = False
     if getattr(own_step, "_wrapped_by_lr_sched", False):
         _track_step(optimizer)
