@@ -50,10 +50,10 @@ CXX_FORMATTED := find csrc tests/cpp benchmarks examples -type f \
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
 
-# Idle OpenMP threads sleep instead of spinning: on a machine that does other work as well, torch's
-# kernels otherwise wait for each other's spin loops (4 to 10 times slower on two shared cores). Not for
-# bench, which measures torch as it comes.
-demo pytest: export OMP_WAIT_POLICY ?= passive
+# An idle OpenMP thread soon sleeps instead of spinning for milliseconds: where something else wants the
+# cores, torch's kernels otherwise wait for each other's spin loops (4 to 10 times slower on two shared
+# cores). Not for bench, which measures torch as it comes.
+demo pytest: export GOMP_SPINCOUNT ?= 1000
 
 demo: $(VENV_STAMPS)/castor
 	@$(BIN)/python examples/train_gpt.py --demo
