@@ -193,13 +193,15 @@ def train(
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / settings.warmup_steps)
     )
+    # With either, the loop below clips; but fp16 gradients carry a loss scale until castor's step.
+    castor_clips = device_memory is not None and settings.precision == "fp16"
     booster = None
     if device_memory is not None:
         plugin = GeminiPlugin(
             device="cpu",
             device_memory=device_memory,
             precision=settings.precision,
-            max_norm=MAX_NORM,
+            max_norm=MAX_NORM if castor_clips else 0.0,
         )
         booster = Booster(plugin=plugin)
         model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
@@ -213,6 +215,7 @@ def train(
             booster.backward(loss, optimizer)
         else:
             loss.backward()
+        if not castor_clips:
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
