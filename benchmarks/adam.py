@@ -10,23 +10,19 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read by DeepSpeed when it is imported
 
 import torch
+from _machine import RESULTS, describe_machine, paired, spread
 from rich.console import Console
 from rich.table import Table
 
@@ -35,7 +31,9 @@ import castor._C
 
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
 CHECKED = 1 << 20  # elements of each result that are compared with float64
-RESULTS = Path(__file__).resolve().parent / "results" / "adam.json"
+# The OpenMP and TBB threads of the one before spin for a while after their work: nobody shall start
+# on a core that is still taken.
+SETTLE_SECONDS = 0.05
 
 
 @dataclass(kw_only=True)
@@ -53,6 +51,7 @@ class Contender:
 
     def run(self, *, timed: bool) -> None:
         """One step on the clock, kept if `timed`."""
+        time.sleep(SETTLE_SECONDS)
         start = time.perf_counter()
         self.step()
         elapsed = time.perf_counter() - start
@@ -164,54 +163,6 @@ def verify(contender: Contender, initial: torch.Tensor) -> float:
     return worst
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
-    return {
-        "median": statistics.median(values),
-        "min": min(values),
-        "max": max(values),
-        "lower_quartile": quartiles[0],
-        "upper_quartile": quartiles[2],
-    }
-
-
-def describe_machine() -> dict[str, Any]:
-    def installed(package: str) -> str | None:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
-
-    cpu = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        cpu = names[0].split(":", 1)[1].strip() if names else cpu
-    git = ["git", "-C", str(Path(__file__).parent)]
-    commit = subprocess.run(
-        [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
-    changes = subprocess.run(
-        [*git, "status", "--porcelain"], capture_output=True, text=True, check=False
-    )
-    return {
-        "cpu": cpu,
-        "num_cpus": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "versions": {name: installed(name) for name in ("torch", "deepspeed", "castor-torch")},
-        "torch_num_threads": torch.get_num_threads(),
-        "commit": commit.stdout.strip() if commit.returncode == 0 else None,
-        "uncommitted_changes": bool(changes.stdout.strip()),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
-def paired(numerator: list[float], denominator: list[float]) -> dict[str, float]:
-    """Spread of the ratio within each repetition, so that slow spells of the machine cancel."""
-    return spread([a / b for a, b in zip(numerator, denominator, strict=True)])
-
-
 def ratios(found: dict[str, Contender], bandwidth: list[float], numel: int) -> dict[str, Any]:
     """What the targets are stated in: larger is better for castor."""
     castor_fp32, castor_bf16 = found["castor"], found["castor_bf16"]
@@ -238,7 +189,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--numel", type=int, default=64 << 20, help="parameters (default 64 Mi)")
     parser.add_argument("--repetitions", type=int, default=15)
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=RESULTS / "adam.json")
     arguments = parser.parse_args()
     console = Console()
 
@@ -249,6 +200,7 @@ def main() -> int:
     contenders = list(found.values())
     bandwidth: list[float] = []
     for repetition in range(-2, arguments.repetitions):  # two untimed: they touch the pages
+        time.sleep(SETTLE_SECONDS)
         rate = castor._C.in_place_bandwidth(arguments.numel, 1)
         if repetition >= 0:
             bandwidth.append(rate)
@@ -290,7 +242,7 @@ def main() -> int:
     record = {
         "benchmark": "adam",
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "machine": describe_machine(),
+        "machine": describe_machine() | {"torch_num_threads": torch.get_num_threads()},
         "numel": arguments.numel,
         "repetitions": arguments.repetitions,
         "in_place_bytes_per_second": stream,

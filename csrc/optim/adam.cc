@@ -155,7 +155,8 @@ AdamCoefficients::AdamCoefficients(const AdamOptions& options, std::int64_t step
   beta2 = static_cast<float>(options.beta2);
   one_minus_beta2 = static_cast<float>(1.0 - options.beta2);
   step_size = static_cast<float>(options.lr / (1.0 - std::pow(options.beta1, exponent)));
-  bias_correction2_sqrt = static_cast<float>(std::sqrt(1.0 - std::pow(options.beta2, exponent)));
+  inverse_bias_correction2_sqrt =
+      static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(options.beta2, exponent)));
   eps = static_cast<float>(options.eps);
   decay_factor = decoupled ? static_cast<float>(1.0 - options.lr * options.weight_decay) : 1.0f;
   l2_factor = decoupled ? 0.0f : static_cast<float>(options.weight_decay);

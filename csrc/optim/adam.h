@@ -38,8 +38,8 @@ struct AdamCoefficients {
   float lerp_weight;  ///< 1 - beta1, or -beta1 where the lerp starts from the gradient
   float beta2;
   float one_minus_beta2;
-  float step_size;              ///< lr / (1 - beta1^step)
-  float bias_correction2_sqrt;  ///< sqrt(1 - beta2^step)
+  float step_size;                      ///< lr / (1 - beta1^step)
+  float inverse_bias_correction2_sqrt;  ///< 1 / sqrt(1 - beta2^step)
   float eps;
   float decay_factor;  ///< 1 - lr * weight_decay, or 1 for kL2
   float l2_factor;     ///< weight_decay for kL2, otherwise 0
@@ -67,7 +67,7 @@ struct AdamSegment {
 /// The formula is that of torch.optim.AdamW / Adam (not amsgrad) in fp32:
 ///   g = grad * grad_scale;  kL2: g += weight_decay * w;  kDecoupled: w *= 1 - lr * weight_decay
 ///   m = lerp(m, g, 1 - beta1);  v = v * beta2 + (1 - beta2) * g * g
-///   w -= step_size * m / (sqrt(v) / bias_correction2_sqrt + eps)
+///   w -= step_size * m / (sqrt(v) * inverse_bias_correction2_sqrt + eps)
 /// The bits do not depend on how segments are cut, on the number of threads or on the instruction
 /// set (of a NaN, only that it is one). Subnormals count as zero on x86-64.
 /// Throws InvalidArgument for missing or superfluous pointers, before anything is written.

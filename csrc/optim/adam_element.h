@@ -16,7 +16,9 @@ struct AdamElement {
 
 /// The Adam update of one element: the only place that has the formula. Each operation is rounded
 /// on its own (no fused multiply-add: compile with -ffp-contract=off, nvcc -fmad=false
-/// -prec-div=true -prec-sqrt=true), in torch's order.
+/// -prec-div=true -prec-sqrt=true), in torch's order but for one division: sqrt(v) is multiplied by
+/// a reciprocal, at most one unit in the last place away, because two divisions an element keep a
+/// core from saturating fast memory (docs/design/0005).
 template <WeightDecayMode mode>
 [[nodiscard]] CASTOR_ELEMENTWISE AdamElement adam_element(AdamElement old, float grad,
                                                           const AdamCoefficients& c) noexcept {
@@ -33,7 +35,7 @@ template <WeightDecayMode mode>
   const float m =
       detail::blend(c.one_minus_beta1 < 0.5f, old.exp_avg, g) + c.lerp_weight * difference;
   const float v = old.exp_avg_sq * c.beta2 + c.one_minus_beta2 * g * g;
-  const float denominator = std::sqrt(v) / c.bias_correction2_sqrt + c.eps;
+  const float denominator = std::sqrt(v) * c.inverse_bias_correction2_sqrt + c.eps;
   return {w - c.step_size * m / denominator, m, v};
 }
 

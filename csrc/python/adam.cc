@@ -3,10 +3,12 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
 #include "core/error.h"
+#include "host/page_source.h"
 #include "optim/adam.h"
 #include "optim/convert.h"
 #include "parallel/tbb_executor.h"
@@ -97,10 +99,26 @@ void round_to_param(const at::Tensor& param, const at::Tensor& master) {
                   static_cast<std::size_t>(param.numel()), scalar_type_of(param));
 }
 
+/// A zeroed fp32 tensor of `like`'s shape and layout, on huge pages where the kernel has them: one
+/// core updates 64Mi parameters in 33 ms on huge pages and in 38 ms on small ones.
+at::Tensor zero_state_like(const at::Tensor& like) {
+  at::Tensor state = at::zeros_like(like);  // not touched yet: large ones are fresh mappings
+  const std::size_t page = system_page_sizes().page;
+  const auto address = reinterpret_cast<std::uintptr_t>(state.mutable_data_ptr());
+  const std::uintptr_t begin = (address + page - 1) / page * page;
+  const std::uintptr_t end = (address + state.nbytes()) / page * page;
+  if (begin < end) {
+    static OsPages pages;
+    pages.advise_huge(reinterpret_cast<std::byte*>(begin), end - begin, end - begin);
+  }
+  return state;
+}
+
 }  // namespace
 
 void bind_adam(py::module_& module) {
   module.def("adam_update", &adam_update_tensors, py::arg("entries"));
+  module.def("zero_state_like", &zero_state_like, py::arg("like"));
   module.def("round_to_param", &round_to_param, py::arg("param"), py::arg("master"));
   module.def("adam_isa", [] { return std::string(adam_isa()); });
 }

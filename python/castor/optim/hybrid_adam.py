@@ -118,8 +118,8 @@ class HybridAdam(Optimizer):
             else:
                 master = state["master"] = param.detach().float()
                 _C.round_to_param(param, master)
-            state["exp_avg"] = torch.zeros_like(master)
-            state["exp_avg_sq"] = torch.zeros_like(master)
+            state["exp_avg"] = _C.zero_state_like(master)
+            state["exp_avg_sq"] = _C.zero_state_like(master)
         state["step"] += 1
         grad = param.grad
         if grad.stride() != param.stride():

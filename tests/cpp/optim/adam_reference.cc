@@ -60,7 +60,7 @@ ReferenceElement reference_adam(ReferenceElement old, float grad, const AdamOpti
                                 std::int64_t step, double grad_scale) {
   const auto t = static_cast<double>(step);
   const auto step_size = static_cast<float>(options.lr / (1.0 - std::pow(options.beta1, t)));
-  const auto bias2 = static_cast<float>(std::sqrt(1.0 - std::pow(options.beta2, t)));
+  const auto inverse_bias2 = static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(options.beta2, t)));
   const auto lerp = static_cast<float>(1.0 - options.beta1);
 
   float g = grad * static_cast<float>(grad_scale);
@@ -78,7 +78,7 @@ ReferenceElement reference_adam(ReferenceElement old, float grad, const AdamOpti
   }
   float v = old.exp_avg_sq * static_cast<float>(options.beta2);
   v += static_cast<float>(1.0 - options.beta2) * g * g;
-  const float denominator = std::sqrt(v) / bias2 + static_cast<float>(options.eps);
+  const float denominator = std::sqrt(v) * inverse_bias2 + static_cast<float>(options.eps);
   w -= step_size * m / denominator;
   return {w, m, v};
 }
