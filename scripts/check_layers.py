@@ -59,7 +59,7 @@ STD_HEADERS = frozenset({
 PY_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"_C"}),
     frozenset({"errors"}),
-    frozenset({"config"}),
+    frozenset({"config", "lazy"}),
     frozenset({"runtime"}),
     frozenset({"optim", "distributed", "checkpoint"}),
     frozenset({"plugins"}),

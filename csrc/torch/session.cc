@@ -149,10 +149,8 @@ void Session::add_payloads(bool adam_state) {
       manager_->add_payload(chunk, PayloadKind::kMaster, fp32_bytes);
     }
     if (adam_state) {
-      for (const PayloadKind kind : {PayloadKind::kExpAvg, PayloadKind::kExpAvgSq}) {
-        manager_->add_payload(chunk, kind, fp32_bytes);
-        std::memset(manager_->payload(chunk, kind)->data(), 0, fp32_bytes);
-      }
+      manager_->add_payload(chunk, PayloadKind::kExpAvg, fp32_bytes);
+      manager_->add_payload(chunk, PayloadKind::kExpAvgSq, fp32_bytes);
     }
   }
 }
@@ -199,6 +197,20 @@ void Session::adopt_parameters() {
     }
   }
   storages_->watch(params_);
+  zero_moments();
+}
+
+// After the parameters, each of which gave its old memory back: the pages of a payload are not
+// there before something touches them, so that memory never holds old parameters and moments at
+// once.
+void Session::zero_moments() {
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    for (const PayloadKind kind : {PayloadKind::kExpAvg, PayloadKind::kExpAvgSq}) {
+      if (const auto& moments = manager_->payload(ChunkId{static_cast<std::uint32_t>(i)}, kind)) {
+        std::memset(moments->data(), 0, moments->bytes());
+      }
+    }
+  }
 }
 
 void Session::install_gradient_hooks() {
@@ -462,17 +474,28 @@ void Session::finish_step() {
 
 void Session::send_home() { runtime_->send_home(); }
 
-std::vector<at::Tensor> Session::moments(ParamId param) const {
+std::optional<at::Tensor> Session::float_view(ParamId param, PayloadKind kind) const {
   const ParamPlace place = layout_.place(param);
-  const at::Tensor& tensor = params_[index(param)];
+  const auto& payload = manager_->payload(place.chunk, kind);
+  if (!payload) {
+    return std::nullopt;
+  }
+  return tensor_over(storage_over(payload), at::kFloat, place.offset,
+                     geometry_of(params_[index(param)]));
+}
+
+std::vector<at::Tensor> Session::moments(ParamId param) const {
   std::vector<at::Tensor> views;
   for (const PayloadKind kind : {PayloadKind::kExpAvg, PayloadKind::kExpAvgSq}) {
-    if (const auto& payload = manager_->payload(place.chunk, kind)) {
-      views.push_back(
-          tensor_over(storage_over(payload), at::kFloat, place.offset, geometry_of(tensor)));
+    if (auto view = float_view(param, kind)) {
+      views.push_back(*std::move(view));
     }
   }
   return views;
+}
+
+std::optional<at::Tensor> Session::master(ParamId param) const {
+  return float_view(param, PayloadKind::kMaster);
 }
 
 }  // namespace castor

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -82,6 +83,9 @@ class Session : public std::enable_shared_from_this<Session> {
 
   /// {exp_avg, exp_avg_sq} of a trainable parameter, as views of its payloads.
   [[nodiscard]] std::vector<at::Tensor> moments(ParamId param) const;
+  /// The fp32 values of a trainable 16-bit parameter, as a view of its payload; nullopt for fp32
+  /// parameters, which are their own master, and for frozen ones.
+  [[nodiscard]] std::optional<at::Tensor> master(ParamId param) const;
   /// Adam steps taken, one float32 per parameter: views of it are torch's `step` entries.
   [[nodiscard]] const at::Tensor& steps() const noexcept { return steps_; }
   /// Gradient bytes that went from the device to payloads on the host.
@@ -99,12 +103,14 @@ class Session : public std::enable_shared_from_this<Session> {
   Session(std::vector<at::Tensor> params, ChunkLayout layout, const SessionOptions& options);
   void add_payloads(bool adam_state);
   void adopt_parameters();
+  void zero_moments();
   void install_gradient_hooks();
   void follow_backward_pass();
   void check_parameters() const;
   void adopt_gradient(ParamId param, at::Tensor& grad);
   [[nodiscard]] double gradient_norm() const;
   [[nodiscard]] bool trainable(ParamId param) const { return layout_.param(param).trainable; }
+  [[nodiscard]] std::optional<at::Tensor> float_view(ParamId param, PayloadKind kind) const;
   template <typename T>
   [[nodiscard]] T* element(ParamId param, PayloadKind kind) const;
 

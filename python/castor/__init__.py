@@ -5,9 +5,13 @@ import torch  # noqa: F401  its libraries must be loaded before castor._C
 from castor._C import __version__
 from castor.booster import Booster
 from castor.errors import Error, IoError, NonFiniteGradientError, OutOfMemoryError, UsageError
+from castor.lazy import LazyInitContext
 from castor.optim import HybridAdam
 from castor.plugins import GeminiPlugin
 from castor.runtime.report import MemoryReport, MemoryUse
+
+ZeroInitContext = LazyInitContext
+"""The older name, of Colossal-AI's first versions."""
 
 __all__ = [
     "Booster",
@@ -15,10 +19,12 @@ __all__ = [
     "GeminiPlugin",
     "HybridAdam",
     "IoError",
+    "LazyInitContext",
     "MemoryReport",
     "MemoryUse",
     "NonFiniteGradientError",
     "OutOfMemoryError",
     "UsageError",
+    "ZeroInitContext",
     "__version__",
 ]

@@ -12,6 +12,7 @@ from torch import nn
 from castor import _C
 from castor.config import GeminiConfig
 from castor.errors import UsageError
+from castor.lazy import Materialisation, check_inactive
 from castor.runtime.guard import guard
 from castor.runtime.report import MemoryReport
 from castor.runtime.spec import ModelSpec
@@ -36,13 +37,30 @@ class Engine:
             OutOfMemoryError: A budget is too small; the model is untouched then.
         """
         check_not_boosted(model)
+        check_inactive()
+        self.config = config
+        self.skipped_steps = 0
+        lazy = Materialisation(model)
+        try:
+            spec = self._take_over(model, adam_state=adam_state)
+        except BaseException:
+            lazy.cancel()
+            raise
+        lazy.run(self._place, self._finish)
+        self._install_hooks(model, spec)
+        if config.precision != "fp32":
+            _convert_buffers(model, WORKING_DTYPES[config.precision])
+        guard(model)
+        _engines[model] = self
+
+    def _take_over(self, model: nn.Module, *, adam_state: bool) -> ModelSpec:
+        """Lays the parameters out in chunks and moves them there."""
+        config = self.config
         spec = ModelSpec.of(model)
         events = read_trace(config.trace_file, spec) if config.trace_file else None
-        self.config = config
         self.names = spec.names
         self.params = spec.params
         self.index_of = {param: i for i, param in enumerate(spec.params)}
-        self.skipped_steps = 0
         self.session = _C.Session(
             params=spec.params,
             param_names=spec.names,
@@ -63,11 +81,28 @@ class Engine:
         )
         if events is not None:
             self.session.load_trace(events)
-        self._install_hooks(model, spec)
-        if config.precision != "fp32":
-            _convert_buffers(model, WORKING_DTYPES[config.precision])
-        guard(model)
-        _engines[model] = self
+        return spec
+
+    def _place(self, param: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
+        """Chunk memory in which a lazy parameter's initialisers of type `dtype` may run."""
+        home, master = param.data, self.session.master(self.index_of[param])
+        if dtype == home.dtype:
+            return home
+        if master is not None and dtype == master.dtype:
+            return master
+        if dtype.itemsize < home.element_size():
+            return home.view(-1).view(dtype)[: home.numel()]
+        return None
+
+    def _finish(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """A lazy parameter has its values: makes home and master of them."""
+        home, master = param.data, self.session.master(self.index_of[param])
+        if master is not None:
+            if values.data_ptr() != master.data_ptr():
+                master.copy_(values)
+            _C.round_to_param(home, master)
+        elif values.dtype != home.dtype or values.data_ptr() != home.data_ptr():
+            home.copy_(values.clone())  # the values may lie in the home's memory
 
     def _install_hooks(self, model: nn.Module, spec: ModelSpec) -> None:
         if self.config.precision != "fp32":

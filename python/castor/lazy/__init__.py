@@ -1,0 +1,6 @@
+"""Models that take no memory until they are boosted."""
+
+from castor.lazy.context import LazyInitContext, check_inactive
+from castor.lazy.materialise import Materialisation
+
+__all__ = ["LazyInitContext", "Materialisation", "check_inactive"]

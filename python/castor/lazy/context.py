@@ -1,0 +1,125 @@
+"""Models that take no memory until they are boosted."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from castor.errors import UsageError
+from castor.lazy.materialise import materialise
+from castor.lazy.tensor import LazyTensor, Recording, name_of, record
+
+_active = threading.local()
+
+
+class LazyInitContext:
+    """Inside, CPU tensors are made without memory: `with LazyInitContext(): model = Model(config)`.
+
+    What initialises them is recorded; `booster.boost` replays it straight into the chunks. For the
+    same seed the weights are bitwise those of eager construction, and so is what the random
+    generators give after boost, unless something drew from them in between.
+
+    An initialiser that reads a random value (`.item()`, `if x > 0`) cannot be put off: everything
+    up to it is then computed at once, with a warning that names it. Code that asks for a tensor's
+    address raises UsageError. Nothing but the model should be made inside.
+
+    Sources: torchdistX (deferred initialisation); Colossal-AI, whose name this is.
+    """
+
+    def __init__(self) -> None:
+        self._recording = Recording()
+        self._mode: _RecordingMode | None = None
+
+    def __enter__(self) -> LazyInitContext:
+        """Starts recording.
+
+        Raises:
+            UsageError: Another one is active in this thread.
+        """
+        if is_active():
+            raise UsageError("a LazyInitContext is active already; use one at a time")
+        self._mode = _RecordingMode(self._recording)
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        _active.context = self
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        """Ends the recording of new tensors; what is done to lazy ones is recorded ever after."""
+        _active.context = None
+        if self._mode is not None:
+            self._mode.__exit__(kind, error, where)  # type: ignore[no-untyped-call]
+            self._mode = None
+
+    @staticmethod
+    def materialize(model: nn.Module) -> nn.Module:
+        """Computes a lazy model in ordinary memory, without boosting it.
+
+        Args:
+            model: A model; what is not lazy in it stays as it is.
+
+        Returns:
+            The same model.
+
+        Raises:
+            UsageError: A LazyInitContext is active.
+        """
+        check_inactive()
+        materialise(model)
+        return model
+
+
+class _RecordingMode(TorchDispatchMode):
+    """Sees every operation of its thread."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recording = recording
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Records what makes a CPU tensor, and what uses a lazy one."""
+        kwargs = kwargs or {}
+        tensors = [
+            leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)
+        ]
+        if any(isinstance(tensor, LazyTensor) for tensor in tensors):
+            return record(func, args, kwargs)
+        if self._recording.given_up:
+            return func(*args, **kwargs)
+        if not tensors and _makes_cpu_tensor(func, kwargs):
+            return record(func, args, kwargs, self._recording)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._recording.compute_all(
+                f"{name_of(func)} draws random numbers into a tensor with values"
+            )
+        return func(*args, **kwargs)
+
+
+def _makes_cpu_tensor(func: Any, kwargs: dict[str, Any]) -> bool:
+    returns = func._schema.returns
+    if not any("Tensor" in str(result.type) for result in returns):
+        return False
+    return torch.device(kwargs.get("device") or "cpu").type == "cpu"
+
+
+def is_active() -> bool:
+    """Whether this thread is inside a LazyInitContext."""
+    return getattr(_active, "context", None) is not None
+
+
+def check_inactive() -> None:
+    """Raises UsageError inside a LazyInitContext."""
+    if is_active():
+        raise UsageError("leave the LazyInitContext first: what is made inside it has no memory")

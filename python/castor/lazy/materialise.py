@@ -1,0 +1,138 @@
+"""Gives the lazy tensors of a model their values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import swap_tensors
+
+from castor.lazy.program import Value
+from castor.lazy.tensor import LazyTensor, Recording
+
+Place = Callable[[nn.Parameter, torch.dtype], torch.Tensor | None]
+"""(parameter, dtype it was made with) -> contiguous memory for its values, or None to allocate."""
+Finish = Callable[[nn.Parameter, torch.Tensor], None]
+"""(parameter, its values): puts them where they belong, if they are not there yet."""
+
+
+class Materialisation:
+    """The lazy tensors of a model, on their way to values.
+
+    While one exists, each lazy parameter is an ordinary one over a single zero, of the right shape,
+    dtype and attributes, so that whoever lays out memory for it sees what it expects. Every tensor
+    stays the same Python object throughout: optimizers and ties keep their references.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        tensors = _lazy_tensors(model)
+        for recording in {tensor._recording for tensor in tensors}:
+            recording.program.check_constants()  # while nothing has been changed
+        # (what stands in the model, the lazy tensor it was)
+        self._params = [_disguise(t) for t in tensors if isinstance(t, nn.Parameter)]
+        self._others = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
+
+    def cancel(self) -> None:
+        """Makes the parameters lazy again."""
+        for param, lazy in self._params:
+            lazy._recording.tensors.pop(id(lazy), None)
+            swap_tensors(param, lazy)
+            param._recording.tensors[id(param)] = param  # type: ignore[attr-defined]
+
+    def run(self, place: Place, finish: Finish) -> None:
+        """Replays what was recorded.
+
+        Besides the memory that `place` gives, only temporaries are held, and parameters it gave
+        None for.
+
+        Args:
+            place: Asked once for each lazy parameter whose values fill memory of their own.
+            finish: Called for each lazy parameter.
+        """
+        lazy_of_param = [lazy for _, lazy in self._params]
+        recordings = {t._recording for t in (*lazy_of_param, *self._others)}
+        for recording in recordings:
+            self._run(recording, place, finish)
+
+    def _run(self, recording: Recording, place: Place, finish: Finish) -> None:
+        params = [(param, lazy) for param, lazy in self._params if lazy._recording is recording]
+        others = [tensor for tensor in self._others if tensor._recording is recording]
+        pending = [t for t in (*(lazy for _, lazy in params), *others) if t._computed is None]
+        owner = _sole_owners([(p, lazy._value) for p, lazy in params if lazy._computed is None])
+
+        def place_value(value: Value) -> torch.Tensor | None:
+            param = owner.get(value.memory)
+            if param is None or not _fills_its_memory(value):
+                return None
+            target = place(param, value.meta.dtype)
+            return None if target is None else target.view(value.meta.shape)
+
+        values = recording.program.replay([t._value for t in pending], place=place_value)
+        for param, lazy in params:
+            finish(param, values[lazy._value] if lazy._computed is None else lazy._computed)
+        for tensor in others:
+            value = values[tensor._value] if tensor._computed is None else tensor._computed
+            recording.tensors.pop(id(tensor), None)
+            swap_tensors(tensor, _dressed(value.requires_grad_(tensor.requires_grad), tensor))
+
+
+def materialise(model: nn.Module) -> None:
+    """Replaces every lazy tensor of `model`, in place, by an ordinary one with its values."""
+
+    def finish(param: nn.Parameter, value: torch.Tensor) -> None:
+        param.data = value
+
+    Materialisation(model).run(lambda _param, _dtype: None, finish)
+
+
+def _lazy_tensors(model: nn.Module) -> list[LazyTensor]:
+    """Parameters, buffers, and what a module's attributes hold."""
+    found: dict[int, LazyTensor] = {}
+    for module in model.modules():
+        for value in _leaves(vars(module), depth=2):
+            if isinstance(value, LazyTensor):
+                found[id(value)] = value
+    return list(found.values())
+
+
+def _leaves(holder: Any, *, depth: int) -> Iterator[Any]:
+    if depth > 0 and isinstance(holder, dict | list | tuple):
+        for value in holder.values() if isinstance(holder, dict) else holder:
+            yield from _leaves(value, depth=depth - 1)
+    else:
+        yield holder
+
+
+def _disguise(lazy: LazyTensor) -> tuple[nn.Parameter, LazyTensor]:
+    zero = torch.zeros((), dtype=lazy.dtype).expand(lazy.shape)
+    other: Any = _dressed(nn.Parameter(zero, lazy.requires_grad), lazy)
+    param: Any = lazy
+    lazy._recording.tensors.pop(id(lazy), None)  # tensors with weak references cannot be swapped
+    swap_tensors(param, other)
+    other._recording.tensors[id(other)] = other
+    return param, other
+
+
+def _dressed(tensor: torch.Tensor, lazy: LazyTensor) -> torch.Tensor:
+    """`tensor` with the attributes that user code set on `lazy`."""
+    own = {"_recording", "_value", "_computed", "_is_param"}
+    vars(tensor).update({key: value for key, value in vars(lazy).items() if key not in own})
+    return tensor
+
+
+def _sole_owners(params: list[tuple[nn.Parameter, Value]]) -> dict[int, nn.Parameter]:
+    """Memory to parameter, where one parameter is all that lies there."""
+    counts = Counter(value.memory for _, value in params)
+    return {
+        value.memory: param
+        for param, value in params
+        if counts[value.memory] == 1 and _fills_its_memory(value)
+    }
+
+
+def _fills_its_memory(value: Value) -> bool:
+    meta = value.meta
+    return meta.is_contiguous() and meta.nbytes == meta.untyped_storage().nbytes()
