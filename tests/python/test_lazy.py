@@ -275,3 +275,41 @@ def test_addresses_and_pickles_are_refused():
 
 def test_the_old_name_is_the_same_class():
     assert castor.ZeroInitContext is LazyInitContext
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "mixtral"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_from_pretrained_reads_into_the_chunks(name, precision, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "0")
+    original = CASES[name].model()
+    original.save_pretrained(tmp_path)
+    model_class = type(original)
+    with LazyInitContext():
+        lazy = model_class.from_pretrained(tmp_path)
+    assert all(isinstance(param, LazyTensor) for param in lazy.parameters())
+    eager = model_class.from_pretrained(tmp_path)
+    assert lazy.training == eager.training
+    boost(lazy, precision=precision)
+    boost(eager, precision=precision)
+    assert_same_state(lazy, eager)
+
+
+def test_from_pretrained_initialises_what_the_checkpoint_lacks(tmp_path):
+    gpt2().transformer.save_pretrained(tmp_path)
+    torch.manual_seed(6)
+    with LazyInitContext():
+        lazy = hf.GPT2ForSequenceClassification.from_pretrained(
+            tmp_path, num_labels=3, pad_token_id=0
+        )
+    torch.manual_seed(6)
+    eager = hf.GPT2ForSequenceClassification.from_pretrained(tmp_path, num_labels=3, pad_token_id=0)
+    boost(lazy)
+    assert_same_state(lazy, eager)
+
+
+def test_a_file_truncated_before_boost_is_an_error(tmp_path):
+    gpt2().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(Exception, match=r"[Ii]ncomplete|header|too large"), LazyInitContext():
+        hf.GPT2LMHeadModel.from_pretrained(tmp_path)

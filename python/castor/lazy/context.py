@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from castor.errors import UsageError
+from castor.lazy.files import lazy_files
 from castor.lazy.materialise import materialise
 from castor.lazy.tensor import LazyTensor, Recording, name_of, record
 
@@ -23,7 +25,8 @@ class LazyInitContext:
 
     What initialises them is recorded; `booster.boost` replays it straight into the chunks. For the
     same seed the weights are bitwise those of eager construction, and so is what the random
-    generators give after boost, unless something drew from them in between.
+    generators give after boost, unless something drew from them in between. `from_pretrained` of
+    transformers works too: boost reads the safetensors files tensor by tensor into the chunks.
 
     An initialiser that reads a random value (`.item()`, `if x > 0`) cannot be put off: everything
     up to it is then computed at once, with a warning that names it. Code that asks for a tensor's
@@ -34,7 +37,7 @@ class LazyInitContext:
 
     def __init__(self) -> None:
         self._recording = Recording()
-        self._mode: _RecordingMode | None = None
+        self._inside = ExitStack()
 
     def __enter__(self) -> LazyInitContext:
         """Starts recording.
@@ -44,8 +47,8 @@ class LazyInitContext:
         """
         if is_active():
             raise UsageError("a LazyInitContext is active already; use one at a time")
-        self._mode = _RecordingMode(self._recording)
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        self._inside.enter_context(lazy_files(self._recording))
+        self._inside.enter_context(_RecordingMode(self._recording))
         _active.context = self
         return self
 
@@ -57,9 +60,7 @@ class LazyInitContext:
     ) -> None:
         """Ends the recording of new tensors; what is done to lazy ones is recorded ever after."""
         _active.context = None
-        if self._mode is not None:
-            self._mode.__exit__(kind, error, where)  # type: ignore[no-untyped-call]
-            self._mode = None
+        self._inside.__exit__(kind, error, where)
 
     @staticmethod
     def materialize(model: nn.Module) -> nn.Module:
@@ -98,20 +99,22 @@ class _RecordingMode(TorchDispatchMode):
             return record(func, args, kwargs)
         if self._recording.given_up:
             return func(*args, **kwargs)
-        if not tensors and _makes_cpu_tensor(func, kwargs):
+        without_values = all(tensor.is_meta for tensor in tensors)
+        if without_values and _makes_cpu_tensor(func, tensors, kwargs):
             return record(func, args, kwargs, self._recording)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and not without_values:
             self._recording.compute_all(
                 f"{name_of(func)} draws random numbers into a tensor with values"
             )
         return func(*args, **kwargs)
 
 
-def _makes_cpu_tensor(func: Any, kwargs: dict[str, Any]) -> bool:
-    returns = func._schema.returns
-    if not any("Tensor" in str(result.type) for result in returns):
+def _makes_cpu_tensor(func: Any, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
+    """Given that `tensors`, the arguments, are on the meta device."""
+    if not any("Tensor" in str(result.type) for result in func._schema.returns):
         return False
-    return torch.device(kwargs.get("device") or "cpu").type == "cpu"
+    default = "meta" if tensors else "cpu"
+    return torch.device(kwargs.get("device") or default).type == "cpu"
 
 
 def is_active() -> bool:

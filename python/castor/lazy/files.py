@@ -1,0 +1,129 @@
+"""Checkpoints that are read when the model is boosted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from castor.lazy.program import Operation, Value
+from castor.lazy.tensor import LazyTensor, Recording
+
+_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16,
+    "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
+    "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64,
+}  # fmt: skip
+
+
+@contextmanager
+def lazy_files(recording: Recording) -> Iterator[None]:
+    """Inside, from_pretrained of transformers gets lazy tensors from safetensors files.
+
+    Its renaming, fusing and casting of tensors are then recorded like initialisers.
+    """
+    transformers: Any = sys.modules.get("transformers.modeling_utils")
+    if transformers is None:  # from_pretrained cannot be called before it is imported
+        yield
+        return
+    safe_open = transformers.safe_open
+
+    def open_lazily(
+        filename: Any, framework: str = "pt", device: Any = "cpu", **options: Any
+    ) -> Any:
+        file = safe_open(filename, framework=framework, device=device, **options)
+        on_cpu = framework in ("pt", "torch") and torch.device(device).type == "cpu"
+        return LazyFile(recording, file) if on_cpu else file
+
+    transformers.safe_open = open_lazily
+    try:
+        yield
+    finally:
+        transformers.safe_open = safe_open
+
+
+class LazyFile:
+    """An open safetensors file whose tensors are lazy; it stays mapped while they need it."""
+
+    def __init__(self, recording: Recording, file: Any) -> None:
+        self._recording = recording
+        self._file = file
+
+    def __enter__(self) -> LazyFile:
+        """For `with`."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing: the tensors still have to be read."""
+
+    def __getattr__(self, name: str) -> Any:
+        """keys, metadata and whatever else does not read tensors."""
+        return getattr(self._file, name)
+
+    def get_slice(self, key: str) -> LazySlice:
+        """A tensor, to be read in part or as a whole."""
+        return LazySlice(self._recording, self._file, key)
+
+    def get_tensor(self, key: str) -> torch.Tensor:
+        """A tensor, to be read."""
+        whole: torch.Tensor = self.get_slice(key)[...]
+        return whole
+
+
+class LazySlice:
+    """What safetensors' get_slice gives, lazy."""
+
+    def __init__(self, recording: Recording, file: Any, key: str) -> None:
+        self._recording = recording
+        self._slice = file.get_slice(key)
+        self._read = Read(file=file, key=key)
+
+    def __getattr__(self, name: str) -> Any:
+        """get_shape and get_dtype."""
+        return getattr(self._slice, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        """A part of the tensor, lazy; `...` for all of it."""
+        dtype = _DTYPES.get(self._slice.get_dtype())
+        if dtype is None:
+            raise NotImplementedError(
+                f"tensor '{self._read.key}' has type {self._slice.get_dtype()}, which "
+                "LazyInitContext does not read; call from_pretrained outside"
+            )
+        value = Value(meta=torch.empty(self._slice.get_shape(), dtype=dtype, device="meta"))
+        self._recording.program.operations.append(
+            Operation(
+                function=self._read,
+                args=(),
+                kwargs={},
+                inputs=frozenset(),
+                outputs=(value,),
+                writes=frozenset(),
+                random=None,
+                constants=(),
+            )
+        )
+        whole = LazyTensor(self._recording, value)
+        return whole if index is ... else whole[index]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Read:
+    """Reads one tensor."""
+
+    file: Any
+    key: str
+
+    def __call__(self) -> torch.Tensor:
+        """Gives the tensor over the file's mapping: private memory is taken by who copies it.
+
+        Raises:
+            safetensors.SafetensorError: The file is damaged.
+        """
+        tensor: torch.Tensor = self.file.get_tensor(self.key)
+        return tensor
