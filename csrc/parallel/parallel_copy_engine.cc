@@ -2,21 +2,12 @@
 
 #include <algorithm>
 #include <cstring>
-#include <functional>
 #include <string>
 
 #include "core/error.h"
+#include "parallel/check_copy.h"
 
 namespace castor {
-namespace {
-
-bool overlap(std::span<const std::byte> a, std::span<const std::byte> b) {
-  const std::less<> before;  // a total order over pointers of different arrays
-  return before(a.data(), b.data() + b.size()) && before(b.data(), a.data() + a.size());
-}
-
-}  // namespace
-
 ParallelCopyEngine::ParallelCopyEngine(Executor& executor, std::size_t block_bytes)
     : executor_(executor), block_bytes_(block_bytes) {
   if (block_bytes == 0) {
@@ -25,23 +16,16 @@ ParallelCopyEngine::ParallelCopyEngine(Executor& executor, std::size_t block_byt
 }
 
 CopyTicket ParallelCopyEngine::submit(const CopyRequest& request) {
-  if (request.source.size() != request.target.size()) {
-    throw InvalidArgument("a copy needs buffers of equal size: the source has " +
-                          format_bytes(request.source.size()) + ", the target " +
-                          format_bytes(request.target.size()));
-  }
-  if (!request.source.empty()) {
-    if (overlap(request.source, request.target)) {
-      throw InvalidArgument("the source and the target of a copy of " +
-                            format_bytes(request.source.size()) + " overlap");
-    }
-    copy(request);
-  }
+  check_copy(request);
+  copy(request);
   return CopyTicket{last_ticket_.fetch_add(1, std::memory_order_relaxed) + 1};
 }
 
 void ParallelCopyEngine::copy(const CopyRequest& request) const {
   const std::size_t bytes = request.source.size();
+  if (bytes == 0) {
+    return;
+  }
   if (bytes <= block_bytes_ || executor_.num_threads() == 1) {
     std::memcpy(request.target.data(), request.source.data(), bytes);
     return;

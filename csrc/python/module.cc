@@ -104,6 +104,7 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
                   .steady_cap_ratio = get("steady_cap_ratio").cast<double>()},
       .device_bytes = get("device_bytes").cast<std::size_t>(),
       .host_bytes = get("host_bytes").cast<std::size_t>(),
+      .link_bytes_per_second = get("link_bytes_per_second").cast<std::uint64_t>(),
       .adam_state = get("adam_state").cast<bool>()};
   return Session::create(std::move(params), std::move(param_names), std::move(specs),
                          session_options);

@@ -18,6 +18,7 @@
 #include "host/slot_arena.h"
 #include "optim/convert.h"
 #include "optim/gradient.h"
+#include "parallel/async_copy_engine.h"
 #include "parallel/parallel_copy_engine.h"
 #include "parallel/tbb_executor.h"
 #include "torch/counting_allocator.h"
@@ -91,6 +92,16 @@ std::vector<ParamSpec> describe(const std::vector<at::Tensor>& params,
   return specs;
 }
 
+/// At memory speed a copy is over soonest when every core takes part; a link leaves the cores free.
+std::unique_ptr<CopyEngine> make_copy_engine(std::uint64_t link_bytes_per_second,
+                                             Executor& executor) {
+  if (link_bytes_per_second == 0) {
+    return std::make_unique<ParallelCopyEngine>(executor);
+  }
+  return std::make_unique<AsyncCopyEngine>(
+      AsyncCopyOptions{.bytes_per_second = link_bytes_per_second, .copy = {}});
+}
+
 }  // namespace
 
 std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
@@ -117,7 +128,7 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout, const Sessi
       host_(std::make_shared<MemoryTier>(TierKind::kHost, options.host_bytes, make_host_arena())),
       nonmodel_(std::make_shared<NonModelMemory>(device_)),
       executor_(std::make_unique<TbbExecutor>()),
-      copy_engine_(std::make_unique<ParallelCopyEngine>(*executor_)),
+      copy_engine_(make_copy_engine(options.link_bytes_per_second, *executor_)),
       storages_(std::make_unique<ChunkStorages>(layout_)),
       manager_(std::make_unique<ChunkManager>(layout_, place_chunks(layout_, options.placement),
                                               device_, host_, *copy_engine_, *storages_)) {

@@ -27,6 +27,8 @@ struct SessionOptions {
   RuntimeOptions runtime;
   std::size_t device_bytes = 0;
   std::size_t host_bytes = 0;
+  /// Bandwidth of an emulated link between host and device, each way; 0: memory's own.
+  std::uint64_t link_bytes_per_second = 0;
   /// Whether Adam's moments get payloads; false when another optimizer updates the parameters.
   bool adam_state = true;
 };

@@ -47,6 +47,26 @@ def parse_bytes(value: int | str, name: str) -> int:
     return size
 
 
+def parse_bandwidth(value: int | str, name: str) -> int:
+    """Reads a bandwidth.
+
+    Args:
+        value: Bytes per second, or a string such as "25GB/s".
+        name: The argument's name, for errors.
+
+    Returns:
+        Bytes per second, at least 1.
+
+    Raises:
+        TypeError: `value` is neither an int nor a string.
+        ValueError: The string is no bandwidth, or it is not positive.
+    """
+    size = value.strip().removesuffix("/s") if isinstance(value, str) else value
+    if isinstance(value, str) and (size == value.strip() or _SIZE.fullmatch(str(size)) is None):
+        raise ValueError(f"{name} is {value!r}; write a bandwidth such as '25GB/s'")
+    return parse_bytes(size, name)
+
+
 def available_memory_bytes() -> int:
     """Bytes of host memory that can be taken without swapping (MemAvailable)."""
     for line in Path("/proc/meminfo").read_text().splitlines():
@@ -134,6 +154,8 @@ class GeminiConfig:
     device_bytes: int
     host_bytes: int
     precision: Precision
+    link_bytes_per_second: int
+    """0: memory's own speed."""
     chunk_bytes: int
     """0: search."""
     max_prefetch: int

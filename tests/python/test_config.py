@@ -200,3 +200,19 @@ def test_hybrid_adam_alone_refuses_what_it_cannot_update() -> None:
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(TypeError, match="sparse"):
         HybridAdam(embedding.parameters()).step()
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [("2GB", ValueError), ("fast/s", ValueError), (0, ValueError), (1.5, TypeError)],
+)
+def test_bandwidths_that_are_none_are_refused(value, error):
+    with pytest.raises(error, match="link_bandwidth is"):
+        GeminiPlugin(device="cpu", link_bandwidth=value)
+
+
+def test_bandwidths_are_bytes_per_second():
+    assert (
+        GeminiPlugin(device="cpu", link_bandwidth="2GB/s").config.link_bytes_per_second == 2 * 10**9
+    )
+    assert GeminiPlugin(device="cpu", link_bandwidth=5).config.link_bytes_per_second == 5

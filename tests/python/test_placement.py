@@ -47,6 +47,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "one chunk size": {"chunk_bytes": "8KiB"},
     "tiny chunks": {"chunk_bytes": 64},
     "one chunk": {"chunk_bytes": "1MiB"},
+    "a slow link": {"link_bandwidth": "200MB/s", "max_prefetch": 2},
     "capped": {"steady_cuda_cap_ratio": 0.9, "warmup_non_model_data_ratio": 0.5},
 }  # fmt: skip
 

@@ -17,6 +17,7 @@ from castor.config import (
     Precision,
     available_memory_bytes,
     check_fraction,
+    parse_bandwidth,
     parse_bytes,
 )
 from castor.errors import UsageError
@@ -95,6 +96,9 @@ class GeminiPlugin:
         growth_interval: fp16: good steps before growth.
         hysteresis: fp16: overflows before reduction.
         max_scale: fp16: highest loss scale.
+        link_bandwidth: CPU device: bytes per second, or "25GB/s", of an emulated link that
+            parameters pass on their way to the device and back, beside the compute, to try what a
+            GPU's link would do. Default: memory's own speed.
         trace_file: A trace written by Booster.save_trace: the first step runs by plan.
         **not_yet: Names of later versions and of Colossal-AI's plugin: accepted at the value that
             asks for nothing.
@@ -132,6 +136,7 @@ class GeminiPlugin:
         growth_interval: int = 1000,
         hysteresis: int = 2,
         max_scale: float = 2.0**32,
+        link_bandwidth: int | str | None = None,
         trace_file: str | Path | None = None,
         **not_yet: Any,
     ) -> None:
@@ -157,6 +162,9 @@ class GeminiPlugin:
             device_bytes=_bytes_or_available(device_memory, "device_memory"),
             host_bytes=_bytes_or_available(host_memory, "host_memory"),
             precision=cast(Precision, precision or "fp32"),
+            link_bytes_per_second=(
+                0 if link_bandwidth is None else parse_bandwidth(link_bandwidth, "link_bandwidth")
+            ),
             chunk_bytes=0 if chunk_bytes is None else parse_bytes(chunk_bytes, "chunk_bytes"),
             max_prefetch=max_prefetch,
             offload_optim_frac=offload_optim_frac or 0.0,

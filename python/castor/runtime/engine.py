@@ -76,6 +76,7 @@ class Engine:
                 "steady_cap_ratio": config.steady_cuda_cap_ratio,
                 "device_bytes": config.device_bytes,
                 "host_bytes": config.host_bytes,
+                "link_bytes_per_second": config.link_bytes_per_second,
                 "adam_state": adam_state,
             },
         )

@@ -1,0 +1,75 @@
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <stop_token>
+#include <thread>
+
+#include "core/copy_engine.h"
+
+namespace castor {
+
+/// Copies request.source to request.target; may throw.
+using CopyFunction = std::function<void(const CopyRequest& request)>;
+
+struct AsyncCopyOptions {
+  /// Bandwidth of an emulated link, for each direction on its own; 0: as fast as memory is. What a
+  /// GPU's link would do can then be tried, and overlap be proved, on any machine.
+  std::uint64_t bytes_per_second = 0;
+  /// What the threads run; memcpy by default. Tests delay and fail copies here.
+  CopyFunction copy;
+};
+
+/// The copy engine of the CPU "device" that works beside the compute: one thread a direction, as a
+/// GPU has one stream a direction. submit() returns at once; copies of one direction run in the
+/// order of submission, those of different directions at the same time.
+///
+/// A copy that fails leaves the engine usable: its ticket is done, and every wait for it rethrows.
+/// Thread-safe. Destruction completes what was submitted.
+class AsyncCopyEngine final : public CopyEngine {
+ public:
+  /// Throws std::system_error if the system refuses a thread.
+  explicit AsyncCopyEngine(AsyncCopyOptions options = {});
+  ~AsyncCopyEngine() override;
+
+  /// Throws InvalidArgument if the spans differ in size or overlap.
+  [[nodiscard]] CopyTicket submit(const CopyRequest& request) override;
+  /// Throws InvalidArgument for a ticket that was never given out; so does done().
+  void wait(CopyTicket ticket) override;
+  [[nodiscard]] bool done(CopyTicket ticket) override;
+
+ private:
+  struct Queue {
+    std::deque<CopyRequest> requests;  // not taken by the worker yet
+    std::uint64_t num_submitted = 0;
+    std::uint64_t num_done = 0;
+    std::map<std::uint64_t, std::exception_ptr> failures;  // by number
+  };
+
+  /// A ticket: which copy of its direction it is.
+  struct Place {
+    std::size_t direction;
+    std::uint64_t number;
+  };
+
+  [[nodiscard]] Place place_of(CopyTicket ticket) const;
+  void work(const std::stop_token& stop, std::size_t direction);
+  void copy(const CopyRequest& request, std::uint64_t* link_free_ns) const;
+
+  const AsyncCopyOptions options_;
+  std::mutex mutex_;  // guards queues_
+  std::condition_variable_any submitted_;
+  std::condition_variable completed_;
+  std::array<Queue, 2> queues_;
+  // Last: their destructors stop and join them while everything above is still alive.
+  std::array<std::jthread, 2> workers_;
+};
+
+}  // namespace castor
