@@ -278,6 +278,8 @@ PYBIND11_MODULE(_C, m) {
       .def("send_home", &Session::send_home, released)
       .def("moments", [](const Session& session,
                          std::uint32_t param) { return session.moments(castor::ParamId{param}); })
+      .def("master", [](const Session& session,
+                        std::uint32_t param) { return session.master(castor::ParamId{param}); })
       .def_property_readonly("steps", &Session::steps)
       .def("report", &castor::report)
       .def("memory", &castor::memory)

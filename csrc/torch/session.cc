@@ -475,4 +475,14 @@ std::vector<at::Tensor> Session::moments(ParamId param) const {
   return views;
 }
 
+std::optional<at::Tensor> Session::master(ParamId param) const {
+  const ParamPlace place = layout_.place(param);
+  const auto& payload = manager_->payload(place.chunk, PayloadKind::kMaster);
+  if (!payload) {
+    return std::nullopt;
+  }
+  return tensor_over(storage_over(payload), at::kFloat, place.offset,
+                     geometry_of(params_[index(param)]));
+}
+
 }  // namespace castor

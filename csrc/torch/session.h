@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -82,6 +83,9 @@ class Session : public std::enable_shared_from_this<Session> {
 
   /// {exp_avg, exp_avg_sq} of a trainable parameter, as views of its payloads.
   [[nodiscard]] std::vector<at::Tensor> moments(ParamId param) const;
+  /// The fp32 master of a trainable parameter in a 16-bit precision, as a view of its payload;
+  /// none in fp32, where the parameter is its own master, and for frozen parameters.
+  [[nodiscard]] std::optional<at::Tensor> master(ParamId param) const;
   /// Adam steps taken, one float32 per parameter: views of it are torch's `step` entries.
   [[nodiscard]] const at::Tensor& steps() const noexcept { return steps_; }
   /// Gradient bytes that went from the device to payloads on the host.
