@@ -1,0 +1,1 @@
+"""Checkpoints: durable, verified, in the layouts of Hugging Face and torch.optim."""
