@@ -4,13 +4,23 @@ import torch  # noqa: F401  its libraries must be loaded before castor._C
 
 from castor._C import __version__
 from castor.booster import Booster
-from castor.errors import Error, IoError, NonFiniteGradientError, OutOfMemoryError, UsageError
+from castor.checkpoint import CheckpointInfo
+from castor.errors import (
+    CheckpointError,
+    Error,
+    IoError,
+    NonFiniteGradientError,
+    OutOfMemoryError,
+    UsageError,
+)
 from castor.optim import HybridAdam
 from castor.plugins import GeminiPlugin
 from castor.runtime.report import MemoryReport, MemoryUse
 
 __all__ = [
     "Booster",
+    "CheckpointError",
+    "CheckpointInfo",
     "Error",
     "GeminiPlugin",
     "HybridAdam",
