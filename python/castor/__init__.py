@@ -4,7 +4,15 @@ import torch  # noqa: F401  its libraries must be loaded before castor._C
 
 from castor._C import __version__
 from castor.booster import Booster
-from castor.errors import Error, IoError, NonFiniteGradientError, OutOfMemoryError, UsageError
+from castor.checkpoint import CheckpointInfo
+from castor.errors import (
+    CheckpointError,
+    Error,
+    IoError,
+    NonFiniteGradientError,
+    OutOfMemoryError,
+    UsageError,
+)
 from castor.lazy import LazyInitContext
 from castor.optim import HybridAdam
 from castor.plugins import GeminiPlugin
@@ -15,6 +23,8 @@ ZeroInitContext = LazyInitContext
 
 __all__ = [
     "Booster",
+    "CheckpointError",
+    "CheckpointInfo",
     "Error",
     "GeminiPlugin",
     "HybridAdam",

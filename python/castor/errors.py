@@ -38,4 +38,8 @@ class IoError(Error, OSError):
     """A transfer failed or came short; errno and filename are those of OSError."""
 
 
+class CheckpointError(Error, RuntimeError):
+    """A checkpoint is damaged, incomplete or of something else; nothing in memory was changed."""
+
+
 _C.set_python_errors(Error, UsageError, OutOfMemoryError, IoError)

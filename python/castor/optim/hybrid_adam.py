@@ -38,6 +38,9 @@ class HybridAdam(Optimizer):
         NotImplementedError: An argument asks for what this version lacks.
     """
 
+    keeps_masters = True
+    """The state of a 16-bit parameter holds its float32 master; checkpoints look at this."""
+
     def __init__(
         self,
         params: ParamsT,
@@ -111,10 +114,12 @@ class HybridAdam(Optimizer):
         if param.grad.is_sparse:
             raise TypeError("HybridAdam does not take sparse gradients; use sparse=False")
         state = self.state[param]
-        if not state:
+        if "step" not in state:
             state["step"] = torch.tensor(0.0)
             if param.dtype == torch.float32:
                 master = param
+            elif "master" in state:  # from a checkpoint, of a parameter that had no gradient yet
+                master = state["master"]
             else:
                 master = state["master"] = param.detach().float()
                 _C.round_to_param(param, master)

@@ -32,3 +32,17 @@ class LossScaler:
             self._good_steps = 0
             self._overflows_left = config.hysteresis
             self.scale = min(config.max_scale, self.scale * config.growth_factor)
+
+    def state_dict(self) -> dict[str, float | int]:
+        """The scale and the counts that its next change depends on."""
+        return {
+            "scale": self.scale,
+            "good_steps": self._good_steps,
+            "overflows_left": self._overflows_left,
+        }
+
+    def load_state_dict(self, state: dict[str, float | int]) -> None:
+        """Goes on where the scaler that gave `state` was."""
+        self.scale = float(state["scale"])
+        self._good_steps = int(state["good_steps"])
+        self._overflows_left = int(state["overflows_left"])

@@ -40,6 +40,8 @@ class Engine:
         check_inactive()
         self.config = config
         self.skipped_steps = 0
+        self.resumed_steps = 0
+        """Steps that were taken before this process, by the checkpoint it resumed from."""
         lazy = Materialisation(model)
         try:
             spec = self._take_over(model, adam_state=adam_state)
@@ -119,6 +121,15 @@ class Engine:
             module.register_forward_pre_hook(enter, prepend=True)
             module.register_forward_hook(leave, always_call=True)
 
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the run, skipped ones and those before a resume included."""
+        return self.resumed_steps + int(self.session.report()["steps"])
+
+    @num_steps.setter
+    def num_steps(self, steps: int) -> None:
+        self.resumed_steps = steps - int(self.session.report()["steps"])
+
     def report(self) -> MemoryReport:
         """The figures so far."""
         figures: dict[str, Any] = dict(self.session.report())
@@ -146,6 +157,16 @@ def engine_of(model: nn.Module) -> Engine:
     if engine is None:
         raise UsageError(f"this {type(model).__name__} is not boosted; call booster.boost first")
     return engine
+
+
+def engines_holding(model: nn.Module) -> list[Engine]:
+    """The engines that manage parameters of `model`: its own, or that of a model it is part of."""
+    params = list(model.parameters())
+    return [
+        engine
+        for engine in list(_engines.values())
+        if any(param in engine.index_of for param in params)
+    ]
 
 
 def check_not_boosted(model: nn.Module) -> None:

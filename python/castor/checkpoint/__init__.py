@@ -1,0 +1,23 @@
+"""Checkpoints: durable, verified, in the layouts of Hugging Face and torch.optim."""
+
+from castor.checkpoint.dataloader import make_resumable
+from castor.checkpoint.model import save_model
+from castor.checkpoint.model_load import load_model
+from castor.checkpoint.optimizer import save_optimizer
+from castor.checkpoint.optimizer_load import load_optimizer
+from castor.checkpoint.run import CheckpointInfo, latest, load, save
+from castor.checkpoint.scheduler import load_lr_scheduler, save_lr_scheduler
+
+__all__ = [
+    "CheckpointInfo",
+    "latest",
+    "load",
+    "load_lr_scheduler",
+    "load_model",
+    "load_optimizer",
+    "make_resumable",
+    "save",
+    "save_lr_scheduler",
+    "save_model",
+    "save_optimizer",
+]

@@ -1,0 +1,214 @@
+"""The safetensors container: written from the tensors' own memory, checked, read through mmap.
+
+The library's save_file copies every tensor of a file before it writes; here the memory beside the
+tensors is one piece. Reading is the library's, after our own check of the structure.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from castor.checkpoint.files import FileEntry, write_file
+from castor.checkpoint.tensor_bytes import DTYPE_NAMES, DTYPES, pieces
+from castor.errors import CheckpointError
+
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """Where a tensor lies: bytes [start, end) of `path`, counted from the start of the file."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def check_savable(tensors: Mapping[str, Any]) -> None:
+    """Raises CheckpointError naming the first entry that safetensors cannot hold."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(
+                f"'{name}' is a {type(tensor).__name__}, not a tensor; checkpoints hold tensors "
+                "alone (no pickle): keep it as a buffer, or pass it to booster.save as extra"
+            )
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
+            raise CheckpointError(
+                f"tensor '{name}' ({tensor.dtype}, {tensor.layout}, on {tensor.device}) cannot be "
+                "saved; safetensors holds dense tensors with values, of its own types"
+            )
+        if name == "__metadata__":
+            raise CheckpointError("a tensor cannot be called '__metadata__' in safetensors")
+
+
+def bytes_of(tensors: Tensors) -> int:
+    """Bytes of all tensors."""
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def split(tensors: Tensors, stem: str, max_bytes: int | None) -> dict[str, dict[str, torch.Tensor]]:
+    """Divides tensors over files, in their order, as Hugging Face does.
+
+    Args:
+        tensors: By name.
+        stem: "model" gives model.safetensors, or model-00001-of-00002.safetensors and so on.
+        max_bytes: What a file may hold; a larger tensor gets a file of its own. None: one file.
+
+    Returns:
+        File name to its tensors; one file at least.
+    """
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    room = max_bytes
+    for name, tensor in tensors.items():
+        if room is not None and max_bytes is not None:
+            if tensor.nbytes > room and shards[-1]:
+                shards.append({})
+                room = max_bytes
+            room -= tensor.nbytes
+        shards[-1][name] = tensor
+    if len(shards) == 1:
+        return {f"{stem}.safetensors": shards[0]}
+    return {
+        f"{stem}-{i:05}-of-{len(shards):05}.safetensors": shard
+        for i, shard in enumerate(shards, start=1)
+    }
+
+
+def write_tensors(path: Path, tensors: Tensors) -> FileEntry:
+    """Writes one safetensors file, streaming.
+
+    Args:
+        path: Where.
+        tensors: By name; see check_savable.
+
+    Returns:
+        Size and checksums.
+
+    Raises:
+        OSError: The disk refuses; no file is left.
+    """
+    # Wide types first: then every tensor is aligned to its own type.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    checksums: dict[str, str] = {}
+
+    def contents() -> Iterator[bytes | memoryview]:
+        yield _header(ordered)
+        for name, tensor in ordered:
+            hasher = xxhash.xxh3_128()
+            for piece in pieces(tensor):
+                hasher.update(piece)
+                yield piece
+            checksums[name] = hasher.hexdigest()
+
+    return replace(write_file(path, contents()), tensors=checksums)
+
+
+def _header(ordered: list[tuple[str, torch.Tensor]]) -> bytes:
+    document: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in ordered:
+        document[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    text = json.dumps(document, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """What a safetensors file holds, after a check that its structure is sound.
+
+    Raises:
+        CheckpointError: The file is missing, cut short, or its header contradicts its length;
+            the message names file and tensor.
+    """
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+                raise CheckpointError(
+                    f"{path} is no safetensors file, or was cut short: it has {size} bytes, its "
+                    f"header claims {length}"
+                )
+            document = json.loads(file.read(length))
+        if not isinstance(document, dict):
+            raise ValueError("the header is no JSON object")
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} has a damaged header: {error}") from error
+    document.pop("__metadata__", None)
+    base = _LENGTH_BYTES + length
+    stored = {name: _stored(path, name, entry, base) for name, entry in document.items()}
+    _check_extent(path, stored, base, size)
+    return stored
+
+
+def _stored(path: Path, name: str, entry: Any, base: int) -> StoredTensor:
+    try:
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        start, end = entry["data_offsets"]
+        whole = all(type(number) is int and number >= 0 for number in (*shape, start, end))
+    except (KeyError, TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise CheckpointError(f"{path} describes tensor '{name}' by {entry!r}; it is damaged")
+    if dtype not in DTYPES:
+        raise CheckpointError(f"tensor '{name}' of {path} has type {dtype!r}, unknown to castor")
+    if end - start != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise CheckpointError(
+            f"{path} is damaged: tensor '{name}' of shape {shape} and type {dtype} has "
+            f"{end - start} bytes"
+        )
+    return StoredTensor(
+        path=path, dtype=DTYPES[dtype], shape=shape, start=base + start, end=base + end
+    )
+
+
+def _check_extent(path: Path, stored: dict[str, StoredTensor], base: int, size: int) -> None:
+    """Tensors follow each other without gaps and end where the file does."""
+    end = base
+    for name, tensor in sorted(stored.items(), key=lambda item: (item[1].start, item[1].end)):
+        if tensor.start != end:
+            raise CheckpointError(
+                f"{path} is damaged: tensor '{name}' begins at byte {tensor.start}, not {end}"
+            )
+        end = tensor.end
+        if end > size:
+            raise CheckpointError(
+                f"{path} was cut short: tensor '{name}' ends at byte {end}, the file at {size}"
+            )
+    if end != size:
+        raise CheckpointError(f"{path} is damaged: its tensors end at byte {end}, it at {size}")
+
+
+def read_headers(paths: list[Path]) -> dict[str, StoredTensor]:
+    """What several files hold together.
+
+    Raises:
+        CheckpointError: See read_header; or a tensor is in two files.
+    """
+    stored: dict[str, StoredTensor] = {}
+    for path in paths:
+        for name, tensor in read_header(path).items():
+            if name in stored:
+                raise CheckpointError(f"tensor '{name}' is in {stored[name].path} and in {path}")
+            stored[name] = tensor
+    return stored

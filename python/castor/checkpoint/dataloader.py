@@ -1,0 +1,201 @@
+"""Data loaders that know how far they are, and go on there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from castor.checkpoint import rng
+from castor.errors import CheckpointError
+
+_FORMAT = "castor-dataloader-1"
+
+
+class ResumableLoader(DataLoader[Any]):
+    """Mixed into the class of a DataLoader handed to booster.boost, which stays the same object.
+
+    At `iter()` it notes the random states that the epoch begins with, then counts the batches that
+    it hands out; workers that run ahead do not count. After `load_state_dict` the first `iter()`
+    begins that epoch again with those states, passes over the batches that were handed out, and
+    leaves the random states as load_state_dict found them. If the epoch's last batch had been
+    handed out, that first iteration is empty, as the interrupted one would have been.
+
+    Batches are passed over by their indices alone where no worker and no iterable dataset is
+    involved, otherwise by fetching them again. An iterable dataset that draws from the global
+    generators while it is read must bring its own state (torchdata's StatefulDataLoader).
+    """
+
+    _castor_position: _Position | None
+    _castor_resume: tuple[dict[str, Any], rng.Snapshot] | None
+
+    def __iter__(self) -> Any:
+        """An iterator over the batches, after a resume over the rest of them."""
+        resume, self._castor_resume = self._castor_resume, None
+        if resume is not None:
+            return self._go_on(*resume)
+        begun = {
+            "rng": rng.snapshot(),
+            "generators": [generator.get_state() for generator in _generators(self)],
+            "sampler_epoch": _sampler_epoch(self),
+        }
+        self._castor_position = _Position(begun)
+        return _Batches(super().__iter__(), self._castor_position)
+
+    def _go_on(self, state: dict[str, Any], now: rng.Snapshot) -> Any:
+        begun = state["begun"]
+        own = [generator.get_state() for generator in _generators(self)]
+        rng.restore(begun["rng"])
+        _set_generators(self, begun["generators"])
+        if begun["sampler_epoch"] is not None:
+            _sampler_of(self).set_epoch(begun["sampler_epoch"])
+        try:
+            batches = super().__iter__()
+            _pass_over(self, batches, state["handed_out"])
+        finally:
+            rng.restore(now)
+            _set_generators(self, own)
+        self._castor_position = _Position(begun, state["handed_out"])
+        return _Batches(batches, self._castor_position)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the latest iteration stands; between epochs only the generators' states."""
+        if self._castor_resume is not None:
+            return self._castor_resume[0]
+        position = self._castor_position
+        if position is None or position.finished:
+            position = _Position(None)
+        return {
+            "format": _FORMAT,
+            "begun": position.begun,
+            "handed_out": position.handed_out,
+            "generators": [generator.get_state() for generator in _generators(self)],
+            "batch_size": self.batch_size,
+            "num_batches": _length(self),
+        }
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises CheckpointError if `state` is that of another loader."""
+        if state.get("format") != _FORMAT:
+            raise CheckpointError("the saved dataloader position is not that of a torch DataLoader")
+        own = {"batch_size": self.batch_size, "num_batches": _length(self)}
+        for name, value in own.items():
+            if state[name] != value:
+                raise CheckpointError(
+                    f"the saved dataloader position counts batches of a loader with "
+                    f"{name}={state[name]}, this one has {value}; build it over the same data"
+                )
+        if len(state["generators"]) != len(_generators(self)):
+            raise CheckpointError(
+                f"the saved dataloader had {len(state['generators'])} generators of its own, this "
+                f"one has {len(_generators(self))}; give generator= as before"
+            )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Makes the next `iter()` go on where `state` was taken.
+
+        Raises:
+            CheckpointError: It is of another loader.
+        """
+        self.check_state_dict(state)
+        _set_generators(self, state["generators"])
+        self._castor_position = None
+        self._castor_resume = (state, rng.snapshot()) if state["begun"] is not None else None
+
+
+@dataclass
+class _Position:
+    """How far the latest iteration is. The loader holds this, not the iterator and its workers."""
+
+    begun: dict[str, Any] | None
+    handed_out: int = 0
+    finished: bool = False
+
+
+class _Batches:
+    """The iterator handed to the loop: counts."""
+
+    def __init__(self, batches: Any, position: _Position) -> None:
+        self._batches = batches
+        self._position = position
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._position.finished = True
+            raise
+        self._position.handed_out += 1
+        return batch
+
+
+def make_resumable(loader: Any) -> None:
+    """Gives a torch DataLoader `state_dict` and `load_state_dict`, in place.
+
+    Loaders that have these methods, and objects that are no DataLoader, stay as they are.
+    """
+    if isinstance(loader, DataLoader) and not hasattr(loader, "state_dict"):
+        kind: Any = type(loader)
+        loader.__class__ = _resumable_class(kind)
+        loader.__dict__["_castor_position"] = None
+        loader.__dict__["_castor_resume"] = None
+
+
+@functools.cache
+def _resumable_class(base: Any) -> Any:
+    return type(base.__name__, (ResumableLoader, base), {"__module__": base.__module__})
+
+
+def _pass_over(loader: ResumableLoader, batches: Any, count: int) -> None:
+    by_index = loader.num_workers == 0 and not isinstance(loader.dataset, IterableDataset)
+    for _ in range(count):
+        try:
+            if by_index:
+                batches._next_index()  # what its __next__ draws before it reads the dataset
+                batches._num_yielded += 1
+            else:
+                next(batches)
+        except StopIteration:
+            raise CheckpointError(
+                f"the dataloader ended before the {count} batches that the saved epoch had handed "
+                "out; build it over the same data"
+            ) from None
+
+
+def _sampler_of(loader: ResumableLoader) -> Any:
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+
+
+def _sampler_epoch(loader: ResumableLoader) -> int | None:
+    """The epoch of a DistributedSampler and its like."""
+    sampler = _sampler_of(loader)
+    return getattr(sampler, "epoch", None) if hasattr(sampler, "set_epoch") else None
+
+
+def _generators(loader: ResumableLoader) -> list[torch.Generator]:
+    """The loader's own generators, each once."""
+    owners = (loader, loader.sampler, loader.batch_sampler, _sampler_of(loader))
+    found = (getattr(owner, "generator", None) for owner in owners)
+    return list({id(item): item for item in found if isinstance(item, torch.Generator)}.values())
+
+
+def _set_generators(loader: ResumableLoader, states: list[torch.Tensor]) -> None:
+    for generator, state in zip(_generators(loader), states, strict=True):
+        generator.set_state(state)
+
+
+def _length(loader: ResumableLoader) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:  # an iterable dataset without a length
+        return None

@@ -1,0 +1,119 @@
+"""Manifests: every file of a directory with size and checksum. They are written last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from castor.checkpoint.container import read_header
+from castor.checkpoint.files import FileEntry, checksum_of, write_file
+from castor.checkpoint.sealed_json import read_sealed, seal
+from castor.errors import CheckpointError
+
+RUN_MANIFEST = "manifest.json"
+"""Of the directory that booster.save makes: it lists the manifests of its parts."""
+
+PART_MANIFEST = "castor-manifest.json"
+"""Of a model's or an optimizer's directory, where other programs keep files too."""
+
+_FORMAT = "castor-manifest-1"
+
+Entries = Mapping[str, FileEntry]
+
+
+def write_manifest(directory: Path, name: str, entries: Entries) -> FileEntry:
+    """Writes the manifest of `directory`; `entries` are by path relative to it.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    files = {key: asdict(entry) for key, entry in entries.items()}
+    return write_file(directory / name, [seal({"format": _FORMAT, "files": files})])
+
+
+def read_manifest(directory: Path, name: str) -> dict[str, FileEntry]:
+    """The entries of a manifest.
+
+    Raises:
+        CheckpointError: It is missing or damaged.
+    """
+    document = read_sealed(directory / name, _FORMAT)
+    return {key: FileEntry(**entry) for key, entry in document["files"].items()}
+
+
+def check_sizes(directory: Path, name: str) -> None:
+    """Looks whether every file is there with its size, in parts as well; reads manifests only.
+
+    Raises:
+        CheckpointError: One is missing, cut short, or a manifest is damaged.
+    """
+    for key, entry in read_manifest(directory, name).items():
+        path = directory / key
+        _check_size(path, entry)
+        if path.name == PART_MANIFEST:
+            check_sizes(path.parent, PART_MANIFEST)
+
+
+def verify(directory: Path, name: str) -> None:
+    """Reads everything that a manifest lists, in parts as well, and compares the checksums.
+
+    Raises:
+        CheckpointError: Naming the file, and the tensor for safetensors, that differs.
+    """
+    entries = read_manifest(directory, name)
+    for key, entry in entries.items():
+        verify_file(directory / key, entry)
+    for key in entries:
+        path = directory / key
+        if path.name == PART_MANIFEST:
+            verify(path.parent, PART_MANIFEST)
+
+
+def verify_file(path: Path, entry: FileEntry) -> None:
+    """Compares one file with its entry.
+
+    Raises:
+        CheckpointError: It differs.
+    """
+    _check_size(path, entry)
+    try:
+        if checksum_of(path) == entry.checksum:
+            return
+        where = _damaged_part(path, entry)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    raise CheckpointError(
+        f"{path} is damaged{where}: its checksum is not the one it was written with; take an older "
+        "checkpoint or another copy"
+    )
+
+
+def _check_size(path: Path, entry: FileEntry) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} belongs to the checkpoint and cannot be read: {error.strerror}"
+        ) from error
+    if size != entry.size:
+        raise CheckpointError(
+            f"{path} was cut short or changed: it has {size} bytes and was written with "
+            f"{entry.size}"
+        )
+
+
+def _damaged_part(path: Path, entry: FileEntry) -> str:
+    """Which tensor of a damaged file it is."""
+    if not entry.tensors:
+        return ""
+    try:
+        stored = read_header(path)
+    except CheckpointError:
+        return " in its header"
+    for name, checksum in entry.tensors.items():
+        if name not in stored:
+            return f" in its header (tensor '{name}' is gone)"
+        if checksum_of(path, stored[name].start, stored[name].end) != checksum:
+            return f" in tensor '{name}'"
+    return " in its header"

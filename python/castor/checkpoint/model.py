@@ -1,0 +1,173 @@
+"""Models in the Hugging Face layout: written streaming, read tensor by tensor."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from castor.checkpoint.container import bytes_of, check_savable, split, write_tensors
+from castor.checkpoint.files import (
+    OVERHEAD_BYTES,
+    FileEntry,
+    adopt_file,
+    os_errors,
+    write_file,
+)
+from castor.checkpoint.manifest import PART_MANIFEST, read_manifest, write_manifest
+from castor.checkpoint.sealed_json import canonical
+from castor.checkpoint.staging import carry_over, staged
+from castor.errors import CheckpointError
+from castor.runtime.engine import engines_holding
+
+INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_OURS = re.compile(
+    r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
+    r"|config\.json|generation_config\.json|castor-manifest\.json"
+)
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by state_dict key, as the model's own objects.
+
+    Raises:
+        CheckpointError: The state dict holds something that no safetensors file can.
+    """
+    state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    for key in state:
+        if key.endswith("_extra_state"):
+            raise CheckpointError(
+                f"'{key}' is extra state of a module (get_extra_state), which checkpoints do not "
+                "hold; keep it as a buffer, or pass it to booster.save as extra"
+            )
+    check_savable(state)
+    return state
+
+
+def without_ties(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Each tensor once: under the key that transformers ties the others to, or its first."""
+    tied_to_others = set(getattr(model, "all_tied_weights_keys", None) or ())
+    key_of: dict[int, str] = {}
+    for key, tensor in state.items():
+        known = key_of.setdefault(id(tensor), key)
+        if known in tied_to_others and key not in tied_to_others:
+            key_of[id(tensor)] = key
+    kept = set(key_of.values())
+    return {key: tensor for key, tensor in state.items() if key in kept}
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Bytes that save_model writes at most."""
+    return bytes_of(without_ties(model, state_of(model))) + OVERHEAD_BYTES
+
+
+def save_model(
+    model: nn.Module, directory: Path, *, max_bytes: int | None, tokenizer: Any = None
+) -> None:
+    """Writes a model to a directory of its own; see Booster.save_model.
+
+    Args:
+        model: Boosted or not.
+        directory: Replaced as a whole if it exists; files that castor did not write stay.
+        max_bytes: Bytes of tensors in one file; None: one file.
+        tokenizer: Anything with save_pretrained.
+
+    Raises:
+        CheckpointError: The model holds what cannot be saved.
+        IoError: The disk refuses; what was there before is untouched.
+    """
+    with staged(directory, model_bytes(model)) as staging:
+        write_model(model, staging, directory, max_bytes=max_bytes, tokenizer=tokenizer)
+
+
+def write_model(
+    model: nn.Module, staging: Path, previous: Path, *, max_bytes: int | None, tokenizer: Any
+) -> FileEntry:
+    """Writes a model's files into `staging`; returns the entry of its manifest.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    for engine in engines_holding(model):
+        engine.session.send_home()
+    state = without_ties(model, state_of(model))
+    entries: dict[str, FileEntry] = {}
+    shards = split(state, "model", max_bytes)
+    for name, tensors in shards.items():
+        entries[name] = write_tensors(staging / name, tensors)
+    if len(shards) > 1:
+        weight_map = {key: name for name, tensors in shards.items() for key in tensors}
+        index = {"metadata": {"total_size": bytes_of(state)}, "weight_map": weight_map}
+        entries[INDEX] = write_file(staging / INDEX, [canonical(index)])
+    _write_configs(model, staging, tokenizer)
+    return seal_part(staging, previous, entries, lambda name: _OURS.fullmatch(name) is not None)
+
+
+def _write_configs(model: nn.Module, staging: Path, tokenizer: Any) -> None:
+    """What from_pretrained needs beside the weights, for models that have it."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "save_pretrained"):
+        config = copy.deepcopy(config)
+        config.architectures = [type(model).__name__]
+        config.dtype = str(getattr(model, "dtype", torch.float32)).removeprefix("torch.")
+        config.save_pretrained(staging)
+        generation: Any = getattr(model, "generation_config", None)
+        if generation is not None and model.can_generate():  # type: ignore[operator]
+            generation.save_pretrained(staging)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(staging)
+
+
+def seal_part(
+    staging: Path, previous: Path, entries: dict[str, FileEntry], is_ours: Callable[[str], bool]
+) -> FileEntry:
+    """Takes other files into the part and writes its manifest; returns the manifest's entry.
+
+    Files that others wrote into `staging` (configs, a tokenizer) are synced and checksummed. Files
+    that lay in `previous` are carried over, with the checksums they had in its manifest.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    for path in sorted(staging.rglob("*")):
+        name = str(path.relative_to(staging))
+        if path.is_file() and name not in entries:
+            entries[name] = adopt_file(path)
+    carried = carry_over(previous, staging, is_ours)
+    if carried and (previous / PART_MANIFEST).exists():
+        known = read_manifest(previous, PART_MANIFEST)
+        entries |= {name: known[name] for name in carried if name in known}
+    return write_manifest(staging, PART_MANIFEST, entries)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a model's directory, castor's or any other.
+
+    Raises:
+        CheckpointError: There are none, or the index is damaged.
+    """
+    index = directory / INDEX
+    with os_errors(index, "read"):
+        if not index.exists():
+            single = directory / SINGLE_FILE
+            if not single.exists():
+                raise CheckpointError(
+                    f"{directory} holds no checkpoint: neither {SINGLE_FILE} nor {INDEX} is there"
+                )
+            return [single]
+        raw = index.read_bytes()
+    try:
+        names = sorted(set(json.loads(raw)["weight_map"].values()))
+        valid = all(Path(name).name == name for name in names)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        valid = False
+    if not valid:
+        raise CheckpointError(f"{index} is damaged: it has no 'weight_map' of keys to file names")
+    return [directory / name for name in names]

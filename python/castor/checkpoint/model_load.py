@@ -1,0 +1,208 @@
+"""Reading a model: all is checked first, then each tensor goes straight to its place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from castor import _C
+from castor.checkpoint.container import StoredTensor, read_headers
+from castor.checkpoint.manifest import PART_MANIFEST, verify
+from castor.checkpoint.model import state_of, weight_files
+from castor.checkpoint.staging import recover
+from castor.errors import CheckpointError
+from castor.runtime.engine import Engine, engines_holding
+
+Sources = Callable[[], Iterator[tuple[str, torch.Tensor]]]
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """How a checkpoint's keys and shapes differ from a model's."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mis_shaped: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    """(key, shape in the checkpoint, shape in the model)"""
+
+    note: str = ""
+    """Why transformers could not do better; for errors."""
+
+    def check(self, model: nn.Module, *, strict: bool) -> None:
+        """Raises CheckpointError in the words of torch's load_state_dict."""
+        errors = []
+        if strict and self.missing:
+            keys = ", ".join(f'"{key}"' for key in self.missing)
+            errors.append(f"Missing key(s) in state_dict: {keys}. ")
+        if strict and self.unexpected:
+            keys = ", ".join(f'"{key}"' for key in self.unexpected)
+            errors.append(f"Unexpected key(s) in state_dict: {keys}. ")
+        errors += [
+            f"size mismatch for {key}: copying a param with shape {torch.Size(stored)} from "
+            f"checkpoint, the shape in current model is {torch.Size(own)}."
+            for key, stored, own in self.mis_shaped
+        ]
+        if errors:
+            lines = "\n\t".join(errors)
+            raise CheckpointError(
+                f"Error(s) in loading state_dict for {type(model).__name__}:\n\t{lines}{self.note}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelLoad:
+    """A checked load; `apply` cannot fail for what the checkpoint holds."""
+
+    targets: dict[str, torch.Tensor]
+    engines: list[Engine]
+    sources: Sources
+    incompatible: _IncompatibleKeys
+
+    @torch.no_grad()
+    def apply(self) -> _IncompatibleKeys:
+        """Copies every tensor into the model."""
+        for engine in self.engines:
+            engine.session.send_home()
+        for key, source in self.sources():
+            self._assign(self.targets[key], source)
+        return self.incompatible
+
+    def _assign(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        for engine in self.engines:
+            index = engine.index_of.get(target)  # type: ignore[call-overload]
+            master = None if index is None else engine.session.master(index)
+            if master is not None:
+                master.copy_(source)
+                # By the update's own rounding, so that the next one sees no edit.
+                _C.round_to_param(target, master)
+                torch.autograd.graph.increment_version(target)
+                return
+        target.copy_(source)
+
+
+def load_model(model: nn.Module, directory: Path, *, strict: bool) -> _IncompatibleKeys:
+    """Reads a model's directory; see Booster.load_model.
+
+    Raises:
+        CheckpointError: It is damaged or does not fit; the model was not changed.
+    """
+    recover(directory)
+    if (directory / PART_MANIFEST).exists():
+        verify(directory, PART_MANIFEST)
+    return prepare_model(model, directory, strict=strict).apply()
+
+
+def prepare_model(model: nn.Module, directory: Path, *, strict: bool) -> ModelLoad:
+    """Compares a verified checkpoint with `model`; changes nothing.
+
+    Raises:
+        CheckpointError: They do not match, or a file's structure is not sound.
+    """
+    stored = read_headers(weight_files(directory))
+    targets = state_of(model)
+    _check_targets(model, targets)
+    comparison = _compare(stored, targets)
+    sources = _from_files(stored, targets)
+    if (comparison.missing or comparison.unexpected) and _can_convert(model):
+        try:
+            comparison, sources = _through_transformers(model, directory, stored, targets)
+        except Exception as error:
+            comparison.note = f"\n\t({type(model).__name__}.from_pretrained fails too: {error})"
+    comparison.check(model, strict=strict)
+    return ModelLoad(
+        targets=targets,
+        engines=engines_holding(model),
+        sources=sources,
+        incompatible=_IncompatibleKeys(comparison.missing, comparison.unexpected),
+    )
+
+
+def _check_targets(model: nn.Module, targets: dict[str, torch.Tensor]) -> None:
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for key, tensor in targets.items():
+        if id(tensor) not in own:
+            raise CheckpointError(
+                f"'{key}' of the state dict is neither a parameter nor a buffer of this "
+                f"{type(model).__name__} (a hook of the model made it); load such a model with its "
+                "own load_state_dict"
+            )
+
+
+def _compare(stored: dict[str, StoredTensor], targets: dict[str, torch.Tensor]) -> Comparison:
+    comparison = Comparison()
+    loaded = {id(targets[key]) for key in stored if key in targets}
+    for key, target in targets.items():
+        if key in stored:
+            shape = stored[key].shape
+            if shape != tuple(target.shape):
+                comparison.mis_shaped.append((key, shape, tuple(target.shape)))
+        elif id(target) not in loaded:  # else it is tied to one that is there
+            comparison.missing.append(key)
+    comparison.unexpected = [key for key in stored if key not in targets]
+    return comparison
+
+
+def _from_files(stored: dict[str, StoredTensor], targets: dict[str, torch.Tensor]) -> Sources:
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for path in sorted({entry.path for entry in stored.values()}):
+            with safe_open(path, framework="pt") as file:
+                for key, entry in stored.items():
+                    if entry.path == path and key in targets:
+                        yield key, file.get_tensor(key)
+
+    return tensors
+
+
+def _can_convert(model: nn.Module) -> bool:
+    return hasattr(type(model), "from_pretrained") and hasattr(model, "config")
+
+
+def _through_transformers(
+    model: nn.Module,
+    directory: Path,
+    stored: dict[str, StoredTensor],
+    targets: dict[str, torch.Tensor],
+) -> tuple[Comparison, Sources]:
+    """Lets the model's class read the checkpoint, with its renaming and fusing of keys.
+
+    A second model stands in host memory meanwhile.
+    """
+    floats = {entry.dtype for entry in stored.values() if entry.dtype.is_floating_point}
+    dtype = max(floats, key=lambda kind: torch.finfo(kind).bits, default=torch.float32)
+    model_class: Any = type(model)
+    # It initialises what the checkpoint lacks: the run's random numbers are not for that.
+    with torch.random.fork_rng(devices=[]):
+        loaded, info = model_class.from_pretrained(
+            directory,
+            config=copy.deepcopy(model.config),
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            local_files_only=True,
+            use_safetensors=True,
+        )
+    wrong = {entry[0] for entry in info["mismatched_keys"]}
+    missing = set(info["missing_keys"])
+    comparison = Comparison(
+        missing=[key for key in targets if key in missing],
+        unexpected=sorted(info["unexpected_keys"]),
+        mis_shaped=[
+            (key, tuple(shape), tuple(own)) for key, shape, own in sorted(info["mismatched_keys"])
+        ],
+    )
+    tensors = loaded.state_dict()
+
+    def sources() -> Iterator[tuple[str, torch.Tensor]]:
+        for key in targets:
+            if key in tensors and key not in missing and key not in wrong:
+                yield key, tensors[key]
+
+    return comparison, sources

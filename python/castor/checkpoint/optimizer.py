@@ -1,0 +1,198 @@
+"""Optimizer state in the layout of torch.optim, by parameter name: what a save writes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from castor import _C
+from castor.checkpoint.container import bytes_of, check_savable, split, write_tensors
+from castor.checkpoint.files import OVERHEAD_BYTES, PIECE_BYTES, FileEntry, write_file
+from castor.checkpoint.model import seal_part
+from castor.checkpoint.sealed_json import canonical
+from castor.checkpoint.staging import staged
+from castor.checkpoint.values import encode
+from castor.errors import CheckpointError, UsageError
+from castor.runtime.engine import Engine
+
+DESCRIPTION = "optimizer.json"
+FORMAT = "castor-optimizer-1"
+_OURS = re.compile(
+    r"optimizer(-\d{5}-of-\d{5})?\.safetensors|optimizer\.json|castor-manifest\.json"
+)
+
+
+class Scaler(Protocol):
+    """What a checkpoint needs of the loss scaler."""
+
+    def state_dict(self) -> dict[str, float | int]: ...  # noqa: D102
+    def load_state_dict(self, state: dict[str, float | int]) -> None: ...  # noqa: D102
+
+
+class Driver(Protocol):
+    """What a checkpoint needs of a boosted optimizer's step (castor.optim.boosted.StepDriver)."""
+
+    engine: Engine
+    fused: bool
+    scaler: Scaler | None
+
+
+def driver_of(optimizer: Optimizer) -> Driver | None:
+    """The driver of a boosted optimizer, None for any other."""
+    return cast("Driver | None", getattr(optimizer, "_castor", None))
+
+
+def names_of(optimizer: Optimizer, model: nn.Module | None) -> dict[torch.Tensor, str]:
+    """Names of the optimizer's parameters: the model's, under which states are saved.
+
+    Raises:
+        UsageError: Nothing tells the names, or a parameter is not the model's.
+    """
+    driver = driver_of(optimizer)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if driver is not None:
+        known: dict[torch.Tensor, str] = dict(
+            zip(driver.engine.params, driver.engine.names, strict=True)
+        )
+    elif model is not None:
+        known = {param: name for name, param in model.named_parameters()}
+    elif all("param_names" in group for group in optimizer.param_groups):
+        known = dict(
+            zip(params, (n for g in optimizer.param_groups for n in g["param_names"]), strict=True)
+        )
+    else:
+        raise UsageError(
+            f"this {type(optimizer).__name__} is not boosted and does not know its parameters' "
+            "names; give model="
+        )
+    for param in params:
+        if param not in known:
+            raise UsageError(
+                f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not in the "
+                "model; give the model that it trains"
+            )
+    return {param: known[param] for param in params}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerState:
+    """An optimizer, ready to be written."""
+
+    tensors: dict[str, torch.Tensor]
+    """ "<parameter>.<entry>" to the optimizer's own tensor."""
+    description: dict[str, Any]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that a save writes at most."""
+        return bytes_of(self.tensors) + len(canonical(self.description)) + OVERHEAD_BYTES
+
+
+def state_of_optimizer(optimizer: Optimizer, model: nn.Module | None) -> OptimizerState:
+    """Collects what a save writes: views of the state, no copies.
+
+    In 16-bit precisions the masters come along ("<parameter>.master"), after edits of the weights
+    have reached them.
+
+    Raises:
+        CheckpointError: The state holds something other than tensors, numbers and strings.
+        UsageError: See names_of.
+    """
+    driver = driver_of(optimizer)
+    names = names_of(optimizer, model)
+    if driver is not None:
+        driver.engine.session.send_home()
+    tensors: dict[str, torch.Tensor] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    for param, name in names.items():
+        for key, value in optimizer.state.get(param, {}).items():
+            if not isinstance(key, str) or "." in key:
+                raise CheckpointError(f"the state of '{name}' has an entry called {key!r}")
+            if isinstance(value, torch.Tensor):
+                tensors[f"{name}.{key}"] = value
+            else:
+                where = f"optimizer state '{key}' of '{name}'"
+                numbers.setdefault(name, {})[key] = encode(value, where)
+        master = _reconciled_master(driver.engine, param) if driver is not None else None
+        if master is not None:
+            tensors[f"{name}.master"] = master
+    check_savable(tensors)
+    description = {
+        "format": FORMAT,
+        "optimizer": type(optimizer).__name__,
+        "groups": [_describe_group(i, g, names) for i, g in enumerate(optimizer.param_groups)],
+        "state": numbers,
+        "loss_scaler": driver.scaler.state_dict() if driver and driver.scaler else None,
+    }
+    return OptimizerState(tensors=tensors, description=description)
+
+
+def _describe_group(
+    position: int, group: dict[str, Any], names: dict[torch.Tensor, str]
+) -> dict[str, Any]:
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {
+        "params": [names[param] for param in group["params"]],
+        "options": encode(options, f"param_groups[{position}]"),
+    }
+
+
+@torch.no_grad()
+def _reconciled_master(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
+    """The master, with the user's edits of the 16-bit weights in it, as the next update would do.
+
+    An edited element is one that the master does not round to.
+    """
+    index = engine.index_of[param]  # type: ignore[index]
+    master = engine.session.master(index)
+    if master is None:
+        return None
+    weights = param.detach()
+    flat = weights.as_strided((weights.numel(),), (1,), weights.storage_offset())
+    flat_master = master.as_strided((master.numel(),), (1,), master.storage_offset())
+    step = PIECE_BYTES // master.element_size()
+    for own, exact in zip(flat.split(step), flat_master.split(step), strict=True):
+        rounded = torch.empty_like(own)
+        _C.round_to_param(rounded, exact)
+        if not torch.equal(rounded, own):
+            edited = rounded != own
+            exact[edited] = own[edited].float()
+    return master
+
+
+def save_optimizer(
+    optimizer: Optimizer, directory: Path, *, model: nn.Module | None, max_bytes: int | None
+) -> None:
+    """Writes an optimizer to a directory of its own; see Booster.save_optimizer.
+
+    Raises:
+        CheckpointError: The state cannot be saved.
+        IoError: The disk refuses; what was there before is untouched.
+        UsageError: See names_of.
+    """
+    state = state_of_optimizer(optimizer, model)
+    with staged(directory, state.bytes) as staging:
+        write_optimizer(state, staging, directory, max_bytes=max_bytes)
+
+
+def write_optimizer(
+    state: OptimizerState, staging: Path, previous: Path, *, max_bytes: int | None
+) -> FileEntry:
+    """Writes an optimizer's files into `staging`; returns the entry of its manifest.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    entries: dict[str, FileEntry] = {}
+    shards = split(state.tensors, "optimizer", max_bytes)
+    for name, tensors in shards.items():
+        entries[name] = write_tensors(staging / name, tensors)
+    description = {**state.description, "files": list(shards)}
+    entries[DESCRIPTION] = write_file(staging / DESCRIPTION, [canonical(description)])
+    return seal_part(staging, previous, entries, lambda name: _OURS.fullmatch(name) is not None)

@@ -1,0 +1,249 @@
+"""Reading an optimizer's state: matched by parameter name, checked, then loaded."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.optim import Optimizer
+
+from castor.checkpoint.container import StoredTensor, read_headers
+from castor.checkpoint.manifest import PART_MANIFEST, verify
+from castor.checkpoint.optimizer import DESCRIPTION, FORMAT, driver_of, names_of
+from castor.checkpoint.staging import recover
+from castor.checkpoint.values import decode
+from castor.errors import CheckpointError
+
+_ADAM_ENTRIES = {"step", "exp_avg", "exp_avg_sq"}
+_ADAM_LIKE = _ADAM_ENTRIES | {"max_exp_avg_sq", "master"}
+_NOT_FUSED = ("amsgrad", "maximize", "differentiable")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerLoad:
+    """A checked load; `apply` cannot fail for what the checkpoint holds."""
+
+    optimizer: Optimizer
+    names: dict[torch.Tensor, str]
+    stored: dict[str, StoredTensor]
+    numbers: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    """Options of the optimizer's own groups, in its order."""
+    loss_scaler: dict[str, float | int] | None
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Puts state, options, masters and loss scale in place."""
+        driver = driver_of(self.optimizer)
+        if driver is not None:
+            driver.engine.session.send_home()
+        with ExitStack() as stack:
+            files = {
+                path: stack.enter_context(safe_open(path, framework="pt"))
+                for path in sorted({entry.path for entry in self.stored.values()})
+            }
+            # These are mapped from the files: nothing is read before it is copied.
+            entries: dict[str, dict[str, Any]] = {name: {} for name in self.names.values()}
+            for key, entry in self.stored.items():
+                name, _, field = key.rpartition(".")
+                entries[name][field] = files[entry.path].get_tensor(key)
+            for name, numbers in self.numbers.items():
+                entries[name].update(numbers)
+            self._load_masters(entries)
+            self._load_state(entries)
+        if driver is not None and driver.scaler is not None and self.loss_scaler is not None:
+            driver.scaler.load_state_dict(self.loss_scaler)
+
+    def _load_state(self, entries: dict[str, dict[str, Any]]) -> None:
+        driver = driver_of(self.optimizer)
+        copies = (driver is not None and driver.fused) or _keeps_masters(self.optimizer)
+        positions = {param: i for i, param in enumerate(self.names)}
+        state = {}
+        for param, name in self.names.items():
+            if entries[name]:
+                state[positions[param]] = {
+                    # torch's optimizers keep these very tensors: give them memory of their own.
+                    key: value.clone() if isinstance(value, torch.Tensor) and not copies else value
+                    for key, value in entries[name].items()
+                }
+        groups = [
+            {**options, "params": [positions[param] for param in group["params"]]}
+            for options, group in zip(self.groups, self.optimizer.param_groups, strict=True)
+        ]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _load_masters(self, entries: dict[str, dict[str, Any]]) -> None:
+        """Takes the masters out of `entries` and puts them where this optimizer keeps them."""
+        driver = driver_of(self.optimizer)
+        rounded = []
+        for param, name in self.names.items():
+            master = entries[name].pop("master", None)
+            if master is None:
+                continue
+            home = None
+            if driver is not None:
+                home = driver.engine.session.master(driver.engine.index_of[param])  # type: ignore[index]
+            if home is not None:
+                home.copy_(master)
+            elif param.dtype == torch.float32:
+                param.copy_(master)  # it is its own master
+            elif _keeps_masters(self.optimizer):
+                entries[name]["master"] = master
+            else:
+                rounded.append(name)
+        if rounded:
+            warnings.warn(
+                f"{type(self.optimizer).__name__} keeps no float32 masters: {len(rounded)} "
+                f"parameters, the first is '{rounded[0]}', go on from their rounded weights",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+
+def _keeps_masters(optimizer: Optimizer) -> bool:
+    return bool(getattr(optimizer, "keeps_masters", False))
+
+
+def load_optimizer(optimizer: Optimizer, directory: Path, model: nn.Module | None) -> None:
+    """Reads an optimizer's directory; see Booster.load_optimizer.
+
+    Raises:
+        CheckpointError: It is damaged, or of another optimizer; nothing was changed.
+        UsageError: See names_of.
+    """
+    recover(directory)
+    verify(directory, PART_MANIFEST)
+    prepare_optimizer(optimizer, directory, model).apply()
+
+
+def prepare_optimizer(
+    optimizer: Optimizer, directory: Path, model: nn.Module | None
+) -> OptimizerLoad:
+    """Compares a verified state with `optimizer`; changes nothing.
+
+    Raises:
+        CheckpointError: They do not match.
+        UsageError: See names_of.
+    """
+    path = directory / DESCRIPTION
+    try:
+        document = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} holds no optimizer state: cannot read {path}: {error.strerror}"
+        ) from error
+    if document.get("format") != FORMAT:
+        raise CheckpointError(f"{path} has format {document.get('format')!r}; {FORMAT!r} is read")
+    names = names_of(optimizer, model)
+    stored = read_headers([directory / name for name in document["files"]])
+    numbers = {name: decode(entry) for name, entry in document["state"].items()}
+    groups = _match_groups(document["groups"], optimizer, names)
+    _check_kind(optimizer, document["optimizer"], stored, numbers)
+    _check_entries(optimizer, names, stored, groups)
+    return OptimizerLoad(
+        optimizer=optimizer,
+        names=names,
+        stored=stored,
+        numbers=numbers,
+        groups=groups,
+        loss_scaler=document["loss_scaler"],
+    )
+
+
+def _match_groups(
+    saved: list[dict[str, Any]], optimizer: Optimizer, names: dict[torch.Tensor, str]
+) -> list[dict[str, Any]]:
+    """The saved options for each of the optimizer's groups."""
+    group_of = {name: i for i, group in enumerate(saved) for name in group["params"]}
+    own = set(names.values())
+    missing = [name for name in names.values() if name not in group_of]
+    unexpected = [name for name in group_of if name not in own]
+    if missing or unexpected:
+        raise CheckpointError(
+            f"the saved optimizer is over other parameters: it lacks {missing[:5]} "
+            f"({len(missing)} in all) and has {unexpected[:5]} ({len(unexpected)}) that this one "
+            "does not train; build the optimizer over the same parameters"
+        )
+    matched = []
+    for group in optimizer.param_groups:
+        sources = {group_of[names[param]]: names[param] for param in group["params"]}
+        if len(sources) > 1:
+            (_, first), (_, second), *_ = sources.items()
+            raise CheckpointError(
+                f"parameters '{first}' and '{second}' were saved in different groups and are in "
+                "one now: their options differ; build the groups as they were"
+            )
+        # Options that only this class has keep their values.
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        for position in sources:
+            options |= decode(saved[position]["options"])
+        matched.append(options)
+    return matched
+
+
+def _check_kind(
+    optimizer: Optimizer,
+    saved_class: str,
+    stored: dict[str, StoredTensor],
+    numbers: dict[str, dict[str, Any]],
+) -> None:
+    """Adam, AdamW and HybridAdam read each other's states; others need their own class."""
+    if type(optimizer).__name__ == saved_class:
+        return
+    fields = {key.rpartition(".")[2] for key in stored}
+    fields |= {field for entry in numbers.values() for field in entry}
+    adam = all("betas" in group for group in optimizer.param_groups)
+    if not (adam and fields <= _ADAM_LIKE):
+        raise CheckpointError(
+            f"the saved state is that of {saved_class} (entries {sorted(fields)}), the optimizer "
+            f"is {type(optimizer).__name__}; load it into its own kind"
+        )
+
+
+def _check_entries(
+    optimizer: Optimizer,
+    names: dict[torch.Tensor, str],
+    stored: dict[str, StoredTensor],
+    groups: list[dict[str, Any]],
+) -> None:
+    """Shapes, and what the fused Adam needs."""
+    params = {name: param for param, name in names.items()}
+    fields: dict[str, set[str]] = {}
+    for key, entry in stored.items():
+        name, _, field = key.rpartition(".")
+        if name not in params:
+            raise CheckpointError(f"{entry.path} holds '{key}', of a parameter that is in no group")
+        shape = tuple(params[name].shape)
+        if field in (_ADAM_LIKE - {"step"}) and entry.shape != shape:
+            raise CheckpointError(
+                f"size mismatch for the optimizer state '{key}': the checkpoint has "
+                f"{entry.shape}, the parameter {shape}"
+            )
+        fields.setdefault(name, set()).add(field)
+    driver = driver_of(optimizer)
+    if driver is None or not driver.fused:
+        return
+    for name, present in fields.items():
+        lacking = _ADAM_ENTRIES - present
+        if present != {"master"} and lacking:
+            raise CheckpointError(
+                f"the saved state of '{name}' has no {sorted(lacking)}, which the fused Adam needs"
+            )
+    for option in _options_on(groups):
+        raise CheckpointError(
+            f"the saved optimizer ran with {option}=True, which the fused Adam does not do; boost "
+            f"an optimizer with {option}=True, it takes the generic path"
+        )
+
+
+def _options_on(groups: list[dict[str, Any]]) -> Iterator[str]:
+    for options in groups:
+        yield from (option for option in _NOT_FUSED if options.get(option))

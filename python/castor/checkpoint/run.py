@@ -1,0 +1,246 @@
+"""Whole runs: model, optimizer, scheduler, data position and random states in one directory."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from castor.checkpoint import rng
+from castor.checkpoint.files import OVERHEAD_BYTES, FileEntry, os_errors, write_file
+from castor.checkpoint.manifest import (
+    PART_MANIFEST,
+    RUN_MANIFEST,
+    check_sizes,
+    verify,
+    write_manifest,
+)
+from castor.checkpoint.model import model_bytes, write_model
+from castor.checkpoint.model_load import prepare_model
+from castor.checkpoint.optimizer import state_of_optimizer, write_optimizer
+from castor.checkpoint.optimizer_load import prepare_optimizer
+from castor.checkpoint.scheduler import scheduler_document, scheduler_state
+from castor.checkpoint.sealed_json import canonical
+from castor.checkpoint.staging import carry_over, delete, recover, recover_all, staged
+from castor.checkpoint.values import decode, encode
+from castor.errors import CheckpointError, UsageError
+from castor.runtime.engine import engines_holding
+
+_STEP = re.compile(r"step-(\d{8,})")
+_OURS = frozenset({"model", "optimizer", "trainer.json", RUN_MANIFEST})
+_FORMAT = "castor-trainer-1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """What booster.load found beside the states."""
+
+    step: int
+    """Optimizer steps that the run had taken."""
+    extra: Any
+    """What booster.save was given as extra."""
+    path: Path
+    """The directory that was read."""
+
+
+def save(
+    root: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    lr_scheduler: Any,
+    dataloader: Any,
+    *,
+    step: int | None,
+    extra: Any,
+    keep: int | None,
+    max_bytes: int | None,
+) -> Path:
+    """Writes a run's checkpoint; see Booster.save."""
+    number = _step_number(model, step)
+    if keep is not None:
+        _check_count("keep", keep, 1)
+    optimizer_state = None if optimizer is None else state_of_optimizer(optimizer, model)
+    trainer = {
+        "format": _FORMAT,
+        "step": number,
+        "skipped_steps": sum(engine.skipped_steps for engine in engines_holding(model)),
+        "lr_scheduler": None if lr_scheduler is None else scheduler_document(lr_scheduler),
+        "dataloader": None if dataloader is None else _position_of(dataloader),
+        "extra": encode(extra, "extra"),
+        "rng": encode(rng.snapshot(), "rng"),
+    }
+    target = root / f"step-{number:08}"
+    with os_errors(root, "write"):
+        root.mkdir(exist_ok=True)
+    recover_all(root)
+    needed = model_bytes(model) + OVERHEAD_BYTES
+    needed += optimizer_state.bytes if optimizer_state is not None else 0
+    with staged(target, needed) as staging:
+        entries: dict[str, FileEntry] = {}
+
+        def part(name: str, write: Callable[[Path, Path], FileEntry]) -> None:
+            (staging / name).mkdir()
+            entries[f"{name}/{PART_MANIFEST}"] = write(staging / name, target / name)
+
+        part(
+            "model",
+            lambda new, old: write_model(model, new, old, max_bytes=max_bytes, tokenizer=None),
+        )
+        if optimizer_state is not None:
+            state = optimizer_state
+            part(
+                "optimizer",
+                lambda new, old: write_optimizer(state, new, old, max_bytes=max_bytes),
+            )
+        entries["trainer.json"] = write_file(staging / "trainer.json", [canonical(trainer)])
+        carry_over(target, staging, _OURS.__contains__)
+        write_manifest(staging, RUN_MANIFEST, entries)
+    if keep is not None:
+        _prune(root, number, keep)
+    return target
+
+
+def _step_number(model: nn.Module, step: int | None) -> int:
+    if step is None:
+        engines = engines_holding(model)
+        if not engines:
+            raise UsageError(
+                f"this {type(model).__name__} is not boosted and counts no steps: give step="
+            )
+        return engines[0].num_steps
+    _check_count("step", step, 0)
+    return step
+
+
+def _check_count(name: str, value: Any, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name} is {value!r}; give a whole number from {minimum}")
+
+
+def _position_of(dataloader: Any) -> dict[str, Any]:
+    if not hasattr(dataloader, "state_dict"):
+        raise UsageError(
+            f"the {type(dataloader).__name__} does not know its position: give the DataLoader to "
+            "booster.boost, or use one with state_dict (torchdata's StatefulDataLoader)"
+        )
+    state = encode(dataloader.state_dict(), "dataloader state")
+    return {"class": type(dataloader).__name__, "state": state}
+
+
+def _whole_steps(root: Path) -> list[tuple[int, Path]]:
+    """The complete checkpoints in `root`, oldest first."""
+    found = []
+    for path in root.iterdir():
+        match = _STEP.fullmatch(path.name)
+        if match and _is_whole(path):
+            found.append((int(match[1]), path))
+    return sorted(found)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        check_sizes(path, RUN_MANIFEST)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _prune(root: Path, newest: int, keep: int) -> None:
+    """Deletes the oldest of the checkpoints up to `newest`; those of later steps are not ours."""
+    steps = [(number, path) for number, path in _whole_steps(root) if number <= newest]
+    for _, path in steps[:-keep]:
+        with os_errors(path, "delete"):
+            delete(path)
+
+
+def latest(root: Path) -> Path | None:
+    """The complete checkpoint of the highest step in `root`; see Booster.latest."""
+    if not root.is_dir():
+        return None
+    recover_all(root)
+    steps = _whole_steps(root)
+    return steps[-1][1] if steps else None
+
+
+def load(
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    lr_scheduler: Any,
+    dataloader: Any,
+) -> CheckpointInfo:
+    """Reads a run's checkpoint; see Booster.load."""
+    directory = _find(path)
+    verify(directory, RUN_MANIFEST)
+    file = directory / "trainer.json"
+    trainer = json.loads(file.read_bytes())
+    if trainer.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{file} has format {trainer.get('format')!r}; this version reads {_FORMAT!r}"
+        )
+    # All checks, then all changes.
+    model_load = prepare_model(model, directory / "model", strict=True)
+    optimizer_load = None
+    if optimizer is not None:
+        if not (directory / "optimizer").is_dir():
+            raise CheckpointError(f"{directory} was saved without an optimizer; load without one")
+        optimizer_load = prepare_optimizer(optimizer, directory / "optimizer", model)
+    scheduler = _part(trainer, "lr_scheduler", lr_scheduler, file)
+    if scheduler is not None:
+        scheduler = scheduler_state(scheduler, lr_scheduler, file)
+    position = _part(trainer, "dataloader", dataloader, file)
+    if position is not None:
+        position = _checked_position(position, dataloader, file)
+    states = decode(trainer["rng"])
+    rng.check(states)
+    info = CheckpointInfo(step=trainer["step"], extra=decode(trainer["extra"]), path=directory)
+
+    model_load.apply()
+    if optimizer_load is not None:
+        optimizer_load.apply()
+    if scheduler is not None:
+        lr_scheduler.load_state_dict(scheduler)
+    for engine in engines_holding(model):
+        engine.num_steps = info.step
+        engine.skipped_steps = trainer["skipped_steps"]
+    rng.restore(states)
+    if position is not None:
+        dataloader.load_state_dict(position)  # after rng: it returns to these random states
+    return info
+
+
+def _find(path: Path) -> Path:
+    recover(path)
+    if (path / RUN_MANIFEST).exists() or _STEP.fullmatch(path.name):
+        return path
+    newest = latest(path)
+    if newest is None:
+        raise CheckpointError(f"{path} holds no whole checkpoint; save one with booster.save")
+    return newest
+
+
+def _part(trainer: dict[str, Any], name: str, given: Any, file: Path) -> Any:
+    if given is None:
+        return None
+    if trainer[name] is None:
+        raise CheckpointError(f"{file} was saved without a {name}; load without one")
+    return trainer[name]
+
+
+def _checked_position(position: dict[str, Any], dataloader: Any, file: Path) -> Any:
+    if position["class"] != type(dataloader).__name__ or not hasattr(dataloader, "state_dict"):
+        raise CheckpointError(
+            f"{file} holds the position of a {position['class']}; the dataloader is a "
+            f"{type(dataloader).__name__}"
+            + ("" if hasattr(dataloader, "state_dict") else ", which booster.boost was not given")
+        )
+    state = decode(position["state"])
+    if hasattr(dataloader, "check_state_dict"):
+        dataloader.check_state_dict(state)
+    return state

@@ -1,0 +1,194 @@
+"""Directories that appear whole: staged beside their place, then swapped in by one system call."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from castor.checkpoint.files import check_room, fsync_directory, os_errors
+from castor.checkpoint.names import (
+    displaced_name,
+    is_abandoned,
+    lock_directory,
+    target_of,
+    temporary_name,
+)
+from castor.errors import CheckpointError
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2  # linux/fs.h
+
+
+@contextmanager
+def staged(target: Path, needed: int) -> Iterator[Path]:
+    """A new directory that takes the place of `target` when the block ends without an exception.
+
+    Whatever happens in between, power cuts included, `target` is what it was or the new one. When
+    the block fails the staged files are deleted. What dead processes left is removed first.
+
+    Args:
+        target: Absolute path; may exist, as a directory. Its parent must exist.
+        needed: Bytes that the block will write at most.
+
+    Raises:
+        CheckpointError: `target` is a file or a mount point.
+        IoError: Not enough room, a read-only or missing parent, or another failure of the disk.
+    """
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file; name a directory for the checkpoint")
+    if target.is_dir() and os.path.ismount(target):
+        raise CheckpointError(
+            f"{target} is a mount point, which cannot be swapped; save into a directory below it"
+        )
+    with os_errors(target, "write", needed):
+        recover(target)
+        remove_leftovers(target.parent)
+        check_room(target, needed)
+        staging = target.with_name(temporary_name(target.name))
+        staging.mkdir()
+        lock = lock_directory(staging)
+        try:
+            yield staging
+            _sync_directories(staging)
+            _put_in_place(staging, target)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+        finally:
+            os.close(lock)
+
+
+def _sync_directories(top: Path) -> None:
+    for directory, _, _ in os.walk(top, topdown=False):
+        fsync_directory(Path(directory))
+
+
+def _put_in_place(staging: Path, target: Path) -> None:
+    if not target.exists():
+        os.rename(staging, target)
+        fsync_directory(target.parent)
+        return
+    if exchange(staging, target):
+        fsync_directory(target.parent)
+        old = staging
+    else:
+        # Between these two renames there is no `target`: `recover` brings the old one back.
+        old = target.with_name(displaced_name(target.name))
+        os.rename(target, old)
+        try:
+            os.rename(staging, target)
+        except BaseException:
+            os.rename(old, target)
+            raise
+        fsync_directory(target.parent)
+    shutil.rmtree(old, ignore_errors=True)  # the next save tries again
+
+
+def exchange(a: Path, b: Path) -> bool:
+    """Swaps two directories atomically; False where kernel or file system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    if libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), str(b))
+
+
+def recover(target: Path) -> None:
+    """Brings back the directory that a process displaced before it died.
+
+    Only where directories cannot be exchanged (see `exchange`) can a kill leave no `target`.
+    """
+    if target.exists() or not target.parent.is_dir():
+        return
+    for leftover in sorted(target.parent.iterdir()):
+        if target_of(leftover) == ("old", target.name) and is_abandoned(leftover):
+            os.rename(leftover, target)
+            fsync_directory(target.parent)
+            return
+
+
+def recover_all(root: Path) -> None:
+    """`recover` for every directory that was displaced in `root`."""
+    if not root.is_dir():
+        return
+    for leftover in sorted(root.iterdir()):
+        kind_and_name = target_of(leftover)
+        if kind_and_name and kind_and_name[0] == "old":
+            recover(root / kind_and_name[1])
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Deletes what saves of dead processes left in `parent`: only what carries castor's names."""
+    for leftover in parent.iterdir():
+        kind_and_name = target_of(leftover)
+        if kind_and_name is None or not is_abandoned(leftover):
+            continue
+        if kind_and_name[0] == "old" and not (parent / kind_and_name[1]).exists():
+            continue  # the only copy: `recover` takes it back
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                leftover.unlink()
+
+
+def delete(target: Path) -> None:
+    """Deletes a directory so that a kill leaves it whole or gone, never in between.
+
+    Raises:
+        OSError: It cannot be renamed.
+    """
+    doomed = target.with_name(temporary_name(target.name))
+    os.rename(target, doomed)
+    fsync_directory(target.parent)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def carry_over(previous: Path, staging: Path, is_ours: Callable[[str], bool]) -> list[str]:
+    """Links what users keep in `previous` into the directory that will replace it.
+
+    Args:
+        previous: The directory to be replaced; may be missing.
+        staging: Its replacement.
+        is_ours: Whether a name is castor's to write; such files stay behind.
+
+    Returns:
+        Names of the files carried over.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    carried: list[str] = []
+    if not previous.is_dir():
+        return carried
+    for entry in sorted(previous.iterdir()):
+        if is_ours(entry.name) or target_of(entry) or (staging / entry.name).exists():
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, staging / entry.name, symlinks=True, copy_function=_link_or_copy)
+        else:
+            _link_or_copy(str(entry), str(staging / entry.name))
+            carried.append(entry.name)
+    return carried
+
+
+def _link_or_copy(source: str, destination: str) -> str:
+    try:
+        os.link(source, destination, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV):
+            raise
+        shutil.copy2(source, destination, follow_symlinks=False)
+        if not os.path.islink(destination):
+            with open(destination, "rb") as file:
+                os.fsync(file.fileno())
+    return destination
