@@ -2,6 +2,7 @@
 
 import torch  # noqa: F401  its libraries must be loaded before castor._C
 
+from castor import report
 from castor._C import __version__
 from castor.booster import Booster
 from castor.errors import Error, IoError, NonFiniteGradientError, OutOfMemoryError, UsageError
@@ -21,4 +22,5 @@ __all__ = [
     "OutOfMemoryError",
     "UsageError",
     "__version__",
+    "report",
 ]

@@ -13,6 +13,7 @@ from castor import _C
 from castor.config import GeminiConfig
 from castor.errors import UsageError
 from castor.runtime.guard import guard
+from castor.runtime.history import StepHistory
 from castor.runtime.report import MemoryReport
 from castor.runtime.spec import ModelSpec
 from castor.runtime.trace_file import read_trace, write_trace
@@ -63,6 +64,9 @@ class Engine:
         )
         if events is not None:
             self.session.load_trace(events)
+        self.model_name = type(model).__name__
+        self.modules = [module.name for module in spec.modules]
+        self.history = StepHistory()
         self._install_hooks(model, spec)
         if config.precision != "fp32":
             _convert_buffers(model, WORKING_DTYPES[config.precision])
@@ -82,6 +86,7 @@ class Engine:
             )
             module.register_forward_pre_hook(enter, prepend=True)
             module.register_forward_hook(leave, always_call=True)
+        self.history.watch(model)
 
     def report(self) -> MemoryReport:
         """The figures so far."""
