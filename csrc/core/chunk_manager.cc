@@ -123,6 +123,7 @@ bool ChunkManager::try_fetch(ChunkId chunk) {
   if (!reservation) {
     return false;
   }
+  const std::uint64_t start_ns = clock();
   slot.block = device_->allocate(std::move(*reservation));
   try {
     copy_in(chunk);
@@ -132,6 +133,9 @@ bool ChunkManager::try_fetch(ChunkId chunk) {
   }
   slot_bytes_ += bytes;
   ++counts_.fetches;
+  if (recorder_ != nullptr) {
+    recorder_->fetched(chunk, payload(chunk, PayloadKind::kParam)->bytes(), start_ns);
+  }
   for (const ParamId param : layout_.chunk(chunk).params) {
     if (states_[index(param)] != TensorState::kReadyForReduce) {
       set_state(param, TensorState::kHold);
@@ -143,6 +147,20 @@ bool ChunkManager::try_fetch(ChunkId chunk) {
   return true;
 }
 
+void ChunkManager::await_copy_in(ChunkId chunk) {
+  const std::uint64_t start_ns = clock();
+  const std::uint64_t bytes_before = counts_.h2d_bytes;
+  Slot& slot = slots_[index(chunk)];
+  engine_.wait(slot.ticket);
+  if (binder_.written_since_snapshot(chunk)) {  // to the home, while the copy was under way
+    copy_in(chunk);
+    engine_.wait(slot.ticket);
+  }
+  if (recorder_ != nullptr) {
+    recorder_->waited(chunk, counts_.h2d_bytes - bytes_before, start_ns);
+  }
+}
+
 Pin ChunkManager::pin(ChunkId chunk) {
   Slot& slot = slots_[index(chunk)];
   if (!resident(chunk)) {
@@ -150,11 +168,7 @@ Pin ChunkManager::pin(ChunkId chunk) {
   }
   if (slot.block && !slot.bound) {
     try {
-      engine_.wait(slot.ticket);
-      if (binder_.written_since_snapshot(chunk)) {  // to the home, while the copy was under way
-        copy_in(chunk);
-        engine_.wait(slot.ticket);
-      }
+      await_copy_in(chunk);
     } catch (...) {
       drop(chunk);  // what the slot holds is not the chunk
       throw;
@@ -180,7 +194,22 @@ void ChunkManager::unpin(ChunkId chunk) noexcept {
   }
 }
 
+// Brings what user code wrote on the device home; returns the bytes copied.
+std::size_t ChunkManager::write_back(ChunkId chunk) {
+  if (!binder_.written_since_snapshot(chunk)) {
+    return 0;
+  }
+  const Slot& slot = slots_[index(chunk)];
+  const Payload& home = *slot.payloads[static_cast<std::size_t>(PayloadKind::kParam)];
+  engine_.wait(engine_.submit({.source = {slot.block.data(), home.bytes()},
+                               .target = {home.data(), home.bytes()},
+                               .direction = CopyDirection::kDeviceToHost}));
+  counts_.d2h_bytes += home.bytes();
+  return home.bytes();
+}
+
 void ChunkManager::leave(ChunkId chunk) {
+  const std::uint64_t start_ns = clock();
   Slot& slot = slots_[index(chunk)];
   if (slot.pins > 0) {
     throw UsageError("chunk " + std::to_string(index(chunk)) + " cannot leave the device: it has " +
@@ -193,15 +222,10 @@ void ChunkManager::leave(ChunkId chunk) {
                        "' is in use");
     }
   }
+  std::size_t copied_bytes = 0;
   if (slot.bound) {
-    const Payload& home = *slot.payloads[static_cast<std::size_t>(PayloadKind::kParam)];
-    if (binder_.written_since_snapshot(chunk)) {
-      engine_.wait(engine_.submit({.source = {slot.block.data(), home.bytes()},
-                                   .target = {home.data(), home.bytes()},
-                                   .direction = CopyDirection::kDeviceToHost}));
-      counts_.d2h_bytes += home.bytes();
-    }
-    binder_.bind(chunk, home.data());
+    copied_bytes = write_back(chunk);
+    binder_.bind(chunk, payload(chunk, PayloadKind::kParam)->data());
   } else {
     try {
       engine_.wait(slot.ticket);  // no copy outlives its target
@@ -211,6 +235,9 @@ void ChunkManager::leave(ChunkId chunk) {
     }
   }
   drop(chunk);
+  if (recorder_ != nullptr) {
+    recorder_->evicted(chunk, copied_bytes, start_ns);
+  }
 }
 
 // Requires that the parameters are bound to the home, that none is in use and that no copy into the

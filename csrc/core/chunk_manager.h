@@ -12,6 +12,7 @@
 #include "core/payload.h"
 #include "core/placement.h"
 #include "core/tensor_state.h"
+#include "core/timeline.h"
 
 namespace castor {
 
@@ -71,6 +72,9 @@ class ChunkManager {
   /// Sends every chunk home, user writes with it, and binds every parameter there. A write-back
   /// that fails now is lost: the home stays as it was.
   ~ChunkManager();
+
+  /// Transfers are recorded there from now on; nullptr: nowhere. Borrowed.
+  void record_into(TimelineRecorder* recorder) noexcept { recorder_ = recorder; }
 
   /// Adds a payload of `bytes` at the chunk's home tier. Throws OutOfMemory; UsageError if present.
   void add_payload(ChunkId chunk, PayloadKind kind, std::size_t bytes);
@@ -132,7 +136,10 @@ class ChunkManager {
 
   void unpin(ChunkId chunk) noexcept;
   void copy_in(ChunkId chunk);
+  void await_copy_in(ChunkId chunk);
   void leave(ChunkId chunk);
+  [[nodiscard]] std::size_t write_back(ChunkId chunk);
+  [[nodiscard]] std::uint64_t clock() const { return recorder_ ? recorder_->now() : 0; }
   void drop(ChunkId chunk) noexcept;
 
   const ChunkLayout& layout_;
@@ -146,6 +153,7 @@ class ChunkManager {
   std::size_t slot_bytes_ = 0;
   std::size_t pinned_bytes_ = 0;
   TransferCounts counts_;
+  TimelineRecorder* recorder_ = nullptr;
 };
 
 }  // namespace castor

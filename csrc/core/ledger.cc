@@ -1,5 +1,6 @@
 #include "core/ledger.h"
 
+#include <algorithm>
 #include <cassert>
 #include <utility>
 
@@ -42,7 +43,13 @@ bool Ledger::try_take(std::size_t bytes) noexcept {
     }
   } while (!used_.compare_exchange_weak(used, used + bytes, std::memory_order_relaxed));
   raise_to(peak_, used + bytes);
+  raise_to(window_peak_, used + bytes);
   return true;
+}
+
+std::size_t Ledger::take_window_peak() noexcept {
+  const std::size_t now = used();
+  return std::max(window_peak_.exchange(now, std::memory_order_relaxed), now);
 }
 
 void Ledger::give_back(std::size_t bytes) noexcept {

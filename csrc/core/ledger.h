@@ -59,6 +59,8 @@ class Ledger {
   [[nodiscard]] std::size_t used() const noexcept { return used_.load(std::memory_order_relaxed); }
   [[nodiscard]] std::size_t available() const noexcept { return budget_ - used(); }
   [[nodiscard]] std::size_t peak() const noexcept { return peak_.load(std::memory_order_relaxed); }
+  /// The highest value since the previous call; starts the next window at the current value.
+  [[nodiscard]] std::size_t take_window_peak() noexcept;
 
  private:
   const TierKind tier_;
@@ -66,6 +68,7 @@ class Ledger {
   // Relaxed throughout: the counters carry no other data; each update is one atomic operation.
   std::atomic<std::size_t> used_{0};
   std::atomic<std::size_t> peak_{0};
+  std::atomic<std::size_t> window_peak_{0};
 };
 
 /// Raises `maximum` to `value` if it is lower.

@@ -68,7 +68,8 @@ Runtime::Runtime(ChunkManager& manager, std::shared_ptr<NonModelMemory> nonmodel
       clock_(std::move(clock)),
       uses_(layout_.params().size(), 0),
       grads_missing_(layout_.chunks().size(), 0),
-      prefetched_(layout_.chunks().size(), false) {
+      prefetched_(layout_.chunks().size(), false),
+      timeline_(clock_, layout_.chunks().size()) {
   check_options(options_);
   const Ledger& ledger = manager_.device().ledger();
   fixed_device_bytes_ = ledger.used();
@@ -86,6 +87,7 @@ Runtime::Runtime(ChunkManager& manager, std::shared_ptr<NonModelMemory> nonmodel
   for (std::size_t i = 0; i < grads_missing_.size(); ++i) {
     grads_missing_[i] = static_cast<std::uint32_t>(layout_.chunks()[i].params.size());
   }
+  manager_.record_into(&timeline_);
   nonmodel_->set_reclaimer(this);
 }
 
@@ -93,6 +95,7 @@ Runtime::~Runtime() {
   nonmodel_->set_reclaimer(nullptr);
   const std::lock_guard lock(mutex_);
   unwind();
+  manager_.record_into(nullptr);
 }
 
 bool Runtime::on_plan() const noexcept {
@@ -117,12 +120,33 @@ std::uint64_t Runtime::unplanned_rank() {
   return mode_ == PassMode::kInference ? use_counter_ : kNeverUsed - 1 - use_counter_;
 }
 
+void Runtime::record(EventKind kind, std::uint32_t id) {
+  if (!tracer_.complete()) {
+    timeline_.drop_moment();
+    return;
+  }
+  const std::uint64_t now_ns = clock_();
+  Ledger& device = manager_.device().ledger();
+  if (tracer_.empty()) {
+    std::vector<ChunkId> resident;
+    for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+      const ChunkId chunk{static_cast<std::uint32_t>(i)};
+      if (manager_.resident(chunk) && manager_.placement(chunk) != Placement::kDevice) {
+        resident.push_back(chunk);
+      }
+    }
+    timeline_.begin(now_ns, std::move(resident));
+  }
+  tracer_.record(kind, id, nonmodel_->take_window_peak(), now_ns);
+  timeline_.moment(manager_.slot_bytes(), manager_.host().ledger().used(),
+                   device.take_window_peak());
+}
+
 void Runtime::advance(EventKind kind, ModuleId module) {
   if (mode_ == PassMode::kInference) {
     return;
   }
-  const auto id = static_cast<std::uint32_t>(module);
-  tracer_.record(kind, id, nonmodel_->take_window_peak(), clock_());
+  record(kind, static_cast<std::uint32_t>(module));
   if (kind == EventKind::kForwardExit) {
     return;
   }
@@ -138,6 +162,7 @@ void Runtime::bring_in(ChunkId chunk, EventKind kind, ModuleId module) {
   if (manager_.resident(chunk)) {
     return;
   }
+  const CauseScope cause(timeline_, TransferCause::kDemand);
   const std::size_t bytes = layout_.chunk(chunk).capacity_bytes;
   // Another thread's allocation may take what was made for this chunk: try until there is nothing
   // to give.
@@ -179,6 +204,7 @@ void Runtime::acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins) {
     }
     if (planned) {
       // The plan's cap leaves room for the non-model bytes until the next access.
+      const CauseScope cause(timeline_, TransferCause::kPlan);
       static_cast<void>(manager_.make_room(0, slot_cap(), now(), 0));
       prefetch();
     }
@@ -190,6 +216,7 @@ void Runtime::acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins) {
 }
 
 void Runtime::prefetch() {
+  const CauseScope cause(timeline_, TransferCause::kPrefetch);
   for (const Prefetch& ahead : plan_->prefetches(plan_->accesses()[cursor_ - 1])) {
     if (manager_.resident(ahead.chunk)) {
       continue;
@@ -269,13 +296,16 @@ void Runtime::leave_backward() {
   }
 }
 
-void Runtime::grad_ready(ParamId param) {
+void Runtime::grad_ready(ParamId param, const GradientCopy& copy) {
   const std::lock_guard lock(mutex_);
+  const ChunkId chunk = layout_.place(param).chunk;
+  if (copy.bytes > 0) {
+    timeline_.gradient_copied(chunk, copy.bytes, copy.start_ns, copy.end_ns);
+  }
   if (manager_.state(param) == TensorState::kReadyForReduce) {
     return;  // a reentrant checkpoint delivers a gradient in parts
   }
   manager_.set_state(param, TensorState::kReadyForReduce);
-  const ChunkId chunk = layout_.place(param).chunk;
   if (--grads_missing_[index(chunk)] > 0) {
     return;
   }
@@ -289,8 +319,7 @@ void Runtime::grad_ready(ParamId param) {
       manager_.set_state(ready, TensorState::kCompute);
     }
   }
-  tracer_.record(EventKind::kGradReady, static_cast<std::uint32_t>(chunk),
-                 nonmodel_->take_window_peak(), clock_());
+  record(EventKind::kGradReady, static_cast<std::uint32_t>(chunk));
 }
 
 void Runtime::unwind() {
@@ -302,17 +331,27 @@ void Runtime::unwind() {
   }
 }
 
-void Runtime::send_home() {
-  const std::lock_guard lock(mutex_);
+void Runtime::all_home() {
+  const CauseScope cause(timeline_, TransferCause::kStepEnd);
   unwind();
   manager_.send_home();
   std::fill(prefetched_.begin(), prefetched_.end(), false);
 }
 
+void Runtime::send_home() {
+  const std::lock_guard lock(mutex_);
+  all_home();
+}
+
+void Runtime::begin_update() {
+  const std::lock_guard lock(mutex_);
+  timeline_.begin_update();
+  all_home();
+}
+
 void Runtime::finish_step() {
   const std::lock_guard lock(mutex_);
-  unwind();
-  manager_.send_home();
+  all_home();
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
     const auto& params = layout_.chunk(chunk).params;
@@ -335,12 +374,22 @@ void Runtime::finish_step() {
 
 void Runtime::learn_from_step() {
   const bool complete = tracer_.complete();
-  Trace step = tracer_.finish(nonmodel_->take_window_peak());
-  if (!complete || step.num_accesses() == 0) {
+  const std::size_t device_peak = manager_.device().ledger().take_window_peak();
+  Trace recorded = tracer_.finish(nonmodel_->take_window_peak());
+  if (recorded.num_accesses() == 0) {
+    timeline_.finish({}, device_peak, Guidance::kDemand);
     return;
   }
+  timeline_.finish(std::move(recorded), device_peak,
+                   !plan_      ? Guidance::kDemand
+                   : diverged_ ? Guidance::kDiverged
+                               : Guidance::kPlan);
+  if (!complete) {
+    return;
+  }
+  const Trace& step = timeline_.last().trace;
   if (!trace_) {
-    plan_from(std::move(step));
+    plan_from(step);
   } else if (step.signature() == trace_->signature()) {
     last_divergent_.reset();
     const bool pressed = counts_.pressure_evictions != pressure_at_step_start_;
@@ -348,8 +397,7 @@ void Runtime::learn_from_step() {
       return;
     }
     // The non-model curve rose above the plan's.
-    plan_from(step.events().size() == trace_->events().size() ? trace_->merged_with(step)
-                                                              : std::move(step));
+    plan_from(step.events().size() == trace_->events().size() ? trace_->merged_with(step) : step);
   } else {
     ++counts_.divergent_steps;
     if (last_divergent_ != step.signature()) {
@@ -357,7 +405,7 @@ void Runtime::learn_from_step() {
       return;
     }
     last_divergent_.reset();
-    plan_from(std::move(step));
+    plan_from(step);
   }
 }
 
@@ -378,6 +426,7 @@ void Runtime::plan_from(Trace trace) {
 
 void Runtime::reclaim(std::size_t bytes) {
   const std::lock_guard lock(mutex_);
+  const CauseScope cause(timeline_, TransferCause::kPressure);
   const std::uint64_t before = manager_.counts().evictions;
   bool fits = manager_.make_room(bytes, kNoCap, now(), 0);
   const std::string where = fits ? std::string() : place_under_way();
@@ -448,6 +497,16 @@ std::optional<Prediction> Runtime::prediction() const {
 RuntimeCounts Runtime::counts() const {
   const std::lock_guard lock(mutex_);
   return counts_;
+}
+
+Timeline Runtime::timeline() const {
+  const std::lock_guard lock(mutex_);
+  return timeline_.last();
+}
+
+std::size_t Runtime::step_peak_device_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return timeline_.last().peak_device_bytes;
 }
 
 TransferCounts Runtime::transfers() const {

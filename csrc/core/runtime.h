@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -12,6 +11,7 @@
 #include "core/chunk_manager.h"
 #include "core/nonmodel_memory.h"
 #include "core/planner.h"
+#include "core/timeline.h"
 #include "core/trace.h"
 
 namespace castor {
@@ -26,6 +26,14 @@ struct RuntimeOptions {
   double warmup_nonmodel_ratio = 0.8;
   /// Share of the device budget that plans may use, in (0, 1].
   double steady_cap_ratio = 1.0;
+};
+
+/// How a gradient came to its payload: bytes that went from the device to the host, and when, by
+/// the runtime's clock. Nothing was copied where bytes are 0.
+struct GradientCopy {
+  std::uint64_t bytes = 0;
+  std::uint64_t start_ns = 0;
+  std::uint64_t end_ns = 0;
 };
 
 /// Counters since construction.
@@ -47,7 +55,7 @@ struct RuntimeCounts {
 /// chunks).
 class Runtime final : public Reclaimer {
  public:
-  using Clock = std::function<std::uint64_t()>;  ///< nanoseconds, monotonic
+  using Clock = TimelineRecorder::Clock;
 
   /// Throws OutOfMemory naming the module whose chunks alone exceed the device budget, and
   /// InvalidArgument for options out of range.
@@ -67,10 +75,12 @@ class Runtime final : public Reclaimer {
   /// backward.
   void enter_backward(ModuleId module);
   /// A parameter's gradient is complete in its chunk's payload.
-  void grad_ready(ParamId param);
+  void grad_ready(ParamId param, const GradientCopy& copy = {});
   /// Ends forward and backward: every chunk goes home, user writes with it. Parameters may be read
   /// and written freely until the next enter. Idempotent.
   void send_home();
+  /// As send_home, at the beginning of the optimizer's update.
+  void begin_update();
   /// Ends the step after the optimizer updated the home copies: closes the trace and plans.
   void finish_step();
 
@@ -82,6 +92,10 @@ class Runtime final : public Reclaimer {
   [[nodiscard]] std::optional<Trace> trace() const;
   [[nodiscard]] std::optional<Prediction> prediction() const;
   [[nodiscard]] RuntimeCounts counts() const;
+  /// Of the last finished training step; without events before there is one.
+  [[nodiscard]] Timeline timeline() const;
+  /// Highest device bytes of that step.
+  [[nodiscard]] std::size_t step_peak_device_bytes() const;
   [[nodiscard]] TransferCounts transfers() const;
   /// Whether no module is entered.
   [[nodiscard]] bool idle() const;
@@ -92,10 +106,12 @@ class Runtime final : public Reclaimer {
     std::size_t first_pin;
   };
 
+  void record(EventKind kind, std::uint32_t id);
   void advance(EventKind kind, ModuleId module);
   void acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins);
   void bring_in(ChunkId chunk, EventKind kind, ModuleId module);
   void prefetch();
+  void all_home();
   void begin_use(ModuleId module);
   void end_use(ModuleId module, TensorState after);
   void leave_backward();
@@ -129,6 +145,7 @@ class Runtime final : public Reclaimer {
 
   PassMode mode_ = PassMode::kInference;
   Tracer tracer_;
+  TimelineRecorder timeline_;
   std::optional<Trace> trace_;
   std::optional<Plan> plan_;
   std::size_t cursor_ = 0;  // accesses of this step so far

@@ -51,7 +51,10 @@ Trace Tracer::finish(std::uint64_t nonmodel_bytes) {
   if (!events_.empty()) {
     events_.back().nonmodel_bytes = nonmodel_bytes;
   }
-  return Trace(std::exchange(events_, {}));
+  std::vector<Event> finished;
+  finished.reserve(events_.size());  // the next step will have as many
+  finished.swap(events_);
+  return Trace(std::move(finished));
 }
 
 }  // namespace castor

@@ -2,9 +2,18 @@
 
 #include <pybind11/pybind11.h>
 
+#include <optional>
+
 namespace castor {
 
 /// castor._C.AdamArrays: the fused Adam over ordinary CPU tensors, for HybridAdam used alone.
 void bind_adam(pybind11::module_& module);
+
+class Session;
+
+/// The last finished step, moment by moment, as lists of tuples; nullopt before there is one.
+[[nodiscard]] std::optional<pybind11::dict> timeline(Session& session);
+/// What each chunk holds, and where its payloads live.
+[[nodiscard]] pybind11::list chunks(Session& session);
 
 }  // namespace castor

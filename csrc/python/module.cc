@@ -187,6 +187,13 @@ py::dict report(Session& session) {
   return figures;
 }
 
+/// What a step is accounted by: cheap enough to be read after each.
+py::tuple step_figures(Session& session) {
+  const TransferCounts transfers = session.runtime().transfers();
+  return py::make_tuple(session.runtime().step_peak_device_bytes(), transfers.h2d_bytes,
+                        transfers.d2h_bytes + session.gradient_bytes_moved());
+}
+
 py::dict memory(Session& session) {
   py::dict figures;
   figures["device_bytes"] = session.device().ledger().used();
@@ -286,6 +293,9 @@ PYBIND11_MODULE(_C, m) {
       .def("memory", &castor::memory)
       .def("prediction", &castor::prediction)
       .def("trace", &castor::trace)
+      .def("timeline", &castor::timeline)
+      .def("chunks", &castor::chunks)
+      .def("step_figures", &castor::step_figures)
       .def("load_trace", &castor::load_trace);
 
   castor::bind_adam(m);

@@ -324,7 +324,7 @@ void Session::set_loss_scale(double scale) {
   }
 }
 
-void Session::adopt_gradient(ParamId param, at::Tensor& grad) {
+GradientCopy Session::adopt_gradient(ParamId param, at::Tensor& grad) {
   Gradient& gradient = gradients_[index(param)];
   if (grad.layout() != at::kStrided) {
     throw UsageError("parameter '" + layout_.param(param).name +
@@ -336,11 +336,15 @@ void Session::adopt_gradient(ParamId param, at::Tensor& grad) {
                      "' has another shape than the parameter");
   }
   const at::NoGradGuard no_grad;
+  const std::uint64_t start_ns = monotonic_ns();
   gradient.view.copy_(grad);
+  const std::uint64_t end_ns = monotonic_ns();
   grad = gradient.view;
-  if (manager_->placement(layout_.place(param).chunk) != Placement::kDevice) {
-    gradient_bytes_moved_ += gradient.view.nbytes();
+  if (manager_->placement(layout_.place(param).chunk) == Placement::kDevice) {
+    return {};
   }
+  gradient_bytes_moved_ += gradient.view.nbytes();
+  return {.bytes = gradient.view.nbytes(), .start_ns = start_ns, .end_ns = end_ns};
 }
 
 void Session::gradient_arrived(ParamId param) {
@@ -356,8 +360,9 @@ void Session::gradient_arrived(ParamId param) {
     gradient.scale = loss_scale_;
     return;
   }
+  GradientCopy copy;
   if (!grad.is_same(gradient.view)) {
-    adopt_gradient(param, grad);
+    copy = adopt_gradient(param, grad);
     gradient.scale = loss_scale_;
   } else if (gradient.scale != loss_scale_) {
     throw UsageError("the gradient of parameter '" + layout_.param(param).name +
@@ -367,11 +372,11 @@ void Session::gradient_arrived(ParamId param) {
                      "between steps");
   }
   gradient.version = version_of(gradient.view);
-  runtime_->grad_ready(param);
+  runtime_->grad_ready(param, copy);
 }
 
 GradientSummary Session::collect_gradients(bool with_norm) {
-  runtime_->send_home();
+  runtime_->begin_update();
   GradientSummary summary;
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};

@@ -97,6 +97,8 @@ class Session : public std::enable_shared_from_this<Session> {
 
   [[nodiscard]] const ChunkLayout& layout() const noexcept { return layout_; }
   [[nodiscard]] Runtime& runtime() noexcept { return *runtime_; }
+  /// Its payloads and placements do not change; everything else belongs to the runtime.
+  [[nodiscard]] const ChunkManager& chunks() const noexcept { return *manager_; }
   [[nodiscard]] const NonModelMemory& nonmodel() const noexcept { return *nonmodel_; }
   [[nodiscard]] MemoryTier& device() noexcept { return *device_; }
   [[nodiscard]] MemoryTier& host() noexcept { return *host_; }
@@ -109,7 +111,8 @@ class Session : public std::enable_shared_from_this<Session> {
   void install_gradient_hooks();
   void follow_backward_pass();
   void check_parameters() const;
-  void adopt_gradient(ParamId param, at::Tensor& grad);
+  /// Returns what went to the host, and when.
+  GradientCopy adopt_gradient(ParamId param, at::Tensor& grad);
   [[nodiscard]] double gradient_norm() const;
   [[nodiscard]] bool trainable(ParamId param) const { return layout_.param(param).trainable; }
   [[nodiscard]] std::optional<at::Tensor> float_view(ParamId param, PayloadKind kind) const;

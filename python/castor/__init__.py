@@ -2,6 +2,7 @@
 
 import torch  # noqa: F401  its libraries must be loaded before castor._C
 
+from castor import report
 from castor._C import __version__
 from castor.booster import Booster
 from castor.checkpoint import CheckpointInfo
@@ -37,4 +38,5 @@ __all__ = [
     "UsageError",
     "ZeroInitContext",
     "__version__",
+    "report",
 ]

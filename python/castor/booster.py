@@ -94,6 +94,7 @@ class Booster:
             loss.backward()
             return
         session = driver.engine.session
+        driver.engine.history.loss_given(loss)
         session.set_loss_scale(driver.loss_scale)
         try:
             (loss * driver.loss_scale if driver.scaler else loss).backward()

@@ -75,6 +75,7 @@ class StepDriver:
         session, config = self.engine.session, self.engine.config
         check = config.nonfinite != "ignore" or self.scaler is not None
         gradients = session.collect_gradients(with_norm=check or config.max_norm > 0)
+        skipped_before = self.engine.skipped_steps
         try:
             norm = gradients.norm / gradients.scale
             overflow = check and not math.isfinite(norm)
@@ -94,6 +95,9 @@ class StepDriver:
                 generic_step()
         finally:
             session.finish_step()
+            self.engine.history.step_ended(
+                session.step_figures(), skipped=self.engine.skipped_steps > skipped_before
+            )
 
     def _refuse_update(self, norm: float) -> bool:
         """Handles a gradient that is not finite; says whether the update must be left out."""

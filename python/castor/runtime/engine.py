@@ -14,6 +14,7 @@ from castor.config import GeminiConfig
 from castor.errors import UsageError
 from castor.lazy import Materialisation, check_inactive
 from castor.runtime.guard import guard
+from castor.runtime.history import StepHistory
 from castor.runtime.report import MemoryReport
 from castor.runtime.spec import ModelSpec
 from castor.runtime.trace_file import read_trace, write_trace
@@ -49,6 +50,9 @@ class Engine:
             lazy.cancel()
             raise
         lazy.run(self._place, self._finish)
+        self.model_name = type(model).__name__
+        self.modules = [module.name for module in spec.modules]
+        self.history = StepHistory()
         self._install_hooks(model, spec)
         if config.precision != "fp32":
             _convert_buffers(model, WORKING_DTYPES[config.precision])
@@ -120,6 +124,7 @@ class Engine:
             )
             module.register_forward_pre_hook(enter, prepend=True)
             module.register_forward_hook(leave, always_call=True)
+        self.history.watch(model)
 
     @property
     def num_steps(self) -> int:

@@ -52,6 +52,20 @@ TEST(LedgerTest, ExactFitFitsAndOneByteMoreDoesNot) {
   EXPECT_EQ(ledger.peak(), 100u);
 }
 
+TEST(LedgerTest, AWindowsPeakStartsAtWhatIsHeld) {
+  Ledger ledger(TierKind::kDevice, 100);
+  ASSERT_TRUE(ledger.try_take(70));
+  ledger.give_back(40);
+  EXPECT_EQ(ledger.take_window_peak(), 70u);
+  EXPECT_EQ(ledger.take_window_peak(), 30u);
+  ASSERT_TRUE(ledger.try_take(20));
+  EXPECT_FALSE(ledger.try_take(60));
+  ledger.give_back(50);
+  EXPECT_EQ(ledger.take_window_peak(), 50u);
+  EXPECT_EQ(ledger.take_window_peak(), 0u);
+  EXPECT_EQ(ledger.peak(), 70u);
+}
+
 TEST(LedgerTest, ZeroBytesFitAFullBudget) {
   Ledger ledger(TierKind::kDevice, 1);
   const auto all = ledger.try_reserve(1);

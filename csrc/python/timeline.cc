@@ -1,0 +1,127 @@
+// What castor.report is made from: the chunks of a session and the timeline of its last step.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "core/payload.h"
+#include "core/timeline.h"
+#include "python/bindings.h"
+#include "torch/session.h"
+
+namespace py = pybind11;
+
+namespace castor {
+namespace {
+
+const char* name_of(TransferKind kind) {
+  switch (kind) {
+    case TransferKind::kFetch: return "fetch";
+    case TransferKind::kEviction: return "eviction";
+    case TransferKind::kGradient: return "gradient";
+  }
+  return "unknown";
+}
+
+const char* name_of(TransferCause cause) {
+  switch (cause) {
+    case TransferCause::kDemand: return "demand";
+    case TransferCause::kPrefetch: return "prefetch";
+    case TransferCause::kPlan: return "plan";
+    case TransferCause::kPressure: return "pressure";
+    case TransferCause::kStepEnd: return "step_end";
+    case TransferCause::kBackward: return "backward";
+  }
+  return "unknown";
+}
+
+const char* name_of(Guidance guidance) {
+  switch (guidance) {
+    case Guidance::kDemand: return "demand";
+    case Guidance::kPlan: return "plan";
+    case Guidance::kDiverged: return "diverged";
+  }
+  return "unknown";
+}
+
+const char* key_of(PayloadKind kind) {
+  switch (kind) {
+    case PayloadKind::kParam: return "param";
+    case PayloadKind::kMaster: return "master";
+    case PayloadKind::kGrad: return "grad";
+    case PayloadKind::kExpAvg: return "exp_avg";
+    case PayloadKind::kExpAvgSq: return "exp_avg_sq";
+  }
+  return "unknown";
+}
+
+}  // namespace
+
+std::optional<py::dict> timeline(Session& session) {
+  const Timeline step = session.runtime().timeline();
+  if (step.bytes.empty()) {
+    return std::nullopt;
+  }
+  py::list moments;
+  for (std::size_t i = 0; i < step.bytes.size(); ++i) {
+    const Event& event = step.trace.events()[i];
+    const MomentBytes& bytes = step.bytes[i];
+    moments.append(py::make_tuple(static_cast<std::uint8_t>(event.kind), event.id, event.time_ns,
+                                  bytes.slot_bytes, event.nonmodel_bytes, bytes.device_peak_bytes,
+                                  bytes.host_bytes));
+  }
+  py::list transfers;
+  for (const Transfer& transfer : step.transfers) {
+    transfers.append(py::make_tuple(name_of(transfer.kind), name_of(transfer.cause),
+                                    transfer.moment, index(transfer.chunk), transfer.start_ns,
+                                    transfer.submit_ns, transfer.wait_ns, transfer.bytes));
+  }
+  py::list resident;
+  for (const ChunkId chunk : step.resident_at_start) {
+    resident.append(index(chunk));
+  }
+  py::dict result;
+  result["moments"] = moments;
+  result["transfers"] = transfers;
+  result["resident_at_start"] = resident;
+  result["update_begin_ns"] = step.update_begin_ns;
+  result["end_ns"] = step.end_ns;
+  result["peak_device_bytes"] = step.peak_device_bytes;
+  result["guidance"] = name_of(step.guidance);
+  result["complete"] = step.complete;
+  return result;
+}
+
+py::list chunks(Session& session) {
+  py::list result;
+  for (std::size_t i = 0; i < session.layout().chunks().size(); ++i) {
+    const ChunkId id{static_cast<std::uint32_t>(i)};
+    const ChunkSpec& spec = session.layout().chunk(id);
+    py::list params;
+    for (const ParamId param : spec.params) {
+      params.append(index(param));
+    }
+    py::dict payloads;
+    for (std::size_t kind = 0; kind < kNumPayloadKinds; ++kind) {
+      if (const auto& payload = session.chunks().payload(id, static_cast<PayloadKind>(kind))) {
+        payloads[key_of(static_cast<PayloadKind>(kind))] =
+            py::make_tuple(std::string(to_string(payload->tier())), payload->bytes());
+      }
+    }
+    py::dict chunk;
+    chunk["params"] = params;
+    chunk["capacity_bytes"] = spec.capacity_bytes;
+    chunk["used_bytes"] = spec.used_bytes;
+    chunk["dtype"] = std::string(to_string(spec.type));
+    chunk["trainable"] = spec.trainable;
+    chunk["on_device"] = session.chunks().placement(id) == Placement::kDevice;
+    chunk["payloads"] = payloads;
+    result.append(chunk);
+  }
+  return result;
+}
+
+}  // namespace castor

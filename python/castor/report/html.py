@@ -1,0 +1,151 @@
+"""The report as one self-contained page: no network, no fonts, no libraries."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from castor._C import __version__
+from castor.booster import Booster
+from castor.report.source import GUIDANCE, PAYLOAD_NAMES, Source, source_of, write_atomically
+from castor.report.timeline import MOMENT_KINDS
+
+KINDS = ("fetch", "eviction", "gradient")
+CAUSES = ("demand", "prefetch", "plan", "pressure", "step_end", "backward")
+_SCRIPTS = ("base.js", "step.js", "transfers.js", "training.js", "page.js")
+
+
+def write_html(path: str | Path, target: Booster | nn.Module) -> Path:
+    """Writes a page to look into the last finished step and the run so far.
+
+    It shows device memory over the moments of the step against the budget, host memory, where each
+    chunk was, what moved and what waited for it, and loss and speed over the steps. The page is one
+    file, and loads nothing.
+
+    Args:
+        path: The file; its folder exists.
+        target: A Booster (the model it boosted last) or a boosted model.
+
+    Returns:
+        The path.
+
+    Raises:
+        UsageError: Nothing is boosted, or no step has finished.
+        OSError: The file cannot be written; an older one is left as it was.
+    """
+    return write_atomically(path, page(source_of(target)))
+
+
+def page(source: Source) -> str:
+    """The page's text."""
+    files = resources.files("castor.report") / "page"
+    parts = {
+        "title": html.escape(f"castor: {source.model}, step {source.memory.steps}"),
+        "style": (files / "page.css").read_text(encoding="utf-8"),
+        "script": "\n".join((files / name).read_text(encoding="utf-8") for name in _SCRIPTS),
+        "data": embedded_json(page_data(source)),
+    }
+    text = (files / "page.html").read_text(encoding="utf-8")
+    for name, part in parts.items():
+        text = text.replace(f"<!--{name}-->", part, 1)
+    return text
+
+
+def embedded_json(data: object) -> str:
+    """JSON that may stand inside a script element: no name in it can end the element."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def page_data(source: Source) -> dict[str, Any]:
+    """What the page's script draws. Times are ns, sizes bytes; tables are columns."""
+    step, memory = source.step, source.memory
+    samples = step.memory()
+    return {
+        "model": source.model,
+        "version": __version__,
+        "step": memory.steps,
+        "guidance": GUIDANCE[step.guidance],
+        "complete": step.complete,
+        "headline": source.headline(),
+        "budget": {"device": memory.device_budget_bytes, "host": memory.host_budget_bytes},
+        "peak": step.peak_device_bytes,
+        "endNs": step.end_ns,
+        "payloadNames": PAYLOAD_NAMES,
+        "payloads": {tier: step.payload_bytes(tier) for tier in ("device", "host", "nvme")},
+        "phases": step.phases(),
+        "modules": source.modules,
+        "params": source.params,
+        "chunks": [
+            {
+                "bytes": chunk.capacity_bytes,
+                "used": chunk.used_bytes,
+                "dtype": chunk.dtype,
+                "trainable": chunk.trainable,
+                "onDevice": chunk.on_device,
+                "params": chunk.params,
+            }
+            for chunk in step.chunks
+        ],
+        "momentKinds": [kind.replace("_", " ") for kind in MOMENT_KINDS],
+        "moments": {
+            "kind": [moment.kind for moment in step.moments],
+            "id": [moment.id for moment in step.moments],
+            "time": [moment.time_ns for moment in step.moments],
+        },
+        "samples": {
+            "time": [sample.time_ns for sample in samples],
+            "moment": [sample.moment for sample in samples],
+            "slots": [sample.slot_bytes for sample in samples],
+            "nonmodel": [sample.nonmodel_bytes for sample in samples],
+            "host": [sample.host_bytes for sample in samples],
+        },
+        "residency": [[time for interval in row for time in interval] for row in step.residency()],
+        "kinds": KINDS,
+        "causes": CAUSES,
+        "transfers": {
+            "kind": [KINDS.index(transfer.kind) for transfer in step.transfers],
+            "cause": [CAUSES.index(transfer.cause) for transfer in step.transfers],
+            "moment": [transfer.moment for transfer in step.transfers],
+            "chunk": [transfer.chunk for transfer in step.transfers],
+            "time": [transfer.start_ns for transfer in step.transfers],
+            "submit": [transfer.submit_ns for transfer in step.transfers],
+            "wait": [transfer.wait_ns for transfer in step.transfers],
+            "bytes": [transfer.bytes for transfer in step.transfers],
+        },
+        "history": _history(source),
+        "totals": {"steps": source.totals.steps, "skipped": source.totals.skipped_steps},
+    }
+
+
+def _history(source: Source) -> dict[str, Any]:
+    records = source.records
+    tokens = any(record.tokens for record in records)
+    counts = [record.tokens if tokens else record.samples for record in records]
+    return {
+        "unit": "tokens/s" if tokens else "samples/s",
+        "step": [record.step for record in records],
+        "loss": [_finite(record.loss) for record in records],
+        "rate": [
+            _finite(n / record.seconds) if record.seconds and n else None
+            for n, record in zip(counts, records, strict=True)
+        ],
+        "seconds": [_finite(record.seconds) for record in records],
+        "skipped": [record.step for record in records if record.skipped],
+        "peak": [record.peak_device_bytes for record in records],
+        "h2d": [record.h2d_bytes for record in records],
+        "d2h": [record.d2h_bytes for record in records],
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON knows neither NaN nor infinity; the page shows a gap."""
+    return value if value is not None and math.isfinite(value) else None

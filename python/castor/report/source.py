@@ -1,0 +1,179 @@
+"""Where a report's figures come from, whatever form they are shown in."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from castor.booster import Booster
+from castor.errors import UsageError
+from castor.report.timeline import BACKWARD_ENTER, FORWARD_ENTER, StepTimeline
+from castor.runtime.engine import Engine, engine_of
+from castor.runtime.history import HistoryTotals, StepRecord
+from castor.runtime.report import MemoryReport
+
+RECENT_STEPS = 20
+
+PAYLOAD_NAMES = {
+    "param": "parameters",
+    "grad": "gradients",
+    "master": "fp32 master weights",
+    "exp_avg": "exp_avg",
+    "exp_avg_sq": "exp_avg_sq",
+}
+GUIDANCE = {
+    "demand": "no plan yet: chunks came on demand",
+    "plan": "followed the plan",
+    "diverged": "left the plan: chunks came on demand from there on",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Everything a report shows."""
+
+    model: str
+    engine: Engine
+    memory: MemoryReport
+    step: StepTimeline
+    records: list[StepRecord]
+    totals: HistoryTotals
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the modules that own parameters; the model itself is number 0."""
+        return self.engine.modules
+
+    @property
+    def params(self) -> list[str]:
+        """Names of the parameters."""
+        return self.engine.names
+
+    def module_at(self, moment: int) -> str:
+        """The module whose enter a moment is; inference in the middle of a step has no moments."""
+        event = self.step.moments[moment]
+        enters = event.kind in (FORWARD_ENTER, BACKWARD_ENTER)
+        return self.modules[event.id] if enters else "inference"
+
+    def rate(self) -> tuple[float, str] | None:
+        """(median over the last steps, unit) of tokens or samples per second."""
+        recent = [r for r in self.records[-RECENT_STEPS:] if r.seconds]
+        for unit, counts in (
+            ("tokens/s", [r.tokens for r in recent]),
+            ("samples/s", [r.samples for r in recent]),
+        ):
+            if any(counts):
+                pairs = zip(counts, recent, strict=True)
+                return statistics.median(n / (r.seconds or 1.0) for n, r in pairs), unit
+        return None
+
+    def last_loss(self) -> float | None:
+        """The loss of the last step that has one."""
+        return next((r.loss for r in reversed(self.records) if r.loss is not None), None)
+
+    def headline(self) -> list[tuple[str, str, str]]:
+        """(what, value, remark) of the figures that matter most."""
+        step, memory = self.step, self.memory
+        stall_ns = sum(t.stall_ns for t in step.transfers if t.kind == "fetch")
+        fetches = [t for t in step.transfers if t.kind == "fetch"]
+        prefetched = sum(t.cause == "prefetch" for t in fetches)
+        h2d = sum(t.bytes for t in fetches)
+        d2h = sum(t.bytes for t in step.transfers if t.kind != "fetch")
+        loss, rate = self.last_loss(), self.rate()
+        steps_remark = f"{memory.skipped_steps} skipped, {memory.divergent_steps} left the plan"
+        return [
+            (
+                "Device peak",
+                mib(memory.peak_device_bytes),
+                f"{memory.peak_device_bytes / memory.device_budget_bytes:.1%} of the budget of "
+                f"{mib(memory.device_budget_bytes)}",
+            ),
+            ("Non-model peak", mib(memory.peak_nonmodel_bytes), "activations and temporaries"),
+            ("Host memory", mib(memory.host_bytes), f"in {memory.num_chunks} chunks"),
+            ("Loss", "unknown" if loss is None else f"{loss:.4f}", f"of step {memory.steps}"),
+            (
+                "Speed",
+                "unknown" if rate is None else f"{rate[0]:,.0f} {rate[1]}",
+                f"median of the last {min(RECENT_STEPS, len(self.records))} steps",
+            ),
+            (
+                "Last step",
+                ms(step.end_ns),
+                f"{ms(stall_ns)} waiting for chunks ({stall_ns / max(1, step.end_ns):.1%})",
+            ),
+            (
+                "Copied in the last step",
+                f"{mib(h2d)} in, {mib(d2h)} out",
+                f"{len(fetches)} fetches, {prefetched} of them ahead of use",
+            ),
+            ("Steps", f"{memory.steps:,}", steps_remark),
+        ]
+
+
+def source_of(target: Booster | nn.Module) -> Source:
+    """Reads a boosted model.
+
+    Args:
+        target: A Booster (the model it boosted last) or a boosted model.
+
+    Raises:
+        TypeError: `target` is neither.
+        UsageError: Nothing is boosted, or no step has finished.
+    """
+    if isinstance(target, Booster):
+        engine = target._engine(None)
+    elif isinstance(target, nn.Module):
+        engine = engine_of(target)
+    else:
+        raise TypeError(
+            f"a report needs a Booster or a boosted model; it was given a {type(target).__name__}"
+        )
+    timeline = engine.session.timeline()
+    if timeline is None:
+        raise UsageError(
+            "there is nothing to report yet; run forward, backward and optimizer.step() once first"
+        )
+    return Source(
+        model=engine.model_name,
+        engine=engine,
+        memory=engine.report(),
+        step=StepTimeline.of(timeline, engine.session.chunks()),
+        records=engine.history.records,
+        totals=engine.history.totals,
+    )
+
+
+def mib(size: int) -> str:
+    """Bytes in MiB, or in GiB from 10 GiB on."""
+    return f"{size / 2**30:,.2f} GiB" if size >= 10 * 2**30 else f"{size / 2**20:,.1f} MiB"
+
+
+def ms(nanoseconds: int) -> str:
+    """A duration in ms, or in s from 10 s on."""
+    return (
+        f"{nanoseconds / 1e9:,.2f} s" if nanoseconds >= 10**10 else f"{nanoseconds / 1e6:,.1f} ms"
+    )
+
+
+def write_atomically(path: str | Path, text: str) -> Path:
+    """Writes a file whole or not at all: to a temporary name beside it, then renamed.
+
+    Raises:
+        OSError: The folder does not exist or cannot be written; the old file is as it was.
+    """
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            os.fchmod(file.fileno(), 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path

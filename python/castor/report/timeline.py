@@ -1,0 +1,226 @@
+"""The last step of a boosted model, moment by moment, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+MOMENT_KINDS = ("forward_enter", "forward_exit", "backward_enter", "grad_ready")
+FORWARD_ENTER, FORWARD_EXIT, BACKWARD_ENTER, GRAD_READY = range(4)
+ROOT = 0
+
+Phase = Literal["forward", "backward", "optimizer"]
+
+
+class Moment(NamedTuple):
+    """An event of the step. Times are ns since the first one, sizes bytes."""
+
+    kind: int
+    """Position in MOMENT_KINDS."""
+    id: int
+    """A module; for grad_ready, a chunk."""
+    time_ns: int
+    slot_bytes: int
+    """Chunks that come and go, when the moment began."""
+    nonmodel_bytes: int
+    """Highest until the next moment: activations, temporaries, gradients on their way."""
+    device_peak_bytes: int
+    """Highest device total until the next moment."""
+    host_bytes: int
+
+
+class Transfer(NamedTuple):
+    """A chunk or a gradient on its way."""
+
+    kind: str
+    """fetch, eviction or gradient."""
+    cause: str
+    """demand, prefetch, plan, pressure, step_end or backward."""
+    moment: int
+    chunk: int
+    start_ns: int
+    submit_ns: int
+    """How long the step was held up when the copy began."""
+    wait_ns: int
+    """How long the first use of the chunk waited for the rest."""
+    bytes: int
+    """Copied; 0 for a chunk whose home was up to date."""
+
+    @property
+    def stall_ns(self) -> int:
+        """How long the step was held up in all."""
+        return self.submit_ns + self.wait_ns
+
+
+class Chunk(NamedTuple):
+    """What a chunk is and where its payloads live."""
+
+    params: list[int]
+    capacity_bytes: int
+    used_bytes: int
+    dtype: str
+    trainable: bool
+    on_device: bool
+    payloads: dict[str, tuple[str, int]]
+    """kind -> (tier, bytes)."""
+
+
+class Span(NamedTuple):
+    """A module at work, from start_ns to end_ns."""
+
+    module: int
+    phase: Phase
+    start_ns: int
+    end_ns: int
+
+
+class Sample(NamedTuple):
+    """Bytes from time_ns until the next sample. Upper bounds, whose sum the step did reach."""
+
+    time_ns: int
+    moment: int
+    slot_bytes: int
+    nonmodel_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimeline:
+    """What `_C.Session.timeline` and `chunks` tell, with names for the columns."""
+
+    moments: list[Moment]
+    transfers: list[Transfer]
+    chunks: list[Chunk]
+    resident_at_start: list[int]
+    update_begin_ns: int
+    end_ns: int
+    peak_device_bytes: int
+    guidance: str
+    """demand (no plan yet), plan, or diverged (left the plan)."""
+    complete: bool
+    """False where the step had more moments or transfers than the recorder keeps."""
+
+    @classmethod
+    def of(cls, timeline: Mapping[str, Any], chunks: list[dict[str, Any]]) -> StepTimeline:
+        """Reads what the extension returned."""
+        fields = dict(timeline)
+        fields["moments"] = [Moment(*row) for row in fields["moments"]]
+        fields["transfers"] = [Transfer(*row) for row in fields["transfers"]]
+        return cls(**fields, chunks=[Chunk(**chunk) for chunk in chunks])
+
+    def payload_bytes(self, tier: str) -> dict[str, int]:
+        """Bytes of the payloads that live on a tier, by kind; kinds without bytes are left out."""
+        totals: dict[str, int] = {}
+        for chunk in self.chunks:
+            for kind, (home, size) in chunk.payloads.items():
+                if home == tier:
+                    totals[kind] = totals.get(kind, 0) + size
+        return totals
+
+    def residency(self) -> list[list[tuple[int, int]]]:
+        """For each chunk, the intervals (start_ns, end_ns) in which the device held it."""
+        since: dict[int, int] = dict.fromkeys(self.resident_at_start, 0)
+        intervals: list[list[tuple[int, int]]] = [
+            [(0, self.end_ns)] if chunk.on_device else [] for chunk in self.chunks
+        ]
+        for transfer in self.transfers:
+            if transfer.kind == "fetch":
+                since[transfer.chunk] = transfer.start_ns
+            elif transfer.kind == "eviction" and transfer.chunk in since:
+                end = transfer.start_ns + transfer.submit_ns
+                intervals[transfer.chunk].append((since.pop(transfer.chunk), end))
+        for chunk, start in since.items():
+            intervals[chunk].append((start, self.end_ns))
+        return intervals
+
+    def memory(self) -> list[Sample]:
+        """The device and host curves, with a sample at each moment and at each move of a chunk.
+
+        Non-model bytes are the peak of their moment, and never more than what the device's peak in
+        that moment leaves beside the chunks: the sum is a height that the step reached.
+        """
+        fixed = sum(self.payload_bytes("device").values())
+        slots = sum(self.chunks[chunk].capacity_bytes for chunk in self.resident_at_start)
+        samples = []
+        moves = iter(_moves(self.transfers))
+        move = next(moves, None)
+
+        def sample(i: int, time_ns: int) -> Sample:
+            moment = self.moments[i]
+            room = max(0, moment.device_peak_bytes - fixed - slots)
+            return Sample(time_ns, i, slots, min(moment.nonmodel_bytes, room), moment.host_bytes)
+
+        for i, moment in enumerate(self.moments):
+            samples.append(sample(i, moment.time_ns))
+            while move is not None and move[0] == i:
+                _, time_ns, chunk, sign = move
+                slots += sign * self.chunks[chunk].capacity_bytes
+                samples.append(sample(i, max(time_ns, samples[-1].time_ns)))
+                move = next(moves, None)
+        samples.append(samples[-1]._replace(time_ns=max(self.end_ns, samples[-1].time_ns)))
+        return samples
+
+    def phases(self) -> list[tuple[Phase, int, int]]:
+        """(phase, start_ns, end_ns): forward from an enter of the model, backward, optimizer."""
+        phases: list[tuple[Phase, int, int]] = []
+        phase: Phase = "forward"
+        start = 0
+        for moment in self.moments:
+            backward = moment.kind in (BACKWARD_ENTER, GRAD_READY)
+            again = moment.kind == FORWARD_ENTER and moment.id == ROOT
+            if (backward and phase == "forward") or (again and phase == "backward"):
+                phases.append((phase, start, moment.time_ns))
+                phase, start = ("backward" if backward else "forward"), moment.time_ns
+        phases.append((phase, start, self.update_begin_ns))
+        phases.append(("optimizer", self.update_begin_ns, self.end_ns))
+        return [entry for entry in phases if entry[2] > entry[1]]
+
+    def spans(self) -> list[Span]:
+        """Modules at work, by start; those of forward nest, those of backward follow each other.
+
+        A module's backward ends where the next one's begins: torch does not tell more.
+        """
+        return sorted(self._spans(), key=lambda span: (span.start_ns, -span.end_ns))
+
+    def _spans(self) -> Iterator[Span]:
+        entered: list[tuple[int, int]] = []
+        backward: tuple[int, int] | None = None
+        last_ns = 0
+        for kind, module, time_ns, *_ in self.moments:
+            if backward and (kind in (FORWARD_ENTER, BACKWARD_ENTER)):
+                yield Span(backward[0], "backward", backward[1], time_ns)
+                backward = None
+            if kind == FORWARD_ENTER:
+                # What an interrupted forward left entered ends where the model is entered again.
+                while module == ROOT and entered:
+                    yield Span(entered[-1][0], "forward", entered.pop()[1], last_ns)
+                entered.append((module, time_ns))
+            elif kind == FORWARD_EXIT and any(module == other for other, _ in entered):
+                found = False
+                while not found:
+                    other, start = entered.pop()
+                    found = other == module
+                    yield Span(other, "forward", start, time_ns)
+            elif kind == BACKWARD_ENTER:
+                backward = (module, time_ns)
+            last_ns = time_ns
+        last_ns = max(
+            [last_ns, *(t.start_ns + t.submit_ns for t in self.transfers if t.cause != "step_end")]
+        )
+        while entered:
+            yield Span(entered[-1][0], "forward", entered.pop()[1], last_ns)
+        if backward:
+            yield Span(backward[0], "backward", backward[1], last_ns)
+
+
+def _moves(transfers: list[Transfer]) -> Iterator[tuple[int, int, int, int]]:
+    """(moment, time_ns, chunk, +1 or -1): a fetch takes its slot when it begins, an eviction gives
+    it back when it ends.
+    """  # noqa: D205
+    for transfer in transfers:
+        if transfer.kind == "fetch":
+            yield transfer.moment, transfer.start_ns, transfer.chunk, 1
+        elif transfer.kind == "eviction":
+            end = transfer.start_ns + transfer.submit_ns
+            yield transfer.moment, end, transfer.chunk, -1
