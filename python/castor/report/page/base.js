@@ -87,13 +87,14 @@ const axis = {
     const share = to > from ? Math.min(1, (ns - from) / (to - from)) : 0;
     return (i + share) / this.moments.length;
   },
+  // Whole nanoseconds, so that the position of a moment leads back to it.
   time(position) {
     const end = Math.max(1, data.endNs);
-    if (this.mode === "time") return position * end;
+    if (this.mode === "time") return Math.round(position * end);
     const at = Math.min(this.moments.length - 1e-9, position * this.moments.length);
     const i = Math.floor(at);
     const [from, to] = [this.moments[i], this.moments[i + 1] ?? end];
-    return from + (at - i) * (to - from);
+    return Math.round(from + (at - i) * (to - from));
   },
   // [position, label] of each tick.
   ticks(width) {
