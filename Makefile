@@ -4,6 +4,7 @@
 #   make test     all that CI runs: lint, C++ tests, Python tests, ASan+UBSan, TSan
 #   make bench    every script of benchmarks/
 #   make wheel    wheels in dist/ for each Python and torch asked for, tried in clean environments
+#   make pages    train a small GPT and take the screenshots of docs/images
 #   make lint | package | cpp | pytest | asan | tsan | wheel | bench | clean
 #
 # Set-up is kept in .venv and build/; stamps in both make a second run cheap.
@@ -52,7 +53,7 @@ PY_SOURCES := $(shell find python -type f -not -name '*.pyc')
 CXX_FORMATTED := find csrc tests/cpp benchmarks examples -type f \
 	\( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0
 
-.PHONY: demo test lint lint-format lint-ruff lint-mypy lint-layers package cpp pytest asan tsan wheel bench install clean help FORCE
+.PHONY: demo test pages browser lint lint-format lint-ruff lint-mypy lint-layers package cpp pytest asan tsan wheel bench install clean help FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -60,22 +61,34 @@ help:
 # An idle OpenMP thread soon sleeps instead of spinning for milliseconds: where something else wants the
 # cores, torch's kernels otherwise wait for each other's spin loops (4 to 10 times slower on two shared
 # cores). Not for bench, which measures torch as it comes.
-demo pytest: export GOMP_SPINCOUNT ?= 1000
+demo pages pytest: export GOMP_SPINCOUNT ?= 1000
 
 demo: $(VENV_STAMPS)/castor
 	@$(BIN)/python examples/train_gpt.py --demo
 
 # In CI, and wherever the whole suite runs, a warning is an error; a user's newer compiler may warn.
 test: export CASTOR_WERROR := ON
+# There, a missing browser is an error as well, not a skip.
+test: export CASTOR_REQUIRE_BROWSER := 1
 test:
-	@scripts/run_phases.sh install lint package cpp pytest asan tsan wheel
+	@scripts/run_phases.sh install browser lint package cpp pytest asan tsan wheel
 
 install: $(VENV_STAMPS)/castor
+
+# What tests/browser looks at the pages with, and a font to draw them in.
+browser: $(STAMPS)/browser
+
+pages: $(VENV_STAMPS)/castor $(STAMPS)/browser
+	@$(BIN)/python scripts/screenshots.py docs/images
 
 ## Set-up ----------------------------------------------------------------------------------------
 
 $(STAMPS)/system: scripts/setup_system.sh
 	@scripts/setup_system.sh
+	@mkdir -p $(@D) && touch $@
+
+$(STAMPS)/browser: scripts/setup_system.sh
+	@scripts/setup_system.sh chromium fonts-dejavu-core
 	@mkdir -p $(@D) && touch $@
 
 # Changes when another torch is asked for, and then everything that stands on torch is redone.
