@@ -176,6 +176,45 @@ def test_read_only_directory_is_an_io_error(
         BOOSTER.save_model(filled(1.0), tmp_path / "m")
 
 
+def test_everything_is_synced_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    BOOSTER.save_model(filled(1.0), tmp_path / "m")
+    events: list[tuple[str, str]] = []
+    sync, rename, exchange = os.fsync, os.rename, staging.exchange
+
+    def plain(path: str | Path) -> str:
+        """The name without that of the process."""
+        return str(path).split(f"-{os.getpid()}-")[0].removeprefix(str(tmp_path))
+
+    def traced_sync(descriptor: int) -> None:
+        sync(descriptor)
+        events.append(("sync", plain(os.readlink(f"/proc/self/fd/{descriptor}"))))
+
+    def traced_rename(source: Path, destination: Path) -> None:
+        rename(source, destination)
+        events.append(("rename", plain(Path(source).name)))
+
+    def traced_exchange(a: Path, b: Path) -> bool:
+        events.append(("exchange", plain(b)))
+        return exchange(a, b)
+
+    monkeypatch.setattr(os, "fsync", traced_sync)
+    monkeypatch.setattr(os, "rename", traced_rename)
+    monkeypatch.setattr(staging, "exchange", traced_exchange)
+    BOOSTER.save_model(filled(2.0), tmp_path / "m")
+    staged = "/.tmp-castor-m"
+    assert events == [
+        ("sync", staged),  # the file in it: its path holds the process twice
+        ("rename", ".tmp-castor-model.safetensors"),
+        ("sync", staged),
+        ("rename", ".tmp-castor-castor-manifest.json"),
+        ("sync", staged),  # the directory itself
+        ("exchange", "/m"),
+        ("sync", ""),
+    ]
+
+
 # --- processes that died ------------------------------------------------------------------------
 
 
