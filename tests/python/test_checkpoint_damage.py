@@ -129,6 +129,19 @@ def test_every_flipped_byte_of_an_optimizer_and_a_scheduler_is_found(tmp_path: P
         assert assert_every_flip_is_found(tmp_path / name, load, trial.fingerprint) > 100
 
 
+def test_the_same_values_in_other_bytes_are_damage(tmp_path: Path) -> None:
+    """One flipped bit makes 1E-05 of 1e-05, which JSON reads as the same number."""
+    trial = Trial()
+    trial.optimizer.param_groups[0]["initial_lr"] = trial.scheduler.base_lrs[0] = 1e-5
+    BOOSTER.save_lr_scheduler(trial.scheduler, tmp_path / "lr.json")
+    text = (tmp_path / "lr.json").read_text()
+    assert "1e-05" in text
+    for other in (text.replace("1e-05", "1E-05"), text + "\n"):
+        (tmp_path / "lr.json").write_text(other)
+        with pytest.raises(castor.CheckpointError, match=r"lr\.json is damaged"):
+            BOOSTER.load_lr_scheduler(trial.scheduler, tmp_path / "lr.json")
+
+
 def test_damage_names_file_and_tensor(tmp_path: Path) -> None:
     trial = Trial()
     BOOSTER.save_optimizer(trial.optimizer, tmp_path / "o")

@@ -119,15 +119,19 @@ def recover(target: Path) -> None:
     """Brings back the directory that a process displaced before it died or failed.
 
     Only where directories cannot be exchanged (see `exchange`) can a kill leave no `target`.
+
+    Raises:
+        IoError: It is there and cannot be renamed.
     """
     if target.exists() or not target.parent.is_dir():
         return
-    for leftover in sorted(target.parent.iterdir()):
-        ours = is_own(leftover) or is_abandoned(leftover)
-        if target_of(leftover) == ("old", target.name) and ours:
-            os.rename(leftover, target)
-            fsync_directory(target.parent)
-            return
+    with os_errors(target, "read"):
+        for leftover in sorted(target.parent.iterdir()):
+            ours = is_own(leftover) or is_abandoned(leftover)
+            if target_of(leftover) == ("old", target.name) and ours:
+                os.rename(leftover, target)
+                fsync_directory(target.parent)
+                return
 
 
 def recover_all(root: Path) -> None:
