@@ -135,7 +135,15 @@ def make_torch_env(directory: Path, python: str, torch: str) -> Path:
             if same_python or fits_any_python(distribution):
                 link_distribution(distribution, site)
         wanted = f"torch=={here}"
-    pip = [interpreter, "-m", "pip", "install", "--quiet", "--no-warn-script-location", wanted]
+    pip: list[str | Path] = [
+        interpreter,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-warn-script-location",
+        wanted,
+    ]
     done = subprocess.run(pip, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         if "No matching distribution found for torch" in done.stderr:

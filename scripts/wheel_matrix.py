@@ -51,17 +51,17 @@ class Pair:
         return here is not None and (own_python, minor_version(here)) == (self.python, self.torch)
 
 
-def call(command: list[str | Path], **settings: object) -> str:
+def call(
+    command: list[str | Path], *, env: dict[str, str] | None = None, cwd: Path | None = None
+) -> str:
     """Runs a command and returns its output; SystemExit with all of it if it fails."""
-    done = subprocess.run(  # type: ignore[call-overload]
-        command, capture_output=True, text=True, check=False, **settings
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=cwd)
     if done.returncode != 0:
         command_line = " ".join(map(str, command))
         raise SystemExit(
             f"{command_line}\nexited with {done.returncode}:\n{done.stdout}{done.stderr}"
         )
-    return str(done.stdout)
+    return done.stdout
 
 
 def build(pair: Pair, python: Path, work: Path, arguments: argparse.Namespace) -> Path:
@@ -122,7 +122,7 @@ def smoke_test(pair: Pair, python: Path, wheel: Path) -> str:
     Raises:
         SystemExit: Something failed, took too long, or was loaded from outside the environment.
     """
-    pip = [python, "-m", "pip"]
+    pip: list[str | Path] = [python, "-m", "pip"]
     # What a user's shell without a compiler gives, and less.
     bare = {"PATH": "/nonexistent", "HOME": "/nonexistent"}
     call([*pip, "install", "--quiet", "rich>=13"])
