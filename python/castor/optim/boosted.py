@@ -214,10 +214,6 @@ class BoostedOptimizer(Optimizer):
         raise UsageError("add parameter groups before booster.boost: chunks are laid out there")
 
 
-# What torch looks at before it wraps a class's step: load_state_dict would wrap it again.
-BoostedOptimizer.step.hooked = True  # type: ignore[attr-defined]
-
-
 def write_moments(engine: Engine, entries: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
     """Copies torch AdamW states into the chunks; parameters without one start from zero."""
     for param, entry in entries:
