@@ -333,7 +333,7 @@ def test_a_failed_write_leaves_the_old_file(
 
 def test_sizes_and_times_have_fitting_units() -> None:
     assert [size(n) for n in (0, 1023, 1536, 3 * 2**20, 12 * 2**30, 2**41)] == [
-        "0 B", "1023 B", "1.5 KiB", "3.0 MiB", "12.0 GiB", "2.0 TiB",
+        "0 B", "1023 B", "1.5 KiB", "3.0 MiB", "12.00 GiB", "2.00 TiB",
     ]  # fmt: skip
     assert [duration(n) for n in (0, 999_000, 1_500_000, 12 * 10**9)] == [
         "0 µs", "999 µs", "1.5 ms", "12.0 s",

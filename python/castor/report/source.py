@@ -149,15 +149,15 @@ def source_of(target: Booster | nn.Module) -> Source:
 
 
 def size(count: int) -> str:
-    """Bytes, in the largest binary unit that gives at least 1; GiB from 10 GiB on."""
-    for name, unit, least in (
-        ("TiB", 2**40, 2**40),
-        ("GiB", 2**30, 10 * 2**30),
-        ("MiB", 2**20, 2**20),
-        ("KiB", 2**10, 2**10),
+    """Bytes, in the largest binary unit that gives at least 1."""
+    for name, unit, digits in (
+        ("TiB", 2**40, 2),
+        ("GiB", 2**30, 2),
+        ("MiB", 2**20, 1),
+        ("KiB", 2**10, 1),
     ):
-        if count >= least:
-            return f"{count / unit:,.1f} {name}"
+        if count >= unit:
+            return f"{count / unit:,.{digits}f} {name}"
     return f"{count} B"
 
 

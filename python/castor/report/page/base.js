@@ -26,7 +26,7 @@ const number = (value, digits) =>
 
 function sizeUnit(bytes) {
   if (bytes >= 1024 * GIB) return [1024 * GIB, "TiB"];
-  if (bytes >= 10 * GIB) return [GIB, "GiB"];
+  if (bytes >= GIB) return [GIB, "GiB"];
   return bytes >= MIB ? [MIB, "MiB"] : bytes >= KIB ? [KIB, "KiB"] : [1, "B"];
 }
 
