@@ -3,9 +3,10 @@
 #   make demo     train a GPT in a device budget it does not fit, and show what moved
 #   make test     all that CI runs: lint, C++ tests, Python tests, ASan+UBSan, TSan
 #   make bench    every script of benchmarks/
+#   make docs     the documentation, in build/docs/index.html
 #   make wheel    wheels in dist/ for each Python and torch asked for, tried in clean environments
 #   make pages    train a small GPT and take the screenshots of docs/images
-#   make lint | package | cpp | pytest | asan | tsan | wheel | bench | clean
+#   make lint | package | cpp | pytest | docs | asan | tsan | wheel | bench | clean
 #
 # Set-up is kept in .venv and build/; stamps in both make a second run cheap.
 
@@ -53,7 +54,7 @@ PY_SOURCES := $(shell find python -type f -not -name '*.pyc')
 CXX_FORMATTED := find csrc tests/cpp benchmarks examples -type f \
 	\( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0
 
-.PHONY: demo test pages browser lint lint-format lint-ruff lint-mypy lint-layers package cpp pytest asan tsan wheel bench install clean help FORCE
+.PHONY: demo test pages browser lint lint-format lint-ruff lint-mypy lint-layers package cpp pytest docs asan tsan wheel bench install clean help FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -71,7 +72,7 @@ test: export CASTOR_WERROR := ON
 # There, a missing browser is an error as well, not a skip.
 test: export CASTOR_REQUIRE_BROWSER := 1
 test:
-	@scripts/run_phases.sh install browser lint package cpp pytest asan tsan wheel
+	@scripts/run_phases.sh install browser lint package cpp pytest docs asan tsan wheel
 
 install: $(VENV_STAMPS)/castor
 
@@ -127,6 +128,11 @@ $(VENV_STAMPS)/castor: $(VENV_STAMPS)/venv $(STAMPS)/jemalloc pyproject.toml $(C
 $(VENV_STAMPS)/bench: $(VENV_STAMPS)/castor
 	@$(BIN)/python scripts/requirements.py bench >$(VENV_STAMPS)/requirements-bench.txt
 	@$(BIN)/python -m pip install --quiet --no-build-isolation -r $(VENV_STAMPS)/requirements-bench.txt
+	@touch $@
+
+$(VENV_STAMPS)/docs: $(VENV_STAMPS)/venv
+	@$(BIN)/python scripts/requirements.py docs >$(VENV_STAMPS)/requirements-docs.txt
+	@$(BIN)/python -m pip install --quiet -r $(VENV_STAMPS)/requirements-docs.txt
 	@touch $@
 
 ## Checks ----------------------------------------------------------------------------------------
@@ -190,6 +196,11 @@ wheel: $(VENV_STAMPS)/venv $(STAMPS)/jemalloc $(STAMPS)/hwloc
 
 pytest: $(VENV_STAMPS)/castor
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Always all of it: an incremental build repeats no warning of a page that has not changed since.
+docs: $(VENV_STAMPS)/castor $(VENV_STAMPS)/docs
+	@$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet docs $(BUILD)/docs
+	@echo "documentation: $(BUILD)/docs/index.html"
 
 bench: $(VENV_STAMPS)/bench
 	@for script in benchmarks/[!_]*.py; do \
