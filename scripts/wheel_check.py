@@ -30,7 +30,7 @@ STRICT = ("-I", "-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarn
 # Runs in the environment to be checked, once with castor and once without: the shared libraries
 # that are mapped after torch, and then the selftest, did their work.
 MAPPED = """
-import json, re, sys, torch, rich
+import json, re, sys, torch
 model = torch.nn.Linear(64, 64)
 model(torch.randn(8, 64)).sum().backward()
 torch.optim.AdamW(model.parameters()).step()

@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from requirements import requirements
 from torch_env import UnavailableError, installed_torch, make_torch_env, minor_version
 from wheel_check import STRICT, mapped_libraries, problems_of_wheel
 from wheel_repair import repair
@@ -125,7 +126,8 @@ def smoke_test(pair: Pair, python: Path, wheel: Path) -> str:
     pip: list[str | Path] = [python, "-m", "pip"]
     # What a user's shell without a compiler gives, and less.
     bare = {"PATH": "/nonexistent", "HOME": "/nonexistent"}
-    call([*pip, "install", "--quiet", "rich>=13"])
+    # All that castor requires beside torch; the wheel itself is then installed without an index.
+    call([*pip, "install", "--quiet", *requirements([])])
     with tempfile.TemporaryDirectory(prefix="castor-smoke-") as directory:
         cwd = Path(directory)
         before = mapped_libraries(python, "torch", cwd, bare)
