@@ -7,6 +7,7 @@
 
 #include "core/error.h"
 #include "optim/adam_element.h"
+#include "optim/adam_split.h"
 #include "optim/dispatch.h"
 #include "optim/rounding.h"
 
@@ -20,8 +21,8 @@ constexpr std::size_t kTaskElements = 64 * 1024;
 /// What starting a segment costs, in elements: bounds the segments of a task.
 constexpr std::size_t kSegmentCost = 64;
 
-/// A long segment is cut at multiples of this, so that tasks do not share cache lines.
-constexpr std::size_t kCutElements = 64;
+/// A long segment is cut at multiples of this, so that tasks share neither cache lines nor blocks.
+constexpr std::size_t kCutElements = kMomentBlock;
 
 struct Cursor {
   std::size_t segment;
@@ -58,7 +59,8 @@ struct UpdateLoop {
     using Codec = ScalarCodec<type>;
     using Storage = typename Codec::Storage;
     const AdamCoefficients c = segment.coefficients;
-    run(segment.master + begin, segment.exp_avg + begin, segment.exp_avg_sq + begin,
+    run(segment.master + begin, static_cast<float*>(segment.exp_avg) + begin,
+        static_cast<float*>(segment.exp_avg_sq) + begin,
         static_cast<const Storage*>(segment.grad) + begin,
         type == ScalarType::kFloat32 ? nullptr : static_cast<Storage*>(segment.param) + begin,
         count, c);
@@ -99,6 +101,8 @@ void update(Isa isa, const AdamSegment& segment, std::size_t begin, std::size_t 
 }
 
 void update(Isa isa, const AdamSegment& segment, std::size_t begin, std::size_t count) {
+  if (segment.format != StateFormat::kFp32)
+    return detail::update_split(isa, segment, begin, count);
   switch (segment.type) {
     case ScalarType::kFloat32: return update<ScalarType::kFloat32>(isa, segment, begin, count);
     case ScalarType::kBFloat16: return update<ScalarType::kBFloat16>(isa, segment, begin, count);
@@ -114,15 +118,25 @@ void require(bool condition, const std::string& message) {
 void validate(const AdamSegment& segment) {
   if (segment.numel == 0)
     return;
-  require(segment.master != nullptr && segment.exp_avg != nullptr &&
-              segment.exp_avg_sq != nullptr && segment.grad != nullptr,
-          "Adam segment of " + std::to_string(segment.numel) +
-              " elements lacks its master, moments or gradient");
+  const std::string what = "Adam segment of " + std::to_string(segment.numel) + " " +
+                           std::string(to_string(segment.type)) + " elements in format " +
+                           std::string(to_string(segment.format));
+  require(segment.exp_avg != nullptr && segment.exp_avg_sq != nullptr && segment.grad != nullptr,
+          what + " lacks its moments or gradient");
   const bool has_param = segment.param != nullptr;
   require(has_param == (segment.type != ScalarType::kFloat32),
-          "Adam segment of type " + std::string(to_string(segment.type)) +
-              (has_param ? " has a param beside its master: for fp32 the master is the parameter"
-                         : " lacks its param"));
+          what + (has_param ? " has a param beside its master: for fp32 the master is the parameter"
+                            : " lacks its param"));
+  const bool split = segment.format != StateFormat::kFp32;
+  require(!split || segment.type == ScalarType::kBFloat16, what + ": only bfloat16 can be split");
+  require((segment.master != nullptr) != split && (segment.remainder != nullptr) == split,
+          what + (split ? " needs a remainder and no master" : " needs a master and no remainder"));
+  const bool in_blocks = segment.format == StateFormat::kSplitInt8;
+  require((segment.scales != nullptr) == in_blocks,
+          what + (in_blocks ? " lacks its scales" : " has scales, which this format does not use"));
+  require(!in_blocks || segment.first_element % kMomentBlock == 0,
+          what + " begins at element " + std::to_string(segment.first_element) +
+              ", inside a block of " + std::to_string(kMomentBlock));
 }
 
 }  // namespace

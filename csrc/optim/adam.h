@@ -8,6 +8,8 @@
 #include "core/executor.h"
 #include "core/scalar_type.h"
 #include "optim/isa.h"
+#include "optim/state_format.h"
+#include "optim/stochastic.h"
 
 namespace castor {
 
@@ -47,20 +49,30 @@ struct AdamCoefficients {
 
 /// A contiguous run of elements of one parameter. Pointers need only their element's alignment.
 ///
-/// 16-bit types: `master` is the fp32 weight, `param` its rounding, and the two are kept together:
-/// where param is not the rounding of master, somebody wrote the parameter since the last update,
-/// and master becomes that value before the update. bf16 is rounded to nearest with ties away from
-/// zero, fp16 with ties to even (optim/rounding.h says why).
-/// kFloat32: master is the parameter itself and `param` must be null.
+/// format kFp32, 16-bit types: `master` is the fp32 weight, `param` its rounding, and the two are
+/// kept together: where param is not the rounding of master, somebody wrote the parameter since the
+/// last update, and master becomes that value before the update. bf16 is rounded to nearest with
+/// ties away from zero, fp16 with ties to even (optim/rounding.h says why).
+/// kFp32, type kFloat32: master is the parameter itself and `param` must be null.
+///
+/// Other formats: type kBFloat16; the master is `param` and `remainder` together, so that a written
+/// parameter takes effect by itself (docs/design/0010 says how exactly). kSplitBf16 and kSplitInt8
+/// round the moments stochastically, by `rounding` and the element's index. In kSplitInt8 a segment
+/// begins with a block, and only the parameter's last segment ends inside one.
 struct AdamSegment {
-  float* master = nullptr;      ///< read and written
-  float* exp_avg = nullptr;     ///< read and written
-  float* exp_avg_sq = nullptr;  ///< read and written
-  const void* grad = nullptr;   ///< of `type`, read
-  void* param = nullptr;        ///< of `type`, read and written
+  float* master = nullptr;     ///< kFp32: read and written
+  void* exp_avg = nullptr;     ///< read and written; as state_bytes() has them
+  void* exp_avg_sq = nullptr;  ///< read and written
+  const void* grad = nullptr;  ///< of `type`, read
+  void* param = nullptr;       ///< of `type`, read and written
   ScalarType type = ScalarType::kFloat32;
   std::size_t numel = 0;
   AdamCoefficients coefficients;
+  StateFormat format = StateFormat::kFp32;
+  std::int16_t* remainder = nullptr;  ///< other formats than kFp32: read and written
+  MomentScales* scales = nullptr;     ///< kSplitInt8: of each begun block, read and written
+  RoundingKey rounding;               ///< kSplitBf16, kSplitInt8
+  std::uint64_t first_element = 0;    ///< index in the parameter of the segment's first element
 };
 
 /// Applies one Adam step to each segment, in tasks on `executor`; no two arrays may overlap.
@@ -70,7 +82,8 @@ struct AdamSegment {
 ///   w -= step_size * m / (sqrt(v) * inverse_bias_correction2_sqrt + eps)
 /// The bits do not depend on how segments are cut, on the number of threads or on the instruction
 /// set (of a NaN, only that it is one). Subnormals count as zero on x86-64.
-/// Throws InvalidArgument for missing or superfluous pointers, before anything is written.
+/// Throws InvalidArgument for missing or superfluous pointers, a format that the type does not have
+/// and a kSplitInt8 segment that begins inside a block, before anything is written.
 void adam_update(Executor& executor, std::span<const AdamSegment> segments);
 
 /// The instruction set adam_update uses here: "avx512", "avx2" or "baseline".

@@ -1,29 +1,11 @@
 #include "optim/convert.h"
 
-#include <algorithm>
-
 #include "optim/dispatch.h"
+#include "optim/for_each_task.h"
 #include "optim/rounding.h"
 
 namespace castor {
 namespace {
-
-constexpr std::size_t kTaskElements = 64 * 1024;
-
-template <typename Body>
-void for_each_task(Executor* executor, std::size_t numel, const Body& body) {
-  const std::size_t num_tasks = (numel + kTaskElements - 1) / kTaskElements;
-  const auto run = [&](std::size_t task) {
-    const std::size_t begin = task * kTaskElements;
-    body(begin, std::min(kTaskElements, numel - begin));
-  };
-  if (executor != nullptr && num_tasks > 1) {
-    executor->parallel_for(num_tasks, run);
-  } else {
-    for (std::size_t task = 0; task < num_tasks; ++task)
-      run(task);
-  }
-}
 
 template <ScalarType type>
 struct RoundLoop {
@@ -54,7 +36,7 @@ struct WidenLoop {
 template <ScalarType type>
 void round_all(Executor* executor, void* param, const float* master, std::size_t numel) {
   auto* const out = static_cast<typename ScalarCodec<type>::Storage*>(param);
-  for_each_task(executor, numel, [=](std::size_t begin, std::size_t count) {
+  detail::for_each_task(executor, numel, [=](std::size_t begin, std::size_t count) {
     detail::run_on(best_isa(), RoundLoop<type>{out + begin, master + begin, count});
   });
 }
@@ -62,7 +44,7 @@ void round_all(Executor* executor, void* param, const float* master, std::size_t
 template <ScalarType type>
 void widen_all(Executor* executor, float* master, const void* param, std::size_t numel) {
   const auto* const in = static_cast<const typename ScalarCodec<type>::Storage*>(param);
-  for_each_task(executor, numel, [=](std::size_t begin, std::size_t count) {
+  detail::for_each_task(executor, numel, [=](std::size_t begin, std::size_t count) {
     detail::run_on(best_isa(), WidenLoop<type>{master + begin, in + begin, count});
   });
 }

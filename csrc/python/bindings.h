@@ -9,6 +9,9 @@ namespace castor {
 /// castor._C.AdamArrays: the fused Adam over ordinary CPU tensors, for HybridAdam used alone.
 void bind_adam(pybind11::module_& module);
 
+/// The conversions of castor._C between its state formats and fp32 tensors.
+void bind_state_formats(pybind11::module_& module);
+
 class Session;
 
 /// The last finished step, moment by moment, as lists of tuples; nullopt before there is one.

@@ -299,6 +299,7 @@ PYBIND11_MODULE(_C, m) {
       .def("load_trace", &castor::load_trace);
 
   castor::bind_adam(m);
+  castor::bind_state_formats(m);
   m.def("in_place_bandwidth", &castor::bandwidth, py::arg("num_floats"), py::arg("repetitions"),
         released);
 }

@@ -40,6 +40,11 @@ def check_optimizer(optimizer: Optimizer, config: GeminiConfig) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, BoostedOptimizer):
         raise UsageError(f"this {name} is boosted already; use what boost returned")
+    if isinstance(optimizer, HybridAdam) and optimizer.optim_state_format != "fp32":
+        raise NotImplementedError(
+            f"HybridAdam(optim_state_format={optimizer.optim_state_format!r}) updates plain "
+            "parameters; a boosted model has its state in 'fp32'"
+        )
     if not runs_fused_adam(optimizer) and config.precision != "fp32":
         raise NotImplementedError(
             f"{name} with these options runs on castor's generic path, which has no "

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from castor import _C
+from castor.optim.state_formats import STATE_FORMATS, from_portable, new_state, to_portable
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -22,6 +23,13 @@ class HybridAdam(Optimizer):
     booster.boost, it updates the model's chunks. The result does not depend on thread count or
     instruction set.
 
+    optim_state_format says how the state of bfloat16 parameters is kept (docs/design/0010): "fp32"
+    (master and moments, 12 bytes a parameter), "split" (the master's low half beside the parameter:
+    the same weights bit for bit, 10 bytes), "split_bf16" (bfloat16 moments, 6 bytes), "split_int8"
+    (8-bit moments in blocks, 4 bytes). Parameters of other types take "fp32" only. state_dict() has
+    float32 moments and masters in every format, as torch.optim.AdamW has them, and
+    load_state_dict() takes any of them.
+
     Args:
         params: Parameters or parameter groups.
         lr: Learning rate.
@@ -30,6 +38,9 @@ class HybridAdam(Optimizer):
         eps: Added to the denominator.
         weight_decay: Decay coefficient.
         adamw_mode: True decays the weights (AdamW), False adds the decay to the gradient (Adam).
+        optim_state_format: "fp32", "split", "split_bf16" or "split_int8".
+        seed: Of the stochastic rounding in "split_bf16" and "split_int8"; 0 to 2**64 - 1. The same
+            seed gives the same bits.
         nvme_offload_fraction: Only 0 is supported.
         nvme_offload_dir: Only None is supported.
 
@@ -51,6 +62,8 @@ class HybridAdam(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adamw_mode: bool = True,
+        optim_state_format: str = "fp32",
+        seed: int = 0,
         nvme_offload_fraction: float = 0.0,
         nvme_offload_dir: str | None = None,
     ) -> None:
@@ -68,6 +81,15 @@ class HybridAdam(Optimizer):
             raise ValueError(f"HybridAdam: weight_decay is {weight_decay}; it must be at least 0")
         if not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(f"HybridAdam: betas are {betas}; each must lie in [0, 1)")
+        if optim_state_format not in STATE_FORMATS:
+            raise ValueError(
+                f"HybridAdam: optim_state_format is {optim_state_format!r}; it must be one of "
+                f"{', '.join(STATE_FORMATS)}"
+            )
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"HybridAdam: seed is {seed}; it must lie in [0, 2**64)")
+        self.optim_state_format = optim_state_format
+        self.seed = seed
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -90,21 +112,24 @@ class HybridAdam(Optimizer):
         Raises:
             TypeError: A parameter is not float32, bfloat16 or float16, not on the CPU, or its
                 gradient is sparse.
+            ValueError: A parameter is not bfloat16 and optim_state_format is not "fp32".
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         entries = []
+        stream = 0
         for group in self.param_groups:
             options = adam_options(group)
             for param in group["params"]:
                 if param.grad is not None:
-                    entries.append(self._entry(param) | options)
+                    entries.append(self._entry(param, stream) | options)
+                stream += 1
         _C.adam_update(entries)
         return loss
 
-    def _entry(self, param: torch.Tensor) -> dict[str, Any]:
+    def _entry(self, param: torch.Tensor, stream: int) -> dict[str, Any]:
         if param.dtype not in _TYPES or param.device.type != "cpu" or param.grad is None:
             raise TypeError(
                 f"HybridAdam updates float32, bfloat16 and float16 CPU parameters; this one is "
@@ -113,18 +138,28 @@ class HybridAdam(Optimizer):
             )
         if param.grad.is_sparse:
             raise TypeError("HybridAdam does not take sparse gradients; use sparse=False")
+        split = self.optim_state_format != "fp32"
+        if split and param.dtype != torch.bfloat16:
+            raise ValueError(
+                f"HybridAdam: optim_state_format={self.optim_state_format!r} splits the float32 "
+                f"master of bfloat16 parameters; parameter {stream}, of shape "
+                f"{tuple(param.shape)}, is {param.dtype}: use optim_state_format='fp32' for it, in "
+                "an optimizer of its own if need be"
+            )
         state = self.state[param]
         if "step" not in state:
             state["step"] = torch.tensor(0.0)
-            if param.dtype == torch.float32:
-                master = param
-            elif "master" in state:  # from a checkpoint, of a parameter that had no gradient yet
-                master = state["master"]
-            else:
-                master = state["master"] = param.detach().float()
-                _C.round_to_param(param, master)
-            state["exp_avg"] = _C.zero_state_like(master)
-            state["exp_avg_sq"] = _C.zero_state_like(master)
+        if split:
+            if "remainder" not in state:
+                state.update(new_state(param, self.optim_state_format))
+        else:
+            # Present without the others after a checkpoint of a parameter without a gradient yet.
+            if param.dtype != torch.float32 and "master" not in state:
+                state["master"] = param.detach().float()
+                _C.round_to_param(param, state["master"])
+            for key in ("exp_avg", "exp_avg_sq"):
+                if key not in state:
+                    state[key] = _C.zero_state_like(param, torch.float32)
         state["step"] += 1
         grad = param.grad
         if grad.stride() != param.stride():
@@ -132,20 +167,54 @@ class HybridAdam(Optimizer):
         return {
             "param": param,
             "grad": grad,
-            "master": state.get("master", param),
+            "master": None if split else state.get("master", param),
+            "remainder": state.get("remainder"),
             "exp_avg": state["exp_avg"],
             "exp_avg_sq": state["exp_avg_sq"],
+            "scales": state.get("scales"),
             "step": int(state["step"]),
+            "format": self.optim_state_format,
+            "seed": self.seed,
+            "stream": stream,
         }
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state in the layout of torch.optim.AdamW, with float32 moments in every format.
+
+        16-bit parameters also have "master", their float32 weights. In the split formats these and
+        the moments are copies, made here; "scales" let split_int8 resume bit for bit.
+        """
+        packed: dict[str, Any] = super().state_dict()
+        if self.optim_state_format != "fp32":
+            params = [param for group in self.param_groups for param in group["params"]]
+            packed["state"] = {
+                i: to_portable(params[i], state) if isinstance(i, int) else state
+                for i, state in packed["state"].items()
+            }
+        return packed
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state; float32 entries stay float32 whatever the parameter's type."""
+        """Loads a state of torch.optim.Adam, AdamW or of HybridAdam in any format.
+
+        float32 entries stay float32 whatever the parameter's type; the moments are rounded to
+        nearest where the format is narrower. A state that this format gave resumes bit for bit
+        with the same seed.
+        """
         super().load_state_dict(state_dict)
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         mine = [param for group in self.param_groups for param in group["params"]]
         for i, param in zip(saved, mine, strict=True):
-            for key, value in state_dict["state"].get(i, {}).items():
-                self.state[param][key] = value.detach().clone()
+            if i in state_dict["state"]:
+                entries = state_dict["state"][i]
+                state = from_portable(param, to_portable(param, entries), self.optim_state_format)
+                if "remainder" in state and "remainder" in entries:
+                    state["remainder"].copy_(entries["remainder"])  # whatever the weights are now
+                self.state[param] = state
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy.deepcopy and pickle."""
+        own = {"optim_state_format": self.optim_state_format, "seed": self.seed}
+        return super().__getstate__() | own
 
 
 def adam_options(group: dict[str, Any]) -> dict[str, float | bool]:

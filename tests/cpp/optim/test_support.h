@@ -62,7 +62,7 @@ class Array {
  public:
   explicit Array(std::size_t numel, std::size_t skew = 0)
       : numel_(numel), skew_(skew), storage_(numel + skew + kGuards + 64, T{}) {
-    std::memset(data() + numel_, 0xA5, kGuards * sizeof(T));
+    std::memset(static_cast<void*>(data() + numel_), 0xA5, kGuards * sizeof(T));
   }
 
   [[nodiscard]] T* data() { return aligned(storage_.data()) + skew_; }
@@ -86,7 +86,7 @@ class Array {
 
   // A copy keeps the elements and the skew; its cache line alignment is its own.
   Array(const Array& other) : Array(other.numel_, other.skew_) {
-    std::memcpy(data(), other.data(), numel_ * sizeof(T));
+    std::memcpy(static_cast<void*>(data()), other.data(), numel_ * sizeof(T));
   }
   Array& operator=(const Array&) = delete;
 

@@ -1,0 +1,97 @@
+#pragma once
+
+// Internal to csrc/optim and the CUDA kernel: one element at a time.
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+
+#include "optim/dispatch.h"
+#include "optim/rounding.h"
+
+namespace castor::detail {
+
+// The 8-bit maps of split_int8: block-wise, dynamic and dense at zero as those of Dettmers et al.
+// 2022 (8-bit Optimizers via Block-wise Quantization), but computed as ITU-T G.711 companding is:
+// add a constant, the knee, and take the floating-point number's upper bits.
+//
+//   code(x) = (bits(x + knee) - bits(knee)) >> 19        x >= 0, knee a power of two
+//   x(code) = float(bits(knee) + (code << 19)) - knee
+//
+// Codes are equally spaced (knee / 16) below the knee and have 4 bits of mantissa above it. The
+// knee follows from the block's largest magnitude, so the scale costs no arithmetic at all. Both
+// maps are exact both ways on their own numbers, zero included.
+
+inline constexpr std::uint32_t kCodeShift = 19;  // of the 23 bits of mantissa, 4 stay
+inline constexpr std::uint32_t kCodeStep = 1u << kCodeShift;
+
+/// 2^-kRange of the power of two above a block's largest magnitude is its knee.
+/// exp_avg has a sign and 7 bits: codes up to 113. exp_avg_sq has 8: codes up to 241. Its reach,
+/// 2^-19 of the largest, is that of 2^-9.5 of its square root, which is what divides.
+inline constexpr std::uint32_t kExpAvgRange = 7;
+inline constexpr std::uint32_t kExpAvgSqRange = 15;
+
+/// Knees of 2^-122 at least, so that a step (knee / 16) is not subnormal.
+inline constexpr std::uint32_t kMinKneeExponent = 5;
+
+/// Bits of |x|: ordered as the magnitudes are, infinity and NaN above them.
+[[nodiscard]] CASTOR_ELEMENTWISE constexpr std::uint32_t magnitude_bits(float x) noexcept {
+  return std::bit_cast<std::uint32_t>(x) & 0x7fffffffu;
+}
+
+/// The knee for a block whose largest magnitude has these bits, with any sign. NaN, if it is not
+/// finite.
+template <std::uint32_t range>
+[[nodiscard]] constexpr float knee_of(std::uint32_t largest_bits) noexcept {
+  const std::uint32_t exponent = (largest_bits >> 23) & 0xffu;
+  if (exponent == 0xffu)
+    return std::bit_cast<float>(0x7fc00000u);
+  const std::uint32_t wanted = exponent + 1;
+  const std::uint32_t knee = wanted < range + kMinKneeExponent ? kMinKneeExponent : wanted - range;
+  return std::bit_cast<float>(knee << 23);
+}
+
+// `random` is uniform in [0, kCodeStep): the mean of the result is exact; or kCodeStep / 2, to
+// round to nearest. For a NaN knee codes mean nothing, and decoding gives NaN.
+
+/// Sign and magnitude.
+[[nodiscard]] CASTOR_ELEMENTWISE std::uint8_t encode_exp_avg(float value, float knee,
+                                                             std::uint32_t random) noexcept {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  const float shifted = std::bit_cast<float>(bits & 0x7fffffffu) + knee;
+  const std::uint32_t offset = random - std::bit_cast<std::uint32_t>(knee);
+  const std::uint32_t code = (std::bit_cast<std::uint32_t>(shifted) + offset) >> kCodeShift;
+  return static_cast<std::uint8_t>(((bits >> 24) & 0x80u) | code);
+}
+
+// The shifts start from the byte in the uppermost bits: GCC would otherwise work on the sign and on
+// the magnitude as bytes and widen both.
+[[nodiscard]] CASTOR_ELEMENTWISE float decode_exp_avg(std::uint8_t code, float knee) noexcept {
+  const std::uint32_t high = std::uint32_t{code} << 24;
+  const std::uint32_t steps = (high & 0x7f000000u) >> (24 - kCodeShift);
+  const float magnitude = std::bit_cast<float>(std::bit_cast<std::uint32_t>(knee) + steps) - knee;
+  return std::bit_cast<float>(std::bit_cast<std::uint32_t>(magnitude) | (high & 0x80000000u));
+}
+
+/// What code 0 of exp_avg_sq reads as, where the block is not all zero: half the smallest step. A
+/// step of Adam is m / sqrt(v), and were v lost while m is not, eps alone would bound it.
+[[nodiscard]] CASTOR_ELEMENTWISE constexpr float floor_of(float knee) noexcept {
+  return knee * 0x1p-5f;
+}
+
+/// `value` is not negative; below the floor it counts as the floor.
+[[nodiscard]] CASTOR_ELEMENTWISE std::uint8_t encode_exp_avg_sq(float value, float knee,
+                                                                std::uint32_t random) noexcept {
+  const float sum = value + (knee - floor_of(knee));
+  const std::uint32_t bits =
+      std::max(std::bit_cast<std::uint32_t>(sum), std::bit_cast<std::uint32_t>(knee));
+  const std::uint32_t offset = random - std::bit_cast<std::uint32_t>(knee);
+  return static_cast<std::uint8_t>((bits + offset) >> kCodeShift);
+}
+
+[[nodiscard]] CASTOR_ELEMENTWISE float decode_exp_avg_sq(std::uint8_t code, float knee) noexcept {
+  const std::uint32_t steps = std::uint32_t{code} << kCodeShift;
+  return std::bit_cast<float>(std::bit_cast<std::uint32_t>(knee) + steps) - (knee - floor_of(knee));
+}
+
+}  // namespace castor::detail

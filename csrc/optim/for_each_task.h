@@ -1,0 +1,32 @@
+#pragma once
+
+// Internal to csrc/optim.
+
+#include <algorithm>
+#include <cstddef>
+
+#include "core/executor.h"
+
+namespace castor::detail {
+
+/// Elements of an array that one task converts; a multiple of kMomentBlock.
+inline constexpr std::size_t kConvertTaskElements = 64 * 1024;
+
+/// body(begin, count) for pieces of [0, numel), on the calling thread if `executor` is null or
+/// there is but one.
+template <typename Body>
+void for_each_task(Executor* executor, std::size_t numel, const Body& body) {
+  const std::size_t num_tasks = (numel + kConvertTaskElements - 1) / kConvertTaskElements;
+  const auto run = [&](std::size_t task) {
+    const std::size_t begin = task * kConvertTaskElements;
+    body(begin, std::min(kConvertTaskElements, numel - begin));
+  };
+  if (executor != nullptr && num_tasks > 1) {
+    executor->parallel_for(num_tasks, run);
+  } else {
+    for (std::size_t task = 0; task < num_tasks; ++task)
+      run(task);
+  }
+}
+
+}  // namespace castor::detail

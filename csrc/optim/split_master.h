@@ -1,0 +1,37 @@
+#pragma once
+
+// Internal to csrc/optim and the CUDA kernel: one element at a time.
+
+#include <bit>
+#include <cstdint>
+
+#include "optim/dispatch.h"
+#include "optim/rounding.h"
+
+namespace castor::detail {
+
+/// Low half of a master whose rounding to bf16 is kept beside it: bits(master) - (bf16 << 16) lies
+/// in [-0x8000, 0x7fff] (rounding.h), so its 16 low bits say it all.
+[[nodiscard]] CASTOR_ELEMENTWISE constexpr std::int16_t remainder_of(float master) noexcept {
+  return static_cast<std::int16_t>(
+      static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(master)));
+}
+
+/// The master of a bf16 parameter and its remainder. Pairs that no master gives (zero with a
+/// negative remainder, infinity with a positive one: their sum is a NaN) are a parameter that user
+/// code wrote: the master is the parameter. So it is where the parameter is NaN.
+[[nodiscard]] CASTOR_ELEMENTWISE constexpr float join_master(std::uint16_t param,
+                                                             std::int16_t remainder) noexcept {
+  const std::uint32_t high = std::uint32_t{param} << 16;
+  const std::uint32_t sum = high + static_cast<std::uint32_t>(std::int32_t{remainder});
+  const auto master = std::bit_cast<float>(sum);
+  return std::bit_cast<float>(blend(master != master, high, sum));
+}
+
+/// round_to_bfloat16 of a master that came from join_master and arithmetic: a NaN has 16 zero low
+/// bits then and needs no care.
+[[nodiscard]] CASTOR_ELEMENTWISE constexpr std::uint16_t param_of(float master) noexcept {
+  return static_cast<std::uint16_t>((std::bit_cast<std::uint32_t>(master) + 0x8000u) >> 16);
+}
+
+}  // namespace castor::detail

@@ -1,0 +1,117 @@
+"""The formats in which HybridAdam keeps its state, and their way to and from float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from castor import _C
+
+STATE_FORMATS = ("fp32", "split", "split_bf16", "split_int8")
+"""Bytes of state for each bf16 parameter: 12, 10, 6 and 4 (docs/design/0010)."""
+
+_MOMENT_TYPES = {
+    "fp32": torch.float32,
+    "split": torch.float32,
+    "split_bf16": torch.bfloat16,
+    "split_int8": torch.uint8,
+}
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_OWN = frozenset({"remainder", "scales"})
+"""Entries that only the formats have; torch's layout has the others."""
+
+
+def new_state(param: torch.Tensor, state_format: str) -> dict[str, torch.Tensor]:
+    """The state of a bf16 parameter before its first update, in a split format.
+
+    Returns:
+        remainder (int16), exp_avg and exp_avg_sq (of the format's type), all of the parameter's
+        shape and strides; for split_int8 scales, float32 of shape (blocks, 2).
+    """
+    state = {"remainder": _C.zero_state_like(param, torch.int16)}
+    for key in _MOMENTS:
+        state[key] = _C.zero_state_like(param, _MOMENT_TYPES[state_format])
+    if state_format == "split_int8":
+        num_blocks = -(-param.numel() // _C.MOMENT_BLOCK)
+        state["scales"] = torch.zeros(num_blocks, 2)
+    return state
+
+
+def to_portable(param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state in the layout of torch.optim.AdamW.
+
+    Args:
+        param: The parameter, of any type.
+        state: Its state in any format, or what a file holds of it.
+
+    Returns:
+        exp_avg and exp_avg_sq as float32; "master", the float32 weight, where the state has one;
+        everything else as it was. "scales" stay: with them the moments go back bit for bit.
+    """
+    portable = {key: value for key, value in state.items() if key != "remainder"}
+    if "remainder" in state:
+        remainder = _as(state["remainder"], param, torch.int16)
+        portable["master"] = _C.join_master(param.detach(), remainder)
+    if all(key in state for key in _MOMENTS):
+        exp_avg, exp_avg_sq = (state[key] for key in _MOMENTS)
+        if exp_avg.dtype == torch.uint8:
+            exp_avg, exp_avg_sq = _C.load_moments(
+                "split_int8",
+                _as(exp_avg, param, torch.uint8),
+                _as(exp_avg_sq, param, torch.uint8),
+                state["scales"].contiguous(),
+            )
+        portable["exp_avg"], portable["exp_avg_sq"] = exp_avg.float(), exp_avg_sq.float()
+    return portable
+
+
+def from_portable(param: torch.Tensor, state: dict[str, Any], state_format: str) -> dict[str, Any]:
+    """A parameter's state in a format, from the layout of torch.optim.AdamW.
+
+    The parameter's own bits are the upper half of its master and are not touched: load the model
+    too, in any order.
+
+    Args:
+        param: The parameter.
+        state: As to_portable gives it, or torch's; it may lack anything.
+        state_format: One of STATE_FORMATS.
+
+    Returns:
+        Copies; no entry shares memory with `state`.
+
+    Raises:
+        ValueError: exp_avg_sq has a negative element.
+    """
+    own = {
+        key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for key, value in state.items()
+        if key not in _OWN and key != "master" and key not in _MOMENTS
+    }
+    moments = {key: _as(state[key], param, torch.float32) for key in _MOMENTS if key in state}
+    master = _as(state["master"], param, torch.float32) if "master" in state else None
+    if state_format == "fp32":
+        return own | moments | ({} if master is None else {"master": master})
+    if master is None and len(moments) < len(_MOMENTS):
+        return own
+    fresh = new_state(param, state_format)
+    if master is not None:
+        fresh["remainder"] = _C.split_master(master)
+    if len(moments) == len(_MOMENTS):
+        scales = fresh.get("scales")
+        if scales is not None and "scales" in state:
+            scales.copy_(state["scales"])
+        _C.store_moments(
+            state_format,
+            fresh["exp_avg"],
+            fresh["exp_avg_sq"],
+            scales,
+            moments["exp_avg"],
+            moments["exp_avg_sq"],
+        )
+    return own | fresh
+
+
+def _as(value: torch.Tensor, param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy in the parameter's shape and strides."""
+    return torch.empty_like(param, dtype=dtype).copy_(value)

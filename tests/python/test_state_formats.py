@@ -1,0 +1,238 @@
+"""HybridAdam's state formats: trajectories, states in every direction, refusals."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+import castor
+from castor import HybridAdam
+from helpers import copies
+from test_optimizer import fill_grads, ordinary_parameters
+from zoo import tower
+
+FORMATS = ("fp32", "split", "split_bf16", "split_int8")
+SPLIT_FORMATS = FORMATS[1:]
+BYTES = {"fp32": 12, "split": 10, "split_bf16": 6, "split_int8": 4}
+
+
+def run(
+    state_format: str, steps: int, *, seed: int = 0, lr: float = 1e-2
+) -> tuple[list[nn.Parameter], HybridAdam]:
+    params = ordinary_parameters(torch.bfloat16)
+    optimizer = HybridAdam(params, lr=lr, optim_state_format=state_format, seed=seed)
+    go_on(params, optimizer, 0, steps)
+    return params, optimizer
+
+
+def go_on(
+    params: list[nn.Parameter], optimizer: torch.optim.Optimizer, begin: int, end: int
+) -> None:
+    for step in range(begin, end):
+        fill_grads(params, step)
+        optimizer.step()
+
+
+def resumed(
+    params: list[nn.Parameter], state: dict[str, Any], state_format: str, seed: int = 0
+) -> tuple[list[nn.Parameter], HybridAdam]:
+    again = [nn.Parameter(value) for value in copies(params)]
+    optimizer = HybridAdam(again, lr=99.0, optim_state_format=state_format, seed=seed)
+    optimizer.load_state_dict(state)
+    return again, optimizer
+
+
+def assert_equal(one: list[nn.Parameter], two: list[nn.Parameter]) -> None:
+    for a, b in zip(one, two, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_split_gives_the_weights_masters_and_moments_of_fp32_bitwise() -> None:
+    one, fp32 = run("fp32", 50)
+    two, split = run("split", 50)
+    assert_equal(one, two)
+    for mine, theirs in zip(
+        split.state_dict()["state"].values(), fp32.state_dict()["state"].values(), strict=True
+    ):
+        assert mine.keys() == theirs.keys()
+        for key, value in mine.items():
+            assert torch.equal(value, theirs[key]), key
+
+
+@pytest.mark.parametrize("state_format", FORMATS)
+def test_state_takes_the_bytes_it_says(state_format: str) -> None:
+    param = nn.Parameter(torch.randn(100, 256).bfloat16())
+    param.grad = torch.ones_like(param)
+    optimizer = HybridAdam([param], optim_state_format=state_format)
+    optimizer.step()
+    held = {k: v.nbytes for k, v in optimizer.state[param].items() if k not in ("step", "scales")}
+    assert sum(held.values()) == BYTES[state_format] * param.numel()
+    scales = optimizer.state[param].get("scales")
+    assert (0 if scales is None else scales.nbytes) == (
+        100 * 256 // castor._C.MOMENT_BLOCK * 8 if state_format == "split_int8" else 0
+    )
+
+
+@pytest.mark.parametrize("state_format", ["split_bf16", "split_int8"])
+def test_narrow_moments_follow_fp32_closely(state_format: str) -> None:
+    start = ordinary_parameters(torch.bfloat16)[2].float()
+    one, _ = run("fp32", 50)
+    two, _ = run(state_format, 50)
+    way = (one[2].float() - start).norm()
+    assert (two[2].float() - one[2].float()).norm() / way < 0.1
+
+
+@pytest.mark.parametrize("state_format", ["split_bf16", "split_int8"])
+def test_the_seed_decides_the_bits(state_format: str) -> None:
+    one, _ = run(state_format, 20, seed=1)
+    same, _ = run(state_format, 20, seed=1)
+    other, _ = run(state_format, 20, seed=2)
+    assert_equal(one, same)
+    assert not torch.equal(one[2], other[2])
+
+
+@pytest.mark.parametrize("state_format", SPLIT_FORMATS)
+def test_it_continues_bitwise_from_its_state(state_format: str) -> None:
+    params, optimizer = run(state_format, 5, seed=3)
+    again, other = resumed(params, copy.deepcopy(optimizer.state_dict()), state_format, seed=3)
+    go_on(params, optimizer, 5, 10)
+    go_on(again, other, 5, 10)
+    assert_equal(params, again)
+    for a, b in zip(params, again, strict=True):
+        for key, value in optimizer.state[a].items():
+            assert torch.equal(value, other.state[b][key]), key
+
+
+@pytest.mark.parametrize("state_format", SPLIT_FORMATS)
+def test_its_raw_state_loads_too(state_format: str) -> None:
+    params, optimizer = run(state_format, 5)
+    raw = {i: dict(optimizer.state[param]) for i, param in enumerate(params)}
+    state = {"state": raw, "param_groups": optimizer.state_dict()["param_groups"]}
+    again, other = resumed(params, copy.deepcopy(state), state_format)
+    go_on(params, optimizer, 5, 8)
+    go_on(again, other, 5, 8)
+    assert_equal(params, again)
+
+
+@pytest.mark.parametrize("target", FORMATS)
+@pytest.mark.parametrize("source", FORMATS)
+def test_every_format_loads_every_other(source: str, target: str) -> None:
+    params, optimizer = run(source, 5)
+    state = copy.deepcopy(optimizer.state_dict())
+    _, other = resumed(params, state, target)
+    loaded = other.state_dict()["state"]
+    for i, entry in state["state"].items():
+        assert torch.equal(loaded[i]["master"], entry["master"])
+        assert loaded[i]["step"] == entry["step"] == 5
+        tolerance = {"split_bf16": 2**-8, "split_int8": 2**-4}.get(target, 0.0)
+        if source == target:
+            tolerance = 0.0
+        for key in ("exp_avg", "exp_avg_sq"):
+            largest = entry[key].abs().max().item()
+            torch.testing.assert_close(
+                loaded[i][key], entry[key], rtol=tolerance, atol=tolerance * largest / 64
+            )
+
+
+@pytest.mark.parametrize("state_format", SPLIT_FORMATS)
+def test_states_go_to_and_from_torch(state_format: str) -> None:
+    params, optimizer = run(state_format, 5)
+    state = optimizer.state_dict()
+    theirs = [nn.Parameter(entry["master"].clone()) for entry in state["state"].values()]
+    reference = AdamW(theirs, lr=1e-2, weight_decay=0.0)
+    reference.load_state_dict(copy.deepcopy(state))
+    go_on(theirs, reference, 5, 8)
+    go_on(params, optimizer, 5, 8)
+    for mine, other in zip(params, theirs, strict=True):
+        torch.testing.assert_close(mine.float(), other.detach(), rtol=1e-2, atol=5e-3)
+
+    back, again = resumed(params, copy.deepcopy(reference.state_dict()), state_format)
+    go_on(back, again, 8, 9)
+    assert int(again.state[back[0]]["step"]) == 9
+    assert again.state[back[2]]["exp_avg"].dtype == optimizer.state[params[2]]["exp_avg"].dtype
+
+
+@pytest.mark.parametrize("state_format", SPLIT_FORMATS)
+def test_a_16_bit_state_of_torch_loads(state_format: str) -> None:
+    theirs = ordinary_parameters(torch.bfloat16)
+    reference = AdamW(theirs, lr=1e-2)
+    go_on(theirs, reference, 0, 3)
+    mine, optimizer = resumed(theirs, copy.deepcopy(reference.state_dict()), state_format)
+    assert not optimizer.state[mine[2]]["remainder"].any()
+    go_on(mine, optimizer, 3, 4)
+
+
+@pytest.mark.parametrize("state_format", SPLIT_FORMATS)
+def test_copies_of_the_optimizer_keep_format_and_seed(state_format: str) -> None:
+    params, optimizer = run(state_format, 2, seed=7)
+    twin = pickle.loads(pickle.dumps(optimizer))
+    assert (twin.optim_state_format, twin.seed) == (state_format, 7)
+    again = twin.param_groups[0]["params"]
+    go_on(params, optimizer, 2, 4)
+    go_on(again, twin, 2, 4)
+    assert_equal(params, again)
+
+
+@pytest.mark.parametrize("state_format", SPLIT_FORMATS)
+def test_weights_cleared_by_user_code_stay_cleared(state_format: str) -> None:
+    params, optimizer = run(state_format, 5)
+    optimizer.param_groups[0]["lr"] = 0.0
+    with torch.no_grad():
+        params[2][10:20] = 0
+    go_on(params, optimizer, 5, 6)
+    assert not params[2][10:20].any()
+    assert not optimizer.state_dict()["state"][2]["master"][10:20].any()
+    assert params[2][20:].all()
+
+
+@pytest.mark.parametrize("state_format", SPLIT_FORMATS)
+def test_any_layout_of_parameter_will_do(state_format: str) -> None:
+    base = torch.randn(40, 30).bfloat16()
+    mine, plain = nn.Parameter(base.t().clone().t()), nn.Parameter(base.t().clone())
+    pair = [HybridAdam([p], lr=0.1, optim_state_format=state_format) for p in (mine, plain)]
+    for _ in range(3):
+        grad = torch.randn(40, 30).bfloat16()
+        mine.grad, plain.grad = grad.clone(), grad.t().contiguous()
+        for optimizer in pair:
+            optimizer.step()
+        pair[0].load_state_dict(copy.deepcopy(pair[0].state_dict()))
+    assert torch.equal(mine, plain.t())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("state_format", SPLIT_FORMATS)
+def test_other_types_than_bfloat16_are_refused(state_format: str, dtype: torch.dtype) -> None:
+    params = [nn.Parameter(torch.ones(3).bfloat16()), nn.Parameter(torch.ones(4).to(dtype))]
+    optimizer = HybridAdam(params, optim_state_format=state_format)
+    fill_grads(params, 0)
+    with pytest.raises(ValueError, match=r"parameter 1, of shape \(4,\), is torch.float.*'fp32'"):
+        optimizer.step()
+    assert torch.equal(params[0], torch.ones(3).bfloat16())
+
+
+def test_bad_settings_are_refused() -> None:
+    params = [nn.Parameter(torch.ones(3))]
+    with pytest.raises(ValueError, match=r"split_int4.*one of fp32, split"):
+        HybridAdam(params, optim_state_format="split_int4")
+    with pytest.raises(ValueError, match="seed is -1"):
+        HybridAdam(params, seed=-1)
+
+
+def test_a_negative_exp_avg_sq_is_refused() -> None:
+    params, optimizer = run("split_int8", 1)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][2]["exp_avg_sq"][0, 0] = -1.0
+    with pytest.raises(ValueError, match="negative"):
+        resumed(params, state, "split_int8")
+
+
+def test_boosting_with_a_split_format_is_refused() -> None:
+    model = tower()
+    optimizer = HybridAdam(model.parameters(), optim_state_format="split")
+    plugin = castor.GeminiPlugin(device="cpu", device_memory="1GiB", precision="bf16")
+    with pytest.raises(NotImplementedError, match="optim_state_format='split'"):
+        castor.Booster(plugin=plugin).boost(model, optimizer)
