@@ -4,7 +4,10 @@
 #     (2) DeepSpeedCPUAdam and torch.optim.AdamW(fused=True), fp32; (3) for bf16 training,
 #     DeepSpeed's fp32 step plus the copy to bf16 parameters that its engine does after it.
 # Bytes: what the algorithm must move, each once: fp32 28 per parameter (read g; read and write
-#     w, m, v), bf16 30 (24 for the fp32 state; read g; read and write w16).
+#     w, m, v), bf16 30 (24 for the fp32 state; read g; read and write w16). The split formats of a
+#     bf16 parameter (docs/design/0010): 26, 18 and 14 and the scales of split_int8.
+# Targets: each format >= 0.85 of its bytes over the in-place bandwidth; split_bf16 >= 1.4 and
+#     split_int8 >= 1.7 times the parameters per second of the faster fp32 peer.
 """CPU Adam against its peers: `python benchmarks/adam.py [--numel N] [--repetitions R]`."""
 
 from __future__ import annotations
@@ -30,6 +33,10 @@ import castor
 import castor._C
 
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
+SPLIT_BYTES = {"split": 26, "split_bf16": 18, "split_int8": 14 + 16 / castor._C.MOMENT_BLOCK}
+# Relative errors of the weights that are still rounding.
+LIMITS = {"fp32": 1e-5, "bf16": 2.0**-8, "split": 1e-5, "split_bf16": 1e-4, "split_int8": 1e-3}
+PEERS = ("torch", "deepspeed")
 CHECKED = 1 << 20  # elements of each result that are compared with float64
 # The OpenMP and TBB threads of the one before spin for a while after their work: nobody shall start
 # on a core that is still taken.
@@ -38,14 +45,20 @@ SETTLE_SECONDS = 0.05
 
 @dataclass(kw_only=True)
 class Contender:
-    """One timed thing. `weights` gives the fp32 result, `working` the bf16 one if there is one."""
+    """One timed thing.
+
+    `weights` holds the result, `working` a bf16 copy if there is one; `master` gives the fp32
+    weights of the last elements where `weights` are bf16 and these are kept.
+    """
 
     name: str
-    bytes_per_param: int
+    bytes_per_param: float
     step: Callable[[], object]
     weights: torch.Tensor
     grad: torch.Tensor
     working: torch.Tensor | None = None
+    master: Callable[[], torch.Tensor] | None = None
+    limit: float = LIMITS["fp32"]
     seconds: list[float] = field(default_factory=list)
     calls: int = 0
 
@@ -64,6 +77,28 @@ def parameter(values: torch.Tensor, grad: torch.Tensor) -> torch.nn.Parameter:
     result = torch.nn.Parameter(values.clone())
     result.grad = grad
     return result
+
+
+def split_contender(
+    state_format: str,
+    bytes_per_param: float,
+    initial: torch.Tensor,
+    grad: torch.Tensor,
+    hyper: dict[str, Any],
+) -> Contender:
+    p = parameter(initial.bfloat16(), grad)
+    optimizer = castor.HybridAdam([p], optim_state_format=state_format, **hyper)
+    return Contender(
+        name=f"castor bf16, {state_format}",
+        bytes_per_param=bytes_per_param,
+        step=optimizer.step,
+        weights=p.data,
+        grad=grad,
+        master=lambda: castor._C.join_master(
+            p.data[-CHECKED:], optimizer.state[p]["remainder"][-CHECKED:]
+        ),
+        limit=LIMITS[state_format],
+    )
 
 
 def make_contenders(
@@ -88,8 +123,10 @@ def make_contenders(
         step=castor_bf16.step,
         weights=p16.data,
         grad=grad16,
-        working=p16.data,
+        master=lambda: castor_bf16.state[p16]["master"][-CHECKED:],
     )
+    for state_format, bytes_per_param in SPLIT_BYTES.items():
+        found[state_format] = split_contender(state_format, bytes_per_param, initial, grad16, hyper)
 
     q = parameter(initial, grad)
     fused = torch.optim.AdamW([q], fused=True, **hyper)
@@ -148,18 +185,23 @@ def expected_weights(initial: torch.Tensor, grad: torch.Tensor, steps: int) -> t
 
 
 def verify(contender: Contender, initial: torch.Tensor) -> float:
-    """Relative error against float64 on the last elements; raises where it is not rounding."""
+    """Relative error against float64 on the last elements; raises where it is not rounding.
+
+    Of the fp32 weights, where there are any.
+    """
     start = initial.bfloat16() if contender.weights.dtype == torch.bfloat16 else initial
     expected = expected_weights(start[-CHECKED:], contender.grad[-CHECKED:], contender.calls)
+    results = [result for result in (contender.weights, contender.working) if result is not None]
+    if contender.master is not None:
+        results.append(contender.master())
     worst = 0.0
-    for result in (contender.weights, contender.working):
-        if result is None:
-            continue
+    for result in results:
         error = float((result[-CHECKED:].double() - expected).norm() / expected.norm())
-        limit = 2.0**-8 if result.dtype == torch.bfloat16 else 1e-5
+        limit = LIMITS["bf16"] if result.dtype == torch.bfloat16 else contender.limit
         if not error < limit:
             raise RuntimeError(f"{contender.name}: relative error {error:.2e} exceeds {limit:.2e}")
-        worst = max(worst, error)
+        if result.dtype != torch.bfloat16 or contender.master is None:
+            worst = max(worst, error)
     return worst
 
 
@@ -169,15 +211,19 @@ def ratios(found: dict[str, Contender], bandwidth: list[float], numel: int) -> d
     inverse = [1 / rate for rate in bandwidth]
     result = {
         f"{key}: fraction of in-place bandwidth": paired(
-            inverse, [s / (c.bytes_per_param * numel) for s in c.seconds]
+            inverse, [s / (found[key].bytes_per_param * numel) for s in found[key].seconds]
         )
-        for key, c in (("castor", castor_fp32), ("castor_bf16", castor_bf16))
+        for key in ("castor", "castor_bf16", *SPLIT_BYTES)
     }
-    for peer in ("torch", "deepspeed"):
+    peers = [found[peer] for peer in PEERS if peer in found]
+    for peer in PEERS:
         if peer in found:
             result[f"castor: speed-up over {peer}"] = paired(
                 found[peer].seconds, castor_fp32.seconds
             )
+    fastest = [min(seconds) for seconds in zip(*(p.seconds for p in peers), strict=True)]
+    for key in SPLIT_BYTES:
+        result[f"{key}: speed-up over the faster fp32 peer"] = paired(fastest, found[key].seconds)
     if "deepspeed_bf16" in found:
         result["castor_bf16: speed-up over deepspeed + copy"] = paired(
             found["deepspeed_bf16"].seconds, castor_bf16.seconds
