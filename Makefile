@@ -3,7 +3,10 @@
 #   make demo     train a GPT in a device budget it does not fit, and show what moved
 #   make test     all that CI runs: lint, C++ tests, Python tests, ASan+UBSan, TSan
 #   make bench    every script of benchmarks/
-#   make lint | package | cpp | pytest | asan | tsan | bench | clean
+#   make docs     the documentation, in build/docs/index.html
+#   make wheel    wheels in dist/ for each Python and torch asked for, tried in clean environments
+#   make pages    train a small GPT and take the screenshots of docs/images
+#   make lint | package | cpp | pytest | docs | asan | tsan | wheel | bench | clean
 #
 # Set-up is kept in .venv and build/; stamps in both make a second run cheap.
 
@@ -16,6 +19,11 @@ MAKEFLAGS += --no-builtin-rules
 PYTHON ?= python3
 # The torch release to install, as a version pattern.
 CASTOR_TORCH ?= 2.11.*
+# `make wheel` makes one wheel for each pair of these; one that this machine cannot make is SKIPPED,
+# or fails the target with WHEEL_ARGS=--require.
+WHEEL_PYTHONS ?= 3.11 3.12
+WHEEL_TORCHES ?= 2.11
+WHEEL_ARGS ?=
 # More arguments for pytest and for ctest.
 PYTEST_ARGS ?=
 CTEST_ARGS ?=
@@ -29,6 +37,7 @@ VENV_STAMPS := $(VENV)/stamps
 # The environment's tools, by absolute path, and no user site-packages in between.
 BIN := $(CURDIR)/$(VENV)/bin
 JEMALLOC := $(CURDIR)/$(BUILD)/jemalloc
+HWLOC := $(CURDIR)/$(BUILD)/hwloc
 
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -45,7 +54,7 @@ PY_SOURCES := $(shell find python -type f -not -name '*.pyc')
 CXX_FORMATTED := find csrc tests/cpp benchmarks examples -type f \
 	\( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0
 
-.PHONY: demo test lint lint-format lint-ruff lint-mypy lint-layers package cpp pytest asan tsan bench install clean help FORCE
+.PHONY: demo test pages browser lint lint-format lint-ruff lint-mypy lint-layers package cpp pytest docs asan tsan wheel bench install clean help FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -53,22 +62,34 @@ help:
 # An idle OpenMP thread soon sleeps instead of spinning for milliseconds: where something else wants the
 # cores, torch's kernels otherwise wait for each other's spin loops (4 to 10 times slower on two shared
 # cores). Not for bench, which measures torch as it comes.
-demo pytest: export GOMP_SPINCOUNT ?= 1000
+demo pages pytest: export GOMP_SPINCOUNT ?= 1000
 
 demo: $(VENV_STAMPS)/castor
 	@$(BIN)/python examples/train_gpt.py --demo
 
 # In CI, and wherever the whole suite runs, a warning is an error; a user's newer compiler may warn.
 test: export CASTOR_WERROR := ON
+# There, a missing browser is an error as well, not a skip.
+test: export CASTOR_REQUIRE_BROWSER := 1
 test:
-	@scripts/run_phases.sh install lint package cpp pytest asan tsan
+	@scripts/run_phases.sh install browser lint package cpp pytest docs asan tsan wheel
 
 install: $(VENV_STAMPS)/castor
+
+# What tests/browser looks at the pages with, and a font to draw them in.
+browser: $(STAMPS)/browser
+
+pages: $(VENV_STAMPS)/castor $(STAMPS)/browser
+	@$(BIN)/python scripts/screenshots.py docs/images
 
 ## Set-up ----------------------------------------------------------------------------------------
 
 $(STAMPS)/system: scripts/setup_system.sh
 	@scripts/setup_system.sh
+	@mkdir -p $(@D) && touch $@
+
+$(STAMPS)/browser: scripts/setup_system.sh
+	@scripts/setup_system.sh chromium fonts-dejavu-core
 	@mkdir -p $(@D) && touch $@
 
 # Changes when another torch is asked for, and then everything that stands on torch is redone.
@@ -80,13 +101,13 @@ $(VENV_STAMPS)/venv: $(STAMPS)/system $(VENV_STAMPS)/torch pyproject.toml script
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "$(PYTHON) is older than Python 3.10; run make PYTHON=python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python scripts/requirements.py build test dev >$(VENV_STAMPS)/requirements.txt
+	@$(BIN)/python scripts/requirements.py build test dev wheel >$(VENV_STAMPS)/requirements.txt
 	@echo "python packages: torch $(CASTOR_TORCH) and $$(paste -s -d' ' $(VENV_STAMPS)/requirements.txt)"
 	@$(BIN)/python -m pip install --quiet 'torch==$(CASTOR_TORCH)' -r $(VENV_STAMPS)/requirements.txt
 	@touch $@
 
 # Holds the CMake definition that follows from the outcome: without jemalloc the host tier uses mmap.
-$(STAMPS)/jemalloc: $(STAMPS)/system $(wildcard scripts/build_jemalloc.sh)
+$(STAMPS)/jemalloc: $(STAMPS)/system scripts/build_jemalloc.sh scripts/debian_source.sh
 	@if scripts/build_jemalloc.sh $(JEMALLOC); then \
 	  echo "--config-settings=cmake.define.CASTOR_JEMALLOC_ROOT=$(JEMALLOC)" >$@; \
 	else \
@@ -107,6 +128,11 @@ $(VENV_STAMPS)/castor: $(VENV_STAMPS)/venv $(STAMPS)/jemalloc pyproject.toml $(C
 $(VENV_STAMPS)/bench: $(VENV_STAMPS)/castor
 	@$(BIN)/python scripts/requirements.py bench >$(VENV_STAMPS)/requirements-bench.txt
 	@$(BIN)/python -m pip install --quiet --no-build-isolation -r $(VENV_STAMPS)/requirements-bench.txt
+	@touch $@
+
+$(VENV_STAMPS)/docs: $(VENV_STAMPS)/venv
+	@$(BIN)/python scripts/requirements.py docs >$(VENV_STAMPS)/requirements-docs.txt
+	@$(BIN)/python -m pip install --quiet -r $(VENV_STAMPS)/requirements-docs.txt
 	@touch $@
 
 ## Checks ----------------------------------------------------------------------------------------
@@ -158,8 +184,23 @@ tsan: $(STAMPS)/system
 	  TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 \
 	  $$(setarch -R true 2>/dev/null && echo setarch -R))
 
+$(STAMPS)/hwloc: $(STAMPS)/system scripts/build_hwloc.sh scripts/debian_source.sh
+	@scripts/build_hwloc.sh $(HWLOC)
+	@touch $@
+
+# A wheel has no fallback to mmap: here jemalloc has to be there.
+wheel: $(VENV_STAMPS)/venv $(STAMPS)/jemalloc $(STAMPS)/hwloc
+	@scripts/build_jemalloc.sh $(JEMALLOC)
+	@$(BIN)/python scripts/wheel_matrix.py --python $(WHEEL_PYTHONS) --torch $(WHEEL_TORCHES) \
+	  --jemalloc $(JEMALLOC) --hwloc $(HWLOC) --dist dist --work $(BUILD) --werror $(WHEEL_ARGS)
+
 pytest: $(VENV_STAMPS)/castor
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Always all of it: an incremental build repeats no warning of a page that has not changed since.
+docs: $(VENV_STAMPS)/castor $(VENV_STAMPS)/docs
+	@$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet docs $(BUILD)/docs
+	@echo "documentation: $(BUILD)/docs/index.html"
 
 bench: $(VENV_STAMPS)/bench
 	@for script in benchmarks/[!_]*.py; do \

@@ -4,7 +4,12 @@
 # The link is by path; nothing of those paths reaches the installed module, because
 # castor/__init__.py imports torch first and its libraries are then already loaded.
 
-find_package(Python 3.10 REQUIRED COMPONENTS Interpreter Development.Module)
+find_package(Python 3.10 QUIET COMPONENTS Interpreter Development.Module)
+if(NOT Python_FOUND)
+  message(FATAL_ERROR "castor._C needs Python 3.10 or newer with its headers (interpreter found: "
+                      "\"${Python_EXECUTABLE}\", headers found: \"${Python_INCLUDE_DIRS}\"): apt-get "
+                      "install python3-dev")
+endif()
 
 execute_process(
   COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/describe_torch.py"
@@ -17,9 +22,10 @@ if(NOT castor_torch_result EQUAL 0)
                       "it will run with.")
 endif()
 list(GET castor_torch_description 0 CASTOR_TORCH_VERSION)
-list(GET castor_torch_description 1 castor_torch_cxx11_abi)
-list(GET castor_torch_description 2 castor_torch_lib_dir)
-list(SUBLIST castor_torch_description 3 -1 castor_torch_include_dirs)
+list(GET castor_torch_description 1 CASTOR_TORCH_CUDA)
+list(GET castor_torch_description 2 castor_torch_cxx11_abi)
+list(GET castor_torch_description 3 castor_torch_lib_dir)
+list(SUBLIST castor_torch_description 4 -1 castor_torch_include_dirs)
 message(STATUS "torch ${CASTOR_TORCH_VERSION} of ${Python_EXECUTABLE}")
 if(CASTOR_TORCH_VERSION VERSION_LESS 2.9)
   message(FATAL_ERROR "castor needs torch 2.9 or newer; found ${CASTOR_TORCH_VERSION}")

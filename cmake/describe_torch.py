@@ -1,4 +1,7 @@
-"""Prints torch's version, C++ ABI, library directory and include directories as a CMake list."""
+"""Prints torch's version, CUDA version ("none" without), C++ ABI, library and include directories.
+
+As a CMake list: separated by semicolons.
+"""
 
 from pathlib import Path
 
@@ -9,6 +12,7 @@ root = Path(torch.__file__).parent
 include = root / "include"
 print(
     torch.__version__.split("+")[0],
+    torch.version.cuda or "none",
     int(torch.compiled_with_cxx11_abi()),
     root / "lib",
     include,

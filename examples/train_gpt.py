@@ -32,7 +32,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from castor import Booster, GeminiPlugin
+from castor import Booster, GeminiPlugin, report
 from castor.config import parse_bytes
 
 MIB = 2**20
@@ -162,6 +162,7 @@ class Run:
     peak_nonmodel_bytes: int | None = None
     budget_bytes: int | None = None
     host_bytes: int | None = None
+    booster: Booster | None = None
 
     def tokens_per_second(self, settings: Settings) -> float:
         """Of the median step."""
@@ -206,7 +207,7 @@ def train(
         booster = Booster(plugin=plugin)
         model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
 
-    run = Run()
+    run = Run(booster=booster)
     for step in range(settings.steps):
         start = time.perf_counter()
         loss = model(**batches[step]).loss
@@ -223,11 +224,11 @@ def train(
         run.losses.append(loss.item())
         run.seconds.append(time.perf_counter() - start)
         if booster:
-            report = booster.report()
-            run.peak_device_bytes = report.peak_device_bytes
-            run.peak_nonmodel_bytes = report.peak_nonmodel_bytes
-            run.budget_bytes = report.device_budget_bytes
-            run.host_bytes = report.host_bytes
+            figures = booster.report()
+            run.peak_device_bytes = figures.peak_device_bytes
+            run.peak_nonmodel_bytes = figures.peak_nonmodel_bytes
+            run.budget_bytes = figures.device_budget_bytes
+            run.host_bytes = figures.host_bytes
         if show:
             show(run, booster, device_bytes)
     return run
@@ -360,7 +361,17 @@ def load(settings: Settings, console: Console) -> Batches:
     return Batches(tokens, settings)
 
 
-def demo(settings: Settings, console: Console) -> int:
+def write_report(run: Run, folder: Path, console: Console) -> None:
+    """Writes report.html and trace.json, says where, and prints the summary."""
+    folder.mkdir(parents=True, exist_ok=True)
+    page = report.write_html(folder / "report.html", run.booster)
+    trace = report.write_trace(folder / "trace.json", run.booster)
+    console.print(report.summary(run.booster, width=console.width), markup=False, highlight=False)
+    console.print(f"a page to look into the last step: {page}", soft_wrap=True)
+    console.print(f"the same for https://ui.perfetto.dev: {trace}", soft_wrap=True)
+
+
+def demo(settings: Settings, console: Console, folder: Path) -> int:
     """Trains with and without castor; returns the exit status."""
     start = time.perf_counter()
     batches = load(settings, console)
@@ -388,6 +399,7 @@ def demo(settings: Settings, console: Console) -> int:
     with ProgressLine(console, "plain", settings) as show:
         plain = train(settings, batches, device_memory=None, show=show)
     console.print(comparison(plain, castor, settings, need))
+    write_report(castor, folder, console)
     broken = failures(plain, castor)
     for line in broken:
         console.print(f"[red]FAILED: {line}")
@@ -414,10 +426,18 @@ def main(arguments: list[str] | None = None) -> int:
         value = getattr(default, name)
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
     parser.add_argument("--lr", type=float, default=default.lr, help=f"default {default.lr}")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        help="folder for report.html and trace.json (default in the demo: build/demo)",
+    )
     given = vars(parser.parse_args(arguments))
+    folder = given.pop("report")
     run_demo, plain, memory = given.pop("demo"), given.pop("plain"), given.pop("device_memory")
     if (run_demo or plain) and given["precision"] != "fp32":
         parser.error("plain training is fp32: leave --precision out")
+    if plain and folder is not None:
+        parser.error("--report is of a run with castor: leave --plain out")
     if not plain and not run_demo:
         try:
             parse_bytes(memory, "--device-memory")
@@ -426,7 +446,7 @@ def main(arguments: list[str] | None = None) -> int:
     settings = Settings(**given)
     console = Console()
     if run_demo:
-        return demo(settings, console)
+        return demo(settings, console, folder or Path("build/demo"))
     batches = load(settings, console)
     title = "plain" if plain else "castor"
     with ProgressLine(console, title, settings) as show:
@@ -436,6 +456,8 @@ def main(arguments: list[str] | None = None) -> int:
         f"{run.tokens_per_second(settings):,.0f} tokens/s, peak {mib(run.peak_device_bytes)} of "
         f"{mib(run.budget_bytes)}"
     )
+    if folder is not None:
+        write_report(run, folder, console)
     return 0
 
 

@@ -10,6 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+PAGE = tuple(
+    f"report/page/{name}"
+    for name in (
+        *("page.html", "page.css"),
+        *("base.js", "step.js", "transfers.js", "training.js", "page.js"),
+    )
+)
 SOURCES = Path(__file__).resolve().parent.parent
 
 
@@ -25,7 +32,7 @@ def problems() -> list[str]:
         found.append(f"castor._C lies outside the package: {library}")
     found += [
         f"the wheel lacks castor/{name}"
-        for name in ("py.typed", "_C.pyi")
+        for name in ("py.typed", "_C.pyi", "_build_info.json", *PAGE)
         if not (package / name).is_file()
     ]
     version = importlib.metadata.version("castor-torch")

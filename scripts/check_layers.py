@@ -58,13 +58,14 @@ STD_HEADERS = frozenset({
 # A package may import within itself.
 PY_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"_C"}),
+    frozenset({"_loader"}),
     frozenset({"errors"}),
     frozenset({"config", "lazy"}),
     frozenset({"runtime"}),
     frozenset({"optim", "distributed", "checkpoint"}),
     frozenset({"plugins"}),
     frozenset({"booster"}),
-    frozenset({"report", "cli"}),
+    frozenset({"report", "cli", "selftest"}),
     frozenset({"__init__", "__main__"}),
 )
 FORBIDDEN_IMPORTS = frozenset({"transformers"})

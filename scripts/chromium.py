@@ -128,15 +128,23 @@ class Chromium:
             self._handle(self._receive(deadline))
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression.
+        """The value of a JavaScript expression, or of the promise that it is.
 
         Raises:
             BrowserError: It threw.
         """
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in answer:
             raise BrowserError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
+
+    def settle(self) -> None:
+        """Waits for two frames: what a scroll or a click set off has happened then."""
+        self.evaluate(
+            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        )
 
     def move_mouse(self, x: float, y: float) -> None:
         """To a place in the viewport, in CSS pixels."""

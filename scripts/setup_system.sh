@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Makes sure that the Debian packages castor builds with are installed.
 # Root: installs what is missing. Anyone else: prints the one command that would, and exits 1.
+# Usage: setup_system.sh [PACKAGE...]: more packages than those to build with.
 # CASTOR_SKIP_SYSTEM=1 trusts the machine as it is (another distribution, a container image).
 set -euo pipefail
 
 packages=(
   build-essential ca-certificates ccache clang-format cmake dpkg-dev git gpgv libgtest-dev
   libhwloc-dev libtbb-dev ninja-build pkg-config python3-dev python3-venv
+  "$@"
 )
 
 if [[ ${CASTOR_SKIP_SYSTEM:-0} == 1 ]]; then

@@ -56,7 +56,7 @@ struct AdamCoefficients {
 /// kFp32, type kFloat32: master is the parameter itself and `param` must be null.
 ///
 /// Other formats: type kBFloat16; the master is `param` and `remainder` together, so that a written
-/// parameter takes effect by itself (docs/design/0010 says how exactly). kSplitBf16 and kSplitInt8
+/// parameter takes effect by itself (docs/design/0012 says how exactly). kSplitBf16 and kSplitInt8
 /// round the moments stochastically, by `rounding` and the element's index. In kSplitInt8 a segment
 /// begins with a block, and only the parameter's last segment ends inside one.
 struct AdamSegment {

@@ -6,7 +6,7 @@
 
 namespace castor {
 
-/// How the optimizer state of a parameter is kept (docs/design/0010). Every format but kFp32 is for
+/// How the optimizer state of a parameter is kept (docs/design/0012). Every format but kFp32 is for
 /// bf16 parameters, whose upper 16 bits of the fp32 master are the parameter itself.
 enum class StateFormat : std::uint8_t {
   kFp32,       ///< fp32 master (16-bit parameters), fp32 moments

@@ -50,7 +50,7 @@ class BackwardHook final : public ::torch::autograd::FunctionPreHook {
   std::shared_ptr<BackwardEntry> entry_;
 };
 
-using GradFunctions = std::vector<std::shared_ptr<::torch::autograd::Node>>;
+using GradFunctions = std::vector<GradFunction>;
 
 // Outputs are shallow; the bound stops cycles through objects.
 constexpr int kMaxDepth = 6;

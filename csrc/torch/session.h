@@ -8,6 +8,8 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "core/runtime.h"
@@ -19,6 +21,9 @@ struct Node;
 }
 
 namespace castor {
+
+/// Owner of an autograd node: std::shared_ptr up to torch 2.12, c10::intrusive_ptr from 2.13 on.
+using GradFunction = std::decay_t<decltype(std::declval<const at::Tensor&>().grad_fn())>;
 
 struct SessionOptions {
   ScalarType precision = ScalarType::kFloat32;
@@ -142,7 +147,7 @@ class Session : public std::enable_shared_from_this<Session> {
     bool present = false;            ///< in this step; known after collect_gradients
   };
   std::vector<Gradient> gradients_;
-  std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;
+  std::vector<GradFunction> accumulators_;
   at::Tensor steps_;
   double loss_scale_ = 1.0;
   std::uint64_t gradient_bytes_moved_ = 0;

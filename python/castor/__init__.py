@@ -1,7 +1,9 @@
 """castor: trains unmodified PyTorch models that do not fit the device."""
 
-import torch  # noqa: F401  its libraries must be loaded before castor._C
+# First: it loads castor._C, with torch's libraries before it, and says what is wrong if it cannot.
+from castor import _loader  # noqa: F401
 
+# isort: split
 from castor import report
 from castor._C import __version__
 from castor.booster import Booster

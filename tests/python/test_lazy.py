@@ -191,6 +191,17 @@ def test_an_initialiser_that_reads_random_values_is_named_and_run_eagerly():
     assert_same_state(lazy, build())
 
 
+def test_results_of_tensors_that_were_computed_early_are_ordinary():
+    with LazyInitContext():
+        layer = nn.Linear(2, 2)
+        with pytest.warns(UserWarning, match="numpy reads a value"):
+            layer.weight.detach().numpy()
+        doubled = layer.weight.detach() * 2
+    assert type(doubled) is torch.Tensor
+    LazyInitContext.materialize(layer)
+    assert torch.equal(doubled, layer.weight.detach() * 2)
+
+
 def test_changes_after_the_context_are_recorded_too():
     def change(model):
         with torch.no_grad():

@@ -379,3 +379,16 @@ def test_other_optimizer_is_refused_in_16_bits_and_leaves_the_model_alone(
         boost(model, optimizer=OTHERS[name](model.parameters()), precision=precision)
     assert_same_weights(model, before)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_step_hooks_run_once_after_load_state_dict():
+    model = nn.Linear(4, 4)
+    optimizer = AdamW(model.parameters())
+    plugin = castor.GeminiPlugin(device="cpu")
+    castor.Booster(plugin=plugin).boost(model, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert calls == ["pre"]

@@ -160,6 +160,16 @@ def test_loaded_state_replaces_the_old_one() -> None:
     assert go_on(boosted, 0) == go_on(fresh, 0)
 
 
+def test_step_hooks_run_once_after_a_load() -> None:
+    boosted = boost(tower())
+    boosted.optimizer.load_state_dict(boosted.optimizer.state_dict())
+    calls: list[str] = []
+    boosted.optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    boosted.optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    go_on(boosted, 0, steps=1)
+    assert calls == ["pre", "post"]
+
+
 def test_lr_of_a_loaded_state_counts() -> None:
     slow = boost(tower(), optimizer=None)
     slow.optimizer.param_groups[0]["lr"] = 0.0

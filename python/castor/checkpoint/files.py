@@ -143,12 +143,12 @@ def read_pieces(path: Path, start: int = 0, end: int | None = None) -> Iterator[
     Raises:
         OSError: The file cannot be read.
     """
-    buffer = memoryview(bytearray(PIECE_BYTES))
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
         left = os.fstat(file.fileno()).st_size - start if end is None else end - start
+        buffer = memoryview(bytearray(min(left, PIECE_BYTES)))
         while left > 0:
-            count = file.readinto(buffer[: min(left, PIECE_BYTES)])
+            count = file.readinto(buffer[:left])
             if not count:
                 return
             yield buffer[:count]

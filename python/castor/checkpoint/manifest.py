@@ -63,7 +63,15 @@ def verify(directory: Path, name: str) -> None:
     """
     entries = read_manifest(directory, name)
     for key, entry in entries.items():
-        verify_file(directory / key, entry)
+        try:
+            verify_file(directory / key, entry)
+        except CheckpointError as error:
+            if name != PART_MANIFEST:
+                raise
+            raise CheckpointError(
+                f"{error}. If another program rewrote the directory on purpose, delete "
+                f"{directory / name}"
+            ) from error
     for key in entries:
         path = directory / key
         if path.name == PART_MANIFEST:

@@ -43,6 +43,12 @@ def target_of(leftover: Path) -> tuple[str, str] | None:
     return (match[1], match[2]) if match else None
 
 
+def is_own(leftover: Path) -> bool:
+    """Whether this process made it."""
+    match = _PATTERN.fullmatch(leftover.name)
+    return match is not None and f"{match[3]}-{match[4]}" == _owner()
+
+
 def is_abandoned(leftover: Path) -> bool:
     """Whether nobody works on a temporary or displaced file or directory any more.
 

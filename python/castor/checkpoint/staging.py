@@ -14,6 +14,7 @@ from castor.checkpoint.files import check_room, fsync_directory, os_errors
 from castor.checkpoint.names import (
     displaced_name,
     is_abandoned,
+    is_own,
     lock_directory,
     target_of,
     temporary_name,
@@ -69,24 +70,36 @@ def _sync_directories(top: Path) -> None:
 
 
 def _put_in_place(staging: Path, target: Path) -> None:
+    """Makes `staging` the `target`, durably; if that fails, `target` is what it was."""
+    old = staging
     if not target.exists():
-        os.rename(staging, target)
-        fsync_directory(target.parent)
+        _rename(staging, target)
         return
     if exchange(staging, target):
-        fsync_directory(target.parent)
-        old = staging
+        try:
+            fsync_directory(target.parent)
+        except OSError:
+            exchange(staging, target)
+            raise
     else:
         # Between these two renames there is no `target`: `recover` brings the old one back.
         old = target.with_name(displaced_name(target.name))
         os.rename(target, old)
         try:
-            os.rename(staging, target)
+            _rename(staging, target)
         except BaseException:
             os.rename(old, target)
             raise
-        fsync_directory(target.parent)
     shutil.rmtree(old, ignore_errors=True)  # the next save tries again
+
+
+def _rename(source: Path, destination: Path) -> None:
+    os.rename(source, destination)
+    try:
+        fsync_directory(destination.parent)
+    except OSError:
+        os.rename(destination, source)
+        raise
 
 
 def exchange(a: Path, b: Path) -> bool:
@@ -103,17 +116,22 @@ def exchange(a: Path, b: Path) -> bool:
 
 
 def recover(target: Path) -> None:
-    """Brings back the directory that a process displaced before it died.
+    """Brings back the directory that a process displaced before it died or failed.
 
     Only where directories cannot be exchanged (see `exchange`) can a kill leave no `target`.
+
+    Raises:
+        IoError: It is there and cannot be renamed.
     """
     if target.exists() or not target.parent.is_dir():
         return
-    for leftover in sorted(target.parent.iterdir()):
-        if target_of(leftover) == ("old", target.name) and is_abandoned(leftover):
-            os.rename(leftover, target)
-            fsync_directory(target.parent)
-            return
+    with os_errors(target, "read"):
+        for leftover in sorted(target.parent.iterdir()):
+            ours = is_own(leftover) or is_abandoned(leftover)
+            if target_of(leftover) == ("old", target.name) and ours:
+                os.rename(leftover, target)
+                fsync_directory(target.parent)
+                return
 
 
 def recover_all(root: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from castor.errors import UsageError
@@ -80,13 +81,15 @@ class LazyTensor(torch.Tensor):
         if func == _SET_DATA:  # made anew at each access, so not `is`
             return _set_data(*args)
         if func in _NEEDS_VALUES:
-            return func(_values_of(args[0], func), *args[1:], **(kwargs or {}))
+            with _disable_current_modes():  # inside the context they would record the computing
+                return func(_values_of(args[0], func), *args[1:], **(kwargs or {}))
         if func in _NEEDS_MEMORY:
             raise UsageError(
                 f"{func.__name__}() of a tensor in a lazy model, which has no memory yet; boost "
                 "the model first, or build it outside LazyInitContext"
             )
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        # Not super()'s, which makes a LazyTensor of every result, also of one that has values.
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

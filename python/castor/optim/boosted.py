@@ -158,6 +158,10 @@ class BoostedOptimizer(Optimizer):
             self._show_state()
         return loss
 
+    # What torch looks at before it wraps step once more, in load_state_dict and when unpickling:
+    # step hooks would run twice.
+    step.hooked = True  # type: ignore[attr-defined]
+
     def _show_state(self) -> None:
         """Makes `state` entries of the parameters that have taken their first step."""
         if len(self.state) == self._castor.num_trainable:

@@ -23,7 +23,7 @@ class HybridAdam(Optimizer):
     booster.boost, it updates the model's chunks. The result does not depend on thread count or
     instruction set.
 
-    optim_state_format says how the state of bfloat16 parameters is kept (docs/design/0010): "fp32"
+    optim_state_format says how the state of bfloat16 parameters is kept (docs/design/0012): "fp32"
     (master and moments, 12 bytes a parameter), "split" (the master's low half beside the parameter:
     the same weights bit for bit, 10 bytes), "split_bf16" (bfloat16 moments, 6 bytes), "split_int8"
     (8-bit moments in blocks, 4 bytes). Parameters of other types take "fp32" only. state_dict() has

@@ -9,7 +9,7 @@ import torch
 from castor import _C
 
 STATE_FORMATS = ("fp32", "split", "split_bf16", "split_int8")
-"""Bytes of state for each bf16 parameter: 12, 10, 6 and 4 (docs/design/0010)."""
+"""Bytes of state for each bf16 parameter: 12, 10, 6 and 4 (docs/design/0012)."""
 
 _MOMENT_TYPES = {
     "fp32": torch.float32,

@@ -89,26 +89,26 @@ class Source:
         return [
             (
                 "Device peak",
-                mib(memory.peak_device_bytes),
+                size(memory.peak_device_bytes),
                 f"{memory.peak_device_bytes / memory.device_budget_bytes:.1%} of the budget of "
-                f"{mib(memory.device_budget_bytes)}",
+                f"{size(memory.device_budget_bytes)}",
             ),
-            ("Non-model peak", mib(memory.peak_nonmodel_bytes), "activations and temporaries"),
-            ("Host memory", mib(memory.host_bytes), f"in {memory.num_chunks} chunks"),
+            ("Non-model peak", size(memory.peak_nonmodel_bytes), "activations and temporaries"),
+            ("Host memory", size(memory.host_bytes), f"in {memory.num_chunks} chunks"),
             ("Loss", "unknown" if loss is None else f"{loss:.4f}", f"of step {memory.steps}"),
             (
                 "Speed",
                 "unknown" if rate is None else f"{rate[0]:,.0f} {rate[1]}",
-                f"median of the last {min(RECENT_STEPS, len(self.records))} steps",
+                f"median of up to {RECENT_STEPS} steps",
             ),
             (
                 "Last step",
-                ms(step.end_ns),
-                f"{ms(stall_ns)} waiting for chunks ({stall_ns / max(1, step.end_ns):.1%})",
+                duration(step.end_ns),
+                f"{duration(stall_ns)} waiting for chunks ({stall_ns / max(1, step.end_ns):.1%})",
             ),
             (
                 "Copied in the last step",
-                f"{mib(h2d)} in, {mib(d2h)} out",
+                f"{size(h2d)} in, {size(d2h)} out",
                 f"{len(fetches)} fetches, {prefetched} of them ahead of use",
             ),
             ("Steps", f"{memory.steps:,}", steps_remark),
@@ -148,16 +148,24 @@ def source_of(target: Booster | nn.Module) -> Source:
     )
 
 
-def mib(size: int) -> str:
-    """Bytes in MiB, or in GiB from 10 GiB on."""
-    return f"{size / 2**30:,.2f} GiB" if size >= 10 * 2**30 else f"{size / 2**20:,.1f} MiB"
+def size(count: int) -> str:
+    """Bytes, in the largest binary unit that gives at least 1."""
+    for name, unit, digits in (
+        ("TiB", 2**40, 2),
+        ("GiB", 2**30, 2),
+        ("MiB", 2**20, 1),
+        ("KiB", 2**10, 1),
+    ):
+        if count >= unit:
+            return f"{count / unit:,.{digits}f} {name}"
+    return f"{count} B"
 
 
-def ms(nanoseconds: int) -> str:
-    """A duration in ms, or in s from 10 s on."""
-    return (
-        f"{nanoseconds / 1e9:,.2f} s" if nanoseconds >= 10**10 else f"{nanoseconds / 1e6:,.1f} ms"
-    )
+def duration(nanoseconds: int) -> str:
+    """A time, in s from 10 s on, else in ms, below 1 ms in µs."""
+    if nanoseconds >= 10**10:
+        return f"{nanoseconds / 1e9:,.1f} s"
+    return f"{nanoseconds / 1e6:,.1f} ms" if nanoseconds >= 10**6 else f"{nanoseconds / 1e3:.0f} µs"
 
 
 def write_atomically(path: str | Path, text: str) -> Path:

@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import nn
 
 from castor.booster import Booster
-from castor.report.source import GUIDANCE, Source, mib, ms, source_of
+from castor.report.source import GUIDANCE, Source, duration, size, source_of
 
 _MAX_WAITS = 5
 
@@ -73,7 +73,9 @@ def _phases(source: Source) -> Table:
         rows[during][1 if fetched else 2] += transfer.bytes
         rows[during][3] += transfer.stall_ns if fetched else 0
     for name, (time_ns, fetched_bytes, sent_bytes, stall_ns) in rows.items():
-        table.add_row(name, ms(time_ns), mib(fetched_bytes), mib(sent_bytes), ms(stall_ns))
+        table.add_row(
+            name, duration(time_ns), size(fetched_bytes), size(sent_bytes), duration(stall_ns)
+        )
     return table
 
 
@@ -92,6 +94,6 @@ def _waits(source: Source) -> Table | None:
     for heading in ("time", "fetches", "bytes"):
         table.add_column(heading, justify="right")
     longest = sorted(waited.items(), key=lambda item: (-item[1][0], item[0]))[:_MAX_WAITS]
-    for module, (stall_ns, fetches, size) in longest:
-        table.add_row(escape(module), ms(stall_ns), str(fetches), mib(size))
+    for module, (stall_ns, fetches, num_bytes) in longest:
+        table.add_row(escape(module), duration(stall_ns), str(fetches), size(num_bytes))
     return table

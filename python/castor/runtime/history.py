@@ -57,13 +57,14 @@ class StepHistory:
 
     Losses on the CPU are read at once, which keeps no memory of the step alive. Others are kept as
     detached tensors and read when somebody asks, or when 256 have gathered: no step waits for the
-    device. Beyond `MAX_RECORDS` the older records are thinned out, every second one of all but the
-    last `RECENT_RECORDS`, so that memory is bounded and the beginning stays visible.
+    device. Beyond `MAX_RECORDS` all but the last `RECENT_RECORDS` are thinned out evenly, so that
+    memory is bounded and the whole run stays visible.
     """
 
     def __init__(self) -> None:
         self.totals = HistoryTotals()
         self._records: list[StepRecord] = []
+        self._stride = 1
         self._unread: dict[int, torch.Tensor] = {}
         self._started: float | None = None
         self._samples = 0
@@ -145,7 +146,16 @@ class StepHistory:
         if len(self._unread) >= _MAX_UNREAD:
             self._read()
         if len(self._records) > MAX_RECORDS:
-            self._records = self._records[:-RECENT_RECORDS:2] + self._records[-RECENT_RECORDS:]
+            self._thin_out()
+
+    def _thin_out(self) -> None:
+        """Leaves every n-th of the older records; n doubles until they fill half of their room."""
+        older, recent = self._records[:-RECENT_RECORDS], self._records[-RECENT_RECORDS:]
+        room = (MAX_RECORDS - RECENT_RECORDS) // 2
+        while len(older) > room:
+            self._stride *= 2
+            older = [record for record in older if (record.step - 1) % self._stride == 0]
+        self._records = older + recent
 
     def _forward_begins(self, inputs: Mapping[str, Any]) -> None:
         """Takes the first positional argument and all keyword arguments, by name."""

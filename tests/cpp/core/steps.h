@@ -33,10 +33,14 @@ inline Act release(std::size_t bytes) { return {Act::Kind::kFree, bytes}; }
 inline Step row_step(std::size_t count, std::size_t activation = 0) {
   Step step;
   for (std::size_t i = 0; i < count; ++i) {
-    step.insert(step.end(), {enter(i), allocate(activation), exit(i)});
+    for (const Act& act : {enter(i), allocate(activation), exit(i)}) {
+      step.push_back(act);  // gcc 12 warns of an overflow inside insert(list) that is none
+    }
   }
   for (std::size_t i = count; i-- > 0;) {
-    step.insert(step.end(), {backward(i), grad(i), release(activation)});
+    for (const Act& act : {backward(i), grad(i), release(activation)}) {
+      step.push_back(act);
+    }
   }
   return step;
 }

@@ -25,8 +25,9 @@ const number = (value, digits) =>
   value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 
 function sizeUnit(bytes) {
-  if (bytes >= 10 * GIB) return [GIB, "GiB"];
-  return bytes >= 4 * MIB ? [MIB, "MiB"] : bytes >= 4 * KIB ? [KIB, "KiB"] : [1, "B"];
+  if (bytes >= 1024 * GIB) return [1024 * GIB, "TiB"];
+  if (bytes >= GIB) return [GIB, "GiB"];
+  return bytes >= MIB ? [MIB, "MiB"] : bytes >= KIB ? [KIB, "KiB"] : [1, "B"];
 }
 
 function size(bytes) {
@@ -39,11 +40,13 @@ function timeUnit(ns) {
 }
 
 function duration(ns) {
+  if (ns === 0) return "0 ms";
   const [unit, name] = timeUnit(ns);
   return `${number(ns / unit, ns / unit < 100 ? 2 : 1)} ${name}`;
 }
 
-const plural = (count, noun) => `${number(count, 0)} ${noun}${count === 1 ? "" : "s"}`;
+const plural = (count, noun) =>
+  `${number(count, 0)} ${noun}${count === 1 ? "" : noun.endsWith("ch") ? "es" : "s"}`;
 
 // Round values from low to high, at most about `count` of them.
 function ticks(low, high, count) {
@@ -52,7 +55,7 @@ function ticks(low, high, count) {
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((value) => value >= raw * 0.999);
   const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step + 0); // never -0
   return found;
 }
 
@@ -84,13 +87,14 @@ const axis = {
     const share = to > from ? Math.min(1, (ns - from) / (to - from)) : 0;
     return (i + share) / this.moments.length;
   },
+  // Whole nanoseconds, so that the position of a moment leads back to it.
   time(position) {
     const end = Math.max(1, data.endNs);
-    if (this.mode === "time") return position * end;
+    if (this.mode === "time") return Math.round(position * end);
     const at = Math.min(this.moments.length - 1e-9, position * this.moments.length);
     const i = Math.floor(at);
     const [from, to] = [this.moments[i], this.moments[i + 1] ?? end];
-    return from + (at - i) * (to - from);
+    return Math.round(from + (at - i) * (to - from));
   },
   // [position, label] of each tick.
   ticks(width) {
@@ -163,7 +167,7 @@ function legend(id, entries) {
 }
 
 const swatch = (color) => (icon) =>
-  shape(icon, "rect", { x: 1, y: 1, width: 12, height: 10, rx: 2, fill: `var(--${color})` });
+  shape(icon, "rect", { x: 1, y: 1, width: 12, height: 10, rx: 2, fill: `var(--${color})`, stroke: "var(--line)" });
 
 /* One tooltip, and one cursor through all plots of the step. */
 const tooltip = byId("tooltip");

@@ -31,10 +31,10 @@ function placeName(ns) {
 
 const momentAt = (ns) => `moment ${number(Math.max(0, lastNotAbove(moments.time, ns)), 0)} at ${duration(ns)}`;
 
-const paramsOf = (chunk) => {
+const paramsOf = (chunk, most = 5) => {
   const names = chunks[chunk].params.map((i) => data.params[i]);
-  const shown = names.slice(0, 5).join(", ");
-  return names.length > 5 ? `${shown} and ${names.length - 5} more` : shown;
+  const shown = names.slice(0, most).join(", ");
+  return names.length > most ? `${shown} and ${names.length - most} more` : shown;
 };
 
 function phaseBands(frame, { labels }) {
@@ -125,6 +125,7 @@ function drawMemory() {
       `${data.payloadNames[kind]} placed here`, swatch(kind === "param" ? "param-fixed" : kind)]),
     ["parameters in slots", swatch("param")],
     ["non-model: activations, temporaries", swatch("nonmodel")],
+    ...[...new Set(data.phases.map(([phase]) => phase))].map((phase) => [phase, swatch(`phase-${phase}`)]),
     ["budget", (icon) => shape(icon, "line", { class: "budget", x1: 0, x2: 14, y1: 6, y2: 6,
       stroke: "var(--ink)", "stroke-width": 1.5, "stroke-dasharray": "4 2" })],
   ]);
@@ -163,7 +164,7 @@ function drawTiers() {
     const kinds = Object.entries(data.payloads[tier]).filter(([, bytes]) => bytes > 0);
     if (kinds.length === 0) continue;
     const name = tier === "host" ? "Host memory" : "NVMe";
-    element(place, "h3", {}, name);
+    const heading = element(place, "h3", {}, name);
     element(place, "div", { class: "legend", id: `${tier}-legend` });
     element(place, "div", { class: "plot", id: tier, tabindex: "0", role: "img" });
     const frame = plot(tier, 84);
@@ -172,6 +173,7 @@ function drawTiers() {
     // Payloads stay where they are in a step: what the ledger holds beyond them is on its way.
     const rest = (i) => (tier === "host" ? Math.max(0, samples.host[i] - known) : 0);
     const most = known + samples.time.reduce((high, _, i) => Math.max(high, rest(i)), 0);
+    heading.textContent = `${name}: ${size(most)}` + (tier === "host" ? ` of ${size(data.budget.host)}` : "");
     const high = most * 1.1;
     const y = (bytes) => frame.top + frame.height - (bytes / high) * frame.height;
     const [unit, unitName] = sizeUnit(high);
@@ -269,8 +271,8 @@ function drawResidency() {
     ["eviction to make room", glyph("eviction")]);
   legend("residency-legend", entries);
   const counts = ["demand", "prefetch", "eviction"].map((mark) => marked[mark] ?? 0);
-  byId("residency-note").textContent = `${plural(count, "chunk")}, ${plural(counts[0], "demand fetch").replace(/fetchs$/, "fetches")}, ` +
-    `${plural(counts[1], "prefetch").replace(/prefetchs$/, "prefetches")}, ${plural(counts[2], "eviction")}.` +
+  byId("residency-note").textContent = `${plural(count, "chunk")}, ${plural(counts[0], "demand fetch")}, ` +
+    `${plural(counts[1], "prefetch")}, ${plural(counts[2], "eviction")}.` +
     (row < 1 ? " There are more chunks than rows of pixels: neighbours overlap." : "");
   container.setAttribute("aria-label",
     `Which of the ${plural(count, "chunk")} the device held when. ${byId("residency-note").textContent}`);

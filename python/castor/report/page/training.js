@@ -60,7 +60,7 @@ function series(id, values, { name, digits, fromZero, missing }) {
     shape(svg, "path", { fill: "var(--demand)", d: `M${at - 4} ${top + height}h8l-4 -8z` });
   }
   const notes = [];
-  if (history_.skipped.length) notes.push(`▲ ${plural(history_.skipped.length, "skipped update")}`);
+  if (data.totals.skipped) notes.push(`▲ ${plural(data.totals.skipped, "skipped update")}`);
   if (drawn.length < known.length) {
     notes.push(`${number(known.length, 0)} steps drawn at ${number(drawn.length, 0)} points: the lowest and ` +
       "highest of each column");

@@ -48,17 +48,13 @@ function drawTransfers() {
   const scale = (half * 0.94) / most;
   phaseBands(frame, { labels: false });
   const [unit, unitName] = sizeUnit(most);
-  const values = ticks(0, most / unit, 2);
+  const values = ticks(0, most / unit, 3);
   verticalAxis(frame, [...values.slice(1).map((value) => -value), ...values],
     (value) => zero - value * unit * scale, `${unitName} a column`);
   bars(frame, incoming, columns, () => zero, -scale, "param");
   bars(frame, gradients, columns, () => zero, scale, "grad");
   bars(frame, written, columns, (column) => zero + scale * gradients[column], scale, "eviction");
   shape(frame.svg, "line", { class: "frame", x1: frame.left, x2: frame.left + frame.width, y1: zero, y2: zero });
-  const label = (text, y) => shape(frame.svg, "text", {
-    class: "name halo", x: frame.left + frame.width - 6, y, "text-anchor": "end" }, text);
-  label("to the device", frame.top + 13);
-  label("to the host", frame.top + frame.height - 5);
 
   const waits = plot("stalls", 56);
   frames.stalls = waits;
@@ -66,18 +62,18 @@ function drawTransfers() {
   phaseBands(waits, { labels: false });
   const [timeScale, timeName] = timeUnit(longest);
   const base = waits.top + waits.height;
-  verticalAxis(waits, ticks(0, longest / timeScale, 2),
+  verticalAxis(waits, ticks(0, longest / timeScale, 3),
     (value) => base - (value * timeScale / longest) * waits.height * 0.94, timeName);
   bars(waits, stall, columns, () => base, (-waits.height * 0.94) / longest, "demand");
   horizontalAxis(waits, axis.ticks(waits.width), axis.title());
 
   legend("transfers-legend", [
-    ["parameters in", swatch("param")], ["gradients out", swatch("grad")],
-    ...(extent(written)[1] > 0 ? [["written parameters out", swatch("eviction")]] : []),
+    ["up: parameters to the device", swatch("param")], ["down: gradients to the host", swatch("grad")],
+    ...(extent(written)[1] > 0 ? [["down: parameters written on the device", swatch("eviction")]] : []),
     ["step held up by fetches", swatch("demand")],
   ]);
   const rows = byCause();
-  table("transfers-table", ["transfer", "count", "bytes", "held the step up"], rows);
+  table("transfers-table", ["transfer", "count", "bytes", "held up"], rows);
   byId("transfers-note").textContent = `A column is ${BIN} pixels wide. CPU copies hold the step up while they run.`;
   const spoken = rows.map(([name, count, bytes]) => `${name}: ${count}, ${bytes}`).join("; ");
   frame.container.setAttribute("aria-label", `Bytes moved over the step. ${spoken || "Nothing moved"}.`);
@@ -107,6 +103,7 @@ function describeColumn(position, width) {
   const found = [];
   let bytesIn = 0, bytesOut = 0, stall = 0;
   for (let i = 0; i < transfers.time.length; i++) {
+    if (transfers.bytes[i] === 0) continue;
     const fetch = transfers.kind[i] === FETCH;
     const end = transfers.time[i] + transfers.submit[i] + (fetch ? transfers.wait[i] : 0);
     if (axis.position(end) < from || axis.position(transfers.time[i]) >= to) continue;
@@ -117,8 +114,8 @@ function describeColumn(position, width) {
   }
   const ns = axis.time(position);
   const rows = [["to the device", size(bytesIn)], ["to the host", size(bytesOut)], ["held up", duration(stall)]];
-  const notes = found.slice(0, 4).map((i) =>
-    `chunk ${transfers.chunk[i]}, ${transferName(i)}, ${size(transfers.bytes[i])}: ${paramsOf(transfers.chunk[i])}`);
-  if (found.length > 4) notes.push(`and ${plural(found.length - 4, "more transfer")}`);
+  const notes = found.slice(0, 3).map((i) =>
+    `chunk ${transfers.chunk[i]}, ${transferName(i)}, ${size(transfers.bytes[i])}: ${paramsOf(transfers.chunk[i], 2)}`);
+  if (found.length > 3) notes.push(`and ${plural(found.length - 3, "more transfer")}`);
   return { title: placeName(ns), rows, notes: [...notes, momentAt(ns)] };
 }

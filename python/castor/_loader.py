@@ -1,0 +1,143 @@
+"""Loads castor._C, once it is sure that the torch here is the one it was compiled for.
+
+torch's C++ ABI holds within a minor version only. Another one would fail on a symbol with an
+unreadable name, or load and crash later; so the record that the build left beside the module is
+compared first. Whether torch has CUDA does not matter: castor links no CUDA library of torch's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+
+_REINSTALL = "reinstall castor-torch"
+# What brings a library that castor._C names. A wheel carries TBB; from source it is the system's.
+_PACKAGES = {
+    "libtbb": "apt-get install libtbb12, or install the wheel, which carries it",
+    "libhwloc": "apt-get install libhwloc15, or install the wheel, which carries it",
+    "libtorch": "this torch is incomplete: reinstall it",
+    "libc10": "this torch is incomplete: reinstall it",
+    "libstdc++": "apt-get install libstdc++6",
+    "libgcc_s": "apt-get install libgcc-s1",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildInfo:
+    """What castor._C was built with; libraries that were left out are "none"."""
+
+    castor: str
+    python: str
+    """Major and minor version."""
+    torch: str
+    torch_cuda: str
+    """CUDA version of that torch; castor._C itself uses none of it."""
+    compiler: str
+    tbb: str
+    hwloc: str
+    jemalloc: str
+
+
+def extension_path() -> Path:
+    """The file of castor._C, links resolved: a development tree links to its build directory.
+
+    Raises:
+        ImportError: There is none for this Python.
+    """
+    spec = importlib.util.find_spec("castor._C")
+    if spec is not None and spec.origin is not None:
+        return Path(spec.origin).resolve()
+    package = Path(__file__).parent
+    here = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    others = sorted(path.name for path in package.glob("_C.*.so"))
+    if others:
+        raise ImportError(
+            f"castor in {package} was built for another Python than {here} (it holds {others[0]}): "
+            f"{_REINSTALL} with this interpreter's pip",
+            name="castor._C",
+        )
+    raise ImportError(
+        f"castor in {package} lacks its extension castor._C: these are sources that were not "
+        "built; leave their directory, or install them with `pip install --no-build-isolation .`",
+        name="castor._C",
+    )
+
+
+def read_build_info(extension: Path) -> BuildInfo:
+    """The record beside the extension.
+
+    Raises:
+        ImportError: It is missing or damaged.
+    """
+    path = extension.parent / "_build_info.json"
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return BuildInfo(**{field.name: str(document[field.name]) for field in fields(BuildInfo)})
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ImportError(
+            f"castor cannot tell which torch it was built for, because {path} cannot be read "
+            f"({type(error).__name__}: {error}): {_REINSTALL}",
+            name="castor._C",
+        ) from error
+
+
+def check_torch(info: BuildInfo, version: str) -> None:
+    """Compares major and minor version with those of the build.
+
+    Args:
+        info: The build's record.
+        version: torch.__version__, such as "2.11.0+cu130".
+
+    Raises:
+        ImportError: They differ; the message says which torch to take, or which castor.
+    """
+    built, here = _minor(info.torch), _minor(version)
+    if built != here:
+        raise ImportError(
+            f"this castor {info.castor} was built for torch {built} and torch {version} is "
+            f'installed: install that torch (pip install "torch=={built}.*"), or a castor built '
+            f"for torch {here} (the wheel castor-torch=={info.castor}+torch{here}, or from source "
+            "with pip install --no-build-isolation)",
+            name="castor._C",
+        )
+
+
+def explain(error: ImportError, info: BuildInfo) -> ImportError:
+    """An ImportError that says what to do about one that castor._C's loading raised."""
+    text = str(error)
+    missing = re.match(r"(\S+\.so[\w.]*): cannot open shared object file", text)
+    if missing:
+        library = missing[1]
+        stem = re.split(r"[-_.]", library)[0]
+        remedy = _PACKAGES.get(stem, _REINSTALL)
+        text = f"castor._C needs the shared library {library}, which is not to be found: {remedy}"
+    else:
+        text = (
+            f"castor._C (built with {info.compiler} for torch {info.torch}) does not load with "
+            f"torch {torch.__version__}: {text}. {_REINSTALL.capitalize()}, or build it here"
+        )
+    return ImportError(text, name="castor._C", path=error.path)
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def _load() -> BuildInfo:
+    extension = extension_path()
+    info = read_build_info(extension)
+    check_torch(info, torch.__version__)
+    try:
+        from castor import _C  # noqa: F401
+    except ImportError as error:
+        raise explain(error, info) from error
+    return info
+
+
+BUILD_INFO = _load()

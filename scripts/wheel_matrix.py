@@ -1,0 +1,226 @@
+"""Builds, repairs and tries a castor wheel for each pair of a Python and a torch.
+
+    wheel_matrix.py --python 3.11 3.12 --torch 2.11 --jemalloc PREFIX --hwloc PREFIX
+
+Each wheel is installed into an environment with a stock torch, and its selftest runs there with an
+empty environment, no compiler on PATH and the sources out of reach. A Python that this machine
+lacks, or a torch that the index lacks, is reported as SKIPPED (with --require: as a failure). Ends
+with a table of times; exits 1 if a pair failed. Run with the interpreter of an environment that has
+the "wheel" extra; a pair that is that environment's own is compiled there, where ccache knows it.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from requirements import requirements
+from torch_env import UnavailableError, installed_torch, make_torch_env, minor_version
+from wheel_check import STRICT, mapped_libraries, problems_of_wheel
+from wheel_repair import repair
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_INSTALL_SECONDS = 60.0
+MAX_SELFTEST_SECONDS = 20.0
+
+
+@dataclass
+class Pair:
+    """A wheel to make, and how far it came."""
+
+    python: str
+    torch: str
+    result: str = "FAILED"
+    detail: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Names its directories under --work: of CMake, and with "-env" of the environment."""
+        return f"py{self.python}-torch{self.torch}"
+
+    @property
+    def is_own(self) -> bool:
+        """True if this script runs with that Python and that torch."""
+        here = installed_torch()
+        own_python = f"{sys.version_info.major}.{sys.version_info.minor}"
+        return here is not None and (own_python, minor_version(here)) == (self.python, self.torch)
+
+
+def call(
+    command: list[str | Path], *, env: dict[str, str] | None = None, cwd: Path | None = None
+) -> str:
+    """Runs a command and returns its output; SystemExit with all of it if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=cwd)
+    if done.returncode != 0:
+        command_line = " ".join(map(str, command))
+        raise SystemExit(
+            f"{command_line}\nexited with {done.returncode}:\n{done.stdout}{done.stderr}"
+        )
+    return done.stdout
+
+
+def build(pair: Pair, python: Path, work: Path, arguments: argparse.Namespace) -> Path:
+    """Compiles a wheel against the torch of `python`, and does not repair it."""
+    environment = dict(os.environ)
+    if pair.is_own:
+        python = Path(sys.executable)
+    else:
+        # The build backend stays out of the environment that users' torch stands for.
+        tools = work / "tools"
+        if not tools.exists():
+            call(
+                [
+                    python,
+                    "-m",
+                    "pip",
+                    "install",
+                    "--quiet",
+                    "--target",
+                    tools,
+                    "scikit-build-core>=1.1",
+                ]
+            )
+        environment["PYTHONPATH"] = str(tools)
+    out = work / "raw"
+    shutil.rmtree(out, ignore_errors=True)
+    settings = [
+        # As deep as the build directory of an ordinary install: ccache sees paths relative to it.
+        f"build-dir={arguments.work.resolve() / pair.name}",
+        f"cmake.define.CASTOR_JEMALLOC_ROOT={arguments.jemalloc.resolve()}",
+        f"cmake.define.CASTOR_HWLOC_ROOT={arguments.hwloc.resolve()}",
+        f"cmake.define.CASTOR_WERROR={'ON' if arguments.werror else 'OFF'}",
+    ]
+    call(
+        [
+            *(
+                python,
+                "-m",
+                "pip",
+                "wheel",
+                ROOT,
+                "--no-build-isolation",
+                "--no-deps",
+                "--no-index",
+            ),
+            *("--wheel-dir", out),
+            *(f"--config-settings={setting}" for setting in settings),
+        ],
+        env=environment,
+    )
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+def smoke_test(pair: Pair, python: Path, wheel: Path) -> str:
+    """Installs the wheel beside a stock torch and runs its selftest; says in a line what was seen.
+
+    Raises:
+        SystemExit: Something failed, took too long, or was loaded from outside the environment.
+    """
+    pip: list[str | Path] = [python, "-m", "pip"]
+    # What a user's shell without a compiler gives, and less.
+    bare = {"PATH": "/nonexistent", "HOME": "/nonexistent"}
+    # All that castor requires beside torch; the wheel itself is then installed without an index.
+    call([*pip, "install", "--quiet", *requirements([])])
+    with tempfile.TemporaryDirectory(prefix="castor-smoke-") as directory:
+        cwd = Path(directory)
+        before = mapped_libraries(python, "torch", cwd, bare)
+        start = time.perf_counter()
+        call([*pip, "install", "--quiet", "--no-index", wheel])
+        call([*pip, "check"])
+        pair.seconds["install"] = time.perf_counter() - start
+        try:
+            start = time.perf_counter()
+            said = call([python, *STRICT, "-m", "castor.selftest"], cwd=cwd, env=bare)
+            pair.seconds["selftest"] = time.perf_counter() - start
+            added = mapped_libraries(python, "castor", cwd, bare) - before
+        finally:
+            call([*pip, "uninstall", "--quiet", "--yes", "castor-torch"])
+    site = python.parent.parent / "lib"
+    outside = sorted(path for path in added if not Path(path).is_relative_to(site))
+    if outside:
+        raise SystemExit(f"castor loads libraries from outside its environment: {outside}")
+    if not any(Path(path).name.startswith("libtbb") for path in added):
+        raise SystemExit(f"castor's own TBB was not loaded; it added {sorted(added)}")
+    for phase, limit in (("install", MAX_INSTALL_SECONDS), ("selftest", MAX_SELFTEST_SECONDS)):
+        if pair.seconds[phase] > limit:
+            raise SystemExit(
+                f"{phase} took {pair.seconds[phase]:.1f} s; {limit:.0f} s is the limit"
+            )
+    return f"{said.splitlines()[-1]}; adds {', '.join(sorted(Path(p).name for p in added))}"
+
+
+def make(pair: Pair, arguments: argparse.Namespace) -> None:
+    """Takes a pair through all phases; its result and detail say how far."""
+    work = arguments.work.resolve() / f"{pair.name}-env"
+    start = time.perf_counter()
+
+    def lap(phase: str) -> None:
+        nonlocal start
+        pair.seconds[phase] = time.perf_counter() - start
+        start = time.perf_counter()
+
+    try:
+        python = make_torch_env(work / "venv", pair.python, pair.torch)
+        lap("torch")
+        raw = build(pair, python, work, arguments)
+        lap("build")
+        wheel = repair(raw, arguments.dist.resolve())
+        lap("repair")
+        problems = problems_of_wheel(wheel)
+        if problems:
+            raise SystemExit(f"{wheel.name}: " + "; ".join(problems))
+        seen = smoke_test(pair, python, wheel)
+    except UnavailableError as error:
+        pair.result, pair.detail = ("FAILED" if arguments.require else "SKIPPED"), str(error)
+        return
+    except (SystemExit, OSError, subprocess.CalledProcessError) as error:
+        pair.detail = str(error)
+        return
+    size = wheel.stat().st_size / 2**20
+    pair.result, pair.detail = "ok", f"{wheel.name} ({size:.2f} MiB): {seen}"
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--python", nargs="+", required=True, metavar="X.Y", help="Python versions")
+    parser.add_argument("--torch", nargs="+", required=True, metavar="X.Y", help="torch versions")
+    parser.add_argument("--jemalloc", type=Path, required=True, help="made by build_jemalloc.sh")
+    parser.add_argument("--hwloc", type=Path, required=True, help="made by build_hwloc.sh")
+    parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="where wheels go")
+    parser.add_argument("--work", type=Path, default=ROOT / "build", help="where it builds")
+    parser.add_argument("--werror", action="store_true", help="compiler warnings are errors")
+    parser.add_argument("--require", action="store_true", help="a pair that is skipped fails")
+    parser.add_argument(
+        "--discard",
+        action="store_true",
+        help="remove each environment (5 GB) when its pair is done",
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    arguments = parse(argv)
+    pairs = [Pair(python, torch) for python in arguments.python for torch in arguments.torch]
+    for pair in pairs:
+        make(pair, arguments)
+        print(f"wheel {pair.name}: {pair.result}: {pair.detail}", flush=True)
+        if arguments.discard:
+            shutil.rmtree(arguments.work / f"{pair.name}-env", ignore_errors=True)
+    print()
+    for pair in pairs:
+        times = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in pair.seconds.items())
+        print(f"{pair.name:<20} {pair.result:<8} {times}")
+    return int(any(pair.result == "FAILED" for pair in pairs))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,88 @@
+"""The checks of `make wheel`: each rule is seen to fail on a wheel that breaks it."""
+
+import importlib
+import json
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from castor import _loader
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports a script by name; they import each other as neighbours."""
+    pytest.importorskip("elftools", reason="the 'wheel' extra (auditwheel) is not installed")
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    return load
+
+
+def write_wheel(directory: Path, version: str, platform: str, **record: str) -> Path:
+    """A wheel that holds the extension as it was built here: linked to the system's libraries."""
+    extension = _loader.extension_path()
+    info = json.loads((extension.parent / "_build_info.json").read_text()) | record
+    path = directory / f"castor_torch-{version}-cp311-cp311-{platform}.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.write(extension, f"castor/{extension.name}")
+        wheel.writestr("castor/_build_info.json", json.dumps(info))
+        wheel.writestr(
+            f"castor_torch-{version}.dist-info/METADATA",
+            "Metadata-Version: 2.4\nName: castor-torch\nVersion: 0.1.0\n",
+        )
+    return path
+
+
+def test_wheel_that_was_not_repaired_breaks_every_rule(
+    tmp_path: Path, script: Callable[[str], ModuleType]
+) -> None:
+    path = write_wheel(
+        tmp_path, "0.1.0", "linux_x86_64", torch="2.11.0", python="3.10", jemalloc="none"
+    )
+    found = "\n".join(script("wheel_check").problems_of_wheel(path))
+    for expected in (
+        "it carries [], not libtbb alone",
+        "libtbb",
+        "which nothing brings",
+        "its version is 0.1.0, and it was built for torch 2.11",
+        "it does not require torch==2.11.*",
+        "its platform is linux_x86_64",
+        "it is for cp311, built with Python 3.10",
+        "it was built without jemalloc",
+        "it lacks castor/selftest.py",
+        "it lacks castor/licenses/onetbb.txt",
+    ):
+        assert expected in found
+
+
+def test_wheel_for_a_newer_glibc_than_its_build_machine_is_refused(
+    tmp_path: Path, script: Callable[[str], ModuleType]
+) -> None:
+    path = write_wheel(tmp_path, "0.1.0+torch2.11", "manylinux_2_39_x86_64")
+    found = script("wheel_check").problems_of_wheel(path)
+    assert "its platform is manylinux_2_39_x86_64" in found
+
+
+def test_python_that_is_not_there_is_named(script: Callable[[str], ModuleType]) -> None:
+    torch_env = script("torch_env")
+    with pytest.raises(torch_env.UnavailableError, match=r"no Python 3\.99"):
+        torch_env.find_python("3.99")
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert torch_env.find_python(here) == Path(sys.executable)
+
+
+def test_closure_of_torch_holds_its_libraries_once(script: Callable[[str], ModuleType]) -> None:
+    names = [d.name for d in script("torch_env").requirement_closure("torch")]
+    assert names[0] == "torch"
+    assert len(names) == len(set(names))
+    assert "sympy" in names
+    assert "pytest" not in names
