@@ -5,7 +5,7 @@
 #     DeepSpeed's fp32 step plus the copy to bf16 parameters that its engine does after it.
 # Bytes: what the algorithm must move, each once: fp32 28 per parameter (read g; read and write
 #     w, m, v), bf16 30 (24 for the fp32 state; read g; read and write w16). The split formats of a
-#     bf16 parameter (docs/design/0010): 26, 18 and 14 and the scales of split_int8.
+#     bf16 parameter (docs/design/0012): 26, 18 and 14 and the scales of split_int8.
 # Targets: each format >= 0.85 of its bytes over the in-place bandwidth; split_bf16 >= 1.4 and
 #     split_int8 >= 1.7 times the parameters per second of the faster fp32 peer.
 """CPU Adam against its peers: `python benchmarks/adam.py [--numel N] [--repetitions R]`."""

@@ -101,38 +101,62 @@ struct SplitLoop {
   }
 };
 
-/// One block at a time: the new moments wait in the first-level cache for the block's largest ones.
+/// The new moments of a block wait in the first-level cache until its largest ones are known, and
+/// then for the next block's update: encoding at once would wait for the last division and for the
+/// reduction of the maxima.
 template <WeightDecayMode mode>
 struct BlockLoop {
   const AdamSegment& segment;
   std::size_t begin;
   std::size_t count;
 
-  [[gnu::always_inline]] void operator()() const {
-    const AdamCoefficients c = segment.coefficients;
-    const std::size_t end = begin + count;
-    std::size_t at = begin;
-    for (; at + kMomentBlock <= end; at += kMomentBlock)
-      update_block(at, kMomentBlock, c);
-    if (at < end)
-      update_block(at, end - at, c);
-  }
-
-  [[gnu::always_inline]] inline void update_block(std::size_t from, std::size_t numel,
-                                                  const AdamCoefficients& c) const {
-    const Elements<std::uint8_t> at(segment, from);
-    MomentScales& scales = segment.scales[from / kMomentBlock];
+  struct Moments {
     alignas(64) float exp_avg[kMomentBlock];
     alignas(64) float exp_avg_sq[kMomentBlock];
-    decode(exp_avg, exp_avg_sq, at.exp_avg, at.exp_avg_sq, scales.exp_avg, scales.exp_avg_sq,
-           numel);
-    const Largest largest = update(exp_avg, exp_avg_sq, at.param, at.remainder, at.grad, numel, c);
-    const float exp_avg_knee = detail::knee_of<detail::kExpAvgRange>(largest.exp_avg);
-    const float exp_avg_sq_knee = detail::knee_of<detail::kExpAvgSqRange>(largest.exp_avg_sq);
+    float exp_avg_knee;
+    float exp_avg_sq_knee;
+  };
+
+  [[gnu::always_inline]] void operator()() const {
+    const AdamCoefficients c = segment.coefficients;
+    const std::size_t num_whole = count / kMomentBlock;
+    const std::size_t rest = count % kMomentBlock;
+    Moments moments[2];
+    for (std::size_t block = 0; block < num_whole; ++block) {
+      update_block(moments[block % 2], begin + block * kMomentBlock, kMomentBlock, c);
+      if (block > 0)
+        encode_block(moments[(block - 1) % 2], begin + (block - 1) * kMomentBlock, kMomentBlock);
+    }
+    if (num_whole > 0) {
+      encode_block(moments[(num_whole - 1) % 2], begin + (num_whole - 1) * kMomentBlock,
+                   kMomentBlock);
+    }
+    if (rest > 0) {
+      update_block(moments[0], begin + num_whole * kMomentBlock, rest, c);
+      encode_block(moments[0], begin + num_whole * kMomentBlock, rest);
+    }
+  }
+
+  [[gnu::always_inline]] inline void update_block(Moments& moments, std::size_t from,
+                                                  std::size_t numel,
+                                                  const AdamCoefficients& c) const {
+    const Elements<std::uint8_t> at(segment, from);
+    const MomentScales scales = segment.scales[from / kMomentBlock];
+    decode(moments.exp_avg, moments.exp_avg_sq, at.exp_avg, at.exp_avg_sq, scales.exp_avg,
+           scales.exp_avg_sq, numel);
+    const Largest largest =
+        update(moments.exp_avg, moments.exp_avg_sq, at.param, at.remainder, at.grad, numel, c);
+    moments.exp_avg_knee = detail::knee_of<detail::kExpAvgRange>(largest.exp_avg);
+    moments.exp_avg_sq_knee = detail::knee_of<detail::kExpAvgSqRange>(largest.exp_avg_sq);
+  }
+
+  [[gnu::always_inline]] inline void encode_block(const Moments& moments, std::size_t from,
+                                                  std::size_t numel) const {
+    const Elements<std::uint8_t> at(segment, from);
     const RoundingSequence random(segment.rounding, segment.first_element + from);
-    encode(at.exp_avg, at.exp_avg_sq, exp_avg, exp_avg_sq, exp_avg_knee, exp_avg_sq_knee, numel,
-           random.start, random.step);
-    scales = {exp_avg_knee, exp_avg_sq_knee};
+    encode(at.exp_avg, at.exp_avg_sq, moments.exp_avg, moments.exp_avg_sq, moments.exp_avg_knee,
+           moments.exp_avg_sq_knee, numel, random.start, random.step);
+    segment.scales[from / kMomentBlock] = {moments.exp_avg_knee, moments.exp_avg_sq_knee};
   }
 
   [[gnu::always_inline]] static inline void decode(float* __restrict exp_avg,

@@ -95,7 +95,7 @@ class OptimizerState:
 
 
 def state_of_optimizer(optimizer: Optimizer, model: nn.Module | None) -> OptimizerState:
-    """Collects what a save writes: views of the state, no copies.
+    """Collects what a save writes: views of the state, no copies but of HybridAdam's split formats.
 
     In 16-bit precisions the masters come along ("<parameter>.master"), after edits of the weights
     have reached them.
@@ -111,7 +111,7 @@ def state_of_optimizer(optimizer: Optimizer, model: nn.Module | None) -> Optimiz
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
     for param, name in names.items():
-        for key, value in optimizer.state.get(param, {}).items():
+        for key, value in _entries(optimizer, param).items():
             if not isinstance(key, str) or "." in key:
                 raise CheckpointError(f"the state of '{name}' has an entry called {key!r}")
             if isinstance(value, torch.Tensor):
@@ -131,6 +131,15 @@ def state_of_optimizer(optimizer: Optimizer, model: nn.Module | None) -> Optimiz
         "loss_scaler": driver.scaler.state_dict() if driver and driver.scaler else None,
     }
     return OptimizerState(tensors=tensors, description=description)
+
+
+def _entries(optimizer: Optimizer, param: torch.Tensor) -> dict[Any, Any]:
+    """A parameter's state, in torch's layout where the optimizer keeps it in another."""
+    portable = getattr(optimizer, "portable_state", None)
+    entries: dict[Any, Any] = (
+        optimizer.state.get(param, {}) if portable is None else portable(param)
+    )
+    return entries
 
 
 def _describe_group(

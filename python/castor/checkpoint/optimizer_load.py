@@ -24,6 +24,8 @@ from castor.errors import CheckpointError
 
 _ADAM_ENTRIES = {"step", "exp_avg", "exp_avg_sq"}
 _ADAM_LIKE = _ADAM_ENTRIES | {"max_exp_avg_sq", "master"}
+# Lets one format take its state back bit for bit; others have no use for it.
+_EXACT_ONLY = {"scales"}
 _NOT_FUSED = ("amsgrad", "maximize", "differentiable")
 
 
@@ -201,7 +203,7 @@ def _check_kind(
     fields = {key.rpartition(".")[2] for key in stored}
     fields |= {field for entry in numbers.values() for field in entry}
     adam = all("betas" in group for group in optimizer.param_groups)
-    if not (adam and fields <= _ADAM_LIKE):
+    if not (adam and fields - _EXACT_ONLY <= _ADAM_LIKE):
         raise CheckpointError(
             f"the saved state is that of {saved_class} (entries {sorted(fields)}), the optimizer "
             f"is {type(optimizer).__name__}; load it into its own kind"

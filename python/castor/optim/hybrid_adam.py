@@ -178,6 +178,11 @@ class HybridAdam(Optimizer):
             "stream": stream,
         }
 
+    def portable_state(self, param: torch.Tensor) -> dict[str, Any]:
+        """The state of one parameter as state_dict() has it; checkpoints look at this."""
+        state = self.state.get(param, {})
+        return state if self.optim_state_format == "fp32" else to_portable(param, state)
+
     def state_dict(self) -> dict[str, Any]:
         """The state in the layout of torch.optim.AdamW, with float32 moments in every format.
 

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <numeric>
 #include <random>
 #include <string>
 #include <tuple>
@@ -227,7 +228,32 @@ TEST_P(AdamSplitTest, StaysNearDoublePrecisionOver50Steps) {
   EXPECT_LT(std::sqrt(error / moved), limit);
 }
 
-TEST_P(AdamSplitTest, AWrittenZeroOrInfinityTakesEffectExactly) {
+// A step changes exp_avg_sq by a thousandth, less than half a step of bf16 or of 8 bits: rounded to
+// nearest it would stand still.
+TEST_P(AdamSplitTest, SmallChangesOfTheMomentsAddUpOnAverage) {
+  constexpr std::size_t kNumel = 4096;
+  constexpr int kSteps = 1000;
+  const AdamOptions options{.lr = 0.0, .beta1 = 0.999, .beta2 = 0.999};
+  SplitParameter parameter(kNumel, format());
+  std::vector<float> m(kNumel, -0.003f), v(kNumel, 1.7e-5f);
+  store_moments(nullptr, parameter.moments(), m.data(), v.data());
+  load_moments(nullptr, parameter.moments(), m.data(), v.data());
+  const double shrunk = std::pow(0.999, kSteps);
+  const double m_expected = m[0] * shrunk;
+  const double v_expected = v[0] * shrunk;
+  for (std::size_t i = 0; i < kNumel; ++i)
+    parameter.grad[i] = 0;
+  for (std::int64_t step = 1; step <= kSteps; ++step)
+    parameter.update(options, step, isa());
+  load_moments(nullptr, parameter.moments(), m.data(), v.data());
+  const double m_mean = std::accumulate(m.begin(), m.end(), 0.0) / kNumel;
+  const double v_mean = std::accumulate(v.begin(), v.end(), 0.0) / kNumel;
+  // Four deviations of the mean of 4096 walks of 1000 steps.
+  EXPECT_NEAR(m_mean / m_expected, 1.0, 0.02);
+  EXPECT_NEAR(v_mean / v_expected, 1.0, 0.02);
+}
+
+TEST_P(AdamSplitTest, AClearedParameterClearsItsMaster) {
   for (const float written : {0.0f, -0.0f}) {
     SplitParameter parameter(1000, format());
     for (std::size_t i = 0; i < 1000; ++i) {
