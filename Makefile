@@ -24,6 +24,8 @@ CASTOR_TORCH ?= 2.11.*
 WHEEL_PYTHONS ?= 3.11 3.12
 WHEEL_TORCHES ?= 2.11
 WHEEL_ARGS ?=
+# Where `make pages` writes its screenshots; `make test` leaves the committed ones alone.
+PAGES ?= docs/images
 # More arguments for pytest and for ctest.
 PYTEST_ARGS ?=
 CTEST_ARGS ?=
@@ -71,8 +73,9 @@ demo: $(VENV_STAMPS)/castor
 test: export CASTOR_WERROR := ON
 # There, a missing browser is an error as well, not a skip.
 test: export CASTOR_REQUIRE_BROWSER := 1
+test: export PAGES := $(BUILD)/pages
 test:
-	@scripts/run_phases.sh install browser lint package cpp pytest docs asan tsan wheel
+	@scripts/run_phases.sh install browser lint package cpp pages pytest docs asan tsan wheel
 
 install: $(VENV_STAMPS)/castor
 
@@ -80,7 +83,8 @@ install: $(VENV_STAMPS)/castor
 browser: $(STAMPS)/browser
 
 pages: $(VENV_STAMPS)/castor $(STAMPS)/browser
-	@$(BIN)/python scripts/screenshots.py docs/images
+	@mkdir -p $(PAGES)
+	@$(BIN)/python scripts/screenshots.py $(PAGES)
 
 ## Set-up ----------------------------------------------------------------------------------------
 
