@@ -3,14 +3,13 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
-#include <cstring>
 #include <string>
 
 #include "core/error.h"
 #include "optim/block_moments.h"
+#include "optim/convert.h"
 #include "optim/dispatch.h"
 #include "optim/for_each_task.h"
-#include "optim/rounding.h"
 #include "optim/split_master.h"
 
 namespace castor {
@@ -50,28 +49,6 @@ struct ForgetRemainders {
       const int same = before[i] == after[i];
       remainder[i] = static_cast<std::int16_t>(remainder[i] & -same);
     }
-  }
-};
-
-struct WidenMoments {
-  float* __restrict to;
-  const std::uint16_t* __restrict from;
-  std::size_t count;
-
-  [[gnu::always_inline]] void operator()() const {
-    for (std::size_t i = 0; i < count; ++i)
-      to[i] = from_bfloat16(from[i]);
-  }
-};
-
-struct NarrowMoments {
-  std::uint16_t* __restrict to;
-  const float* __restrict from;
-  std::size_t count;
-
-  [[gnu::always_inline]] void operator()() const {
-    for (std::size_t i = 0; i < count; ++i)
-      to[i] = round_to_bfloat16(from[i]);
   }
 };
 
@@ -133,6 +110,11 @@ MomentScales scales_for(MomentScales old, const float* exp_avg, const float* exp
           keep_or_make_knee<detail::kExpAvgSqRange>(old.exp_avg_sq, largest_exp_avg_sq)};
 }
 
+/// Of the formats that keep moments as they are or rounded.
+ScalarType scalar_type_of_moments(StateFormat format) {
+  return format == StateFormat::kSplitBf16 ? ScalarType::kBFloat16 : ScalarType::kFloat32;
+}
+
 void require_not_negative(Executor* executor, const float* values, std::size_t numel) {
   std::atomic<bool> found = false;
   detail::for_each_task(executor, numel, [&](std::size_t begin, std::size_t count) {
@@ -171,25 +153,13 @@ void forget_remainders(Executor* executor, std::int16_t* remainder, const std::u
 }
 
 void load_moments(Executor* executor, const MomentArrays& from, float* exp_avg, float* exp_avg_sq) {
+  if (from.format != StateFormat::kSplitInt8) {
+    const ScalarType type = scalar_type_of_moments(from.format);
+    param_to_master(executor, exp_avg, from.exp_avg, from.numel, type);
+    param_to_master(executor, exp_avg_sq, from.exp_avg_sq, from.numel, type);
+    return;
+  }
   detail::for_each_task(executor, from.numel, [&](std::size_t begin, std::size_t count) {
-    float* const m = exp_avg + begin;
-    float* const v = exp_avg_sq + begin;
-    switch (from.format) {
-      case StateFormat::kFp32:
-      case StateFormat::kSplit:
-        std::memcpy(m, static_cast<const float*>(from.exp_avg) + begin, count * sizeof(float));
-        std::memcpy(v, static_cast<const float*>(from.exp_avg_sq) + begin, count * sizeof(float));
-        return;
-      case StateFormat::kSplitBf16:
-        detail::run_on(
-            best_isa(),
-            WidenMoments{m, static_cast<const std::uint16_t*>(from.exp_avg) + begin, count});
-        detail::run_on(
-            best_isa(),
-            WidenMoments{v, static_cast<const std::uint16_t*>(from.exp_avg_sq) + begin, count});
-        return;
-      case StateFormat::kSplitInt8: break;
-    }
     for (std::size_t done = 0; done < count; done += kMomentBlock) {
       const std::size_t at = begin + done;
       detail::run_on(best_isa(), DecodeBlock{exp_avg + at, exp_avg_sq + at,
@@ -204,23 +174,13 @@ void load_moments(Executor* executor, const MomentArrays& from, float* exp_avg, 
 void store_moments(Executor* executor, const MomentArrays& to, const float* exp_avg,
                    const float* exp_avg_sq) {
   require_not_negative(executor, exp_avg_sq, to.numel);
+  if (to.format != StateFormat::kSplitInt8) {
+    const ScalarType type = scalar_type_of_moments(to.format);
+    master_to_param(executor, to.exp_avg, exp_avg, to.numel, type);
+    master_to_param(executor, to.exp_avg_sq, exp_avg_sq, to.numel, type);
+    return;
+  }
   detail::for_each_task(executor, to.numel, [&](std::size_t begin, std::size_t count) {
-    const float* const m = exp_avg + begin;
-    const float* const v = exp_avg_sq + begin;
-    switch (to.format) {
-      case StateFormat::kFp32:
-      case StateFormat::kSplit:
-        std::memcpy(static_cast<float*>(to.exp_avg) + begin, m, count * sizeof(float));
-        std::memcpy(static_cast<float*>(to.exp_avg_sq) + begin, v, count * sizeof(float));
-        return;
-      case StateFormat::kSplitBf16:
-        detail::run_on(best_isa(),
-                       NarrowMoments{static_cast<std::uint16_t*>(to.exp_avg) + begin, m, count});
-        detail::run_on(best_isa(),
-                       NarrowMoments{static_cast<std::uint16_t*>(to.exp_avg_sq) + begin, v, count});
-        return;
-      case StateFormat::kSplitInt8: break;
-    }
     for (std::size_t done = 0; done < count; done += kMomentBlock) {
       const std::size_t at = begin + done;
       const std::size_t numel = std::min(kMomentBlock, count - done);
