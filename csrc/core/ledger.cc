@@ -1,6 +1,5 @@
 #include "core/ledger.h"
 
-#include <algorithm>
 #include <cassert>
 #include <utility>
 
@@ -42,14 +41,8 @@ bool Ledger::try_take(std::size_t bytes) noexcept {
       return false;
     }
   } while (!used_.compare_exchange_weak(used, used + bytes, std::memory_order_relaxed));
-  raise_to(peak_, used + bytes);
-  raise_to(window_peak_, used + bytes);
+  peaks_.note(used + bytes);
   return true;
-}
-
-std::size_t Ledger::take_window_peak() noexcept {
-  const std::size_t now = used();
-  return std::max(window_peak_.exchange(now, std::memory_order_relaxed), now);
 }
 
 void Ledger::give_back(std::size_t bytes) noexcept {
@@ -69,12 +62,6 @@ Reservation Ledger::reserve(std::size_t bytes, const std::string& remedy) {
     return std::move(*reservation);
   }
   throw OutOfMemory(tier_, bytes, available(), budget_, remedy);
-}
-
-void raise_to(std::atomic<std::size_t>& maximum, std::size_t value) noexcept {
-  std::size_t seen = maximum.load(std::memory_order_relaxed);
-  while (seen < value && !maximum.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {
-  }
 }
 
 }  // namespace castor

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 
+#include "core/peaks.h"
 #include "core/tier_kind.h"
 
 namespace castor {
@@ -58,20 +59,16 @@ class Ledger {
   [[nodiscard]] std::size_t budget() const noexcept { return budget_; }
   [[nodiscard]] std::size_t used() const noexcept { return used_.load(std::memory_order_relaxed); }
   [[nodiscard]] std::size_t available() const noexcept { return budget_ - used(); }
-  [[nodiscard]] std::size_t peak() const noexcept { return peak_.load(std::memory_order_relaxed); }
+  [[nodiscard]] std::size_t peak() const noexcept { return peaks_.highest(); }
   /// The highest value since the previous call; starts the next window at the current value.
-  [[nodiscard]] std::size_t take_window_peak() noexcept;
+  [[nodiscard]] std::size_t take_window_peak() noexcept { return peaks_.take_window(used()); }
 
  private:
   const TierKind tier_;
   const std::size_t budget_;
-  // Relaxed throughout: the counters carry no other data; each update is one atomic operation.
+  // Relaxed throughout: the counter carries no other data; each update is one atomic operation.
   std::atomic<std::size_t> used_{0};
-  std::atomic<std::size_t> peak_{0};
-  std::atomic<std::size_t> window_peak_{0};
+  Peaks peaks_;
 };
-
-/// Raises `maximum` to `value` if it is lower.
-void raise_to(std::atomic<std::size_t>& maximum, std::size_t value) noexcept;
 
 }  // namespace castor

@@ -1,7 +1,5 @@
 #include "core/nonmodel_memory.h"
 
-#include <algorithm>
-
 #include "core/error.h"
 
 namespace castor {
@@ -20,8 +18,7 @@ void NonModelMemory::allocate(std::size_t bytes) {
     } while (!device_->ledger().try_take(bytes));
   }
   const std::size_t now = bytes_.fetch_add(bytes, std::memory_order_relaxed) + bytes;
-  raise_to(peak_, now);
-  raise_to(window_peak_, now);
+  peaks_.note(now);
 }
 
 void NonModelMemory::free(std::size_t bytes) noexcept {
@@ -33,11 +30,6 @@ void NonModelMemory::set_reclaimer(Reclaimer* reclaimer) {
   const std::lock_guard lock(reclaim_mutex_);
   orphaned_.store(reclaimer == nullptr, std::memory_order_relaxed);
   reclaimer_ = reclaimer;
-}
-
-std::size_t NonModelMemory::take_window_peak() noexcept {
-  const std::size_t now = bytes();
-  return std::max(window_peak_.exchange(now, std::memory_order_relaxed), now);
 }
 
 }  // namespace castor

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/memory_tier.h"
+#include "core/peaks.h"
 
 namespace castor {
 
@@ -39,18 +40,15 @@ class NonModelMemory {
   [[nodiscard]] std::size_t bytes() const noexcept {
     return bytes_.load(std::memory_order_relaxed);
   }
-  [[nodiscard]] std::size_t peak_bytes() const noexcept {
-    return peak_.load(std::memory_order_relaxed);
-  }
+  [[nodiscard]] std::size_t peak_bytes() const noexcept { return peaks_.highest(); }
   /// The highest value since the previous call; starts the next window at the current value.
-  [[nodiscard]] std::size_t take_window_peak() noexcept;
+  [[nodiscard]] std::size_t take_window_peak() noexcept { return peaks_.take_window(bytes()); }
 
  private:
   std::shared_ptr<MemoryTier> device_;
-  // Relaxed: plain counters; each update is one atomic operation.
+  // Relaxed: a plain counter; each update is one atomic operation.
   std::atomic<std::size_t> bytes_{0};
-  std::atomic<std::size_t> peak_{0};
-  std::atomic<std::size_t> window_peak_{0};
+  Peaks peaks_;
   std::atomic<bool> orphaned_{false};
   std::mutex reclaim_mutex_;  // guards reclaimer_; taken before the runtime's mutex
   Reclaimer* reclaimer_ = nullptr;
