@@ -86,9 +86,8 @@ class TimelineRecorder {
 
   TimelineRecorder(Clock clock, std::size_t num_chunks);
 
-  /// Whether a step is under way. Transfers outside of one are not recorded.
-  [[nodiscard]] bool recording() const noexcept { return recording_; }
-  /// The clock, or 0 outside a step: reading it costs more than the record.
+  /// The clock, or 0 outside a step, whose transfers are not recorded: reading it costs more than
+  /// the record.
   [[nodiscard]] std::uint64_t now() const { return recording_ ? clock_() : 0; }
 
   void begin(std::uint64_t now_ns, std::vector<ChunkId> resident);
@@ -96,7 +95,6 @@ class TimelineRecorder {
   void moment(std::uint64_t slot_bytes, std::uint64_t host_bytes, std::uint64_t device_peak_bytes);
   /// Why the transfers that follow happen. Returns what it was.
   TransferCause set_cause(TransferCause cause) noexcept { return std::exchange(cause_, cause); }
-  [[nodiscard]] TransferCause cause() const noexcept { return cause_; }
 
   /// A transfer began at `start_ns`, as now() told, and ends now.
   void fetched(ChunkId chunk, std::uint64_t bytes, std::uint64_t start_ns);
