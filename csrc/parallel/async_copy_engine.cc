@@ -1,7 +1,6 @@
 #include "parallel/async_copy_engine.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -11,14 +10,6 @@
 
 namespace castor {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-std::uint64_t now_ns() {
-  return static_cast<std::uint64_t>(
-      std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch())
-          .count());
-}
 
 // A ticket is 2 * number + direction, the first number being 1: 0 stays "nothing".
 CopyTicket ticket_of(std::size_t direction, std::uint64_t number) {
@@ -84,7 +75,7 @@ bool AsyncCopyEngine::done(CopyTicket ticket) {
 }
 
 void AsyncCopyEngine::work(const std::stop_token& stop, std::size_t direction) {
-  std::uint64_t link_free_ns = 0;
+  Clock::time_point link_free;
   Queue& queue = queues_[direction];
   std::unique_lock lock(mutex_);
   while (submitted_.wait(lock, stop, [&] { return !queue.requests.empty(); })) {
@@ -93,7 +84,7 @@ void AsyncCopyEngine::work(const std::stop_token& stop, std::size_t direction) {
     lock.unlock();
     std::exception_ptr failure;
     try {
-      copy(request, &link_free_ns);
+      copy(request, &link_free);
     } catch (...) {
       failure = std::current_exception();
     }
@@ -107,8 +98,8 @@ void AsyncCopyEngine::work(const std::stop_token& stop, std::size_t direction) {
 }
 
 // The emulated link is busy for bytes / bandwidth from when it is free: a queue keeps it busy.
-void AsyncCopyEngine::copy(const CopyRequest& request, std::uint64_t* link_free_ns) const {
-  const std::uint64_t start_ns = now_ns();
+void AsyncCopyEngine::copy(const CopyRequest& request, Clock::time_point* link_free) const {
+  const Clock::time_point start = Clock::now();
   if (options_.copy) {
     options_.copy(request);
   } else if (!request.source.empty()) {
@@ -117,11 +108,10 @@ void AsyncCopyEngine::copy(const CopyRequest& request, std::uint64_t* link_free_
   if (options_.bytes_per_second == 0) {
     return;
   }
-  const double busy_ns = 1e9 * static_cast<double>(request.source.size()) /
-                         static_cast<double>(options_.bytes_per_second);
-  *link_free_ns = std::max(*link_free_ns, start_ns) + static_cast<std::uint64_t>(busy_ns);
-  std::this_thread::sleep_until(Clock::time_point(
-      std::chrono::duration_cast<Clock::duration>(std::chrono::nanoseconds(*link_free_ns))));
+  const std::chrono::duration<double> busy(static_cast<double>(request.source.size()) /
+                                           static_cast<double>(options_.bytes_per_second));
+  *link_free = std::max(*link_free, start) + std::chrono::duration_cast<Clock::duration>(busy);
+  std::this_thread::sleep_until(*link_free);
 }
 
 }  // namespace castor

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -46,6 +47,8 @@ class AsyncCopyEngine final : public CopyEngine {
   [[nodiscard]] bool done(CopyTicket ticket) override;
 
  private:
+  using Clock = std::chrono::steady_clock;
+
   struct Queue {
     std::deque<CopyRequest> requests;  // not taken by the worker yet
     std::uint64_t num_submitted = 0;
@@ -61,7 +64,7 @@ class AsyncCopyEngine final : public CopyEngine {
 
   [[nodiscard]] Place place_of(CopyTicket ticket) const;
   void work(const std::stop_token& stop, std::size_t direction);
-  void copy(const CopyRequest& request, std::uint64_t* link_free_ns) const;
+  void copy(const CopyRequest& request, Clock::time_point* link_free) const;
 
   const AsyncCopyOptions options_;
   std::mutex mutex_;  // guards queues_

@@ -8,6 +8,7 @@
 #include "parallel/check_copy.h"
 
 namespace castor {
+
 ParallelCopyEngine::ParallelCopyEngine(Executor& executor, std::size_t block_bytes)
     : executor_(executor), block_bytes_(block_bytes) {
   if (block_bytes == 0) {

@@ -4,7 +4,6 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <numeric>
 #include <random>
 #include <string>
@@ -23,18 +22,17 @@ namespace {
 
 using testing::Array;
 using testing::BackwardsExecutor;
+using testing::bits_of;
 using testing::InlineExecutor;
+using testing::kInfinity;
+using testing::kNaN;
 using testing::reference_load;
 using testing::reference_round;
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 constexpr ScalarType kBf16 = ScalarType::kBFloat16;
 
 constexpr StateFormat kFormats[] = {StateFormat::kFp32, StateFormat::kSplit,
                                     StateFormat::kSplitBf16, StateFormat::kSplitInt8};
-
-std::uint32_t bits_of(float value) { return std::bit_cast<std::uint32_t>(value); }
 
 /// One bf16 parameter with its state in a format.
 struct SplitParameter {

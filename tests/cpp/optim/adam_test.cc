@@ -22,15 +22,13 @@ namespace {
 
 using testing::Array;
 using testing::BackwardsExecutor;
+using testing::bits_of;
 using testing::InlineExecutor;
+using testing::kInfinity;
+using testing::kNaN;
 using testing::reference_load;
 using testing::reference_round;
 using testing::ReferenceElement;
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-
-std::uint32_t bits_of(float value) { return std::bit_cast<std::uint32_t>(value); }
 
 /// One parameter's arrays. Each starts at another offset from a cache line when skew is not 0.
 struct Parameter {

@@ -4,7 +4,6 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <random>
 #include <vector>
 
@@ -19,7 +18,8 @@
 namespace castor {
 namespace {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
+using testing::kInfinity;
+using testing::kNaN;
 
 TEST(RoundingSequenceTest, IsAFunctionOfSeedStreamStepAndElement) {
   const RoundingSequence one(RoundingKey(1, 2, 3), 5000);
@@ -199,7 +199,7 @@ TEST(BlockMomentsTest, WhatWasLoadedComesBackBitForBitWithItsScales) {
 TEST(BlockMomentsTest, ABlockOfZerosIsZeroAndABlockWithANaNIsNaN) {
   std::vector<float> m(3 * kMomentBlock), v(3 * kMomentBlock);
   v[kMomentBlock] = kInfinity;
-  m[kMomentBlock + 1] = std::numeric_limits<float>::quiet_NaN();
+  m[kMomentBlock + 1] = kNaN;
   Blocks blocks(m.size());
   store_moments(nullptr, blocks.arrays(), m.data(), v.data());
   load_moments(nullptr, blocks.arrays(), m.data(), v.data());

@@ -1,10 +1,12 @@
 #pragma once
 
 #include <atomic>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <thread>
 #include <vector>
 
@@ -12,6 +14,11 @@
 #include "core/scalar_type.h"
 
 namespace castor::testing {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+inline std::uint32_t bits_of(float value) { return std::bit_cast<std::uint32_t>(value); }
 
 /// Runs bodies on `num_threads` fresh threads, last index first, so that nothing can depend on the
 /// order, on the calling thread's floating-point mode or on leftovers of an earlier task.
