@@ -218,7 +218,7 @@ void Runtime::acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins) {
 void Runtime::prefetch() {
   const CauseScope cause(timeline_, TransferCause::kPrefetch);
   for (const Prefetch& ahead : plan_->prefetches(plan_->accesses()[cursor_ - 1])) {
-    if (manager_.resident(ahead.chunk)) {
+    if (manager_.resident(ahead.chunk) || manager_.fetch_blocks(ahead.chunk)) {
       continue;
     }
     manager_.set_next_use(ahead.chunk, ahead.used_at);
