@@ -284,10 +284,14 @@ PYBIND11_MODULE(_C, m) {
            py::arg("grad_scale"))
       .def("finish_step", &Session::finish_step, released)
       .def("send_home", &Session::send_home, released)
-      .def("moments", [](const Session& session,
-                         std::uint32_t param) { return session.moments(castor::ParamId{param}); })
-      .def("master", [](const Session& session,
-                        std::uint32_t param) { return session.master(castor::ParamId{param}); })
+      .def("moments",
+           [](const Session& session, std::uint32_t param) {
+             return session.optimizer_state().moments(castor::ParamId{param});
+           })
+      .def("master",
+           [](const Session& session, std::uint32_t param) {
+             return session.optimizer_state().master(castor::ParamId{param});
+           })
       .def_property_readonly("steps", &Session::steps)
       .def("report", &castor::report)
       .def("memory", &castor::memory)

@@ -9,14 +9,12 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstring>
 #include <utility>
 
 #include "core/error.h"
 #include "core/units.h"
 #include "host/host_arena.h"
 #include "host/slot_arena.h"
-#include "optim/convert.h"
 #include "optim/gradient.h"
 #include "parallel/async_copy_engine.h"
 #include "parallel/parallel_copy_engine.h"
@@ -132,7 +130,9 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout, const Sessi
       storages_(std::make_unique<ChunkStorages>(layout_)),
       manager_(std::make_unique<ChunkManager>(layout_, place_chunks(layout_, options.placement),
                                               device_, host_, *copy_engine_, *storages_)) {
-  add_payloads(options.adam_state);
+  add_gradient_payloads();
+  optimizer_state_ =
+      std::make_unique<OptimizerState>(*manager_, params_, *executor_, options.adam_state);
   runtime_ = std::make_unique<Runtime>(*manager_, nonmodel_, options.runtime,
                                        Runtime::Clock(monotonic_ns));
 }
@@ -147,32 +147,13 @@ Session::~Session() {
   storages_->release_to_homes(homes);
 }
 
-void Session::add_payloads(bool adam_state) {
+void Session::add_gradient_payloads() {
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    const ChunkSpec& spec = layout_.chunk(chunk);
-    if (!spec.trainable) {
-      continue;
-    }
-    const std::size_t fp32_bytes = spec.used_bytes / size_of(spec.type) * sizeof(float);
-    manager_->add_payload(chunk, PayloadKind::kGrad, spec.used_bytes);
-    if (spec.type != ScalarType::kFloat32) {
-      manager_->add_payload(chunk, PayloadKind::kMaster, fp32_bytes);
-    }
-    if (adam_state) {
-      manager_->add_payload(chunk, PayloadKind::kExpAvg, fp32_bytes);
-      manager_->add_payload(chunk, PayloadKind::kExpAvgSq, fp32_bytes);
+    if (layout_.chunk(chunk).trainable) {
+      manager_->add_payload(chunk, PayloadKind::kGrad, layout_.chunk(chunk).used_bytes);
     }
   }
-}
-
-template <typename T>
-T* Session::element(ParamId param, PayloadKind kind) const {
-  const ParamPlace place = layout_.place(param);
-  const bool working = kind == PayloadKind::kParam || kind == PayloadKind::kGrad;
-  const std::size_t size = working ? size_of(layout_.chunk(place.chunk).type) : sizeof(float);
-  const auto& payload = manager_->payload(place.chunk, kind);
-  return payload ? reinterpret_cast<T*>(payload->data() + place.offset * size) : nullptr;
 }
 
 // Nothing here allocates payload memory: once the first parameter moves, all will.
@@ -193,14 +174,7 @@ void Session::adopt_parameters() {
     const ParamGeometry geometry = geometry_of(params_[i]);
     const at::Tensor home =
         tensor_over(storages_->storage(place.chunk), to_torch(type), place.offset, geometry);
-    if (auto* master = element<float>(param, PayloadKind::kMaster)) {
-      // The working copy comes from the master by Adam's own rounding.
-      at::from_blob(master, geometry.sizes, geometry.strides, at::kFloat).copy_(params_[i]);
-      master_to_param(executor_.get(), element<void>(param, PayloadKind::kParam), master,
-                      layout_.param(param).numel, type);
-    } else {
-      home.copy_(params_[i]);
-    }
+    optimizer_state_->adopt(param, params_[i]);
     params_[i].set_data(home);
     if (trainable(param)) {
       gradients_[i].view =
@@ -208,20 +182,7 @@ void Session::adopt_parameters() {
     }
   }
   storages_->watch(params_);
-  zero_moments();
-}
-
-// After the parameters, each of which gave its old memory back: the pages of a payload are not
-// there before something touches them, so that memory never holds old parameters and moments at
-// once.
-void Session::zero_moments() {
-  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
-    for (const PayloadKind kind : {PayloadKind::kExpAvg, PayloadKind::kExpAvgSq}) {
-      if (const auto& moments = manager_->payload(ChunkId{static_cast<std::uint32_t>(i)}, kind)) {
-        std::memset(moments->data(), 0, moments->bytes());
-      }
-    }
-  }
+  optimizer_state_->zero_moments();
 }
 
 void Session::install_gradient_hooks() {
@@ -416,7 +377,8 @@ double Session::gradient_norm() const {
   std::vector<double> squares(params_.size(), 0.0);
   const auto measure = [&](std::size_t i, Executor* executor) {
     const ParamId param{static_cast<std::uint32_t>(i)};
-    squares[i] = copy_and_square_norm(executor, nullptr, element<void>(param, PayloadKind::kGrad),
+    squares[i] = copy_and_square_norm(executor, nullptr,
+                                      optimizer_state_->element(param, PayloadKind::kGrad),
                                       layout_.param(param).numel, layout_.param(param).type);
   };
   for (std::size_t i = 0; i < params_.size(); ++i) {
@@ -463,17 +425,9 @@ void Session::adam_step(std::span<const AdamOptions> groups, std::span<const std
     }
     const ParamId param{static_cast<std::uint32_t>(i)};
     steps[i] += 1.0F;
-    auto* master = element<float>(param, PayloadKind::kMaster);
-    segments.push_back(
-        {.master = master ? master : element<float>(param, PayloadKind::kParam),
-         .exp_avg = element<float>(param, PayloadKind::kExpAvg),
-         .exp_avg_sq = element<float>(param, PayloadKind::kExpAvgSq),
-         .grad = element<void>(param, PayloadKind::kGrad),
-         .param = master ? element<void>(param, PayloadKind::kParam) : nullptr,
-         .type = layout_.param(param).type,
-         .numel = layout_.param(param).numel,
-         .coefficients = AdamCoefficients(groups[static_cast<std::size_t>(group_of[i])],
-                                          static_cast<std::int64_t>(steps[i]), grad_scale)});
+    segments.push_back(optimizer_state_->segment(param,
+                                                 groups[static_cast<std::size_t>(group_of[i])],
+                                                 static_cast<std::int64_t>(steps[i]), grad_scale));
     // As torch's in-place update does: a graph that saved the old weights must not be replayed.
     params_[i].unsafeGetTensorImpl()->bump_version();
   }
@@ -489,29 +443,5 @@ void Session::finish_step() {
 }
 
 void Session::send_home() { runtime_->send_home(); }
-
-std::optional<at::Tensor> Session::float_view(ParamId param, PayloadKind kind) const {
-  const ParamPlace place = layout_.place(param);
-  const auto& payload = manager_->payload(place.chunk, kind);
-  if (!payload) {
-    return std::nullopt;
-  }
-  return tensor_over(storage_over(payload), at::kFloat, place.offset,
-                     geometry_of(params_[index(param)]));
-}
-
-std::vector<at::Tensor> Session::moments(ParamId param) const {
-  std::vector<at::Tensor> views;
-  for (const PayloadKind kind : {PayloadKind::kExpAvg, PayloadKind::kExpAvgSq}) {
-    if (auto view = float_view(param, kind)) {
-      views.push_back(*std::move(view));
-    }
-  }
-  return views;
-}
-
-std::optional<at::Tensor> Session::master(ParamId param) const {
-  return float_view(param, PayloadKind::kMaster);
-}
 
 }  // namespace castor

@@ -15,6 +15,7 @@
 #include "core/runtime.h"
 #include "optim/adam.h"
 #include "torch/chunk_storages.h"
+#include "torch/optimizer_state.h"
 
 namespace torch::autograd {
 struct Node;
@@ -88,11 +89,8 @@ class Session : public std::enable_shared_from_this<Session> {
   /// Parameters may be read and written freely afterwards, until the next forward.
   void send_home();
 
-  /// {exp_avg, exp_avg_sq} of a trainable parameter, as views of its payloads.
-  [[nodiscard]] std::vector<at::Tensor> moments(ParamId param) const;
-  /// The fp32 values of a trainable 16-bit parameter, as a view of its payload; nullopt for fp32
-  /// parameters, which are their own master, and for frozen ones.
-  [[nodiscard]] std::optional<at::Tensor> master(ParamId param) const;
+  /// Masters and moments of the parameters.
+  [[nodiscard]] const OptimizerState& optimizer_state() const noexcept { return *optimizer_state_; }
   /// Adam steps taken, one float32 per parameter: views of it are torch's `step` entries.
   [[nodiscard]] const at::Tensor& steps() const noexcept { return steps_; }
   /// Gradient bytes that went from the device to payloads on the host.
@@ -110,9 +108,8 @@ class Session : public std::enable_shared_from_this<Session> {
 
  private:
   Session(std::vector<at::Tensor> params, ChunkLayout layout, const SessionOptions& options);
-  void add_payloads(bool adam_state);
+  void add_gradient_payloads();
   void adopt_parameters();
-  void zero_moments();
   void install_gradient_hooks();
   void follow_backward_pass();
   void check_parameters() const;
@@ -120,9 +117,6 @@ class Session : public std::enable_shared_from_this<Session> {
   GradientCopy adopt_gradient(ParamId param, at::Tensor& grad);
   [[nodiscard]] double gradient_norm() const;
   [[nodiscard]] bool trainable(ParamId param) const { return layout_.param(param).trainable; }
-  [[nodiscard]] std::optional<at::Tensor> float_view(ParamId param, PayloadKind kind) const;
-  template <typename T>
-  [[nodiscard]] T* element(ParamId param, PayloadKind kind) const;
 
   std::vector<at::Tensor> params_;
   const ChunkLayout layout_;
@@ -134,6 +128,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::unique_ptr<CopyEngine> copy_engine_;
   std::unique_ptr<ChunkStorages> storages_;
   std::unique_ptr<ChunkManager> manager_;
+  std::unique_ptr<OptimizerState> optimizer_state_;
   std::unique_ptr<Runtime> runtime_;
   std::shared_ptr<NonModelMemory> account_before_;  // of the thread, while inference runs
   std::vector<int> backward_passes_;  // under way, as autograd numbers them; nested ones last
