@@ -60,6 +60,16 @@ ScalarType scalar_type(const std::string& name) {
   throw InvalidArgument("unknown element type '" + name + "'");
 }
 
+Overlap overlap_mode(const std::string& name) {
+  if (name == "none") {
+    return Overlap::kNone;
+  }
+  if (name == "forward") {
+    return Overlap::kForward;
+  }
+  throw InvalidArgument("overlap '" + name + "' is not known");
+}
+
 PlacementPolicy placement_policy(const std::string& name) {
   const std::pair<const char*, PlacementPolicy> policies[] = {{"auto", PlacementPolicy::kAuto},
                                                               {"cpu", PlacementPolicy::kCpu},
@@ -105,7 +115,8 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
       .device_bytes = get("device_bytes").cast<std::size_t>(),
       .host_bytes = get("host_bytes").cast<std::size_t>(),
       .link_bytes_per_second = get("link_bytes_per_second").cast<std::uint64_t>(),
-      .adam_state = get("adam_state").cast<bool>()};
+      .adam_state = get("adam_state").cast<bool>(),
+      .overlap = overlap_mode(get("overlap").cast<std::string>())};
   return Session::create(std::move(params), std::move(param_names), std::move(specs),
                          session_options);
 }
@@ -283,11 +294,10 @@ PYBIND11_MODULE(_C, m) {
       .def("adam_step", &castor::adam_step, py::arg("groups"), py::arg("group_of"),
            py::arg("grad_scale"))
       .def("finish_step", &Session::finish_step, released)
+      .def("settle", &Session::settle, released)
       .def("send_home", &Session::send_home, released)
-      .def("moments",
-           [](const Session& session, std::uint32_t param) {
-             return session.optimizer_state().moments(castor::ParamId{param});
-           })
+      .def("moments", [](Session& session,
+                         std::uint32_t param) { return session.moments(castor::ParamId{param}); })
       .def("master",
            [](const Session& session, std::uint32_t param) {
              return session.optimizer_state().master(castor::ParamId{param});

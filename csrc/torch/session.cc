@@ -113,6 +113,7 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
   std::shared_ptr<Session> session(new Session(std::move(params), std::move(layout), options));
   session->adopt_parameters();
   session->install_gradient_hooks();
+  session->watch_tensors();
   install_counting_allocator();
   return session;
 }
@@ -135,9 +136,18 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout, const Sessi
       std::make_unique<OptimizerState>(*manager_, params_, *executor_, options.adam_state);
   runtime_ = std::make_unique<Runtime>(*manager_, nonmodel_, options.runtime,
                                        Runtime::Clock(monotonic_ns));
+  if (options.overlap != Overlap::kNone) {
+    updates_ = std::make_unique<UpdateQueue>(layout_.chunks().size());
+    manager_->follow(updates_.get());
+  }
 }
 
 Session::~Session() {
+  if (updates_) {
+    manager_->follow(nullptr);
+    updates_.reset();  // completes what is under way
+  }
+  gate_.reset();
   runtime_.reset();
   std::vector<std::shared_ptr<Payload>> homes;
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
@@ -185,6 +195,25 @@ void Session::adopt_parameters() {
   optimizer_state_->zero_moments();
 }
 
+void Session::watch_tensors() {
+  gate_ = TensorGate::create(2 * layout_.chunks().size(),
+                             [this](std::size_t group) { settle_group(group); });
+  moments_.resize(params_.size());
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    const ChunkId chunk = layout_.place(ParamId{static_cast<std::uint32_t>(i)}).chunk;
+    gate_->watch(index(chunk), params_[i]);
+    if (gradients_[i].view.defined()) {
+      gate_->watch(gradient_group(chunk), gradients_[i].view);
+    }
+  }
+}
+
+void Session::settle_group(std::size_t group) {
+  if (updates_) {
+    updates_->wait(ChunkId{static_cast<std::uint32_t>(group % layout_.chunks().size())});
+  }
+}
+
 void Session::install_gradient_hooks() {
   accumulators_.resize(params_.size());
   for (std::size_t i = 0; i < params_.size(); ++i) {
@@ -227,6 +256,9 @@ void Session::enter(ModuleId module) {
     charge_allocations_to(nonmodel_);
   }
   runtime_->enter(module, training ? PassMode::kTraining : PassMode::kInference);
+  for (const ChunkId chunk : layout_.chunks_of(module)) {
+    gate_->open(index(chunk));
+  }
 }
 
 void Session::exit(ModuleId module) {
@@ -337,6 +369,7 @@ void Session::gradient_arrived(ParamId param) {
 }
 
 GradientSummary Session::collect_gradients(bool with_norm) {
+  settle();
   runtime_->begin_update();
   GradientSummary summary;
   for (std::size_t i = 0; i < params_.size(); ++i) {
@@ -416,22 +449,44 @@ void Session::adam_step(std::span<const AdamOptions> groups, std::span<const std
     throw InvalidArgument("group_of has " + std::to_string(group_of.size()) + " entries for " +
                           std::to_string(params_.size()) + " parameters");
   }
-  std::vector<AdamSegment> segments;
-  segments.reserve(params_.size());
+  std::vector<std::vector<AdamSegment>> segments(layout_.chunks().size());
   auto* steps = steps_.data_ptr<float>();
   for (std::size_t i = 0; i < params_.size(); ++i) {
     if (!gradients_[i].present) {
       continue;
     }
     const ParamId param{static_cast<std::uint32_t>(i)};
-    steps[i] += 1.0F;
-    segments.push_back(optimizer_state_->segment(param,
-                                                 groups[static_cast<std::size_t>(group_of[i])],
-                                                 static_cast<std::int64_t>(steps[i]), grad_scale));
+    const auto step = static_cast<std::int64_t>(steps[i]) + 1;
+    segments[index(layout_.place(param).chunk)].push_back(optimizer_state_->segment(
+        param, groups[static_cast<std::size_t>(group_of[i])], step, grad_scale));
+    steps[i] = static_cast<float>(step);
     // As torch's in-place update does: a graph that saved the old weights must not be replayed.
     params_[i].unsafeGetTensorImpl()->bump_version();
   }
-  adam_update(*executor_, segments);
+  update(std::move(segments));
+}
+
+// In the order of the chunks, which is the order in which the next forward needs them.
+void Session::update(std::vector<std::vector<AdamSegment>> segments) {
+  if (!updates_) {
+    std::vector<AdamSegment> all;
+    all.reserve(params_.size());
+    for (const auto& of_chunk : segments) {
+      all.insert(all.end(), of_chunk.begin(), of_chunk.end());
+    }
+    adam_update(*executor_, all);
+    return;
+  }
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    if (segments[i].empty()) {
+      continue;
+    }
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    gate_->close(i);
+    gate_->close(gradient_group(chunk));
+    updates_->submit(
+        chunk, [this, of_chunk = std::move(segments[i])] { adam_update(*executor_, of_chunk); });
+  }
 }
 
 void Session::finish_step() {
@@ -442,6 +497,29 @@ void Session::finish_step() {
   }
 }
 
-void Session::send_home() { runtime_->send_home(); }
+void Session::settle() {
+  if (updates_) {
+    updates_->drain();
+  }
+  for (std::size_t group = 0; group < 2 * layout_.chunks().size(); ++group) {
+    gate_->pass(group);
+  }
+}
+
+void Session::send_home() {
+  settle();
+  runtime_->send_home();
+}
+
+const std::vector<at::Tensor>& Session::moments(ParamId param) {
+  std::vector<at::Tensor>& shown = moments_[index(param)];
+  if (shown.empty()) {
+    shown = optimizer_state_->moments(param);
+    for (const at::Tensor& moment : shown) {
+      gate_->watch(index(layout_.place(param).chunk), moment);
+    }
+  }
+  return shown;
+}
 
 }  // namespace castor

@@ -14,8 +14,10 @@
 
 #include "core/runtime.h"
 #include "optim/adam.h"
+#include "parallel/update_queue.h"
 #include "torch/chunk_storages.h"
 #include "torch/optimizer_state.h"
+#include "torch/tensor_gate.h"
 
 namespace torch::autograd {
 struct Node;
@@ -25,6 +27,12 @@ namespace castor {
 
 /// Owner of an autograd node: std::shared_ptr up to torch 2.12, c10::intrusive_ptr from 2.13 on.
 using GradFunction = std::decay_t<decltype(std::declval<const at::Tensor&>().grad_fn())>;
+
+/// When the optimizer's update runs beside other work. All give the same bits.
+enum class Overlap : std::uint8_t {
+  kNone,     ///< inside step()
+  kForward,  ///< beside what follows step(); whatever needs a chunk waits for that chunk
+};
 
 struct SessionOptions {
   ScalarType precision = ScalarType::kFloat32;
@@ -37,6 +45,7 @@ struct SessionOptions {
   std::uint64_t link_bytes_per_second = 0;
   /// Whether Adam's moments get payloads; false when another optimizer updates the parameters.
   bool adam_state = true;
+  Overlap overlap = Overlap::kNone;
 };
 
 /// What a step's gradients look like before the update.
@@ -82,15 +91,21 @@ class Session : public std::enable_shared_from_this<Session> {
   /// Multiplies every gradient payload, in place (for optimizers other than Adam).
   void scale_gradients(double factor);
   /// One Adam step over the parameters that have a gradient. `group_of[i]` is parameter i's entry
-  /// of `groups`.
+  /// of `groups`. With Overlap::kForward it may still be under way on return: torch's operators
+  /// wait for what they read, anything else calls settle first.
   void adam_step(std::span<const AdamOptions> groups, std::span<const std::int64_t> group_of,
                  double grad_scale);
   void finish_step();
+  /// Returns when no update is under way; rethrows what stopped one.
+  void settle();
   /// Parameters may be read and written freely afterwards, until the next forward.
   void send_home();
 
   /// Masters and moments of the parameters.
   [[nodiscard]] const OptimizerState& optimizer_state() const noexcept { return *optimizer_state_; }
+  /// {exp_avg, exp_avg_sq} of a trainable parameter, the same tensors at every call. Operators that
+  /// read them wait for the parameter's update.
+  [[nodiscard]] const std::vector<at::Tensor>& moments(ParamId param);
   /// Adam steps taken, one float32 per parameter: views of it are torch's `step` entries.
   [[nodiscard]] const at::Tensor& steps() const noexcept { return steps_; }
   /// Gradient bytes that went from the device to payloads on the host.
@@ -116,6 +131,13 @@ class Session : public std::enable_shared_from_this<Session> {
   /// Returns what went to the host, and when.
   GradientCopy adopt_gradient(ParamId param, at::Tensor& grad);
   [[nodiscard]] double gradient_norm() const;
+  void watch_tensors();
+  /// Runs, or begins to run, the updates of each chunk.
+  void update(std::vector<std::vector<AdamSegment>> segments);
+  void settle_group(std::size_t group);
+  [[nodiscard]] std::size_t gradient_group(ChunkId chunk) const noexcept {
+    return layout_.chunks().size() + index(chunk);
+  }
   [[nodiscard]] bool trainable(ParamId param) const { return layout_.param(param).trainable; }
 
   std::vector<at::Tensor> params_;
@@ -130,6 +152,10 @@ class Session : public std::enable_shared_from_this<Session> {
   std::unique_ptr<ChunkManager> manager_;
   std::unique_ptr<OptimizerState> optimizer_state_;
   std::unique_ptr<Runtime> runtime_;
+  std::unique_ptr<UpdateQueue> updates_;  // nullptr with Overlap::kNone
+  // Group i: parameters and moments of chunk i; gradient_group(i): its gradients.
+  std::shared_ptr<TensorGate> gate_;
+  std::vector<std::vector<at::Tensor>> moments_;    // per parameter, once shown
   std::shared_ptr<NonModelMemory> account_before_;  // of the thread, while inference runs
   std::vector<int> backward_passes_;  // under way, as autograd numbers them; nested ones last
 

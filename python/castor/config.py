@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 PlacementPolicy = Literal["auto", "cpu", "cuda", "static"]
 Precision = Literal["fp32", "bf16", "fp16"]
+Overlap = Literal["none", "forward"]
 NonFinite = Literal["skip", "raise", "ignore"]
 
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
@@ -154,6 +155,7 @@ class GeminiConfig:
     device_bytes: int
     host_bytes: int
     precision: Precision
+    overlap: Overlap
     link_bytes_per_second: int
     """0: memory's own speed."""
     chunk_bytes: int
@@ -172,6 +174,7 @@ class GeminiConfig:
     def __post_init__(self) -> None:
         _choice("placement_policy", self.placement_policy, get_args(PlacementPolicy))
         _choice("precision", self.precision, get_args(Precision))
+        _choice("overlap", self.overlap, get_args(Overlap))
         _choice("nonfinite", self.nonfinite, get_args(NonFinite))
         _whole_numbers(max_prefetch=self.max_prefetch)
         _at_least("max_prefetch", self.max_prefetch, 0)

@@ -13,6 +13,7 @@ from castor.config import (
     GeminiConfig,
     LossScalerConfig,
     NonFinite,
+    Overlap,
     PlacementPolicy,
     Precision,
     available_memory_bytes,
@@ -52,7 +53,6 @@ _NOT_YET: dict[str, tuple[object, str]] = {
     "use_fp8": (False, "use bf16"),
     "fp8_communication": (False, "there is one process"),
     "optim_state_format": ("fp32", "moments are fp32"),
-    "overlap": ("none", "the optimizer runs inside step"),
     "nvme_dir": (None, "there is no NVMe tier yet"),
 }
 
@@ -96,6 +96,10 @@ class GeminiPlugin:
         growth_interval: fp16: good steps before growth.
         hysteresis: fp16: overflows before reduction.
         max_scale: fp16: highest loss scale.
+        overlap: When Adam updates the chunks. "none": inside step. "forward": beside what follows
+            step; the modules of the next forward, and whatever else reads a weight, wait for what
+            they need. Both give the same bits. Default: "none" on the CPU device, whose cores the
+            model needs itself.
         link_bandwidth: CPU device: bytes per second, or "25GB/s", of an emulated link that
             parameters pass on their way to the device and back, beside the compute, to try what a
             GPU's link would do. Default: memory's own speed.
@@ -136,6 +140,7 @@ class GeminiPlugin:
         growth_interval: int = 1000,
         hysteresis: int = 2,
         max_scale: float = 2.0**32,
+        overlap: str | None = None,
         link_bandwidth: int | str | None = None,
         trace_file: str | Path | None = None,
         **not_yet: Any,
@@ -162,6 +167,7 @@ class GeminiPlugin:
             device_bytes=_bytes_or_available(device_memory, "device_memory"),
             host_bytes=_bytes_or_available(host_memory, "host_memory"),
             precision=cast(Precision, precision or "fp32"),
+            overlap=cast(Overlap, overlap or "none"),
             link_bytes_per_second=(
                 0 if link_bandwidth is None else parse_bandwidth(link_bandwidth, "link_bandwidth")
             ),
