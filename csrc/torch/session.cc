@@ -134,6 +134,9 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout, const Sessi
   add_gradient_payloads();
   optimizer_state_ =
       std::make_unique<OptimizerState>(*manager_, params_, *executor_, options.adam_state);
+  if (copy_engine_->asynchronous()) {
+    gradient_copies_ = std::make_unique<GradientCopies>(layout_, *copy_engine_, *device_);
+  }
   runtime_ = std::make_unique<Runtime>(*manager_, nonmodel_, options.runtime,
                                        Runtime::Clock(monotonic_ns));
   if (options.overlap != Overlap::kNone) {
@@ -148,6 +151,7 @@ Session::~Session() {
     updates_.reset();  // completes what is under way
   }
   gate_.reset();
+  gradient_copies_.reset();
   runtime_.reset();
   std::vector<std::shared_ptr<Payload>> homes;
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
@@ -209,8 +213,12 @@ void Session::watch_tensors() {
 }
 
 void Session::settle_group(std::size_t group) {
+  const ChunkId chunk{static_cast<std::uint32_t>(group % layout_.chunks().size())};
+  if (gradient_copies_ && group == gradient_group(chunk)) {
+    gradient_copies_->wait(chunk);
+  }
   if (updates_) {
-    updates_->wait(ChunkId{static_cast<std::uint32_t>(group % layout_.chunks().size())});
+    updates_->wait(chunk);
   }
 }
 
@@ -319,6 +327,7 @@ void Session::set_loss_scale(double scale) {
 
 GradientCopy Session::adopt_gradient(ParamId param, at::Tensor& grad) {
   Gradient& gradient = gradients_[index(param)];
+  const ChunkId chunk = layout_.place(param).chunk;
   if (grad.layout() != at::kStrided) {
     throw UsageError("parameter '" + layout_.param(param).name +
                      "' received a sparse gradient, which castor does not support; build the "
@@ -329,11 +338,19 @@ GradientCopy Session::adopt_gradient(ParamId param, at::Tensor& grad) {
                      "' has another shape than the parameter");
   }
   const at::NoGradGuard no_grad;
+  const bool leaves_device = manager_->placement(chunk) != Placement::kDevice;
   const std::uint64_t start_ns = monotonic_ns();
-  gradient.view.copy_(grad);
+  if (leaves_device && gradient_copies_ &&
+      gradient_copies_->submit(
+          chunk, grad, gradient.view,
+          {optimizer_state_->element(param, PayloadKind::kGrad), gradient.view.nbytes()})) {
+    gate_->close(gradient_group(chunk));
+  } else {
+    gradient.view.copy_(grad);
+  }
   const std::uint64_t end_ns = monotonic_ns();
   grad = gradient.view;
-  if (manager_->placement(layout_.place(param).chunk) == Placement::kDevice) {
+  if (!leaves_device) {
     return {};
   }
   gradient_bytes_moved_ += gradient.view.nbytes();

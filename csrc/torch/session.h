@@ -16,6 +16,7 @@
 #include "optim/adam.h"
 #include "parallel/update_queue.h"
 #include "torch/chunk_storages.h"
+#include "torch/gradient_copies.h"
 #include "torch/optimizer_state.h"
 #include "torch/tensor_gate.h"
 
@@ -151,6 +152,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::unique_ptr<ChunkStorages> storages_;
   std::unique_ptr<ChunkManager> manager_;
   std::unique_ptr<OptimizerState> optimizer_state_;
+  std::unique_ptr<GradientCopies> gradient_copies_;  // nullptr where copies are not asynchronous
   std::unique_ptr<Runtime> runtime_;
   std::unique_ptr<UpdateQueue> updates_;  // nullptr with Overlap::kNone
   // Group i: parameters and moments of chunk i; gradient_group(i): its gradients.

@@ -53,9 +53,9 @@ def check_optimizer(optimizer: Optimizer, config: GeminiConfig) -> None:
         )
     if not runs_fused_adam(optimizer) and config.overlap != "none":
         raise NotImplementedError(
-            f"overlap={config.overlap!r} needs castor's Adam, and {name} with these options runs on "
-            "the generic path; use overlap='none', or Adam, AdamW or HybridAdam without amsgrad and "
-            "maximize"
+            f"overlap={config.overlap!r} needs castor's Adam, and {name} with these options runs "
+            "on the generic path; use overlap='none', or Adam, AdamW or HybridAdam without amsgrad "
+            "and maximize"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise NotImplementedError("LBFGS evaluates the model inside step; castor cannot run it")
