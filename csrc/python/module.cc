@@ -67,6 +67,9 @@ Overlap overlap_mode(const std::string& name) {
   if (name == "forward") {
     return Overlap::kForward;
   }
+  if (name == "backward") {
+    return Overlap::kBackward;
+  }
   throw InvalidArgument("overlap '" + name + "' is not known");
 }
 
@@ -164,12 +167,22 @@ AdamOptions adam_options(const py::dict& group) {
       .mode = group["decoupled"].cast<bool>() ? WeightDecayMode::kDecoupled : WeightDecayMode::kL2};
 }
 
-void adam_step(Session& session, const std::vector<py::dict>& groups,
-               const std::vector<std::int64_t>& group_of, double grad_scale) {
+std::vector<AdamOptions> adam_options(const std::vector<py::dict>& groups) {
   std::vector<AdamOptions> options;
   for (const py::dict& group : groups) {
     options.push_back(adam_options(group));
   }
+  return options;
+}
+
+void arm_updates(Session& session, const std::vector<py::dict>& groups,
+                 const std::vector<std::int64_t>& group_of) {
+  session.arm_updates(adam_options(groups), group_of);
+}
+
+void adam_step(Session& session, const std::vector<py::dict>& groups,
+               const std::vector<std::int64_t>& group_of, double grad_scale) {
+  const std::vector<AdamOptions> options = adam_options(groups);
   const py::gil_scoped_release release;
   session.adam_step(options, group_of, grad_scale);
 }
@@ -293,6 +306,8 @@ PYBIND11_MODULE(_C, m) {
       .def("scale_gradients", &Session::scale_gradients, released)
       .def("adam_step", &castor::adam_step, py::arg("groups"), py::arg("group_of"),
            py::arg("grad_scale"))
+      .def("arm_updates", &castor::arm_updates, py::arg("groups"), py::arg("group_of"))
+      .def("abandon_step", &Session::abandon_step, released)
       .def("finish_step", &Session::finish_step, released)
       .def("settle", &Session::settle, released)
       .def("send_home", &Session::send_home, released)

@@ -79,6 +79,14 @@ void GradientCopies::rethrow_failure() const {
   }
 }
 
+CopyTicket GradientCopies::last_of(ChunkId chunk) const {
+  CopyTicket last = CopyTicket::kNone;
+  for (const Copy& copy : copies_) {
+    last = copy.chunk == chunk ? copy.ticket : last;
+  }
+  return last;
+}
+
 // Copies of one direction complete in order: what was sent before the chunk's last has arrived too.
 void GradientCopies::wait(ChunkId chunk) {
   rethrow_failure();

@@ -35,6 +35,8 @@ class GradientCopies {
   /// happened, if its memory is not its own or is laid out otherwise than `like`.
   [[nodiscard]] bool submit(ChunkId chunk, const at::Tensor& gradient, const at::Tensor& like,
                             std::span<std::byte> target);
+  /// The ticket of the chunk's latest gradient that is on its way; kNone if there is none.
+  [[nodiscard]] CopyTicket last_of(ChunkId chunk) const;
   /// Returns when the chunk's gradients have arrived; rethrows a copy's failure.
   void wait(ChunkId chunk);
 

@@ -121,6 +121,7 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
 Session::Session(std::vector<at::Tensor> params, ChunkLayout layout, const SessionOptions& options)
     : params_(std::move(params)),
       layout_(std::move(layout)),
+      overlap_(options.overlap),
       scaled_precision_(options.precision == ScalarType::kFloat16),
       device_(std::make_shared<MemoryTier>(TierKind::kDevice, options.device_bytes,
                                            std::make_unique<SlotArena>(make_host_arena()))),
@@ -258,6 +259,7 @@ void Session::enter(ModuleId module) {
   const bool training = at::GradMode::is_enabled();
   if (module == kRoot && training && ::torch::autograd::get_current_graph_task_id() == -1) {
     check_parameters();
+    check_no_update_yet("the next forward began");
   }
   if (runtime_->idle() && charged_account() != nonmodel_) {
     account_before_ = charged_account();
@@ -280,6 +282,7 @@ void Session::enter_backward(ModuleId module) {
   charge_allocations_to(nonmodel_);
   follow_backward_pass();
   runtime_->enter_backward(module);
+  update_completed_chunks();
 }
 
 // What the thread allocates after backward (the next micro-batch's data, a user's clipping on the
@@ -364,6 +367,10 @@ void Session::gradient_arrived(ParamId param) {
   if (!grad.defined()) {
     return;
   }
+  if (gradient.used) {
+    check_no_update_yet("another gradient of parameter '" + layout_.param(param).name +
+                        "' arrived");
+  }
   if (grad.requires_grad()) {
     // create_graph=True: the gradient is part of a graph; collect_gradients copies it.
     gradient.in_graph = grad.unsafeGetTensorImpl();
@@ -382,12 +389,78 @@ void Session::gradient_arrived(ParamId param) {
                      "between steps");
   }
   gradient.version = version_of(gradient.view);
-  runtime_->grad_ready(param, copy);
+  if (runtime_->grad_ready(param, copy) && !armed_groups_.empty()) {
+    completed_.push_back(layout_.place(param).chunk);
+    update_completed_chunks();
+  }
+}
+
+void Session::arm_updates(std::vector<AdamOptions> groups, std::vector<std::int64_t> group_of) {
+  if (overlap_ == Overlap::kBackward) {
+    check_groups(groups.size(), group_of);
+    armed_groups_ = std::move(groups);
+    armed_group_of_ = std::move(group_of);
+  }
+}
+
+void Session::update_completed_chunks() {
+  std::erase_if(completed_, [this](ChunkId chunk) {
+    if (!runtime_->retire(chunk)) {
+      return false;
+    }
+    std::vector<AdamSegment> segments;
+    for (const ParamId param : layout_.chunk(chunk).params) {
+      const auto group = static_cast<std::size_t>(armed_group_of_[index(param)]);
+      segments.push_back(begin_step(index(param), armed_groups_[group], 1.0));
+      gradients_[index(param)].used = true;
+    }
+    ++num_updated_;
+    submit_update(chunk, std::move(segments));
+    return true;
+  });
+}
+
+void Session::check_no_update_yet(const std::string& what) const {
+  if (num_updated_ > 0) {
+    throw UsageError(what + " after a backward that updated " + std::to_string(num_updated_) +
+                     " of " + std::to_string(layout_.chunks().size()) +
+                     " chunks, and optimizer.step() was not called: with overlap=\"backward\" the "
+                     "weights are between two steps then. Call step() after every backward; to "
+                     "accumulate gradients use overlap=\"forward\"; after a backward that failed, "
+                     "load a checkpoint");
+  }
+}
+
+void Session::forget_updates() {
+  armed_groups_.clear();
+  completed_.clear();
+  num_updated_ = 0;
+  for (Gradient& gradient : gradients_) {
+    gradient.used = false;
+  }
+}
+
+void Session::abandon_step() {
+  settle();
+  forget_updates();
+}
+
+// Of the chunks that backward has not updated; those are used already, and may still be under way.
+void Session::await_gradients() {
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    const auto& params = layout_.chunks()[i].params;
+    if (std::none_of(params.begin(), params.end(),
+                     [&](ParamId param) { return gradients_[index(param)].used; })) {
+      gate_->pass(i);
+      gate_->pass(gradient_group(ChunkId{static_cast<std::uint32_t>(i)}));
+    }
+  }
 }
 
 GradientSummary Session::collect_gradients(bool with_norm) {
-  settle();
   runtime_->begin_update();
+  completed_.clear();  // adam_step updates what is left
+  await_gradients();
   GradientSummary summary;
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
@@ -462,25 +535,62 @@ void Session::scale_gradients(double factor) {
 
 void Session::adam_step(std::span<const AdamOptions> groups, std::span<const std::int64_t> group_of,
                         double grad_scale) {
+  check_groups(groups.size(), group_of);
+  std::vector<std::vector<AdamSegment>> segments(layout_.chunks().size());
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    const auto group = static_cast<std::size_t>(group_of[i]);
+    if (gradients_[i].used) {
+      check_used_gradient(i, groups[group]);
+    } else if (gradients_[i].present) {
+      const ParamId param{static_cast<std::uint32_t>(i)};
+      segments[index(layout_.place(param).chunk)].push_back(
+          begin_step(i, groups[group], grad_scale));
+    }
+  }
+  update(std::move(segments));
+}
+
+void Session::check_groups(std::size_t num_groups, std::span<const std::int64_t> group_of) const {
   if (group_of.size() != params_.size()) {
     throw InvalidArgument("group_of has " + std::to_string(group_of.size()) + " entries for " +
                           std::to_string(params_.size()) + " parameters");
   }
-  std::vector<std::vector<AdamSegment>> segments(layout_.chunks().size());
-  auto* steps = steps_.data_ptr<float>();
-  for (std::size_t i = 0; i < params_.size(); ++i) {
-    if (!gradients_[i].present) {
-      continue;
+  for (const std::int64_t group : group_of) {
+    if (group < 0 || static_cast<std::size_t>(group) >= num_groups) {
+      throw InvalidArgument("group_of names group " + std::to_string(group) + " of " +
+                            std::to_string(num_groups));
     }
-    const ParamId param{static_cast<std::uint32_t>(i)};
-    const auto step = static_cast<std::int64_t>(steps[i]) + 1;
-    segments[index(layout_.place(param).chunk)].push_back(optimizer_state_->segment(
-        param, groups[static_cast<std::size_t>(group_of[i])], step, grad_scale));
-    steps[i] = static_cast<float>(step);
-    // As torch's in-place update does: a graph that saved the old weights must not be replayed.
-    params_[i].unsafeGetTensorImpl()->bump_version();
   }
-  update(std::move(segments));
+}
+
+// The update is over or under way: it has to be the one that step() would make now.
+void Session::check_used_gradient(std::size_t i, const AdamOptions& options) const {
+  const Gradient& gradient = gradients_[i];
+  const auto refuse = [&](const std::string& what) {
+    throw UsageError(what +
+                     " between backward and step(), but overlap=\"backward\" has updated "
+                     "parameter '" +
+                     layout_.params()[i].name +
+                     "' in backward already; change it before the forward, or use "
+                     "overlap=\"forward\"");
+  };
+  if (!gradient.present || gradient.version != version_of(gradient.view)) {
+    refuse("its gradient was changed");
+  }
+  if (options != armed_groups_[static_cast<std::size_t>(armed_group_of_[i])]) {
+    refuse("an option of its parameter group was changed");
+  }
+}
+
+AdamSegment Session::begin_step(std::size_t i, const AdamOptions& options, double grad_scale) {
+  auto* steps = steps_.data_ptr<float>();
+  const auto step = static_cast<std::int64_t>(steps[i]) + 1;
+  AdamSegment segment =
+      optimizer_state_->segment(ParamId{static_cast<std::uint32_t>(i)}, options, step, grad_scale);
+  steps[i] = static_cast<float>(step);
+  // As torch's in-place update does: a graph that saved the old weights must not be replayed.
+  params_[i].unsafeGetTensorImpl()->bump_version();
+  return segment;
 }
 
 // In the order of the chunks, which is the order in which the next forward needs them.
@@ -495,18 +605,25 @@ void Session::update(std::vector<std::vector<AdamSegment>> segments) {
     return;
   }
   for (std::size_t i = 0; i < segments.size(); ++i) {
-    if (segments[i].empty()) {
-      continue;
+    if (!segments[i].empty()) {
+      submit_update(ChunkId{static_cast<std::uint32_t>(i)}, std::move(segments[i]));
     }
-    const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    gate_->close(i);
-    gate_->close(gradient_group(chunk));
-    updates_->submit(
-        chunk, [this, of_chunk = std::move(segments[i])] { adam_update(*executor_, of_chunk); });
   }
 }
 
+void Session::submit_update(ChunkId chunk, std::vector<AdamSegment> segments) {
+  gate_->close(index(chunk));
+  gate_->close(gradient_group(chunk));
+  const CopyTicket gradients =
+      gradient_copies_ ? gradient_copies_->last_of(chunk) : CopyTicket::kNone;
+  updates_->submit(chunk, [this, gradients, of_chunk = std::move(segments)] {
+    copy_engine_->wait(gradients);
+    adam_update(*executor_, of_chunk);
+  });
+}
+
 void Session::finish_step() {
+  forget_updates();
   runtime_->finish_step();
   account_before_.reset();
   if (charged_account() == nonmodel_) {
@@ -524,6 +641,7 @@ void Session::settle() {
 }
 
 void Session::send_home() {
+  check_no_update_yet("the weights are read");
   settle();
   runtime_->send_home();
 }

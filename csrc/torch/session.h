@@ -33,6 +33,9 @@ using GradFunction = std::decay_t<decltype(std::declval<const at::Tensor&>().gra
 enum class Overlap : std::uint8_t {
   kNone,     ///< inside step()
   kForward,  ///< beside what follows step(); whatever needs a chunk waits for that chunk
+  /// As kForward, and a chunk whose gradients are complete is updated while backward goes on. Exact
+  /// only where nothing that step() learns decides over the update: no clipping, no skipping.
+  kBackward,
 };
 
 struct SessionOptions {
@@ -97,9 +100,15 @@ class Session : public std::enable_shared_from_this<Session> {
   void adam_step(std::span<const AdamOptions> groups, std::span<const std::int64_t> group_of,
                  double grad_scale);
   void finish_step();
+  /// Overlap::kBackward: the options with which the coming backward updates what it completes; no
+  /// effect in other modes. As in adam_step, which has to be given the same.
+  void arm_updates(std::vector<AdamOptions> groups, std::vector<std::int64_t> group_of);
+  /// Forgets a step that stopped in the middle: a checkpoint is being loaded over it.
+  void abandon_step();
   /// Returns when no update is under way; rethrows what stopped one.
   void settle();
-  /// Parameters may be read and written freely afterwards, until the next forward.
+  /// Parameters may be read and written freely afterwards, until the next forward. Throws
+  /// UsageError where backward updated some chunks and step() never followed.
   void send_home();
 
   /// Masters and moments of the parameters.
@@ -133,8 +142,18 @@ class Session : public std::enable_shared_from_this<Session> {
   GradientCopy adopt_gradient(ParamId param, at::Tensor& grad);
   [[nodiscard]] double gradient_norm() const;
   void watch_tensors();
+  /// The update of parameter i, which is in its next step from now on.
+  [[nodiscard]] AdamSegment begin_step(std::size_t i, const AdamOptions& options,
+                                       double grad_scale);
   /// Runs, or begins to run, the updates of each chunk.
   void update(std::vector<std::vector<AdamSegment>> segments);
+  void submit_update(ChunkId chunk, std::vector<AdamSegment> segments);
+  void update_completed_chunks();
+  void check_no_update_yet(const std::string& what) const;
+  void check_groups(std::size_t num_groups, std::span<const std::int64_t> group_of) const;
+  void check_used_gradient(std::size_t i, const AdamOptions& options) const;
+  void await_gradients();
+  void forget_updates();
   void settle_group(std::size_t group);
   [[nodiscard]] std::size_t gradient_group(ChunkId chunk) const noexcept {
     return layout_.chunks().size() + index(chunk);
@@ -143,6 +162,7 @@ class Session : public std::enable_shared_from_this<Session> {
 
   std::vector<at::Tensor> params_;
   const ChunkLayout layout_;
+  const Overlap overlap_;
   const bool scaled_precision_;  // fp16: gradients may carry a loss scale
   std::shared_ptr<MemoryTier> device_;
   std::shared_ptr<MemoryTier> host_;
@@ -168,10 +188,16 @@ class Session : public std::enable_shared_from_this<Session> {
     double scale = 0.0;              ///< loss scale it was made with
     const void* in_graph = nullptr;  ///< the p.grad that create_graph=True made with that scale
     bool present = false;            ///< in this step; known after collect_gradients
+    bool used = false;               ///< in this step's backward, by Overlap::kBackward
   };
   std::vector<Gradient> gradients_;
   std::vector<GradFunction> accumulators_;
   at::Tensor steps_;
+  // Overlap::kBackward:
+  std::vector<AdamOptions> armed_groups_;  // empty: nothing is updated before step()
+  std::vector<std::int64_t> armed_group_of_;
+  std::vector<ChunkId> completed_;  // gradients complete, update not submitted
+  std::size_t num_updated_ = 0;     // chunks, in this step's backward
   double loss_scale_ = 1.0;
   std::uint64_t gradient_bytes_moved_ = 0;
 };

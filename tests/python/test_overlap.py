@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import castor
 from helpers import LR, Boosted, assert_boost_fails, assert_same_weights, boost, copies
 from zoo import CASES, Case, tower, tower_batch
 
@@ -203,6 +204,136 @@ def test_every_mode_gives_the_same_weights(
         assert_same_weights(boosted.model, weights)
         mine = flat(boosted.optimizer.state_dict()["state"])
         assert all(torch.equal(a, b) for a, b in zip(mine, moments, strict=True))
+
+
+BACKWARD: dict[str, Any] = {
+    "overlap": "backward",
+    "nonfinite": "ignore",
+    "enable_gradient_accumulation": False,
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "mixtral"])
+def test_updating_in_backward_gives_the_same_weights(name: str, precision: str) -> None:
+    case = CASES[name]
+    expected = train(case, accumulate=1, overlap="none", precision=precision)
+    weights = copies(expected.model.parameters())
+    tight = int(expected.report().peak_device_bytes * 0.9)
+    window = max(weight.nbytes for weight in weights)
+    for memory, link in itertools.product((tight, 2**30), (None, "200MB/s")):
+        boosted = train(
+            case,
+            accumulate=1,
+            precision=precision,
+            memory=memory + (window if link else 0),
+            link_bandwidth=link,
+            **BACKWARD,
+        )
+        assert_same_weights(boosted.model, weights)
+
+
+def test_updates_run_while_backward_goes_on() -> None:
+    boosted = boost(wide(), **BACKWARD)
+    seen = []
+    first, *_, last = boosted.model.layers
+    first.weight.register_post_accumulate_grad_hook(lambda _: seen.append(pending(last.weight)))
+    boosted.booster.backward(boosted.model(data(0)), boosted.optimizer)
+    assert seen == [False], "the last layer's weight is used by the first one's input as well"
+    seen.clear()
+    boosted.optimizer.step()
+    boosted.optimizer.zero_grad()
+    third = boosted.model.layers[2]
+    second = boosted.model.layers[1]
+    second.weight.register_post_accumulate_grad_hook(lambda _: seen.append(pending(third.weight)))
+    boosted.booster.backward(boosted.model(data(0)), boosted.optimizer)
+    assert True in seen
+
+
+def backward_twice(boosted: Boosted) -> None:
+    for seed in range(2):
+        boosted.booster.backward(boosted.model(data(seed)), boosted.optimizer)
+
+
+def clip(boosted: Boosted) -> None:
+    boosted.booster.backward(boosted.model(data(0)), boosted.optimizer)
+    torch.nn.utils.clip_grad_norm_(boosted.model.parameters(), 1e-3)
+    boosted.optimizer.step()
+
+
+def change_lr(boosted: Boosted) -> None:
+    boosted.booster.backward(boosted.model(data(0)), boosted.optimizer)
+    boosted.optimizer.param_groups[0]["lr"] *= 0.5
+    boosted.optimizer.step()
+
+
+def drop_gradient(boosted: Boosted) -> None:
+    boosted.booster.backward(boosted.model(data(0)), boosted.optimizer)
+    boosted.model.layers[3].weight.grad = None
+    boosted.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (backward_twice, "the next forward began after a backward that updated"),
+        (clip, "its gradient was changed between backward and step"),
+        (change_lr, "an option of its parameter group was changed between"),
+        (drop_gradient, "its gradient was changed between backward and step"),
+    ],
+)
+def test_what_comes_too_late_for_an_update_in_backward_is_refused(
+    misuse: Callable[[Boosted], None], message: str
+) -> None:
+    with pytest.raises(castor.UsageError, match=message):
+        misuse(boost(wide(), **BACKWARD))
+
+
+def test_a_backward_that_fails_halfway_saves_nothing_until_a_checkpoint_is_loaded(
+    tmp_path: Path,
+) -> None:
+    boosted = boost(wide(), **BACKWARD)
+    boosted.step(boosted.model(data(0)))
+    boosted.booster.save_model(boosted.model, tmp_path / "model")
+    boosted.booster.save_optimizer(boosted.optimizer, tmp_path / "optimizer")
+    expected = boosted.step(boosted.model(data(1)))
+    weights = copies(boosted.model.parameters())
+
+    def fail(_: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    boosted = boost(wide(), **BACKWARD)
+    handle = boosted.model.layers[0].weight.register_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        boosted.step(boosted.model(data(0)))
+    handle.remove()
+    for use in (
+        lambda: boosted.model(data(1)),
+        lambda: boosted.booster.save_model(boosted.model, tmp_path / "mixed"),
+        lambda: boosted.booster.save_optimizer(boosted.optimizer, tmp_path / "mixed"),
+    ):
+        with pytest.raises(castor.UsageError, match="load a checkpoint"):
+            use()
+    boosted.optimizer.zero_grad()
+    boosted.booster.load_model(boosted.model, tmp_path / "model")
+    boosted.booster.load_optimizer(boosted.optimizer, tmp_path / "optimizer")
+    assert boosted.step(boosted.model(data(1))) == expected
+    assert_same_weights(boosted.model, weights)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"max_norm": 1.0}, {"nonfinite": "skip"}, {"precision": "fp16"}]
+)
+def test_updating_in_backward_is_refused_where_it_is_not_exact(setting: dict[str, Any]) -> None:
+    assert_boost_fails(
+        ValueError, "overlap='backward' updates chunks before the norm", **(BACKWARD | setting)
+    )
+
+
+def test_updating_in_backward_asks_for_a_loop_that_does_not_accumulate() -> None:
+    assert_boost_fails(
+        ValueError, "enable_gradient_accumulation=False", overlap="backward", nonfinite="ignore"
+    )
 
 
 def test_a_skipped_step_has_no_update() -> None:

@@ -110,6 +110,11 @@ class StepDriver:
                 session.step_figures(), skipped=self.engine.skipped_steps > skipped_before
             )
 
+    def arm(self, optimizer: Optimizer) -> None:
+        """Before a forward whose backward may update chunks: tells the options of now."""
+        groups = [adam_options(group) for group in optimizer.param_groups]
+        self.engine.session.arm_updates(groups, self.group_of)
+
     def _refuse_update(self, norm: float) -> bool:
         """Handles a gradient that is not finite; says whether the update must be left out."""
         policy = self.engine.config.nonfinite
