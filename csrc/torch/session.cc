@@ -108,7 +108,9 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
                                          const SessionOptions& options) {
   const at::NoGradGuard no_grad;
   auto specs = describe(params, std::move(param_names), options.precision);
-  ChunkLayout layout(std::move(specs), std::move(modules), options.layout);
+  LayoutOptions layout_options = options.layout;
+  layout_options.param_alignment = param_alignment(options.state.format, options.precision);
+  ChunkLayout layout(std::move(specs), std::move(modules), layout_options);
   // Not make_shared: the constructor is private.
   std::shared_ptr<Session> session(new Session(std::move(params), std::move(layout), options));
   session->adopt_parameters();
@@ -132,7 +134,11 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout, const Sessi
                                               device_, host_, *copy_engine_, *storages_)) {
   add_gradient_payloads();
   optimizer_state_ =
-      std::make_unique<OptimizerState>(*manager_, params_, *executor_, options.adam_state);
+      std::make_unique<OptimizerState>(*manager_, params_, *executor_, options.state);
+  storages_->on_write_back([state = optimizer_state_.get()](ChunkId chunk, const std::byte* home,
+                                                            const std::byte* slot) {
+    state->before_write_back(chunk, home, slot);
+  });
   runtime_ = std::make_unique<Runtime>(*manager_, nonmodel_, options.runtime,
                                        Runtime::Clock(monotonic_ns));
 }
@@ -182,7 +188,6 @@ void Session::adopt_parameters() {
     }
   }
   storages_->watch(params_);
-  optimizer_state_->zero_moments();
 }
 
 void Session::install_gradient_hooks() {

@@ -35,8 +35,7 @@ struct SessionOptions {
   std::size_t host_bytes = 0;
   /// Bandwidth of an emulated link between host and device, each way; 0: memory's own.
   std::uint64_t link_bytes_per_second = 0;
-  /// Whether Adam's moments get payloads; false when another optimizer updates the parameters.
-  bool adam_state = true;
+  OptimizerStateOptions state;
 };
 
 /// What a step's gradients look like before the update.
@@ -52,6 +51,7 @@ struct GradientSummary {
 class Session : public std::enable_shared_from_this<Session> {
  public:
   /// Takes the parameters over: afterwards each is a view of its chunk, in the working precision.
+  /// The layout gets the alignment that the state format needs.
   /// `params` are the model's distinct parameters in execution order, all on the CPU, float.
   /// Module 0 is the model itself. Throws before touching a parameter if memory is short.
   static std::shared_ptr<Session> create(std::vector<at::Tensor> params,
@@ -89,8 +89,8 @@ class Session : public std::enable_shared_from_this<Session> {
   /// Parameters may be read and written freely afterwards, until the next forward.
   void send_home();
 
-  /// Masters and moments of the parameters.
-  [[nodiscard]] const OptimizerState& optimizer_state() const noexcept { return *optimizer_state_; }
+  /// Masters and moments of the parameters. Its moments have no values before zero_moments().
+  [[nodiscard]] OptimizerState& optimizer_state() const noexcept { return *optimizer_state_; }
   /// Adam steps taken, one float32 per parameter: views of it are torch's `step` entries.
   [[nodiscard]] const at::Tensor& steps() const noexcept { return steps_; }
   /// Gradient bytes that went from the device to payloads on the host.
