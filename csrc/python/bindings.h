@@ -2,6 +2,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <memory>
 #include <optional>
 
 namespace castor {
@@ -13,6 +14,9 @@ void bind_adam(pybind11::module_& module);
 void bind_state_formats(pybind11::module_& module);
 
 class Session;
+
+/// What Session has of the optimizer's state: formats, masters, moments.
+void bind_optimizer_state(pybind11::class_<Session, std::shared_ptr<Session>>& session);
 
 /// The last finished step, moment by moment, as lists of tuples; nullopt before there is one.
 [[nodiscard]] std::optional<pybind11::dict> timeline(Session& session);

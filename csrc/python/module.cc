@@ -16,6 +16,7 @@
 #include "optim/bandwidth.h"
 #include "parallel/tbb_executor.h"
 #include "python/bindings.h"
+#include "python/state_formats.h"
 #include "torch/chunk_storages.h"
 #include "torch/module_hooks.h"
 #include "torch/session.h"
@@ -118,7 +119,8 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
       .device_bytes = get("device_bytes").cast<std::size_t>(),
       .host_bytes = get("host_bytes").cast<std::size_t>(),
       .link_bytes_per_second = get("link_bytes_per_second").cast<std::uint64_t>(),
-      .adam_state = get("adam_state").cast<bool>(),
+      .state = {.format = state_format_of(get("optim_state_format").cast<std::string>()),
+                .moments = get("adam_state").cast<bool>()},
       .overlap = overlap_mode(get("overlap").cast<std::string>())};
   return Session::create(std::move(params), std::move(param_names), std::move(specs),
                          session_options);
@@ -296,7 +298,8 @@ PYBIND11_MODULE(_C, m) {
       .def_readonly("num_gradients", &castor::GradientSummary::num_gradients);
 
   const auto released = py::call_guard<py::gil_scoped_release>();
-  py::class_<Session, std::shared_ptr<Session>>(m, "Session")
+  py::class_<Session, std::shared_ptr<Session>> session(m, "Session");
+  session
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),
            py::arg("modules"), py::arg("options"))
       .def("forward_pre_hook", &castor::forward_pre_hook)
@@ -309,14 +312,8 @@ PYBIND11_MODULE(_C, m) {
       .def("arm_updates", &castor::arm_updates, py::arg("groups"), py::arg("group_of"))
       .def("abandon_step", &Session::abandon_step, released)
       .def("finish_step", &Session::finish_step, released)
-      .def("settle", &Session::settle, released)
+      .def("settle", py::overload_cast<>(&Session::settle), released)
       .def("send_home", &Session::send_home, released)
-      .def("moments", [](Session& session,
-                         std::uint32_t param) { return session.moments(castor::ParamId{param}); })
-      .def("master",
-           [](const Session& session, std::uint32_t param) {
-             return session.optimizer_state().master(castor::ParamId{param});
-           })
       .def_property_readonly("steps", &Session::steps)
       .def("report", &castor::report)
       .def("memory", &castor::memory)
@@ -326,6 +323,7 @@ PYBIND11_MODULE(_C, m) {
       .def("chunks", &castor::chunks)
       .def("step_figures", &castor::step_figures)
       .def("load_trace", &castor::load_trace);
+  castor::bind_optimizer_state(session);
 
   castor::bind_adam(m);
   castor::bind_state_formats(m);
