@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import statistics
@@ -25,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from _machine import RESULTS, describe_machine, paired, spread
+from _machine import RESULTS, describe_machine, paired, spread, write_record
 from rich.console import Console
 from rich.table import Table
 
@@ -344,19 +343,14 @@ def main() -> int:
         summary.add_row(name, f"{ratio['median']:.3f}", quartiles, ratio["bar"], verdict)
     console.print(summary)
 
-    record = {
-        "benchmark": "step",
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "machine": machine,
+    figures = {
         "rounds": arguments.rounds,
         "steps_per_round": arguments.steps,
         "results": results,
         "reports": reports,
         "ratios": compared,
     }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(record, indent=2) + "\n")
-    console.print(f"written to {arguments.output}")
+    write_record(arguments.output, "step", figures, machine=machine)
     return 0
 
 
