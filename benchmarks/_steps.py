@@ -53,7 +53,8 @@ class Model:
         config.loss_type = "ForCausalLM"
         model = GPT2LMHeadModel(config).train()
         if self.checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            old_name = model.gradient_checkpointing_enable  # deprecated in later transformers
+            getattr(model, "activation_checkpointing_enable", old_name)({"use_reentrant": False})
         return model
 
 
