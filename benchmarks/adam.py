@@ -233,7 +233,7 @@ def ratios(found: dict[str, Contender], bandwidth: list[float], numel: int) -> d
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--numel", type=int, default=64 << 20, help="parameters (default 64 Mi)")
-    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--repetitions", type=int, default=11)
     parser.add_argument("--output", type=Path, default=RESULTS / "adam.json")
     arguments = parser.parse_args()
     console = Console()
