@@ -23,8 +23,10 @@ def build(program: str) -> Path:
     """Builds a program in Release mode and returns its path.
 
     Raises:
-        RuntimeError: CMake or the compiler failed; the message holds their output.
+        RuntimeError: There is no CMake, or it or the compiler failed; the message says what.
     """
+    if not can_build():
+        raise RuntimeError(f"{program} cannot be built: install cmake and a C++20 compiler")
     for command in (
         ["cmake", "-S", str(_SOURCE), "-B", str(_BUILD)],
         ["cmake", "--build", str(_BUILD), "--target", program],
