@@ -47,6 +47,20 @@ def selftest() -> None:
     raise typer.Exit(checks.main())
 
 
+@app.command()
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print facts and findings as JSON.")] = False,
+) -> None:
+    """Show what castor finds on this machine, and what to change where it costs speed."""
+    from castor import doctor as examination
+
+    facts = examination.gather()
+    if json:
+        typer.echo(examination.as_json(facts))
+    else:
+        examination.show(facts, Console(highlight=False))
+
+
 def main() -> None:
     """Runs the command line. Exit status 1 for what castor refuses, 2 for wrong usage."""
     try:
