@@ -10,7 +10,6 @@
 //   planner ACCESSES REPETITIONS SHAPE CHUNKS POLICY SHARE PREFETCH  prints one JSON object.
 //     SHAPE deep | wide; CHUNKS counts for wide only; POLICY auto | cpu | static; SHARE of the
 //     chunks' bytes that fit beside the activations; PREFETCH is PlanOptions::max_prefetch.
-#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -120,7 +119,7 @@ bool equal(const castor::Prediction& a, const castor::Prediction& b) {
 int measure(const Arguments& arguments, const castor::PlacementOptions& placement) {
   const std::size_t num_modules =
       arguments.shape == "deep" ? arguments.accesses / 2 : kModulesPerChunk * arguments.chunks;
-  const std::size_t num_passes = std::max<std::size_t>(1, arguments.accesses / (2 * num_modules));
+  const std::size_t num_passes = 1 + (arguments.accesses - 1) / (2 * num_modules);  // rounded up
   const ChunkLayout layout = make_layout(num_modules);
   const castor::Trace trace = make_trace(num_modules, num_passes);
   const auto placements = castor::place_chunks(layout, placement);
