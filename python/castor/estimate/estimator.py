@@ -217,11 +217,11 @@ class Estimator:
         if host_bytes > machine.host_bytes:
             return 0
 
-        def fits(batch: int) -> bool:
-            needed = self.simulate(self.step(batch), machine)["smallest_budget_bytes"]
-            return bool(needed <= machine.device_bytes)
+        def needed(batch: int) -> int:
+            figures = self.simulate(self.step(batch), machine)
+            return int(figures["smallest_budget_bytes"])
 
-        return _largest(fits, start=self.workload.batch, most=_MAX_BATCH)
+        return _largest(needed, machine.device_bytes, start=self.workload.batch, most=_MAX_BATCH)
 
     def _remedies(
         self, machine: Machine, device_needed: int, host_needed: int, figures: dict[str, Any]
@@ -259,16 +259,32 @@ class Estimator:
         ]
 
 
-def _largest(fits: Callable[[int], bool], *, start: int, most: int) -> int:
-    """The largest number in [0, most] that fits, where smaller ones fit too; 0 if 1 does not."""
+def _largest(needed: Callable[[int], int], budget: int, *, start: int, most: int) -> int:
+    """The largest number in [1, most] that needs at most `budget`; 0 if 1 needs more.
+
+    `needed` grows with the number, nearly in proportion: what it needs twice gives the next guess,
+    and every other guess halves the interval, so that a curve cannot make the search long.
+    """
     low, high = 0, most + 1  # low fits, high does not
-    guess = min(start, most)
+    last: tuple[int, int] | None = None
+    guess, halve = min(start, most), False
     while high - low > 1:
-        if fits(guess):
+        need = needed(guess)
+        if need <= budget:
             low = guess
         else:
             high = guess
-        guess = min(2 * low, most) if high > most else (low + high) // 2
+        before, last = last, (guess, need)
+        if before is None or before[1] == need:
+            guess = 2 * guess if high > most else (low + high) // 2
+        elif halve:
+            guess = 2 * low if high > most else (low + high) // 2
+        else:
+            slope = (need - before[1]) / (last[0] - before[0])
+            guess = int(last[0] + (budget - need) / slope) if slope > 0 else (low + high) // 2
+            # The first neighbour of a bound that fits or does not ends the search.
+        halve = not halve if before is not None else False
+        guess = max(low + 1, min(guess, high - 1))
     return low
 
 

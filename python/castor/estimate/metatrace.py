@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from castor.runtime.spec import ModelSpec
+
+_aten = torch.ops.aten
 
 FORWARD_ENTER, FORWARD_EXIT, BACKWARD_ENTER, GRAD_READY = range(4)
 """Kinds of events, as in csrc/core/trace.h."""
@@ -50,6 +51,15 @@ class Step:
         return sum(flops for moment in self.moments for flops, _ in moment.work)
 
 
+def _flops(func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> int:
+    if func is _aten._grouped_mm.default:  # experts; torch has no formula for it
+        left, right = args[0], args[1]
+        rows = left.size(0) if left.dim() == 2 else left.size(0) * left.size(1)
+        return int(2 * rows * left.size(-1) * right.size(-1))
+    formula = flop_registry.get(func._overloadpacket)
+    return int(formula(*args, **kwargs, out_val=out)) if formula else 0
+
+
 class _Recorder(TorchDispatchMode):
     """Sees each operator: its work, and the storages that it makes."""
 
@@ -65,7 +75,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+        if func is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
             return True  # "is nothing padded or packed?", which is what our batch is
         out = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
@@ -77,8 +87,7 @@ class _Recorder(TorchDispatchMode):
     def _work(
         self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any, made: list[torch.Tensor]
     ) -> None:
-        formula = flop_registry.get(func._overloadpacket)
-        flops = int(formula(*args, **kwargs, out_val=out)) if formula else 0
+        flops = _flops(func, args, kwargs, out)
         in_place = func._schema.is_mutable
         if not (flops or made or in_place):
             return  # a view: nothing is read
@@ -121,17 +130,6 @@ class _Recorder(TorchDispatchMode):
         self.note()
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Attention as GPUs run it, without the matrix of scores; the meta device has no kernel."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is nn.functional.scaled_dot_product_attention:
-            return _attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -152,10 +150,25 @@ def _attention(
         if bias.dtype == torch.bool:
             bias = torch.zeros_like(bias, dtype=query.dtype)
         bias = bias.expand(query.size(0), query.size(1), query.size(2), key.size(2))
-    out: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+    out: torch.Tensor = _aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, dropout_p, is_causal, scale=scale
     )[0]
     return out
+
+
+@contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Attention as GPUs run it, without the matrix of scores: the meta device would make one.
+
+    Replaced in torch itself: a mode would not see what backward computes again.
+    """
+    functional: Any = nn.functional
+    before = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = _attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = before
 
 
 class _Hooks:
@@ -255,7 +268,7 @@ def record_step(
     hooks = _Hooks(recorder, spec, chunk_of)
     for tensor in (*model.buffers(), *inputs.values()):
         recorder._charge(tensor)  # on a GPU they are there throughout
-    with hooks.installed(), _FusedAttention(), recorder:
+    with hooks.installed(), _fused_attention(), recorder:
         try:
             loss = getattr(model(**inputs), "loss", None)
         except Exception as error:

@@ -96,6 +96,11 @@ def build(path: Path, *, dtype: torch.dtype, gradient_checkpointing: bool) -> nn
         try:
             config = transformers.AutoConfig.for_model(**document)
             config.use_cache = False
+            if (
+                config.is_encoder_decoder
+                and getattr(config, "decoder_start_token_id", None) is None
+            ):
+                config.decoder_start_token_id = 0  # its value, of no meaning here, is asked for
             architecture = _class_of(transformers, document, config)
             with torch.device("meta"):
                 model: nn.Module = architecture(config)
