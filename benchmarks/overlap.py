@@ -4,8 +4,8 @@
 # Work: the 42.5M GPT-2 of benchmarks/step.py at tight(0.35), behind an emulated link of 2 GB/s each
 #     way, which parameters pass to the device and gradients pass home.
 # Compute: plain PyTorch's forward and backward alone. Link: the bytes that the step moved in the
-#     busier direction, at the link's rate. DRAM: the bytes that norm and Adam touch in fp32 (4 and 28
-#     a parameter) at the in-place bandwidth measured here. Compute and DRAM want the same cores on
+#     busier direction, at its rate. DRAM: the bytes that norm and Adam touch in fp32 (4 and 28 a
+#     parameter) at the in-place bandwidth measured here. Compute and DRAM share the cores of
 #     the CPU device, so that their sum is the real floor there.
 # Method: as benchmarks/step.py, in turn, ratios within each round, losses compared where the mode
 #     clips as plain PyTorch does.

@@ -74,11 +74,11 @@ class Runtime final : public Reclaimer {
   /// At the first gradient of a module's outputs. Releases the module entered before it in
   /// backward.
   void enter_backward(ModuleId module);
-  /// A parameter's gradient is complete in its chunk's payload, or on its way there. Returns whether
-  /// those of the whole chunk are now.
+  /// A parameter's gradient is complete in its chunk's payload, or on its way there. Returns
+  /// whether those of the whole chunk are now.
   bool grad_ready(ParamId param, const GradientCopy& copy = {});
-  /// Sends a chunk home whose gradients are complete, user writes with it, so that it can be updated
-  /// while backward goes on. False, and nothing happened, while a module under way pins it.
+  /// Sends a chunk home whose gradients are complete, user writes with it, so that it can be
+  /// updated while backward goes on. False, and nothing happened, while a module under way pins it.
   [[nodiscard]] bool retire(ChunkId chunk);
   /// Ends forward and backward: every chunk goes home, user writes with it. Parameters may be read
   /// and written freely until the next enter. Idempotent.
@@ -101,6 +101,8 @@ class Runtime final : public Reclaimer {
   /// Highest device bytes of that step.
   [[nodiscard]] std::size_t step_peak_device_bytes() const;
   [[nodiscard]] TransferCounts transfers() const;
+  /// Now, by the runtime's clock.
+  [[nodiscard]] std::uint64_t clock_ns() const { return clock_(); }
   /// Whether no module is entered.
   [[nodiscard]] bool idle() const;
 
