@@ -18,19 +18,22 @@ namespace py = pybind11;
 namespace castor {
 namespace {
 
-ParamId id(std::uint32_t param) { return ParamId{param}; }
+/// What is neither moved nor read by an operator of torch waits for updates under way by itself.
+OptimizerState& settled(Session& session) {
+  session.settle();
+  return session.optimizer_state();
+}
 
 }  // namespace
 
 void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session) {
   const auto released = py::call_guard<py::gil_scoped_release>();
   session
-      .def_property_readonly("optim_state_format",
-                             [](const Session& self) {
-                               return std::string(to_string(self.optimizer_state().format()));
-                             })
+      .def_property_readonly(
+          "optim_state_format",
+          [](Session& self) { return std::string(to_string(self.optimizer_state().format())); })
       .def(
-          "zero_moments", [](Session& self) { self.optimizer_state().zero_moments(); }, released)
+          "zero_moments", [](Session& self) { settled(self).zero_moments(); }, released)
       .def(
           "set_rounding",
           [](Session& self, std::uint64_t seed, std::vector<std::uint64_t> streams) {
@@ -40,34 +43,33 @@ void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session
       .def(
           "adopt",
           [](Session& self, std::uint32_t param, const at::Tensor& values) {
-            self.optimizer_state().adopt(id(param), values);
+            settled(self).adopt(ParamId{param}, values);
           },
           released)
       .def(
           "set_master",
           [](Session& self, std::uint32_t param, const at::Tensor& values) {
-            return self.optimizer_state().set_master(id(param), values);
+            return settled(self).set_master(ParamId{param}, values);
           },
           released)
       .def(
           "before_overwrite",
           [](Session& self, std::uint32_t param, const at::Tensor& values) {
-            self.optimizer_state().before_overwrite(id(param), values);
+            settled(self).before_overwrite(ParamId{param}, values);
           },
           released)
-      .def("moments", [](const Session& self,
-                         std::uint32_t param) { return self.optimizer_state().moments(id(param)); })
-      .def("moment_scales",
-           [](const Session& self, std::uint32_t param) {
-             return self.optimizer_state().moment_scales(id(param));
-           })
-      .def("master_view",
-           [](const Session& self, std::uint32_t param) {
-             return self.optimizer_state().master_view(id(param));
-           })
-      .def("master", [](const Session& self, std::uint32_t param) {
-        return self.optimizer_state().master(id(param));
-      });
+      .def("moments",
+           [](Session& self, std::uint32_t param) { return self.moments(ParamId{param}); })
+      .def(
+          "master_view",
+          [](Session& self, std::uint32_t param) {
+            return settled(self).master_view(ParamId{param});
+          },
+          released)
+      .def(
+          "master",
+          [](Session& self, std::uint32_t param) { return settled(self).master(ParamId{param}); },
+          released);
 }
 
 }  // namespace castor

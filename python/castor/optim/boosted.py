@@ -53,6 +53,12 @@ def check_optimizer(optimizer: Optimizer, config: GeminiConfig) -> None:
             f"{config.precision} master weights; use precision='fp32', or Adam, AdamW or "
             "HybridAdam without amsgrad and maximize"
         )
+    if not runs_fused_adam(optimizer) and config.overlap != "none":
+        raise NotImplementedError(
+            f"overlap={config.overlap!r} needs castor's Adam, and {name} with these options runs "
+            "on the generic path; use overlap='none', or Adam, AdamW or HybridAdam without amsgrad "
+            "and maximize"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise NotImplementedError("LBFGS evaluates the model inside step; castor cannot run it")
 
@@ -121,6 +127,11 @@ class StepDriver:
             self.engine.history.step_ended(
                 session.step_figures(), skipped=self.engine.skipped_steps > skipped_before
             )
+
+    def arm(self, optimizer: Optimizer) -> None:
+        """Before a forward whose backward may update chunks: tells the options of now."""
+        groups = [adam_options(group) for group in optimizer.param_groups]
+        self.engine.session.arm_updates(groups, self.group_of)
 
     def _refuse_update(self, norm: float) -> bool:
         """Handles a gradient that is not finite; says whether the update must be left out."""
@@ -212,6 +223,7 @@ class BoostedOptimizer(Optimizer):
         split_int8 resume bit for bit, and "rounding_seed" stands beside "state" where moments are
         rounded. Masters are left out: save_optimizer writes them.
         """
+        self._castor.engine.session.settle()
         if not self._castor.fused:
             packed: dict[str, Any] = super().state_dict()
             return packed

@@ -14,6 +14,8 @@ from castor.optim.state_formats import ROUNDING_FORMATS, to_portable
 from castor.runtime.engine import Engine
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_STATE = (*MOMENTS, "scales")
+"""What a session calls moments; only some formats have scales."""
 _DEFAULT_FORMATS = {"fp32": "fp32", "bf16": "split", "fp16": "fp32"}
 
 Entries = list[tuple[torch.Tensor, dict[str, Any]]]
@@ -60,11 +62,8 @@ def state_entry(engine: Engine, index: int) -> dict[str, torch.Tensor]:
     bfloat16 in "split_bf16" and uint8 codes in "split_int8", which has "scales" too, float32 of
     shape (blocks, 2). These are the types that a standalone HybridAdam has.
     """
-    session = engine.session
-    entry = {"step": session.steps[index]}
-    entry |= dict(zip(MOMENTS, session.moments(index), strict=True))
-    scales = session.moment_scales(index)
-    return entry if scales is None else entry | {"scales": scales}
+    moments = zip(_STATE, engine.session.moments(index), strict=False)
+    return {"step": engine.session.steps[index], **dict(moments)}
 
 
 def portable_entry(param: torch.Tensor, entry: dict[str, Any]) -> dict[str, Any]:
@@ -82,6 +81,7 @@ def write_entries(engine: Engine, entries: Entries) -> None:
     Raises:
         ValueError: exp_avg_sq has a negative element, in a format that rounds.
     """
+    engine.session.settle()  # store_moments is no operator of torch, which would wait
     for param, entry in entries:
         if param not in engine.index_of or not param.requires_grad:
             continue
@@ -97,17 +97,14 @@ def _write_moments(
     engine: Engine, index: int, param: torch.Tensor, portable: dict[str, Any]
 ) -> None:
     session = engine.session
-    moments, scales = session.moments(index), session.moment_scales(index)
-    if not any(name in portable for name in MOMENTS):
-        for state in (*moments, *([] if scales is None else [scales])):
-            state.zero_()
-        return
-    if session.optim_state_format not in ROUNDING_FORMATS:
-        for name, moment in zip(MOMENTS, moments, strict=True):
+    own = dict(zip(_STATE, session.moments(index), strict=False))
+    rounds = session.optim_state_format in ROUNDING_FORMATS
+    if not rounds or not any(name in portable for name in MOMENTS):
+        for name, state in own.items():
             if name in portable:
-                moment.copy_(portable[name])
+                state.copy_(portable[name])
             else:
-                moment.zero_()
+                state.zero_()
         return
     exact = [
         torch.empty_like(param, dtype=torch.float32).copy_(portable[name])
@@ -115,9 +112,12 @@ def _write_moments(
         else torch.zeros_like(param, dtype=torch.float32)
         for name in MOMENTS
     ]
+    scales = own.get("scales")
     if scales is not None:
         if "scales" in portable:
             scales.copy_(portable["scales"])
         else:
             scales.zero_()  # none to keep
-    _C.store_moments(session.optim_state_format, moments[0], moments[1], scales, exact[0], exact[1])
+    _C.store_moments(
+        session.optim_state_format, own["exp_avg"], own["exp_avg_sq"], scales, exact[0], exact[1]
+    )

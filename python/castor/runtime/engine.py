@@ -98,6 +98,7 @@ class Engine:
                 "link_bytes_per_second": config.link_bytes_per_second,
                 "adam_state": adam_state,
                 "optim_state_format": optim_state_format,
+                "overlap": config.overlap if adam_state else "none",
             },
         )
         if events is not None:
@@ -137,6 +138,10 @@ class Engine:
             module.register_forward_hook(leave, always_call=True)
             if self.session.optim_state_format != "fp32":
                 module.register_load_state_dict_pre_hook(_before_load(self, module))
+        # keep_vars=True hands out the parameters themselves, whose storages are read without an
+        # operator.
+        session = self.session
+        model.register_state_dict_pre_hook(lambda *_: session.settle())
         self.history.watch(model)
 
     @property
