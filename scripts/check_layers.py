@@ -65,7 +65,8 @@ PY_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"optim", "distributed", "checkpoint"}),
     frozenset({"plugins"}),
     frozenset({"booster"}),
-    frozenset({"report", "cli", "selftest"}),
+    frozenset({"report", "estimate", "doctor", "selftest"}),
+    frozenset({"cli"}),
     frozenset({"__init__", "__main__"}),
 )
 FORBIDDEN_IMPORTS = frozenset({"transformers"})

@@ -13,6 +13,9 @@ void bind_adam(pybind11::module_& module);
 /// The conversions of castor._C between its state formats and fp32 tensors.
 void bind_state_formats(pybind11::module_& module);
 
+/// castor._C's look at this machine: NUMA nodes, the host arena, measured bandwidths.
+void bind_machine(pybind11::module_& module);
+
 class Session;
 
 /// What Session has of the optimizer's state: formats, masters, moments.

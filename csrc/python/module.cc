@@ -12,9 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include "host/host_arena.h"
-#include "optim/bandwidth.h"
-#include "parallel/tbb_executor.h"
 #include "python/bindings.h"
 #include "python/state_formats.h"
 #include "torch/chunk_storages.h"
@@ -270,15 +267,6 @@ void load_trace(Session& session, const std::vector<PythonEvent>& events) {
   session.runtime().load_trace(Trace(std::move(loaded)));
 }
 
-double bandwidth(std::size_t num_floats, std::size_t repetitions) {
-  const auto arena = make_host_arena();
-  Ledger ledger(TierKind::kHost, num_floats * sizeof(float));
-  const Block block(*arena, ledger.reserve(num_floats * sizeof(float), ""));
-  TbbExecutor executor;
-  return in_place_bandwidth(executor, {reinterpret_cast<float*>(block.data()), num_floats},
-                            repetitions);
-}
-
 }  // namespace
 }  // namespace castor
 
@@ -312,7 +300,7 @@ PYBIND11_MODULE(_C, m) {
       .def("arm_updates", &castor::arm_updates, py::arg("groups"), py::arg("group_of"))
       .def("abandon_step", &Session::abandon_step, released)
       .def("finish_step", &Session::finish_step, released)
-      .def("settle", &Session::settle, released)
+      .def("settle", py::overload_cast<>(&Session::settle), released)
       .def("send_home", &Session::send_home, released)
       .def_property_readonly("steps", &Session::steps)
       .def("report", &castor::report)
@@ -327,6 +315,5 @@ PYBIND11_MODULE(_C, m) {
 
   castor::bind_adam(m);
   castor::bind_state_formats(m);
-  m.def("in_place_bandwidth", &castor::bandwidth, py::arg("num_floats"), py::arg("repetitions"),
-        released);
+  castor::bind_machine(m);
 }

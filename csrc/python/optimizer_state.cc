@@ -18,9 +18,11 @@ namespace py = pybind11;
 namespace castor {
 namespace {
 
-/// What is neither moved nor read by an operator of torch waits for updates under way by itself.
-OptimizerState& settled(Session& session) {
-  session.settle();
+ParamId id(std::uint32_t param) { return ParamId{param}; }
+
+/// For what reads or writes the parameter's state without torch's operators.
+OptimizerState& settled(Session& session, std::uint32_t param) {
+  session.settle(id(param));
   return session.optimizer_state();
 }
 
@@ -29,11 +31,17 @@ OptimizerState& settled(Session& session) {
 void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session) {
   const auto released = py::call_guard<py::gil_scoped_release>();
   session
-      .def_property_readonly(
-          "optim_state_format",
-          [](Session& self) { return std::string(to_string(self.optimizer_state().format())); })
+      .def_property_readonly("optim_state_format",
+                             [](const Session& self) {
+                               return std::string(to_string(self.optimizer_state().format()));
+                             })
       .def(
-          "zero_moments", [](Session& self) { settled(self).zero_moments(); }, released)
+          "zero_moments",
+          [](Session& self) {
+            self.settle();
+            self.optimizer_state().zero_moments();
+          },
+          released)
       .def(
           "set_rounding",
           [](Session& self, std::uint64_t seed, std::vector<std::uint64_t> streams) {
@@ -43,33 +51,31 @@ void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session
       .def(
           "adopt",
           [](Session& self, std::uint32_t param, const at::Tensor& values) {
-            settled(self).adopt(ParamId{param}, values);
+            settled(self, param).adopt(id(param), values);
           },
           released)
       .def(
           "set_master",
           [](Session& self, std::uint32_t param, const at::Tensor& values) {
-            return settled(self).set_master(ParamId{param}, values);
+            return settled(self, param).set_master(id(param), values);
           },
           released)
       .def(
           "before_overwrite",
           [](Session& self, std::uint32_t param, const at::Tensor& values) {
-            settled(self).before_overwrite(ParamId{param}, values);
+            settled(self, param).before_overwrite(id(param), values);
           },
           released)
-      .def("moments",
-           [](Session& self, std::uint32_t param) { return self.moments(ParamId{param}); })
-      .def(
-          "master_view",
-          [](Session& self, std::uint32_t param) {
-            return settled(self).master_view(ParamId{param});
-          },
-          released)
-      .def(
-          "master",
-          [](Session& self, std::uint32_t param) { return settled(self).master(ParamId{param}); },
-          released);
+      .def("moments", [](Session& self, std::uint32_t param) { return self.moments(id(param)); })
+      .def("moment_scales",
+           [](Session& self, std::uint32_t param) { return self.moment_scales(id(param)); })
+      .def("master_view",
+           [](Session& self, std::uint32_t param) {
+             return settled(self, param).master_view(id(param));
+           })
+      .def("master", [](Session& self, std::uint32_t param) {
+        return settled(self, param).master(id(param));
+      });
 }
 
 }  // namespace castor

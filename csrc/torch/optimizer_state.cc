@@ -255,16 +255,19 @@ std::vector<at::Tensor> OptimizerState::moments(ParamId param) const {
   if (element(param, PayloadKind::kExpAvg) == nullptr) {
     return {};
   }
-  std::vector<at::Tensor> views = {view(param, PayloadKind::kExpAvg, moment_type(format_)),
-                                   view(param, PayloadKind::kExpAvgSq, moment_type(format_))};
+  return {view(param, PayloadKind::kExpAvg, moment_type(format_)),
+          view(param, PayloadKind::kExpAvgSq, moment_type(format_))};
+}
+
+std::optional<at::Tensor> OptimizerState::moment_scales(ParamId param) const {
   const ParamPlace place = layout_.place(param);
-  if (const auto& scales = manager_.payload(place.chunk, PayloadKind::kMomentScales)) {
-    const auto num_blocks =
-        static_cast<std::int64_t>(num_moment_blocks(layout_.param(param).numel));
-    views.push_back(tensor_over(storage_over(scales), at::kFloat, 2 * (place.offset / kMomentBlock),
-                                {.sizes = {num_blocks, 2}, .strides = {2, 1}}));
+  const auto& payload = manager_.payload(place.chunk, PayloadKind::kMomentScales);
+  if (!payload) {
+    return std::nullopt;
   }
-  return views;
+  const auto num_blocks = static_cast<std::int64_t>(num_moment_blocks(layout_.param(param).numel));
+  return tensor_over(storage_over(payload), at::kFloat, 2 * (place.offset / kMomentBlock),
+                     {.sizes = {num_blocks, 2}, .strides = {2, 1}});
 }
 
 std::optional<at::Tensor> OptimizerState::master_view(ParamId param) const {

@@ -67,8 +67,10 @@ class OptimizerState {
   /// The parameter's first element in a payload of its chunk; nullptr when there is none.
   [[nodiscard]] std::byte* element(ParamId param, PayloadKind kind) const;
   /// {exp_avg, exp_avg_sq} of a trainable parameter, as views of its payloads: float32, bfloat16
-  /// or, for 8-bit codes, uint8; then with {scales} too, float32 of shape (blocks, 2).
+  /// or, for 8-bit codes, uint8.
   [[nodiscard]] std::vector<at::Tensor> moments(ParamId param) const;
+  /// float32 of shape (blocks, 2), a view of the payload; nullopt in formats without blocks.
+  [[nodiscard]] std::optional<at::Tensor> moment_scales(ParamId param) const;
   /// The fp32 master as a view of its payload; nullopt where it is kept otherwise, for fp32
   /// parameters, which are their own master, and for frozen ones.
   [[nodiscard]] std::optional<at::Tensor> master_view(ParamId param) const;

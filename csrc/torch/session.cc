@@ -208,7 +208,7 @@ void Session::adopt_parameters() {
 void Session::watch_tensors() {
   gate_ = TensorGate::create(2 * layout_.chunks().size(),
                              [this](std::size_t group) { settle_group(group); });
-  moments_.resize(params_.size());
+  state_views_.resize(params_.size());
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ChunkId chunk = layout_.place(ParamId{static_cast<std::uint32_t>(i)}).chunk;
     gate_->watch(index(chunk), params_[i]);
@@ -645,21 +645,34 @@ void Session::settle() {
   }
 }
 
+void Session::settle(ParamId param) { gate_->pass(index(layout_.place(param).chunk)); }
+
 void Session::send_home() {
   check_no_update_yet("the weights are read");
   settle();
   runtime_->send_home();
 }
 
-const std::vector<at::Tensor>& Session::moments(ParamId param) {
-  std::vector<at::Tensor>& shown = moments_[index(param)];
-  if (shown.empty()) {
-    shown = optimizer_state_->moments(param);
-    for (const at::Tensor& moment : shown) {
-      gate_->watch(index(layout_.place(param).chunk), moment);
+const Session::StateViews& Session::state_views(ParamId param) {
+  StateViews& views = state_views_[index(param)];
+  if (views.moments.empty()) {
+    views.moments = optimizer_state_->moments(param);
+    views.scales = optimizer_state_->moment_scales(param);
+    const std::size_t group = index(layout_.place(param).chunk);
+    for (const at::Tensor& moment : views.moments) {
+      gate_->watch(group, moment);
+    }
+    if (views.scales) {
+      gate_->watch(group, *views.scales);
     }
   }
-  return shown;
+  return views;
+}
+
+std::vector<at::Tensor> Session::moments(ParamId param) { return state_views(param).moments; }
+
+std::optional<at::Tensor> Session::moment_scales(ParamId param) {
+  return state_views(param).scales;
 }
 
 }  // namespace castor

@@ -107,16 +107,19 @@ class Session : public std::enable_shared_from_this<Session> {
   void abandon_step();
   /// Returns when no update is under way; rethrows what stopped one.
   void settle();
+  /// Returns when the update of the parameter's chunk is over.
+  void settle(ParamId param);
   /// Parameters may be read and written freely afterwards, until the next forward. Throws
   /// UsageError where backward updated some chunks and step() never followed.
   void send_home();
 
-  /// Masters and moments of the parameters. Its moments have no values before zero_moments(). Call
-  /// settle first.
+  /// Masters and moments of the parameters. Its moments have no values before zero_moments().
+  /// Before its memory is used: settle(param).
   [[nodiscard]] OptimizerState& optimizer_state() const noexcept { return *optimizer_state_; }
-  /// As OptimizerState::moments, the same tensors at every call. Operators that read them wait for
+  /// As OptimizerState's, but the same tensors at every call, and operators that read them wait for
   /// the parameter's update.
-  [[nodiscard]] const std::vector<at::Tensor>& moments(ParamId param);
+  [[nodiscard]] std::vector<at::Tensor> moments(ParamId param);
+  [[nodiscard]] std::optional<at::Tensor> moment_scales(ParamId param);
   /// Adam steps taken, one float32 per parameter: views of it are torch's `step` entries.
   [[nodiscard]] const at::Tensor& steps() const noexcept { return steps_; }
   /// Gradient bytes that went from the device to payloads on the host.
@@ -143,6 +146,8 @@ class Session : public std::enable_shared_from_this<Session> {
   GradientCopy adopt_gradient(ParamId param, at::Tensor& grad);
   [[nodiscard]] double gradient_norm() const;
   void watch_tensors();
+  struct StateViews;
+  const StateViews& state_views(ParamId param);
   /// The update of parameter i, which is in its next step from now on.
   [[nodiscard]] AdamSegment begin_step(std::size_t i, const AdamOptions& options,
                                        double grad_scale);
@@ -178,7 +183,11 @@ class Session : public std::enable_shared_from_this<Session> {
   std::unique_ptr<UpdateQueue> updates_;  // nullptr with Overlap::kNone
   // Group i: parameters and moments of chunk i; gradient_group(i): its gradients.
   std::shared_ptr<TensorGate> gate_;
-  std::vector<std::vector<at::Tensor>> moments_;    // per parameter, once shown
+  struct StateViews {
+    std::vector<at::Tensor> moments;
+    std::optional<at::Tensor> scales;
+  };
+  std::vector<StateViews> state_views_;             // per parameter, once shown
   std::shared_ptr<NonModelMemory> account_before_;  // of the thread, while inference runs
   std::vector<int> backward_passes_;  // under way, as autograd numbers them; nested ones last
 

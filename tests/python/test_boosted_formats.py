@@ -321,6 +321,22 @@ def test_state_dict_gives_the_moments_back_bitwise(state_format: str) -> None:
     assert back.optimizer.state_dict().get("rounding_seed") == state.get("rounding_seed")
 
 
+@pytest.mark.parametrize("state_format", FORMATS)
+def test_a_state_loaded_while_updates_are_under_way_replaces_what_they_leave(
+    state_format: str,
+) -> None:
+    model = nn.Linear(2048, 2048, bias=False)  # an update takes milliseconds
+    boosted = bf16(model, state_format, overlap="forward")
+    x = torch.ones(1, 2048)
+    boosted.step(boosted.model(x).square().mean())
+    state = copy.deepcopy(boosted.optimizer.state_dict())
+    boosted.step(boosted.model(x).square().mean())
+    boosted.optimizer.load_state_dict(state)  # at once
+    loaded = boosted.optimizer.state_dict()["state"][0]
+    for key, value in state["state"][0].items():
+        assert torch.equal(loaded[key], value), key
+
+
 @pytest.mark.parametrize("target", ["adamw", *FORMATS])
 @pytest.mark.parametrize("source", FORMATS)
 def test_checkpoints_hold_every_format_for_every_other(
@@ -388,8 +404,10 @@ def test_a_state_without_moments_starts_from_zero() -> None:
     assert not boosted.optimizer.state
     session = engine_of(boosted.model).session
     for i in range(len(list(boosted.model.parameters()))):
-        assert not session.moments(i)[2].any()
-        decoded = castor._C.load_moments("split_int8", *session.moments(i))
+        assert not session.moment_scales(i).any()
+        decoded = castor._C.load_moments(
+            "split_int8", *session.moments(i), session.moment_scales(i)
+        )
         assert not any(moment.any() for moment in decoded)
 
 

@@ -223,10 +223,10 @@ class BoostedOptimizer(Optimizer):
         split_int8 resume bit for bit, and "rounding_seed" stands beside "state" where moments are
         rounded. Masters are left out: save_optimizer writes them.
         """
-        self._castor.engine.session.settle()
         if not self._castor.fused:
             packed: dict[str, Any] = super().state_dict()
             return packed
+        self._castor.engine.session.settle()
         packed = Optimizer.state_dict(self)
         params = [param for group in self.param_groups for param in group["params"]]
         packed["state"] = {i: portable_entry(params[i], e) for i, e in packed["state"].items()}

@@ -14,8 +14,6 @@ from castor.optim.state_formats import ROUNDING_FORMATS, to_portable
 from castor.runtime.engine import Engine
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_STATE = (*MOMENTS, "scales")
-"""What a session calls moments; only some formats have scales."""
 _DEFAULT_FORMATS = {"fp32": "fp32", "bf16": "split", "fp16": "fp32"}
 
 Entries = list[tuple[torch.Tensor, dict[str, Any]]]
@@ -62,8 +60,11 @@ def state_entry(engine: Engine, index: int) -> dict[str, torch.Tensor]:
     bfloat16 in "split_bf16" and uint8 codes in "split_int8", which has "scales" too, float32 of
     shape (blocks, 2). These are the types that a standalone HybridAdam has.
     """
-    moments = zip(_STATE, engine.session.moments(index), strict=False)
-    return {"step": engine.session.steps[index], **dict(moments)}
+    session = engine.session
+    entry = {"step": session.steps[index]}
+    entry |= dict(zip(MOMENTS, session.moments(index), strict=True))
+    scales = session.moment_scales(index)
+    return entry if scales is None else entry | {"scales": scales}
 
 
 def portable_entry(param: torch.Tensor, entry: dict[str, Any]) -> dict[str, Any]:
@@ -97,14 +98,17 @@ def _write_moments(
     engine: Engine, index: int, param: torch.Tensor, portable: dict[str, Any]
 ) -> None:
     session = engine.session
-    own = dict(zip(_STATE, session.moments(index), strict=False))
-    rounds = session.optim_state_format in ROUNDING_FORMATS
-    if not rounds or not any(name in portable for name in MOMENTS):
-        for name, state in own.items():
+    moments, scales = session.moments(index), session.moment_scales(index)
+    if not any(name in portable for name in MOMENTS):
+        for state in (*moments, *([] if scales is None else [scales])):
+            state.zero_()
+        return
+    if session.optim_state_format not in ROUNDING_FORMATS:
+        for name, moment in zip(MOMENTS, moments, strict=True):
             if name in portable:
-                state.copy_(portable[name])
+                moment.copy_(portable[name])
             else:
-                state.zero_()
+                moment.zero_()
         return
     exact = [
         torch.empty_like(param, dtype=torch.float32).copy_(portable[name])
@@ -112,12 +116,9 @@ def _write_moments(
         else torch.zeros_like(param, dtype=torch.float32)
         for name in MOMENTS
     ]
-    scales = own.get("scales")
     if scales is not None:
         if "scales" in portable:
             scales.copy_(portable["scales"])
         else:
             scales.zero_()  # none to keep
-    _C.store_moments(
-        session.optim_state_format, own["exp_avg"], own["exp_avg_sq"], scales, exact[0], exact[1]
-    )
+    _C.store_moments(session.optim_state_format, moments[0], moments[1], scales, exact[0], exact[1])

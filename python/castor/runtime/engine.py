@@ -101,8 +101,8 @@ class Engine:
                 "host_bytes": config.host_bytes,
                 "link_bytes_per_second": config.link_bytes_per_second,
                 "adam_state": adam_state,
-                "optim_state_format": optim_state_format,
                 "overlap": config.overlap if adam_state else "none",
+                "optim_state_format": optim_state_format,
             },
         )
         if events is not None:
