@@ -48,6 +48,8 @@ void translate(std::exception_ptr pending) {
   }
 }
 
+}  // namespace
+
 ScalarType scalar_type(const std::string& name) {
   for (const ScalarType type :
        {ScalarType::kFloat32, ScalarType::kBFloat16, ScalarType::kFloat16}) {
@@ -84,12 +86,7 @@ PlacementPolicy placement_policy(const std::string& name) {
   throw InvalidArgument("unknown placement policy '" + name + "'");
 }
 
-using PythonModuleSpec = std::tuple<std::string, std::vector<std::uint32_t>, std::int64_t>;
-
-std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
-                                        std::vector<std::string> param_names,
-                                        const std::vector<PythonModuleSpec>& modules,
-                                        const py::dict& options) {
+std::vector<ModuleSpec> module_specs(const std::vector<PythonModuleSpec>& modules) {
   std::vector<ModuleSpec> specs;
   specs.reserve(modules.size());
   for (const auto& [name, owned, parent] : modules) {
@@ -102,6 +99,28 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
     }
     specs.push_back(std::move(spec));
   }
+  return specs;
+}
+
+Trace trace_of(const std::vector<PythonEvent>& events) {
+  std::vector<Event> parsed;
+  parsed.reserve(events.size());
+  for (const auto& [kind, id, nonmodel_bytes, time_ns] : events) {
+    if (kind >= kNumEventKinds) {
+      throw InvalidArgument("a trace event has kind " + std::to_string(kind) +
+                            ", which this version does not know");
+    }
+    parsed.push_back({static_cast<EventKind>(kind), id, nonmodel_bytes, time_ns});
+  }
+  return Trace(std::move(parsed));
+}
+
+namespace {
+
+std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
+                                        std::vector<std::string> param_names,
+                                        const std::vector<PythonModuleSpec>& modules,
+                                        const py::dict& options) {
   const auto get = [&options](const char* key) { return options[key]; };
   const SessionOptions session_options{
       .precision = scalar_type(get("precision").cast<std::string>()),
@@ -119,7 +138,7 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
       .state = {.format = state_format_of(get("optim_state_format").cast<std::string>()),
                 .moments = get("adam_state").cast<bool>()},
       .overlap = overlap_mode(get("overlap").cast<std::string>())};
-  return Session::create(std::move(params), std::move(param_names), std::move(specs),
+  return Session::create(std::move(params), std::move(param_names), module_specs(modules),
                          session_options);
 }
 
@@ -240,8 +259,6 @@ std::optional<py::dict> prediction(Session& session) {
   return figures;
 }
 
-using PythonEvent = std::tuple<std::uint8_t, std::uint32_t, std::uint64_t, std::uint64_t>;
-
 std::optional<std::vector<PythonEvent>> trace(Session& session) {
   const auto recorded = session.runtime().trace();
   if (!recorded) {
@@ -256,15 +273,7 @@ std::optional<std::vector<PythonEvent>> trace(Session& session) {
 }
 
 void load_trace(Session& session, const std::vector<PythonEvent>& events) {
-  std::vector<Event> loaded;
-  for (const auto& [kind, id, nonmodel_bytes, time_ns] : events) {
-    if (kind >= kNumEventKinds) {
-      throw InvalidArgument("a trace event has kind " + std::to_string(kind) +
-                            ", which this version does not know");
-    }
-    loaded.push_back({static_cast<EventKind>(kind), id, nonmodel_bytes, time_ns});
-  }
-  session.runtime().load_trace(Trace(std::move(loaded)));
+  session.runtime().load_trace(trace_of(events));
 }
 
 }  // namespace
@@ -316,4 +325,5 @@ PYBIND11_MODULE(_C, m) {
   castor::bind_adam(m);
   castor::bind_state_formats(m);
   castor::bind_machine(m);
+  castor::bind_simulator(m);
 }
