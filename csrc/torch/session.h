@@ -18,6 +18,7 @@
 #include "torch/chunk_storages.h"
 #include "torch/gradient_copies.h"
 #include "torch/optimizer_state.h"
+#include "torch/session_options.h"
 #include "torch/tensor_gate.h"
 
 namespace torch::autograd {
@@ -28,28 +29,6 @@ namespace castor {
 
 /// Owner of an autograd node: std::shared_ptr up to torch 2.12, c10::intrusive_ptr from 2.13 on.
 using GradFunction = std::decay_t<decltype(std::declval<const at::Tensor&>().grad_fn())>;
-
-/// When the optimizer's update runs beside other work. All give the same bits.
-enum class Overlap : std::uint8_t {
-  kNone,     ///< inside step()
-  kForward,  ///< beside what follows step(); whatever needs a chunk waits for that chunk
-  /// As kForward, and a chunk whose gradients are complete is updated while backward goes on. Exact
-  /// only where nothing that step() learns decides over the update: no clipping, no skipping.
-  kBackward,
-};
-
-struct SessionOptions {
-  ScalarType precision = ScalarType::kFloat32;
-  LayoutOptions layout;
-  PlacementOptions placement;
-  RuntimeOptions runtime;
-  std::size_t device_bytes = 0;
-  std::size_t host_bytes = 0;
-  /// Bandwidth of an emulated link between host and device, each way; 0: memory's own.
-  std::uint64_t link_bytes_per_second = 0;
-  OptimizerStateOptions state;
-  Overlap overlap = Overlap::kNone;
-};
 
 /// What a step's gradients look like before the update.
 struct GradientSummary {

@@ -107,6 +107,24 @@ def test_bits_depend_on_neither_chunks_nor_budget(state_format: str) -> None:
     assert_equal(exact_state(two), exact_state(one))
 
 
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+@pytest.mark.parametrize("state_format", FORMATS)
+def test_updates_beside_compute_give_the_same_bits(state_format: str, overlap: str) -> None:
+    runs = []
+    for mode in ("none", overlap):
+        settings: dict[str, Any] = {"overlap": mode, "nonfinite": "ignore"}
+        settings["enable_gradient_accumulation"] = mode != "backward"
+        boosted = bf16(tower(width=64), state_format, chunk_bytes="9KiB", **settings)
+        for seed in range(4):
+            boosted.step(boosted.model(**tower_batch(seed, width=64)))
+            moments = copy.deepcopy(boosted.optimizer.state_dict()["state"])  # at once
+        runs.append((exact_state(boosted), moments))
+    assert_equal(runs[1][0], runs[0][0])
+    for mine, theirs in zip(runs[1][1].values(), runs[0][1].values(), strict=True):
+        for key, value in theirs.items():
+            assert torch.equal(mine[key], value), key
+
+
 def representable(model: nn.Module) -> nn.Module:
     """The model with float32 weights that bf16 holds."""
     return model.bfloat16().float()
@@ -301,6 +319,22 @@ def test_state_dict_gives_the_moments_back_bitwise(state_format: str) -> None:
         for key, value in mine.items():
             assert torch.equal(value, theirs[key]), key
     assert back.optimizer.state_dict().get("rounding_seed") == state.get("rounding_seed")
+
+
+@pytest.mark.parametrize("state_format", FORMATS)
+def test_a_state_loaded_while_updates_are_under_way_replaces_what_they_leave(
+    state_format: str,
+) -> None:
+    model = nn.Linear(2048, 2048, bias=False)  # an update takes milliseconds
+    boosted = bf16(model, state_format, overlap="forward")
+    x = torch.ones(1, 2048)
+    boosted.step(boosted.model(x).square().mean())
+    state = copy.deepcopy(boosted.optimizer.state_dict())
+    boosted.step(boosted.model(x).square().mean())
+    boosted.optimizer.load_state_dict(state)  # at once
+    loaded = boosted.optimizer.state_dict()["state"][0]
+    for key, value in state["state"][0].items():
+        assert torch.equal(loaded[key], value), key
 
 
 @pytest.mark.parametrize("target", ["adamw", *FORMATS])

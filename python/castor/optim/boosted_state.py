@@ -82,6 +82,7 @@ def write_entries(engine: Engine, entries: Entries) -> None:
     Raises:
         ValueError: exp_avg_sq has a negative element, in a format that rounds.
     """
+    engine.session.settle()  # store_moments is no operator of torch, which would wait
     for param, entry in entries:
         if param not in engine.index_of or not param.requires_grad:
             continue

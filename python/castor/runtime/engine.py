@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from castor.runtime.spec import ModelSpec
 from castor.runtime.trace_file import read_trace, write_trace
 
 WORKING_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_OWN_PAGES_BYTES = 2**16
+"""From this size on, values on their way into chunks get pages of their own."""
 
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
@@ -108,12 +112,16 @@ class Engine:
     def _place(self, param: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
         """Chunk memory in which a lazy parameter's initialisers of type `dtype` may run."""
         home, master = param.data, self.session.master_view(self.index_of[param])
+        num_bytes = param.numel() * dtype.itemsize
         if dtype == home.dtype:
             return home
         if master is not None and dtype == master.dtype:
             return master
         if dtype.itemsize < home.element_size():
             return home.view(-1).view(dtype)[: home.numel()]
+        if num_bytes >= _OWN_PAGES_BYTES:
+            # Not from malloc, which would keep the pages of what it is given back.
+            return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype)
         return None
 
     def _finish(self, param: nn.Parameter, values: torch.Tensor) -> None:

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/chunk_layout.h"
+#include "core/placement.h"
+#include "core/runtime.h"
+#include "core/scalar_type.h"
+#include "torch/optimizer_state.h"
+
+namespace castor {
+
+/// When the optimizer's update runs beside other work. All give the same bits.
+enum class Overlap : std::uint8_t {
+  kNone,     ///< inside step()
+  kForward,  ///< beside what follows step(); whatever needs a chunk waits for that chunk
+  /// As kForward, and a chunk whose gradients are complete is updated while backward goes on. Exact
+  /// only where nothing that step() learns decides over the update: no clipping, no skipping.
+  kBackward,
+};
+
+struct SessionOptions {
+  ScalarType precision = ScalarType::kFloat32;
+  LayoutOptions layout;
+  PlacementOptions placement;
+  RuntimeOptions runtime;
+  std::size_t device_bytes = 0;
+  std::size_t host_bytes = 0;
+  /// Bandwidth of an emulated link between host and device, each way; 0: memory's own.
+  std::uint64_t link_bytes_per_second = 0;
+  OptimizerStateOptions state;
+  Overlap overlap = Overlap::kNone;
+};
+
+}  // namespace castor
