@@ -55,6 +55,7 @@ class MemcpyEngine final : public castor::CopyEngine {
   }
   void wait(castor::CopyTicket /*ticket*/) override {}
   bool done(castor::CopyTicket /*ticket*/) override { return true; }
+  bool asynchronous() const noexcept override { return false; }
 
  private:
   std::uint64_t last_ = 0;
