@@ -176,6 +176,10 @@ jemalloc_definition = -DCASTOR_JEMALLOC_ROOT=$$(sed 's/.*=//' $(STAMPS)/jemalloc
 
 cpp: $(STAMPS)/jemalloc
 	$(call cxx,cpp,-DCMAKE_BUILD_TYPE=Release $(jemalloc_definition),)
+# The programs of make bench stand on seams of the core: they are compiled here, so that they follow.
+	@cmake -S benchmarks/cpp -B $(BUILD)/benchmarks >$(BUILD)/benchmarks.log \
+	  || { cat $(BUILD)/benchmarks.log; exit 1; }
+	@cmake --build $(BUILD)/benchmarks
 
 asan: $(STAMPS)/jemalloc
 	$(call cxx,asan,-DCMAKE_BUILD_TYPE=Debug -DCASTOR_SANITIZE=address $(jemalloc_definition),\

@@ -55,6 +55,7 @@ class MemcpyEngine final : public castor::CopyEngine {
   }
   void wait(castor::CopyTicket /*ticket*/) override {}
   bool done(castor::CopyTicket /*ticket*/) override { return true; }
+  bool asynchronous() const noexcept override { return false; }
 
  private:
   std::uint64_t last_ = 0;
@@ -65,6 +66,8 @@ class NoBinder final : public castor::ParamBinder {
   void bind(ChunkId /*chunk*/, std::byte* /*address*/) noexcept override {}
   void snapshot(ChunkId /*chunk*/) noexcept override {}
   bool written_since_snapshot(ChunkId /*chunk*/) const noexcept override { return false; }
+  void before_write_back(ChunkId /*chunk*/, const std::byte* /*home*/,
+                         const std::byte* /*slot*/) override {}
 };
 
 std::uint64_t now_ns() {
