@@ -144,7 +144,7 @@ def test_18b_gpt_takes_less_than_ten_seconds_and_two_gib(tmp_path: Path) -> None
         ([*RTX3090, "--flops", "fast"], "flops is 'fast'"),
         ([*RTX3090, "--flops", "0"], "must be above 0"),
         ([*RTX3090, "--batch", "0"], "batch is 0"),
-        ([*RTX3090, "--seq", "128"], "n_positions is 64"),
+        ([*RTX3090, "--seq", "128"], "is 64; give at most that"),
         ([*RTX3090, "--format", "int4"], "state_format is 'int4'"),
         ([*RTX3090, "--precision", "fp8"], "precision is 'fp8'"),
         ([*RTX3090, "--precision", "fp32", "--format", "split"], "is for bf16 parameters"),
