@@ -32,7 +32,7 @@ def problems() -> list[str]:
         found.append(f"castor._C lies outside the package: {library}")
     found += [
         f"the wheel lacks castor/{name}"
-        for name in ("py.typed", "_C.pyi", "_build_info.json", *PAGE)
+        for name in ("py.typed", "_C.pyi", "_build_info.json", "estimate/presets.json", *PAGE)
         if not (package / name).is_file()
     ]
     version = importlib.metadata.version("castor-torch")

@@ -234,16 +234,16 @@ class Estimator:
                 else "--gradient-checkpointing"
             )
             found.append(
-                f"module '{figures['smallest_budget_module']}' needs {_gib(device_needed)} of "
-                f"device memory, {_gib(device_needed - machine.device_bytes)} more than there is: "
+                f"module '{figures['smallest_budget_module']}' needs {size(device_needed)} of "
+                f"device memory, {size(device_needed - machine.device_bytes)} more than there is: "
                 f"a smaller batch or sequence, or {instead}"
             )
         if host_needed > machine.host_bytes:
             smaller = self._formats_that_fit(machine)
             instead = f"--format {' or '.join(smaller)}" if smaller else "a smaller model"
             found.append(
-                f"parameters, gradients and optimizer state take {_gib(host_needed)} of host "
-                f"memory, {_gib(host_needed - machine.host_bytes)} more than there is: "
+                f"parameters, gradients and optimizer state take {size(host_needed)} of host "
+                f"memory, {size(host_needed - machine.host_bytes)} more than there is: "
                 f"more memory, or {instead}"
             )
         return tuple(found)
@@ -288,5 +288,8 @@ def _largest(needed: Callable[[int], int], budget: int, *, start: int, most: int
     return low
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB"
+def size(num_bytes: int) -> str:
+    """Bytes in MiB below one GiB, else in GiB."""
+    if num_bytes < 2**30:
+        return f"{num_bytes / 2**20:,.1f} MiB"
+    return f"{num_bytes / 2**30:,.1f} GiB"

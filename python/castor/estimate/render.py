@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from castor.estimate.estimator import Estimate, Workload
+from castor.estimate.estimator import Estimate, Workload, size
 from castor.estimate.machine import Machine
 
 _BOUNDS = {
@@ -15,10 +15,6 @@ _BOUNDS = {
     "d2h": "the link from device to host (gradients)",
     "dram": "host memory (Adam and the links)",
 }
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.2f} GiB"
 
 
 def render(estimate: Estimate, workload: Workload, machine: Machine, console: Console) -> None:
@@ -31,9 +27,9 @@ def render(estimate: Estimate, workload: Workload, machine: Machine, console: Co
     table = Table(show_header=False, box=None)
     table.add_row("fits", "[green]yes[/green]" if estimate.fits else "[red]no[/red]")
     least = "" if estimate.fits else "at least "
-    table.add_row("device", f"{least}{_gib(estimate.device_bytes)} of {_gib(machine.device_bytes)}")
-    table.add_row("host", f"{_gib(estimate.host_bytes)} of {_gib(machine.host_bytes)}")
-    table.add_row("NVMe", _gib(estimate.nvme_bytes))
+    table.add_row("device", f"{least}{size(estimate.device_bytes)} of {size(machine.device_bytes)}")
+    table.add_row("host", f"{size(estimate.host_bytes)} of {size(machine.host_bytes)}")
+    table.add_row("NVMe", size(estimate.nvme_bytes))
     if estimate.step_time_s is not None and estimate.bound is not None:
         table.add_row("step", f"{estimate.step_time_s:.2f} s")
         table.add_row("bound by", _BOUNDS[estimate.bound])

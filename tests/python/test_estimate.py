@@ -1,0 +1,398 @@
+"""castor estimate: figures from a config alone, and refusals of what cannot be estimated."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from castor import _C, Booster, GeminiPlugin
+from castor.estimate import Estimator, Machine, Workload, estimate, machine, preset_names
+from castor.estimate.estimator import _largest
+from castor.estimate.machine import _data, parse_flops
+from castor.estimate.metatrace import BACKWARD_ENTER, FORWARD_ENTER, GRAD_READY
+from castor.runtime.engine import engine_of
+
+KEYS = {
+    "fits",
+    "device_bytes",
+    "host_bytes",
+    "nvme_bytes",
+    "step_time_s",
+    "bound",
+    "tokens_per_s",
+    "max_batch",
+}
+SMALL = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 512,
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 64,
+}
+GPT_18B = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 50257,
+    "n_embd": 6144,
+    "n_layer": 40,
+    "n_head": 48,
+    "n_positions": 2048,
+}
+RTX3090 = ("--preset", "rtx3090")
+MIB = 2**20
+GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "estimate.md").read_text(encoding="utf-8")
+
+
+OPTIONS: dict[str, object] = {
+    "policy": "auto",
+    "offload_optim_frac": 0.0,
+    "offload_param_frac": 0.0,
+    "max_prefetch": 1,
+    "device_bytes": MIB,
+    "h2d_bytes_per_second": 1.0,
+    "d2h_bytes_per_second": 1.0,
+    "dram_bytes_per_second": 1.0,
+    "device_memory_bytes_per_second": 1.0,
+    "parameter_copies": "overlapped",
+    "gradient_copies": "overlapped",
+    "update_cores": "own",
+    "overlap": "none",
+    "state_format": "fp32",
+    "with_norm": False,
+}
+
+
+def write(folder: Path, config: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config), encoding="utf-8")
+    return path
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "castor", "estimate", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def small_machine(**changes: Any) -> Machine:
+    figures: dict[str, Any] = {
+        "device_memory": "8MiB",
+        "host_memory": "1GiB",
+        "h2d": "1GB/s",
+        "dram": "10GB/s",
+        "flops": "1T",
+    }
+    return machine(**(figures | changes))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Estimator:
+    return Estimator(write(tmp_path_factory.mktemp("small"), SMALL), Workload(sequence=64))
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def test_json_has_the_keys_and_plain_values(tmp_path: Path) -> None:
+    done = run(write(tmp_path, SMALL), *RTX3090, "--seq", "64", "--json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert set(figures) == KEYS
+    assert figures["fits"] is True
+    assert figures["nvme_bytes"] == 0
+    assert figures["bound"] in {"compute", "h2d", "d2h", "dram"}
+    assert figures["tokens_per_s"] == pytest.approx(64 / figures["step_time_s"])
+    assert figures["max_batch"] >= 1
+
+
+def test_table_says_what_would_make_it_fit(tmp_path: Path) -> None:
+    config = write(tmp_path, SMALL)
+    done = run(config, *RTX3090, "--seq", "64", "--host-memory", "3MiB", "--format", "fp32")
+    assert done.returncode == 0, done.stderr
+    assert "to make it fit" in done.stdout
+    assert "more memory, or --format split_bf16 or split_int8" in done.stdout
+    assert "3.6 MiB of 3.0 MiB" in done.stdout
+
+
+@pytest.mark.slow
+def test_18b_gpt_takes_less_than_ten_seconds_and_two_gib(tmp_path: Path) -> None:
+    # CPU time: other work on the machine is not the command's.
+    code = (
+        "import resource, sys\n"
+        "from castor.cli import app\n"
+        "app(sys.argv[1:], standalone_mode=False)\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)\n"
+    )
+    command = ["estimate", str(write(tmp_path, GPT_18B)), *RTX3090, "--json"]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *command],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    seconds, peak_bytes = map(float, last.split())
+    assert json.loads("".join(lines))["fits"]
+    assert seconds < 10
+    assert peak_bytes < 2 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--preset", "rtx9999"], "unknown preset 'rtx9999'; choose one of rtx3090"),
+        ([], "the machine lacks device memory, host memory, h2d, dram, flops"),
+        ([*RTX3090, "--device-memory", "much"], "device_memory is 'much'"),
+        ([*RTX3090, "--h2d", "25"], "h2d is '25'; write a bandwidth"),
+        ([*RTX3090, "--flops", "fast"], "flops is 'fast'"),
+        ([*RTX3090, "--flops", "0"], "must be above 0"),
+        ([*RTX3090, "--batch", "0"], "batch is 0"),
+        ([*RTX3090, "--seq", "128"], "is 64; give at most that"),
+        ([*RTX3090, "--format", "int4"], "state_format is 'int4'"),
+        ([*RTX3090, "--precision", "fp8"], "precision is 'fp8'"),
+        ([*RTX3090, "--precision", "fp32", "--format", "split"], "is for bf16 parameters"),
+        ([*RTX3090, "--overlap", "backward"], "overlap is 'backward'"),
+    ],
+)
+def test_nonsense_arguments_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
+) -> None:
+    from castor import cli
+
+    monkeypatch.setattr(
+        sys, "argv", ["castor", "estimate", str(write(tmp_path, SMALL)), *arguments]
+    )
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "has no 'model_type'"),
+        ({"n_embd": 64}, "has no 'model_type'"),
+        ({"model_type": "no_such_model"}, "cannot build this model"),
+        (SMALL | {"architectures": ["NoSuchModel"]}, "no architecture 'NoSuchModel'"),
+        (SMALL | {"n_embd": 63}, "cannot build this model"),
+        (SMALL | {"n_layer": "many"}, "cannot build this model"),
+        (SMALL | {"architectures": ["GPT2Model"]}, "returns no loss"),
+    ],
+)
+def test_nonsense_configs_are_refused(tmp_path: Path, config: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        estimate(write(tmp_path, config), machine("h100"), Workload(sequence=64))
+
+
+def test_a_config_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        estimate(tmp_path / "config.json", machine("h100"))
+
+
+# --- the figures --------------------------------------------------------------------------------
+
+
+def test_no_weights_are_allocated(small: Estimator) -> None:
+    assert {param.device.type for param in small._model.parameters()} == {"meta"}
+    assert {buffer.device.type for buffer in small._model.buffers()} <= {"meta"}
+
+
+@pytest.mark.parametrize(
+    ("state_format", "bytes_per_param"),
+    [("fp32", 16), ("split", 14), ("split_bf16", 10), ("split_int8", 8 + 1 / 32)],
+)
+def test_host_bytes_are_those_of_the_state_format(
+    tmp_path: Path, state_format: Any, bytes_per_param: float
+) -> None:
+    workload = Workload(sequence=64, state_format=state_format)
+    found = estimate(write(tmp_path, SMALL), small_machine(), workload)
+    # Chunks align parameters to 64 bytes.
+    assert found.host_bytes == pytest.approx(found.parameters * bytes_per_param, rel=0.01)
+
+
+@pytest.mark.parametrize("figure", ["h2d", "d2h", "dram", "flops", "device_bandwidth"])
+def test_a_faster_machine_is_never_slower(small: Estimator, figure: str) -> None:
+    slow = small_machine(device_bandwidth="1GB/s")
+    fast = dataclasses.replace(slow, **{figure: getattr(slow, figure) * 4})
+    before, after = small.estimate(slow), small.estimate(fast)
+    assert after.step_time_s <= before.step_time_s  # type: ignore[operator]
+    assert after.device_bytes == before.device_bytes
+
+
+def test_more_memory_takes_larger_batches_and_moves_less(small: Estimator) -> None:
+    figures = [
+        small.estimate(small_machine(device_memory=f"{mib}MiB")) for mib in (2, 4, 8, 16, 32)
+    ]
+    batches = [found.max_batch for found in figures]
+    assert batches == sorted(batches)
+    assert batches[-1] > batches[0] >= 1
+    h2d = [found.busy_s["h2d"] for found in figures]
+    assert h2d == sorted(h2d, reverse=True)
+
+
+def test_the_largest_batch_is_the_last_one_that_fits(tmp_path: Path) -> None:
+    on = small_machine()
+    config = write(tmp_path, SMALL)
+    largest = estimate(config, on, Workload(sequence=64)).max_batch
+    assert estimate(config, on, Workload(sequence=64, batch=largest)).fits
+    above = estimate(config, on, Workload(sequence=64, batch=largest + 1))
+    assert not above.fits
+    assert above.max_batch == largest
+    assert above.step_time_s is above.bound is above.tokens_per_s is None
+    assert "--gradient-checkpointing" in above.remedies[0]
+
+
+@pytest.mark.parametrize("power", [1.0, 1.3])
+def test_search_for_the_largest_batch_ends_soon_and_is_right(power: float) -> None:
+    asked = []
+
+    def needed(batch: int) -> int:
+        asked.append(batch)
+        return int(1000 + 70 * batch**power)
+
+    for budget in (500, 1069, 1070, 1071, 5000, 123456, 10**9):
+        for start in (1, 3, 64):
+            asked.clear()
+            largest = _largest(needed, budget, start=start, most=2**20)
+            assert len(asked) <= 30
+            assert largest == 0 or needed(largest) <= budget
+            assert largest == 2**20 or needed(largest + 1) > budget
+
+
+def test_checkpointing_recomputes_and_takes_less_memory(tmp_path: Path) -> None:
+    config = write(tmp_path, SMALL)
+    plain = Estimator(config, Workload(sequence=64)).step(4)
+    saved = Estimator(config, Workload(sequence=64, gradient_checkpointing=True)).step(4)
+    peaks = [max(m.nonmodel_bytes for m in step.moments) for step in (plain, saved)]
+    assert peaks[1] < peaks[0]
+    assert saved.flops > plain.flops
+    enters = [sum(m.kind == FORWARD_ENTER for m in step.moments) for step in (plain, saved)]
+    assert enters[1] > enters[0]
+
+
+def test_flops_are_six_for_each_weight_and_token_and_those_of_attention(small: Estimator) -> None:
+    step = small.step(2)
+    tokens, width, layers = 2 * 64, SMALL["n_embd"], SMALL["n_layer"]
+    weights = 12 * layers * width**2 + SMALL["vocab_size"] * width  # type: ignore[operator]
+    # Two products of 2 * 64 * width FLOPs a token in forward, five in backward.
+    attention = 7 * 2 * 64 * width * layers * tokens  # type: ignore[operator]
+    assert step.flops == 6 * weights * tokens + attention
+
+
+def train(device_memory: str | int, steps: int = 3) -> Any:
+    """The session of the small model after some steps of one batch, in fp32."""
+    torch.manual_seed(0)
+    config = GPT2Config(**{k: v for k, v in SMALL.items() if k != "model_type"}, use_cache=False)
+    config.loss_type = "ForCausalLM"
+    model = GPT2LMHeadModel(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    booster = Booster(plugin=GeminiPlugin(device="cpu", device_memory=device_memory))
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    tokens = torch.zeros((2, 64), dtype=torch.long)
+    for _ in range(steps):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return engine_of(model).session
+
+
+def test_meta_step_has_the_events_of_a_real_one(tmp_path: Path) -> None:
+    workload = Workload(sequence=64, precision="fp32", state_format="fp32")
+    estimator = Estimator(write(tmp_path, SMALL), workload)
+    recorded = estimator.step(2).moments
+    assert [(m.kind, m.position) for m in recorded] == [e[:2] for e in train("64MiB").trace()]
+    kinds = [m.kind for m in recorded]
+    assert kinds.count(GRAD_READY) == len(set(estimator._chunk_of))
+    assert BACKWARD_ENTER in kinds
+
+
+def test_peaks_and_traffic_of_real_steps_are_predicted_to_the_byte(tmp_path: Path) -> None:
+    workload = Workload(sequence=64, precision="fp32", state_format="fp32")
+    simulator = Estimator(write(tmp_path, SMALL), workload)._simulator
+    reference = train("64MiB")
+    moments = reference.timeline()["moments"]
+    nonmodel = reference.report()["peak_nonmodel_bytes"]
+    param_bytes = sum(chunk["used_bytes"] for chunk in reference.chunks())
+    largest = max(chunk["capacity_bytes"] for chunk in reference.chunks())
+    for share in (0.2, 0.35, 0.5, 0.8, 1.2):
+        budget = nonmodel + max(int(share * param_bytes), 2 * largest)
+        real = train(budget)
+        timeline = real.timeline()
+        step = simulator.run(
+            events=[(m[0], m[1], m[4], m[2]) for m in moments],
+            compute_seconds=[0.0] * len(moments),
+            options=OPTIONS | {"device_bytes": budget},
+        )
+        fetched = sum(t[7] for t in timeline["transfers"] if t[0] == "fetch")
+        assert step["peak_device_bytes"] == timeline["peak_device_bytes"]
+        assert step["h2d_bytes"] == fetched
+        assert step["host_bytes"] == real.report()["host_bytes"]
+
+
+# --- machines -----------------------------------------------------------------------------------
+
+
+def test_presets_are_there_with_their_sources() -> None:
+    assert set(preset_names()) == {"rtx3090", "rtx4090", "rtx5090", "a100", "h100", "h200"}
+    data = _data()
+    for group in ("links", "hosts", "presets"):
+        assert all(entry["source"] for entry in data[group].values())
+    assert all(entry["assumption"] for entry in data["sustained"].values())
+    for name in preset_names():
+        assert machine(name, precision="fp32").flops < machine(name).flops
+
+
+def test_figures_replace_those_of_a_preset() -> None:
+    base = machine("a100")
+    changed = machine("a100", device_memory="40GiB", h2d="10GB/s")
+    assert (changed.device_bytes, changed.h2d) == (40 * 2**30, 10e9)
+    assert (changed.d2h, changed.dram, changed.flops) == (base.d2h, base.dram, base.flops)
+
+
+def test_without_a_preset_the_way_back_is_as_fast_as_the_way_there() -> None:
+    assert small_machine().d2h == small_machine().h2d == 1e9
+    assert small_machine(d2h="2GB/s").d2h == 2e9
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("70T", 70e12), ("70 TFLOP/s", 70e12), ("1.5P", 1.5e15), ("900g", 9e11)]
+)
+def test_rates_of_computing_are_read(text: str, rate: float) -> None:
+    assert parse_flops(text, "flops") == rate
+
+
+# --- the binding --------------------------------------------------------------------------------
+
+
+def test_simulator_refuses_an_unknown_mode() -> None:
+    simulator = _C.Simulator([("w", 16, True)], [("model", [0], -1)], "float32", 0)
+    step = simulator.run([(0, 0, 0, 0), (1, 0, 0, 0)], [1.0, 0.0], OPTIONS)
+    # The copy of 64 bytes, a second of computing, and 28 bytes an element of Adam.
+    assert step["step_seconds"] == 64 + 1 + 28 * 16
+    for key in ("parameter_copies", "update_cores", "overlap", "state_format"):
+        with pytest.raises(ValueError, match="nonsense"):
+            simulator.run([], [], OPTIONS | {key: "nonsense"})
+    with pytest.raises(ValueError, match="for bfloat16 parameters"):
+        simulator.run([], [], OPTIONS | {"state_format": "split"})
