@@ -28,6 +28,7 @@ OWNED_HEADERS: tuple[tuple[str, frozenset[str], str], ...] = (
     (r"jemalloc", frozenset({"host"}), "jemalloc"),
     (r"sys/mman\.h$|numa(if)?\.h$", frozenset({"host"}), "memory mapping"),
     (r"liburing", frozenset({"io"}), "liburing"),
+    (r"xxh", frozenset({"io"}), "xxhash"),
     (r"torch/|ATen/|c10/", TOP_LAYERS, "torch"),
     (r"pybind11/", frozenset({"python"}), "pybind11"),
     (r"Python\.h$", TOP_LAYERS, "the Python C API"),
