@@ -65,7 +65,7 @@ PY_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"runtime"}),
     frozenset({"optim", "distributed", "checkpoint"}),
     frozenset({"plugins"}),
-    frozenset({"booster"}),
+    frozenset({"booster", "io_bench"}),
     frozenset({"report", "estimate", "doctor", "selftest"}),
     frozenset({"cli"}),
     frozenset({"__init__", "__main__"}),
