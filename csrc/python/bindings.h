@@ -2,9 +2,29 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
 #include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "core/chunk_layout.h"
+#include "core/placement.h"
+#include "core/scalar_type.h"
+#include "core/trace.h"
 
 namespace castor {
+
+/// (name, positions of its parameters, position of its parent or -1).
+using PythonModuleSpec = std::tuple<std::string, std::vector<std::uint32_t>, std::int64_t>;
+/// (kind, id, nonmodel_bytes, time_ns).
+using PythonEvent = std::tuple<std::uint8_t, std::uint32_t, std::uint64_t, std::uint64_t>;
+
+/// What Python passes to the core; each throws InvalidArgument for what it does not know.
+[[nodiscard]] ScalarType scalar_type(const std::string& name);
+[[nodiscard]] PlacementPolicy placement_policy(const std::string& name);
+[[nodiscard]] std::vector<ModuleSpec> module_specs(const std::vector<PythonModuleSpec>& modules);
+[[nodiscard]] Trace trace_of(const std::vector<PythonEvent>& events);
 
 /// castor._C.AdamArrays: the fused Adam over ordinary CPU tensors, for HybridAdam used alone.
 void bind_adam(pybind11::module_& module);
@@ -14,6 +34,9 @@ void bind_state_formats(pybind11::module_& module);
 
 /// What `castor io-bench` measures with: castor._C.IoBench and why_no_io_uring.
 void bind_io(pybind11::module_& module);
+
+/// castor._C.Simulator: plans and simulates steps of a model that is not built.
+void bind_simulator(pybind11::module_& module);
 
 class Session;
 

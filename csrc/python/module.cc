@@ -52,6 +52,8 @@ void translate(std::exception_ptr pending) {
   }
 }
 
+}  // namespace
+
 ScalarType scalar_type(const std::string& name) {
   for (const ScalarType type :
        {ScalarType::kFloat32, ScalarType::kBFloat16, ScalarType::kFloat16}) {
@@ -75,12 +77,7 @@ PlacementPolicy placement_policy(const std::string& name) {
   throw InvalidArgument("unknown placement policy '" + name + "'");
 }
 
-using PythonModuleSpec = std::tuple<std::string, std::vector<std::uint32_t>, std::int64_t>;
-
-std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
-                                        std::vector<std::string> param_names,
-                                        const std::vector<PythonModuleSpec>& modules,
-                                        const py::dict& options) {
+std::vector<ModuleSpec> module_specs(const std::vector<PythonModuleSpec>& modules) {
   std::vector<ModuleSpec> specs;
   specs.reserve(modules.size());
   for (const auto& [name, owned, parent] : modules) {
@@ -93,6 +90,28 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
     }
     specs.push_back(std::move(spec));
   }
+  return specs;
+}
+
+Trace trace_of(const std::vector<PythonEvent>& events) {
+  std::vector<Event> parsed;
+  parsed.reserve(events.size());
+  for (const auto& [kind, id, nonmodel_bytes, time_ns] : events) {
+    if (kind >= kNumEventKinds) {
+      throw InvalidArgument("a trace event has kind " + std::to_string(kind) +
+                            ", which this version does not know");
+    }
+    parsed.push_back({static_cast<EventKind>(kind), id, nonmodel_bytes, time_ns});
+  }
+  return Trace(std::move(parsed));
+}
+
+namespace {
+
+std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
+                                        std::vector<std::string> param_names,
+                                        const std::vector<PythonModuleSpec>& modules,
+                                        const py::dict& options) {
   const auto get = [&options](const char* key) { return options[key]; };
   const SessionOptions session_options{
       .precision = scalar_type(get("precision").cast<std::string>()),
@@ -108,7 +127,7 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
       .host_bytes = get("host_bytes").cast<std::size_t>(),
       .link_bytes_per_second = get("link_bytes_per_second").cast<std::uint64_t>(),
       .adam_state = get("adam_state").cast<bool>()};
-  return Session::create(std::move(params), std::move(param_names), std::move(specs),
+  return Session::create(std::move(params), std::move(param_names), module_specs(modules),
                          session_options);
 }
 
@@ -219,8 +238,6 @@ std::optional<py::dict> prediction(Session& session) {
   return figures;
 }
 
-using PythonEvent = std::tuple<std::uint8_t, std::uint32_t, std::uint64_t, std::uint64_t>;
-
 std::optional<std::vector<PythonEvent>> trace(Session& session) {
   const auto recorded = session.runtime().trace();
   if (!recorded) {
@@ -235,15 +252,7 @@ std::optional<std::vector<PythonEvent>> trace(Session& session) {
 }
 
 void load_trace(Session& session, const std::vector<PythonEvent>& events) {
-  std::vector<Event> loaded;
-  for (const auto& [kind, id, nonmodel_bytes, time_ns] : events) {
-    if (kind >= kNumEventKinds) {
-      throw InvalidArgument("a trace event has kind " + std::to_string(kind) +
-                            ", which this version does not know");
-    }
-    loaded.push_back({static_cast<EventKind>(kind), id, nonmodel_bytes, time_ns});
-  }
-  session.runtime().load_trace(Trace(std::move(loaded)));
+  session.runtime().load_trace(trace_of(events));
 }
 
 double bandwidth(std::size_t num_floats, std::size_t repetitions) {
@@ -303,6 +312,7 @@ PYBIND11_MODULE(_C, m) {
   castor::bind_adam(m);
   castor::bind_state_formats(m);
   castor::bind_io(m);
+  castor::bind_simulator(m);
   m.def("in_place_bandwidth", &castor::bandwidth, py::arg("num_floats"), py::arg("repetitions"),
         released);
 }

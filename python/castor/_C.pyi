@@ -58,6 +58,22 @@ class Session:
     def step_figures(self) -> tuple[int, int, int]: ...
     def load_trace(self, events: Sequence[tuple[int, int, int, int]]) -> None: ...
 
+class Simulator:
+    def __init__(
+        self,
+        params: Sequence[tuple[str, int, bool]],
+        modules: Sequence[tuple[str, Sequence[int], int]],
+        precision: str,
+        chunk_bytes: int,
+    ) -> None: ...
+    def chunk_of(self) -> list[int]: ...
+    def run(
+        self,
+        events: Sequence[tuple[int, int, int, int]],
+        compute_seconds: Sequence[float],
+        options: Mapping[str, object],
+    ) -> dict[str, Any]: ...
+
 def set_python_errors(
     error: type[Exception],
     usage_error: type[Exception],
