@@ -2,8 +2,8 @@
 
 Usage: wheel_repair.py WHEEL DIST. auditwheel grafts the libraries that neither torch nor the
 manylinux policy gives (TBB; hwloc, jemalloc and liburing are linked into the module) and sets the
-platform tag. The version becomes 0.1.0+torch2.11: wheels for several torches lie side by side in one index,
-and pip takes the one whose requirement the torch in the environment meets.
+platform tag. The version becomes 0.1.0+torch2.11: wheels for several torches lie side by side in
+one index, and pip takes the one whose requirement the torch in the environment meets.
 """
 
 import json

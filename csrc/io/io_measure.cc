@@ -20,9 +20,14 @@ using Clock = std::chrono::steady_clock;
 /// Not zeros: some devices and file systems store those for free.
 void fill_with_noise(std::span<std::byte> memory) {
   std::uint64_t state = 0x9e3779b97f4a7c15;
-  for (std::byte& value : memory) {
+  const std::size_t fresh = std::min(memory.size(), kMiB);
+  for (std::byte& value : memory.first(fresh)) {
     state = state * 6364136223846793005U + 1442695040888963407U;
     value = static_cast<std::byte>(state >> 56);
+  }
+  for (std::size_t done = fresh; done < memory.size(); done += fresh) {
+    std::copy_n(memory.begin(), std::min(fresh, memory.size() - done),
+                memory.begin() + static_cast<std::ptrdiff_t>(done));
   }
 }
 

@@ -7,6 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
 from castor import _C
 from castor.config import parse_bytes
 
@@ -200,3 +204,42 @@ def measure(
         )
     finally:
         bench.close()
+
+
+def render(report: IoReport, console: Console) -> None:
+    """Prints the measurements, and the setting they suggest."""
+    console.print(f"[bold]file[/bold]   {escape(report.file)}")
+    console.print(f"[bold]engine[/bold] {escape(report.measurements[0].engine)}")
+    if report.why_no_io_uring:
+        console.print(f"[yellow]no io_uring here:[/yellow] {escape(report.why_no_io_uring)}")
+    table = Table("block", "depth", *(f"{mix} MB/s" for mix in MIXES))
+    for column in table.columns:
+        column.justify = "right"
+    cells = {(m.block_bytes, m.depth, m.mix): m.bytes_per_second for m in report.measurements}
+    for block, depth in sorted({(block, depth) for block, depth, _ in cells}):
+        row = [f"{cells[block, depth, mix] / 1e6:,.0f}" for mix in MIXES]
+        table.add_row(f"{block >> 10} KiB", str(depth), *row)
+    console.print(table)
+    suggested = report.suggested()
+    console.print(
+        f"[bold]suggested[/bold] blocks of {suggested.block_bytes >> 10} KiB, {suggested.depth} in "
+        f"flight: {suggested.bytes_per_second / 1e6:,.0f} MB/s mixed, "
+        f"{suggested.buffer_bytes / 2**20:.0f} MiB in flight"
+    )
+    duplex = "overlap" if report.full_duplex else "share one bandwidth"
+    console.print(f"reads and writes {duplex} on this device")
+
+
+def render_step(report: IoReport, console: Console, model_params: float, state_format: str) -> None:
+    """Prints what an optimizer step moves and how long that takes.
+
+    Raises:
+        ValueError: As `step_bytes`.
+    """
+    one_way = step_bytes(model_params, state_format)
+    console.print(
+        f"[bold]one step[/bold] of {model_params:,.0f} parameters ({state_format}, "
+        f"{STATE_BYTES[state_format]:.2f} bytes each): {one_way / 1e9:,.1f} GB read and as much "
+        f"written, {report.step_seconds(model_params, state_format):,.1f} s with all of the state "
+        "on this path"
+    )
