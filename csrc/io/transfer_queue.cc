@@ -4,6 +4,7 @@
 #include <array>
 #include <cerrno>
 #include <deque>
+#include <exception>
 #include <iterator>
 #include <optional>
 #include <utility>
@@ -25,10 +26,11 @@ struct Transfer::State {
     return error != nullptr;
   }
 
-  void end_block(const std::exception_ptr& block_error) {
+  /// Takes the error over: each exception has one owner, and dies in the thread that caught it.
+  void end_block(std::exception_ptr block_error) {
     const std::lock_guard lock(mutex);
     if (block_error && !error) {
-      error = block_error;
+      error = std::move(block_error);
     }
     if (--num_blocks == 0) {
       finished.notify_all();
@@ -51,8 +53,8 @@ void Transfer::wait() {
   const std::shared_ptr<State> state = std::exchange(state_, nullptr);
   std::unique_lock lock(state->mutex);
   state->finished.wait(lock, [&] { return state->num_blocks == 0; });
-  if (state->error) {
-    std::rethrow_exception(state->error);
+  if (std::exception_ptr error = std::exchange(state->error, nullptr)) {
+    std::rethrow_exception(std::move(error));
   }
 }
 
@@ -125,6 +127,9 @@ const char* remedy_for(int error_number) {
 TransferQueue::TransferQueue(std::unique_ptr<IoEngine> engine, std::vector<TransferFile> files,
                              std::size_t block_bytes)
     : engine_(std::move(engine)), files_(std::move(files)), block_bytes_(block_bytes) {
+  if (files_.empty()) {
+    throw InvalidArgument("a transfer queue needs a file, and none was given");
+  }
   for (const TransferFile& file : files_) {
     if (block_bytes == 0 || file.alignment == 0 || block_bytes % file.alignment != 0) {
       throw InvalidArgument("I/O blocks of " + format_bytes(block_bytes) +
@@ -188,7 +193,7 @@ Transfer TransferQueue::submit(IoOperation operation, std::span<const TransferPi
   {
     const std::lock_guard lock(mutex_);
     if (broken_) {
-      std::rethrow_exception(broken_);
+      throw engine_error(*broken_);
     }
     std::move(blocks.begin(), blocks.end(), std::back_inserter(incoming_));
     if (driver_collects_) {
@@ -210,9 +215,16 @@ void TransferQueue::drive() noexcept {
       submit_blocks(driver);
       collect_blocks(driver);
     }
-  } catch (...) {
-    fail_everything(driver, std::current_exception());
+  } catch (const IoError& error) {
+    fail_everything(driver, {error.error_number(), error.what()});
+  } catch (const std::exception& error) {
+    fail_everything(driver, {EIO, error.what()});
   }
+}
+
+IoError TransferQueue::engine_error(const Broken& broken) const {
+  return {broken.error_number, files_.front().path, 0,
+          "the I/O engine failed as a whole (" + broken.what + ") and moves nothing more to"};
 }
 
 /// Sleeps while there is nothing to do at all; false at the end.
@@ -315,7 +327,7 @@ void TransferQueue::finish(Driver& driver, Block block, const IoCompletion& comp
   driver.pending[kind_of(block.operation)].push_front(std::move(block));
 }
 
-void TransferQueue::fail_everything(Driver& driver, const std::exception_ptr& error) noexcept {
+void TransferQueue::fail_everything(Driver& driver, const Broken& broken) noexcept {
   // What the engine still has in flight ends in its destructor at the latest; as long as it
   // answers, it is waited for here, because buffers are free to go once their transfer has ended.
   try {
@@ -328,13 +340,13 @@ void TransferQueue::fail_everything(Driver& driver, const std::exception_ptr& er
   std::vector<Block> incoming;
   {
     const std::lock_guard lock(mutex_);
-    broken_ = error;
+    broken_ = broken;
     driver_collects_ = false;
     incoming.swap(incoming_);
   }
   const auto end = [&](const Block& block) {
     if (block.transfer) {
-      block.transfer->end_block(error);
+      block.transfer->end_block(std::make_exception_ptr(engine_error(broken)));
     }
   };
   std::for_each(driver.slots.begin(), driver.slots.end(), end);

@@ -3,15 +3,16 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "core/error.h"
 #include "core/io_engine.h"
 
 namespace castor {
@@ -66,7 +67,8 @@ class TransferQueue {
  public:
   static constexpr std::size_t kMaxFruitless = 100;
 
-  /// `block_bytes` is a multiple of every file's alignment (else InvalidArgument).
+  /// One file or more. `block_bytes` is a multiple of every file's alignment (else
+  /// InvalidArgument).
   TransferQueue(std::unique_ptr<IoEngine> engine, std::vector<TransferFile> files,
                 std::size_t block_bytes);
   ~TransferQueue();
@@ -91,6 +93,11 @@ class TransferQueue {
  private:
   struct Block;
   struct Driver;  // what only the driving thread touches
+  /// Why the engine failed as a whole.
+  struct Broken {
+    int error_number = 0;
+    std::string what;
+  };
 
   void check(const TransferPiece& piece) const;
   void drive() noexcept;
@@ -98,7 +105,8 @@ class TransferQueue {
   void submit_blocks(Driver& driver);
   void collect_blocks(Driver& driver);
   void finish(Driver& driver, Block block, const IoCompletion& completion);
-  void fail_everything(Driver& driver, const std::exception_ptr& error) noexcept;
+  void fail_everything(Driver& driver, const Broken& broken) noexcept;
+  [[nodiscard]] IoError engine_error(const Broken& broken) const;
 
   const std::unique_ptr<IoEngine> engine_;
   const std::vector<TransferFile> files_;
@@ -110,7 +118,7 @@ class TransferQueue {
   std::vector<Block> incoming_;   // guarded by mutex_
   bool driver_collects_ = false;  // guarded by mutex_; it may then have to be woken
   bool stopping_ = false;         // guarded by mutex_
-  std::exception_ptr broken_;     // guarded by mutex_; the engine failed as a whole
+  std::optional<Broken> broken_;  // guarded by mutex_
   Counts counts_;                 // guarded by mutex_
   std::thread thread_;
 };
