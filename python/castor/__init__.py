@@ -10,6 +10,7 @@ from castor.booster import Booster
 from castor.checkpoint import CheckpointInfo
 from castor.errors import (
     CheckpointError,
+    CorruptionError,
     Error,
     IoError,
     NonFiniteGradientError,
@@ -27,6 +28,7 @@ ZeroInitContext = LazyInitContext
 __all__ = [
     "Booster",
     "CheckpointError",
+    "CorruptionError",
     "CheckpointInfo",
     "Error",
     "GeminiPlugin",
