@@ -28,8 +28,8 @@ ZeroInitContext = LazyInitContext
 __all__ = [
     "Booster",
     "CheckpointError",
-    "CorruptionError",
     "CheckpointInfo",
+    "CorruptionError",
     "Error",
     "GeminiPlugin",
     "HybridAdam",
