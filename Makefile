@@ -130,7 +130,12 @@ $(VENV_STAMPS)/castor: $(VENV_STAMPS)/venv $(STAMPS)/jemalloc pyproject.toml $(C
 	  --config-settings=cmake.define.CASTOR_WERROR=$${CASTOR_WERROR:-OFF} .
 	@touch $@
 
-$(VENV_STAMPS)/bench: $(VENV_STAMPS)/castor
+# The peer of benchmarks/io.py.
+$(STAMPS)/fio: scripts/setup_system.sh
+	@scripts/setup_system.sh fio
+	@mkdir -p $(@D) && touch $@
+
+$(VENV_STAMPS)/bench: $(VENV_STAMPS)/castor $(STAMPS)/fio
 	@$(BIN)/python scripts/requirements.py bench >$(VENV_STAMPS)/requirements-bench.txt
 	@$(BIN)/python -m pip install --quiet --no-build-isolation -r $(VENV_STAMPS)/requirements-bench.txt
 	@touch $@

@@ -7,7 +7,7 @@ set -euo pipefail
 
 packages=(
   build-essential ca-certificates ccache clang-format cmake dpkg-dev git gpgv libgtest-dev
-  libhwloc-dev libtbb-dev ninja-build pkg-config python3-dev python3-venv
+  libhwloc-dev libtbb-dev liburing-dev libxxhash-dev ninja-build pkg-config python3-dev python3-venv
   "$@"
 )
 

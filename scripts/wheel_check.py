@@ -21,7 +21,7 @@ SYSTEM = {"libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1", "ld-linux
 TORCH = {"libtorch.so", "libtorch_cpu.so", "libtorch_python.so", "libc10.so"}
 # The glibc of Debian 12, on which wheels are built.
 NEWEST_GLIBC = 36
-LICENSES = ("hwloc.txt", "jemalloc.txt", "onetbb.txt")
+LICENSES = ("hwloc.txt", "jemalloc.txt", "liburing.txt", "onetbb.txt", "xxhash.txt")
 
 # How the environments' Python is called: alone, and warnings are errors. torch does not require
 # numpy, but warns at import where there is none.
@@ -96,7 +96,9 @@ def problems_of_wheel(path: Path) -> list[str]:
         if tag.interpreter != "cp" + info["python"].replace(".", ""):
             found.append(f"it is for {tag.interpreter}, built with Python {info['python']}")
     found += [
-        f"it was built without {name}" for name in ("jemalloc", "hwloc") if info[name] == "none"
+        f"it was built without {name}"
+        for name in ("jemalloc", "hwloc", "liburing")
+        if info[name] == "none"
     ]
     wanted = ["_C.pyi", "py.typed", "selftest.py", *(f"licenses/{name}" for name in LICENSES)]
     found += [f"it lacks castor/{name}" for name in wanted if f"castor/{name}" not in names]

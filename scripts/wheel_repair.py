@@ -1,9 +1,9 @@
 """Makes a wheel self-contained and marks it with the torch it was built for.
 
 Usage: wheel_repair.py WHEEL DIST. auditwheel grafts the libraries that neither torch nor the
-manylinux policy gives (TBB; hwloc and jemalloc are linked into the module) and sets the platform
-tag. The version becomes 0.1.0+torch2.11: wheels for several torches lie side by side in one index,
-and pip takes the one whose requirement the torch in the environment meets.
+manylinux policy gives (TBB; hwloc, jemalloc and liburing are linked into the module) and sets the
+platform tag. The version becomes 0.1.0+torch2.11: wheels for several torches lie side by side in
+one index, and pip takes the one whose requirement the torch in the environment meets.
 """
 
 import json
@@ -16,8 +16,13 @@ from pathlib import Path
 
 # torch brings these itself, libgomp among them; a grafted copy would be a second in the process.
 EXCLUDED = ("libtorch*", "libc10*", "libshm*", "libgomp*", "libcu*", "libnv*", "libnccl*")
-# TBB is Apache-2.0, and its notice travels with the grafted copy.
-TBB_LICENSE = Path("/usr/share/doc/libtbb12/copyright")
+# Notices of what Debian's packages put into the wheel travel with it: the grafted TBB, the static
+# liburing, and the header of xxhash.
+LICENSES = {
+    "onetbb.txt": Path("/usr/share/doc/libtbb12/copyright"),
+    "liburing.txt": Path("/usr/share/doc/liburing-dev/copyright"),
+    "xxhash.txt": Path("/usr/share/doc/libxxhash-dev/copyright"),
+}
 
 
 def torch_of_record(unpacked: Path) -> str:
@@ -47,10 +52,12 @@ def repair(wheel: Path, dist: Path) -> Path:
     Raises:
         SystemExit: A tool failed; the message holds what it said.
     """
-    if not TBB_LICENSE.is_file():
-        raise SystemExit(
-            f"{TBB_LICENSE} does not exist, and the wheel carries TBB: apt-get install libtbb12"
-        )
+    for notice in LICENSES.values():
+        if not notice.is_file():
+            raise SystemExit(
+                f"{notice} does not exist, and the wheel carries what it is for: apt-get install "
+                f"{notice.parent.name}"
+            )
     with tempfile.TemporaryDirectory(prefix="castor-wheel-") as directory:
         work = Path(directory)
         excludes = [f"--exclude={pattern}" for pattern in EXCLUDED]
@@ -58,7 +65,8 @@ def repair(wheel: Path, dist: Path) -> Path:
         (repaired,) = (work / "repaired").glob("*.whl")
         run("wheel", "unpack", "--dest", work / "unpacked", repaired)
         (unpacked,) = (work / "unpacked").iterdir()
-        shutil.copy(TBB_LICENSE, unpacked / "castor" / "licenses" / "onetbb.txt")
+        for name, notice in LICENSES.items():
+            shutil.copy(notice, unpacked / "castor" / "licenses" / name)
         local_version = f"torch{torch_of_record(unpacked)}"
         (work / "packed").mkdir()
         run("wheel", "pack", "--local-version", local_version, "-d", work / "packed", unpacked)

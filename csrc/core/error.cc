@@ -1,5 +1,6 @@
 #include "core/error.h"
 
+#include <cerrno>
 #include <system_error>
 #include <utility>
 
@@ -17,10 +18,29 @@ std::string out_of_memory_message(TierKind tier, std::size_t requested, std::siz
 }
 
 std::string io_message(int error_number, const std::string& path, std::uint64_t offset,
-                       const std::string& what_failed) {
-  return what_failed + " " + path + " at byte " + std::to_string(offset) + ": " +
-         std::generic_category().message(error_number) + " (errno " + std::to_string(error_number) +
-         ")";
+                       const std::string& what_failed, const std::string& remedy) {
+  std::string text = what_failed + " " + path + " at byte " + std::to_string(offset) + ": " +
+                     std::generic_category().message(error_number) + " (errno " +
+                     std::to_string(error_number) + ")";
+  return remedy.empty() ? text : text + ". " + remedy;
+}
+
+std::string hexadecimal(std::uint64_t value) {
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string text(16, '0');
+  for (std::size_t i = text.size(); i-- > 0; value >>= 4) {
+    text[i] = kDigits[value & 15];
+  }
+  return text;
+}
+
+std::string corruption_message(const std::string& what, const std::string& path,
+                               std::uint64_t offset, std::size_t bytes, std::uint64_t expected,
+                               std::uint64_t found) {
+  return "corrupted data: " + what + " in " + path + " at byte " + std::to_string(offset) + ": " +
+         format_bytes(bytes) + " came back with checksum " + hexadecimal(found) +
+         ", and were written with " + hexadecimal(expected) +
+         ". Check the device (dmesg, smartctl) and the memory, and load the last checkpoint";
 }
 
 }  // namespace
@@ -34,10 +54,21 @@ OutOfMemory::OutOfMemory(TierKind tier, std::size_t requested, std::size_t avail
       budget_(budget) {}
 
 IoError::IoError(int error_number, std::string path, std::uint64_t offset,
-                 const std::string& what_failed)
-    : Error(io_message(error_number, path, offset, what_failed)),
+                 const std::string& what_failed, const std::string& remedy)
+    : Error(io_message(error_number, path, offset, what_failed, remedy)),
       error_number_(error_number),
       path_(std::move(path)),
       offset_(offset) {}
+
+IoError::IoError(int error_number, std::string path, std::uint64_t offset,
+                 const WholeMessage& message)
+    : Error(message.text), error_number_(error_number), path_(std::move(path)), offset_(offset) {}
+
+CorruptionError::CorruptionError(const std::string& what, std::string path, std::uint64_t offset,
+                                 std::size_t bytes, std::uint64_t expected, std::uint64_t found)
+    : IoError(EBADMSG, path, offset,
+              WholeMessage{corruption_message(what, path, offset, bytes, expected, found)}),
+      expected_(expected),
+      found_(found) {}
 
 }  // namespace castor

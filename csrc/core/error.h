@@ -47,19 +47,45 @@ class OutOfMemory : public Error {
   std::size_t budget_;
 };
 
-/// A failed or short transfer. Python: castor.IoError (an OSError too).
+/// A failed or short transfer, or a file that cannot be used. Python: castor.IoError (an OSError
+/// too).
 class IoError : public Error {
  public:
-  IoError(int error_number, std::string path, std::uint64_t offset, const std::string& what_failed);
+  /// "<what_failed> <path> at byte <offset>: <errno's text> (errno n). <remedy>"
+  IoError(int error_number, std::string path, std::uint64_t offset, const std::string& what_failed,
+          const std::string& remedy = "");
 
   [[nodiscard]] int error_number() const noexcept { return error_number_; }
   [[nodiscard]] const std::string& path() const noexcept { return path_; }
   [[nodiscard]] std::uint64_t offset() const noexcept { return offset_; }
 
+ protected:
+  struct WholeMessage {
+    std::string text;
+  };
+  IoError(int error_number, std::string path, std::uint64_t offset, const WholeMessage& message);
+
  private:
   int error_number_;
   std::string path_;
   std::uint64_t offset_;
+};
+
+/// Data came back from storage different from what was written (errno EBADMSG). Python:
+/// castor.CorruptionError.
+class CorruptionError final : public IoError {
+ public:
+  /// `what` names the data ("exp_avg of chunk 12"); the checksums are xxh3, of `bytes` bytes from
+  /// `offset` on.
+  CorruptionError(const std::string& what, std::string path, std::uint64_t offset,
+                  std::size_t bytes, std::uint64_t expected, std::uint64_t found);
+
+  [[nodiscard]] std::uint64_t expected() const noexcept { return expected_; }
+  [[nodiscard]] std::uint64_t found() const noexcept { return found_; }
+
+ private:
+  std::uint64_t expected_;
+  std::uint64_t found_;
 };
 
 }  // namespace castor

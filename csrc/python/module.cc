@@ -25,12 +25,14 @@ namespace castor {
 namespace {
 
 void set_python_errors(const py::object& error, const py::object& usage_error,
-                       const py::object& out_of_memory_error, const py::object& io_error) {
+                       const py::object& out_of_memory_error, const py::object& io_error,
+                       const py::object& corruption_error) {
   const auto keep = [](const py::object& value) { return py::object(value).release().ptr(); };
   python_errors() = {.error = keep(error),
                      .usage_error = keep(usage_error),
                      .out_of_memory_error = keep(out_of_memory_error),
                      .io_error = keep(io_error),
+                     .corruption_error = keep(corruption_error),
                      .invalid_argument = PyExc_ValueError};
 }
 
@@ -325,5 +327,6 @@ PYBIND11_MODULE(_C, m) {
   castor::bind_adam(m);
   castor::bind_state_formats(m);
   castor::bind_machine(m);
+  castor::bind_io(m);
   castor::bind_simulator(m);
 }

@@ -23,6 +23,9 @@ PyObject* python_class_of(const Error& error) noexcept {
   if (dynamic_cast<const UsageError*>(&error) != nullptr) {
     return classes.usage_error;
   }
+  if (dynamic_cast<const CorruptionError*>(&error) != nullptr) {
+    return classes.corruption_error;
+  }
   if (dynamic_cast<const IoError*>(&error) != nullptr) {
     return classes.io_error;
   }

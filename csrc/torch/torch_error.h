@@ -15,6 +15,7 @@ struct PythonErrors {
   PyObject* usage_error = nullptr;
   PyObject* out_of_memory_error = nullptr;
   PyObject* io_error = nullptr;
+  PyObject* corruption_error = nullptr;
   PyObject* invalid_argument = nullptr;
 };
 

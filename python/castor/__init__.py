@@ -10,6 +10,7 @@ from castor.booster import Booster
 from castor.checkpoint import CheckpointInfo
 from castor.errors import (
     CheckpointError,
+    CorruptionError,
     Error,
     IoError,
     NonFiniteGradientError,
@@ -28,6 +29,7 @@ __all__ = [
     "Booster",
     "CheckpointError",
     "CheckpointInfo",
+    "CorruptionError",
     "Error",
     "GeminiPlugin",
     "HybridAdam",

@@ -42,6 +42,7 @@ class BuildInfo:
     tbb: str
     hwloc: str
     jemalloc: str
+    liburing: str
 
 
 def extension_path() -> Path:

@@ -136,6 +136,48 @@ def estimate(
         render(found, workload, on, Console(highlight=False, soft_wrap=True))
 
 
+@app.command("io-bench")
+def io_bench(
+    path: Annotated[Path, typer.Argument(help="A directory on the device; a file is made there.")],
+    size: Annotated[str, typer.Option(help="Of that file.")] = "1GiB",
+    block: Annotated[
+        list[str] | None, typer.Option(help="Block size; may be given several times.")
+    ] = None,
+    depth: Annotated[
+        list[int] | None, typer.Option(help="Blocks in flight; may be given several times.")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="auto, io_uring or threads.")] = "auto",
+    seconds: Annotated[float, typer.Option(help="Of each measurement.")] = 1.0,
+    model_params: Annotated[
+        float | None, typer.Option(help="Trainable parameters of a run, such as 18e9.")
+    ] = None,
+    state_format: Annotated[
+        str, typer.Option("--format", help="Its optimizer state, as in castor estimate.")
+    ] = "split",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure a device for the NVMe tier, and what a run's optimizer step would take there."""
+    from castor import io_bench as bench
+
+    if model_params is not None:
+        bench.step_bytes(model_params, state_format)  # refuses nonsense before measuring
+    console = Console(highlight=False, soft_wrap=True)
+    report = bench.measure(
+        path,
+        file_bytes=size,
+        blocks=block or bench.BLOCKS,
+        depths=depth or bench.DEPTHS,
+        engine=cast(bench.Engine, engine),
+        seconds=seconds,
+    )
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(), indent=2))
+        return
+    bench.render(report, console)
+    if model_params is not None:
+        bench.render_step(report, console, model_params, state_format)
+
+
 def main() -> None:
     """Runs the command line. Exit status 1 for what castor refuses, 2 for wrong usage."""
     try:

@@ -38,8 +38,12 @@ class IoError(Error, OSError):
     """A transfer failed or came short; errno and filename are those of OSError."""
 
 
+class CorruptionError(IoError):
+    """Data came back from storage different from what was written; the message names it."""
+
+
 class CheckpointError(Error, RuntimeError):
     """A checkpoint is damaged, incomplete or of something else; nothing in memory was changed."""
 
 
-_C.set_python_errors(Error, UsageError, OutOfMemoryError, IoError)
+_C.set_python_errors(Error, UsageError, OutOfMemoryError, IoError, CorruptionError)

@@ -235,7 +235,8 @@ def versions() -> Table:
         "machine": f"{platform.platform()}, {len(os.sched_getaffinity(0))} cores for this process",
         "instruction set": _C.adam_isa(),
         "libraries": f"oneTBB {BUILD_INFO.tbb}, hwloc {BUILD_INFO.hwloc}, "
-        f"jemalloc {BUILD_INFO.jemalloc}",
+        f"jemalloc {BUILD_INFO.jemalloc}, liburing {BUILD_INFO.liburing}",
+        "io_uring": _C.why_no_io_uring() or "works",
         "installed in": str(Path(__file__).parent),
     }
     for name, value in rows.items():

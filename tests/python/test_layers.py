@@ -50,6 +50,7 @@ BROKEN = [
     ("csrc/torch/a.cc", "#include <jemalloc/jemalloc.h>\n", 1, "one-includer"),
     ("csrc/io/a.cc", "#include <sys/mman.h>\n", 1, "one-includer"),
     ("csrc/host/a.cc", "#include <liburing.h>\n", 1, "one-includer"),
+    ("csrc/host/a.cc", "#include <xxhash.h>\n", 1, "one-includer"),
     ("csrc/parallel/a.cc", "#include <ATen/ATen.h>\n", 1, "one-includer"),
     ("csrc/host/a.cc", "#include <c10/core/Allocator.h>\n", 1, "one-includer"),
     ("csrc/torch/a.cc", "#include <pybind11/pybind11.h>\n", 1, "one-includer"),

@@ -26,6 +26,7 @@ def built_for(version: str) -> BuildInfo:
         tbb="2021.8.0",
         hwloc="none",
         jemalloc="none",
+        liburing="none",
     )
 
 

@@ -1,0 +1,15 @@
+#pragma once
+
+#include <cstddef>
+#include <span>
+
+#include "core/io_engine.h"
+
+namespace castor {
+
+/// The contract of IoEngine::submit that engines share. Throws InvalidArgument when the requests do
+/// not fit the queue, name a file that is not there, or move nothing.
+void check_requests(std::span<const IoRequest> requests, std::size_t num_files,
+                    std::size_t in_flight, std::size_t queue_depth);
+
+}  // namespace castor

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "core/executor.h"
+
+namespace castor {
+
+/// Data is checked in pieces of this size: small enough to be checked in parallel and to say where
+/// the damage is, large enough that the checksums are nothing beside the data (8 bytes a MiB).
+inline constexpr std::size_t kChecksumBlockBytes = std::size_t{1} << 20;
+
+/// xxh3 of 64 bits, seed 0: what Python's xxhash.xxh3_64_intdigest gives.
+[[nodiscard]] std::uint64_t checksum(std::span<const std::byte> data) noexcept;
+
+/// The checksum of each kChecksumBlockBytes of `data`; the last piece may be shorter.
+[[nodiscard]] std::vector<std::uint64_t> block_checksums(Executor& executor,
+                                                         std::span<const std::byte> data);
+
+/// The first piece whose checksum differs.
+struct ChecksumMismatch {
+  std::size_t offset = 0;  ///< in the data
+  std::size_t bytes = 0;
+  std::uint64_t expected = 0;
+  std::uint64_t found = 0;
+};
+
+/// Compares; nullopt when all is as it was. Throws InvalidArgument when `expected` is of data of
+/// another size.
+[[nodiscard]] std::optional<ChecksumMismatch> find_mismatch(
+    Executor& executor, std::span<const std::byte> data, std::span<const std::uint64_t> expected);
+
+}  // namespace castor

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/executor.h"
+#include "io/scratch_space.h"
+#include "io/transfer_queue.h"
+
+namespace castor {
+
+enum class PayloadContents {
+  kNone,    ///< never written
+  kStored,  ///< what was written last, whole
+  kTorn,    ///< a write failed on the way: part old, part new, part neither
+};
+
+enum class Verification { kOff, kOn };
+
+/// A chunk's payload (master, exp_avg, ...) on NVMe: its extent, the checksums of what was written,
+/// and whether it can be trusted. Move-only. One thread at a time; the space outlives it.
+///
+/// Transfers go between the extent and an aligned buffer of padded_bytes(); bytes beyond bytes()
+/// are written as zeros and are not checked.
+class StoredPayload {
+ public:
+  /// `name` is for messages: "exp_avg of chunk 12". Throws InvalidArgument for 0 bytes, OutOfMemory
+  /// of tier nvme.
+  StoredPayload(ScratchSpace& space, std::string name, std::size_t bytes);
+
+  [[nodiscard]] const std::string& name() const noexcept { return name_; }
+  [[nodiscard]] std::size_t bytes() const noexcept { return bytes_; }
+  [[nodiscard]] std::size_t padded_bytes() const noexcept {
+    return static_cast<std::size_t>(extent_.bytes());
+  }
+  [[nodiscard]] PayloadContents contents() const noexcept { return contents_; }
+
+  /// Starts to read into `buffer`, of padded_bytes(). Throws UsageError when there is nothing whole
+  /// to read. check() belongs to it, after the wait.
+  [[nodiscard]] Transfer start_read(TransferQueue& queue, std::span<std::byte> buffer) const;
+  /// Compares what was read with what was written. Throws CorruptionError.
+  void check(Executor& executor, const TransferQueue& queue, std::span<std::byte> buffer) const;
+
+  /// Starts to write `buffer`, of padded_bytes(), and clears what lies beyond bytes(). The payload
+  /// is torn until finish_write(). With kOff it gets no checksums, and later checks pass.
+  [[nodiscard]] Transfer start_write(TransferQueue& queue, Executor& executor,
+                                     std::span<std::byte> buffer, Verification verification);
+  /// To be called when the write's wait() has returned.
+  void finish_write() noexcept { contents_ = PayloadContents::kStored; }
+
+ private:
+  void check_size(std::span<std::byte> buffer) const;
+
+  const ScratchSpace* space_;
+  std::string name_;
+  std::size_t bytes_;
+  ScratchExtent extent_;
+  PayloadContents contents_ = PayloadContents::kNone;
+  std::vector<std::uint64_t> checksums_;  // empty: written without
+};
+
+}  // namespace castor

@@ -1,0 +1,126 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "core/error.h"
+#include "core/io_engine.h"
+
+namespace castor {
+
+/// A contiguous part of a transfer: one range of one file.
+struct TransferPiece {
+  std::uint32_t file = 0;
+  std::uint64_t offset = 0;
+  std::span<std::byte> buffer;
+};
+
+/// A transfer in flight. Its destructor waits, so that no transfer outlives the scope that keeps
+/// its buffers. Move-only; an empty one has nothing to wait for.
+class Transfer {
+ public:
+  struct State;
+
+  Transfer() = default;
+  explicit Transfer(std::shared_ptr<State> state) noexcept : state_(std::move(state)) {}
+  Transfer(Transfer&&) noexcept = default;
+  Transfer& operator=(Transfer&& other) noexcept;
+  Transfer(const Transfer&) = delete;
+  Transfer& operator=(const Transfer&) = delete;
+  ~Transfer() { drain(); }
+
+  /// Returns when all bytes are transferred. Throws IoError for the first one that could not be;
+  /// nothing of the transfer is in flight then either. A second call returns at once.
+  void wait();
+  [[nodiscard]] explicit operator bool() const noexcept { return state_ != nullptr; }
+
+ private:
+  void drain() noexcept;
+
+  std::shared_ptr<State> state_;
+};
+
+/// The files that a queue transfers to, for messages and for what a short transfer may leave.
+struct TransferFile {
+  std::string path;
+  std::size_t alignment = 1;  ///< a short transfer goes on from a multiple of this
+};
+
+/// Whole transfers over an engine: cuts them into blocks, keeps as many in flight as the engine
+/// takes, looks at every completion. Short transfers go on where they stopped; EINTR and EAGAIN are
+/// tried again; the end of the file, any other errno, and kMaxFruitless attempts in a row without
+/// progress are an IoError. Where reads and writes are both waiting, each gets half of the depth.
+///
+/// One thread of its own drives the engine, so that transfers go on while their owners compute.
+/// Thread-safe. Owns the engine; the files and all buffers outlive it. Destruction waits for
+/// everything submitted.
+class TransferQueue {
+ public:
+  static constexpr std::size_t kMaxFruitless = 100;
+
+  /// One file or more. `block_bytes` is a multiple of every file's alignment (else
+  /// InvalidArgument).
+  TransferQueue(std::unique_ptr<IoEngine> engine, std::vector<TransferFile> files,
+                std::size_t block_bytes);
+  ~TransferQueue();
+  TransferQueue(const TransferQueue&) = delete;
+  TransferQueue& operator=(const TransferQueue&) = delete;
+
+  /// Throws InvalidArgument for a buffer, size or offset that is no multiple of the file's
+  /// alignment; IoError when the engine has failed as a whole. A write does not change its buffers.
+  [[nodiscard]] Transfer submit(IoOperation operation, std::span<const TransferPiece> pieces);
+
+  [[nodiscard]] std::size_t block_bytes() const noexcept { return block_bytes_; }
+  [[nodiscard]] const std::string& path(std::uint32_t file) const { return files_[file].path; }
+  [[nodiscard]] std::string description() const;
+
+  /// Transfers that were continued or tried again since the start.
+  struct Counts {
+    std::uint64_t short_transfers = 0;
+    std::uint64_t retries = 0;
+  };
+  [[nodiscard]] Counts counts() const;
+
+ private:
+  struct Block;
+  struct Driver;  // what only the driving thread touches
+  /// Why the engine failed as a whole.
+  struct Broken {
+    int error_number = 0;
+    std::string what;
+  };
+
+  void check(const TransferPiece& piece) const;
+  void drive() noexcept;
+  bool take_incoming(Driver& driver);
+  void submit_blocks(Driver& driver);
+  void collect_blocks(Driver& driver);
+  void finish(Driver& driver, Block block, const IoCompletion& completion);
+  void fail_everything(Driver& driver, const Broken& broken) noexcept;
+  [[nodiscard]] IoError engine_error(const Broken& broken) const;
+
+  const std::unique_ptr<IoEngine> engine_;
+  const std::vector<TransferFile> files_;
+  const std::size_t block_bytes_;
+
+  // Never held together with the mutex of a Transfer::State.
+  mutable std::mutex mutex_;
+  std::condition_variable work_ready_;
+  std::vector<Block> incoming_;   // guarded by mutex_
+  bool driver_collects_ = false;  // guarded by mutex_; it may then have to be woken
+  bool stopping_ = false;         // guarded by mutex_
+  std::optional<Broken> broken_;  // guarded by mutex_
+  Counts counts_;                 // guarded by mutex_
+  std::thread thread_;
+};
+
+}  // namespace castor

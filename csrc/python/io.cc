@@ -1,0 +1,73 @@
+// What `castor io-bench` measures with.
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <tuple>
+
+#include "core/error.h"
+#include "io/io_engines.h"
+#include "io/io_measure.h"
+#include "io/scratch_file.h"
+#include "python/bindings.h"
+
+namespace py = pybind11;
+
+namespace castor {
+namespace {
+
+/// A scratch file in a directory, filled once, to measure on. It has a name of its own, so that it
+/// never meets a training job's.
+class IoBench {
+ public:
+  IoBench(const std::string& directory, std::uint64_t num_bytes, const std::string& engine)
+      : kind_(parse_io_engine_kind(engine)),
+        scratch_((std::filesystem::path(directory) / "castor.io-bench").string(), num_bytes) {
+    fill_range(kind_, scratch_.file(), ScratchFile::data_begin(), scratch_.data_bytes());
+  }
+
+  [[nodiscard]] std::string file() const { return scratch_.file().description(); }
+
+  [[nodiscard]] std::tuple<std::uint64_t, std::uint64_t, double, std::string> measure(
+      const std::string& mix, std::size_t block_bytes, std::size_t depth, double seconds) const {
+    if (closed_) {
+      throw UsageError("this measurement's file was removed by close()");
+    }
+    const IoMeasurement found = measure_io(kind_, scratch_.file(),
+                                           {.mix = parse_io_mix(mix),
+                                            .block_bytes = block_bytes,
+                                            .depth = depth,
+                                            .begin = ScratchFile::data_begin(),
+                                            .bytes = scratch_.data_bytes(),
+                                            .seconds = seconds});
+    return {found.read_bytes, found.written_bytes, found.seconds, found.engine};
+  }
+
+  void close() {
+    closed_ = true;
+    scratch_.close();
+  }
+
+ private:
+  IoEngineKind kind_;
+  ScratchFile scratch_;
+  bool closed_ = false;
+};
+
+}  // namespace
+
+void bind_io(py::module_& module) {
+  const auto released = py::call_guard<py::gil_scoped_release>();
+  py::class_<IoBench>(module, "IoBench")
+      .def(py::init<const std::string&, std::uint64_t, const std::string&>(), py::arg("directory"),
+           py::arg("num_bytes"), py::arg("engine"), released)
+      .def_property_readonly("file", &IoBench::file)
+      .def("measure", &IoBench::measure, py::arg("mix"), py::arg("block_bytes"), py::arg("depth"),
+           py::arg("seconds"), released)
+      .def("close", &IoBench::close, released);
+  module.def("why_no_io_uring", &why_no_io_uring);
+}
+
+}  // namespace castor
