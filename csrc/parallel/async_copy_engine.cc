@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "core/error.h"
-#include "parallel/check_copy.h"
+#include "core/check_copy.h"
 
 namespace castor {
 namespace {

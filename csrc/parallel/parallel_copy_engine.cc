@@ -5,7 +5,7 @@
 #include <string>
 
 #include "core/error.h"
-#include "parallel/check_copy.h"
+#include "core/check_copy.h"
 
 namespace castor {
 
