@@ -1,6 +1,7 @@
 #include "core/chunk_manager.h"
 
 #include <cassert>
+#include <functional>
 #include <string>
 #include <utility>
 
@@ -97,10 +98,15 @@ bool ChunkManager::resident(ChunkId chunk) const {
 void ChunkManager::copy_in(ChunkId chunk) {
   Slot& slot = slots_[index(chunk)];
   const Payload& home = *slot.payloads[static_cast<std::size_t>(PayloadKind::kParam)];
+  std::function<void()> await_source;
+  if (update_pending(chunk)) {
+    await_source = [updates = updates_, chunk] { updates->wait(chunk); };
+  }
   binder_.snapshot(chunk);
   slot.ticket = engine_.submit({.source = {home.data(), home.bytes()},
                                 .target = {slot.block.data(), home.bytes()},
-                                .direction = CopyDirection::kHostToDevice});
+                                .direction = CopyDirection::kHostToDevice,
+                                .await_source = std::move(await_source)});
   counts_.h2d_bytes += home.bytes();
 }
 
@@ -175,6 +181,8 @@ Pin ChunkManager::pin(ChunkId chunk) {
     }
     binder_.bind(chunk, slot.block.data());
     slot.bound = true;
+  } else if (!slot.block && update_pending(chunk)) {
+    updates_->wait(chunk);
   }
   if (slot.pins++ == 0) {
     evictable_.remove(chunk);

@@ -10,6 +10,7 @@
 #include "core/copy_engine.h"
 #include "core/eviction_order.h"
 #include "core/payload.h"
+#include "core/pending_updates.h"
 #include "core/placement.h"
 #include "core/tensor_state.h"
 #include "core/timeline.h"
@@ -76,6 +77,9 @@ class ChunkManager {
   /// Transfers are recorded there from now on; nullptr: nowhere. Borrowed.
   void record_into(TimelineRecorder* recorder) noexcept { recorder_ = recorder; }
 
+  /// Homes are read only after their updates from now on; nullptr: there are none. Borrowed.
+  void follow(PendingUpdates* updates) noexcept { updates_ = updates; }
+
   /// Adds a payload of `bytes` at the chunk's home tier. Throws OutOfMemory; UsageError if present.
   void add_payload(ChunkId chunk, PayloadKind kind, std::size_t bytes);
   /// nullptr when the chunk has none of that kind.
@@ -91,9 +95,9 @@ class ChunkManager {
   /// As fetch, but returns false when there is no room: another thread's non-model memory may have
   /// taken what was made. Throws OutOfMemory only when the arena refuses.
   [[nodiscard]] bool try_fetch(ChunkId chunk);
-  /// Pins a resident chunk, waits for its copy and binds its parameters to the slot. Throws
-  /// UsageError if it is not resident. Where its copy failed, rethrows that, and the chunk is not
-  /// resident any more.
+  /// Pins a resident chunk, waits for its update and copy, and binds its parameters to the slot.
+  /// Throws UsageError if it is not resident. Where its copy failed, rethrows that, and the chunk
+  /// is not resident any more; where its update failed, rethrows that.
   [[nodiscard]] Pin pin(ChunkId chunk);
   /// Sends a chunk home; user writes on the device are copied back. Throws UsageError if it is
   /// pinned, not resident or in use (TensorState::kCompute). When the copy back fails, rethrows
@@ -104,6 +108,13 @@ class ChunkManager {
   /// Returns whether `bytes` fit the budget: the cap is a wish, the budget is not.
   bool make_room(std::size_t bytes, std::size_t cap_bytes, std::uint64_t now,
                  std::uint64_t horizon);
+  [[nodiscard]] bool update_pending(ChunkId chunk) const {
+    return updates_ != nullptr && updates_->pending(chunk);
+  }
+  /// Whether fetching the chunk now would hold the caller up until its update is over.
+  [[nodiscard]] bool fetch_blocks(ChunkId chunk) const {
+    return update_pending(chunk) && !engine_.asynchronous();
+  }
   /// Sends every chunk home. Requires that nothing is pinned. Not counted as evictions.
   void send_home();
 
@@ -154,6 +165,7 @@ class ChunkManager {
   std::size_t pinned_bytes_ = 0;
   TransferCounts counts_;
   TimelineRecorder* recorder_ = nullptr;
+  PendingUpdates* updates_ = nullptr;
 };
 
 }  // namespace castor

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 
 namespace castor {
@@ -13,6 +14,9 @@ struct CopyRequest {
   std::span<const std::byte> source;
   std::span<std::byte> target;
   CopyDirection direction = CopyDirection::kHostToDevice;
+  /// Called before the source is read, where something still writes it: returns when that is done,
+  /// and what it throws is the copy's failure. Empty: the source is ready.
+  std::function<void()> await_source;
 };
 
 /// Names a submitted copy; grows with each submission of a direction. 0 names "nothing to wait
@@ -29,6 +33,8 @@ class CopyEngine {
   /// Returns when the copy is visible to the compute work that follows; rethrows its failure.
   virtual void wait(CopyTicket ticket) = 0;
   [[nodiscard]] virtual bool done(CopyTicket ticket) = 0;
+  /// Whether submit() returns before the copy, and before await_source.
+  [[nodiscard]] virtual bool asynchronous() const noexcept = 0;
 };
 
 }  // namespace castor

@@ -218,7 +218,7 @@ void Runtime::acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins) {
 void Runtime::prefetch() {
   const CauseScope cause(timeline_, TransferCause::kPrefetch);
   for (const Prefetch& ahead : plan_->prefetches(plan_->accesses()[cursor_ - 1])) {
-    if (manager_.resident(ahead.chunk)) {
+    if (manager_.resident(ahead.chunk) || manager_.fetch_blocks(ahead.chunk)) {
       continue;
     }
     manager_.set_next_use(ahead.chunk, ahead.used_at);
@@ -296,18 +296,18 @@ void Runtime::leave_backward() {
   }
 }
 
-void Runtime::grad_ready(ParamId param, const GradientCopy& copy) {
+bool Runtime::grad_ready(ParamId param, const GradientCopy& copy) {
   const std::lock_guard lock(mutex_);
   const ChunkId chunk = layout_.place(param).chunk;
   if (copy.bytes > 0) {
     timeline_.gradient_copied(chunk, copy.bytes, copy.start_ns, copy.end_ns);
   }
   if (manager_.state(param) == TensorState::kReadyForReduce) {
-    return;  // a reentrant checkpoint delivers a gradient in parts
+    return false;  // a reentrant checkpoint delivers a gradient in parts
   }
   manager_.set_state(param, TensorState::kReadyForReduce);
   if (--grads_missing_[index(chunk)] > 0) {
-    return;
+    return false;
   }
   // The chunk's gradients are complete: with one rank there is nothing to reduce.
   const auto& params = layout_.chunk(chunk).params;
@@ -320,6 +320,21 @@ void Runtime::grad_ready(ParamId param, const GradientCopy& copy) {
     }
   }
   record(EventKind::kGradReady, static_cast<std::uint32_t>(chunk));
+  return true;
+}
+
+bool Runtime::retire(ChunkId chunk) {
+  const std::lock_guard lock(mutex_);
+  if (manager_.pins(chunk) > 0) {
+    return false;
+  }
+  if (manager_.placement(chunk) == Placement::kDevice || !manager_.resident(chunk)) {
+    return true;
+  }
+  const CauseScope cause(timeline_, TransferCause::kBackward);
+  manager_.evict(chunk);
+  prefetched_[index(chunk)] = false;
+  return true;
 }
 
 void Runtime::unwind() {

@@ -74,8 +74,12 @@ class Runtime final : public Reclaimer {
   /// At the first gradient of a module's outputs. Releases the module entered before it in
   /// backward.
   void enter_backward(ModuleId module);
-  /// A parameter's gradient is complete in its chunk's payload.
-  void grad_ready(ParamId param, const GradientCopy& copy = {});
+  /// A parameter's gradient is complete in its chunk's payload, or on its way there. Returns whether
+  /// those of the whole chunk are now.
+  bool grad_ready(ParamId param, const GradientCopy& copy = {});
+  /// Sends a chunk home whose gradients are complete, user writes with it, so that it can be updated
+  /// while backward goes on. False, and nothing happened, while a module under way pins it.
+  [[nodiscard]] bool retire(ChunkId chunk);
   /// Ends forward and backward: every chunk goes home, user writes with it. Parameters may be read
   /// and written freely until the next enter. Idempotent.
   void send_home();

@@ -25,7 +25,7 @@ enum class TransferCause : std::uint8_t {
   kPlan,      ///< the plan left room for activations
   kPressure,  ///< an allocation did not fit
   kStepEnd,   ///< every chunk goes home before the update
-  kBackward,  ///< a gradient is complete
+  kBackward,  ///< a gradient is complete, or all of a chunk that is updated at once
 };
 
 /// One move. Times are nanoseconds since the step's first moment.

@@ -25,6 +25,8 @@ struct AdamOptions {
   double eps = 1e-8;
   double weight_decay = 0.0;
   WeightDecayMode mode = WeightDecayMode::kDecoupled;
+
+  [[nodiscard]] bool operator==(const AdamOptions&) const = default;
 };
 
 /// One parameter's update: its options at its step, with everything that does not depend on the

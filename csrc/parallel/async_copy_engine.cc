@@ -79,11 +79,14 @@ void AsyncCopyEngine::work(const std::stop_token& stop, std::size_t direction) {
   Queue& queue = queues_[direction];
   std::unique_lock lock(mutex_);
   while (submitted_.wait(lock, stop, [&] { return !queue.requests.empty(); })) {
-    const CopyRequest request = queue.requests.front();
+    const CopyRequest request = std::move(queue.requests.front());
     queue.requests.pop_front();
     lock.unlock();
     std::exception_ptr failure;
     try {
+      if (request.await_source) {
+        request.await_source();
+      }
       copy(request, &link_free);
     } catch (...) {
       failure = std::current_exception();

@@ -45,6 +45,7 @@ class AsyncCopyEngine final : public CopyEngine {
   /// Throws InvalidArgument for a ticket that was never given out; so does done().
   void wait(CopyTicket ticket) override;
   [[nodiscard]] bool done(CopyTicket ticket) override;
+  [[nodiscard]] bool asynchronous() const noexcept override { return true; }
 
  private:
   using Clock = std::chrono::steady_clock;

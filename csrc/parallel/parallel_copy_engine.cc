@@ -18,6 +18,9 @@ ParallelCopyEngine::ParallelCopyEngine(Executor& executor, std::size_t block_byt
 
 CopyTicket ParallelCopyEngine::submit(const CopyRequest& request) {
   check_copy(request);
+  if (request.await_source) {
+    request.await_source();
+  }
   copy(request);
   return CopyTicket{last_ticket_.fetch_add(1, std::memory_order_relaxed) + 1};
 }

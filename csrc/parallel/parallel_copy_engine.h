@@ -12,7 +12,8 @@ namespace castor {
 
 /// The copy engine of the CPU "device": submit() copies on the threads of an Executor and returns
 /// when the copy is complete, so every ticket is done when the caller gets it and wait() never
-/// blocks. Copies of at most one block run on the calling thread.
+/// blocks; await_source runs inside submit(). Copies of at most one block run on the calling
+/// thread.
 ///
 /// Borrows the executor, which must outlive it; must not be called from the executor's bodies.
 /// Thread-safe; tickets grow over both directions together.
@@ -28,6 +29,7 @@ class ParallelCopyEngine final : public CopyEngine {
   [[nodiscard]] CopyTicket submit(const CopyRequest& request) override;
   /// Throws InvalidArgument for a ticket that was never given out; so does done().
   void wait(CopyTicket ticket) override;
+  [[nodiscard]] bool asynchronous() const noexcept override { return false; }
   [[nodiscard]] bool done(CopyTicket ticket) override;
 
  private:

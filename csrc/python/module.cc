@@ -60,6 +60,19 @@ ScalarType scalar_type(const std::string& name) {
   throw InvalidArgument("unknown element type '" + name + "'");
 }
 
+Overlap overlap_mode(const std::string& name) {
+  if (name == "none") {
+    return Overlap::kNone;
+  }
+  if (name == "forward") {
+    return Overlap::kForward;
+  }
+  if (name == "backward") {
+    return Overlap::kBackward;
+  }
+  throw InvalidArgument("overlap '" + name + "' is not known");
+}
+
 PlacementPolicy placement_policy(const std::string& name) {
   const std::pair<const char*, PlacementPolicy> policies[] = {{"auto", PlacementPolicy::kAuto},
                                                               {"cpu", PlacementPolicy::kCpu},
@@ -105,7 +118,8 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
       .device_bytes = get("device_bytes").cast<std::size_t>(),
       .host_bytes = get("host_bytes").cast<std::size_t>(),
       .link_bytes_per_second = get("link_bytes_per_second").cast<std::uint64_t>(),
-      .adam_state = get("adam_state").cast<bool>()};
+      .adam_state = get("adam_state").cast<bool>(),
+      .overlap = overlap_mode(get("overlap").cast<std::string>())};
   return Session::create(std::move(params), std::move(param_names), std::move(specs),
                          session_options);
 }
@@ -153,12 +167,22 @@ AdamOptions adam_options(const py::dict& group) {
       .mode = group["decoupled"].cast<bool>() ? WeightDecayMode::kDecoupled : WeightDecayMode::kL2};
 }
 
-void adam_step(Session& session, const std::vector<py::dict>& groups,
-               const std::vector<std::int64_t>& group_of, double grad_scale) {
+std::vector<AdamOptions> adam_options(const std::vector<py::dict>& groups) {
   std::vector<AdamOptions> options;
   for (const py::dict& group : groups) {
     options.push_back(adam_options(group));
   }
+  return options;
+}
+
+void arm_updates(Session& session, const std::vector<py::dict>& groups,
+                 const std::vector<std::int64_t>& group_of) {
+  session.arm_updates(adam_options(groups), group_of);
+}
+
+void adam_step(Session& session, const std::vector<py::dict>& groups,
+               const std::vector<std::int64_t>& group_of, double grad_scale) {
+  const std::vector<AdamOptions> options = adam_options(groups);
   const py::gil_scoped_release release;
   session.adam_step(options, group_of, grad_scale);
 }
@@ -282,12 +306,17 @@ PYBIND11_MODULE(_C, m) {
       .def("scale_gradients", &Session::scale_gradients, released)
       .def("adam_step", &castor::adam_step, py::arg("groups"), py::arg("group_of"),
            py::arg("grad_scale"))
+      .def("arm_updates", &castor::arm_updates, py::arg("groups"), py::arg("group_of"))
+      .def("abandon_step", &Session::abandon_step, released)
       .def("finish_step", &Session::finish_step, released)
+      .def("settle", &Session::settle, released)
       .def("send_home", &Session::send_home, released)
-      .def("moments", [](const Session& session,
+      .def("moments", [](Session& session,
                          std::uint32_t param) { return session.moments(castor::ParamId{param}); })
-      .def("master", [](const Session& session,
-                        std::uint32_t param) { return session.master(castor::ParamId{param}); })
+      .def("master",
+           [](const Session& session, std::uint32_t param) {
+             return session.optimizer_state().master(castor::ParamId{param});
+           })
       .def_property_readonly("steps", &Session::steps)
       .def("report", &castor::report)
       .def("memory", &castor::memory)

@@ -103,6 +103,14 @@ class CountingAllocator final : public c10::Allocator {
     base_->copy_data(target, source, bytes);
   }
 
+  /// Gives back what the account paid for the live allocation `data`.
+  void forgive(void* data) noexcept {
+    const ChargedAllocations::Charge charge = charged_.take(data);
+    if (charge.account) {
+      charge.account->free(charge.bytes);
+    }
+  }
+
  private:
   static void release(void* data) {
     CountingAllocator& self = *installed();
@@ -129,6 +137,8 @@ void install_counting_allocator() {
     c10::SetCPUAllocator(CountingAllocator::installed(), /*priority=*/255);
   });
 }
+
+void stop_charging_for(void* data) noexcept { CountingAllocator::installed()->forgive(data); }
 
 const std::shared_ptr<NonModelMemory>& charged_account() noexcept {
   return account_of_this_thread();

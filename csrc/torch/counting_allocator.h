@@ -17,5 +17,8 @@ void install_counting_allocator();
 /// Whom this thread's allocations are charged to; nullptr: nobody.
 [[nodiscard]] const std::shared_ptr<NonModelMemory>& charged_account() noexcept;
 void charge_allocations_to(const std::shared_ptr<NonModelMemory>& account) noexcept;
+/// Gives back what was charged for the live allocation that begins at `data`, if anything was:
+/// somebody else pays for it from now on. After install_counting_allocator.
+void stop_charging_for(void* data) noexcept;
 
 }  // namespace castor

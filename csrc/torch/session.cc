@@ -9,14 +9,12 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstring>
 #include <utility>
 
 #include "core/error.h"
 #include "core/units.h"
 #include "host/host_arena.h"
 #include "host/slot_arena.h"
-#include "optim/convert.h"
 #include "optim/gradient.h"
 #include "parallel/async_copy_engine.h"
 #include "parallel/parallel_copy_engine.h"
@@ -115,6 +113,7 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
   std::shared_ptr<Session> session(new Session(std::move(params), std::move(layout), options));
   session->adopt_parameters();
   session->install_gradient_hooks();
+  session->watch_tensors();
   install_counting_allocator();
   return session;
 }
@@ -122,6 +121,7 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
 Session::Session(std::vector<at::Tensor> params, ChunkLayout layout, const SessionOptions& options)
     : params_(std::move(params)),
       layout_(std::move(layout)),
+      overlap_(options.overlap),
       scaled_precision_(options.precision == ScalarType::kFloat16),
       device_(std::make_shared<MemoryTier>(TierKind::kDevice, options.device_bytes,
                                            std::make_unique<SlotArena>(make_host_arena()))),
@@ -132,12 +132,27 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout, const Sessi
       storages_(std::make_unique<ChunkStorages>(layout_)),
       manager_(std::make_unique<ChunkManager>(layout_, place_chunks(layout_, options.placement),
                                               device_, host_, *copy_engine_, *storages_)) {
-  add_payloads(options.adam_state);
+  add_gradient_payloads();
+  optimizer_state_ =
+      std::make_unique<OptimizerState>(*manager_, params_, *executor_, options.adam_state);
+  if (copy_engine_->asynchronous()) {
+    gradient_copies_ = std::make_unique<GradientCopies>(layout_, *copy_engine_, *device_);
+  }
   runtime_ = std::make_unique<Runtime>(*manager_, nonmodel_, options.runtime,
                                        Runtime::Clock(monotonic_ns));
+  if (options.overlap != Overlap::kNone) {
+    updates_ = std::make_unique<UpdateQueue>(layout_.chunks().size());
+    manager_->follow(updates_.get());
+  }
 }
 
 Session::~Session() {
+  if (updates_) {
+    manager_->follow(nullptr);
+    updates_.reset();  // completes what is under way
+  }
+  gate_.reset();
+  gradient_copies_.reset();
   runtime_.reset();
   std::vector<std::shared_ptr<Payload>> homes;
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
@@ -147,32 +162,13 @@ Session::~Session() {
   storages_->release_to_homes(homes);
 }
 
-void Session::add_payloads(bool adam_state) {
+void Session::add_gradient_payloads() {
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    const ChunkSpec& spec = layout_.chunk(chunk);
-    if (!spec.trainable) {
-      continue;
-    }
-    const std::size_t fp32_bytes = spec.used_bytes / size_of(spec.type) * sizeof(float);
-    manager_->add_payload(chunk, PayloadKind::kGrad, spec.used_bytes);
-    if (spec.type != ScalarType::kFloat32) {
-      manager_->add_payload(chunk, PayloadKind::kMaster, fp32_bytes);
-    }
-    if (adam_state) {
-      manager_->add_payload(chunk, PayloadKind::kExpAvg, fp32_bytes);
-      manager_->add_payload(chunk, PayloadKind::kExpAvgSq, fp32_bytes);
+    if (layout_.chunk(chunk).trainable) {
+      manager_->add_payload(chunk, PayloadKind::kGrad, layout_.chunk(chunk).used_bytes);
     }
   }
-}
-
-template <typename T>
-T* Session::element(ParamId param, PayloadKind kind) const {
-  const ParamPlace place = layout_.place(param);
-  const bool working = kind == PayloadKind::kParam || kind == PayloadKind::kGrad;
-  const std::size_t size = working ? size_of(layout_.chunk(place.chunk).type) : sizeof(float);
-  const auto& payload = manager_->payload(place.chunk, kind);
-  return payload ? reinterpret_cast<T*>(payload->data() + place.offset * size) : nullptr;
 }
 
 // Nothing here allocates payload memory: once the first parameter moves, all will.
@@ -193,14 +189,7 @@ void Session::adopt_parameters() {
     const ParamGeometry geometry = geometry_of(params_[i]);
     const at::Tensor home =
         tensor_over(storages_->storage(place.chunk), to_torch(type), place.offset, geometry);
-    if (auto* master = element<float>(param, PayloadKind::kMaster)) {
-      // The working copy comes from the master by Adam's own rounding.
-      at::from_blob(master, geometry.sizes, geometry.strides, at::kFloat).copy_(params_[i]);
-      master_to_param(executor_.get(), element<void>(param, PayloadKind::kParam), master,
-                      layout_.param(param).numel, type);
-    } else {
-      home.copy_(params_[i]);
-    }
+    optimizer_state_->adopt(param, params_[i]);
     params_[i].set_data(home);
     if (trainable(param)) {
       gradients_[i].view =
@@ -208,19 +197,29 @@ void Session::adopt_parameters() {
     }
   }
   storages_->watch(params_);
-  zero_moments();
+  optimizer_state_->zero_moments();
 }
 
-// After the parameters, each of which gave its old memory back: the pages of a payload are not
-// there before something touches them, so that memory never holds old parameters and moments at
-// once.
-void Session::zero_moments() {
-  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
-    for (const PayloadKind kind : {PayloadKind::kExpAvg, PayloadKind::kExpAvgSq}) {
-      if (const auto& moments = manager_->payload(ChunkId{static_cast<std::uint32_t>(i)}, kind)) {
-        std::memset(moments->data(), 0, moments->bytes());
-      }
+void Session::watch_tensors() {
+  gate_ = TensorGate::create(2 * layout_.chunks().size(),
+                             [this](std::size_t group) { settle_group(group); });
+  moments_.resize(params_.size());
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    const ChunkId chunk = layout_.place(ParamId{static_cast<std::uint32_t>(i)}).chunk;
+    gate_->watch(index(chunk), params_[i]);
+    if (gradients_[i].view.defined()) {
+      gate_->watch(gradient_group(chunk), gradients_[i].view);
     }
+  }
+}
+
+void Session::settle_group(std::size_t group) {
+  const ChunkId chunk{static_cast<std::uint32_t>(group % layout_.chunks().size())};
+  if (gradient_copies_ && group == gradient_group(chunk)) {
+    gradient_copies_->wait(chunk);
+  }
+  if (updates_) {
+    updates_->wait(chunk);
   }
 }
 
@@ -260,12 +259,16 @@ void Session::enter(ModuleId module) {
   const bool training = at::GradMode::is_enabled();
   if (module == kRoot && training && ::torch::autograd::get_current_graph_task_id() == -1) {
     check_parameters();
+    check_no_update_yet("the next forward began");
   }
   if (runtime_->idle() && charged_account() != nonmodel_) {
     account_before_ = charged_account();
     charge_allocations_to(nonmodel_);
   }
   runtime_->enter(module, training ? PassMode::kTraining : PassMode::kInference);
+  for (const ChunkId chunk : layout_.chunks_of(module)) {
+    gate_->open(index(chunk));
+  }
 }
 
 void Session::exit(ModuleId module) {
@@ -279,6 +282,7 @@ void Session::enter_backward(ModuleId module) {
   charge_allocations_to(nonmodel_);
   follow_backward_pass();
   runtime_->enter_backward(module);
+  update_completed_chunks();
 }
 
 // What the thread allocates after backward (the next micro-batch's data, a user's clipping on the
@@ -326,6 +330,7 @@ void Session::set_loss_scale(double scale) {
 
 GradientCopy Session::adopt_gradient(ParamId param, at::Tensor& grad) {
   Gradient& gradient = gradients_[index(param)];
+  const ChunkId chunk = layout_.place(param).chunk;
   if (grad.layout() != at::kStrided) {
     throw UsageError("parameter '" + layout_.param(param).name +
                      "' received a sparse gradient, which castor does not support; build the "
@@ -336,11 +341,19 @@ GradientCopy Session::adopt_gradient(ParamId param, at::Tensor& grad) {
                      "' has another shape than the parameter");
   }
   const at::NoGradGuard no_grad;
+  const bool leaves_device = manager_->placement(chunk) != Placement::kDevice;
   const std::uint64_t start_ns = monotonic_ns();
-  gradient.view.copy_(grad);
+  if (leaves_device && gradient_copies_ &&
+      gradient_copies_->submit(
+          chunk, grad, gradient.view,
+          {optimizer_state_->element(param, PayloadKind::kGrad), gradient.view.nbytes()})) {
+    gate_->close(gradient_group(chunk));
+  } else {
+    gradient.view.copy_(grad);
+  }
   const std::uint64_t end_ns = monotonic_ns();
   grad = gradient.view;
-  if (manager_->placement(layout_.place(param).chunk) == Placement::kDevice) {
+  if (!leaves_device) {
     return {};
   }
   gradient_bytes_moved_ += gradient.view.nbytes();
@@ -353,6 +366,10 @@ void Session::gradient_arrived(ParamId param) {
   Gradient& gradient = gradients_[index(param)];
   if (!grad.defined()) {
     return;
+  }
+  if (gradient.used) {
+    check_no_update_yet("another gradient of parameter '" + layout_.param(param).name +
+                        "' arrived");
   }
   if (grad.requires_grad()) {
     // create_graph=True: the gradient is part of a graph; collect_gradients copies it.
@@ -372,11 +389,78 @@ void Session::gradient_arrived(ParamId param) {
                      "between steps");
   }
   gradient.version = version_of(gradient.view);
-  runtime_->grad_ready(param, copy);
+  if (runtime_->grad_ready(param, copy) && !armed_groups_.empty()) {
+    completed_.push_back(layout_.place(param).chunk);
+    update_completed_chunks();
+  }
+}
+
+void Session::arm_updates(std::vector<AdamOptions> groups, std::vector<std::int64_t> group_of) {
+  if (overlap_ == Overlap::kBackward) {
+    check_groups(groups.size(), group_of);
+    armed_groups_ = std::move(groups);
+    armed_group_of_ = std::move(group_of);
+  }
+}
+
+void Session::update_completed_chunks() {
+  std::erase_if(completed_, [this](ChunkId chunk) {
+    if (!runtime_->retire(chunk)) {
+      return false;
+    }
+    std::vector<AdamSegment> segments;
+    for (const ParamId param : layout_.chunk(chunk).params) {
+      const auto group = static_cast<std::size_t>(armed_group_of_[index(param)]);
+      segments.push_back(begin_step(index(param), armed_groups_[group], 1.0));
+      gradients_[index(param)].used = true;
+    }
+    ++num_updated_;
+    submit_update(chunk, std::move(segments));
+    return true;
+  });
+}
+
+void Session::check_no_update_yet(const std::string& what) const {
+  if (num_updated_ > 0) {
+    throw UsageError(what + " after a backward that updated " + std::to_string(num_updated_) +
+                     " of " + std::to_string(layout_.chunks().size()) +
+                     " chunks, and optimizer.step() was not called: with overlap=\"backward\" the "
+                     "weights are between two steps then. Call step() after every backward; to "
+                     "accumulate gradients use overlap=\"forward\"; after a backward that failed, "
+                     "load a checkpoint");
+  }
+}
+
+void Session::forget_updates() {
+  armed_groups_.clear();
+  completed_.clear();
+  num_updated_ = 0;
+  for (Gradient& gradient : gradients_) {
+    gradient.used = false;
+  }
+}
+
+void Session::abandon_step() {
+  settle();
+  forget_updates();
+}
+
+// Of the chunks that backward has not updated; those are used already, and may still be under way.
+void Session::await_gradients() {
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    const auto& params = layout_.chunks()[i].params;
+    if (std::none_of(params.begin(), params.end(),
+                     [&](ParamId param) { return gradients_[index(param)].used; })) {
+      gate_->pass(i);
+      gate_->pass(gradient_group(ChunkId{static_cast<std::uint32_t>(i)}));
+    }
+  }
 }
 
 GradientSummary Session::collect_gradients(bool with_norm) {
   runtime_->begin_update();
+  completed_.clear();  // adam_step updates what is left
+  await_gradients();
   GradientSummary summary;
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
@@ -416,7 +500,8 @@ double Session::gradient_norm() const {
   std::vector<double> squares(params_.size(), 0.0);
   const auto measure = [&](std::size_t i, Executor* executor) {
     const ParamId param{static_cast<std::uint32_t>(i)};
-    squares[i] = copy_and_square_norm(executor, nullptr, element<void>(param, PayloadKind::kGrad),
+    squares[i] = copy_and_square_norm(executor, nullptr,
+                                      optimizer_state_->element(param, PayloadKind::kGrad),
                                       layout_.param(param).numel, layout_.param(param).type);
   };
   for (std::size_t i = 0; i < params_.size(); ++i) {
@@ -450,37 +535,95 @@ void Session::scale_gradients(double factor) {
 
 void Session::adam_step(std::span<const AdamOptions> groups, std::span<const std::int64_t> group_of,
                         double grad_scale) {
+  check_groups(groups.size(), group_of);
+  std::vector<std::vector<AdamSegment>> segments(layout_.chunks().size());
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    const auto group = static_cast<std::size_t>(group_of[i]);
+    if (gradients_[i].used) {
+      check_used_gradient(i, groups[group]);
+    } else if (gradients_[i].present) {
+      const ParamId param{static_cast<std::uint32_t>(i)};
+      segments[index(layout_.place(param).chunk)].push_back(
+          begin_step(i, groups[group], grad_scale));
+    }
+  }
+  update(std::move(segments));
+}
+
+void Session::check_groups(std::size_t num_groups, std::span<const std::int64_t> group_of) const {
   if (group_of.size() != params_.size()) {
     throw InvalidArgument("group_of has " + std::to_string(group_of.size()) + " entries for " +
                           std::to_string(params_.size()) + " parameters");
   }
-  std::vector<AdamSegment> segments;
-  segments.reserve(params_.size());
-  auto* steps = steps_.data_ptr<float>();
-  for (std::size_t i = 0; i < params_.size(); ++i) {
-    if (!gradients_[i].present) {
-      continue;
+  for (const std::int64_t group : group_of) {
+    if (group < 0 || static_cast<std::size_t>(group) >= num_groups) {
+      throw InvalidArgument("group_of names group " + std::to_string(group) + " of " +
+                            std::to_string(num_groups));
     }
-    const ParamId param{static_cast<std::uint32_t>(i)};
-    steps[i] += 1.0F;
-    auto* master = element<float>(param, PayloadKind::kMaster);
-    segments.push_back(
-        {.master = master ? master : element<float>(param, PayloadKind::kParam),
-         .exp_avg = element<float>(param, PayloadKind::kExpAvg),
-         .exp_avg_sq = element<float>(param, PayloadKind::kExpAvgSq),
-         .grad = element<void>(param, PayloadKind::kGrad),
-         .param = master ? element<void>(param, PayloadKind::kParam) : nullptr,
-         .type = layout_.param(param).type,
-         .numel = layout_.param(param).numel,
-         .coefficients = AdamCoefficients(groups[static_cast<std::size_t>(group_of[i])],
-                                          static_cast<std::int64_t>(steps[i]), grad_scale)});
-    // As torch's in-place update does: a graph that saved the old weights must not be replayed.
-    params_[i].unsafeGetTensorImpl()->bump_version();
   }
-  adam_update(*executor_, segments);
+}
+
+// The update is over or under way: it has to be the one that step() would make now.
+void Session::check_used_gradient(std::size_t i, const AdamOptions& options) const {
+  const Gradient& gradient = gradients_[i];
+  const auto refuse = [&](const std::string& what) {
+    throw UsageError(what +
+                     " between backward and step(), but overlap=\"backward\" has updated "
+                     "parameter '" +
+                     layout_.params()[i].name +
+                     "' in backward already; change it before the forward, or use "
+                     "overlap=\"forward\"");
+  };
+  if (!gradient.present || gradient.version != version_of(gradient.view)) {
+    refuse("its gradient was changed");
+  }
+  if (options != armed_groups_[static_cast<std::size_t>(armed_group_of_[i])]) {
+    refuse("an option of its parameter group was changed");
+  }
+}
+
+AdamSegment Session::begin_step(std::size_t i, const AdamOptions& options, double grad_scale) {
+  auto* steps = steps_.data_ptr<float>();
+  const auto step = static_cast<std::int64_t>(steps[i]) + 1;
+  AdamSegment segment =
+      optimizer_state_->segment(ParamId{static_cast<std::uint32_t>(i)}, options, step, grad_scale);
+  steps[i] = static_cast<float>(step);
+  // As torch's in-place update does: a graph that saved the old weights must not be replayed.
+  params_[i].unsafeGetTensorImpl()->bump_version();
+  return segment;
+}
+
+// In the order of the chunks, which is the order in which the next forward needs them.
+void Session::update(std::vector<std::vector<AdamSegment>> segments) {
+  if (!updates_) {
+    std::vector<AdamSegment> all;
+    all.reserve(params_.size());
+    for (const auto& of_chunk : segments) {
+      all.insert(all.end(), of_chunk.begin(), of_chunk.end());
+    }
+    adam_update(*executor_, all);
+    return;
+  }
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    if (!segments[i].empty()) {
+      submit_update(ChunkId{static_cast<std::uint32_t>(i)}, std::move(segments[i]));
+    }
+  }
+}
+
+void Session::submit_update(ChunkId chunk, std::vector<AdamSegment> segments) {
+  gate_->close(index(chunk));
+  gate_->close(gradient_group(chunk));
+  const CopyTicket gradients =
+      gradient_copies_ ? gradient_copies_->last_of(chunk) : CopyTicket::kNone;
+  updates_->submit(chunk, [this, gradients, of_chunk = std::move(segments)] {
+    copy_engine_->wait(gradients);
+    adam_update(*executor_, of_chunk);
+  });
 }
 
 void Session::finish_step() {
+  forget_updates();
   runtime_->finish_step();
   account_before_.reset();
   if (charged_account() == nonmodel_) {
@@ -488,30 +631,30 @@ void Session::finish_step() {
   }
 }
 
-void Session::send_home() { runtime_->send_home(); }
-
-std::optional<at::Tensor> Session::float_view(ParamId param, PayloadKind kind) const {
-  const ParamPlace place = layout_.place(param);
-  const auto& payload = manager_->payload(place.chunk, kind);
-  if (!payload) {
-    return std::nullopt;
+void Session::settle() {
+  if (updates_) {
+    updates_->drain();
   }
-  return tensor_over(storage_over(payload), at::kFloat, place.offset,
-                     geometry_of(params_[index(param)]));
+  for (std::size_t group = 0; group < 2 * layout_.chunks().size(); ++group) {
+    gate_->pass(group);
+  }
 }
 
-std::vector<at::Tensor> Session::moments(ParamId param) const {
-  std::vector<at::Tensor> views;
-  for (const PayloadKind kind : {PayloadKind::kExpAvg, PayloadKind::kExpAvgSq}) {
-    if (auto view = float_view(param, kind)) {
-      views.push_back(*std::move(view));
+void Session::send_home() {
+  check_no_update_yet("the weights are read");
+  settle();
+  runtime_->send_home();
+}
+
+const std::vector<at::Tensor>& Session::moments(ParamId param) {
+  std::vector<at::Tensor>& shown = moments_[index(param)];
+  if (shown.empty()) {
+    shown = optimizer_state_->moments(param);
+    for (const at::Tensor& moment : shown) {
+      gate_->watch(index(layout_.place(param).chunk), moment);
     }
   }
-  return views;
-}
-
-std::optional<at::Tensor> Session::master(ParamId param) const {
-  return float_view(param, PayloadKind::kMaster);
+  return shown;
 }
 
 }  // namespace castor

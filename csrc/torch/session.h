@@ -14,7 +14,11 @@
 
 #include "core/runtime.h"
 #include "optim/adam.h"
+#include "parallel/update_queue.h"
 #include "torch/chunk_storages.h"
+#include "torch/gradient_copies.h"
+#include "torch/optimizer_state.h"
+#include "torch/tensor_gate.h"
 
 namespace torch::autograd {
 struct Node;
@@ -24,6 +28,15 @@ namespace castor {
 
 /// Owner of an autograd node: std::shared_ptr up to torch 2.12, c10::intrusive_ptr from 2.13 on.
 using GradFunction = std::decay_t<decltype(std::declval<const at::Tensor&>().grad_fn())>;
+
+/// When the optimizer's update runs beside other work. All give the same bits.
+enum class Overlap : std::uint8_t {
+  kNone,     ///< inside step()
+  kForward,  ///< beside what follows step(); whatever needs a chunk waits for that chunk
+  /// As kForward, and a chunk whose gradients are complete is updated while backward goes on. Exact
+  /// only where nothing that step() learns decides over the update: no clipping, no skipping.
+  kBackward,
+};
 
 struct SessionOptions {
   ScalarType precision = ScalarType::kFloat32;
@@ -36,6 +49,7 @@ struct SessionOptions {
   std::uint64_t link_bytes_per_second = 0;
   /// Whether Adam's moments get payloads; false when another optimizer updates the parameters.
   bool adam_state = true;
+  Overlap overlap = Overlap::kNone;
 };
 
 /// What a step's gradients look like before the update.
@@ -81,18 +95,27 @@ class Session : public std::enable_shared_from_this<Session> {
   /// Multiplies every gradient payload, in place (for optimizers other than Adam).
   void scale_gradients(double factor);
   /// One Adam step over the parameters that have a gradient. `group_of[i]` is parameter i's entry
-  /// of `groups`.
+  /// of `groups`. With Overlap::kForward it may still be under way on return: torch's operators
+  /// wait for what they read, anything else calls settle first.
   void adam_step(std::span<const AdamOptions> groups, std::span<const std::int64_t> group_of,
                  double grad_scale);
   void finish_step();
-  /// Parameters may be read and written freely afterwards, until the next forward.
+  /// Overlap::kBackward: the options with which the coming backward updates what it completes; no
+  /// effect in other modes. As in adam_step, which has to be given the same.
+  void arm_updates(std::vector<AdamOptions> groups, std::vector<std::int64_t> group_of);
+  /// Forgets a step that stopped in the middle: a checkpoint is being loaded over it.
+  void abandon_step();
+  /// Returns when no update is under way; rethrows what stopped one.
+  void settle();
+  /// Parameters may be read and written freely afterwards, until the next forward. Throws
+  /// UsageError where backward updated some chunks and step() never followed.
   void send_home();
 
-  /// {exp_avg, exp_avg_sq} of a trainable parameter, as views of its payloads.
-  [[nodiscard]] std::vector<at::Tensor> moments(ParamId param) const;
-  /// The fp32 values of a trainable 16-bit parameter, as a view of its payload; nullopt for fp32
-  /// parameters, which are their own master, and for frozen ones.
-  [[nodiscard]] std::optional<at::Tensor> master(ParamId param) const;
+  /// Masters and moments of the parameters.
+  [[nodiscard]] const OptimizerState& optimizer_state() const noexcept { return *optimizer_state_; }
+  /// {exp_avg, exp_avg_sq} of a trainable parameter, the same tensors at every call. Operators that
+  /// read them wait for the parameter's update.
+  [[nodiscard]] const std::vector<at::Tensor>& moments(ParamId param);
   /// Adam steps taken, one float32 per parameter: views of it are torch's `step` entries.
   [[nodiscard]] const at::Tensor& steps() const noexcept { return steps_; }
   /// Gradient bytes that went from the device to payloads on the host.
@@ -110,22 +133,36 @@ class Session : public std::enable_shared_from_this<Session> {
 
  private:
   Session(std::vector<at::Tensor> params, ChunkLayout layout, const SessionOptions& options);
-  void add_payloads(bool adam_state);
+  void add_gradient_payloads();
   void adopt_parameters();
-  void zero_moments();
   void install_gradient_hooks();
   void follow_backward_pass();
   void check_parameters() const;
   /// Returns what went to the host, and when.
   GradientCopy adopt_gradient(ParamId param, at::Tensor& grad);
   [[nodiscard]] double gradient_norm() const;
+  void watch_tensors();
+  /// The update of parameter i, which is in its next step from now on.
+  [[nodiscard]] AdamSegment begin_step(std::size_t i, const AdamOptions& options,
+                                       double grad_scale);
+  /// Runs, or begins to run, the updates of each chunk.
+  void update(std::vector<std::vector<AdamSegment>> segments);
+  void submit_update(ChunkId chunk, std::vector<AdamSegment> segments);
+  void update_completed_chunks();
+  void check_no_update_yet(const std::string& what) const;
+  void check_groups(std::size_t num_groups, std::span<const std::int64_t> group_of) const;
+  void check_used_gradient(std::size_t i, const AdamOptions& options) const;
+  void await_gradients();
+  void forget_updates();
+  void settle_group(std::size_t group);
+  [[nodiscard]] std::size_t gradient_group(ChunkId chunk) const noexcept {
+    return layout_.chunks().size() + index(chunk);
+  }
   [[nodiscard]] bool trainable(ParamId param) const { return layout_.param(param).trainable; }
-  [[nodiscard]] std::optional<at::Tensor> float_view(ParamId param, PayloadKind kind) const;
-  template <typename T>
-  [[nodiscard]] T* element(ParamId param, PayloadKind kind) const;
 
   std::vector<at::Tensor> params_;
   const ChunkLayout layout_;
+  const Overlap overlap_;
   const bool scaled_precision_;  // fp16: gradients may carry a loss scale
   std::shared_ptr<MemoryTier> device_;
   std::shared_ptr<MemoryTier> host_;
@@ -134,7 +171,13 @@ class Session : public std::enable_shared_from_this<Session> {
   std::unique_ptr<CopyEngine> copy_engine_;
   std::unique_ptr<ChunkStorages> storages_;
   std::unique_ptr<ChunkManager> manager_;
+  std::unique_ptr<OptimizerState> optimizer_state_;
+  std::unique_ptr<GradientCopies> gradient_copies_;  // nullptr where copies are not asynchronous
   std::unique_ptr<Runtime> runtime_;
+  std::unique_ptr<UpdateQueue> updates_;  // nullptr with Overlap::kNone
+  // Group i: parameters and moments of chunk i; gradient_group(i): its gradients.
+  std::shared_ptr<TensorGate> gate_;
+  std::vector<std::vector<at::Tensor>> moments_;    // per parameter, once shown
   std::shared_ptr<NonModelMemory> account_before_;  // of the thread, while inference runs
   std::vector<int> backward_passes_;  // under way, as autograd numbers them; nested ones last
 
@@ -145,10 +188,16 @@ class Session : public std::enable_shared_from_this<Session> {
     double scale = 0.0;              ///< loss scale it was made with
     const void* in_graph = nullptr;  ///< the p.grad that create_graph=True made with that scale
     bool present = false;            ///< in this step; known after collect_gradients
+    bool used = false;               ///< in this step's backward, by Overlap::kBackward
   };
   std::vector<Gradient> gradients_;
   std::vector<GradFunction> accumulators_;
   at::Tensor steps_;
+  // Overlap::kBackward:
+  std::vector<AdamOptions> armed_groups_;  // empty: nothing is updated before step()
+  std::vector<std::int64_t> armed_group_of_;
+  std::vector<ChunkId> completed_;  // gradients complete, update not submitted
+  std::size_t num_updated_ = 0;     // chunks, in this step's backward
   double loss_scale_ = 1.0;
   std::uint64_t gradient_bytes_moved_ = 0;
 };

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 PlacementPolicy = Literal["auto", "cpu", "cuda", "static"]
 Precision = Literal["fp32", "bf16", "fp16"]
+Overlap = Literal["none", "forward", "backward"]
 NonFinite = Literal["skip", "raise", "ignore"]
 
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
@@ -154,6 +155,7 @@ class GeminiConfig:
     device_bytes: int
     host_bytes: int
     precision: Precision
+    overlap: Overlap
     link_bytes_per_second: int
     """0: memory's own speed."""
     chunk_bytes: int
@@ -172,7 +174,17 @@ class GeminiConfig:
     def __post_init__(self) -> None:
         _choice("placement_policy", self.placement_policy, get_args(PlacementPolicy))
         _choice("precision", self.precision, get_args(Precision))
+        _choice("overlap", self.overlap, get_args(Overlap))
         _choice("nonfinite", self.nonfinite, get_args(NonFinite))
+        if self.overlap == "backward" and (
+            self.max_norm > 0 or self.nonfinite != "ignore" or self.precision == "fp16"
+        ):
+            raise ValueError(
+                "overlap='backward' updates chunks before the norm of all gradients is known; it "
+                "needs max_norm=0, nonfinite='ignore' and a precision without loss scale, and got "
+                f"max_norm={self.max_norm}, nonfinite={self.nonfinite!r}, "
+                f"precision={self.precision!r}; overlap='forward' has no such limits"
+            )
         _whole_numbers(max_prefetch=self.max_prefetch)
         _at_least("max_prefetch", self.max_prefetch, 0)
         _at_least("max_norm", self.max_norm, 0.0)

@@ -70,6 +70,7 @@ class ModelLoad:
     def apply(self) -> _IncompatibleKeys:
         """Copies every tensor into the model."""
         for engine in self.engines:
+            engine.session.abandon_step()
             engine.session.send_home()
         for key, source in self.sources():
             self._assign(self.targets[key], source)

@@ -46,6 +46,7 @@ class OptimizerLoad:
         """Puts state, options, masters and loss scale in place."""
         driver = driver_of(self.optimizer)
         if driver is not None:
+            driver.engine.session.abandon_step()
             driver.engine.session.send_home()
         with ExitStack() as stack:
             files = {

@@ -51,6 +51,12 @@ def check_optimizer(optimizer: Optimizer, config: GeminiConfig) -> None:
             f"{config.precision} master weights; use precision='fp32', or Adam, AdamW or "
             "HybridAdam without amsgrad and maximize"
         )
+    if not runs_fused_adam(optimizer) and config.overlap != "none":
+        raise NotImplementedError(
+            f"overlap={config.overlap!r} needs castor's Adam, and {name} with these options runs "
+            "on the generic path; use overlap='none', or Adam, AdamW or HybridAdam without amsgrad "
+            "and maximize"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise NotImplementedError("LBFGS evaluates the model inside step; castor cannot run it")
 
@@ -103,6 +109,11 @@ class StepDriver:
             self.engine.history.step_ended(
                 session.step_figures(), skipped=self.engine.skipped_steps > skipped_before
             )
+
+    def arm(self, optimizer: Optimizer) -> None:
+        """Before a forward whose backward may update chunks: tells the options of now."""
+        groups = [adam_options(group) for group in optimizer.param_groups]
+        self.engine.session.arm_updates(groups, self.group_of)
 
     def _refuse_update(self, norm: float) -> bool:
         """Handles a gradient that is not finite; says whether the update must be left out."""
@@ -176,6 +187,11 @@ class BoostedOptimizer(Optimizer):
                     if step > 0:
                         entry = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
                         self.state[param] = entry
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in the layout of torch.optim.AdamW: views of the chunks, up to date."""
+        self._castor.engine.session.settle()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state in the layout of torch.optim.AdamW, into the chunks.

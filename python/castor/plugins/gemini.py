@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from castor.config import (
     GeminiConfig,
     LossScalerConfig,
     NonFinite,
+    Overlap,
     PlacementPolicy,
     Precision,
     available_memory_bytes,
@@ -52,7 +54,6 @@ _NOT_YET: dict[str, tuple[object, str]] = {
     "use_fp8": (False, "use bf16"),
     "fp8_communication": (False, "there is one process"),
     "optim_state_format": ("fp32", "moments are fp32"),
-    "overlap": ("none", "the optimizer runs inside step"),
     "nvme_dir": (None, "there is no NVMe tier yet"),
 }
 
@@ -78,7 +79,8 @@ class GeminiPlugin:
             warn once; "raise"; or "ignore" them as plain torch does. fp16 always skips.
         chunk_bytes: Size of a chunk: bytes or a size. Default: found by search.
         max_prefetch: Chunks that may be fetched ahead of their use.
-        enable_gradient_accumulation: Accepted for compatibility: gradients accumulate until
+        enable_gradient_accumulation: False: every backward is followed by step, which
+            overlap="backward" needs; nothing else follows from it: gradients accumulate until
             zero_grad, as in torch, with either value.
         shard_param_frac: Share of parameters sharded over ranks; with one process every value means
             the same. In [0, 1].
@@ -96,6 +98,13 @@ class GeminiPlugin:
         growth_interval: fp16: good steps before growth.
         hysteresis: fp16: overflows before reduction.
         max_scale: fp16: highest loss scale.
+        overlap: When Adam updates the chunks. "none": inside step. "forward": beside what follows
+            step; the modules of the next forward, and whatever else reads a weight, wait for what
+            they need. "backward": as "forward", and chunks whose gradients are complete are updated
+            while backward goes on; exact only where nothing that step learns decides over the
+            update, so it asks for max_norm=0, nonfinite="ignore", no fp16 and
+            enable_gradient_accumulation=False. All give the same bits. Default: "none" on the CPU
+            device, whose cores the model needs itself.
         link_bandwidth: CPU device: bytes per second, or "25GB/s", of an emulated link that
             parameters pass on their way to the device and back, beside the compute, to try what a
             GPU's link would do. Default: memory's own speed.
@@ -136,6 +145,7 @@ class GeminiPlugin:
         growth_interval: int = 1000,
         hysteresis: int = 2,
         max_scale: float = 2.0**32,
+        overlap: str | None = None,
         link_bandwidth: int | str | None = None,
         trace_file: str | Path | None = None,
         **not_yet: Any,
@@ -157,11 +167,17 @@ class GeminiPlugin:
                 "offload_optim_frac and offload_param_frac belong to placement_policy='static'; "
                 f"{policy!r} decides by itself"
             )
+        if overlap == "backward" and enable_gradient_accumulation:
+            raise ValueError(
+                "overlap='backward' updates chunks in the first backward of a step; pass "
+                "enable_gradient_accumulation=False, or overlap='forward' to accumulate"
+            )
         self.config = GeminiConfig(
             placement_policy=cast(PlacementPolicy, policy),
             device_bytes=_bytes_or_available(device_memory, "device_memory"),
             host_bytes=_bytes_or_available(host_memory, "host_memory"),
             precision=cast(Precision, precision or "fp32"),
+            overlap=cast(Overlap, overlap or "none"),
             link_bytes_per_second=(
                 0 if link_bandwidth is None else parse_bandwidth(link_bandwidth, "link_bandwidth")
             ),
@@ -204,7 +220,16 @@ class GeminiPlugin:
         engine = Engine(model, self.config, adam_state=fused)
         if optimizer is None:
             return engine, None
-        return engine, boost_optimizer(optimizer, engine, fused=fused)
+        driver = boost_optimizer(optimizer, engine, fused=fused)
+        if self.config.overlap == "backward":
+            held = weakref.ref(optimizer)
+
+            def arm(*_: Any) -> None:
+                if torch.is_grad_enabled() and (optimizer := held()) is not None:
+                    driver.arm(optimizer)
+
+            model.register_forward_pre_hook(arm)
+        return engine, driver
 
 
 def _check_not_yet(arguments: dict[str, Any]) -> None:

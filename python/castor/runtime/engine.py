@@ -84,6 +84,7 @@ class Engine:
                 "host_bytes": config.host_bytes,
                 "link_bytes_per_second": config.link_bytes_per_second,
                 "adam_state": adam_state,
+                "overlap": config.overlap if adam_state else "none",
             },
         )
         if events is not None:
@@ -124,6 +125,10 @@ class Engine:
             )
             module.register_forward_pre_hook(enter, prepend=True)
             module.register_forward_hook(leave, always_call=True)
+        # keep_vars=True hands out the parameters themselves, whose storages are read without an
+        # operator.
+        session = self.session
+        model.register_state_dict_pre_hook(lambda *_: session.settle())
         self.history.watch(model)
 
     @property

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -526,6 +527,67 @@ TEST_F(ChunkManagerTest, FailedPrefetchDoesNotKeepItsChunkFromLeaving) {
   rig_->expect_consistent();
   manager().send_home();
   EXPECT_EQ(used(), 0u);
+}
+
+/// A home that an update has yet to fill with `value`.
+class PendingUpdateTest : public ChunkManagerTest {
+ protected:
+  void pend(ChunkId chunk, std::uint8_t value) {
+    manager().follow(&updates_);
+    std::byte* home = rig_->homes[index(chunk)]->data();
+    updates_.submit(chunk, [home, value] { std::memset(home, value, kChunk); });
+  }
+  testing::FakeUpdates updates_;
+};
+
+TEST_F(PendingUpdateTest, AFetchReadsTheHomeAfterItsUpdate) {
+  start(2, 2);
+  pend(kA, 77);
+  manager().fetch(kA);
+  EXPECT_TRUE(updates_.pending(kA)) << "fetching ahead holds nobody up";
+  const Pin pin = manager().pin(kA);
+  EXPECT_FALSE(updates_.pending(kA));
+  EXPECT_TRUE(rig_->binder.reads(param_id(0), 77));
+}
+
+TEST_F(PendingUpdateTest, AChunkOnTheDeviceIsPinnedAfterItsUpdate) {
+  start(1, 1, {Placement::kDevice});
+  pend(kA, 77);
+  const Pin pin = manager().pin(kA);
+  EXPECT_FALSE(updates_.pending(kA));
+  EXPECT_TRUE(rig_->binder.reads(param_id(0), 77));
+}
+
+TEST_F(PendingUpdateTest, OtherChunksDoNotWait) {
+  start(2, 2);
+  pend(kA, 77);
+  manager().fetch(kB);
+  const Pin pin = manager().pin(kB);
+  EXPECT_TRUE(updates_.pending(kA));
+  EXPECT_TRUE(manager().update_pending(kA));
+  EXPECT_FALSE(manager().update_pending(kB));
+}
+
+TEST_F(PendingUpdateTest, EvictingAChunkThatWasFetchedAheadLeavesTheUpdatedHome) {
+  start(1, 1);
+  pend(kA, 77);
+  manager().fetch(kA);
+  manager().evict(kA);
+  EXPECT_TRUE(rig_->home_holds(param_id(0), 77));
+}
+
+TEST_F(PendingUpdateTest, AFailedUpdateIsToldToWhoeverPinsAndNothingIsKept) {
+  for (const Placement placement : {Placement::kStream, Placement::kDevice}) {
+    start(1, 1, {placement});
+    manager().follow(&updates_);
+    updates_.submit(kA, [] { throw InjectedFailure("update"); });
+    if (placement == Placement::kStream) {
+      manager().fetch(kA);
+    }
+    EXPECT_THROW((void)manager().pin(kA), InjectedFailure);
+    rig_->expect_consistent();
+    manager().follow(nullptr);
+  }
 }
 
 // Every place where the engine is called, one after the other.

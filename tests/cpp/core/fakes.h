@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <initializer_list>
 #include <limits>
 #include <map>
@@ -138,8 +139,9 @@ class DelayedCopyEngine : public CopyEngine {
     for (auto& queue : pending_) {
       if (holds(queue, ticket)) {
         while (!queue.empty() && queue.front().ticket <= ticket) {
-          perform(queue.front().request);
+          const CopyRequest request = std::move(queue.front().request);
           queue.pop_front();
+          perform(request);
         }
       }
     }
@@ -147,6 +149,7 @@ class DelayedCopyEngine : public CopyEngine {
   bool done(CopyTicket ticket) override {
     return !holds(pending_[0], ticket) && !holds(pending_[1], ticket);
   }
+  [[nodiscard]] bool asynchronous() const noexcept override { return true; }
   [[nodiscard]] std::size_t num_pending() const { return pending_[0].size() + pending_[1].size(); }
 
  protected:
@@ -165,6 +168,9 @@ class DelayedCopyEngine : public CopyEngine {
     return false;
   }
   static void perform(const CopyRequest& request) {
+    if (request.await_source) {
+      request.await_source();
+    }
     std::memcpy(request.target.data(), request.source.data(), request.source.size());
   }
   Queue& queue_of(const CopyRequest& request) {
@@ -211,6 +217,27 @@ class FailingCopyEngine final : public DelayedCopyEngine {
  private:
   std::size_t submits_left_ = kNever;
   std::size_t waits_left_ = kNever;
+};
+
+/// Updates that happen when somebody waits for them, never before.
+class FakeUpdates final : public PendingUpdates {
+ public:
+  void submit(ChunkId chunk, std::function<void()> update) {
+    updates_.emplace(chunk, std::move(update));
+  }
+  [[nodiscard]] bool pending(ChunkId chunk) const noexcept override {
+    return updates_.contains(chunk);
+  }
+  void wait(ChunkId chunk) override {
+    if (const auto found = updates_.find(chunk); found != updates_.end()) {
+      const auto update = std::move(found->second);
+      updates_.erase(found);
+      update();
+    }
+  }
+
+ private:
+  std::map<ChunkId, std::function<void()>> updates_;
 };
 
 /// Parameters as plain bytes: an address per chunk, a version counter per parameter. Guarded by

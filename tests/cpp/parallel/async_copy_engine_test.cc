@@ -47,6 +47,34 @@ TEST(AsyncCopyEngineTest, CopiesExactlyTheBytesAskedFor) {
   }
 }
 
+TEST(AsyncCopyEngineTest, ACopyAwaitsItsSourceBesideTheCaller) {
+  std::latch gate(1);
+  Bytes source(64);
+  Bytes target(64);
+  AsyncCopyEngine engine;
+  const CopyTicket ticket = engine.submit(
+      {.source = source, .target = target, .direction = kToDevice, .await_source = [&] {
+         gate.wait();
+       }});
+  EXPECT_FALSE(engine.done(ticket));
+  source.assign(64, std::byte{9});
+  gate.count_down();
+  engine.wait(ticket);
+  EXPECT_EQ(target, Bytes(64, std::byte{9}));
+}
+
+TEST(AsyncCopyEngineTest, ASourceThatNeverComesIsTheCopysFailure) {
+  const Bytes source(64, std::byte{1});
+  Bytes target(64);
+  AsyncCopyEngine engine;
+  const CopyTicket ticket = engine.submit(
+      {.source = source, .target = target, .direction = kToDevice, .await_source = [] {
+         throw std::runtime_error("no source");
+       }});
+  EXPECT_THROW(engine.wait(ticket), std::runtime_error);
+  EXPECT_EQ(target, Bytes(64));
+}
+
 TEST(AsyncCopyEngineTest, SubmitReturnsBeforeTheCopyIsMade) {
   std::latch gate(1);
   AsyncCopyEngine engine({.copy = [&](const CopyRequest& request) {

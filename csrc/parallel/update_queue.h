@@ -1,0 +1,59 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <stop_token>
+#include <thread>
+#include <vector>
+
+#include "core/pending_updates.h"
+
+namespace castor {
+
+/// Updates one chunk's home; may throw.
+using UpdateFunction = std::function<void()>;
+
+/// Runs chunk updates one after the other on a thread of its own, in the order of submission, and
+/// a chunk that somebody waits for next. An update may spread over an Executor.
+///
+/// The first update that fails stops the queue: the rest is dropped, since half a step is worth
+/// nothing, and every later wait, drain and submit rethrows the failure. Thread-safe. Destruction
+/// completes what was submitted.
+class UpdateQueue final : public PendingUpdates {
+ public:
+  /// Throws std::system_error if the system refuses a thread.
+  explicit UpdateQueue(std::size_t num_chunks);
+  ~UpdateQueue() override;
+
+  /// The chunk's update will run. Throws UsageError if one is pending already.
+  void submit(ChunkId chunk, UpdateFunction update);
+  [[nodiscard]] bool pending(ChunkId chunk) const noexcept override;
+  void wait(ChunkId chunk) override;
+  /// Returns when every update is over.
+  void drain();
+
+ private:
+  struct Update {
+    ChunkId chunk;
+    UpdateFunction run;
+  };
+
+  void work(const std::stop_token& stop);
+  void rethrow_failure() const;
+
+  mutable std::mutex mutex_;  // guards everything below
+  std::condition_variable_any submitted_;
+  std::condition_variable completed_;
+  std::deque<Update> updates_;  // not taken by the worker yet
+  std::vector<bool> pending_;   // per chunk
+  std::size_t num_pending_ = 0;
+  std::exception_ptr failure_;
+  // Last: its destructor stops and joins while everything above is still alive.
+  std::jthread worker_;
+};
+
+}  // namespace castor

@@ -1,0 +1,100 @@
+#include "torch/gradient_copies.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "torch/counting_allocator.h"
+
+namespace castor {
+namespace {
+
+std::size_t largest_gradient_bytes(const ChunkLayout& layout) {
+  std::size_t largest = 0;
+  for (const ParamSpec& param : layout.params()) {
+    if (param.trainable) {
+      largest = std::max(largest, param.numel * size_of(param.type));
+    }
+  }
+  return largest;
+}
+
+}  // namespace
+
+GradientCopies::GradientCopies(const ChunkLayout& layout, CopyEngine& engine, MemoryTier& device)
+    : engine_(engine),
+      window_(device.ledger().reserve(largest_gradient_bytes(layout),
+                                      "the largest gradient needs that much on its way to the "
+                                      "host; raise device_memory")) {}
+
+GradientCopies::~GradientCopies() {
+  for (const Copy& copy : copies_) {
+    try {
+      engine_.wait(copy.ticket);
+    } catch (...) {  // the payload stays incomplete; nobody is left to tell
+    }
+  }
+}
+
+bool GradientCopies::submit(ChunkId chunk, const at::Tensor& gradient, const at::Tensor& like,
+                            std::span<std::byte> target) {
+  rethrow_failure();
+  const std::size_t bytes = gradient.nbytes();
+  const bool own_memory = gradient.storage().use_count() == 1 && gradient.storage_offset() == 0 &&
+                          gradient.storage().nbytes() == bytes;
+  if (!own_memory || bytes == 0 || bytes > window_.bytes() ||
+      gradient.scalar_type() != like.scalar_type() || gradient.strides() != like.strides() ||
+      !gradient.is_non_overlapping_and_dense()) {
+    return false;
+  }
+  while (!copies_.empty() &&
+         (used_bytes_ + bytes > window_.bytes() || engine_.done(copies_.front().ticket))) {
+    complete_first();
+  }
+  auto* data = static_cast<std::byte*>(gradient.mutable_data_ptr());
+  const CopyTicket ticket = engine_.submit({.source = {data, bytes},
+                                            .target = target,
+                                            .direction = CopyDirection::kDeviceToHost,
+                                            .await_source = {}});
+  copies_.push_back({chunk, ticket, gradient});
+  used_bytes_ += bytes;
+  stop_charging_for(data);
+  return true;
+}
+
+void GradientCopies::complete_first() {
+  const Copy copy = std::move(copies_.front());
+  copies_.pop_front();
+  used_bytes_ -= copy.gradient.nbytes();
+  try {
+    engine_.wait(copy.ticket);
+  } catch (...) {
+    failure_ = std::current_exception();
+    throw;
+  }
+}
+
+void GradientCopies::rethrow_failure() const {
+  if (failure_) {
+    std::rethrow_exception(failure_);
+  }
+}
+
+CopyTicket GradientCopies::last_of(ChunkId chunk) const {
+  CopyTicket last = CopyTicket::kNone;
+  for (const Copy& copy : copies_) {
+    last = copy.chunk == chunk ? copy.ticket : last;
+  }
+  return last;
+}
+
+// Copies of one direction complete in order: what was sent before the chunk's last has arrived too.
+void GradientCopies::wait(ChunkId chunk) {
+  rethrow_failure();
+  const auto is_of_chunk = [chunk](const Copy& copy) { return copy.chunk == chunk; };
+  const auto last = std::find_if(copies_.rbegin(), copies_.rend(), is_of_chunk);
+  for (auto left = copies_.rend() - last; left > 0; --left) {
+    complete_first();
+  }
+}
+
+}  // namespace castor

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <deque>
+#include <exception>
+#include <span>
+#include <string>
+
+#include "core/chunk_layout.h"
+#include "core/copy_engine.h"
+#include "core/memory_tier.h"
+
+namespace castor {
+
+/// Gradients on their way from the device to their payloads while backward goes on.
+///
+/// They live in a window of device memory that is reserved for good, so that what backward takes
+/// from the budget does not depend on how fast the link is: a gradient that goes on its way leaves
+/// the account of non-model memory at once and is paid for by the window until it has arrived. When
+/// the window is full, the oldest ones are waited for.
+///
+/// A copy that fails leaves a gradient that is not there: every call from then on rethrows it.
+/// Owned by the session, which calls it from one thread at a time. Destruction waits for all.
+class GradientCopies {
+ public:
+  /// The largest gradient fits the window. Throws OutOfMemory. All three outlive this.
+  GradientCopies(const ChunkLayout& layout, CopyEngine& engine, MemoryTier& device);
+  ~GradientCopies();
+  GradientCopies(const GradientCopies&) = delete;
+  GradientCopies& operator=(const GradientCopies&) = delete;
+
+  /// Sends `gradient` to `target`, and holds its memory until it is there. False, and nothing
+  /// happened, if its memory is not its own or is laid out otherwise than `like`.
+  [[nodiscard]] bool submit(ChunkId chunk, const at::Tensor& gradient, const at::Tensor& like,
+                            std::span<std::byte> target);
+  /// The ticket of the chunk's latest gradient that is on its way; kNone if there is none.
+  [[nodiscard]] CopyTicket last_of(ChunkId chunk) const;
+  /// Returns when the chunk's gradients have arrived; rethrows a copy's failure.
+  void wait(ChunkId chunk);
+
+ private:
+  struct Copy {
+    ChunkId chunk;
+    CopyTicket ticket;
+    at::Tensor gradient;
+  };
+
+  void complete_first();
+  void rethrow_failure() const;
+
+  CopyEngine& engine_;
+  Reservation window_;
+  std::size_t used_bytes_ = 0;  // of the window
+  std::deque<Copy> copies_;     // in the order of submission
+  std::exception_ptr failure_;
+};
+
+}  // namespace castor

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace castor {
+
+/// Holds torch's operators back from tensors whose memory something else is still using: an update
+/// that has yet to run, a copy that is under way.
+///
+/// Tensors are watched in groups that open and close together. While a group is closed, the first
+/// operator that takes one of its tensors, or an alias made meanwhile by `.data`, calls `settle`
+/// for the group, which returns when the memory may be used; the group is open from then on. That
+/// is whoever reads weights, gradients or moments between two steps: an exponential average, a
+/// norm, a state_dict, zero_grad, another module. While nothing is closed it costs nothing.
+///
+/// The means is a dispatch key that torch keeps for out-of-tree use (DeferredInit): a closed tensor
+/// carries it, and its kernel for every operator is the wait. What reads memory without an operator
+/// (data_ptr(), a storage) is not held back: call settle first.
+///
+/// Owned by the session, made by make_tensor_gate. One thread at a time closes; any may be held
+/// back.
+class TensorGate : public std::enable_shared_from_this<TensorGate> {
+ public:
+  using Settle = std::function<void(std::size_t group)>;
+
+  static std::shared_ptr<TensorGate> create(std::size_t num_groups, Settle settle);
+  ~TensorGate();
+  TensorGate(const TensorGate&) = delete;
+  TensorGate& operator=(const TensorGate&) = delete;
+
+  /// `tensor` belongs to the group from now on. Its storage belongs to no other group.
+  void watch(std::size_t group, at::Tensor tensor);
+  void close(std::size_t group);
+  /// No effect on an open group.
+  void open(std::size_t group);
+  [[nodiscard]] bool closed(std::size_t group) const { return groups_[group].closed; }
+  /// Waits for a closed group and opens it; rethrows what settle throws, the group closed as it
+  /// was.
+  void pass(std::size_t group);
+
+ private:
+  TensorGate(std::size_t num_groups, Settle settle);
+
+  struct Group {
+    std::vector<at::Tensor> tensors;
+    bool closed = false;
+  };
+  std::vector<Group> groups_;
+  Settle settle_;
+};
+
+}  // namespace castor
