@@ -7,12 +7,16 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
+#include <set>
 
 // The opaque types of CUDA's interface.
 struct CUevent_st {
-  std::uint64_t recorded = 0;  // times cudaEventRecord was called
-  std::uint64_t done = 0;      // the latest of these that its stream has reached
+  std::uint64_t recorded = 0;       // times cudaEventRecord was called
+  std::set<std::uint64_t> reached;  // which of these its stream has come to, in any order
+
+  [[nodiscard]] bool done(std::uint64_t record) const {
+    return record == 0 || reached.contains(record);  // never recorded: nothing to wait for
+  }
 };
 
 struct CUstream_st {
@@ -57,7 +61,7 @@ bool can_run(const CUstream_st& stream) {
   if (stream.items.empty())
     return false;
   const auto& item = stream.items.front();
-  return item.wait_for == nullptr || item.wait_for->done >= item.wait_count;
+  return item.wait_for == nullptr || item.wait_for->done(item.wait_count);
 }
 
 bool step_locked(CUstream_st& stream) {
@@ -262,8 +266,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   FAKE_CALL(cudaEventRecord);
   const std::uint64_t record = ++event->recorded;
-  stream->items.push_back(
-      {.run = [event, record] { event->done = std::max(event->done, record); }});
+  stream->items.push_back({.run = [event, record] { event->reached.insert(record); }});
   return cudaSuccess;
 }
 
@@ -271,7 +274,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   FAKE_CALL(cudaEventQuery);
   if (state->device_error != cudaSuccess)
     return state->device_error;
-  return event->done == event->recorded ? cudaSuccess : cudaErrorNotReady;
+  return event->done(event->recorded) ? cudaSuccess : cudaErrorNotReady;
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
@@ -279,7 +282,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   if (state->device_error != cudaSuccess)
     return state->device_error;
   const std::uint64_t target = event->recorded;
-  run_until([event, target] { return event->done >= target; });
+  run_until([event, target] { return event->done(target); });
   return cudaSuccess;
 }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <future>
 #include <memory>
 #include <optional>
 #include <random>
@@ -281,6 +282,100 @@ TEST_F(StreamCopyEngineTest, NeedsAComputeStreamAndADevice) {
   EXPECT_EQ(fake_.num_live_streams(), 3u);  // of the one made refused, none is left
 }
 
+class StreamCopyEngineSourceTest : public StreamCopyEngineTest {
+ protected:
+  /// A copy into `slot` whose source is being written until finish_source().
+  CopyTicket copy_in_later(Buffer& slot, Buffer& host) {
+    return engine_->submit({.source = host.span(),
+                            .target = slot.span(),
+                            .direction = CopyDirection::kHostToDevice,
+                            .await_source = [this] { written_.wait(); }});
+  }
+  void finish_source() { writer_.set_value(); }
+
+  std::promise<void> writer_;
+  std::shared_future<void> written_ = writer_.get_future().share();
+};
+
+TEST_F(StreamCopyEngineSourceTest, ASourceThatIsStillWrittenHoldsUpNeitherSubmitNorTheOtherLane) {
+  const CopyTicket late = copy_in_later(slots_[0], hosts_[0]);
+  fake_.enqueue(compute_, [&] { slots_[1].fill(4); });
+  engine_->wait(copy_out(hosts_[1], slots_[1]));
+  EXPECT_TRUE(hosts_[1].holds(4));
+  EXPECT_FALSE(engine_->done(late));
+  hosts_[0].fill(9);
+  finish_source();
+  engine_->synchronize(late);
+  EXPECT_TRUE(slots_[0].holds(9));
+}
+
+TEST_F(StreamCopyEngineSourceTest, CopiesBehindItKeepTheirOrder) {
+  (void)copy_in_later(slots_[0], hosts_[0]);
+  hosts_[1].fill(2);
+  const CopyTicket second = copy_in(slots_[0], hosts_[1]);
+  hosts_[0].fill(1);
+  finish_source();
+  engine_->synchronize(second);
+  EXPECT_TRUE(slots_[0].holds(2));
+}
+
+TEST_F(StreamCopyEngineSourceTest, ACopyBackOfTheSlotWaitsForIt) {
+  (void)copy_in_later(slots_[0], hosts_[0]);
+  const CopyTicket back = copy_out(hosts_[1], slots_[0]);
+  EXPECT_FALSE(engine_->done(back));
+  hosts_[0].fill(6);
+  finish_source();
+  engine_->wait(back);
+  EXPECT_TRUE(hosts_[1].holds(6));
+}
+
+TEST_F(StreamCopyEngineSourceTest, AWaitHoldsTheHostUntilTheCopyIsEnqueuedAndThenTheComputeStream) {
+  const CopyTicket late = copy_in_later(slots_[0], hosts_[0]);
+  std::jthread writer([this] {
+    hosts_[0].fill(3);
+    finish_source();
+  });
+  engine_->wait(late);
+  bool saw = false;
+  fake_.enqueue(compute_, [&] { saw = slots_[0].holds(3); });
+  fake_.run_all();
+  EXPECT_TRUE(saw);
+}
+
+TEST_F(StreamCopyEngineSourceTest, ItIsBehindTheComputeSubmittedBeforeItAndNoLater) {
+  const CopyTicket late = copy_in_later(slots_[0], hosts_[0]);
+  fake_.enqueue(compute_, [] {});  // not before it
+  finish_source();
+  EXPECT_TRUE(fake_.step(compute_));  // the event of submit
+  while (!engine_->done(late))
+    run_copies();
+  EXPECT_EQ(fake_.num_queued(compute_), 1u);
+}
+
+TEST_F(StreamCopyEngineSourceTest, ASourceThatFailsIsTheCopysFailureAndNotTheNextOnes) {
+  const CopyTicket failed = engine_->submit({.source = hosts_[0].span(),
+                                             .target = slots_[0].span(),
+                                             .direction = CopyDirection::kHostToDevice,
+                                             .await_source = [] { throw Error("no update"); }});
+  hosts_[1].fill(5);
+  engine_->synchronize(copy_in(slots_[0], hosts_[1]));
+  EXPECT_TRUE(slots_[0].holds(5));
+  EXPECT_TRUE(engine_->done(failed));
+  for (int i = 0; i < 2; ++i)
+    EXPECT_THROW(engine_->wait(failed), Error);
+  EXPECT_THROW(engine_->synchronize(failed), Error);
+}
+
+TEST_F(StreamCopyEngineSourceTest, DestructionCompletesIt) {
+  (void)copy_in_later(slots_[0], hosts_[0]);
+  (void)copy_in(slots_[1], hosts_[0]);
+  hosts_[0].fill(7);
+  finish_source();
+  engine_.reset();
+  EXPECT_TRUE(slots_[0].holds(7) && slots_[1].holds(7));
+  EXPECT_EQ(fake_.num_live_events(), 0u);
+}
+
 // What a training step does with slots, in random order, run by streams that take turns at random:
 // compute must see what was fetched, homes must see what compute wrote.
 TEST_F(StreamCopyEngineTest, AnyScheduleOfTheStreamsGivesTheSameValues) {
@@ -294,7 +389,14 @@ TEST_F(StreamCopyEngineTest, AnyScheduleOfTheStreamsGivesTheSameValues) {
     for (int use = 0; use < 30; ++use) {
       Buffer& slot = slots_[random() % 4];
       const std::size_t h = random() % 4;
-      engine_->wait(copy_in(slot, hosts_[h]));
+      if (random() % 4 == 0) {
+        engine_->wait(engine_->submit({.source = hosts_[h].span(),
+                                       .target = slot.span(),
+                                       .direction = CopyDirection::kHostToDevice,
+                                       .await_source = [] {}}));
+      } else {
+        engine_->wait(copy_in(slot, hosts_[h]));
+      }
       fake_.enqueue(compute_, [&wrong, &slot, want = home[h]] { wrong += !slot.holds(want); });
       if (random() % 3 == 0) {
         home[h] = next_value++;
