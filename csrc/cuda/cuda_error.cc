@@ -10,4 +10,10 @@ std::string describe(cudaError_t code) {
 CudaError::CudaError(cudaError_t code, const std::string& what_failed)
     : Error(what_failed + " failed: " + describe(code)), code_(code) {}
 
+int runtime_version() {
+  int version = 0;
+  check(cudaRuntimeGetVersion(&version), "cudaRuntimeGetVersion");
+  return version;
+}
+
 }  // namespace castor::cuda

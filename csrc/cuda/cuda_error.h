@@ -24,6 +24,9 @@ class CudaError : public Error {
 /// "cudaErrorMemoryAllocation (2): out of memory".
 [[nodiscard]] std::string describe(cudaError_t code);
 
+/// Of the CUDA runtime in this process: 13000 is 13.0. Needs no device. Throws CudaError.
+[[nodiscard]] int runtime_version();
+
 /// Throws CudaError unless `code` is success. `what` is what was tried.
 inline void check(cudaError_t code, const char* what) {
   if (code != cudaSuccess)

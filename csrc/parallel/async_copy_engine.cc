@@ -5,8 +5,8 @@
 #include <string>
 #include <utility>
 
-#include "core/error.h"
 #include "core/check_copy.h"
+#include "core/error.h"
 
 namespace castor {
 namespace {

@@ -4,8 +4,8 @@
 #include <cstring>
 #include <string>
 
-#include "core/error.h"
 #include "core/check_copy.h"
+#include "core/error.h"
 
 namespace castor {
 

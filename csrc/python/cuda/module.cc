@@ -4,7 +4,6 @@
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <cuda_runtime_api.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -146,12 +145,6 @@ class DeviceArena {
   const std::shared_ptr<CachingArena> arena_;
 };
 
-int runtime_version() {
-  int version = 0;
-  cuda::check(cudaRuntimeGetVersion(&version), "cudaRuntimeGetVersion");
-  return version;
-}
-
 /// The classes of castor.errors: this module has its own copy of the C++ ones, not of theirs.
 void translate(std::exception_ptr pending) {
   const auto class_of = [](const char* name) {
@@ -228,7 +221,7 @@ PYBIND11_MODULE(_cuda, module) {
       .def_property_readonly("description", &DeviceArena::description);
   module.def("adam_update", &adam_update_tensors, py::arg("entries"));
   module.def("square_norms", &square_norm_tensors, py::arg("tensors"));
-  module.def("runtime_version", &runtime_version);
+  module.def("runtime_version", &cuda::runtime_version);
 }
 
 }  // namespace castor

@@ -208,6 +208,11 @@ const char* cudaGetErrorName(cudaError_t error) {
 const char* cudaGetErrorString(cudaError_t) { return "as the test ordered"; }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 
+cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+
 cudaError_t cudaGetDevice(int* device) {
   FAKE_CALL(cudaGetDevice);
   *device = current_device;
