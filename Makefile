@@ -2,11 +2,12 @@
 #
 #   make demo     train a GPT in a device budget it does not fit, and show what moved
 #   make test     all that CI runs: lint, C++ tests, Python tests, ASan+UBSan, TSan
-#   make bench    every script of benchmarks/
+#   make bench    every benchmark but the study, and a page of the results in build/bench
+#   make study    loss curves of the optimizer state formats: 13 minutes on two cores
 #   make docs     the documentation, in build/docs/index.html
 #   make wheel    wheels in dist/ for each Python and torch asked for, tried in clean environments
 #   make pages    train a small GPT and take the screenshots of docs/images
-#   make lint | package | cpp | pytest | docs | asan | tsan | wheel | bench | clean
+#   make lint | package | cpp | pytest | docs | asan | tsan | wheel | bench | study | clean
 #
 # Set-up is kept in .venv and build/; stamps in both make a second run cheap.
 
@@ -56,7 +57,7 @@ PY_SOURCES := $(shell find python -type f -not -name '*.pyc')
 CXX_FORMATTED := find csrc tests/cpp benchmarks examples -type f \
 	\( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0
 
-.PHONY: demo test pages browser lint lint-format lint-ruff lint-mypy lint-layers package cpp pytest docs asan tsan wheel bench install clean help FORCE
+.PHONY: demo test pages browser lint lint-format lint-ruff lint-mypy lint-layers package cpp pytest docs asan tsan wheel bench study install clean help FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -207,10 +208,18 @@ docs: $(VENV_STAMPS)/castor $(VENV_STAMPS)/docs
 	@$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet docs $(BUILD)/docs
 	@echo "documentation: $(BUILD)/docs/index.html"
 
+# Under 20 minutes on two cores; the first run also compiles DeepSpeed's CPU Adam, 4 minutes more.
+BENCHMARKS := $(filter-out benchmarks/formats.py benchmarks/page.py,$(wildcard benchmarks/[!_]*.py))
+
 bench: $(VENV_STAMPS)/bench
-	@for script in benchmarks/[!_]*.py; do \
-	  echo "==== $$script"; $(BIN)/python "$$script"; \
+	@for script in $(BENCHMARKS); do \
+	  echo "==== $$script"; start=$$SECONDS; $(BIN)/python "$$script"; \
+	  echo "$$script took $$((SECONDS - start)) s"; \
 	done
+	@$(BIN)/python benchmarks/page.py --output $(BUILD)/bench/index.html
+
+study: $(VENV_STAMPS)/castor
+	@$(BIN)/python benchmarks/formats.py
 
 clean:
 	rm -rf $(BUILD) $(VENV) dist .mypy_cache .ruff_cache .pytest_cache

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import statistics
 import subprocess
+import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+# Of what is measured: the results of the benchmark before are no change of it.
+_CHANGES = ("git", "-C", str(ROOT), "status", "--porcelain", "--", ".", ":!benchmarks/results")
 _PACKAGES = ("torch", "transformers", "deepspeed", "castor-torch")
 
 
@@ -32,7 +37,7 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _installed(name) for name in _PACKAGES},
         "commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_output("git", "-C", str(ROOT), "status", "--porcelain")),
+        "uncommitted_changes": bool(_output(*_CHANGES)),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 
@@ -64,3 +69,33 @@ def spread(values: list[float]) -> dict[str, float]:
 def paired(numerator: list[float], denominator: list[float]) -> dict[str, float]:
     """Spread of the ratio within each repetition, so that slow spells of the machine cancel."""
     return spread([a / b for a, b in zip(numerator, denominator, strict=True)])
+
+
+def write_record(
+    path: Path,
+    benchmark: str,
+    figures: Mapping[str, Any],
+    *,
+    machine: Mapping[str, Any],
+    indent: int | None = 2,
+) -> None:
+    """Writes a benchmark's JSON with the command that made it, and says where.
+
+    Args:
+        path: The file; folders are made.
+        benchmark: The script's name without its suffix; the page finds its section by it.
+        figures: What was measured; may not hold the keys benchmark, command and machine.
+        machine: describe_machine(), taken before the run: its load is then that of other work.
+        indent: Of the JSON; None for long lists of numbers.
+    """
+    surroundings = {
+        "benchmark": benchmark,
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "machine": dict(machine),
+    }
+    if taken := surroundings.keys() & figures.keys():
+        raise ValueError(f"{benchmark}: figures may not be called {', '.join(sorted(taken))}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = surroundings | dict(figures)
+    path.write_text(json.dumps(record, indent=indent) + "\n", encoding="utf-8")
+    print(f"written to {path}")

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -25,7 +24,7 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read by DeepSpeed when it is imported
 
 import torch
-from _machine import RESULTS, describe_machine, paired, spread
+from _machine import RESULTS, describe_machine, paired, spread, write_record
 from rich.console import Console
 from rich.table import Table
 
@@ -234,10 +233,11 @@ def ratios(found: dict[str, Contender], bandwidth: list[float], numel: int) -> d
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--numel", type=int, default=64 << 20, help="parameters (default 64 Mi)")
-    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--repetitions", type=int, default=11)
     parser.add_argument("--output", type=Path, default=RESULTS / "adam.json")
     arguments = parser.parse_args()
     console = Console()
+    machine = describe_machine() | {"torch_num_threads": torch.get_num_threads()}
 
     generator = torch.Generator().manual_seed(0)
     initial = torch.randn(arguments.numel, generator=generator)
@@ -284,19 +284,14 @@ def main() -> int:
         summary.add_row(name, f"{r['median']:.3f} ({quartiles})")
     console.print(summary)
 
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    record = {
-        "benchmark": "adam",
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "machine": describe_machine() | {"torch_num_threads": torch.get_num_threads()},
+    figures = {
         "numel": arguments.numel,
         "repetitions": arguments.repetitions,
         "in_place_bytes_per_second": stream,
         "results": results,
         "ratios": compared,
     }
-    arguments.output.write_text(json.dumps(record, indent=2) + "\n")
-    console.print(f"written to {arguments.output}")
+    write_record(arguments.output, "adam", figures, machine=machine)
     return 0
 
 

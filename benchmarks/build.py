@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import multiprocessing
 import sys
 import tempfile
@@ -18,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _machine import RESULTS, describe_machine
+from _machine import RESULTS, describe_machine, write_record
 from rich.console import Console
 from rich.table import Table
 
@@ -207,15 +206,7 @@ def main() -> int:
             f"large: losses {training['losses']}, peak resident "
             f"{training['peak_resident_bytes'] / 2**30:.2f} GiB"
         )
-    record = {
-        "benchmark": "build",
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "machine": machine,
-        "results": results,
-    }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(record, indent=2) + "\n")
-    console.print(f"written to {arguments.output}")
+    write_record(arguments.output, "build", {"results": results}, machine=machine)
     return 0
 
 

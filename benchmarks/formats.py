@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _machine import RESULTS, ROOT, describe_machine
+from _machine import RESULTS, ROOT, describe_machine, write_record
 from _svg import COLOURS, Line, Panel, write_panels
 from rich.console import Console
 from rich.table import Table
@@ -145,6 +144,7 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "images" / "formats.svg")
     arguments = parser.parse_args()
     console = Console()
+    machine = describe_machine() | {"torch_num_threads": torch.get_num_threads()}
 
     tokens = tokenise(read_text(SETTINGS["text_bytes"]), SETTINGS["vocab"])
     start = time.perf_counter()
@@ -169,18 +169,14 @@ def main() -> int:
             f"{figures['mean_excess_over_fp32']:+.4f}",
         )
     console.print(table)
-    record = {
-        "benchmark": "formats",
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "machine": describe_machine() | {"torch_num_threads": torch.get_num_threads()},
+    figures = {
         "settings": SETTINGS | {"steps": arguments.steps, "seeds": arguments.seeds},
         "summary": summary,
         "losses": {f: [[round(v, 5) for v in run] for run in lists] for f, lists in runs.items()},
     }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(record) + "\n")
+    write_record(arguments.output, "formats", figures, machine=machine, indent=None)
     plot(arguments.plot, runs)
-    console.print(f"written to {arguments.output} and {arguments.plot}")
+    print(f"written to {arguments.plot}")
     broken = failures(runs, summary)
     for line in broken:
         console.print(f"[red]FAILED: {line}")

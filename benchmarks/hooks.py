@@ -14,9 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _machine import RESULTS, ROOT, describe_machine, spread
+from _cpp import build, can_build, run
+from _machine import RESULTS, describe_machine, spread, write_record
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -33,7 +31,6 @@ from castor import Booster, GeminiPlugin
 
 TOTAL_BAR_US, CORE_BAR_US = 15.0, 3.0
 WIDTH = 4
-BUILD = ROOT / "build" / "benchmarks"
 
 
 class Chain(nn.Module):
@@ -95,23 +92,12 @@ def added_us(boosted: list[float], plain: list[float], modules: int) -> dict[str
 
 def core_events(modules: int, console: Console) -> dict[str, Any] | None:
     """Builds and runs core_events; None, said aloud, where there is no CMake."""
-    if shutil.which("cmake") is None:
+    if not can_build():
         console.print("[yellow]SKIPPED: the core's share: cmake is not installed")
         return None
-    source = Path(__file__).resolve().parent / "cpp"
-    for command in (
-        ["cmake", "-S", str(source), "-B", str(BUILD)],
-        ["cmake", "--build", str(BUILD), "--target", "core_events"],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    result = {}
-    for name, share in (("ample", 2.0), ("streaming 35%", 0.35)):
-        command = [str(BUILD / "core_events"), str(modules), "51", str(share)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        result[name] = json.loads(done.stdout)
-    return result
+    program = build("core_events")
+    shares = {"ample": 2.0, "streaming 35%": 0.35}
+    return {name: run(program, modules, 51, share) for name, share in shares.items()}
 
 
 def main() -> int:
@@ -172,10 +158,7 @@ def main() -> int:
         )
     console.print(table)
 
-    record = {
-        "benchmark": "hooks",
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "machine": machine,
+    figures = {
         "modules": arguments.modules,
         "repetitions": arguments.repetitions,
         "clock": "wall" if arguments.wall else "cpu",
@@ -185,9 +168,7 @@ def main() -> int:
         "largest_relative_loss_difference": max(differences),
         "targets_us": {"total": TOTAL_BAR_US, "core": CORE_BAR_US},
     }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(record, indent=2) + "\n")
-    console.print(f"written to {arguments.output}")
+    write_record(arguments.output, "hooks", figures, machine=machine)
     return 0
 
 

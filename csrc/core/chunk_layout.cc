@@ -25,6 +25,7 @@ constexpr double kReserveOfLargestModule = 2.2;
 // Far above any machine, far enough below SIZE_MAX that no sum of this file can wrap.
 constexpr std::size_t kMaxModelBytes = std::size_t{1} << 60;
 constexpr std::size_t kMaxWorldSize = std::size_t{1} << 20;
+constexpr std::size_t kMaxParamAlignment = kMiB;
 constexpr std::size_t kMaxIds = std::numeric_limits<std::uint32_t>::max();
 
 constexpr std::size_t kNumScalarTypes = 3;
@@ -47,7 +48,13 @@ void check_options(const LayoutOptions& options) {
     throw InvalidArgument("world_size is " + std::to_string(options.world_size) +
                           "; it must lie between 1 and " + std::to_string(kMaxWorldSize));
   }
-  const std::size_t least = kParamAlignment * options.world_size;
+  if (options.param_alignment == 0 || options.param_alignment % kParamAlignment != 0 ||
+      options.param_alignment > kMaxParamAlignment) {
+    throw InvalidArgument("param_alignment is " + std::to_string(options.param_alignment) +
+                          " bytes; it must be a multiple of " + std::to_string(kParamAlignment) +
+                          " up to " + format_bytes(kMaxParamAlignment));
+  }
+  const std::size_t least = options.param_alignment * options.world_size;
   if (options.chunk_bytes != 0 && options.chunk_bytes < least) {
     throw InvalidArgument("chunk_bytes is " + format_bytes(options.chunk_bytes) +
                           "; with world_size " + std::to_string(options.world_size) +
@@ -56,7 +63,7 @@ void check_options(const LayoutOptions& options) {
   }
 }
 
-void check_params(std::span<const ParamSpec> params) {
+void check_params(std::span<const ParamSpec> params, std::size_t alignment) {
   if (params.empty()) {
     throw InvalidArgument("there are no parameters to lay out; pass a model that has some");
   }
@@ -67,12 +74,12 @@ void check_params(std::span<const ParamSpec> params) {
   std::size_t left = kMaxModelBytes;
   for (const ParamSpec& param : params) {
     // The first test keeps bytes_of and align_up from wrapping.
-    if (param.numel > left || align_up(bytes_of(param), kParamAlignment) > left) {
+    if (param.numel > left || align_up(bytes_of(param), alignment) > left) {
       throw InvalidArgument("parameter '" + param.name + "' of " + std::to_string(param.numel) +
                             " elements takes the model beyond " + format_bytes(kMaxModelBytes) +
                             "; check its shape");
     }
-    left -= align_up(bytes_of(param), kParamAlignment);
+    left -= align_up(bytes_of(param), alignment);
   }
 }
 
@@ -160,11 +167,15 @@ class Packer {
     std::size_t used_bytes;
   };
 
-  Packer(std::span<const ParamSpec> params, std::span<const ModuleSpec> modules, std::size_t unit)
-      : modules_(modules), visits_(walk(modules)), unit_(unit) {
+  Packer(std::span<const ParamSpec> params, std::span<const ModuleSpec> modules,
+         const LayoutOptions& options)
+      : modules_(modules),
+        visits_(walk(modules)),
+        unit_(options.param_alignment * options.world_size) {
     params_.reserve(params.size());
     for (const ParamSpec& param : params) {
-      params_.push_back({align_up(bytes_of(param), kParamAlignment), class_of(param), 0, 0});
+      params_.push_back(
+          {align_up(bytes_of(param), options.param_alignment), class_of(param), 0, 0});
       param_bytes_ += bytes_of(param);
       aligned_bytes_ += params_.back().bytes;
     }
@@ -352,10 +363,10 @@ ChunkLayout::ChunkLayout(std::vector<ParamSpec> params, std::vector<ModuleSpec> 
                          const LayoutOptions& options)
     : params_(std::move(params)), modules_(std::move(modules)) {
   check_options(options);
-  check_params(params_);
+  check_params(params_, options.param_alignment);
   check_modules(modules_, params_.size());
 
-  Packer packer(params_, modules_, kParamAlignment * options.world_size);
+  Packer packer(params_, modules_, options);
   chunk_bytes_ = options.chunk_bytes == 0 ? search_chunk_bytes(packer)
                                           : align_down(options.chunk_bytes, packer.unit());
   const Fit fit = packer.pack(chunk_bytes_);

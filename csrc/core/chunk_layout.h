@@ -8,6 +8,7 @@
 
 #include "core/ids.h"
 #include "core/scalar_type.h"
+#include "core/units.h"
 
 namespace castor {
 
@@ -36,7 +37,7 @@ struct ParamPlace {
 
 /// A contiguous block of parameters of one type, all trainable or all frozen.
 /// capacity_bytes is what a device slot takes; used_bytes (<= capacity) is what payloads store, up
-/// to the end of the last parameter. Both are positive multiples of world_size * kParamAlignment,
+/// to the end of the last parameter. Both are positive multiples of world_size * param_alignment,
 /// so that equal shards stay aligned.
 struct ChunkSpec {
   ScalarType type = ScalarType::kFloat32;
@@ -48,9 +49,12 @@ struct ChunkSpec {
 
 struct LayoutOptions {
   /// 0: search. Otherwise the most a shared slot may take: capacities are the largest multiple of
-  /// world_size * kParamAlignment that is not above it; ChunkLayout::chunk_bytes() tells which.
+  /// world_size * param_alignment that is not above it; ChunkLayout::chunk_bytes() tells which.
   std::size_t chunk_bytes = 0;
   std::size_t world_size = 1;
+  /// Every parameter begins at a multiple of this many bytes of its chunk: kParamAlignment, or a
+  /// multiple of it up to 1 MiB where the optimizer's state comes in blocks of elements.
+  std::size_t param_alignment = kParamAlignment;
 };
 
 /// The immutable result of laying a model out in chunks, in execution order; safe to read from any
@@ -69,8 +73,8 @@ class ChunkLayout {
   /// Method: Fang et al., "Parallel Training of Pre-Trained Models via Chunk-Based Dynamic Memory
   /// Management" (PatrickStar), section 6, with the device budget as a constraint. Throws
   /// InvalidArgument for an empty parameter list, a world of zero or more than 2^20 processes, a
-  /// chunk_bytes below kParamAlignment * world_size, an id out of range, modules that enclose each
-  /// other, or parameters of more than 2^60 bytes in all.
+  /// chunk_bytes below param_alignment * world_size, a param_alignment out of range, an id out of
+  /// range, modules that enclose each other, or parameters of more than 2^60 bytes in all.
   ChunkLayout(std::vector<ParamSpec> params, std::vector<ModuleSpec> modules,
               const LayoutOptions& options);
 

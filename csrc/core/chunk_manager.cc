@@ -209,6 +209,7 @@ std::size_t ChunkManager::write_back(ChunkId chunk) {
   }
   const Slot& slot = slots_[index(chunk)];
   const Payload& home = *slot.payloads[static_cast<std::size_t>(PayloadKind::kParam)];
+  binder_.before_write_back(chunk, home.data(), slot.block.data());
   engine_.wait(engine_.submit({.source = {slot.block.data(), home.bytes()},
                                .target = {home.data(), home.bytes()},
                                .direction = CopyDirection::kDeviceToHost}));

@@ -28,6 +28,9 @@ class ParamBinder {
   virtual void snapshot(ChunkId chunk) noexcept = 0;
   /// ... and tells whether somebody wrote to one of them since.
   [[nodiscard]] virtual bool written_since_snapshot(ChunkId chunk) const noexcept = 0;
+  /// The chunk's home is about to be overwritten by what user code made of its slot: here are both,
+  /// of the payload's bytes. If this throws, the chunk stays where it is.
+  virtual void before_write_back(ChunkId chunk, const std::byte* home, const std::byte* slot) = 0;
 };
 
 /// Keeps a chunk on the device while it lives. Move-only; made by ChunkManager::pin.

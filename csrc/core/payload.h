@@ -12,9 +12,17 @@
 namespace castor {
 
 /// What a chunk owns besides its device slot.
-enum class PayloadKind { kParam, kMaster, kGrad, kExpAvg, kExpAvgSq };
+enum class PayloadKind {
+  kParam,
+  kMaster,
+  kGrad,
+  kExpAvg,
+  kExpAvgSq,
+  kRemainder,     ///< low halves of masters whose upper halves are the parameters
+  kMomentScales,  ///< of moments that are quantised in blocks
+};
 
-inline constexpr std::size_t kNumPayloadKinds = 5;
+inline constexpr std::size_t kNumPayloadKinds = 7;
 
 [[nodiscard]] constexpr std::string_view to_string(PayloadKind kind) noexcept {
   switch (kind) {
@@ -23,6 +31,8 @@ inline constexpr std::size_t kNumPayloadKinds = 5;
     case PayloadKind::kGrad: return "gradients";
     case PayloadKind::kExpAvg: return "exp_avg";
     case PayloadKind::kExpAvgSq: return "exp_avg_sq";
+    case PayloadKind::kRemainder: return "low halves of the master weights";
+    case PayloadKind::kMomentScales: return "scales of the moments";
   }
   return "unknown";
 }

@@ -43,6 +43,9 @@ class Trace {
   /// The same accesses with the larger of both non-model curves at each moment.
   /// Throws InvalidArgument when the numbers of events differ.
   [[nodiscard]] Trace merged_with(const Trace& other) const;
+  /// Seconds from each event to the next, and to `end_ns` for the last. Throws InvalidArgument
+  /// where time runs backwards.
+  [[nodiscard]] std::vector<double> durations(std::uint64_t end_ns) const;
 
  private:
   std::vector<Event> events_;

@@ -10,6 +10,7 @@
 #include "optim/convert.h"
 #include "optim/dispatch.h"
 #include "optim/for_each_task.h"
+#include "optim/rounding.h"
 #include "optim/split_master.h"
 
 namespace castor {
@@ -33,8 +34,12 @@ struct JoinMasters {
   std::size_t count;
 
   [[gnu::always_inline]] void operator()() const {
-    for (std::size_t i = 0; i < count; ++i)
-      master[i] = detail::join_master(param[i], remainder[i]);
+    for (std::size_t i = 0; i < count; ++i) {
+      // A zero has a subnormal master, if any, which the update takes as zero.
+      const std::uint16_t half = param[i];
+      master[i] = detail::blend((half & 0x7fffu) == 0, from_bfloat16(half),
+                                detail::join_master(half, remainder[i]));
+    }
   }
 };
 

@@ -16,7 +16,8 @@ namespace castor {
 void split_masters(Executor* executor, std::int16_t* remainder, const float* master,
                    std::size_t numel);
 
-/// master = param (bf16 bits) and remainder together, as the next update will see it.
+/// master = param (bf16 bits) and remainder together, as the next update will see it: that of a
+/// zero is zero.
 void join_masters(Executor* executor, float* master, const std::uint16_t* param,
                   const std::int16_t* remainder, std::size_t numel);
 

@@ -2,9 +2,30 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
+#include <memory>
 #include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "core/chunk_layout.h"
+#include "core/placement.h"
+#include "core/scalar_type.h"
+#include "core/trace.h"
 
 namespace castor {
+
+/// (name, positions of its parameters, position of its parent or -1).
+using PythonModuleSpec = std::tuple<std::string, std::vector<std::uint32_t>, std::int64_t>;
+/// (kind, id, nonmodel_bytes, time_ns).
+using PythonEvent = std::tuple<std::uint8_t, std::uint32_t, std::uint64_t, std::uint64_t>;
+
+/// What Python passes to the core; each throws InvalidArgument for what it does not know.
+[[nodiscard]] ScalarType scalar_type(const std::string& name);
+[[nodiscard]] PlacementPolicy placement_policy(const std::string& name);
+[[nodiscard]] std::vector<ModuleSpec> module_specs(const std::vector<PythonModuleSpec>& modules);
+[[nodiscard]] Trace trace_of(const std::vector<PythonEvent>& events);
 
 /// castor._C.AdamArrays: the fused Adam over ordinary CPU tensors, for HybridAdam used alone.
 void bind_adam(pybind11::module_& module);
@@ -12,7 +33,15 @@ void bind_adam(pybind11::module_& module);
 /// The conversions of castor._C between its state formats and fp32 tensors.
 void bind_state_formats(pybind11::module_& module);
 
+/// castor._C's look at this machine: NUMA nodes, the host arena, measured bandwidths.
+void bind_machine(pybind11::module_& module);
+/// castor._C.Simulator: plans and simulates steps of a model that is not built.
+void bind_simulator(pybind11::module_& module);
+
 class Session;
+
+/// What Session has of the optimizer's state: formats, masters, moments.
+void bind_optimizer_state(pybind11::class_<Session, std::shared_ptr<Session>>& session);
 
 /// The last finished step, moment by moment, as lists of tuples; nullopt before there is one.
 [[nodiscard]] std::optional<pybind11::dict> timeline(Session& session);

@@ -12,10 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "host/host_arena.h"
-#include "optim/bandwidth.h"
-#include "parallel/tbb_executor.h"
 #include "python/bindings.h"
+#include "python/state_formats.h"
 #include "torch/chunk_storages.h"
 #include "torch/module_hooks.h"
 #include "torch/session.h"
@@ -49,6 +47,8 @@ void translate(std::exception_ptr pending) {
     PyErr_SetString(python_class_of(error), error.what());
   }
 }
+
+}  // namespace
 
 ScalarType scalar_type(const std::string& name) {
   for (const ScalarType type :
@@ -86,12 +86,7 @@ PlacementPolicy placement_policy(const std::string& name) {
   throw InvalidArgument("unknown placement policy '" + name + "'");
 }
 
-using PythonModuleSpec = std::tuple<std::string, std::vector<std::uint32_t>, std::int64_t>;
-
-std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
-                                        std::vector<std::string> param_names,
-                                        const std::vector<PythonModuleSpec>& modules,
-                                        const py::dict& options) {
+std::vector<ModuleSpec> module_specs(const std::vector<PythonModuleSpec>& modules) {
   std::vector<ModuleSpec> specs;
   specs.reserve(modules.size());
   for (const auto& [name, owned, parent] : modules) {
@@ -104,6 +99,28 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
     }
     specs.push_back(std::move(spec));
   }
+  return specs;
+}
+
+Trace trace_of(const std::vector<PythonEvent>& events) {
+  std::vector<Event> parsed;
+  parsed.reserve(events.size());
+  for (const auto& [kind, id, nonmodel_bytes, time_ns] : events) {
+    if (kind >= kNumEventKinds) {
+      throw InvalidArgument("a trace event has kind " + std::to_string(kind) +
+                            ", which this version does not know");
+    }
+    parsed.push_back({static_cast<EventKind>(kind), id, nonmodel_bytes, time_ns});
+  }
+  return Trace(std::move(parsed));
+}
+
+namespace {
+
+std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
+                                        std::vector<std::string> param_names,
+                                        const std::vector<PythonModuleSpec>& modules,
+                                        const py::dict& options) {
   const auto get = [&options](const char* key) { return options[key]; };
   const SessionOptions session_options{
       .precision = scalar_type(get("precision").cast<std::string>()),
@@ -118,9 +135,10 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
       .device_bytes = get("device_bytes").cast<std::size_t>(),
       .host_bytes = get("host_bytes").cast<std::size_t>(),
       .link_bytes_per_second = get("link_bytes_per_second").cast<std::uint64_t>(),
-      .adam_state = get("adam_state").cast<bool>(),
+      .state = {.format = state_format_of(get("optim_state_format").cast<std::string>()),
+                .moments = get("adam_state").cast<bool>()},
       .overlap = overlap_mode(get("overlap").cast<std::string>())};
-  return Session::create(std::move(params), std::move(param_names), std::move(specs),
+  return Session::create(std::move(params), std::move(param_names), module_specs(modules),
                          session_options);
 }
 
@@ -241,8 +259,6 @@ std::optional<py::dict> prediction(Session& session) {
   return figures;
 }
 
-using PythonEvent = std::tuple<std::uint8_t, std::uint32_t, std::uint64_t, std::uint64_t>;
-
 std::optional<std::vector<PythonEvent>> trace(Session& session) {
   const auto recorded = session.runtime().trace();
   if (!recorded) {
@@ -257,24 +273,7 @@ std::optional<std::vector<PythonEvent>> trace(Session& session) {
 }
 
 void load_trace(Session& session, const std::vector<PythonEvent>& events) {
-  std::vector<Event> loaded;
-  for (const auto& [kind, id, nonmodel_bytes, time_ns] : events) {
-    if (kind >= kNumEventKinds) {
-      throw InvalidArgument("a trace event has kind " + std::to_string(kind) +
-                            ", which this version does not know");
-    }
-    loaded.push_back({static_cast<EventKind>(kind), id, nonmodel_bytes, time_ns});
-  }
-  session.runtime().load_trace(Trace(std::move(loaded)));
-}
-
-double bandwidth(std::size_t num_floats, std::size_t repetitions) {
-  const auto arena = make_host_arena();
-  Ledger ledger(TierKind::kHost, num_floats * sizeof(float));
-  const Block block(*arena, ledger.reserve(num_floats * sizeof(float), ""));
-  TbbExecutor executor;
-  return in_place_bandwidth(executor, {reinterpret_cast<float*>(block.data()), num_floats},
-                            repetitions);
+  session.runtime().load_trace(trace_of(events));
 }
 
 }  // namespace
@@ -296,7 +295,8 @@ PYBIND11_MODULE(_C, m) {
       .def_readonly("num_gradients", &castor::GradientSummary::num_gradients);
 
   const auto released = py::call_guard<py::gil_scoped_release>();
-  py::class_<Session, std::shared_ptr<Session>>(m, "Session")
+  py::class_<Session, std::shared_ptr<Session>> session(m, "Session");
+  session
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),
            py::arg("modules"), py::arg("options"))
       .def("forward_pre_hook", &castor::forward_pre_hook)
@@ -309,14 +309,8 @@ PYBIND11_MODULE(_C, m) {
       .def("arm_updates", &castor::arm_updates, py::arg("groups"), py::arg("group_of"))
       .def("abandon_step", &Session::abandon_step, released)
       .def("finish_step", &Session::finish_step, released)
-      .def("settle", &Session::settle, released)
+      .def("settle", py::overload_cast<>(&Session::settle), released)
       .def("send_home", &Session::send_home, released)
-      .def("moments", [](Session& session,
-                         std::uint32_t param) { return session.moments(castor::ParamId{param}); })
-      .def("master",
-           [](const Session& session, std::uint32_t param) {
-             return session.optimizer_state().master(castor::ParamId{param});
-           })
       .def_property_readonly("steps", &Session::steps)
       .def("report", &castor::report)
       .def("memory", &castor::memory)
@@ -326,9 +320,10 @@ PYBIND11_MODULE(_C, m) {
       .def("chunks", &castor::chunks)
       .def("step_figures", &castor::step_figures)
       .def("load_trace", &castor::load_trace);
+  castor::bind_optimizer_state(session);
 
   castor::bind_adam(m);
   castor::bind_state_formats(m);
-  m.def("in_place_bandwidth", &castor::bandwidth, py::arg("num_floats"), py::arg("repetitions"),
-        released);
+  castor::bind_machine(m);
+  castor::bind_simulator(m);
 }

@@ -54,6 +54,8 @@ const char* key_of(PayloadKind kind) {
     case PayloadKind::kGrad: return "grad";
     case PayloadKind::kExpAvg: return "exp_avg";
     case PayloadKind::kExpAvgSq: return "exp_avg_sq";
+    case PayloadKind::kRemainder: return "remainder";
+    case PayloadKind::kMomentScales: return "moment_scales";
   }
   return "unknown";
 }

@@ -3,8 +3,11 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "core/chunk_manager.h"
@@ -39,11 +42,19 @@ class ChunkStorages final : public ParamBinder {
 
   /// The parameters whose version counters tell of user writes, in ParamId order.
   void watch(std::vector<at::Tensor> params);
+  using WriteBack = std::function<void(ChunkId, const std::byte* home, const std::byte* slot)>;
+  /// Who is told before user writes on the device overwrite a home; see ParamBinder.
+  void on_write_back(WriteBack callback) { on_write_back_ = std::move(callback); }
   [[nodiscard]] const c10::Storage& storage(ChunkId chunk) const { return storages_[index(chunk)]; }
 
   void bind(ChunkId chunk, std::byte* address) noexcept override;
   void snapshot(ChunkId chunk) noexcept override;
   [[nodiscard]] bool written_since_snapshot(ChunkId chunk) const noexcept override;
+  void before_write_back(ChunkId chunk, const std::byte* home, const std::byte* slot) override {
+    if (on_write_back_) {
+      on_write_back_(chunk, home, slot);
+    }
+  }
 
   /// After the chunk manager is gone: binds each storage to its home and lets it own that memory.
   void release_to_homes(const std::vector<std::shared_ptr<Payload>>& homes);
@@ -52,6 +63,7 @@ class ChunkStorages final : public ParamBinder {
   const ChunkLayout& layout_;
   std::vector<c10::Storage> storages_;
   std::vector<at::Tensor> params_;
+  WriteBack on_write_back_;
   std::vector<std::uint32_t> versions_;  // per parameter, at the last snapshot
 };
 

@@ -108,7 +108,9 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
                                          const SessionOptions& options) {
   const at::NoGradGuard no_grad;
   auto specs = describe(params, std::move(param_names), options.precision);
-  ChunkLayout layout(std::move(specs), std::move(modules), options.layout);
+  LayoutOptions layout_options = options.layout;
+  layout_options.param_alignment = param_alignment(options.state.format, options.precision);
+  ChunkLayout layout(std::move(specs), std::move(modules), layout_options);
   // Not make_shared: the constructor is private.
   std::shared_ptr<Session> session(new Session(std::move(params), std::move(layout), options));
   session->adopt_parameters();
@@ -134,7 +136,11 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout, const Sessi
                                               device_, host_, *copy_engine_, *storages_)) {
   add_gradient_payloads();
   optimizer_state_ =
-      std::make_unique<OptimizerState>(*manager_, params_, *executor_, options.adam_state);
+      std::make_unique<OptimizerState>(*manager_, params_, *executor_, options.state);
+  storages_->on_write_back([state = optimizer_state_.get()](ChunkId chunk, const std::byte* home,
+                                                            const std::byte* slot) {
+    state->before_write_back(chunk, home, slot);
+  });
   if (copy_engine_->asynchronous()) {
     gradient_copies_ = std::make_unique<GradientCopies>(layout_, *copy_engine_, *device_);
   }
@@ -197,13 +203,12 @@ void Session::adopt_parameters() {
     }
   }
   storages_->watch(params_);
-  optimizer_state_->zero_moments();
 }
 
 void Session::watch_tensors() {
   gate_ = TensorGate::create(2 * layout_.chunks().size(),
                              [this](std::size_t group) { settle_group(group); });
-  moments_.resize(params_.size());
+  state_views_.resize(params_.size());
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ChunkId chunk = layout_.place(ParamId{static_cast<std::uint32_t>(i)}).chunk;
     gate_->watch(index(chunk), params_[i]);
@@ -640,21 +645,34 @@ void Session::settle() {
   }
 }
 
+void Session::settle(ParamId param) { gate_->pass(index(layout_.place(param).chunk)); }
+
 void Session::send_home() {
   check_no_update_yet("the weights are read");
   settle();
   runtime_->send_home();
 }
 
-const std::vector<at::Tensor>& Session::moments(ParamId param) {
-  std::vector<at::Tensor>& shown = moments_[index(param)];
-  if (shown.empty()) {
-    shown = optimizer_state_->moments(param);
-    for (const at::Tensor& moment : shown) {
-      gate_->watch(index(layout_.place(param).chunk), moment);
+const Session::StateViews& Session::state_views(ParamId param) {
+  StateViews& views = state_views_[index(param)];
+  if (views.moments.empty()) {
+    views.moments = optimizer_state_->moments(param);
+    views.scales = optimizer_state_->moment_scales(param);
+    const std::size_t group = index(layout_.place(param).chunk);
+    for (const at::Tensor& moment : views.moments) {
+      gate_->watch(group, moment);
+    }
+    if (views.scales) {
+      gate_->watch(group, *views.scales);
     }
   }
-  return shown;
+  return views;
+}
+
+std::vector<at::Tensor> Session::moments(ParamId param) { return state_views(param).moments; }
+
+std::optional<at::Tensor> Session::moment_scales(ParamId param) {
+  return state_views(param).scales;
 }
 
 }  // namespace castor

@@ -47,8 +47,7 @@ struct SessionOptions {
   std::size_t host_bytes = 0;
   /// Bandwidth of an emulated link between host and device, each way; 0: memory's own.
   std::uint64_t link_bytes_per_second = 0;
-  /// Whether Adam's moments get payloads; false when another optimizer updates the parameters.
-  bool adam_state = true;
+  OptimizerStateOptions state;
   Overlap overlap = Overlap::kNone;
 };
 
@@ -65,6 +64,7 @@ struct GradientSummary {
 class Session : public std::enable_shared_from_this<Session> {
  public:
   /// Takes the parameters over: afterwards each is a view of its chunk, in the working precision.
+  /// The layout gets the alignment that the state format needs.
   /// `params` are the model's distinct parameters in execution order, all on the CPU, float.
   /// Module 0 is the model itself. Throws before touching a parameter if memory is short.
   static std::shared_ptr<Session> create(std::vector<at::Tensor> params,
@@ -107,15 +107,19 @@ class Session : public std::enable_shared_from_this<Session> {
   void abandon_step();
   /// Returns when no update is under way; rethrows what stopped one.
   void settle();
+  /// Returns when the update of the parameter's chunk is over.
+  void settle(ParamId param);
   /// Parameters may be read and written freely afterwards, until the next forward. Throws
   /// UsageError where backward updated some chunks and step() never followed.
   void send_home();
 
-  /// Masters and moments of the parameters.
-  [[nodiscard]] const OptimizerState& optimizer_state() const noexcept { return *optimizer_state_; }
-  /// {exp_avg, exp_avg_sq} of a trainable parameter, the same tensors at every call. Operators that
-  /// read them wait for the parameter's update.
-  [[nodiscard]] const std::vector<at::Tensor>& moments(ParamId param);
+  /// Masters and moments of the parameters. Its moments have no values before zero_moments().
+  /// Before its memory is used: settle(param).
+  [[nodiscard]] OptimizerState& optimizer_state() const noexcept { return *optimizer_state_; }
+  /// As OptimizerState's, but the same tensors at every call, and operators that read them wait for
+  /// the parameter's update.
+  [[nodiscard]] std::vector<at::Tensor> moments(ParamId param);
+  [[nodiscard]] std::optional<at::Tensor> moment_scales(ParamId param);
   /// Adam steps taken, one float32 per parameter: views of it are torch's `step` entries.
   [[nodiscard]] const at::Tensor& steps() const noexcept { return steps_; }
   /// Gradient bytes that went from the device to payloads on the host.
@@ -142,6 +146,8 @@ class Session : public std::enable_shared_from_this<Session> {
   GradientCopy adopt_gradient(ParamId param, at::Tensor& grad);
   [[nodiscard]] double gradient_norm() const;
   void watch_tensors();
+  struct StateViews;
+  const StateViews& state_views(ParamId param);
   /// The update of parameter i, which is in its next step from now on.
   [[nodiscard]] AdamSegment begin_step(std::size_t i, const AdamOptions& options,
                                        double grad_scale);
@@ -177,7 +183,11 @@ class Session : public std::enable_shared_from_this<Session> {
   std::unique_ptr<UpdateQueue> updates_;  // nullptr with Overlap::kNone
   // Group i: parameters and moments of chunk i; gradient_group(i): its gradients.
   std::shared_ptr<TensorGate> gate_;
-  std::vector<std::vector<at::Tensor>> moments_;    // per parameter, once shown
+  struct StateViews {
+    std::vector<at::Tensor> moments;
+    std::optional<at::Tensor> scales;
+  };
+  std::vector<StateViews> state_views_;             // per parameter, once shown
   std::shared_ptr<NonModelMemory> account_before_;  // of the thread, while inference runs
   std::vector<int> backward_passes_;  // under way, as autograd numbers them; nested ones last
 

@@ -11,6 +11,7 @@ PlacementPolicy = Literal["auto", "cpu", "cuda", "static"]
 Precision = Literal["fp32", "bf16", "fp16"]
 Overlap = Literal["none", "forward", "backward"]
 NonFinite = Literal["skip", "raise", "ignore"]
+StateFormat = Literal["fp32", "split", "split_bf16", "split_int8"]
 
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -106,6 +107,15 @@ def check_fraction(name: str, value: float) -> None:
         raise ValueError(f"{name} is {value}; it must lie in [0, 1]")
 
 
+def check_format_of_precision(what: str, state_format: str, precision: str) -> None:
+    """Raises ValueError, calling the setting `what`, if the precision lacks the state format."""
+    if state_format != "fp32" and precision != "bf16":
+        raise ValueError(
+            f"{what} splits the float32 master of bfloat16 parameters, and precision is "
+            f"{precision!r}; use precision='bf16', or optim_state_format='fp32'"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossScalerConfig:
     """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, section 3.2)."""
@@ -170,6 +180,10 @@ class GeminiConfig:
     nonfinite: NonFinite
     loss_scaler: LossScalerConfig
     trace_file: Path | None
+    optim_state_format: StateFormat | None
+    """None: what the optimizer says, or else the precision's default."""
+    seed: int | None
+    """Of the stochastic rounding of moments; None: what the optimizer says, or else 0."""
 
     def __post_init__(self) -> None:
         _choice("placement_policy", self.placement_policy, get_args(PlacementPolicy))
@@ -196,3 +210,14 @@ class GeminiConfig:
         check_fraction("steady_cuda_cap_ratio", self.steady_cuda_cap_ratio)
         if self.steady_cuda_cap_ratio == 0.0:
             raise ValueError("steady_cuda_cap_ratio is 0; plans need some of the device")
+        if self.optim_state_format is not None:
+            _choice("optim_state_format", self.optim_state_format, get_args(StateFormat))
+            check_format_of_precision(
+                f"optim_state_format={self.optim_state_format!r}",
+                self.optim_state_format,
+                self.precision,
+            )
+        if self.seed is not None:
+            _whole_numbers(seed=self.seed)
+            if not 0 <= self.seed < 2**64:
+                raise ValueError(f"seed is {self.seed}; it must lie in [0, 2**64)")

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import torch
 from rich.console import Console
@@ -24,6 +25,7 @@ from torch import nn
 from castor import _C
 from castor._loader import BUILD_INFO
 from castor.booster import Booster
+from castor.config import StateFormat
 from castor.errors import OutOfMemoryError
 from castor.optim import HybridAdam
 from castor.plugins import GeminiPlugin
@@ -34,6 +36,8 @@ LOSS_TOLERANCE = 1e-5
 """Relative; the first loss, before any update, must be equal in every bit."""
 ADAM_TOLERANCE = 1e-6
 """Relative to the largest weight, after STEPS updates."""
+FORMAT_TOLERANCE = 0.02
+"""Relative, of a loss in bf16."""
 WIDTH = 128
 BUDGET = 512 * 1024
 """Bytes of the device budget in the training check; the model's parameters take 800 KiB."""
@@ -65,11 +69,15 @@ def loss_of(model: nn.Module, seed: int, rows: int = 32) -> torch.Tensor:
     return loss
 
 
+def plugin_of(budget: int, trace_file: Path | None = None) -> GeminiPlugin:
+    """The CPU device with this many bytes."""
+    return GeminiPlugin(device="cpu", device_memory=budget, trace_file=trace_file)
+
+
 class Boosted:
     """A boosted tower and what belongs to it."""
 
-    def __init__(self, budget: int, trace_file: Path | None = None) -> None:
-        plugin = GeminiPlugin(device="cpu", device_memory=budget, trace_file=trace_file)
+    def __init__(self, plugin: GeminiPlugin) -> None:
         self.booster = Booster(plugin=plugin)
         self.model: nn.Module = tower()
         self.optimizer: torch.optim.Optimizer = HybridAdam(self.model.parameters(), lr=LR)
@@ -98,7 +106,7 @@ def check_training() -> str:
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
-    boosted = Boosted(BUDGET)
+    boosted = Boosted(plugin_of(BUDGET))
     losses = boosted.train(STEPS)
     worst = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
     expect(losses[0] == expected[0], f"the first loss is {losses[0]}, plain torch's {expected[0]}")
@@ -139,12 +147,36 @@ def check_adam() -> str:
     return f"within {worst:.0e} of torch AdamW after {STEPS} steps; {_C.adam_isa()} loop"
 
 
+def check_state_formats() -> str:
+    """In bf16, the split state takes fp32's steps in every bit; the narrow ones train as well."""
+    weights, losses = {}, {}
+    for state_format in get_args(StateFormat):
+        plugin = GeminiPlugin(
+            device="cpu",
+            device_memory=BUDGET,
+            precision="bf16",
+            optim_state_format=state_format,
+        )
+        boosted = Boosted(plugin)
+        losses[state_format] = boosted.train(STEPS)
+        weights[state_format] = [p.detach().clone() for p in boosted.model.parameters()]
+    same = all(torch.equal(a, b) for a, b in zip(weights["fp32"], weights["split"], strict=True))
+    expect(same, "weights of optim_state_format='split' differ from those of 'fp32'")
+    worst = max(
+        abs(a - b) / abs(b)
+        for own in losses.values()
+        for a, b in zip(own, losses["fp32"], strict=True)
+    )
+    expect(worst <= FORMAT_TOLERANCE, f"losses of the state formats differ by {worst:.1e}")
+    return f"split is fp32 bit for bit; split_bf16 and split_int8 within {worst:.0e} of its losses"
+
+
 def check_out_of_memory() -> str:
     """A budget that is too small raises, names what would do, and changes nothing."""
     largest = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in tower().modules())
     budget = largest * 4 // 2
     try:
-        Boosted(budget)
+        Boosted(plugin_of(budget))
     except OutOfMemoryError as error:
         caught = error
     else:
@@ -153,7 +185,7 @@ def check_out_of_memory() -> str:
         (caught.tier, caught.budget) == ("device", budget) and "device_memory" in str(caught),
         f"the error is about {caught.budget} bytes of {caught.tier} memory: {caught}",
     )
-    boosted = Boosted(BUDGET)
+    boosted = Boosted(plugin_of(BUDGET))
     before = [p.detach().clone() for p in boosted.model.parameters()]
     try:
         loss_of(boosted.model, 0, rows=4096)
@@ -171,10 +203,10 @@ def check_trace() -> str:
     """A trace written to a file makes another run's first step follow the plan."""
     with tempfile.TemporaryDirectory(prefix="castor-selftest-") as directory:
         path = Path(directory) / "trace.json"
-        first = Boosted(BUDGET)
+        first = Boosted(plugin_of(BUDGET))
         losses = first.train(2)
         first.booster.save_trace(path, first.model)
-        second = Boosted(BUDGET, trace_file=path)
+        second = Boosted(plugin_of(BUDGET, trace_file=path))
         expect(second.booster.report().plans == 1, "the trace was read, and no plan came of it")
         again = second.train(2)
         report = second.booster.report()
@@ -187,6 +219,7 @@ def check_trace() -> str:
 CHECKS: dict[str, Callable[[], str]] = {
     "training in a budget": check_training,
     "HybridAdam": check_adam,
+    "state formats": check_state_formats,
     "out of memory": check_out_of_memory,
     "trace": check_trace,
 }

@@ -125,9 +125,9 @@ def test_arguments_that_contradict_each_other_are_a_value_error() -> None:
 
 NOT_YET = [
     ("tp_size", 2), ("extra_dp_size", 2), ("pin_memory", True), ("nvme_dir", "/tmp"),
-    ("overlap", "forward"), ("overlap", "backward"), ("use_fp8", True), ("master_weights", False),
     ("chunk_config_dict", {}), ("memstats", object()), ("force_outputs_fp32", True),
-    ("optim_state_format", "split"), ("enable_async_reduce", True), ("search_range_m", 32),
+    ("use_fp8", True), ("master_weights", False),
+    ("enable_async_reduce", True), ("search_range_m", 32),
     ("hidden_dim", 1024), ("min_chunk_size_m", 32), ("gpu_margin_mem_ratio", 0.5),
     ("enable_sequence_parallelism", True), ("enable_flash_attention", True),
     ("enable_fused_normalization", True), ("enable_jit_fused", True), ("fp8_communication", True),

@@ -178,15 +178,30 @@ def train(case: Case, *, accumulate: int, steps: int = 4, **settings: Any) -> Bo
     return boosted
 
 
+FORMATS = [
+    ("fp32", "fp32"),
+    ("fp16", "fp32"),
+    ("bf16", "fp32"),
+    ("bf16", "split"),
+    ("bf16", "split_bf16"),
+    ("bf16", "split_int8"),
+]
+
+
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("max_norm", [0.0, 0.1])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision_and_format", FORMATS)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_every_mode_gives_the_same_weights(
-    name: str, precision: str, max_norm: float, accumulate: int
+    name: str, precision_and_format: tuple[str, str], max_norm: float, accumulate: int
 ) -> None:
     case = CASES[name]
-    settings: dict[str, Any] = {"precision": precision, "max_norm": max_norm}
+    precision, state_format = precision_and_format
+    settings: dict[str, Any] = {
+        "precision": precision,
+        "optim_state_format": state_format,
+        "max_norm": max_norm,
+    }
     expected = train(case, accumulate=accumulate, overlap="none", **settings)
     weights = copies(expected.model.parameters())
     moments = flat(expected.optimizer.state_dict()["state"])
@@ -213,11 +228,17 @@ BACKWARD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "mixtral"])
-def test_updating_in_backward_gives_the_same_weights(name: str, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "precision", "state_format"),
+    [("gpt2", *each) for each in FORMATS if each[0] != "fp16"]
+    + [(name, "fp32", "fp32") for name in ("llama", "t5", "mixtral")],
+)
+def test_updating_in_backward_gives_the_same_weights(
+    name: str, precision: str, state_format: str
+) -> None:
     case = CASES[name]
-    expected = train(case, accumulate=1, overlap="none", precision=precision)
+    settings: dict[str, Any] = {"precision": precision, "optim_state_format": state_format}
+    expected = train(case, accumulate=1, overlap="none", **settings)
     weights = copies(expected.model.parameters())
     tight = int(expected.report().peak_device_bytes * 0.9)
     window = max(weight.nbytes for weight in weights)
@@ -225,9 +246,9 @@ def test_updating_in_backward_gives_the_same_weights(name: str, precision: str) 
         boosted = train(
             case,
             accumulate=1,
-            precision=precision,
             memory=memory + (window if link else 0),
             link_bandwidth=link,
+            **settings,
             **BACKWARD,
         )
         assert_same_weights(boosted.model, weights)

@@ -53,14 +53,21 @@ def trained(model: nn.Module, **settings: Any) -> Boosted:
 # --- the data -----------------------------------------------------------------------------------
 
 
-def test_payload_bytes_derive_from_numel() -> None:
+MOMENT_BYTES = {"fp32": 4, "split": 4, "split_bf16": 2}
+
+
+@pytest.mark.parametrize("state_format", MOMENT_BYTES)
+def test_payload_bytes_derive_from_numel(state_format: str) -> None:
     model = tower()
     numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert all(p.requires_grad for p in model.parameters())
-    step = source_of(trained(model, precision="bf16").model).step
+    boosted = trained(model, precision="bf16", optim_state_format=state_format)
+    step = source_of(boosted.model).step
     payloads = step.payload_bytes("host")
     slack = 64 * len(list(model.parameters()))  # alignment of each parameter in its chunk
-    expected = {"param": 2, "grad": 2, "master": 4, "exp_avg": 4, "exp_avg_sq": 4}
+    expected = {"param": 2, "grad": 2}
+    expected |= dict.fromkeys(("exp_avg", "exp_avg_sq"), MOMENT_BYTES[state_format])
+    expected |= {"master": 4} if state_format == "fp32" else {"remainder": 2}
     assert payloads.keys() == expected.keys()
     for kind, element_size in expected.items():
         assert 0 <= payloads[kind] - element_size * numel <= element_size * slack

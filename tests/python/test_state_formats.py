@@ -14,7 +14,6 @@ import castor
 from castor import HybridAdam
 from helpers import copies
 from test_optimizer import fill_grads, ordinary_parameters
-from zoo import tower
 
 FORMATS = ("fp32", "split", "split_bf16", "split_int8")
 SPLIT_FORMATS = FORMATS[1:]
@@ -259,11 +258,3 @@ def test_a_negative_exp_avg_sq_is_refused() -> None:
     state["state"][2]["exp_avg_sq"][0, 0] = -1.0
     with pytest.raises(ValueError, match="negative"):
         resumed(params, state, "split_int8")
-
-
-def test_boosting_with_a_split_format_is_refused() -> None:
-    model = tower()
-    optimizer = HybridAdam(model.parameters(), optim_state_format="split")
-    plugin = castor.GeminiPlugin(device="cpu", device_memory="1GiB", precision="bf16")
-    with pytest.raises(NotImplementedError, match="optim_state_format='split'"):
-        castor.Booster(plugin=plugin).boost(model, optimizer)

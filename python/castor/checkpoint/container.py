@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,27 @@ from castor.errors import CheckpointError
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 
-Tensors = Mapping[str, torch.Tensor]
+
+@dataclass(frozen=True, kw_only=True)
+class ComputedTensor:
+    """A CPU tensor that is made when its turn to be written comes, and forgotten then."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    compute: Callable[[], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def element_size(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+
+SavedTensor = torch.Tensor | ComputedTensor
+Tensors = Mapping[str, SavedTensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +60,8 @@ class StoredTensor:
 def check_savable(tensors: Mapping[str, Any]) -> None:
     """Raises CheckpointError naming the first entry that safetensors cannot hold."""
     for name, tensor in tensors.items():
+        if isinstance(tensor, ComputedTensor):
+            continue  # castor's own
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(
                 f"'{name}' is a {type(tensor).__name__}, not a tensor; checkpoints hold tensors "
@@ -59,7 +81,7 @@ def bytes_of(tensors: Tensors) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def split(tensors: Tensors, stem: str, max_bytes: int | None) -> dict[str, dict[str, torch.Tensor]]:
+def split(tensors: Tensors, stem: str, max_bytes: int | None) -> dict[str, dict[str, SavedTensor]]:
     """Divides tensors over files, in their order, as Hugging Face does.
 
     Args:
@@ -70,7 +92,7 @@ def split(tensors: Tensors, stem: str, max_bytes: int | None) -> dict[str, dict[
     Returns:
         File name to its tensors; one file at least.
     """
-    shards: list[dict[str, torch.Tensor]] = [{}]
+    shards: list[dict[str, SavedTensor]] = [{}]
     room = max_bytes
     for name, tensor in tensors.items():
         if room is not None and max_bytes is not None:
@@ -108,7 +130,7 @@ def write_tensors(path: Path, tensors: Tensors) -> FileEntry:
         yield _header(ordered)
         for name, tensor in ordered:
             hasher = xxhash.xxh3_128()
-            for piece in pieces(tensor):
+            for piece in pieces(tensor if isinstance(tensor, torch.Tensor) else tensor.compute()):
                 hasher.update(piece)
                 yield piece
             checksums[name] = hasher.hexdigest()
@@ -116,7 +138,7 @@ def write_tensors(path: Path, tensors: Tensors) -> FileEntry:
     return replace(write_file(path, contents()), tensors=checksums)
 
 
-def _header(ordered: list[tuple[str, torch.Tensor]]) -> bytes:
+def _header(ordered: list[tuple[str, SavedTensor]]) -> bytes:
     document: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in ordered:

@@ -13,7 +13,6 @@ from safetensors import safe_open
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from castor import _C
 from castor.checkpoint.container import StoredTensor, read_headers
 from castor.checkpoint.manifest import PART_MANIFEST, verify
 from castor.checkpoint.model import state_of, weight_files
@@ -79,11 +78,9 @@ class ModelLoad:
     def _assign(self, target: torch.Tensor, source: torch.Tensor) -> None:
         for engine in self.engines:
             index = engine.index_of.get(target)  # type: ignore[call-overload]
-            master = None if index is None else engine.session.master(index)
-            if master is not None:
-                master.copy_(source)
+            if index is not None:
                 # By the update's own rounding, so that the next one sees no edit.
-                _C.round_to_param(target, master)
+                engine.session.adopt(index, source)
                 torch.autograd.graph.increment_version(target)
                 return
         target.copy_(source)

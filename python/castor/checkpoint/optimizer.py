@@ -12,7 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castor import _C
-from castor.checkpoint.container import bytes_of, check_savable, split, write_tensors
+from castor.checkpoint.container import (
+    ComputedTensor,
+    SavedTensor,
+    bytes_of,
+    check_savable,
+    split,
+    write_tensors,
+)
 from castor.checkpoint.files import OVERHEAD_BYTES, PIECE_BYTES, FileEntry, write_file
 from castor.checkpoint.model import seal_part
 from castor.checkpoint.sealed_json import canonical
@@ -84,8 +91,8 @@ def names_of(optimizer: Optimizer, model: nn.Module | None) -> dict[torch.Tensor
 class OptimizerState:
     """An optimizer, ready to be written."""
 
-    tensors: dict[str, torch.Tensor]
-    """ "<parameter>.<entry>" to the optimizer's own tensor."""
+    tensors: dict[str, SavedTensor]
+    """ "<parameter>.<entry>" to the optimizer's own tensor, or to one made of it."""
     description: dict[str, Any]
 
     @property
@@ -95,7 +102,10 @@ class OptimizerState:
 
 
 def state_of_optimizer(optimizer: Optimizer, model: nn.Module | None) -> OptimizerState:
-    """Collects what a save writes: views of the state, no copies but of HybridAdam's split formats.
+    """Collects what a save writes: views of the state.
+
+    Of a boosted model's split formats the float32 tensors are made when they are written, one at a
+    time; of a standalone HybridAdam's they are made here.
 
     In 16-bit precisions the masters come along ("<parameter>.master"), after edits of the weights
     have reached them.
@@ -108,18 +118,18 @@ def state_of_optimizer(optimizer: Optimizer, model: nn.Module | None) -> Optimiz
     names = names_of(optimizer, model)
     if driver is not None:
         driver.engine.session.send_home()
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, SavedTensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
     for param, name in names.items():
         for key, value in _entries(optimizer, param).items():
             if not isinstance(key, str) or "." in key:
                 raise CheckpointError(f"the state of '{name}' has an entry called {key!r}")
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor | ComputedTensor):
                 tensors[f"{name}.{key}"] = value
             else:
                 where = f"optimizer state '{key}' of '{name}'"
                 numbers.setdefault(name, {})[key] = encode(value, where)
-        master = _reconciled_master(driver.engine, param) if driver is not None else None
+        master = _master(driver.engine, param) if driver is not None else None
         if master is not None:
             tensors[f"{name}.master"] = master
     check_savable(tensors)
@@ -129,17 +139,57 @@ def state_of_optimizer(optimizer: Optimizer, model: nn.Module | None) -> Optimiz
         "groups": [_describe_group(i, g, names) for i, g in enumerate(optimizer.param_groups)],
         "state": numbers,
         "loss_scaler": driver.scaler.state_dict() if driver and driver.scaler else None,
+        "rounding_seed": getattr(optimizer, "rounding_seed", None),
     }
     return OptimizerState(tensors=tensors, description=description)
 
 
 def _entries(optimizer: Optimizer, param: torch.Tensor) -> dict[Any, Any]:
     """A parameter's state, in torch's layout where the optimizer keeps it in another."""
+    driver = driver_of(optimizer)
+    if driver is not None:
+        own = optimizer.state.get(param, {})
+        return _portable(driver.engine, own) if driver.fused else own
     portable = getattr(optimizer, "portable_state", None)
     entries: dict[Any, Any] = (
         optimizer.state.get(param, {}) if portable is None else portable(param)
     )
     return entries
+
+
+def _portable(engine: Engine, entry: dict[Any, Any]) -> dict[Any, Any]:
+    """A boosted parameter's state with float32 moments."""
+    exp_avg = entry.get("exp_avg")
+    if exp_avg is None or exp_avg.dtype == torch.float32:
+        return entry
+
+    def moment(position: int) -> ComputedTensor:
+        def compute() -> torch.Tensor:
+            return _C.load_moments(
+                engine.session.optim_state_format,
+                entry["exp_avg"],
+                entry["exp_avg_sq"],
+                entry.get("scales"),
+            )[position]
+
+        return ComputedTensor(dtype=torch.float32, shape=tuple(exp_avg.shape), compute=compute)
+
+    return entry | {"exp_avg": moment(0), "exp_avg_sq": moment(1)}
+
+
+def _master(engine: Engine, param: torch.Tensor) -> SavedTensor | None:
+    """The float32 values of a boosted 16-bit parameter, with the user's edits."""
+    index = engine.index_of[param]  # type: ignore[index]
+    if engine.session.optim_state_format == "fp32" or not param.requires_grad:
+        return _reconciled_master(engine, param)
+
+    def compute() -> torch.Tensor:
+        master = engine.session.master(index)
+        if master is None:
+            raise RuntimeError(f"parameter '{engine.names[index]}' has no master")
+        return master
+
+    return ComputedTensor(dtype=torch.float32, shape=tuple(param.shape), compute=compute)
 
 
 def _describe_group(
@@ -159,7 +209,7 @@ def _reconciled_master(engine: Engine, param: torch.Tensor) -> torch.Tensor | No
     An edited element is one that the master does not round to.
     """
     index = engine.index_of[param]  # type: ignore[index]
-    master = engine.session.master(index)
+    master = engine.session.master_view(index)
     if master is None:
         return None
     weights = param.detach()

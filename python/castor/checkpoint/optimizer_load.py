@@ -40,6 +40,8 @@ class OptimizerLoad:
     groups: list[dict[str, Any]]
     """Options of the optimizer's own groups, in its order."""
     loss_scaler: dict[str, float | int] | None
+    rounding_seed: int | None
+    """None where the saved format does not round."""
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -64,6 +66,11 @@ class OptimizerLoad:
             self._load_state(entries)
         if driver is not None and driver.scaler is not None and self.loss_scaler is not None:
             driver.scaler.load_state_dict(self.loss_scaler)
+        if (
+            self.rounding_seed is not None
+            and getattr(self.optimizer, "rounding_seed", None) is not None
+        ):
+            self.optimizer.rounding_seed = self.rounding_seed  # type: ignore[attr-defined]
 
     def _load_state(self, entries: dict[str, dict[str, Any]]) -> None:
         driver = driver_of(self.optimizer)
@@ -91,12 +98,12 @@ class OptimizerLoad:
             master = entries[name].pop("master", None)
             if master is None:
                 continue
-            home = None
-            if driver is not None:
-                home = driver.engine.session.master(driver.engine.index_of[param])  # type: ignore[index]
-            if home is not None:
-                home.copy_(master)
-            elif param.dtype == torch.float32:
+            if driver is not None and driver.engine.session.set_master(
+                driver.engine.index_of[param],  # type: ignore[index]
+                master,
+            ):
+                continue
+            if param.dtype == torch.float32:
                 param.copy_(master)  # it is its own master
             elif _keeps_masters(self.optimizer):
                 entries[name]["master"] = master
@@ -158,6 +165,7 @@ def prepare_optimizer(
         numbers=numbers,
         groups=groups,
         loss_scaler=document["loss_scaler"],
+        rounding_seed=document.get("rounding_seed"),
     )
 
 

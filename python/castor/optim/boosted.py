@@ -14,12 +14,19 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from castor.config import GeminiConfig
 from castor.errors import NonFiniteGradientError, UsageError
+from castor.optim.boosted_state import (
+    MOMENTS,
+    Entries,
+    portable_entry,
+    state_entry,
+    write_entries,
+)
 from castor.optim.hybrid_adam import HybridAdam, adam_options
 from castor.optim.loss_scaler import LossScaler
+from castor.optim.state_formats import ROUNDING_FORMATS
 from castor.runtime.engine import Engine
 
 _ADAM_TYPES = (Adam, AdamW, HybridAdam)
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def runs_fused_adam(optimizer: Optimizer) -> bool:
@@ -40,11 +47,6 @@ def check_optimizer(optimizer: Optimizer, config: GeminiConfig) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, BoostedOptimizer):
         raise UsageError(f"this {name} is boosted already; use what boost returned")
-    if isinstance(optimizer, HybridAdam) and optimizer.optim_state_format != "fp32":
-        raise NotImplementedError(
-            f"HybridAdam(optim_state_format={optimizer.optim_state_format!r}) updates plain "
-            "parameters; a boosted model has its state in 'fp32'"
-        )
     if not runs_fused_adam(optimizer) and config.precision != "fp32":
         raise NotImplementedError(
             f"{name} with these options runs on castor's generic path, which has no "
@@ -64,7 +66,7 @@ def check_optimizer(optimizer: Optimizer, config: GeminiConfig) -> None:
 class StepDriver:
     """Turns the gradients of a step into an update: unscale, check, clip, Adam."""
 
-    def __init__(self, optimizer: Optimizer, engine: Engine, *, fused: bool) -> None:
+    def __init__(self, optimizer: Optimizer, engine: Engine, *, fused: bool, seed: int) -> None:
         self.engine = engine
         self.fused = fused
         config = engine.config
@@ -72,9 +74,25 @@ class StepDriver:
         self._warned = False
         self.num_trainable = sum(param.requires_grad for param in engine.params)
         self.group_of = [0] * len(engine.params)
+        self._streams = [0] * len(engine.params)
+        position = 0
         for g, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 self.group_of[engine.index_of[param]] = g
+                # As a standalone HybridAdam numbers them: the same seed gives the same bits.
+                self._streams[engine.index_of[param]] = position
+                position += 1
+        self.seed = seed
+
+    @property
+    def seed(self) -> int:
+        """Of the stochastic rounding of moments."""
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._seed = seed
+        self.engine.session.set_rounding(seed, self._streams)
 
     @property
     def loss_scale(self) -> float:
@@ -150,7 +168,8 @@ class BoostedOptimizer(Optimizer):
     """Mixed into the class of an optimizer handed to booster.boost, which stays the same object.
 
     `param_groups` are read at each step, so schedulers and edits work. `state` holds views of the
-    chunks' moments in torch's own layout.
+    chunks' moments, in the type of the state format (state_entry); state_dict() has them in torch's
+    own layout.
     """
 
     _castor: StepDriver
@@ -182,19 +201,44 @@ class BoostedOptimizer(Optimizer):
             for param in group["params"]:
                 if param.grad is not None and param not in self.state:
                     i = self._castor.engine.index_of[param]
-                    exp_avg, exp_avg_sq = session.moments(i)
-                    step = session.steps[i]
-                    if step > 0:
-                        entry = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-                        self.state[param] = entry
+                    if session.steps[i] > 0:
+                        self.state[param] = state_entry(self._castor.engine, i)
+
+    @property
+    def rounding_seed(self) -> int | None:
+        """The seed where moments are rounded by it; a part of what is saved and loaded."""
+        narrow = self._castor.engine.session.optim_state_format in ROUNDING_FORMATS
+        return self._castor.seed if narrow else None
+
+    @rounding_seed.setter
+    def rounding_seed(self, seed: int) -> None:
+        self._castor.seed = seed
+        if hasattr(self, "requested_state"):  # HybridAdam
+            self.seed = seed
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in the layout of torch.optim.AdamW: views of the chunks, up to date."""
+        """The state in the layout of torch.optim.AdamW, with float32 moments in every format.
+
+        Moments that are float32 in the chunks are views of them, others copies. "scales" let
+        split_int8 resume bit for bit, and "rounding_seed" stands beside "state" where moments are
+        rounded. Masters are left out: save_optimizer writes them.
+        """
+        if not self._castor.fused:
+            packed: dict[str, Any] = super().state_dict()
+            return packed
         self._castor.engine.session.settle()
-        return super().state_dict()
+        packed = Optimizer.state_dict(self)
+        params = [param for group in self.param_groups for param in group["params"]]
+        packed["state"] = {i: portable_entry(params[i], e) for i, e in packed["state"].items()}
+        if self.rounding_seed is not None:
+            packed["rounding_seed"] = self.rounding_seed
+        return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state in the layout of torch.optim.AdamW, into the chunks.
+        """Loads a state in the layout of torch.optim.AdamW, or of HybridAdam, into the chunks.
+
+        Moments are rounded to nearest where the format is narrower; a state that the same format
+        gave comes back bit for bit, with its seed.
 
         Raises:
             UsageError: A parameter's state is missing a moment or has another shape.
@@ -215,45 +259,27 @@ class BoostedOptimizer(Optimizer):
         for param, entry in entries:
             _check_entry(self._castor.engine, param, entry)
         super().load_state_dict({**state_dict, "state": {}})
-        write_moments(self._castor.engine, entries)
+        write_entries(self._castor.engine, entries)
+        if self.rounding_seed is not None and "rounding_seed" in state_dict:
+            self.rounding_seed = state_dict["rounding_seed"]
         self._show_loaded(entries)
 
-    def _show_loaded(self, entries: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
-        session = self._castor.engine.session
+    def _show_loaded(self, entries: Entries) -> None:
+        engine = self._castor.engine
         for param, entry in entries:
             if entry:
-                i = self._castor.engine.index_of[param]  # type: ignore[index]
-                exp_avg, exp_avg_sq = session.moments(i)
-                self.state[param] = {
-                    "step": session.steps[i],
-                    "exp_avg": exp_avg,
-                    "exp_avg_sq": exp_avg_sq,
-                }
+                self.state[param] = state_entry(engine, engine.index_of[param])  # type: ignore[index]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the optimizer state of the model was laid out by booster.boost."""
         raise UsageError("add parameter groups before booster.boost: chunks are laid out there")
 
 
-def write_moments(engine: Engine, entries: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
-    """Copies torch AdamW states into the chunks; parameters without one start from zero."""
-    for param, entry in entries:
-        if param not in engine.index_of or not param.requires_grad:
-            continue
-        i = engine.index_of[param]  # type: ignore[index]
-        engine.session.steps[i] = float(entry.get("step", 0.0))
-        for name, moment in zip(_MOMENTS, engine.session.moments(i), strict=True):
-            if name in entry:
-                moment.copy_(entry[name])
-            else:
-                moment.zero_()
-
-
 def _check_entry(engine: Engine, param: torch.Tensor, entry: dict[str, Any]) -> None:
     if not entry:
         return
     name = engine.names[engine.index_of[param]]  # type: ignore[index]
-    for key in ("step", *_MOMENTS):
+    for key in ("step", *MOMENTS):
         if key not in entry:
             raise UsageError(f"the optimizer state of parameter '{name}' has no '{key}'")
         if key != "step" and entry[key].shape != param.shape:
@@ -275,21 +301,24 @@ def _boosted_class(base: type[Optimizer]) -> type[Optimizer]:
     return type(base.__name__, (BoostedOptimizer, base), {"__module__": base.__module__})
 
 
-def boost_optimizer(optimizer: Optimizer, engine: Engine, *, fused: bool) -> StepDriver:
+def boost_optimizer(optimizer: Optimizer, engine: Engine, *, fused: bool, seed: int) -> StepDriver:
     """Makes `optimizer` step the chunks of `engine`, in place: references to it stay valid."""
     old_state = [(param, dict(entry)) for param, entry in optimizer.state.items()]
     own_step = optimizer.__dict__.pop("step", None)
-    driver = StepDriver(optimizer, engine, fused=fused)
+    driver = StepDriver(optimizer, engine, fused=fused, seed=seed)
     base: Any = type(optimizer)
     optimizer.__class__ = _boosted_class(base)
     optimizer.__dict__["_castor"] = driver
     # torch's fused Adam lets GradScaler leave the unscaling to step; this step wants real
     # gradients.
     optimizer.__dict__["_step_supports_amp_scaling"] = False
+    if isinstance(optimizer, HybridAdam):
+        optimizer.optim_state_format = engine.session.optim_state_format
+        optimizer.seed = seed
     if getattr(own_step, "_wrapped_by_lr_sched", False):
         _track_step(optimizer)
     if fused and old_state:
-        write_moments(engine, old_state)
+        write_entries(engine, old_state)
         optimizer.state.clear()
         optimizer._show_loaded(old_state)  # type: ignore[attr-defined]
     return driver

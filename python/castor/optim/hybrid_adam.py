@@ -10,7 +10,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from castor import _C
-from castor.optim.state_formats import STATE_FORMATS, from_portable, new_state, to_portable
+from castor.optim.state_formats import (
+    ROUNDING_FORMATS,
+    STATE_FORMATS,
+    from_portable,
+    new_state,
+    to_portable,
+)
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,9 +44,10 @@ class HybridAdam(Optimizer):
         eps: Added to the denominator.
         weight_decay: Decay coefficient.
         adamw_mode: True decays the weights (AdamW), False adds the decay to the gradient (Adam).
-        optim_state_format: "fp32", "split", "split_bf16" or "split_int8".
+        optim_state_format: "fp32", "split", "split_bf16" or "split_int8". Default: "fp32", or when
+            boosted what GeminiPlugin chooses.
         seed: Of the stochastic rounding in "split_bf16" and "split_int8"; 0 to 2**64 - 1. The same
-            seed gives the same bits.
+            seed gives the same bits. Default: 0, or when boosted what GeminiPlugin says.
         nvme_offload_fraction: Only 0 is supported.
         nvme_offload_dir: Only None is supported.
 
@@ -62,8 +69,8 @@ class HybridAdam(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adamw_mode: bool = True,
-        optim_state_format: str = "fp32",
-        seed: int = 0,
+        optim_state_format: str | None = None,
+        seed: int | None = None,
         nvme_offload_fraction: float = 0.0,
         nvme_offload_dir: str | None = None,
     ) -> None:
@@ -81,15 +88,17 @@ class HybridAdam(Optimizer):
             raise ValueError(f"HybridAdam: weight_decay is {weight_decay}; it must be at least 0")
         if not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(f"HybridAdam: betas are {betas}; each must lie in [0, 1)")
-        if optim_state_format not in STATE_FORMATS:
+        if optim_state_format is not None and optim_state_format not in STATE_FORMATS:
             raise ValueError(
                 f"HybridAdam: optim_state_format is {optim_state_format!r}; it must be one of "
                 f"{', '.join(STATE_FORMATS)}"
             )
-        if not 0 <= seed < 2**64:
+        if seed is not None and not 0 <= seed < 2**64:
             raise ValueError(f"HybridAdam: seed is {seed}; it must lie in [0, 2**64)")
-        self.optim_state_format = optim_state_format
-        self.seed = seed
+        self.optim_state_format = optim_state_format or "fp32"
+        self.seed = seed or 0
+        self.requested_state: tuple[str | None, int | None] = (optim_state_format, seed)
+        """Format and seed as they were given; booster.boost looks at this."""
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -178,6 +187,15 @@ class HybridAdam(Optimizer):
             "stream": stream,
         }
 
+    @property
+    def rounding_seed(self) -> int | None:
+        """The seed where moments are rounded by it; a part of what is saved and loaded."""
+        return self.seed if self.optim_state_format in ROUNDING_FORMATS else None
+
+    @rounding_seed.setter
+    def rounding_seed(self, seed: int) -> None:
+        self.seed = seed
+
     def portable_state(self, param: torch.Tensor) -> dict[str, Any]:
         """The state of one parameter as state_dict() has it; checkpoints look at this."""
         state = self.state.get(param, {})
@@ -187,9 +205,12 @@ class HybridAdam(Optimizer):
         """The state in the layout of torch.optim.AdamW, with float32 moments in every format.
 
         16-bit parameters also have "master", their float32 weights. In the split formats these and
-        the moments are copies, made here; "scales" let split_int8 resume bit for bit.
+        the moments are copies, made here; "scales" let split_int8 resume bit for bit, and
+        "rounding_seed" stands beside "state" where moments are rounded.
         """
         packed: dict[str, Any] = super().state_dict()
+        if self.rounding_seed is not None:
+            packed["rounding_seed"] = self.rounding_seed
         if self.optim_state_format != "fp32":
             params = [param for group in self.param_groups for param in group["params"]]
             packed["state"] = {
@@ -202,10 +223,12 @@ class HybridAdam(Optimizer):
         """Loads a state of torch.optim.Adam, AdamW or of HybridAdam in any format.
 
         float32 entries stay float32 whatever the parameter's type; the moments are rounded to
-        nearest where the format is narrower. A state that this format gave resumes bit for bit
-        with the same seed.
+        nearest where the format is narrower. A state that this format gave resumes bit for bit: the
+        seed comes along.
         """
         super().load_state_dict(state_dict)
+        if self.rounding_seed is not None and "rounding_seed" in state_dict:
+            self.rounding_seed = state_dict["rounding_seed"]
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         mine = [param for group in self.param_groups for param in group["params"]]
         for i, param in zip(saved, mine, strict=True):
@@ -218,7 +241,11 @@ class HybridAdam(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy.deepcopy and pickle."""
-        own = {"optim_state_format": self.optim_state_format, "seed": self.seed}
+        own = {
+            "optim_state_format": self.optim_state_format,
+            "seed": self.seed,
+            "requested_state": self.requested_state,
+        }
         return super().__getstate__() | own
 
 

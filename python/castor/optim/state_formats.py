@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from castor import _C
+from castor.config import StateFormat
 
-STATE_FORMATS = ("fp32", "split", "split_bf16", "split_int8")
+STATE_FORMATS: tuple[str, ...] = get_args(StateFormat)
 """Bytes of state for each bf16 parameter: 12, 10, 6 and 4 (docs/design/0012)."""
 
 _MOMENT_TYPES = {
@@ -17,6 +18,9 @@ _MOMENT_TYPES = {
     "split_bf16": torch.bfloat16,
     "split_int8": torch.uint8,
 }
+ROUNDING_FORMATS = frozenset({"split_bf16", "split_int8"})
+"""Those whose moments are rounded, by random numbers that a seed gives."""
+
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _OWN = frozenset({"remainder", "scales"})
 """Entries that only the formats have; torch's layout has the others."""

@@ -17,6 +17,7 @@ from castor.config import (
     Overlap,
     PlacementPolicy,
     Precision,
+    StateFormat,
     available_memory_bytes,
     check_fraction,
     parse_bandwidth,
@@ -24,6 +25,7 @@ from castor.config import (
 )
 from castor.errors import UsageError
 from castor.optim.boosted import StepDriver, boost_optimizer, check_optimizer, runs_fused_adam
+from castor.optim.boosted_state import choose_state_format
 from castor.runtime.engine import Engine, check_not_boosted
 
 # Arguments of Colossal-AI's GeminiPlugin that this version knows but cannot honour: the value that
@@ -53,7 +55,6 @@ _NOT_YET: dict[str, tuple[object, str]] = {
     "enable_async_reduce": (False, "there is one process"),
     "use_fp8": (False, "use bf16"),
     "fp8_communication": (False, "there is one process"),
-    "optim_state_format": ("fp32", "moments are fp32"),
     "nvme_dir": (None, "there is no NVMe tier yet"),
 }
 
@@ -109,6 +110,12 @@ class GeminiPlugin:
             parameters pass on their way to the device and back, beside the compute, to try what a
             GPU's link would do. Default: memory's own speed.
         trace_file: A trace written by Booster.save_trace: the first step runs by plan.
+        optim_state_format: How Adam's state is kept: "fp32", or with precision="bf16" "split",
+            "split_bf16" or "split_int8": 12, 10, 6 or 4 bytes a parameter beside weight and
+            gradient. "split" takes the same steps as "fp32" bit for bit. Default: what HybridAdam
+            was given, or else "split" for bf16 and "fp32" for the others.
+        seed: Of the stochastic rounding in "split_bf16" and "split_int8"; the same seed gives the
+            same bits. Default: what HybridAdam was given, or else 0.
         **not_yet: Names of later versions and of Colossal-AI's plugin: accepted at the value that
             asks for nothing.
 
@@ -148,6 +155,8 @@ class GeminiPlugin:
         overlap: str | None = None,
         link_bandwidth: int | str | None = None,
         trace_file: str | Path | None = None,
+        optim_state_format: str | None = None,
+        seed: int | None = None,
         **not_yet: Any,
     ) -> None:
         _check_not_yet(not_yet)
@@ -199,6 +208,8 @@ class GeminiPlugin:
                 hysteresis=hysteresis,
             ),
             trace_file=Path(trace_file) if trace_file is not None else None,
+            optim_state_format=cast("StateFormat | None", optim_state_format),
+            seed=seed,
         )
 
     def configure(
@@ -210,17 +221,22 @@ class GeminiPlugin:
             UsageError: The model or optimizer cannot be boosted; neither is changed.
             OutOfMemoryError: A budget is too small; neither is changed.
             NotImplementedError: The optimizer is not supported in this precision.
+            ValueError: HybridAdam's optim_state_format or seed contradicts the plugin's, or the
+                precision does not have the format.
         """
         check_not_boosted(model)
+        choice = choose_state_format(optimizer, self.config)
         fused = False
         if optimizer is not None:
             check_optimizer(optimizer, self.config)
             _check_same_params(model, optimizer)
             fused = runs_fused_adam(optimizer)
-        engine = Engine(model, self.config, adam_state=fused)
+        engine = Engine(
+            model, self.config, adam_state=fused, optim_state_format=choice.state_format
+        )
         if optimizer is None:
             return engine, None
-        driver = boost_optimizer(optimizer, engine, fused=fused)
+        driver = boost_optimizer(optimizer, engine, fused=fused, seed=choice.seed)
         if self.config.overlap == "backward":
             held = weakref.ref(optimizer)
 

@@ -25,6 +25,8 @@ PAYLOAD_NAMES = {
     "master": "fp32 master weights",
     "exp_avg": "exp_avg",
     "exp_avg_sq": "exp_avg_sq",
+    "remainder": "low halves of the masters",
+    "moment_scales": "scales of the moments",
 }
 GUIDANCE = {
     "demand": "no plan yet: chunks came on demand",

@@ -30,8 +30,16 @@ class Engine:
     Holds the parameters, not the model: the model's hooks hold the session.
     """
 
-    def __init__(self, model: nn.Module, config: GeminiConfig, *, adam_state: bool) -> None:
+    def __init__(
+        self, model: nn.Module, config: GeminiConfig, *, adam_state: bool, optim_state_format: str
+    ) -> None:
         """Takes the model's parameters over and installs the hooks.
+
+        Args:
+            model: The model.
+            config: Settings; its optim_state_format is what the user said, not what was chosen.
+            adam_state: Whether there are moments; the fused Adam needs them.
+            optim_state_format: How masters and moments are kept.
 
         Raises:
             UsageError: The model is boosted already, or cannot be.
@@ -45,11 +53,14 @@ class Engine:
         """Steps that were taken before this process, by the checkpoint it resumed from."""
         lazy = Materialisation(model)
         try:
-            spec = self._take_over(model, adam_state=adam_state)
+            spec = self._take_over(
+                model, adam_state=adam_state, optim_state_format=optim_state_format
+            )
         except BaseException:
             lazy.cancel()
             raise
         lazy.run(self._place, self._finish)
+        self.session.zero_moments()  # last: memory holds no moments while values are made
         self.model_name = type(model).__name__
         self.modules = [module.name for module in spec.modules]
         self.history = StepHistory()
@@ -59,7 +70,9 @@ class Engine:
         guard(model)
         _engines[model] = self
 
-    def _take_over(self, model: nn.Module, *, adam_state: bool) -> ModelSpec:
+    def _take_over(
+        self, model: nn.Module, *, adam_state: bool, optim_state_format: str
+    ) -> ModelSpec:
         """Lays the parameters out in chunks and moves them there."""
         config = self.config
         spec = ModelSpec.of(model)
@@ -85,6 +98,7 @@ class Engine:
                 "link_bytes_per_second": config.link_bytes_per_second,
                 "adam_state": adam_state,
                 "overlap": config.overlap if adam_state else "none",
+                "optim_state_format": optim_state_format,
             },
         )
         if events is not None:
@@ -93,7 +107,7 @@ class Engine:
 
     def _place(self, param: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
         """Chunk memory in which a lazy parameter's initialisers of type `dtype` may run."""
-        home, master = param.data, self.session.master(self.index_of[param])
+        home, master = param.data, self.session.master_view(self.index_of[param])
         if dtype == home.dtype:
             return home
         if master is not None and dtype == master.dtype:
@@ -104,13 +118,10 @@ class Engine:
 
     def _finish(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """A lazy parameter has its values: makes home and master of them."""
-        home, master = param.data, self.session.master(self.index_of[param])
-        if master is not None:
-            if values.data_ptr() != master.data_ptr():
-                master.copy_(values)
-            _C.round_to_param(home, master)
-        elif values.dtype != home.dtype or values.data_ptr() != home.data_ptr():
-            home.copy_(values.clone())  # the values may lie in the home's memory
+        home = param.data
+        if values.data_ptr() == home.data_ptr() and values.dtype != home.dtype:
+            values = values.clone()  # what is written first would overwrite what is read later
+        self.session.adopt(self.index_of[param], values)
 
     def _install_hooks(self, model: nn.Module, spec: ModelSpec) -> None:
         if self.config.precision != "fp32":
@@ -125,6 +136,8 @@ class Engine:
             )
             module.register_forward_pre_hook(enter, prepend=True)
             module.register_forward_hook(leave, always_call=True)
+            if self.session.optim_state_format != "fp32":
+                module.register_load_state_dict_pre_hook(_before_load(self, module))
         # keep_vars=True hands out the parameters themselves, whose storages are read without an
         # operator.
         session = self.session
@@ -190,6 +203,29 @@ def check_not_boosted(model: nn.Module) -> None:
                 f"with a boosted {type(boosted).__name__}; boost each model once and use what "
                 "boost returned"
             )
+
+
+def _before_load(engine: Engine, owner: nn.Module) -> Any:
+    """A pre-hook of load_state_dict: weights that are about to change become their own masters.
+
+    A master of which the weight is the upper half cannot tell afterwards that it was replaced.
+    """
+    reference, owner_reference = weakref.ref(engine), weakref.ref(owner)
+
+    def pre_hook(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        own = reference()
+        if own is None or module is not owner_reference():  # copies of a model take its hooks along
+            return
+        for name, param in module._parameters.items():
+            values = state.get(prefix + name)
+            if (
+                param in own.index_of
+                and isinstance(values, torch.Tensor)
+                and values.shape == param.shape  # others are refused
+            ):
+                own.session.before_overwrite(own.index_of[param], values.detach())
+
+    return pre_hook
 
 
 def _convert_buffers(model: nn.Module, dtype: torch.dtype) -> None:

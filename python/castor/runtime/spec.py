@@ -41,6 +41,17 @@ class ModelSpec:
         Raises:
             UsageError: The model has no parameters, or one that castor cannot manage.
         """
+        spec = cls.structure(model)
+        for name, param in zip(spec.names, spec.params, strict=True):
+            _check(name, param)
+        if not spec.params:
+            raise UsageError(f"{type(model).__name__} has no parameters; there is nothing to place")
+        _check_distinct_memory(spec)
+        return spec
+
+    @classmethod
+    def structure(cls, model: nn.Module) -> ModelSpec:
+        """As `of`, but whatever the parameters are: also on the meta device, also none."""
         spec = cls()
         known: dict[nn.Parameter, int] = {}
         position_of: dict[str, int] = {}
@@ -51,7 +62,6 @@ class ModelSpec:
                     continue
                 if param not in known:
                     full_name = f"{name}.{short_name}" if name else short_name
-                    _check(full_name, param)
                     known[param] = len(spec.params)
                     spec.params.append(param)
                     spec.names.append(full_name)
@@ -63,9 +73,6 @@ class ModelSpec:
                 spec.modules.append(
                     OwningModule(module=module, name=name or "model", params=owned, parent=parent)
                 )
-        if not spec.params:
-            raise UsageError(f"{type(model).__name__} has no parameters; there is nothing to place")
-        _check_distinct_memory(spec)
         return spec
 
 

@@ -378,6 +378,41 @@ TEST(ChunkLayoutTest, OversizedParameterHasItsOwnChunkAndLeavesTheOpenOneOpen) {
   expect_sound(model, layout, 1);
 }
 
+TEST(ChunkLayoutTest, ParametersBeginAtTheAlignmentAskedFor) {
+  constexpr std::size_t kAlignment = 512;
+  Model model;
+  model.add({100, 3, 0, 257}, ScalarType::kBFloat16);
+  model.add({4096, 1}, ScalarType::kBFloat16);
+  for (const std::size_t world_size : kWorldSizes) {
+    const ChunkLayout layout(
+        model.params, model.modules,
+        {.chunk_bytes = 4096, .world_size = world_size, .param_alignment = kAlignment});
+    std::size_t used = 0;
+    for (const ChunkSpec& chunk : layout.chunks()) {
+      EXPECT_EQ(chunk.capacity_bytes % (kAlignment * world_size), 0u);
+      EXPECT_EQ(chunk.used_bytes % (kAlignment * world_size), 0u);
+      used += chunk.used_bytes;
+    }
+    for (std::size_t i = 0; i < model.params.size(); ++i) {
+      EXPECT_EQ(layout.place(static_cast<ParamId>(i)).offset * 2 % kAlignment, 0u);
+    }
+    // 512 for 100 and for 3 elements, none for 0, 1024 for 257, 8192 for 4096, 512 for 1.
+    if (world_size == 1) {
+      EXPECT_EQ(used, 512u + 512u + 1024u + 8192u + 512u);
+    }
+  }
+}
+
+TEST(ChunkLayoutTest, AlignmentThatDoesNotKeepParametersAlignedIsRefused) {
+  Model model;
+  model.add({100}, ScalarType::kBFloat16);
+  for (const std::size_t alignment : {std::size_t{0}, std::size_t{32}, std::size_t{96}, 2 * kMiB}) {
+    EXPECT_THROW(ChunkLayout(model.params, model.modules, {.param_alignment = alignment}),
+                 InvalidArgument)
+        << alignment;
+  }
+}
+
 TEST(ChunkLayoutTest, OversizedChunkIsAlignedToTheWorld) {
   Model model;
   model.add_param(65, ScalarType::kFloat32);

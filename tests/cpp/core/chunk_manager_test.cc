@@ -215,6 +215,22 @@ TEST_F(ChunkManagerTest, UserWriteOnTheDeviceIsCopiedBack) {
   EXPECT_TRUE(rig_->binder.reads(param_id(0), 77));
 }
 
+TEST_F(ChunkManagerTest, BinderSeesHomeAndSlotBeforeTheOneOverwritesTheOther) {
+  start(1, 1);
+  manager().fetch(kA);
+  { const Pin pin = manager().pin(kA); }
+  manager().evict(kA);
+  EXPECT_TRUE(rig_->binder.write_backs().empty()) << "nothing was written";
+  manager().fetch(kA);
+  { const Pin pin = manager().pin(kA); }
+  rig_->binder.write(param_id(0), 77);
+  manager().evict(kA);
+  ASSERT_EQ(rig_->binder.write_backs().size(), 1u);
+  EXPECT_EQ(rig_->binder.write_backs()[0].chunk, kA);
+  EXPECT_EQ(rig_->binder.write_backs()[0].home, std::byte{Rig::initial(0)});
+  EXPECT_EQ(rig_->binder.write_backs()[0].slot, std::byte{77});
+}
+
 TEST_F(ChunkManagerTest, CleanChunkCostsNothingToDrop) {
   start(1, 1);
   manager().fetch(kA);

@@ -269,6 +269,18 @@ class FakeBinder final : public ParamBinder {
     return false;
   }
 
+  void before_write_back(ChunkId chunk, const std::byte* home, const std::byte* slot) override {
+    write_backs_.push_back({chunk, home[0], slot[0]});
+  }
+
+  /// The first byte of home and slot at each before_write_back.
+  struct WriteBack {
+    ChunkId chunk;
+    std::byte home;
+    std::byte slot;
+  };
+  [[nodiscard]] const std::vector<WriteBack>& write_backs() const { return write_backs_; }
+
   [[nodiscard]] std::byte* address(ChunkId chunk) const { return addresses_[index(chunk)]; }
   [[nodiscard]] std::byte* address(ParamId param) const {
     const ParamPlace place = layout_.place(param);
@@ -301,6 +313,7 @@ class FakeBinder final : public ParamBinder {
   std::vector<std::uint32_t> versions_;
   std::vector<std::uint32_t> snapshots_;
   std::size_t num_binds_ = 0;
+  std::vector<WriteBack> write_backs_;
 };
 
 /// Builds a model. At kChunk bytes a chunk, a parameter of kWhole elements fills one.

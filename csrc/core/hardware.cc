@@ -1,0 +1,48 @@
+#include "core/hardware.h"
+
+#include <cmath>
+#include <string>
+
+#include "core/error.h"
+
+namespace castor {
+namespace {
+
+void check_speed(const char* name, double value) {
+  if (!std::isfinite(value) || value <= 0.0) {
+    throw InvalidArgument(std::string(name) + " is " + std::to_string(value) +
+                          "; it must be above 0");
+  }
+}
+
+void check_cost(const char* name, double value) {
+  if (!std::isfinite(value) || value < 0.0) {
+    throw InvalidArgument(std::string(name) + " is " + std::to_string(value) +
+                          "; it must be at least 0");
+  }
+}
+
+}  // namespace
+
+void check_hardware(const Hardware& hardware) {
+  check_speed("h2d_bytes_per_second", hardware.h2d_bytes_per_second);
+  check_speed("d2h_bytes_per_second", hardware.d2h_bytes_per_second);
+  check_speed("dram_bytes_per_second", hardware.dram_bytes_per_second);
+  check_speed("device_memory_bytes_per_second", hardware.device_memory_bytes_per_second);
+}
+
+void check_optimizer_cost(const OptimizerCost& optimizer) {
+  check_cost("state_bytes_per_element", optimizer.state_bytes_per_element);
+  check_cost("moved_bytes_per_element", optimizer.moved_bytes_per_element);
+  check_cost("norm_bytes_per_element", optimizer.norm_bytes_per_element);
+}
+
+std::uint64_t payload_bytes(const ChunkSpec& chunk, const OptimizerCost& optimizer) {
+  if (!chunk.trainable) {
+    return chunk.used_bytes;
+  }
+  const double state = static_cast<double>(num_elements(chunk)) * optimizer.state_bytes_per_element;
+  return 2 * chunk.used_bytes + static_cast<std::uint64_t>(std::ceil(state));
+}
+
+}  // namespace castor

@@ -1,0 +1,393 @@
+#include "core/simulator.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "core/error.h"
+#include "core/eviction_order.h"
+
+namespace castor {
+namespace {
+
+std::size_t at(Resource resource) { return static_cast<std::size_t>(resource); }
+
+double elements_of(const ChunkSpec& chunk) { return static_cast<double>(num_elements(chunk)); }
+
+/// Serves one job at a time, in order of submission.
+class Queue {
+ public:
+  explicit Queue(double bytes_per_second) : bytes_per_second_(bytes_per_second) {}
+
+  /// Submits at `now`; returns when the job is done.
+  double serve(double now, double bytes) {
+    const double seconds = bytes / bytes_per_second_;
+    busy_ += seconds;
+    free_at_ = std::max(free_at_, now) + seconds;
+    return free_at_;
+  }
+  [[nodiscard]] double free_at() const noexcept { return free_at_; }
+  [[nodiscard]] double busy() const noexcept { return busy_; }
+
+ private:
+  double bytes_per_second_;
+  double free_at_ = 0.0;
+  double busy_ = 0.0;
+};
+
+/// One step. Decisions mirror Runtime and ChunkManager, which act on the same plan.
+class Simulation {
+ public:
+  Simulation(const Trace& trace, std::span<const double> compute_seconds, const ChunkLayout& layout,
+             std::span<const Placement> placements, const Plan& plan, const Hardware& hardware,
+             const OptimizerCost& optimizer)
+      : trace_(trace),
+        compute_seconds_(compute_seconds),
+        layout_(layout),
+        placements_(placements),
+        plan_(plan),
+        hardware_(hardware),
+        optimizer_(optimizer),
+        chunks_(layout.chunks().size()),
+        evictable_(layout.chunks().size()),
+        h2d_(hardware.h2d_bytes_per_second),
+        d2h_(hardware.d2h_bytes_per_second),
+        dram_(hardware.dram_bytes_per_second) {}
+
+  SimulatedStep run() {
+    take_homes();
+    if (optimizer_.overlap == OverlapMode::kForward) {
+      publish_updates();
+    }
+    for (event_ = 0; event_ < trace_.events().size(); ++event_) {
+      step_through(trace_.events()[event_]);
+    }
+    finish();
+    return result_;
+  }
+
+ private:
+  struct ChunkState {
+    bool resident = false;
+    std::uint32_t pins = 0;
+    std::uint64_t next_use = kNeverUsed;
+    double arrives = 0.0;  ///< its copy to the device is done
+    double updated = 0.0;  ///< its update by the previous step is done
+  };
+
+  [[nodiscard]] bool on_device(ChunkId chunk) const {
+    return placements_[index(chunk)] == Placement::kDevice;
+  }
+  [[nodiscard]] std::uint64_t nonmodel(std::size_t event) const {
+    return trace_.events()[event].nonmodel_bytes;
+  }
+  /// At most: what an event finds lies under its own curve and that of the event before.
+  [[nodiscard]] std::uint64_t nonmodel_at_entry() const {
+    return event_ == 0 ? 0 : std::min(nonmodel(event_ - 1), nonmodel(event_));
+  }
+
+  void take_homes() {
+    for (std::size_t i = 0; i < chunks_.size(); ++i) {
+      const std::uint64_t bytes = payload_bytes(layout_.chunks()[i], optimizer_);
+      (placements_[i] == Placement::kDevice ? fixed_device_bytes_ : result_.host_bytes) += bytes;
+    }
+    note_peak(0);
+  }
+
+  void step_through(const Event& event) {
+    switch (event.kind) {
+      case EventKind::kForwardEnter:
+        if (event.id == 0) {
+          frames_.clear();
+          unpin_from(&forward_pins_, 0);
+        }
+        unpin_from(&backward_pins_, 0);
+        frames_.push_back({ModuleId{event.id}, forward_pins_.size()});
+        acquire(&forward_pins_);
+        break;
+      case EventKind::kForwardExit: exit(ModuleId{event.id}); break;
+      case EventKind::kBackwardEnter:
+        unpin_from(&backward_pins_, 0);
+        acquire(&backward_pins_);
+        break;
+      case EventKind::kGradReady: send_gradient(ChunkId{event.id}); break;
+    }
+    note_peak(nonmodel(event_));
+    clock_ += compute_seconds_[event_];
+    result_.busy_seconds[at(Resource::kCompute)] += compute_seconds_[event_];
+  }
+
+  void exit(ModuleId module) {
+    const auto is_module = [module](const Frame& frame) { return frame.module == module; };
+    const auto frame = std::find_if(frames_.rbegin(), frames_.rend(), is_module);
+    if (frame != frames_.rend()) {
+      unpin_from(&forward_pins_, frame->first_pin);
+      frames_.erase(frame.base() - 1, frames_.end());
+    }
+  }
+
+  void acquire(std::vector<ChunkId>* pins) {
+    const PlannedAccess& access = plan_.accesses()[access_++];
+    const auto& needed = layout_.chunks_of(access.module);
+    const auto next_uses = plan_.next_uses(access, needed.size());
+    const std::uint64_t now = access_ - 1;
+    std::vector<ChunkId> missing;
+    for (std::size_t i = 0; i < needed.size(); ++i) {
+      set_next_use(needed[i], next_uses[i]);
+      if (on_device(needed[i])) {
+        // Its update ran where it lies, before the step.
+      } else if (chunks_[index(needed[i])].resident) {
+        pin(needed[i], pins);
+      } else {
+        missing.push_back(needed[i]);
+      }
+    }
+    for (const ChunkId chunk : missing) {
+      make_room(capacity(chunk), access.slot_cap_bytes, now, 0);
+      fetch(chunk);
+      ++result_.demand_fetches;
+      pin(chunk, pins);
+    }
+    make_room(0, access.slot_cap_bytes, now, 0);
+    for (const Prefetch& ahead : plan_.prefetches(access)) {
+      if (!chunks_[index(ahead.chunk)].resident) {
+        set_next_use(ahead.chunk, ahead.used_at);
+        make_room(capacity(ahead.chunk), ahead.slot_cap_bytes, now, ahead.used_at + 1);
+        fetch(ahead.chunk);
+        evictable_put(ahead.chunk);
+      }
+    }
+  }
+
+  [[nodiscard]] std::size_t capacity(ChunkId chunk) const {
+    return layout_.chunk(chunk).capacity_bytes;
+  }
+
+  void set_next_use(ChunkId chunk, std::uint64_t next_use) {
+    chunks_[index(chunk)].next_use = next_use;
+    if (evictable_.contains(chunk)) {
+      evictable_.put(chunk, next_use);
+    }
+  }
+
+  void make_room(std::size_t bytes, std::size_t cap, std::uint64_t now, std::uint64_t horizon) {
+    while (slot_bytes_ + bytes > cap) {
+      const auto victim = evictable_.victim_from(now, horizon);
+      if (!victim) {
+        return;
+      }
+      evictable_.remove(*victim);
+      ChunkState& state = chunks_[index(*victim)];
+      state.resident = false;
+      clock_ = std::max(clock_, state.arrives);  // no copy outlives its target
+      slot_bytes_ -= capacity(*victim);
+      ++result_.evictions;
+    }
+  }
+
+  void fetch(ChunkId chunk) {
+    ChunkState& state = chunks_[index(chunk)];
+    const std::uint64_t bytes = layout_.chunk(chunk).used_bytes;
+    state.resident = true;
+    state.arrives = h2d_.serve(std::max(clock_, state.updated), static_cast<double>(bytes));
+    if (hardware_.parameter_copies == CopyMode::kSynchronous) {
+      clock_ = state.arrives;
+    }
+    slot_bytes_ += capacity(chunk);
+    result_.h2d_bytes += bytes;
+    note_peak(nonmodel_at_entry());
+  }
+
+  void pin(ChunkId chunk, std::vector<ChunkId>* pins) {
+    ChunkState& state = chunks_[index(chunk)];
+    clock_ = std::max(clock_, state.arrives);
+    if (state.pins++ == 0) {
+      evictable_.remove(chunk);
+    }
+    pins->push_back(chunk);
+  }
+
+  void unpin_from(std::vector<ChunkId>* pins, std::size_t first) {
+    while (pins->size() > first) {
+      const ChunkId chunk = pins->back();
+      pins->pop_back();
+      if (--chunks_[index(chunk)].pins == 0) {
+        evictable_put(chunk);
+      }
+    }
+  }
+
+  void evictable_put(ChunkId chunk) {
+    if (placements_[index(chunk)] == Placement::kStream) {
+      evictable_.put(chunk, chunks_[index(chunk)].next_use);
+    }
+  }
+
+  void send_gradient(ChunkId chunk) {
+    if (on_device(chunk)) {
+      return;
+    }
+    const std::uint64_t bytes = layout_.chunk(chunk).used_bytes;
+    const double home = d2h_.serve(clock_, static_cast<double>(bytes));
+    if (hardware_.gradient_copies == CopyMode::kSynchronous) {
+      clock_ = home;
+    }
+    result_.d2h_bytes += bytes;
+  }
+
+  void note_peak(std::uint64_t nonmodel_bytes) {
+    result_.peak_device_bytes =
+        std::max(result_.peak_device_bytes, slot_bytes_ + fixed_device_bytes_ + nonmodel_bytes);
+  }
+
+  // The updates of the step before, whose gradients are all at home: chunks in the order in which
+  // this forward uses them, then those it does not use.
+  void publish_updates() {
+    std::vector<ChunkId> order;
+    std::vector<bool> listed(chunks_.size(), false);
+    const auto list = [&](ChunkId chunk) {
+      if (!listed[index(chunk)]) {
+        listed[index(chunk)] = true;
+        order.push_back(chunk);
+      }
+    };
+    for (const PlannedAccess& access : plan_.accesses()) {
+      for (const ChunkId chunk : layout_.chunks_of(access.module)) {
+        list(chunk);
+      }
+    }
+    for (std::size_t i = 0; i < chunks_.size(); ++i) {
+      list(ChunkId{static_cast<std::uint32_t>(i)});
+    }
+    for (const ChunkId chunk : order) {
+      update_on_host(chunk);
+    }
+  }
+
+  void update_on_host(ChunkId chunk) {
+    const ChunkSpec& spec = layout_.chunk(chunk);
+    if (spec.trainable && !on_device(chunk)) {
+      chunks_[index(chunk)].updated =
+          dram_.serve(clock_, elements_of(spec) * optimizer_.moved_bytes_per_element);
+    }
+  }
+
+  void finish() {
+    // Every chunk goes home: no copy outlives its target, and all gradients are there.
+    clock_ = std::max({clock_, h2d_.free_at(), d2h_.free_at()});
+    double device_seconds = 0.0;
+    for (std::size_t i = 0; i < chunks_.size(); ++i) {
+      const ChunkSpec& spec = layout_.chunks()[i];
+      if (!spec.trainable) {
+        continue;
+      }
+      const double norm_bytes = elements_of(spec) * optimizer_.norm_bytes_per_element;
+      if (placements_[i] == Placement::kDevice) {
+        device_seconds += (elements_of(spec) * optimizer_.moved_bytes_per_element + norm_bytes) /
+                          hardware_.device_memory_bytes_per_second;
+      } else {
+        clock_ = std::max(clock_, dram_.serve(clock_, norm_bytes));
+      }
+    }
+    if (optimizer_.overlap == OverlapMode::kNone) {
+      for (std::size_t i = 0; i < chunks_.size(); ++i) {
+        update_on_host(ChunkId{static_cast<std::uint32_t>(i)});
+      }
+    }
+    // Device and host update side by side.
+    result_.busy_seconds[at(Resource::kCompute)] += device_seconds;
+    double end = std::max(clock_ + device_seconds, dram_.free_at());
+
+    const double updates = dram_.busy();
+    auto& busy = result_.busy_seconds;
+    busy[at(Resource::kH2d)] = h2d_.busy();
+    busy[at(Resource::kD2h)] = d2h_.busy();
+    busy[at(Resource::kDram)] =
+        updates + static_cast<double>(result_.h2d_bytes + result_.d2h_bytes) /
+                      hardware_.dram_bytes_per_second;
+    end = std::max(end, busy[at(Resource::kDram)]);
+    if (hardware_.update_cores == UpdateCores::kShared) {
+      end = std::max(end, busy[at(Resource::kCompute)] + updates);
+    }
+    result_.step_seconds = end;
+    const auto longest = std::max_element(busy.begin(), busy.end());
+    result_.bound = static_cast<Resource>(longest - busy.begin());
+  }
+
+  struct Frame {
+    ModuleId module;
+    std::size_t first_pin;
+  };
+
+  const Trace& trace_;
+  const std::span<const double> compute_seconds_;
+  const ChunkLayout& layout_;
+  const std::span<const Placement> placements_;
+  const Plan& plan_;
+  const Hardware& hardware_;
+  const OptimizerCost& optimizer_;
+  SimulatedStep result_;
+  std::vector<ChunkState> chunks_;
+  EvictionOrder evictable_;
+  std::vector<Frame> frames_;
+  std::vector<ChunkId> forward_pins_;
+  std::vector<ChunkId> backward_pins_;
+  std::size_t event_ = 0;
+  std::size_t access_ = 0;  // accesses begun
+  std::uint64_t slot_bytes_ = 0;
+  std::uint64_t fixed_device_bytes_ = 0;
+  double clock_ = 0.0;  // of the thread, or stream, that computes
+  Queue h2d_;
+  Queue d2h_;
+  Queue dram_;
+};
+
+void require(bool holds, const std::string& message) {
+  if (!holds) {
+    throw InvalidArgument("simulator: " + message);
+  }
+}
+
+void check(const Trace& trace, std::span<const double> compute_seconds, const ChunkLayout& layout,
+           std::span<const Placement> placements, const Plan& plan) {
+  require(compute_seconds.size() == trace.events().size(),
+          "there are " + std::to_string(trace.events().size()) + " events but " +
+              std::to_string(compute_seconds.size()) + " durations");
+  require(placements.size() == layout.chunks().size(),
+          "there are " + std::to_string(layout.chunks().size()) + " chunks but " +
+              std::to_string(placements.size()) + " placements");
+  std::size_t access = 0;
+  for (const Event& event : trace.events()) {
+    if (event.kind == EventKind::kGradReady) {
+      require(event.id < layout.chunks().size(), "the trace names chunk " +
+                                                     std::to_string(event.id) + " of " +
+                                                     std::to_string(layout.chunks().size()));
+    }
+    if (event.is_access()) {
+      require(
+          access < plan.accesses().size() && plan.accesses()[access].module == ModuleId{event.id} &&
+              plan.accesses()[access].kind == event.kind,
+          "the plan was made from another trace: they part at access " + std::to_string(access));
+      ++access;
+    }
+  }
+  require(access == plan.accesses().size(), "the plan has more accesses than the trace");
+  for (const double seconds : compute_seconds) {
+    require(std::isfinite(seconds) && seconds >= 0.0,
+            "a duration is " + std::to_string(seconds) + " s; it must be at least 0");
+  }
+}
+
+}  // namespace
+
+SimulatedStep simulate_step(const Trace& trace, std::span<const double> compute_seconds,
+                            const ChunkLayout& layout, std::span<const Placement> placements,
+                            const Plan& plan, const Hardware& hardware,
+                            const OptimizerCost& optimizer) {
+  check(trace, compute_seconds, layout, placements, plan);
+  check_hardware(hardware);
+  check_optimizer_cost(optimizer);
+  return Simulation(trace, compute_seconds, layout, placements, plan, hardware, optimizer).run();
+}
+
+}  // namespace castor

@@ -1,0 +1,89 @@
+// What castor finds on a machine and how fast its memory is, for castor.doctor and the benchmarks.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "core/error.h"
+#include "core/memory_tier.h"
+#include "host/host_arena.h"
+#include "host/numa.h"
+#include "optim/bandwidth.h"
+#include "parallel/parallel_copy_engine.h"
+#include "parallel/tbb_executor.h"
+#include "python/bindings.h"
+
+namespace py = pybind11;
+
+namespace castor {
+namespace {
+
+/// (number of the operating system, bytes, cores) of each node; nullopt without hwloc.
+std::optional<std::vector<std::tuple<unsigned, std::size_t, std::size_t>>> numa_nodes() {
+  if (!NumaTopology::available()) {
+    return std::nullopt;
+  }
+  const NumaTopology topology;
+  std::vector<std::tuple<unsigned, std::size_t, std::size_t>> nodes;
+  for (const NumaNode& node : topology.nodes()) {
+    nodes.emplace_back(node.os_index, node.memory_bytes, node.num_pus);
+  }
+  return nodes;
+}
+
+double in_place(std::size_t num_floats, std::size_t repetitions) {
+  MemoryTier host(TierKind::kHost, num_floats * sizeof(float), make_host_arena());
+  const Block block = host.allocate(num_floats * sizeof(float), "");
+  TbbExecutor executor;
+  return in_place_bandwidth(executor, {reinterpret_cast<float*>(block.data()), num_floats},
+                            repetitions);
+}
+
+/// Bytes copied per second, each counted once: what the CPU device's link does at best.
+double copy_bandwidth(std::size_t num_bytes, std::size_t repetitions) {
+  if (num_bytes == 0 || repetitions == 0) {
+    throw InvalidArgument("copy_bandwidth: needs at least 1 byte and at least 1 repetition");
+  }
+  MemoryTier host(TierKind::kHost, 2 * num_bytes, make_host_arena());
+  const Block source = host.allocate(num_bytes, "");
+  const Block target = host.allocate(num_bytes, "");
+  std::memset(source.data(), 1, num_bytes);
+  TbbExecutor executor;
+  ParallelCopyEngine engine(executor);
+  const auto copy = [&] {
+    engine.wait(engine.submit({.source = {source.data(), num_bytes},
+                               .target = {target.data(), num_bytes},
+                               .direction = CopyDirection::kHostToDevice}));
+  };
+  copy();  // touches the pages and wakes the threads
+  using Clock = std::chrono::steady_clock;
+  std::vector<double> seconds(repetitions);
+  for (double& elapsed : seconds) {
+    const auto start = Clock::now();
+    copy();
+    elapsed = std::chrono::duration<double>(Clock::now() - start).count();
+  }
+  const auto middle = seconds.begin() + static_cast<std::ptrdiff_t>(repetitions / 2);
+  std::nth_element(seconds.begin(), middle, seconds.end());
+  return static_cast<double>(num_bytes) / *middle;
+}
+
+}  // namespace
+
+void bind_machine(py::module_& module) {
+  const auto released = py::call_guard<py::gil_scoped_release>();
+  module.def("numa_nodes", &numa_nodes);
+  module.def("host_arena", [] { return make_host_arena()->description(); });
+  module.def("in_place_bandwidth", &in_place, py::arg("num_floats"), py::arg("repetitions"),
+             released);
+  module.def("copy_bandwidth", &copy_bandwidth, py::arg("num_bytes"), py::arg("repetitions"),
+             released);
+}
+
+}  // namespace castor

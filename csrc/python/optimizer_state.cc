@@ -1,0 +1,81 @@
+#include "torch/optimizer_state.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "python/bindings.h"
+#include "torch/session.h"
+
+namespace py = pybind11;
+
+namespace castor {
+namespace {
+
+ParamId id(std::uint32_t param) { return ParamId{param}; }
+
+/// For what reads or writes the parameter's state without torch's operators.
+OptimizerState& settled(Session& session, std::uint32_t param) {
+  session.settle(id(param));
+  return session.optimizer_state();
+}
+
+}  // namespace
+
+void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session) {
+  const auto released = py::call_guard<py::gil_scoped_release>();
+  session
+      .def_property_readonly("optim_state_format",
+                             [](const Session& self) {
+                               return std::string(to_string(self.optimizer_state().format()));
+                             })
+      .def(
+          "zero_moments",
+          [](Session& self) {
+            self.settle();
+            self.optimizer_state().zero_moments();
+          },
+          released)
+      .def(
+          "set_rounding",
+          [](Session& self, std::uint64_t seed, std::vector<std::uint64_t> streams) {
+            self.optimizer_state().set_rounding(seed, std::move(streams));
+          },
+          py::arg("seed"), py::arg("streams"))
+      .def(
+          "adopt",
+          [](Session& self, std::uint32_t param, const at::Tensor& values) {
+            settled(self, param).adopt(id(param), values);
+          },
+          released)
+      .def(
+          "set_master",
+          [](Session& self, std::uint32_t param, const at::Tensor& values) {
+            return settled(self, param).set_master(id(param), values);
+          },
+          released)
+      .def(
+          "before_overwrite",
+          [](Session& self, std::uint32_t param, const at::Tensor& values) {
+            settled(self, param).before_overwrite(id(param), values);
+          },
+          released)
+      .def("moments", [](Session& self, std::uint32_t param) { return self.moments(id(param)); })
+      .def("moment_scales",
+           [](Session& self, std::uint32_t param) { return self.moment_scales(id(param)); })
+      .def("master_view",
+           [](Session& self, std::uint32_t param) {
+             return settled(self, param).master_view(id(param));
+           })
+      .def("master", [](Session& self, std::uint32_t param) {
+        return settled(self, param).master(id(param));
+      });
+}
+
+}  // namespace castor

@@ -1,0 +1,181 @@
+// castor._C.Simulator: the planner and the simulator for castor.estimate.
+#include "core/simulator.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "core/error.h"
+#include "core/placement.h"
+#include "core/planner.h"
+#include "optim/state_format.h"
+#include "python/bindings.h"
+#include "python/state_formats.h"
+
+namespace py = pybind11;
+
+namespace castor {
+namespace {
+
+/// (name, number of elements, trainable).
+using PythonParamSpec = std::tuple<std::string, std::size_t, bool>;
+
+template <typename Mode>
+Mode mode_of(const py::dict& options, const char* key,
+             std::initializer_list<std::pair<const char*, Mode>> known) {
+  const auto name = options[key].cast<std::string>();
+  for (const auto& [spelling, mode] : known) {
+    if (name == spelling) {
+      return mode;
+    }
+  }
+  throw InvalidArgument("unknown " + std::string(key) + " '" + name + "'");
+}
+
+CopyMode copy_mode(const py::dict& options, const char* key) {
+  return mode_of<CopyMode>(
+      options, key,
+      {{"overlapped", CopyMode::kOverlapped}, {"synchronous", CopyMode::kSynchronous}});
+}
+
+/// An fp32 parameter is its own master: its state is the moments alone.
+double state_bytes_per_element(ScalarType type, StateFormat format) {
+  const StateBytes bytes = state_bytes(format);
+  const bool is_master = type == ScalarType::kFloat32;
+  if (type != ScalarType::kBFloat16 && format != StateFormat::kFp32) {
+    throw InvalidArgument("the state format '" + std::string(to_string(format)) +
+                          "' is for bfloat16 parameters; " + std::string(to_string(type)) +
+                          " ones have 'fp32'");
+  }
+  const std::size_t whole =
+      (is_master ? 0 : bytes.master) + bytes.remainder + bytes.exp_avg + bytes.exp_avg_sq;
+  const double scales = format == StateFormat::kSplitInt8
+                            ? static_cast<double>(sizeof(MomentScales)) / kMomentBlock
+                            : 0.0;
+  return static_cast<double>(whole) + scales;
+}
+
+/// A model laid out in chunks, and what a step of it would take on hardware of any kind.
+class Simulator {
+ public:
+  Simulator(const std::vector<PythonParamSpec>& params,
+            const std::vector<PythonModuleSpec>& modules, const std::string& precision,
+            std::size_t chunk_bytes)
+      : type_(scalar_type(precision)),
+        layout_(param_specs(params, type_), module_specs(modules),
+                {.chunk_bytes = chunk_bytes, .world_size = 1}) {}
+
+  /// The chunk of each parameter.
+  [[nodiscard]] std::vector<std::size_t> chunk_of() const {
+    std::vector<std::size_t> chunks;
+    for (std::size_t i = 0; i < layout_.params().size(); ++i) {
+      chunks.push_back(index(layout_.place(ParamId{static_cast<std::uint32_t>(i)}).chunk));
+    }
+    return chunks;
+  }
+
+  [[nodiscard]] py::dict run(const std::vector<PythonEvent>& events,
+                             const std::vector<double>& compute_seconds,
+                             const py::dict& options) const {
+    const auto get = [&options](const char* key) { return options[key]; };
+    const auto speed = [&get](const char* key) { return get(key).cast<double>(); };
+    const PlacementPolicy policy = placement_policy(get("policy").cast<std::string>());
+    const auto placements =
+        place_chunks(layout_, {.policy = policy,
+                               .offload_optim_frac = speed("offload_optim_frac"),
+                               .offload_param_frac = speed("offload_param_frac")});
+    const Hardware hardware{
+        .h2d_bytes_per_second = speed("h2d_bytes_per_second"),
+        .d2h_bytes_per_second = speed("d2h_bytes_per_second"),
+        .dram_bytes_per_second = speed("dram_bytes_per_second"),
+        .device_memory_bytes_per_second = speed("device_memory_bytes_per_second"),
+        .parameter_copies = copy_mode(options, "parameter_copies"),
+        .gradient_copies = copy_mode(options, "gradient_copies"),
+        .update_cores =
+            mode_of<UpdateCores>(options, "update_cores",
+                                 {{"own", UpdateCores::kOwn}, {"shared", UpdateCores::kShared}})};
+    const OptimizerCost optimizer = optimizer_cost(options);
+
+    const Trace trace = trace_of(events);
+    std::size_t fixed_device_bytes = 0;
+    for (std::size_t i = 0; i < placements.size(); ++i) {
+      if (placements[i] == Placement::kDevice) {
+        fixed_device_bytes += payload_bytes(layout_.chunks()[i], optimizer);
+      }
+    }
+    const Plan plan = make_plan(trace, layout_, placements,
+                                {.device_budget_bytes = get("device_bytes").cast<std::size_t>(),
+                                 .fixed_device_bytes = fixed_device_bytes,
+                                 .max_prefetch = get("max_prefetch").cast<std::size_t>(),
+                                 .policy = policy});
+    return figures(
+        simulate_step(trace, compute_seconds, layout_, placements, plan, hardware, optimizer),
+        plan.prediction());
+  }
+
+ private:
+  static std::vector<ParamSpec> param_specs(const std::vector<PythonParamSpec>& params,
+                                            ScalarType type) {
+    std::vector<ParamSpec> specs;
+    for (const auto& [name, numel, trainable] : params) {
+      specs.push_back({name, numel, type, trainable});
+    }
+    return specs;
+  }
+
+  [[nodiscard]] OptimizerCost optimizer_cost(const py::dict& options) const {
+    const StateFormat format = state_format_of(options["state_format"].cast<std::string>());
+    const auto element = static_cast<double>(size_of(type_));
+    const double state = state_bytes_per_element(type_, format);
+    return {.state_bytes_per_element = state,
+            .moved_bytes_per_element = 2.0 * state + 3.0 * element,
+            .norm_bytes_per_element = options["with_norm"].cast<bool>() ? element : 0.0,
+            .overlap = mode_of<OverlapMode>(
+                options, "overlap",
+                {{"none", OverlapMode::kNone}, {"forward", OverlapMode::kForward}})};
+  }
+
+  [[nodiscard]] py::dict figures(const SimulatedStep& step, const Prediction& planned) const {
+    py::dict busy;
+    for (std::size_t i = 0; i < kNumResources; ++i) {
+      busy[py::str(std::string(to_string(static_cast<Resource>(i))))] = step.busy_seconds[i];
+    }
+    py::dict result;
+    result["step_seconds"] = step.step_seconds;
+    result["busy_seconds"] = busy;
+    result["bound"] = std::string(to_string(step.bound));
+    result["peak_device_bytes"] = step.peak_device_bytes;
+    result["host_bytes"] = step.host_bytes;
+    result["h2d_bytes"] = step.h2d_bytes;
+    result["d2h_bytes"] = step.d2h_bytes;
+    result["demand_fetches"] = step.demand_fetches;
+    result["evictions"] = step.evictions;
+    result["smallest_budget_bytes"] = planned.smallest_budget_bytes;
+    result["smallest_budget_module"] = layout_.module(planned.smallest_budget_module).name;
+    return result;
+  }
+
+  ScalarType type_;
+  ChunkLayout layout_;
+};
+
+}  // namespace
+
+void bind_simulator(py::module_& m) {
+  py::class_<Simulator>(m, "Simulator")
+      .def(py::init<const std::vector<PythonParamSpec>&, const std::vector<PythonModuleSpec>&,
+                    const std::string&, std::size_t>(),
+           py::arg("params"), py::arg("modules"), py::arg("precision"), py::arg("chunk_bytes"))
+      .def("chunk_of", &Simulator::chunk_of)
+      .def("run", &Simulator::run, py::arg("events"), py::arg("compute_seconds"),
+           py::arg("options"));
+}
+
+}  // namespace castor

@@ -1,0 +1,5 @@
+"""`python -m castor`: the command line."""
+
+from castor.cli import main
+
+main()

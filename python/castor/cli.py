@@ -1,0 +1,148 @@
+"""The `castor` command, also `python -m castor`. Each sub-command is a function here.
+
+A sub-command imports what it needs when it runs: `castor --help` answers without transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from castor import _C
+from castor.errors import Error
+
+app = typer.Typer(
+    name="castor",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"castor {_C.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Memory runtime for PyTorch: trains models that do not fit the device."""
+
+
+@app.command()
+def selftest() -> None:
+    """Check the installation: train a small model inside a budget against plain torch."""
+    from castor import selftest as checks
+
+    raise typer.Exit(checks.main())
+
+
+@app.command()
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print facts and findings as JSON.")] = False,
+) -> None:
+    """Show what castor finds on this machine, and what to change where it costs speed."""
+    from castor import doctor as examination
+
+    facts = examination.gather()
+    if json:
+        typer.echo(examination.as_json(facts))
+    else:
+        examination.show(facts, Console(highlight=False))
+
+
+@app.command()
+def estimate(
+    config: Annotated[Path, typer.Argument(help="A config.json of a Hugging Face model.")],
+    preset: Annotated[
+        str | None,
+        typer.Option(help="rtx3090, rtx4090, rtx5090, a100, h100 or h200, with a host."),
+    ] = None,
+    device_memory: Annotated[str | None, typer.Option(help="Such as 24GiB.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Such as 256GiB.")] = None,
+    h2d: Annotated[str | None, typer.Option(help="Link to the device, such as 25GB/s.")] = None,
+    d2h: Annotated[
+        str | None, typer.Option(help="Link from the device; without a preset, as h2d.")
+    ] = None,
+    dram: Annotated[str | None, typer.Option(help="Host memory, such as 60GB/s.")] = None,
+    flops: Annotated[str | None, typer.Option(help="Sustained FLOP/s, such as 70T.")] = None,
+    device_bandwidth: Annotated[
+        str | None, typer.Option(help="Device memory, such as 750GB/s.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Samples in a step.")] = 1,
+    seq: Annotated[int, typer.Option(help="Tokens in a sample.")] = 1024,
+    state_format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="Optimizer state: fp32, split, split_bf16 or split_int8. Default: split for "
+            "bf16, else fp32.",
+        ),
+    ] = None,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Recompute activations in backward.")
+    ] = False,
+    overlap: Annotated[
+        str, typer.Option(help="Adam beside the next forward (forward) or after backward (none).")
+    ] = "forward",
+    max_prefetch: Annotated[int, typer.Option(help="As in GeminiPlugin.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Predict whether a model trains on a machine, how fast, and what bounds it."""
+    from castor.config import Precision
+    from castor.estimate.estimator import Estimator, Overlap, StateFormat, Workload
+    from castor.estimate.machine import machine
+    from castor.estimate.render import render
+
+    workload = Workload(
+        batch=batch,
+        sequence=seq,
+        precision=cast(Precision, precision),
+        state_format=cast(
+            StateFormat, state_format or ("split" if precision == "bf16" else "fp32")
+        ),
+        gradient_checkpointing=gradient_checkpointing,
+        overlap=cast(Overlap, overlap),
+        max_prefetch=max_prefetch,
+    )
+    on = machine(
+        preset,
+        precision=workload.precision,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        h2d=h2d,
+        d2h=d2h,
+        dram=dram,
+        flops=flops,
+        device_bandwidth=device_bandwidth,
+    )
+    found = Estimator(config, workload).estimate(on)
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=2))
+    else:
+        render(found, workload, on, Console(highlight=False, soft_wrap=True))
+
+
+def main() -> None:
+    """Runs the command line. Exit status 1 for what castor refuses, 2 for wrong usage."""
+    try:
+        app()
+    except (Error, ValueError, OSError, NotImplementedError, ModuleNotFoundError) as error:
+        # What these say is meant for the user; a traceback would hide it.
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"[red]castor: error:[/red] {escape(str(error))}"
+        )
+        sys.exit(1)

@@ -1,0 +1,269 @@
+"""What the doctor looks at: versions, processor, memory, kernel settings, measured bandwidths."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib.util
+import os
+import platform
+import resource
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from castor import _C
+from castor._loader import BUILD_INFO
+from castor.config import available_memory_bytes
+
+_MEASURED_BYTES, _LEAST_BYTES = 512 << 20, 32 << 20
+_MEMORY_SHARE = 8  # measuring takes at most this part of the available memory
+_REPETITIONS = 5
+_IO_URING_SETUP = 425  # the same on every architecture
+_IO_URING_PARAMS_BYTES = 120
+_CAP_IPC_LOCK = 14
+_UNLIMITED_V1 = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A GPU that torch sees."""
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumaNode:
+    """A NUMA node by the operating system's number."""
+
+    os_index: int
+    memory_bytes: int
+    num_cpus: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What was found; None where something does not exist or has no limit."""
+
+    castor: str
+    torch: str
+    python: str
+    compiler: str
+    """That castor._C was built with."""
+    hwloc: str
+    """Its version, or "none"."""
+    jemalloc: str
+    """Its version, or "none"."""
+    gpu_module: bool
+    """castor was built with its GPU parts."""
+    torch_cuda: str | None
+    """CUDA version of the torch that is installed."""
+    gpus: tuple[Gpu, ...]
+    nvidia_driver: bool
+    """The machine has an NVIDIA driver, whatever torch sees."""
+    cpu: str
+    architecture: str
+    adam_isa: str
+    """Instruction set that Adam's dispatch takes: "baseline", "avx2" or "avx512"."""
+    num_cpus: int
+    """That the machine has online."""
+    num_usable_cpus: int
+    """That this process may run on (affinity mask)."""
+    cpu_quota: float | None
+    """Cores' worth of time that the cgroup grants."""
+    torch_threads: int
+    load: float
+    """Of the last minute, before anything was measured."""
+    memory_bytes: int
+    available_bytes: int
+    memory_limit_bytes: int | None
+    """That the cgroup grants."""
+    numa_nodes: tuple[NumaNode, ...] | None
+    """None without hwloc."""
+    host_arena: str
+    """Where the host tier takes its memory from."""
+    huge_pages: str | None
+    """Setting of transparent huge pages: "always", "madvise" or "never"."""
+    io_uring: str | None
+    """Name of the error that io_uring_setup gives, such as "EPERM"; None if it works."""
+    memlock_bytes: int | None
+    """Memory that the process may lock (RLIMIT_MEMLOCK)."""
+    may_exceed_memlock: bool
+    """The process has CAP_IPC_LOCK, for which the limit does not hold."""
+    measured_bytes: int
+    """Size of the arrays that the bandwidths were measured with."""
+    dram_bytes_per_second: float
+    """In-place update on every core, reads and writes counted."""
+    copy_bytes_per_second: float
+    """Copy between host and CPU device, each byte counted once."""
+    gpu_h2d_bytes_per_second: float | None
+    """Of the first GPU, from pinned memory."""
+    gpu_d2h_bytes_per_second: float | None
+
+
+def gather() -> Facts:
+    """Looks at this machine and measures its memory: a few seconds.
+
+    Raises:
+        Error: There is too little memory to measure with.
+    """
+    load = os.getloadavg()[0]
+    available = available_memory_bytes()
+    size = max(_LEAST_BYTES, min(_MEASURED_BYTES, available // _MEMORY_SHARE))
+    quota, memory_limit = cgroup_limits(
+        Path("/sys/fs/cgroup"), Path("/proc/self/cgroup").read_text(encoding="utf-8")
+    )
+    nodes = _C.numa_nodes()
+    h2d, d2h = _gpu_link(size) if torch.cuda.is_available() else (None, None)
+    return Facts(
+        castor=_C.__version__,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        compiler=BUILD_INFO.compiler,
+        hwloc=BUILD_INFO.hwloc,
+        jemalloc=BUILD_INFO.jemalloc,
+        gpu_module=importlib.util.find_spec("castor._cuda") is not None,
+        torch_cuda=torch.version.cuda,
+        gpus=_gpus(),
+        nvidia_driver=Path("/proc/driver/nvidia/version").exists(),
+        cpu=cpu_name(Path("/proc/cpuinfo").read_text(encoding="utf-8")),
+        architecture=platform.machine(),
+        adam_isa=_C.adam_isa(),
+        num_cpus=os.cpu_count() or 1,
+        num_usable_cpus=len(os.sched_getaffinity(0)),
+        cpu_quota=quota,
+        torch_threads=torch.get_num_threads(),
+        load=load,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        available_bytes=available,
+        memory_limit_bytes=memory_limit,
+        numa_nodes=None
+        if nodes is None
+        else tuple(NumaNode(os_index=i, memory_bytes=b, num_cpus=n) for i, b, n in nodes),
+        host_arena=_C.host_arena(),
+        huge_pages=chosen(_read(Path("/sys/kernel/mm/transparent_hugepage/enabled"))),
+        io_uring=io_uring_error(),
+        memlock_bytes=_memlock_bytes(),
+        may_exceed_memlock=_has_capability(_CAP_IPC_LOCK),
+        measured_bytes=size,
+        dram_bytes_per_second=_C.in_place_bandwidth(size // 4, _REPETITIONS),
+        copy_bytes_per_second=_C.copy_bandwidth(size // 2, _REPETITIONS),
+        gpu_h2d_bytes_per_second=h2d,
+        gpu_d2h_bytes_per_second=d2h,
+    )
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return tuple(Gpu(name=p.name, memory_bytes=p.total_memory) for p in properties)
+
+
+def _gpu_link(size: int) -> tuple[float, float]:
+    """Bytes per second to the first GPU and back: medians of copies of pinned memory."""
+    host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+    device = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    rates = []
+    for target, source in ((device, host), (host, device)):
+        seconds = []
+        for _ in range(_REPETITIONS + 1):  # the first one is not counted
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            target.copy_(source, non_blocking=True)
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1e3)
+        rates.append(size / statistics.median(seconds[1:]))
+    return rates[0], rates[1]
+
+
+def cpu_name(cpuinfo: str) -> str:
+    """The processor's name in the text of /proc/cpuinfo; the architecture where it has none."""
+    for line in cpuinfo.splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def chosen(setting: str | None) -> str | None:
+    """The word in brackets of a kernel setting such as "always [madvise] never"."""
+    if setting is None or "[" not in setting:
+        return None
+    return setting.split("[", 1)[1].split("]", 1)[0]
+
+
+def cgroup_limits(mount: Path, membership: str) -> tuple[float | None, int | None]:
+    """What the cgroups of a process grant it, of version 1 and 2.
+
+    Args:
+        mount: Where cgroups are mounted, /sys/fs/cgroup.
+        membership: The text of /proc/self/cgroup.
+
+    Returns:
+        Cores' worth of time and bytes of memory; None where no group has a limit.
+    """
+    quotas: list[float] = []
+    limits: list[int] = []
+    for line in membership.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2; beside version 1 it is mounted one level deeper
+            for folder in (*_upwards(mount, path), *_upwards(mount / "unified", path)):
+                quota = (_read(folder / "cpu.max") or "max").split()
+                if quota[0] != "max":
+                    quotas.append(int(quota[0]) / int(quota[1]))
+                limit = _read(folder / "memory.max") or "max"
+                if limit != "max":
+                    limits.append(int(limit))
+        for controller in controllers.split(","):
+            for folder in _upwards(mount / controller, path) if controller else ():
+                if (us := int(_read(folder / "cpu.cfs_quota_us") or -1)) > 0:
+                    quotas.append(us / int(_read(folder / "cpu.cfs_period_us") or 100_000))
+                if (size := int(_read(folder / "memory.limit_in_bytes") or 0)) > 0:
+                    limits += [size] if size < _UNLIMITED_V1 else []
+    return min(quotas, default=None), min(limits, default=None)
+
+
+def _upwards(mount: Path, path: str) -> Iterator[Path]:
+    """The folder of a group and those above it; in a container some are not to be seen."""
+    folder = mount / path.strip("/")
+    while True:
+        yield folder
+        if folder == mount:
+            return
+        folder = folder.parent
+
+
+def _read(path: Path) -> str | None:
+    """The text of a small file; None if it does not exist or may not be read."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+
+
+def io_uring_error() -> str | None:
+    """Name of the error that the system call io_uring_setup gives here; None if it works."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall.restype = ctypes.c_long
+    params = ctypes.create_string_buffer(_IO_URING_PARAMS_BYTES)
+    descriptor = libc.syscall(ctypes.c_long(_IO_URING_SETUP), ctypes.c_uint(1), params)
+    if descriptor < 0:
+        number = ctypes.get_errno()
+        return errno.errorcode.get(number, str(number))
+    os.close(descriptor)
+    return None
+
+
+def _memlock_bytes() -> int | None:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _has_capability(number: int) -> bool:
+    for line in (_read(Path("/proc/self/status")) or "").splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> number & 1)
+    return False

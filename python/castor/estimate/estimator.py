@@ -1,0 +1,292 @@
+"""From a config and a machine to what a training step takes there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from castor import _C
+from castor.config import Precision
+from castor.estimate.machine import Machine
+from castor.estimate.metatrace import Step, record_step
+from castor.estimate.model import build, make_inputs, quiet
+from castor.runtime.spec import ModelSpec
+
+StateFormat = Literal["fp32", "split", "split_bf16", "split_int8"]
+Overlap = Literal["none", "forward"]
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MAX_BATCH = 2**20
+"""Where the search for the largest batch ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is trained, and how."""
+
+    batch: int = 1
+    """Samples in a step."""
+    sequence: int = 1024
+    """Tokens in a sample."""
+    precision: Precision = "bf16"
+    """Of parameters, gradients and computing."""
+    state_format: StateFormat = "split"
+    """Of the optimizer state; fp32 and fp16 have "fp32" only."""
+    gradient_checkpointing: bool = False
+    """Whether backward computes activations again instead of keeping them."""
+    overlap: Overlap = "forward"
+    """Whether the host's Adam runs beside the next forward, or between the steps."""
+    max_prefetch: int = 1
+    """Chunks that may be fetched ahead of their use, as in GeminiPlugin."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch", 1), ("sequence", 2), ("max_prefetch", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; give an int of at least {least}")
+        for name, kind in (
+            ("precision", Precision),
+            ("state_format", StateFormat),
+            ("overlap", Overlap),
+        ):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; choose one of {', '.join(get_args(kind))}"
+                )
+        if self.precision != "bf16" and self.state_format != "fp32":
+            raise ValueError(
+                f"the state format {self.state_format!r} is for bf16 parameters; with precision "
+                f"{self.precision!r} give 'fp32'"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a training step takes. Sizes are bytes, times seconds."""
+
+    fits: bool
+    device_bytes: int
+    """Peak of the step; where it does not fit, the least that it needs."""
+    host_bytes: int
+    """Parameters, gradients and optimizer state at home."""
+    nvme_bytes: int
+    """0: castor keeps nothing there yet."""
+    step_time_s: float | None
+    """None where the step does not fit."""
+    bound: str | None
+    """What is busy longest: "compute", "h2d", "d2h" or "dram"; None where it does not fit."""
+    tokens_per_s: float | None
+    """Samples times sequence over time; None where it does not fit."""
+    max_batch: int
+    """The largest batch that fits; 0 where none does."""
+    busy_s: dict[str, float]
+    """How long each resource is busy in a step, did it fit or not."""
+    parameters: int
+    flops: int
+    """Of a step, recomputation included."""
+    remedies: tuple[str, ...]
+    """What would make it fit; empty where it does."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures that `castor estimate --json` prints."""
+        figures = asdict(self)
+        for name in ("busy_s", "parameters", "flops", "remedies"):
+            del figures[name]
+        return figures
+
+
+class Estimator:
+    """A model on the meta device, laid out in chunks; estimates any batch of it.
+
+    Steps are recorded once for each batch, and the same for every machine.
+    """
+
+    def __init__(self, config: Path, workload: Workload) -> None:
+        """Builds the model.
+
+        Raises:
+            OSError: The config cannot be read.
+            ValueError: transformers cannot build a model of it.
+            ModuleNotFoundError: transformers is not installed.
+        """
+        self.workload = workload
+        dtype = _DTYPES[workload.precision]
+        self._model = build(
+            config, dtype=dtype, gradient_checkpointing=workload.gradient_checkpointing
+        )
+        self._spec = ModelSpec.structure(self._model)
+        params = zip(self._spec.names, self._spec.params, strict=True)
+        self._simulator = _C.Simulator(
+            params=[(name, param.numel(), param.requires_grad) for name, param in params],
+            modules=[(m.name, m.params, m.parent) for m in self._spec.modules],
+            precision=str(dtype).removeprefix("torch."),
+            chunk_bytes=0,
+        )
+        self._chunk_of = self._simulator.chunk_of()
+        self._steps: dict[int, Step] = {}
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the model, tied ones once."""
+        return sum(param.numel() for param in self._spec.params)
+
+    def step(self, batch: int) -> Step:
+        """The step of a batch, recorded on the meta device."""
+        if batch not in self._steps:
+            inputs = make_inputs(self._model, batch=batch, sequence=self.workload.sequence)
+            with quiet():
+                self._steps[batch] = record_step(self._model, self._spec, inputs, self._chunk_of)
+        return self._steps[batch]
+
+    def estimate(self, machine: Machine) -> Estimate:
+        """Predicts the workload's step on a machine.
+
+        Raises:
+            ValueError: The model's step cannot be recorded on the meta device.
+        """
+        batch = self.workload.batch
+        step = self.step(batch)
+        figures = self.simulate(step, machine)
+        device_needed, host_needed = figures["smallest_budget_bytes"], figures["host_bytes"]
+        fits = device_needed <= machine.device_bytes and host_needed <= machine.host_bytes
+        seconds = figures["step_seconds"]
+        return Estimate(
+            fits=fits,
+            device_bytes=figures["peak_device_bytes"] if fits else device_needed,
+            host_bytes=host_needed,
+            nvme_bytes=0,
+            step_time_s=seconds if fits else None,
+            bound=figures["bound"] if fits else None,
+            tokens_per_s=batch * self.workload.sequence / seconds if fits else None,
+            max_batch=self._max_batch(machine, host_needed),
+            busy_s=figures["busy_seconds"],
+            parameters=self.num_parameters,
+            flops=step.flops,
+            remedies=() if fits else self._remedies(machine, device_needed, host_needed, figures),
+        )
+
+    def simulate(
+        self, step: Step, machine: Machine, state_format: str | None = None
+    ) -> dict[str, Any]:
+        """Plans and simulates a step; see csrc/python/simulator.cc for the figures.
+
+        Args:
+            step: From `step`.
+            machine: Where it runs.
+            state_format: Instead of the workload's.
+        """
+        events, seconds = [], []
+        bandwidth = machine.device_bandwidth
+        for moment in step.moments:
+            # The time stands in `seconds`; the trace's own is not read.
+            events.append((moment.kind, moment.position, moment.nonmodel_bytes, 0))
+            seconds.append(
+                sum(
+                    max(flops / machine.flops, touched / bandwidth if bandwidth else 0.0)
+                    for flops, touched in moment.work
+                )
+            )
+        return self._simulator.run(
+            events=events,
+            compute_seconds=seconds,
+            options={
+                "policy": "auto",
+                "offload_optim_frac": 0.0,
+                "offload_param_frac": 0.0,
+                "max_prefetch": self.workload.max_prefetch,
+                "device_bytes": machine.device_bytes,
+                "h2d_bytes_per_second": machine.h2d,
+                "d2h_bytes_per_second": machine.d2h,
+                "dram_bytes_per_second": machine.dram,
+                # Of updates on the device, which the policy "auto" does not make.
+                "device_memory_bytes_per_second": bandwidth or machine.dram,
+                "parameter_copies": "overlapped",
+                "gradient_copies": "overlapped",
+                "update_cores": "own",
+                "overlap": self.workload.overlap,
+                "state_format": state_format or self.workload.state_format,
+                "with_norm": True,
+            },
+        )
+
+    def _max_batch(self, machine: Machine, host_bytes: int) -> int:
+        if host_bytes > machine.host_bytes:
+            return 0
+
+        def needed(batch: int) -> int:
+            figures = self.simulate(self.step(batch), machine)
+            return int(figures["smallest_budget_bytes"])
+
+        return _largest(needed, machine.device_bytes, start=self.workload.batch, most=_MAX_BATCH)
+
+    def _remedies(
+        self, machine: Machine, device_needed: int, host_needed: int, figures: dict[str, Any]
+    ) -> tuple[str, ...]:
+        found = []
+        if device_needed > machine.device_bytes:
+            instead = (
+                "a device with more memory"
+                if self.workload.gradient_checkpointing
+                else "--gradient-checkpointing"
+            )
+            found.append(
+                f"module '{figures['smallest_budget_module']}' needs {_gib(device_needed)} of "
+                f"device memory, {_gib(device_needed - machine.device_bytes)} more than there is: "
+                f"a smaller batch or sequence, or {instead}"
+            )
+        if host_needed > machine.host_bytes:
+            smaller = self._formats_that_fit(machine)
+            instead = f"--format {' or '.join(smaller)}" if smaller else "a smaller model"
+            found.append(
+                f"parameters, gradients and optimizer state take {_gib(host_needed)} of host "
+                f"memory, {_gib(host_needed - machine.host_bytes)} more than there is: "
+                f"more memory, or {instead}"
+            )
+        return tuple(found)
+
+    def _formats_that_fit(self, machine: Machine) -> list[str]:
+        if self.workload.precision != "bf16":
+            return []
+        step = self.step(self.workload.batch)
+        return [
+            name
+            for name in get_args(StateFormat)
+            if self.simulate(step, machine, name)["host_bytes"] <= machine.host_bytes
+        ]
+
+
+def _largest(needed: Callable[[int], int], budget: int, *, start: int, most: int) -> int:
+    """The largest number in [1, most] that needs at most `budget`; 0 if 1 needs more.
+
+    `needed` grows with the number, nearly in proportion: what it needs twice gives the next guess,
+    and every other guess halves the interval, so that a curve cannot make the search long.
+    """
+    low, high = 0, most + 1  # low fits, high does not
+    last: tuple[int, int] | None = None
+    guess, halve = min(start, most), False
+    while high - low > 1:
+        need = needed(guess)
+        if need <= budget:
+            low = guess
+        else:
+            high = guess
+        before, last = last, (guess, need)
+        if before is None or before[1] == need:
+            guess = 2 * guess if high > most else (low + high) // 2
+        elif halve:
+            guess = 2 * low if high > most else (low + high) // 2
+        else:
+            slope = (need - before[1]) / (last[0] - before[0])
+            guess = int(last[0] + (budget - need) / slope) if slope > 0 else (low + high) // 2
+            # The first neighbour of a bound that fits or does not ends the search.
+        halve = not halve if before is not None else False
+        guess = max(low + 1, min(guess, high - 1))
+    return low
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB"

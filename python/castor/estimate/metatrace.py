@@ -1,0 +1,285 @@
+"""One training step on the meta device: what runs in which order, and what it takes.
+
+The step really runs, forward and backward, on tensors that have a shape and no memory. So the order
+of modules, the recomputation of checkpointed ones and the life of each activation are torch's own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from castor.runtime.spec import ModelSpec
+
+_aten = torch.ops.aten
+
+FORWARD_ENTER, FORWARD_EXIT, BACKWARD_ENTER, GRAD_READY = range(4)
+"""Kinds of events, as in csrc/core/trace.h."""
+
+
+@dataclass
+class Moment:
+    """What happens from one event of a step to the next."""
+
+    kind: int
+    position: int
+    """Of a module, or of a chunk for GRAD_READY."""
+    nonmodel_bytes: int = 0
+    """Most bytes of tensors that are not parameters."""
+    work: list[tuple[int, int]] = field(default_factory=list)
+    """(FLOPs, bytes read and written) of each operator."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step's moments, and the sizes of what was there before it."""
+
+    moments: list[Moment]
+
+    @property
+    def flops(self) -> int:
+        """Of all operators."""
+        return sum(flops for moment in self.moments for flops, _ in moment.work)
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> int:
+    if func is _aten._grouped_mm.default:  # experts; torch has no formula for it
+        left, right = args[0], args[1]
+        rows = left.size(0) if left.dim() == 2 else left.size(0) * left.size(1)
+        return int(2 * rows * left.size(-1) * right.size(-1))
+    formula = flop_registry.get(func._overloadpacket)
+    return int(formula(*args, **kwargs, out_val=out)) if formula else 0
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees each operator: its work, and the storages that it makes."""
+
+    def __init__(self, held: list[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.moments: list[Moment] = []
+        self.live_bytes = 0
+        self._known: set[int] = set()  # keys of storages that are alive
+        for tensor in held:
+            self._know(tensor.untyped_storage())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            return True  # "is nothing padded or packed?", which is what our batch is
+        out = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        made = [tensor for tensor in outputs if self._charge(tensor)]
+        if self.moments:
+            self._work(func, args, kwargs, out, made)
+        return out
+
+    def _work(
+        self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any, made: list[torch.Tensor]
+    ) -> None:
+        flops = _flops(func, args, kwargs, out)
+        in_place = func._schema.is_mutable
+        if not (flops or made or in_place):
+            return  # a view: nothing is read
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        touched = sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, *made))
+        self.moments[-1].work.append((flops, touched))
+
+    def _know(self, storage: torch.UntypedStorage) -> int | None:
+        key: int = storage._cdata
+        if key in self._known:
+            return None
+        self._known.add(key)
+        return key
+
+    def _charge(self, tensor: torch.Tensor) -> bool:
+        """Counts the storage of a tensor if it is new; says whether it is."""
+        storage = tensor.untyped_storage()
+        key = self._know(storage)
+        if key is None:
+            return False
+        size = storage.nbytes()
+        weakref.finalize(storage, self._release, key, size).atexit = False
+        self.live_bytes += size
+        self.note()
+        return True
+
+    def _release(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live_bytes -= size
+
+    def note(self) -> None:
+        """The current bytes count for the moment under way."""
+        if self.moments:
+            moment = self.moments[-1]
+            moment.nonmodel_bytes = max(moment.nonmodel_bytes, self.live_bytes)
+
+    def event(self, kind: int, position: int) -> None:
+        """Something happens: a new moment begins."""
+        self.moments.append(Moment(kind, position))
+        self.note()
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Shapes (batch, heads, positions, width), as of scaled_dot_product_attention."""
+    if enable_gqa:
+        groups = query.size(-3) // key.size(-3)
+        key = key.repeat_interleave(groups, -3)
+        value = value.repeat_interleave(groups, -3)
+    bias = attn_mask
+    if bias is not None:
+        if bias.dtype == torch.bool:
+            bias = torch.zeros_like(bias, dtype=query.dtype)
+        bias = bias.expand(query.size(0), query.size(1), query.size(2), key.size(2))
+    out: torch.Tensor = _aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, dropout_p, is_causal, scale=scale
+    )[0]
+    return out
+
+
+@contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Attention as GPUs run it, without the matrix of scores: the meta device would make one.
+
+    Replaced in torch itself: a mode would not see what backward computes again.
+    """
+    functional: Any = nn.functional
+    before = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = _attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = before
+
+
+class _Hooks:
+    """Tells the recorder of the events that castor's own hooks would see."""
+
+    def __init__(self, recorder: _Recorder, spec: ModelSpec, chunk_of: list[int]) -> None:
+        self._recorder = recorder
+        self._spec = spec
+        self._chunk_of = chunk_of
+        self._missing: dict[int, int] = {}
+        for i, param in enumerate(spec.params):
+            if param.requires_grad:
+                self._missing[chunk_of[i]] = self._missing.get(chunk_of[i], 0) + 1
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for i, owner in enumerate(self._spec.modules):
+                pre = owner.module.register_forward_pre_hook(self._enter(i), prepend=True)
+                post = owner.module.register_forward_hook(self._exit(i))
+                stack.callback(pre.remove)
+                stack.callback(post.remove)
+            for i, param in enumerate(self._spec.params):
+                if param.requires_grad:
+                    handle = param.register_post_accumulate_grad_hook(self._gradient(i))
+                    stack.callback(handle.remove)
+            yield
+
+    def _enter(self, position: int) -> Callable[..., None]:
+        return lambda *_: self._recorder.event(FORWARD_ENTER, position)
+
+    def _exit(self, position: int) -> Callable[..., None]:
+        def left(_: nn.Module, args: Any, output: Any) -> None:
+            if self._spec.modules[position].params and torch.is_grad_enabled():
+                self._watch_backward(position, output)
+            self._recorder.event(FORWARD_EXIT, position)
+
+        return left
+
+    def _watch_backward(self, position: int, output: Any) -> None:
+        entered: list[bool] = []
+
+        def begin(_: torch.Tensor) -> None:
+            if not entered:
+                entered.append(True)
+                self._recorder.event(BACKWARD_ENTER, position)
+
+        for leaf in _tensors(output):
+            if leaf.grad_fn is not None:
+                leaf.register_hook(begin)
+
+    def _gradient(self, position: int) -> Callable[[torch.Tensor], None]:
+        def arrived(param: torch.Tensor) -> None:
+            param.grad = None  # it went to its chunk's payload
+            chunk = self._chunk_of[position]
+            self._missing[chunk] -= 1
+            if self._missing[chunk] == 0:
+                self._recorder.event(GRAD_READY, chunk)
+
+        return arrived
+
+
+def _tensors(value: Any, depth: int = 6) -> Iterator[torch.Tensor]:
+    """Tensors in an output, found where csrc/torch/module_hooks.cc finds them."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item, depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item, depth - 1)
+
+
+def record_step(
+    model: nn.Module,
+    spec: ModelSpec,
+    inputs: dict[str, torch.Tensor],
+    chunk_of: list[int],
+) -> Step:
+    """Runs one forward and backward of a meta model.
+
+    Args:
+        model: On the meta device, in training mode and in its working precision.
+        spec: What castor sees of it.
+        inputs: Keyword arguments of its forward, on the meta device, with labels.
+        chunk_of: The chunk of each of `spec.params`.
+
+    Returns:
+        The step's moments, in order.
+
+    Raises:
+        ValueError: The model has no loss for these inputs, or its forward depends on values, which
+            meta tensors lack (experts that are chosen by data, say).
+    """
+    recorder = _Recorder([*spec.params])
+    hooks = _Hooks(recorder, spec, chunk_of)
+    for tensor in (*model.buffers(), *inputs.values()):
+        recorder._charge(tensor)  # on a GPU they are there throughout
+    with hooks.installed(), _fused_attention(), recorder:
+        try:
+            loss = getattr(model(**inputs), "loss", None)
+        except Exception as error:
+            raise ValueError(
+                f"{type(model).__name__} cannot run on the meta device, where tensors have shapes "
+                f"but no values: {type(error).__name__}: {error}"
+            ) from error
+        if loss is None:
+            raise ValueError(
+                f"{type(model).__name__} returns no loss for {', '.join(inputs)}; name an "
+                "architecture with a head in the config's 'architectures'"
+            )
+        loss.backward()
+    return Step(moments=recorder.moments)

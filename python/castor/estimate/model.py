@@ -1,0 +1,168 @@
+"""Models from Hugging Face configs, on the meta device: shapes without weights."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+_NUMBERS_OF_TOKENS = ("max_position_embeddings", "n_positions", "max_sequence_length")
+
+
+def _transformers() -> ModuleType:
+    try:
+        return importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "castor estimate builds the model with transformers, which is not installed: "
+            "pip install 'castor-torch[estimate]'",
+            name="transformers",
+        ) from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' remarks on a config, which are about training."""
+    logging = _transformers().utils.logging
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Reads a config.json.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is not a config of a Hugging Face model.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
+        raise ValueError(
+            f"{path} is not the config of a Hugging Face model: it has no 'model_type'"
+        )
+    return document
+
+
+def _class_of(transformers: ModuleType, document: dict[str, Any], config: Any) -> Any:
+    """The class that 'architectures' names, or the causal language model of the type."""
+    names = document.get("architectures") or []
+    if names:
+        found = getattr(transformers, str(names[0]), None)
+        if found is None:
+            raise ValueError(f"this transformers has no architecture {names[0]!r}")
+        return found
+    mapping = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) not in mapping.keys():  # noqa: SIM118 (a lazy mapping, not a dict)
+        raise ValueError(
+            f"the config names no 'architectures', and model type {document['model_type']!r} has "
+            "no causal language model; add 'architectures'"
+        )
+    return mapping[type(config)]
+
+
+def build(path: Path, *, dtype: torch.dtype, gradient_checkpointing: bool) -> nn.Module:
+    """Builds the model of a config.json in training mode on the meta device.
+
+    Args:
+        path: The config; code that it names elsewhere is not run.
+        dtype: Of the parameters and persistent buffers.
+        gradient_checkpointing: Recompute activations in backward.
+
+    Returns:
+        The model; its parameters take no memory.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: transformers cannot build a model of it.
+        ModuleNotFoundError: transformers is not installed.
+    """
+    document = read_config(path)
+    transformers = _transformers()
+    with quiet():
+        try:
+            config = transformers.AutoConfig.for_model(**document)
+            config.use_cache = False
+            if (
+                config.is_encoder_decoder
+                and getattr(config, "decoder_start_token_id", None) is None
+            ):
+                config.decoder_start_token_id = 0  # its value, of no meaning here, is asked for
+            architecture = _class_of(transformers, document, config)
+            with torch.device("meta"):
+                model: nn.Module = architecture(config)
+            model.tie_weights()  # type: ignore[operator]
+            if gradient_checkpointing:
+                _checkpoint(model)
+        except Exception as error:
+            # Whatever a config may break: transformers checks few of its values.
+            raise ValueError(
+                f"{path}: transformers {transformers.__version__} cannot build this model: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    return model.to(dtype).train()
+
+
+def _checkpoint(model: nn.Module) -> None:
+    # transformers 5 renamed it.
+    new = getattr(model, "activation_checkpointing_enable", None)
+    enable: Any = new or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def make_inputs(model: nn.Module, *, batch: int, sequence: int) -> dict[str, torch.Tensor]:
+    """Inputs with labels, on the meta device.
+
+    Args:
+        model: From `build`.
+        batch: Samples in a batch.
+        sequence: Tokens in a sample; for images, whose size the config gives, not used in shapes.
+
+    Raises:
+        ValueError: The sequence is longer than the model's positions, or the model takes neither
+            tokens nor images.
+    """
+    config: Any = model.config
+    main = getattr(model, "main_input_name", "")
+    per_sample = not type(model).__name__.endswith(
+        ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
+    )
+    if main == "pixel_values":
+        size = config.image_size
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        shape = (batch, config.num_channels, height, width)
+        return {
+            "pixel_values": torch.empty(shape, dtype=_dtype_of(model), device="meta"),
+            "labels": torch.empty((batch,), dtype=torch.long, device="meta"),
+        }
+    if main != "input_ids":
+        raise ValueError(
+            f"{type(model).__name__} takes {main!r}; castor estimate makes inputs of tokens and "
+            "images only"
+        )
+    for name in _NUMBERS_OF_TOKENS:
+        positions = getattr(config, name, None)
+        if isinstance(positions, int) and 0 < positions < sequence:
+            raise ValueError(
+                f"--seq is {sequence}, but the config's {name} is {positions}; give at most that"
+            )
+    tokens = torch.empty((batch, sequence), dtype=torch.long, device="meta")
+    labels = tokens[:, 0] if per_sample else tokens
+    return {"input_ids": tokens, "labels": labels.clone()}
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype

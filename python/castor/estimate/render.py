@@ -1,0 +1,51 @@
+"""An estimate as a person reads it."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from castor.estimate.estimator import Estimate, Workload
+from castor.estimate.machine import Machine
+
+_BOUNDS = {
+    "compute": "the device's computing",
+    "h2d": "the link from host to device (parameters)",
+    "d2h": "the link from device to host (gradients)",
+    "dram": "host memory (Adam and the links)",
+}
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.2f} GiB"
+
+
+def render(estimate: Estimate, workload: Workload, machine: Machine, console: Console) -> None:
+    """Prints what a step takes, and what it would need if it does not fit."""
+    console.print(
+        f"{estimate.parameters / 1e9:.2f}B parameters, batch {workload.batch} x "
+        f"{workload.sequence} tokens, {workload.precision}, state format {workload.state_format}"
+    )
+    console.print(f"on {escape(machine.name)}")
+    table = Table(show_header=False, box=None)
+    table.add_row("fits", "[green]yes[/green]" if estimate.fits else "[red]no[/red]")
+    least = "" if estimate.fits else "at least "
+    table.add_row("device", f"{least}{_gib(estimate.device_bytes)} of {_gib(machine.device_bytes)}")
+    table.add_row("host", f"{_gib(estimate.host_bytes)} of {_gib(machine.host_bytes)}")
+    table.add_row("NVMe", _gib(estimate.nvme_bytes))
+    if estimate.step_time_s is not None and estimate.bound is not None:
+        table.add_row("step", f"{estimate.step_time_s:.2f} s")
+        table.add_row("bound by", _BOUNDS[estimate.bound])
+        table.add_row("tokens/s", f"{estimate.tokens_per_s:,.0f}")
+    table.add_row("largest batch", str(estimate.max_batch) if estimate.max_batch else "none fits")
+    busy = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in estimate.busy_s.items())
+    table.add_row("busy in a step", busy)
+    console.print(table)
+    for remedy in estimate.remedies:
+        console.print(f"[yellow]to make it fit:[/yellow] {escape(remedy)}")
+    if machine.device_bandwidth is None:
+        console.print(
+            "Operators are counted by their FLOPs alone: give the device's memory bandwidth "
+            "(--device-bandwidth) to count those that it bounds."
+        )

@@ -1,0 +1,123 @@
+"""The optimizer state of a boosted model: its format, and its way to and from float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from castor import _C
+from castor.config import GeminiConfig, check_format_of_precision
+from castor.optim.state_formats import ROUNDING_FORMATS, to_portable
+from castor.runtime.engine import Engine
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_DEFAULT_FORMATS = {"fp32": "fp32", "bf16": "split", "fp16": "fp32"}
+
+Entries = list[tuple[torch.Tensor, dict[str, Any]]]
+"""Parameters, each with its state in any format, or what a file holds of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateChoice:
+    """What plugin, optimizer and precision come to."""
+
+    state_format: str
+    seed: int
+
+
+def choose_state_format(optimizer: Optimizer | None, config: GeminiConfig) -> StateChoice:
+    """The state format and the seed of a model that is about to be boosted.
+
+    Raises:
+        ValueError: GeminiPlugin and HybridAdam ask for different ones, or the precision does not
+            have the format.
+    """
+    own_format, own_seed = getattr(optimizer, "requested_state", (None, None))
+    for name, mine, other in (
+        ("optim_state_format", config.optim_state_format, own_format),
+        ("seed", config.seed, own_seed),
+    ):
+        if mine is not None and other is not None and mine != other:
+            raise ValueError(
+                f"GeminiPlugin({name}={mine!r}) and {type(optimizer).__name__}({name}={other!r}) "
+                "contradict each other; give one"
+            )
+    chosen = config.optim_state_format or own_format or _DEFAULT_FORMATS[config.precision]
+    check_format_of_precision(
+        f"{type(optimizer).__name__}(optim_state_format={chosen!r})", chosen, config.precision
+    )
+    seed = config.seed if config.seed is not None else own_seed
+    return StateChoice(state_format=chosen, seed=seed or 0)
+
+
+def state_entry(engine: Engine, index: int) -> dict[str, torch.Tensor]:
+    """optimizer.state of a parameter: views of its payloads, in the type its format has.
+
+    exp_avg and exp_avg_sq have the parameter's shape and are float32 in "fp32" and "split",
+    bfloat16 in "split_bf16" and uint8 codes in "split_int8", which has "scales" too, float32 of
+    shape (blocks, 2). These are the types that a standalone HybridAdam has.
+    """
+    session = engine.session
+    entry = {"step": session.steps[index]}
+    entry |= dict(zip(MOMENTS, session.moments(index), strict=True))
+    scales = session.moment_scales(index)
+    return entry if scales is None else entry | {"scales": scales}
+
+
+def portable_entry(param: torch.Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+    """A state_entry with float32 moments: copies, unless they are float32 already."""
+    return to_portable(param, entry)
+
+
+@torch.no_grad()
+def write_entries(engine: Engine, entries: Entries) -> None:
+    """Copies states into the chunks; parameters without one start from zero.
+
+    Moments are rounded to nearest where the format is narrower; what the same format gave comes
+    back bit for bit.
+
+    Raises:
+        ValueError: exp_avg_sq has a negative element, in a format that rounds.
+    """
+    for param, entry in entries:
+        if param not in engine.index_of or not param.requires_grad:
+            continue
+        index = engine.index_of[param]  # type: ignore[index]
+        portable = to_portable(param, entry)
+        engine.session.steps[index] = float(portable.get("step", 0.0))
+        if "master" in portable:
+            engine.session.set_master(index, portable["master"])
+        _write_moments(engine, index, param, portable)
+
+
+def _write_moments(
+    engine: Engine, index: int, param: torch.Tensor, portable: dict[str, Any]
+) -> None:
+    session = engine.session
+    moments, scales = session.moments(index), session.moment_scales(index)
+    if not any(name in portable for name in MOMENTS):
+        for state in (*moments, *([] if scales is None else [scales])):
+            state.zero_()
+        return
+    if session.optim_state_format not in ROUNDING_FORMATS:
+        for name, moment in zip(MOMENTS, moments, strict=True):
+            if name in portable:
+                moment.copy_(portable[name])
+            else:
+                moment.zero_()
+        return
+    exact = [
+        torch.empty_like(param, dtype=torch.float32).copy_(portable[name])
+        if name in portable
+        else torch.zeros_like(param, dtype=torch.float32)
+        for name in MOMENTS
+    ]
+    if scales is not None:
+        if "scales" in portable:
+            scales.copy_(portable["scales"])
+        else:
+            scales.zero_()  # none to keep
+    _C.store_moments(session.optim_state_format, moments[0], moments[1], scales, exact[0], exact[1])

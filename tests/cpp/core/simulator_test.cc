@@ -1,0 +1,315 @@
+#include "core/simulator.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "core/error.h"
+#include "core/fakes.h"
+#include "core/steps.h"
+#include "core/units.h"
+
+namespace castor {
+namespace {
+
+using namespace castor::testing;  // NOLINT(google-build-using-namespace): the words of a step
+
+constexpr std::size_t kChunk = Net::kChunk;
+constexpr double kMoved = 28.0;                        // bytes an element, fp32
+constexpr double kUpdateBytes = Net::kWhole * kMoved;  // of one chunk
+
+// A link of one chunk a second, DRAM of one update a second.
+Hardware unit_hardware() {
+  return {.h2d_bytes_per_second = kChunk,
+          .d2h_bytes_per_second = kChunk,
+          .dram_bytes_per_second = kUpdateBytes,
+          .device_memory_bytes_per_second = 10 * kUpdateBytes};
+}
+
+OptimizerCost fp32_adam(OverlapMode overlap = OverlapMode::kNone) {
+  return {.state_bytes_per_element = 8.0, .moved_bytes_per_element = kMoved, .overlap = overlap};
+}
+
+/// Forward of a second and backward of two a module, in a row; a gradient after each backward.
+struct Row {
+  std::size_t count;
+  std::uint64_t nonmodel_bytes = 0;
+  double forward_seconds = 1.0;
+  double backward_seconds = 2.0;
+
+  [[nodiscard]] Trace trace() const {
+    std::vector<Event> events;
+    const auto add = [&](EventKind kind, std::size_t id) {
+      events.push_back({kind, static_cast<std::uint32_t>(id), nonmodel_bytes, events.size()});
+    };
+    for (std::size_t i = 0; i < count; ++i) {
+      add(EventKind::kForwardEnter, i);
+      add(EventKind::kForwardExit, i);
+    }
+    for (std::size_t i = count; i-- > 0;) {
+      add(EventKind::kBackwardEnter, i);
+      add(EventKind::kGradReady, i);
+    }
+    return Trace(std::move(events));
+  }
+  [[nodiscard]] std::vector<double> durations() const {
+    std::vector<double> seconds;
+    const Trace steps = trace();
+    for (const Event& event : steps.events()) {
+      seconds.push_back(event.kind == EventKind::kForwardEnter    ? forward_seconds
+                        : event.kind == EventKind::kBackwardEnter ? backward_seconds
+                                                                  : 0.0);
+    }
+    return seconds;
+  }
+};
+
+SimulatedStep simulate(const Row& row, std::size_t budget, const Hardware& hardware,
+                       const OptimizerCost& optimizer, std::size_t max_prefetch = 1,
+                       std::vector<Placement> placements = {}) {
+  const ChunkLayout layout = Net::row(row.count).layout();
+  placements.resize(row.count, Placement::kStream);
+  std::size_t fixed = 0;
+  for (std::size_t i = 0; i < row.count; ++i) {
+    fixed += placements[i] == Placement::kDevice ? payload_bytes(layout.chunks()[i], optimizer) : 0;
+  }
+  const Plan plan = make_plan(
+      row.trace(), layout, placements,
+      {.device_budget_bytes = budget, .fixed_device_bytes = fixed, .max_prefetch = max_prefetch});
+  return simulate_step(row.trace(), row.durations(), layout, placements, plan, hardware, optimizer);
+}
+
+double busy(const SimulatedStep& step, Resource resource) {
+  return step.busy_seconds[static_cast<std::size_t>(resource)];
+}
+
+// Chunk 0 arrives at 1, the others behind the compute: forward ends at 4, backward at 10, the last
+// gradient is home at 11, three updates end at 14.
+TEST(SimulatorTest, AmpleStepOverlapsCopiesAndUpdatesAtTheEnd) {
+  const SimulatedStep step = simulate({.count = 3}, 3 * kChunk, unit_hardware(), fp32_adam());
+  EXPECT_DOUBLE_EQ(step.step_seconds, 14.0);
+  EXPECT_DOUBLE_EQ(busy(step, Resource::kCompute), 9.0);
+  EXPECT_DOUBLE_EQ(busy(step, Resource::kH2d), 3.0);
+  EXPECT_DOUBLE_EQ(busy(step, Resource::kD2h), 3.0);
+  EXPECT_DOUBLE_EQ(busy(step, Resource::kDram), 3.0 + 6.0 * kChunk / kUpdateBytes);
+  EXPECT_EQ(step.bound, Resource::kCompute);
+  EXPECT_EQ(step.h2d_bytes, 3 * kChunk);
+  EXPECT_EQ(step.d2h_bytes, 3 * kChunk);
+  EXPECT_EQ(step.demand_fetches, 1u);
+  EXPECT_EQ(step.evictions, 0u);
+  EXPECT_EQ(step.peak_device_bytes, 3 * kChunk);
+  // Parameters and gradients of 4 bytes, state of 8.
+  EXPECT_EQ(step.host_bytes, 3 * Net::kWhole * 16);
+}
+
+// Synchronous: 3 fetches, 3 s forward, 3 x (2 s backward and 1 s gradient), 3 updates.
+TEST(SimulatorTest, SynchronousCopiesStandInTheWayOfTheCompute) {
+  Hardware hardware = unit_hardware();
+  hardware.parameter_copies = CopyMode::kSynchronous;
+  hardware.gradient_copies = CopyMode::kSynchronous;
+  EXPECT_DOUBLE_EQ(simulate({.count = 3}, 3 * kChunk, hardware, fp32_adam()).step_seconds, 18.0);
+}
+
+// One slot and no prefetch: F0 F1 F2 | B2 hits, B1 B0 fetch again: 5 fetches of 1 s in the way.
+TEST(SimulatorTest, TightBudgetFetchesAgain) {
+  const SimulatedStep step = simulate({.count = 3}, kChunk, unit_hardware(), fp32_adam(), 0);
+  EXPECT_EQ(step.demand_fetches, 5u);
+  EXPECT_EQ(step.evictions, 4u);
+  EXPECT_EQ(step.h2d_bytes, 5 * kChunk);
+  EXPECT_EQ(step.peak_device_bytes, kChunk);
+  EXPECT_DOUBLE_EQ(step.step_seconds, 5.0 + 9.0 + 1.0 + 3.0);
+}
+
+// Copies of 8 s: the third chunk is there at 24; from there 1 + 2 + 2 + 2, gradients are fast.
+TEST(SimulatorTest, SlowLinkBoundsTheStep) {
+  Hardware hardware = unit_hardware();
+  hardware.h2d_bytes_per_second = kChunk / 8.0;
+  hardware.d2h_bytes_per_second = 1e12;
+  hardware.dram_bytes_per_second = 1e12;
+  const SimulatedStep step = simulate({.count = 3}, 3 * kChunk, hardware, fp32_adam());
+  // Chunk 1 is submitted when chunk 0 is there, chunk 2 when chunk 1 is.
+  EXPECT_NEAR(step.step_seconds, 31.0, 1e-6);
+  EXPECT_EQ(step.bound, Resource::kH2d);
+  EXPECT_EQ(to_string(step.bound), "h2d");
+}
+
+TEST(SimulatorTest, SlowDramBoundsTheStep) {
+  Hardware hardware = unit_hardware();
+  hardware.dram_bytes_per_second = kUpdateBytes / 10.0;
+  const SimulatedStep step = simulate({.count = 3}, 3 * kChunk, hardware, fp32_adam());
+  EXPECT_DOUBLE_EQ(step.step_seconds, 11.0 + 30.0);
+  EXPECT_EQ(step.bound, Resource::kDram);
+}
+
+// Updates end at 1, 2, 3, so the chunks arrive at 2, 3, 4: forward ends at 5 instead of 4, and
+// nothing follows the last gradient, which is home at 12.
+TEST(SimulatorTest, ForwardOverlapHidesUpdatesBehindTheNextForward) {
+  const SimulatedStep step =
+      simulate({.count = 3}, 3 * kChunk, unit_hardware(), fp32_adam(OverlapMode::kForward));
+  EXPECT_DOUBLE_EQ(step.step_seconds, 12.0);
+}
+
+// The norm reads 4 bytes an element, a seventh of an update, before each update may begin.
+TEST(SimulatorTest, NormIsReadBeforeTheUpdates) {
+  OptimizerCost optimizer = fp32_adam();
+  optimizer.norm_bytes_per_element = 4.0;
+  EXPECT_DOUBLE_EQ(simulate({.count = 3}, 3 * kChunk, unit_hardware(), optimizer).step_seconds,
+                   14.0 + 3.0 / 7.0);
+}
+
+TEST(SimulatorTest, SharedCoresDoNotOverlapUpdatesWithCompute) {
+  Hardware hardware = unit_hardware();
+  hardware.update_cores = UpdateCores::kShared;
+  hardware.h2d_bytes_per_second = hardware.d2h_bytes_per_second = 1e12;
+  const SimulatedStep step =
+      simulate({.count = 3}, 3 * kChunk, hardware, fp32_adam(OverlapMode::kForward));
+  EXPECT_DOUBLE_EQ(step.step_seconds, 9.0 + 3.0);
+}
+
+// Nothing moves; the updates run at the device's speed, 0.1 s each, after the backward at 9.
+TEST(SimulatorTest, ChunksOnTheDeviceAreUpdatedThere) {
+  const std::vector<Placement> placements(3, Placement::kDevice);
+  const SimulatedStep step =
+      simulate({.count = 3}, kMiB, unit_hardware(), fp32_adam(), 1, placements);
+  EXPECT_DOUBLE_EQ(step.step_seconds, 9.3);
+  EXPECT_EQ(step.h2d_bytes + step.d2h_bytes + step.host_bytes, 0u);
+  EXPECT_EQ(step.peak_device_bytes, 3 * Net::kWhole * 16);
+}
+
+TEST(SimulatorTest, NonModelBytesCountIntoThePeak) {
+  const SimulatedStep step = simulate({.count = 3, .nonmodel_bytes = 1000}, kChunk + 1000,
+                                      unit_hardware(), fp32_adam(), 0);
+  EXPECT_EQ(step.peak_device_bytes, kChunk + 1000);
+}
+
+TEST(SimulatorTest, EmptyTraceTakesTheUpdatesOnly) {
+  const ChunkLayout layout = Net::row(2).layout();
+  const std::vector<Placement> placements(2);
+  const Plan plan = make_plan({}, layout, placements, {.device_budget_bytes = kMiB});
+  EXPECT_DOUBLE_EQ(
+      simulate_step({}, {}, layout, placements, plan, unit_hardware(), fp32_adam()).step_seconds,
+      2.0);
+}
+
+TEST(SimulatorTest, RefusesWhatDoesNotBelongTogether) {
+  const ChunkLayout layout = Net::row(2).layout();
+  const std::vector<Placement> placements(2);
+  const Row row{.count = 2};
+  const Plan plan = make_plan(row.trace(), layout, placements, {.device_budget_bytes = kMiB});
+  const auto run = [&](const Trace& trace, const std::vector<double>& seconds,
+                       const Hardware& hardware, const OptimizerCost& optimizer) {
+    static_cast<void>(simulate_step(trace, seconds, layout, placements, plan, hardware, optimizer));
+  };
+  EXPECT_NO_THROW(run(row.trace(), row.durations(), unit_hardware(), fp32_adam()));
+  EXPECT_THROW(run(row.trace(), {1.0}, unit_hardware(), fp32_adam()), InvalidArgument);
+  const Row other{.count = 1};
+  EXPECT_THROW(run(other.trace(), other.durations(), unit_hardware(), fp32_adam()),
+               InvalidArgument);
+  Hardware stopped = unit_hardware();
+  stopped.dram_bytes_per_second = 0.0;
+  EXPECT_THROW(run(row.trace(), row.durations(), stopped, fp32_adam()), InvalidArgument);
+  OptimizerCost undefined = fp32_adam();
+  undefined.moved_bytes_per_element = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_THROW(run(row.trace(), row.durations(), unit_hardware(), undefined), InvalidArgument);
+  std::vector<double> negative = row.durations();
+  negative[0] = -1.0;
+  EXPECT_THROW(run(row.trace(), negative, unit_hardware(), fp32_adam()), InvalidArgument);
+}
+
+struct RandomCase {
+  Net net;
+  ChunkLayout layout;
+  std::vector<Placement> placements;
+  Trace trace;
+  std::vector<double> durations;
+  Plan plan;
+
+  static RandomCase make(std::mt19937& random) {
+    Net net = random_net(random);
+    ChunkLayout layout = net.layout();
+    std::vector<Placement> placements;
+    for (std::size_t i = 0; i < layout.chunks().size(); ++i) {
+      placements.push_back(static_cast<Placement>(random() % 8 == 0 ? 1 + random() % 2 : 0));
+    }
+    std::vector<Event> events = trace_of(random_step(net, random)).events();
+    for (std::size_t i = 0; i < layout.chunks().size(); ++i) {
+      events.push_back({EventKind::kGradReady, static_cast<std::uint32_t>(i), 0, events.size()});
+    }
+    Trace trace(std::move(events));
+    std::vector<double> durations;
+    for (std::size_t i = 0; i < trace.events().size(); ++i) {
+      durations.push_back(static_cast<double>(random() % 1000) / 1000.0);
+    }
+    Plan plan =
+        make_plan(trace, layout, placements,
+                  {.device_budget_bytes = 600 + random() % 3000, .max_prefetch = random() % 4});
+    return {std::move(net),   std::move(layout),    std::move(placements),
+            std::move(trace), std::move(durations), std::move(plan)};
+  }
+  [[nodiscard]] SimulatedStep run(const Hardware& hardware, const OptimizerCost& cost) const {
+    return simulate_step(trace, durations, layout, placements, plan, hardware, cost);
+  }
+};
+
+Hardware random_hardware(std::mt19937& random) {
+  const auto speed = [&] { return 100.0 + static_cast<double>(random() % 5000); };
+  Hardware hardware{speed(), speed(), speed(), speed()};
+  hardware.parameter_copies = static_cast<CopyMode>(random() % 2);
+  hardware.gradient_copies = static_cast<CopyMode>(random() % 2);
+  hardware.update_cores = static_cast<UpdateCores>(random() % 2);
+  return hardware;
+}
+
+TEST(SimulatorPropertyTest, NoFasterResourceMakesAStepSlowerAndNoneIsBusyForLongerThanTheStep) {
+  std::mt19937 random(20);
+  for (int round = 0; round < 300; ++round) {
+    const RandomCase sample = RandomCase::make(random);
+    const Hardware hardware = random_hardware(random);
+    OptimizerCost cost = fp32_adam(static_cast<OverlapMode>(random() % 2));
+    cost.norm_bytes_per_element = 4.0;
+    const SimulatedStep step = sample.run(hardware, cost);
+    for (const double seconds : step.busy_seconds) {
+      EXPECT_LE(seconds, step.step_seconds * (1.0 + 1e-12)) << "round " << round;
+    }
+    for (double Hardware::*speed :
+         {&Hardware::h2d_bytes_per_second, &Hardware::d2h_bytes_per_second,
+          &Hardware::dram_bytes_per_second, &Hardware::device_memory_bytes_per_second}) {
+      Hardware faster = hardware;
+      faster.*speed *= 1.0 + static_cast<double>(random() % 300) / 100.0;
+      EXPECT_LE(sample.run(faster, cost).step_seconds, step.step_seconds * (1.0 + 1e-12))
+          << "round " << round;
+    }
+  }
+}
+
+TEST(SimulatorPropertyTest, RunsThePlannersDecisions) {
+  std::mt19937 random(21);
+  for (int round = 0; round < 300; ++round) {
+    const RandomCase sample = RandomCase::make(random);
+    const Prediction& planned = sample.plan.prediction();
+    const SimulatedStep step = sample.run(unit_hardware(), fp32_adam());
+    EXPECT_EQ(step.h2d_bytes, planned.h2d_bytes) << "round " << round;
+    EXPECT_EQ(step.evictions, planned.evictions) << "round " << round;
+    EXPECT_EQ(step.demand_fetches, planned.demand_fetches) << "round " << round;
+  }
+}
+
+TEST(SimulatorPropertyTest, SameInputsGiveTheSameStep) {
+  std::mt19937 random(22);
+  for (int round = 0; round < 50; ++round) {
+    const RandomCase sample = RandomCase::make(random);
+    const Hardware hardware = random_hardware(random);
+    const SimulatedStep one = sample.run(hardware, fp32_adam());
+    const SimulatedStep two = sample.run(hardware, fp32_adam());
+    EXPECT_EQ(one.step_seconds, two.step_seconds);
+    EXPECT_EQ(one.busy_seconds, two.busy_seconds);
+    EXPECT_EQ(one.peak_device_bytes, two.peak_device_bytes);
+  }
+}
+
+}  // namespace
+}  // namespace castor

@@ -1,0 +1,208 @@
+"""castor doctor: what it makes of each fact, how it reads the system, and one run for real."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import fields, replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from castor import doctor
+from castor.doctor import Facts, Finding, Gpu, NumaNode
+from castor.doctor.facts import cgroup_limits, chosen, cpu_name, io_uring_error
+
+GIB = 1 << 30
+
+GOOD = Facts(
+    castor="0.1.0",
+    torch="2.11.0+cu130",
+    python="3.11.7",
+    compiler="GNU 12.2.0",
+    hwloc="2.9.0",
+    jemalloc="5.3.0",
+    gpu_module=True,
+    torch_cuda="13.0",
+    gpus=(Gpu(name="H200", memory_bytes=139 * GIB),),
+    nvidia_driver=True,
+    cpu="EPYC",
+    architecture="x86_64",
+    adam_isa="avx512",
+    num_cpus=16,
+    num_usable_cpus=16,
+    cpu_quota=None,
+    torch_threads=16,
+    load=0.5,
+    memory_bytes=128 * GIB,
+    available_bytes=120 * GIB,
+    memory_limit_bytes=None,
+    numa_nodes=(NumaNode(os_index=0, memory_bytes=128 * GIB, num_cpus=16),),
+    host_arena="jemalloc arena 1 over mmap",
+    huge_pages="madvise",
+    io_uring=None,
+    memlock_bytes=None,
+    may_exceed_memlock=False,
+    measured_bytes=512 << 20,
+    dram_bytes_per_second=28e9,
+    copy_bytes_per_second=14e9,
+    gpu_h2d_bytes_per_second=50e9,
+    gpu_d2h_bytes_per_second=49e9,
+)
+NODES = tuple(NumaNode(os_index=i, memory_bytes=64 * GIB, num_cpus=8) for i in (0, 1))
+
+
+def finding(name: str, **changes: object) -> Finding:
+    """The finding called `name` of GOOD with other values."""
+    facts = replace(GOOD, **changes)  # type: ignore[arg-type]
+    return next(found for found in doctor.findings(facts) if found.name == name)
+
+
+def test_nothing_is_to_change_on_a_good_machine() -> None:
+    found = doctor.findings(GOOD)
+    assert [finding.name for finding in found if finding.change] == []
+    assert len({finding.name for finding in found}) == len(found) == 13
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "value", "change"),
+    [
+        ("CUDA", {"gpu_module": False}, "H200 with 139.0 GiB", "castor cannot use"),
+        ("CUDA", {"torch_cuda": None, "gpus": ()}, "torch without CUDA", "install a torch for"),
+        ("CUDA", {"gpus": ()}, "no GPU", "CUDA_VISIBLE_DEVICES"),
+        ("processor", {"adam_isa": "baseline"}, "baseline", "-cpu host"),
+        ("cores", {"cpu_quota": 2.5}, "time of 2.5", "taskset with 2 cores"),
+        ("cores", {"torch_threads": 32}, "32 threads", "OMP_NUM_THREADS=16"),
+        ("cores", {"torch_threads": 1}, "1 threads", "set_num_threads(16)"),
+        ("cores", {"num_cpus": 64}, "16 of 64 usable", "cpuset"),
+        ("load", {"load": 9.0}, "9.0", "9.0 threads"),
+        ("memory", {"memory_limit_bytes": 32 * GIB}, "grants 32.0 GiB", "host_memory"),
+        ("NUMA nodes", {"numa_nodes": None, "hwloc": "none"}, "without hwloc", "libhwloc-dev"),
+        ("NUMA nodes", {"numa_nodes": NODES}, "2 (0: 8 cores, 64.0 GiB, 1:", "--membind=0"),
+        ("host memory", {"jemalloc": "none"}, "over mmap", "build_jemalloc.sh"),
+        ("huge pages", {"huge_pages": "never"}, "never", "echo madvise"),
+        ("io_uring", {"io_uring": "EPERM"}, "refused (EPERM)", "seccomp"),
+        ("io_uring", {"io_uring": "ENOSYS"}, "refused (ENOSYS)", "kernel lacks it"),
+        ("io_uring", {"io_uring": "ENOMEM"}, "refused (ENOMEM)", "ulimit -l"),
+        ("io_uring", {"io_uring": "EMFILE"}, "refused (EMFILE)", "io_uring_setup(2)"),
+        ("memlock limit", {"memlock_bytes": 8 << 20}, "8 MiB", "LimitMEMLOCK"),
+        ("link", {"gpu_d2h_bytes_per_second": 6e9}, "6.0 GB/s back", "pcie.link.width"),
+    ],
+)
+def test_finding_says_what_costs_speed_and_what_to_change(
+    name: str, changes: dict[str, object], value: str, change: str
+) -> None:
+    found = finding(name, **changes)
+    assert value in found.value
+    assert found.change is not None
+    assert change in found.change
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "value"),
+    [
+        ("CUDA", {"gpus": (), "nvidia_driver": False, "gpu_module": False}, "no GPU"),
+        ("processor", {"adam_isa": "baseline", "architecture": "aarch64"}, "aarch64"),
+        ("cores", {"torch_threads": 8}, "8 threads"),  # one for each core with two hyper-threads
+        ("memory", {"memory_limit_bytes": 124 * GIB}, "grants 124.0 GiB"),
+        ("huge pages", {"huge_pages": "always"}, "always"),
+        ("huge pages", {"huge_pages": None}, "no transparent huge pages"),
+        ("memlock limit", {"memlock_bytes": 8 << 20, "may_exceed_memlock": True}, "CAP_IPC_LOCK"),
+        ("memlock limit", {"memlock_bytes": 64 << 20}, "64 MiB"),
+        ("DRAM bandwidth", {}, "28.0 GB/s updating 512 MiB in place: fp32 Adam can update 1000 M"),
+        ("link", {"gpu_h2d_bytes_per_second": None}, "host copy 14.0 GB/s"),
+        ("link", {}, "GPU 50.0 GB/s to it and 49.0 GB/s back"),
+    ],
+)
+def test_finding_that_costs_nothing_asks_for_nothing(
+    name: str, changes: dict[str, object], value: str
+) -> None:
+    found = finding(name, **changes)
+    assert value in found.value
+    assert found.change is None
+
+
+def test_output_shows_every_finding_and_counts_those_to_change() -> None:
+    text = StringIO()
+    facts = replace(GOOD, io_uring="EPERM", host_arena="mmap [red]")
+    doctor.show(facts, Console(file=text, width=200, highlight=False))
+    shown = text.getvalue()
+    for found in doctor.findings(facts):
+        assert f"{found.name} " in shown
+    assert "mmap [red]" in shown
+    assert shown.count("\nchange ") == 1
+    assert shown.endswith("castor doctor: 1 of 13 findings can be improved\n")
+
+
+def test_json_holds_all_facts_and_findings() -> None:
+    document = json.loads(doctor.as_json(replace(GOOD, huge_pages="never")))
+    assert document.keys() == {"facts", "findings"}
+    assert document["facts"].keys() == {field.name for field in fields(Facts)}
+    assert document["facts"]["gpus"] == [{"name": "H200", "memory_bytes": 139 * GIB}]
+    names = [found["name"] for found in document["findings"] if found["change"]]
+    assert names == ["huge pages"]
+    assert all(found.keys() == {"name", "value", "change"} for found in document["findings"])
+
+
+def write(folder: Path, **texts: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / name.replace("__", ".")).write_text(text + "\n", encoding="utf-8")
+
+
+def test_cgroup_2_limits_are_the_smallest_on_the_way_up(tmp_path: Path) -> None:
+    write(tmp_path / "a", cpu__max="300000 100000", memory__max="4096")
+    write(tmp_path / "a" / "b", cpu__max="max 100000", memory__max="8192")
+    assert cgroup_limits(tmp_path, "0::/a/b\n") == (3.0, 4096)
+
+
+def test_cgroup_1_limits_are_read_by_controller(tmp_path: Path) -> None:
+    write(tmp_path / "cpu" / "a", cpu__cfs_quota_us="150000", cpu__cfs_period_us="100000")
+    write(tmp_path / "cpu", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
+    write(tmp_path / "memory", memory__limit_in_bytes=str((1 << 63) - 4096))
+    write(tmp_path / "memory" / "hidden" / "c", memory__limit_in_bytes="65536")
+    membership = "5:cpu,cpuacct:/a\n4:memory:/hidden/c\n1:name=systemd:/\n0::/\n"
+    assert cgroup_limits(tmp_path, membership) == (1.5, 65536)
+
+
+def test_no_cgroup_limit_is_none(tmp_path: Path) -> None:
+    write(tmp_path / "memory", memory__limit_in_bytes=str((1 << 63) - 4096))
+    assert cgroup_limits(tmp_path, "4:memory:/\n0::/elsewhere\n") == (None, None)
+
+
+def test_kernel_setting_and_processor_are_read_from_their_texts() -> None:
+    assert chosen("always [madvise] never") == "madvise"
+    assert chosen(None) is None
+    assert chosen("madvise") is None
+    assert cpu_name("processor\t: 0\nmodel name\t: A B\nmodel name\t: C\n") == "A B"
+    assert cpu_name("processor\t: 0\n") != ""
+
+
+def test_io_uring_is_probed_without_leaking_a_descriptor() -> None:
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = descriptors()
+    results = {io_uring_error() for _ in range(3)}
+    assert len(results) == 1
+    assert descriptors() == before
+
+
+def test_command_runs_for_real_in_time_and_without_warnings() -> None:
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "castor", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    seconds = time.perf_counter() - start
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    facts = json.loads(done.stdout)["facts"]
+    assert facts["dram_bytes_per_second"] > 1e8
+    assert facts["copy_bytes_per_second"] > 1e8
+    assert 1 <= facts["num_usable_cpus"] <= facts["num_cpus"]
+    assert seconds < 20
