@@ -162,7 +162,7 @@ void translate(std::exception_ptr pending) {
     raised.attr("requested") = error.requested();
     raised.attr("available") = error.available();
     raised.attr("budget") = error.budget();
-    PyErr_SetObject(raised.get_type().ptr(), raised.ptr());
+    PyErr_SetObject(py::type::of(raised).ptr(), raised.ptr());
   } catch (const Error& error) {
     PyErr_SetString(class_of("Error").ptr(), error.what());
   }
