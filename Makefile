@@ -163,10 +163,11 @@ lint-mypy: $(VENV_STAMPS)/venv
 lint-layers: $(VENV_STAMPS)/venv
 	@$(BIN)/python scripts/check_layers.py
 
-# What was installed, and that _C.pyi names what the extension holds.
+# What was installed, and that _C.pyi and _cuda.pyi name what the extensions hold.
 package: $(VENV_STAMPS)/castor
 	@$(BIN)/python scripts/check_install.py
-	@$(BIN)/python -m mypy.stubtest castor._C --ignore-unused-allowlist \
+	@$(BIN)/python -m mypy.stubtest castor._C $$($(BIN)/python scripts/check_install.py --cuda) \
+	  --ignore-unused-allowlist \
 	  --mypy-config-file pyproject.toml --allowlist scripts/stubtest_allowlist.txt
 
 # $(call cxx,NAME,CMAKE ARGUMENTS,TEST ENVIRONMENT): configure, build and run the tests in build/NAME.

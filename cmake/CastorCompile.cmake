@@ -22,20 +22,25 @@ endif()
 include_directories("${PROJECT_SOURCE_DIR}/csrc")
 
 # In designated initialisers the members left out are value-initialised: nothing to warn about.
-add_compile_options(-Wall -Wextra -Wconversion -Wnon-virtual-dtor -Woverloaded-virtual
+set(castor_warnings -Wall -Wextra -Wconversion -Wnon-virtual-dtor -Woverloaded-virtual
                     -Wno-missing-field-initializers)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
-  add_compile_options(-Wno-restrict) # false alarms on "literal" + std::string, GCC bug 105651
+  list(APPEND castor_warnings -Wno-restrict) # false alarms on "literal" + std::string, GCC bug 105651
 endif()
+# nvcc hands these on to the host's compiler.
+list(JOIN castor_warnings "," castor_nvcc_warnings)
+add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:${castor_warnings}>"
+                    "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=${castor_nvcc_warnings}>")
 if(CASTOR_WERROR)
-  add_compile_options(-Werror)
+  add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-Werror>"
+                      "$<$<COMPILE_LANGUAGE:CUDA>:--Werror=all-warnings>")
 endif()
 
 # Never -march=native: a wheel runs on machines other than the one that built it. Never a fused
 # multiply-add that the source does not spell out: the bits of an update must not depend on the
 # instruction set.
-add_compile_options(-ffp-contract=off)
-add_compile_options($<$<CONFIG:Release>:-g1>)
+add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)
+add_compile_options($<$<AND:$<CONFIG:Release>,$<COMPILE_LANGUAGE:CXX>>:-g1>)
 
 if(CASTOR_SANITIZE STREQUAL "address")
   set(castor_sanitizer_flags -fsanitize=address,undefined -fno-sanitize-recover=all)

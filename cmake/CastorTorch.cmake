@@ -44,3 +44,22 @@ foreach(library IN ITEMS torch_python torch torch_cpu c10)
   target_link_libraries(castor_torch_deps INTERFACE "${castor_lib_${library}}")
 endforeach()
 target_link_libraries(castor_torch_deps INTERFACE Python::Module)
+
+# castor::torch_cuda: the same with torch's CUDA allocator and streams. The toolkit must be of torch's
+# major version: one libcudart serves both.
+if(CASTOR_HAVE_NVCC)
+  if(CASTOR_TORCH_CUDA MATCHES "^${CUDAToolkit_VERSION_MAJOR}[.]")
+    find_library(castor_lib_c10_cuda c10_cuda PATHS "${castor_torch_lib_dir}" NO_DEFAULT_PATH NO_CACHE REQUIRED)
+    add_library(castor_torch_cuda_deps INTERFACE)
+    add_library(castor::torch_cuda ALIAS castor_torch_cuda_deps)
+    target_include_directories(castor_torch_cuda_deps SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS})
+    target_link_libraries(castor_torch_cuda_deps INTERFACE castor_torch_deps "${castor_lib_c10_cuda}")
+  else()
+    set(castor_cuda_mismatch "torch ${CASTOR_TORCH_VERSION} is built for CUDA \"${CASTOR_TORCH_CUDA}\" and the "
+                             "toolkit is ${CUDAToolkit_VERSION}: they must be of one major version")
+    if(CASTOR_CUDA STREQUAL "ON")
+      message(FATAL_ERROR "CASTOR_CUDA is ON, and " ${castor_cuda_mismatch})
+    endif()
+    message(STATUS "castor CUDA: no module castor._cuda, because " ${castor_cuda_mismatch})
+  endif()
+endif()

@@ -1,6 +1,7 @@
 """Checks the installed castor: complete, typed, free of the sources and of absolute library paths.
 
-Run with the interpreter that has castor; exits 1 and names what is wrong.
+Run with the interpreter that has castor; exits 1 and names what is wrong. With --cuda it prints the
+name of the module with the GPU parts, or nothing where castor was built without them.
 """
 
 import importlib
@@ -47,7 +48,11 @@ def problems() -> list[str]:
     return found
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
+    if arguments == ["--cuda"]:
+        loader = importlib.import_module("castor._loader")
+        print("" if loader.BUILD_INFO.cuda == "none" else "castor._cuda")
+        return 0
     found = problems()
     for problem in found:
         print(f"installed castor: {problem}", file=sys.stderr)
@@ -58,4 +63,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

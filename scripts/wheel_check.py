@@ -19,6 +19,8 @@ from packaging.utils import parse_wheel_filename
 # libraries, so that a torch without CUDA serves, and no OpenMP runtime beside torch's.
 SYSTEM = {"libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1", "ld-linux-x86-64.so.2"}
 TORCH = {"libtorch.so", "libtorch_cpu.so", "libtorch_python.so", "libc10.so"}
+# castor._cuda, and nothing else, asks for torch's CUDA libraries; castor imports it on demand.
+TORCH_CUDA = re.compile(r"libc10_cuda\.so|libcudart\.so\.\d+")
 # The glibc of Debian 12, on which wheels are built.
 NEWEST_GLIBC = 36
 LICENSES = ("hwloc.txt", "jemalloc.txt", "liburing.txt", "onetbb.txt", "xxhash.txt")
@@ -65,6 +67,8 @@ def problems_of_libraries(wheel: zipfile.ZipFile) -> list[str]:
     for name, content in libraries.items():
         needed = set(dynamic_entries(content, "DT_NEEDED"))
         foreign = needed - SYSTEM - TORCH - carried
+        if Path(name).name.startswith("_cuda."):
+            foreign = {library for library in foreign if not TORCH_CUDA.fullmatch(library)}
         if foreign:
             found.append(f"{name} needs {sorted(foreign)}, which nothing brings")
         paths = dynamic_entries(content, "DT_RPATH") + dynamic_entries(content, "DT_RUNPATH")

@@ -3,13 +3,12 @@
 #include <string>
 #include <utility>
 
+#include "host/mmap_arena.h"
 #include "host/numa.h"
 #include "host/page_source.h"
 
 #if defined(CASTOR_HAVE_JEMALLOC)
 #include "host/jemalloc_arena.h"
-#else
-#include "host/mmap_arena.h"
 #endif
 
 namespace castor {
@@ -47,6 +46,8 @@ class FallbackArena final : public Arena {
 }  // namespace
 
 std::unique_ptr<Arena> make_host_arena(const HostArenaOptions& options) {
+  if (options.adapt_pages)
+    return std::make_unique<MmapArena>(options.adapt_pages(make_pages(options)));
 #if defined(CASTOR_HAVE_JEMALLOC)
   return std::make_unique<JemallocArena>(make_pages(options));
 #else

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <string>
 
+#include "core/page_source.h"
+
 namespace castor {
 
 /// The page sizes of this machine, in bytes.
@@ -14,32 +16,6 @@ struct PageSizes {
 };
 
 [[nodiscard]] PageSizes system_page_sizes();
-
-/// Seam between the host arenas and the operating system's pages: OsPages in production, BoundPages
-/// to place them on a NUMA node, sources that refuse in tests. Thread-safe. Nothing here throws,
-/// because jemalloc calls it from its extent hooks: refusal is a value.
-///
-/// `bytes` is a positive multiple of the page size everywhere, and `data` a page boundary.
-class PageSource {
- public:
-  virtual ~PageSource() = default;
-
-  /// Readable, writable, zeroed memory, aligned to `alignment` (a power of two, at least a page).
-  /// nullptr when refused; errno then says why.
-  [[nodiscard]] virtual std::byte* map(std::size_t bytes, std::size_t alignment) noexcept = 0;
-  /// Ends the mapping of these pages, which may be a part or a union of what map() returned.
-  /// False when refused: the pages are then still mapped.
-  [[nodiscard]] virtual bool unmap(std::byte* data, std::size_t bytes) noexcept = 0;
-  /// Gives the physical memory back and keeps the mapping; the contents become zero.
-  [[nodiscard]] virtual bool discard(std::byte* data, std::size_t bytes) noexcept = 0;
-  /// Asks for huge pages on the part of [data, data + used) that consists of whole huge pages, and
-  /// for small ones on the rest of [data, data + mapped), so that touching the last used byte does
-  /// not make pages behind it resident. Refusal is tolerated and shows in description().
-  virtual void advise_huge(std::byte* data, std::size_t used, std::size_t mapped) noexcept = 0;
-
-  /// "mmap, huge pages of 2.00 MiB (2097152 bytes) advised".
-  [[nodiscard]] virtual std::string description() const = 0;
-};
 
 /// Private anonymous mappings of the operating system. Owns no memory: the arenas do.
 class OsPages final : public PageSource {

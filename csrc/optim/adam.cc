@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "optim/adam_check.h"
 #include "optim/adam_element.h"
 #include "optim/adam_split.h"
 #include "optim/dispatch.h"
@@ -115,30 +116,6 @@ void require(bool condition, const std::string& message) {
     throw InvalidArgument(message);
 }
 
-void validate(const AdamSegment& segment) {
-  if (segment.numel == 0)
-    return;
-  const std::string what = "Adam segment of " + std::to_string(segment.numel) + " " +
-                           std::string(to_string(segment.type)) + " elements in format " +
-                           std::string(to_string(segment.format));
-  require(segment.exp_avg != nullptr && segment.exp_avg_sq != nullptr && segment.grad != nullptr,
-          what + " lacks its moments or gradient");
-  const bool has_param = segment.param != nullptr;
-  require(has_param == (segment.type != ScalarType::kFloat32),
-          what + (has_param ? " has a param beside its master: for fp32 the master is the parameter"
-                            : " lacks its param"));
-  const bool split = segment.format != StateFormat::kFp32;
-  require(!split || segment.type == ScalarType::kBFloat16, what + ": only bfloat16 can be split");
-  require((segment.master != nullptr) != split && (segment.remainder != nullptr) == split,
-          what + (split ? " needs a remainder and no master" : " needs a master and no remainder"));
-  const bool in_blocks = segment.format == StateFormat::kSplitInt8;
-  require((segment.scales != nullptr) == in_blocks,
-          what + (in_blocks ? " lacks its scales" : " has scales, which this format does not use"));
-  require(!in_blocks || segment.first_element % kMomentBlock == 0,
-          what + " begins at element " + std::to_string(segment.first_element) +
-              ", inside a block of " + std::to_string(kMomentBlock));
-}
-
 }  // namespace
 
 AdamCoefficients::AdamCoefficients(const AdamOptions& options, std::int64_t step,
@@ -178,7 +155,7 @@ AdamCoefficients::AdamCoefficients(const AdamOptions& options, std::int64_t step
 
 void detail::adam_update(Executor& executor, std::span<const AdamSegment> segments, Isa isa) {
   for (const AdamSegment& segment : segments)
-    validate(segment);
+    detail::check_segment(segment);
   const std::vector<Cursor> begins = cut_into_tasks(segments);
   executor.parallel_for(begins.size(), [&](std::size_t task) {
     const Cursor end = task + 1 < begins.size() ? begins[task + 1] : Cursor{segments.size(), 0};

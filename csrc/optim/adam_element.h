@@ -1,9 +1,10 @@
 #pragma once
 
+#include <bit>
 #include <cmath>
 
 #include "optim/adam.h"
-#include "optim/dispatch.h"
+#include "optim/elementwise.h"
 #include "optim/rounding.h"
 
 namespace castor {
@@ -15,7 +16,7 @@ struct AdamElement {
 };
 
 /// The Adam update of one element: the only place that has the formula. Each operation is rounded
-/// on its own (no fused multiply-add: compile with -ffp-contract=off, nvcc -fmad=false
+/// on its own (no fused multiply-add: compile with -ffp-contract=off, nvcc -fmad=false -ftz=true
 /// -prec-div=true -prec-sqrt=true), in torch's order but for one division: sqrt(v) is multiplied by
 /// a reciprocal, at most one unit in the last place away, because two divisions an element keep a
 /// core from saturating fast memory (docs/design/0005).
@@ -39,4 +40,16 @@ template <WeightDecayMode mode>
   return {w - c.step_size * m / denominator, m, v};
 }
 
+namespace detail {
+
+/// `updated` with the NaN 0x7fc00000 for any NaN. A GPU's arithmetic makes 0x7fffffff, which the
+/// roundings that add to the bits (param_of, round_stochastically_to_bfloat16) would carry over
+/// into a zero.
+[[nodiscard]] CASTOR_ELEMENTWISE AdamElement with_plain_nans(AdamElement updated) noexcept {
+  constexpr float kPlainNan = std::bit_cast<float>(0x7fc00000u);
+  const auto plain = [](float x) { return x != x ? kPlainNan : x; };
+  return {plain(updated.weight), plain(updated.exp_avg), plain(updated.exp_avg_sq)};
+}
+
+}  // namespace detail
 }  // namespace castor

@@ -7,6 +7,7 @@
 #include "optim/adam_element.h"
 #include "optim/block_moments.h"
 #include "optim/dispatch.h"
+#include "optim/moment_codec.h"
 #include "optim/rounding.h"
 #include "optim/split_master.h"
 #include "optim/stochastic.h"
@@ -14,23 +15,8 @@
 namespace castor {
 namespace {
 
-struct Fp32Moments {
-  using Storage = float;
-  static constexpr bool kRounds = false;
-  CASTOR_ELEMENTWISE static float load(float value) noexcept { return value; }
-  CASTOR_ELEMENTWISE static float round(float value, std::uint32_t /*random*/) noexcept {
-    return value;
-  }
-};
-
-struct Bf16Moments {
-  using Storage = std::uint16_t;
-  static constexpr bool kRounds = true;
-  CASTOR_ELEMENTWISE static float load(std::uint16_t bits) noexcept { return from_bfloat16(bits); }
-  CASTOR_ELEMENTWISE static std::uint16_t round(float value, std::uint32_t random) noexcept {
-    return detail::round_stochastically_to_bfloat16(value, random);
-  }
-};
+using detail::Bf16Moments;
+using detail::Fp32Moments;
 
 /// Elements of one segment, as the loops take them.
 template <typename Moment>

@@ -6,7 +6,7 @@
 #include <bit>
 #include <cstdint>
 
-#include "optim/dispatch.h"
+#include "optim/elementwise.h"
 #include "optim/rounding.h"
 
 namespace castor::detail {
@@ -42,7 +42,7 @@ inline constexpr std::uint32_t kMinKneeExponent = 5;
 /// The knee for a block whose largest magnitude has these bits, with any sign. NaN, if it is not
 /// finite.
 template <std::uint32_t range>
-[[nodiscard]] constexpr float knee_of(std::uint32_t largest_bits) noexcept {
+[[nodiscard]] CASTOR_ELEMENTWISE constexpr float knee_of(std::uint32_t largest_bits) noexcept {
   const std::uint32_t exponent = (largest_bits >> 23) & 0xffu;
   if (exponent == 0xffu)
     return std::bit_cast<float>(0x7fc00000u);

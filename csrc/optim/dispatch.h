@@ -8,14 +8,6 @@
 #include <immintrin.h>
 #endif
 
-/// For whatever a loop of this directory calls: it must be inlined into the loop, to be compiled
-/// for the loop's instruction set.
-#if defined(__CUDACC__)
-#define CASTOR_ELEMENTWISE __host__ __device__ __forceinline__
-#else
-#define CASTOR_ELEMENTWISE [[gnu::always_inline]] inline
-#endif
-
 namespace castor::detail {
 
 /// While it lives, this thread rounds to nearest and takes subnormal operands and results as zero;

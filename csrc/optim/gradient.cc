@@ -10,11 +10,10 @@
 namespace castor {
 namespace {
 
-constexpr std::size_t kLanes = 16;
+constexpr std::size_t kLanes = kNormLanes;
 
-/// Elements summed together. Also the unit of the copy: at most 16 KiB, so that the second read is
-/// served by the cache.
-constexpr std::size_t kBlockElements = 4096;
+/// Also the unit of the copy: at most 16 KiB, so that the second read is served by the cache.
+constexpr std::size_t kBlockElements = kNormBlock;
 
 /// What a task does: 256 KiB of fp32.
 constexpr std::size_t kBlocksPerTask = 16;

@@ -8,14 +8,20 @@
 
 namespace castor {
 
+/// The order of a sum of squares, the same on every processor: lane l of a block adds the squares
+/// of its elements l, l + kNormLanes, ... in that order; the lanes are added in halves (8, 4, 2, 1
+/// apart), the blocks from first to last.
+inline constexpr std::size_t kNormBlock = 4096;
+inline constexpr std::size_t kNormLanes = 16;
+
 /// Copies a gradient and returns the sum of its squares, in double, from one pass over memory.
 /// `dst` null or equal to `src` means no copy; otherwise they must not overlap. Both are of `type`
 /// and need only its alignment.
 ///
 /// The sum is exact but for double rounding, and its bits depend on the elements alone: they are
-/// added in blocks of fixed size and, within a block, in 16 lanes, whatever the instruction set and
-/// the number of threads. An infinity or NaN among the elements makes the result infinite or NaN;
-/// finite elements cannot overflow it. Subnormal fp32 and bf16 elements count as zero.
+/// added in blocks of kNormBlock and, within a block, in kNormLanes lanes, whatever the instruction
+/// set and the number of threads. An infinity or NaN among the elements makes the result infinite
+/// or NaN; finite elements cannot overflow it. Subnormal fp32 and bf16 elements count as zero.
 ///
 /// `executor` may be null: the calling thread does it all. Short gradients are never worth a task
 /// and stay on the calling thread too.

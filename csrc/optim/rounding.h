@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "core/scalar_type.h"
-#include "optim/dispatch.h"
+#include "optim/elementwise.h"
 
 namespace castor {
 

@@ -5,7 +5,7 @@
 #include <bit>
 #include <cstdint>
 
-#include "optim/dispatch.h"
+#include "optim/elementwise.h"
 #include "optim/rounding.h"
 
 namespace castor::detail {
@@ -29,7 +29,7 @@ namespace castor::detail {
 }
 
 /// round_to_bfloat16 of a master that came from join_master and arithmetic: a NaN has 16 zero low
-/// bits then and needs no care.
+/// bits then and needs no care. A GPU's NaN has not: see with_plain_nans.
 [[nodiscard]] CASTOR_ELEMENTWISE constexpr std::uint16_t param_of(float master) noexcept {
   return static_cast<std::uint16_t>((std::bit_cast<std::uint32_t>(master) + 0x8000u) >> 16);
 }

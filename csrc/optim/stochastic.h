@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "optim/dispatch.h"
+#include "optim/elementwise.h"
 
 namespace castor {
 
@@ -12,21 +12,23 @@ namespace castor {
 /// gives the same bits whatever the tasks, the threads, the chunks and the machine.
 class RoundingKey {
  public:
-  constexpr RoundingKey() noexcept = default;
+  CASTOR_ELEMENTWISE constexpr RoundingKey() noexcept {}
 
   /// `stream` tells the parameters of an optimizer apart (its index among them), `step` counts from
   /// 1.
-  constexpr RoundingKey(std::uint64_t seed, std::uint64_t stream, std::int64_t step) noexcept
+  CASTOR_ELEMENTWISE constexpr RoundingKey(std::uint64_t seed, std::uint64_t stream,
+                                           std::int64_t step) noexcept
       : bits_(mix(mix(mix(seed) + stream) + static_cast<std::uint64_t>(step))) {}
 
   /// 64 random bits for each counter.
-  [[nodiscard]] constexpr std::uint64_t at(std::uint64_t counter) const noexcept {
+  [[nodiscard]] CASTOR_ELEMENTWISE constexpr std::uint64_t at(
+      std::uint64_t counter) const noexcept {
     return mix(bits_ + counter);
   }
 
  private:
   /// A step of splitmix64 (Steele, Lea & Flood 2014, Fast splittable pseudorandom generators).
-  static constexpr std::uint64_t mix(std::uint64_t x) noexcept {
+  CASTOR_ELEMENTWISE static constexpr std::uint64_t mix(std::uint64_t x) noexcept {
     x += 0x9e3779b97f4a7c15u;
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
     x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
@@ -46,7 +48,7 @@ inline constexpr std::size_t kRoundingBlock = 1024;
 /// elements are uniform and independent, so that their rounding errors add up as independent ones.
 struct RoundingSequence {
   /// Begins at element `index` of the parameter.
-  RoundingSequence(RoundingKey key, std::uint64_t index) noexcept {
+  CASTOR_ELEMENTWISE RoundingSequence(RoundingKey key, std::uint64_t index) noexcept {
     const std::uint64_t random = key.at(index / kRoundingBlock);
     step = static_cast<std::uint32_t>(random);
     start = static_cast<std::uint32_t>(random >> 32) +
@@ -62,7 +64,8 @@ namespace detail {
 /// One of the two bf16 numbers around `value`, the farther the less likely, so that the mean is
 /// exact: `random` is uniform in [0, 2^16). A bf16 number is kept. From beyond the largest bf16 the
 /// other neighbour is infinity; infinity stays. A NaN stays one if its low 16 bits are zero, as
-/// they are in one that arithmetic makes or passes on from bf16 operands.
+/// they are in one that a CPU's arithmetic makes or passes on from bf16 operands; a GPU's are not
+/// (0x7fffffff), see with_plain_nans.
 [[nodiscard]] CASTOR_ELEMENTWISE constexpr std::uint16_t round_stochastically_to_bfloat16(
     float value, std::uint32_t random) noexcept {
   return static_cast<std::uint16_t>((std::bit_cast<std::uint32_t>(value) + random) >> 16);

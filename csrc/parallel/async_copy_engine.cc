@@ -5,8 +5,8 @@
 #include <string>
 #include <utility>
 
+#include "core/check_copy.h"
 #include "core/error.h"
-#include "parallel/check_copy.h"
 
 namespace castor {
 namespace {

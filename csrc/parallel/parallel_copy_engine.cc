@@ -4,8 +4,8 @@
 #include <cstring>
 #include <string>
 
+#include "core/check_copy.h"
 #include "core/error.h"
-#include "parallel/check_copy.h"
 
 namespace castor {
 

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "python/bindings.h"
-#include "python/state_formats.h"
+#include "python/state_tensors.h"
 #include "torch/chunk_storages.h"
 #include "torch/module_hooks.h"
 #include "torch/session.h"

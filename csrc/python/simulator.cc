@@ -17,7 +17,7 @@
 #include "core/planner.h"
 #include "optim/state_format.h"
 #include "python/bindings.h"
-#include "python/state_formats.h"
+#include "python/state_tensors.h"
 
 namespace py = pybind11;
 

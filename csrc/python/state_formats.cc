@@ -11,14 +11,12 @@
 #include "optim/state_convert.h"
 #include "parallel/tbb_executor.h"
 #include "python/bindings.h"
+#include "python/state_tensors.h"
 
 namespace py = pybind11;
 
 namespace castor {
 namespace {
-
-constexpr StateFormat kFormats[] = {StateFormat::kFp32, StateFormat::kSplit,
-                                    StateFormat::kSplitBf16, StateFormat::kSplitInt8};
 
 std::size_t numel_of(const at::Tensor& tensor) { return static_cast<std::size_t>(tensor.numel()); }
 
@@ -39,7 +37,7 @@ MomentArrays arrays_of(StateFormat format, const at::Tensor& exp_avg, const at::
   return {.format = format,
           .exp_avg = exp_avg.mutable_data_ptr(),
           .exp_avg_sq = exp_avg_sq.mutable_data_ptr(),
-          .scales = scales_of(scales, format, numel_of(exp_avg)),
+          .scales = scales_of(scales, format, numel_of(exp_avg), at::kCPU),
           .numel = numel_of(exp_avg)};
 }
 
@@ -87,40 +85,6 @@ void store_moment_tensors(const std::string& format, const at::Tensor& exp_avg,
 Executor& shared_executor() {
   static TbbExecutor executor;
   return executor;
-}
-
-StateFormat state_format_of(const std::string& name) {
-  for (const StateFormat format : kFormats) {
-    if (name == to_string(format))
-      return format;
-  }
-  throw InvalidArgument("unknown optimizer state format '" + name +
-                        "'; there are fp32, split, split_bf16 and split_int8");
-}
-
-at::ScalarType moment_type(StateFormat format) {
-  switch (state_bytes(format).exp_avg) {
-    case 1: return at::kByte;
-    case 2: return at::kBFloat16;
-    default: return at::kFloat;
-  }
-}
-
-MomentScales* scales_of(const std::optional<at::Tensor>& scales, StateFormat format,
-                        std::size_t numel) {
-  if (format != StateFormat::kSplitInt8) {
-    if (scales.has_value())
-      throw InvalidArgument("format " + std::string(to_string(format)) + " has no scales");
-    return nullptr;
-  }
-  const auto num_blocks = static_cast<std::int64_t>(num_moment_blocks(numel));
-  if (!scales.has_value() || scales->scalar_type() != at::kFloat || !scales->device().is_cpu() ||
-      !scales->is_contiguous() || scales->sizes() != at::IntArrayRef({num_blocks, 2})) {
-    throw InvalidArgument("format split_int8 needs contiguous float32 scales of shape (" +
-                          std::to_string(num_blocks) + ", 2) for " + std::to_string(numel) +
-                          " elements");
-  }
-  return reinterpret_cast<MomentScales*>(scales->mutable_data_ptr());
 }
 
 void bind_state_formats(py::module_& module) {

@@ -1,30 +1,10 @@
 #pragma once
 
-#include <ATen/ATen.h>
-
-#include <cstddef>
-#include <optional>
-#include <string>
-
 #include "core/executor.h"
-#include "optim/state_format.h"
 
 namespace castor {
 
-// How the standalone HybridAdam keeps a state format in tensors. Internal to csrc/python.
-
-/// The threads of every standalone HybridAdam of the process.
+/// The threads of every standalone HybridAdam of the process. Internal to csrc/python.
 [[nodiscard]] Executor& shared_executor();
-
-/// Throws InvalidArgument for a name that is none of the formats'.
-[[nodiscard]] StateFormat state_format_of(const std::string& name);
-
-/// Element type of exp_avg and exp_avg_sq.
-[[nodiscard]] at::ScalarType moment_type(StateFormat format);
-
-/// The scales of a parameter of `numel` elements: a contiguous CPU float32 tensor of shape
-/// (blocks, 2) for split_int8, none otherwise. Throws InvalidArgument for anything else.
-[[nodiscard]] MomentScales* scales_of(const std::optional<at::Tensor>& scales, StateFormat format,
-                                      std::size_t numel);
 
 }  // namespace castor

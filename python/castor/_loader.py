@@ -2,17 +2,20 @@
 
 torch's C++ ABI holds within a minor version only. Another one would fail on a symbol with an
 unreadable name, or load and crash later; so the record that the build left beside the module is
-compared first. Whether torch has CUDA does not matter: castor links no CUDA library of torch's.
+compared first. Whether torch has CUDA does not matter to castor._C, which links no CUDA library:
+what needs one is in castor._cuda.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import re
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -38,6 +41,8 @@ class BuildInfo:
     torch: str
     torch_cuda: str
     """CUDA version of that torch; castor._C itself uses none of it."""
+    cuda: str
+    """Version of the toolkit that castor._cuda was built with."""
     compiler: str
     tbb: str
     hwloc: str
@@ -124,6 +129,29 @@ def explain(error: ImportError, info: BuildInfo) -> ImportError:
             f"torch {torch.__version__}: {text}. {_REINSTALL.capitalize()}, or build it here"
         )
     return ImportError(text, name="castor._C", path=error.path)
+
+
+def load_cuda() -> ModuleType:
+    """castor._cuda, which `import castor` leaves alone: it needs the CUDA libraries of torch.
+
+    Raises:
+        ImportError: castor was built without it, or torch is for another major version of CUDA.
+    """
+    if BUILD_INFO.cuda == "none":
+        raise ImportError(
+            f"castor {BUILD_INFO.castor} was built without castor._cuda: install a CUDA toolkit of "
+            "torch's major version, put its nvcc on PATH and build castor again",
+            name="castor._cuda",
+        )
+    here = torch.version.cuda or "none"
+    if here.split(".")[0] != BUILD_INFO.cuda.split(".")[0]:
+        raise ImportError(
+            f"castor._cuda was built with CUDA {BUILD_INFO.cuda} and this torch "
+            f"{torch.__version__} is for CUDA {here}: install a torch for CUDA "
+            f"{BUILD_INFO.cuda.split('.')[0]}, or build castor with this one",
+            name="castor._cuda",
+        )
+    return importlib.import_module("castor._cuda")
 
 
 def _minor(version: str) -> str:

@@ -22,6 +22,7 @@ def built_for(version: str) -> BuildInfo:
         python="3.11",
         torch=version,
         torch_cuda="none",
+        cuda="none",
         compiler="GNU 12.2.0",
         tbb="2021.8.0",
         hwloc="none",

@@ -1,4 +1,4 @@
-#include "parallel/check_copy.h"
+#include "core/check_copy.h"
 
 #include <functional>
 

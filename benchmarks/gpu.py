@@ -1,0 +1,240 @@
+# Question: are castor's copies between host and device as fast as the link, and is its Adam kernel
+#     bound by device memory and no slower than torch's?
+# Baseline: (1) torch's `copy_(non_blocking=True)`, which is cudaMemcpyAsync, between the GPU and
+#     memory that torch pinned, one way and both at once; (2) `a.add_(1)` in place, in bytes per
+#     second, and torch.optim.AdamW(fused=True).
+# Bytes: copies, what is copied; Adam, what the algorithm must move, each once: 28 per parameter in
+#     fp32, 30 for a bf16 parameter with its fp32 master; the norm 4 and 2.
+# Targets: copies >= 0.90 of the baseline; Adam >= 0.90 of the in-place bandwidth, no slower than
+#     torch's.
+"""Copies and kernels on a GPU: `python benchmarks/gpu.py [--mebibytes N] [--numel N]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from _machine import RESULTS, describe_machine, paired, spread
+from rich.console import Console
+from rich.table import Table
+
+from castor._loader import load_cuda
+
+HYPER = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01}
+BETA1, BETA2 = 0.9, 0.999
+CHECKED = 1 << 20
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Of work on the current stream, and of what it makes that stream wait for."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def measure(
+    contenders: dict[str, Callable[[], object]], repetitions: int
+) -> dict[str, list[float]]:
+    """Seconds of each, taking turns; one turn before does not count."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for repetition in range(repetitions + 1):
+        for name, work in contenders.items():
+            elapsed = seconds(work)
+            if repetition > 0:
+                times[name].append(elapsed)
+    return times
+
+
+def copies(cuda: Any, num_bytes: int, repetitions: int) -> dict[str, Any]:
+    """Seconds and ratios of host to device, device to host, and both at once."""
+    engine, pinned, arena = cuda.CopyEngine(0), cuda.PinnedArena(0), cuda.DeviceArena(0)
+    home, back = pinned.empty(num_bytes), pinned.empty(num_bytes)
+    slot, source = arena.empty(num_bytes), arena.empty(num_bytes)
+    peer_home = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    peer_back = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    peer_slot, peer_source = torch.empty_like(slot), torch.empty_like(source)
+    other = torch.cuda.Stream()
+
+    def into() -> None:
+        engine.wait(engine.submit(slot, home))
+
+    def out() -> None:
+        engine.wait(engine.submit(back, source))
+
+    def both() -> None:
+        ticket = engine.submit(slot, home)
+        out()
+        engine.wait(ticket)
+
+    def peer_both() -> None:
+        other.wait_stream(torch.cuda.current_stream())
+        peer_slot.copy_(peer_home, non_blocking=True)
+        with torch.cuda.stream(other):
+            peer_back.copy_(peer_source, non_blocking=True)
+        torch.cuda.current_stream().wait_stream(other)
+
+    times = measure(
+        {
+            "in": into,
+            "torch_in": lambda: peer_slot.copy_(peer_home, non_blocking=True),
+            "out": out,
+            "torch_out": lambda: peer_back.copy_(peer_source, non_blocking=True),
+            "both": both,
+            "torch_both": peer_both,
+        },
+        repetitions,
+    )
+    home.random_()
+    into()
+    torch.cuda.synchronize()
+    if not torch.equal(slot.cpu(), home):
+        raise SystemExit("a copy to the device did not arrive whole")
+    result: dict[str, Any] = {
+        "bytes": num_bytes,
+        "seconds": {k: spread(v) for k, v in times.items()},
+    }
+    for name in ("in", "out", "both"):
+        result[f"{name}_over_torch"] = paired(times[f"torch_{name}"], times[name])
+    result["bytes_per_second"] = {
+        name: (2 if name.endswith("both") else 1) * num_bytes / spread(values)["median"]
+        for name, values in times.items()
+    }
+    return result
+
+
+def entry(param: torch.Tensor, grad: torch.Tensor) -> dict[str, Any]:
+    """A parameter and fresh state, as adam_update takes them."""
+    return {
+        "param": param,
+        "grad": grad,
+        "exp_avg": torch.zeros_like(param, dtype=torch.float32),
+        "exp_avg_sq": torch.zeros_like(param, dtype=torch.float32),
+        "master": param if param.dtype == torch.float32 else param.float(),
+        "beta1": BETA1,
+        "beta2": BETA2,
+        **HYPER,
+        "decoupled": True,
+        "format": "fp32",
+    }
+
+
+def check_first_step(initial: torch.Tensor, grad: torch.Tensor, weights: torch.Tensor) -> None:
+    """Compares the weights after one step with float64."""
+    w, g = initial[:CHECKED].double(), grad[:CHECKED].double()
+    w *= 1 - HYPER["lr"] * HYPER["weight_decay"]
+    w -= HYPER["lr"] * g / (g.abs() + HYPER["eps"])
+    error = ((weights[:CHECKED].double() - w).abs() / w.abs().clamp_min(1e-3)).max().item()
+    if not error < 1e-5:
+        raise SystemExit(f"the Adam kernel's weights are off by {error:.2e}, relative")
+
+
+def kernels(cuda: Any, numel: int, repetitions: int) -> dict[str, Any]:
+    """Adam and norm against torch and against device memory."""
+    initial = torch.randn(numel, device="cuda")
+    grad = torch.randn(numel, device="cuda")
+    fp32 = entry(initial.clone(), grad)
+    bf16 = entry(initial.bfloat16(), grad.bfloat16())
+    peer = torch.nn.Parameter(initial.clone())
+    peer.grad = grad
+    fused = torch.optim.AdamW([peer], betas=(BETA1, BETA2), fused=True, **HYPER)
+    cuda.adam_update([fp32 | {"step": 1}])
+    check_first_step(initial, grad, fp32["param"])
+    counts = {"adam_fp32": 1, "adam_bf16": 0}
+
+    def step(name: str, state: dict[str, Any]) -> None:
+        counts[name] += 1
+        cuda.adam_update([state | {"step": counts[name]}])
+
+    stream = torch.zeros(numel, device="cuda")
+    times = measure(
+        {
+            "in_place": lambda: stream.add_(1),
+            "adam_fp32": lambda: step("adam_fp32", fp32),
+            "adam_bf16": lambda: step("adam_bf16", bf16),
+            "torch_fused_fp32": fused.step,
+            "norm_fp32": lambda: cuda.square_norms([grad]),
+            "norm_bf16": lambda: cuda.square_norms([bf16["grad"]]),
+        },
+        repetitions,
+    )
+    norm = math.sqrt(cuda.square_norms([grad]).item())
+    if not math.isclose(norm, grad.double().norm().item(), rel_tol=1e-9):
+        raise SystemExit(f"the norm kernel gives {norm}")
+    per_param = {"in_place": 8, "adam_fp32": 28, "adam_bf16": 30, "torch_fused_fp32": 28}
+    per_param |= {"norm_fp32": 4, "norm_bf16": 2}
+    bandwidth = {
+        name: [count * numel / t for t in times[name]] for name, count in per_param.items()
+    }
+    return {
+        "numel": numel,
+        "seconds": {name: spread(values) for name, values in times.items()},
+        "bytes_per_second": {name: spread(values) for name, values in bandwidth.items()},
+        "fraction_of_in_place": {
+            name: paired(bandwidth[name], bandwidth["in_place"])
+            for name in per_param
+            if name != "in_place"
+        },
+        "adam_fp32_over_torch": paired(times["torch_fused_fp32"], times["adam_fp32"]),
+    }
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    table = Table("what", "GB/s", "of its baseline")
+    for name in ("in", "out", "both"):
+        rate = result["copies"]["bytes_per_second"][name]
+        ratio = result["copies"][f"{name}_over_torch"]["median"]
+        table.add_row(f"copy {name}", f"{rate / 1e9:.1f}", f"{ratio:.2f}")
+    for name, fraction in result["kernels"]["fraction_of_in_place"].items():
+        rate = result["kernels"]["bytes_per_second"][name]["median"]
+        table.add_row(name, f"{rate / 1e9:.1f}", f"{fraction['median']:.2f}")
+    over = result["kernels"]["adam_fp32_over_torch"]["median"]
+    table.add_row("adam_fp32, times torch's fused", "", f"{over:.2f}")
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mebibytes", type=int, default=256, help="bytes of one copy")
+    parser.add_argument("--numel", type=int, default=1 << 27, help="parameters of one Adam step")
+    parser.add_argument("--repetitions", type=int, default=21)
+    parser.add_argument("--output", type=Path, default=RESULTS / "gpu.json")
+    arguments = parser.parse_args()
+    console = Console()
+    if not torch.cuda.is_available():
+        if os.environ.get("CASTOR_REQUIRE_CUDA") == "1":
+            raise SystemExit(
+                "benchmarks/gpu.py: torch finds no CUDA device (CASTOR_REQUIRE_CUDA=1)"
+            )
+        console.print("[yellow]SKIPPED: benchmarks/gpu.py: torch finds no CUDA device")
+        return
+    cuda = load_cuda()
+    device = torch.cuda.get_device_properties(0)
+    result = {
+        "benchmark": "gpu",
+        "machine": describe_machine()
+        | {
+            "gpu": device.name,
+            "gpu_memory_bytes": device.total_memory,
+            "gpu_capability": f"{device.major}.{device.minor}",
+            "cuda_runtime": cuda.runtime_version(),
+        },
+        "copies": copies(cuda, arguments.mebibytes << 20, arguments.repetitions),
+        "kernels": kernels(cuda, arguments.numel, arguments.repetitions),
+    }
+    show(result, console)
+    arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+    console.print(f"written: {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+#pragma once
+
+// Internal to csrc/cuda: which elements of which segment a thread block updates. Plain C++ besides.
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "optim/adam.h"
+#include "optim/elementwise.h"
+
+namespace castor::cuda {
+
+inline constexpr unsigned kAdamThreads = 256;
+/// Elements whose loads a thread has under way at once.
+inline constexpr unsigned kAdamUnroll = 4;
+/// Elements a thread block updates of a segment whose elements are independent.
+inline constexpr std::size_t kAdamTile = std::size_t{kAdamThreads} * kAdamUnroll;
+
+/// Segments of one launch: with the tables they fit the 4 KiB that every device takes as kernel
+/// parameters, so that no descriptor is ever copied to the device by itself.
+inline constexpr std::size_t kBatchSegments = 24;
+
+/// What one launch updates. Segments are cut into tiles of equal size (the last is shorter), and
+/// thread block b updates tile b.
+struct AdamBatch {
+  AdamSegment segments[kBatchSegments];
+  std::uint32_t first_tile[kBatchSegments];  ///< of segment s; the tiles before it
+  std::uint32_t num_segments;
+  std::uint32_t num_tiles;
+
+  struct Tile {
+    std::uint32_t segment;
+    std::size_t begin;  ///< first element in the segment
+  };
+
+  [[nodiscard]] CASTOR_ELEMENTWISE Tile tile(std::uint32_t block,
+                                             std::size_t tile_elements) const noexcept {
+    std::uint32_t segment = 0;
+    while (segment + 1 < num_segments && first_tile[segment + 1] <= block)
+      ++segment;
+    return {segment, (block - first_tile[segment]) * tile_elements};
+  }
+};
+
+static_assert(std::is_trivially_copyable_v<AdamBatch>, "kernel parameters are copied as bytes");
+static_assert(sizeof(AdamBatch) <= 4096 - 64, "a kernel takes 4 KiB of parameters at least");
+
+/// Every place holds `filler`: AdamSegment has no default.
+template <std::size_t... i>
+AdamBatch empty_batch(const AdamSegment& filler, std::index_sequence<i...>) {
+  return {.segments = {(static_cast<void>(i), filler)...},
+          .first_tile = {},
+          .num_segments = 0,
+          .num_tiles = 0};
+}
+
+/// The batches that cover `segments`, in order. Segments of no elements are left out.
+/// REQUIRES that no segment has 2^31 tiles or more.
+[[nodiscard]] inline std::vector<AdamBatch> make_batches(std::span<const AdamSegment> segments,
+                                                         std::size_t tile_elements) {
+  constexpr std::size_t kMaxTiles = std::numeric_limits<std::int32_t>::max();  // of a grid
+  std::vector<AdamBatch> batches;
+  for (const AdamSegment& segment : segments) {
+    const std::size_t num_tiles = (segment.numel + tile_elements - 1) / tile_elements;
+    if (num_tiles == 0)
+      continue;
+    if (batches.empty() || batches.back().num_segments == kBatchSegments ||
+        num_tiles > kMaxTiles - batches.back().num_tiles) {
+      batches.push_back(empty_batch(segment, std::make_index_sequence<kBatchSegments>{}));
+    }
+    AdamBatch& batch = batches.back();
+    batch.segments[batch.num_segments] = segment;
+    batch.first_tile[batch.num_segments] = batch.num_tiles;
+    ++batch.num_segments;
+    batch.num_tiles += static_cast<std::uint32_t>(num_tiles);
+  }
+  return batches;
+}
+
+}  // namespace castor::cuda

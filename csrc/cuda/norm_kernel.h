@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <span>
+
+#include "core/scalar_type.h"
+
+namespace castor::cuda {
+
+/// A tensor in memory that the device can read; needs only its element's alignment.
+struct NormSegment {
+  const void* data = nullptr;
+  std::size_t numel = 0;
+  ScalarType type = ScalarType::kFloat32;
+};
+
+/// Doubles of workspace that square_norms() needs for these segments.
+[[nodiscard]] std::size_t norm_workspace_doubles(std::span<const NormSegment> segments) noexcept;
+
+/// Enqueues on `stream`: sums[i] = sum of squares of segments[i], in double. The bits are those of
+/// copy_and_square_norm() on the CPU, whose order of additions it follows; 0 for no elements.
+/// `sums` (one double a segment) and `workspace` are memory of the device, and stay untouched by
+/// others until the work is done.
+/// Throws InvalidArgument for a segment with elements and no data; CudaError when a launch is
+/// refused.
+void square_norms(std::span<const NormSegment> segments, double* sums, double* workspace,
+                  cudaStream_t stream);
+
+}  // namespace castor::cuda

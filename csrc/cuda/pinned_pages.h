@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "core/page_source.h"
+
+namespace castor::cuda {
+
+/// Adaptor: the pages of another source, registered with CUDA. Copies to and from them need no
+/// staging and overlap with computation; kernels of every device read and write them at their host
+/// address (unified virtual addressing). Registered pages are resident at once and never swapped,
+/// so exactly what map() was asked for is registered. On top of a source that binds to a NUMA node:
+/// registering touches the pages.
+///
+/// Two rules follow from registration. discard() refuses: the device would keep the old physical
+/// pages, and the host see new ones. A part of what one map() gave cannot be unregistered: unmap()
+/// of a part succeeds, and its pages stay until the rest of them is unmapped too (held_bytes()).
+///
+/// Registration can be refused: RLIMIT_MEMLOCK, a container, too little free memory. map() then
+/// gives nullptr (errno ENOMEM), and description() has CUDA's reason. Thread-safe.
+class PinnedPages final : public PageSource {
+ public:
+  /// `device`: any one; where none is initialised yet, registering initialises this one.
+  PinnedPages(std::unique_ptr<PageSource> upstream, int device);
+  ~PinnedPages() override;
+
+  [[nodiscard]] std::byte* map(std::size_t bytes, std::size_t alignment) noexcept override;
+  [[nodiscard]] bool unmap(std::byte* data, std::size_t bytes) noexcept override;
+  [[nodiscard]] bool discard(std::byte* data, std::size_t bytes) noexcept override;
+  /// Nothing: huge pages have to be asked for before the pages exist, and map() does.
+  void advise_huge(std::byte* data, std::size_t used, std::size_t mapped) noexcept override;
+  [[nodiscard]] std::string description() const override;
+
+  /// Registered now.
+  [[nodiscard]] std::size_t registered_bytes() const;
+  /// Of those: unmapped, and waiting for the rest of what was registered with them.
+  [[nodiscard]] std::size_t held_bytes() const;
+
+ private:
+  struct Registration {
+    std::size_t bytes = 0;
+    std::size_t live_bytes = 0;  // not unmapped yet
+  };
+  using Registrations = std::map<std::byte*, Registration>;
+
+  [[nodiscard]] bool add(std::byte* data, std::size_t bytes) noexcept;
+  void remove(std::byte* data, std::size_t bytes) noexcept;
+
+  const std::unique_ptr<PageSource> upstream_;
+  const int device_;
+  mutable std::mutex mutex_;
+  Registrations registrations_;  // guarded by mutex_; they do not overlap
+  // Relaxed: figures for reports.
+  std::atomic<std::size_t> num_refusals_{0};
+  std::atomic<std::size_t> stuck_bytes_{0};
+  std::atomic<cudaError_t> last_refusal_{cudaSuccess};
+};
+
+}  // namespace castor::cuda

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/cuda_error.h"
+
+namespace castor::cuda {
+
+/// While it lives, `device` is this thread's current CUDA device; the one before comes back with
+/// its destructor. Events and streams are made on, and used with, the device they belong to.
+class ScopedDevice {
+ public:
+  /// Throws CudaError, without changing anything, if there is no such device.
+  explicit ScopedDevice(int device) {
+    check(cudaGetDevice(&before_), "cudaGetDevice");
+    if (device != before_) {
+      check(cudaSetDevice(device), "cudaSetDevice");
+      changed_ = true;
+    }
+  }
+  ~ScopedDevice() {
+    if (changed_)
+      static_cast<void>(cudaSetDevice(before_));  // was current a moment ago
+  }
+  ScopedDevice(const ScopedDevice&) = delete;
+  ScopedDevice& operator=(const ScopedDevice&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+}  // namespace castor::cuda

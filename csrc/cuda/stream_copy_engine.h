@@ -1,0 +1,129 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <span>
+#include <stop_token>
+#include <thread>
+#include <vector>
+
+#include "core/copy_engine.h"
+#include "cuda/event_pool.h"
+
+namespace castor::cuda {
+
+struct StreamCopyOptions {
+  int device = 0;
+  /// The stream whose kernels use the device's side of the copies; asked in every call, on the
+  /// calling thread (torch has a current stream for each). Its streams are of `device`.
+  std::function<cudaStream_t()> compute_stream;
+};
+
+/// The copy engine of a GPU: one stream from host to device and one back, beside the compute
+/// stream. submit() enqueues and returns. What orders the copies:
+///
+/// - A copy to the host starts when the compute stream has done what was submitted to it before.
+/// - A copy to the device starts when the compute stream is done with the bytes it overwrites:
+///   where release() said so, at what had been submitted then; else at what was submitted before
+///   the copy.
+/// - Copies of the two directions that touch the same bytes run in the order of submission.
+/// - A copy whose source is still written (CopyRequest::await_source) is handed to CUDA by a thread
+///   of the engine, once it has waited; so are the copies behind it, in order. Which compute they
+///   are behind is settled in submit() all the same.
+/// - wait() for a copy to the device makes the compute stream wait and returns at once; the host
+///   waits for a copy to the host, and until a copy has been handed to CUDA. synchronize() makes
+///   the host wait for either: before it writes, or gives back, the source of a copy to the device.
+///
+/// The host's side must be page-locked, the device's side memory of `device`. A failure of the
+/// device (an illegal address in any kernel included) spoils its context: every later call throws.
+/// A copy that was refused after submit(), or whose await_source threw, is done, and every wait for
+/// it rethrows. Thread-safe. Destruction waits for every copy in flight.
+class StreamCopyEngine final : public CopyEngine {
+ public:
+  /// Throws CudaError if there is no such device; InvalidArgument without a compute stream.
+  explicit StreamCopyEngine(StreamCopyOptions options);
+  ~StreamCopyEngine() override;
+  StreamCopyEngine(const StreamCopyEngine&) = delete;
+  StreamCopyEngine& operator=(const StreamCopyEngine&) = delete;
+
+  /// Throws InvalidArgument if the spans differ in size, overlap or are not the memory they must
+  /// be, CudaError if CUDA refuses; nothing is under way then.
+  [[nodiscard]] CopyTicket submit(const CopyRequest& request) override;
+  /// These throw InvalidArgument for a ticket that was never given out, CudaError for a failure.
+  void wait(CopyTicket ticket) override;
+  [[nodiscard]] bool done(CopyTicket ticket) override;
+  void synchronize(CopyTicket ticket);
+  [[nodiscard]] bool asynchronous() const noexcept override { return true; }
+
+  /// All that the compute stream does with these bytes of the device has been submitted to it: the
+  /// next copy into them need not wait for what is submitted later.
+  void release(std::span<const std::byte> slot);
+  /// Takes release() back. Required before released memory goes to an allocator that may lend it to
+  /// others in between: what they submit is not in what release() saw.
+  void forget(std::span<const std::byte> slot);
+
+ private:
+  struct Copy {
+    CopyRequest request;
+    std::uint64_t order = 0;          // among those of both directions
+    std::vector<cudaEvent_t> behind;  // of the compute stream: what it has to wait for
+    cudaEvent_t event = nullptr;      // recorded behind it, once it is enqueued
+    bool enqueued = false;            // or failed
+  };
+
+  struct Lane {
+    cudaStream_t stream = nullptr;
+    std::deque<Copy> pending;  // those after num_done, in order; elements stay where they are
+    std::uint64_t num_done = 0;
+    std::uint64_t num_enqueued = 0;
+    std::map<std::uint64_t, std::exception_ptr> failures;  // by number
+    std::jthread worker;  // started by the first copy that cannot be enqueued at once
+    [[nodiscard]] std::uint64_t num_submitted() const noexcept { return num_done + pending.size(); }
+  };
+
+  struct Release {
+    std::span<const std::byte> slot;
+    cudaEvent_t event = nullptr;
+  };
+
+  /// A ticket: which copy of its direction it is, the first being 1.
+  struct Place {
+    std::size_t direction;
+    std::uint64_t number;
+  };
+
+  void check_memory(const CopyRequest& request) const;
+  [[nodiscard]] cudaEvent_t record_compute();
+  [[nodiscard]] std::vector<cudaEvent_t> take_releases(std::span<const std::byte> target);
+  /// The last copy of the other direction before `copy` that touches the same bytes and is neither
+  /// done nor failed.
+  [[nodiscard]] const Copy* conflict(const Copy& copy, std::size_t direction);
+  void enqueue(Copy& copy, std::size_t direction);
+  void work(const std::stop_token& stop, std::size_t direction);
+  void forget_events(Copy& copy) noexcept;
+  [[nodiscard]] Place place_of(CopyTicket ticket) const;
+  /// The copy, if it is not done yet. Rethrows its failure.
+  [[nodiscard]] const Copy* find(Place place);
+  /// Returns when the copy has been handed to CUDA, and the copy as find() does.
+  [[nodiscard]] const Copy* find_enqueued(Place place, std::unique_lock<std::mutex>& lock);
+  void reap(Lane& lane);
+
+  const StreamCopyOptions options_;
+  std::mutex mutex_;                     // guards all below
+  std::condition_variable_any changed_;  // a copy was submitted, or enqueued
+  EventPool events_;
+  std::uint64_t num_copies_ = 0;
+  std::vector<Release> releases_;
+  std::array<Lane, 2> lanes_;
+};
+
+}  // namespace castor::cuda

@@ -1,0 +1,31 @@
+#pragma once
+
+// Internal to csrc/optim and the CUDA kernels: how kSplit and kSplitBf16 keep a moment.
+
+#include <cstdint>
+
+#include "optim/elementwise.h"
+#include "optim/rounding.h"
+#include "optim/stochastic.h"
+
+namespace castor::detail {
+
+struct Fp32Moments {
+  using Storage = float;
+  static constexpr bool kRounds = false;
+  CASTOR_ELEMENTWISE static float load(float value) noexcept { return value; }
+  CASTOR_ELEMENTWISE static float round(float value, std::uint32_t /*random*/) noexcept {
+    return value;
+  }
+};
+
+struct Bf16Moments {
+  using Storage = std::uint16_t;
+  static constexpr bool kRounds = true;
+  CASTOR_ELEMENTWISE static float load(std::uint16_t bits) noexcept { return from_bfloat16(bits); }
+  CASTOR_ELEMENTWISE static std::uint16_t round(float value, std::uint32_t random) noexcept {
+    return round_stochastically_to_bfloat16(value, random);
+  }
+};
+
+}  // namespace castor::detail

@@ -1,0 +1,227 @@
+// castor._cuda: the GPU parts by themselves, for tests and benchmarks on a GPU. A module of its
+// own, so that castor._C needs no CUDA library. Signatures for type checkers:
+// python/castor/_cuda.pyi.
+#include <ATen/ATen.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/error.h"
+#include "cuda/adam_kernel.h"
+#include "cuda/cuda_error.h"
+#include "cuda/norm_kernel.h"
+#include "cuda/pinned_pages.h"
+#include "cuda/stream_copy_engine.h"
+#include "host/mmap_arena.h"
+#include "python/adam_entries.h"
+#include "python/state_tensors.h"
+#include "torch/cuda/caching_arena.h"
+
+namespace py = pybind11;
+
+namespace castor {
+namespace {
+
+std::span<std::byte> bytes_of(const at::Tensor& tensor) {
+  if (!tensor.is_contiguous()) {
+    throw InvalidArgument("a copy needs contiguous tensors; one of shape " +
+                          py::str(py::cast(tensor.sizes().vec())).cast<std::string>() + " is not");
+  }
+  return {static_cast<std::byte*>(tensor.mutable_data_ptr()), tensor.nbytes()};
+}
+
+c10::DeviceIndex index_of(const at::Tensor& tensor) {
+  if (!tensor.is_cuda())
+    throw InvalidArgument("expected a CUDA tensor, got one on " + tensor.device().str());
+  return tensor.device().index();
+}
+
+cuda::StreamCopyOptions copy_options(int device) {
+  return {.device = device, .compute_stream = [device] {
+            return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
+          }};
+}
+
+std::uint64_t submit(cuda::StreamCopyEngine& engine, const at::Tensor& target,
+                     const at::Tensor& source) {
+  if (target.is_cuda() == source.is_cuda()) {
+    throw InvalidArgument("a copy goes from host to device or back; both tensors are on " +
+                          target.device().str());
+  }
+  return static_cast<std::uint64_t>(
+      engine.submit({.source = bytes_of(source),
+                     .target = bytes_of(target),
+                     .direction = target.is_cuda() ? CopyDirection::kHostToDevice
+                                                   : CopyDirection::kDeviceToHost}));
+}
+
+void adam_update_tensors(const std::vector<py::dict>& entries) {
+  if (entries.empty())
+    return;
+  const c10::DeviceIndex device = index_of(entries[0]["param"].cast<at::Tensor>());
+  const AdamEntries adam(entries, c10::Device(c10::kCUDA, device));
+  const c10::cuda::CUDAGuard guard(device);
+  cuda::adam_update(adam.segments(), c10::cuda::getCurrentCUDAStream(device).stream());
+}
+
+/// One float64 for each tensor, on their device.
+at::Tensor square_norm_tensors(const std::vector<at::Tensor>& tensors) {
+  if (tensors.empty())
+    throw InvalidArgument("square_norms needs at least one tensor");
+  const c10::DeviceIndex device = index_of(tensors[0]);
+  std::vector<cuda::NormSegment> segments;
+  for (const at::Tensor& tensor : tensors) {
+    if (index_of(tensor) != device || !tensor.is_contiguous())
+      throw InvalidArgument("square_norms needs contiguous tensors on one device");
+    segments.push_back({.data = tensor.const_data_ptr(),
+                        .numel = static_cast<std::size_t>(tensor.numel()),
+                        .type = scalar_type_of(tensor)});
+  }
+  const c10::cuda::CUDAGuard guard(device);
+  const auto options = at::TensorOptions().dtype(at::kDouble).device(at::kCUDA, device);
+  const auto count = static_cast<std::int64_t>(cuda::norm_workspace_doubles(segments));
+  const at::Tensor workspace = at::empty({count}, options);
+  at::Tensor sums = at::empty({static_cast<std::int64_t>(segments.size())}, options);
+  cuda::square_norms(segments, sums.data_ptr<double>(), workspace.data_ptr<double>(),
+                     c10::cuda::getCurrentCUDAStream(device).stream());
+  return sums;
+}
+
+/// A uint8 tensor over a block of an arena, which lives as long as the tensor.
+at::Tensor block_tensor(const std::shared_ptr<Arena>& arena, std::size_t bytes,
+                        c10::Device device) {
+  std::byte* const data = arena->allocate(bytes);
+  const auto give_back = [arena, data, bytes](void*) { arena->deallocate(data, bytes); };
+  return at::from_blob(data, {static_cast<std::int64_t>(bytes)}, give_back,
+                       at::TensorOptions().dtype(at::kByte).device(device), device);
+}
+
+/// Host memory registered with CUDA.
+class PinnedArena {
+ public:
+  explicit PinnedArena(int device) {
+    auto pages = std::make_unique<cuda::PinnedPages>(std::make_unique<OsPages>(), device);
+    pages_ = pages.get();
+    arena_ = std::make_shared<MmapArena>(std::move(pages));
+  }
+  [[nodiscard]] at::Tensor empty(std::size_t bytes) const {
+    return block_tensor(arena_, bytes, c10::Device(c10::kCPU));
+  }
+  [[nodiscard]] std::size_t registered_bytes() const { return pages_->registered_bytes(); }
+  [[nodiscard]] std::string description() const { return arena_->description(); }
+
+ private:
+  const cuda::PinnedPages* pages_ = nullptr;  // owned by arena_
+  std::shared_ptr<MmapArena> arena_;
+};
+
+class DeviceArena {
+ public:
+  explicit DeviceArena(int device)
+      : device_(static_cast<c10::DeviceIndex>(device)),
+        arena_(std::make_shared<CachingArena>(device_)) {}
+  [[nodiscard]] at::Tensor empty(std::size_t bytes) const {
+    return block_tensor(arena_, bytes, c10::Device(c10::kCUDA, device_));
+  }
+  [[nodiscard]] std::string description() const { return arena_->description(); }
+  [[nodiscard]] py::dict statistics() const {
+    const CachedBytes cached = cached_bytes(device_);
+    py::dict figures;
+    figures["allocated"] = cached.allocated;
+    figures["peak_allocated"] = cached.peak_allocated;
+    figures["reserved"] = cached.reserved;
+    return figures;
+  }
+
+ private:
+  const c10::DeviceIndex device_;
+  const std::shared_ptr<CachingArena> arena_;
+};
+
+/// The classes of castor.errors: this module has its own copy of the C++ ones, not of theirs.
+void translate(std::exception_ptr pending) {
+  const auto class_of = [](const char* name) {
+    return py::module_::import("castor.errors").attr(name);
+  };
+  try {
+    if (pending)
+      std::rethrow_exception(std::move(pending));
+  } catch (const InvalidArgument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (const OutOfMemory& error) {
+    const py::object raised = class_of("OutOfMemoryError")(error.what());
+    // Its constructor takes the figures of castor._C's last one.
+    raised.attr("tier") = std::string(to_string(error.tier()));
+    raised.attr("requested") = error.requested();
+    raised.attr("available") = error.available();
+    raised.attr("budget") = error.budget();
+    PyErr_SetObject(py::type::of(raised).ptr(), raised.ptr());
+  } catch (const Error& error) {
+    PyErr_SetString(class_of("Error").ptr(), error.what());
+  }
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cuda, module) {
+  py::register_local_exception_translator(&translate);
+  const auto release = py::call_guard<py::gil_scoped_release>();
+  py::class_<cuda::StreamCopyEngine>(module, "CopyEngine")
+      .def(py::init([](int device) {
+             return std::make_unique<cuda::StreamCopyEngine>(copy_options(device));
+           }),
+           py::arg("device"))
+      .def("submit", &submit, py::arg("target"), py::arg("source"))
+      .def(
+          "wait",
+          [](cuda::StreamCopyEngine& engine, std::uint64_t ticket) {
+            engine.wait(CopyTicket{ticket});
+          },
+          py::arg("ticket"), release)
+      .def(
+          "synchronize",
+          [](cuda::StreamCopyEngine& engine, std::uint64_t ticket) {
+            engine.synchronize(CopyTicket{ticket});
+          },
+          py::arg("ticket"), release)
+      .def(
+          "done",
+          [](cuda::StreamCopyEngine& engine, std::uint64_t ticket) {
+            return engine.done(CopyTicket{ticket});
+          },
+          py::arg("ticket"), release)
+      .def(
+          "release",
+          [](cuda::StreamCopyEngine& engine, const at::Tensor& slot) {
+            engine.release(bytes_of(slot));
+          },
+          py::arg("slot"))
+      .def(
+          "forget",
+          [](cuda::StreamCopyEngine& engine, const at::Tensor& slot) {
+            engine.forget(bytes_of(slot));
+          },
+          py::arg("slot"));
+  py::class_<PinnedArena>(module, "PinnedArena")
+      .def(py::init<int>(), py::arg("device"))
+      .def("empty", &PinnedArena::empty, py::arg("num_bytes"))
+      .def_property_readonly("registered_bytes", &PinnedArena::registered_bytes)
+      .def_property_readonly("description", &PinnedArena::description);
+  py::class_<DeviceArena>(module, "DeviceArena")
+      .def(py::init<int>(), py::arg("device"))
+      .def("empty", &DeviceArena::empty, py::arg("num_bytes"))
+      .def("statistics", &DeviceArena::statistics)
+      .def_property_readonly("description", &DeviceArena::description);
+  module.def("adam_update", &adam_update_tensors, py::arg("entries"));
+  module.def("square_norms", &square_norm_tensors, py::arg("tensors"));
+  module.def("runtime_version", &cuda::runtime_version);
+}
+
+}  // namespace castor
