@@ -88,8 +88,23 @@ def _torch_step(module: Any, optimizer: Any) -> Step:
     return step
 
 
-def make_castor(model: Model, device_memory: int | None) -> tuple[Step, Report]:
-    """With castor, in a device budget of bytes; None: room for everything."""
+def make_compute(model: Model) -> tuple[Step, Report]:
+    """Plain PyTorch's forward and backward alone: nothing is updated."""
+    module = model.build()
+
+    def step(i: int) -> float:
+        loss = module(**batch(i)).loss
+        loss.backward()
+        module.zero_grad()
+        return loss.item()
+
+    return step, dict
+
+
+def make_castor(
+    model: Model, device_memory: int | None, settings: dict[str, Any] | None = None
+) -> tuple[Step, Report]:
+    """With castor, in a device budget of bytes (None: room for everything) and further settings."""
     import torch
 
     from castor import Booster, GeminiPlugin
@@ -101,7 +116,7 @@ def make_castor(model: Model, device_memory: int | None) -> tuple[Step, Report]:
         device="cpu",
         device_memory=device_memory or "1TiB",
         precision="fp32",
-        max_norm=MAX_NORM,
+        **({"max_norm": MAX_NORM} | (settings or {})),
     )
     booster = Booster(plugin=plugin)
     module, optimizer, *_ = booster.boost(module, optimizer)
