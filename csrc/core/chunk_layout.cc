@@ -401,4 +401,14 @@ ChunkLayout::ChunkLayout(std::vector<ParamSpec> params, std::vector<ModuleSpec> 
   }
 }
 
+std::size_t largest_gradient_bytes(const ChunkLayout& layout) {
+  std::size_t largest = 0;
+  for (const ParamSpec& param : layout.params()) {
+    if (param.trainable) {
+      largest = std::max(largest, param.numel * size_of(param.type));
+    }
+  }
+  return largest;
+}
+
 }  // namespace castor

@@ -114,4 +114,7 @@ class ChunkLayout {
   std::size_t largest_working_set_bytes_ = 0;
 };
 
+/// Of one trainable parameter: what gradients on their way home need of the device at least.
+[[nodiscard]] std::size_t largest_gradient_bytes(const ChunkLayout& layout);
+
 }  // namespace castor

@@ -52,6 +52,8 @@ struct Hardware {
   CopyMode parameter_copies = CopyMode::kOverlapped;
   CopyMode gradient_copies = CopyMode::kOverlapped;
   UpdateCores update_cores = UpdateCores::kOwn;
+  /// Of device memory, reserved for gradients on their way home (docs/design/0016).
+  std::uint64_t gradient_window_bytes = 0;
 };
 
 /// What the optimizer keeps and moves for each trainable element (docs/design/0012).

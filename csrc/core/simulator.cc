@@ -87,6 +87,7 @@ class Simulation {
   }
 
   void take_homes() {
+    fixed_device_bytes_ = hardware_.gradient_window_bytes;
     for (std::size_t i = 0; i < chunks_.size(); ++i) {
       const std::uint64_t bytes = payload_bytes(layout_.chunks()[i], optimizer_);
       (placements_[i] == Placement::kDevice ? fixed_device_bytes_ : result_.host_bytes) += bytes;

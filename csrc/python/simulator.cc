@@ -100,11 +100,14 @@ class Simulator {
         .gradient_copies = copy_mode(options, "gradient_copies"),
         .update_cores =
             mode_of<UpdateCores>(options, "update_cores",
-                                 {{"own", UpdateCores::kOwn}, {"shared", UpdateCores::kShared}})};
+                                 {{"own", UpdateCores::kOwn}, {"shared", UpdateCores::kShared}}),
+        .gradient_window_bytes = copy_mode(options, "gradient_copies") == CopyMode::kOverlapped
+                                     ? largest_gradient_bytes(layout_)
+                                     : 0};
     const OptimizerCost optimizer = optimizer_cost(options);
 
     const Trace trace = trace_of(events);
-    std::size_t fixed_device_bytes = 0;
+    std::size_t fixed_device_bytes = hardware.gradient_window_bytes;
     for (std::size_t i = 0; i < placements.size(); ++i) {
       if (placements[i] == Placement::kDevice) {
         fixed_device_bytes += payload_bytes(layout_.chunks()[i], optimizer);

@@ -6,20 +6,6 @@
 #include "torch/counting_allocator.h"
 
 namespace castor {
-namespace {
-
-std::size_t largest_gradient_bytes(const ChunkLayout& layout) {
-  std::size_t largest = 0;
-  for (const ParamSpec& param : layout.params()) {
-    if (param.trainable) {
-      largest = std::max(largest, param.numel * size_of(param.type));
-    }
-  }
-  return largest;
-}
-
-}  // namespace
-
 GradientCopies::GradientCopies(const ChunkLayout& layout, CopyEngine& engine, MemoryTier& device)
     : engine_(engine),
       window_(device.ledger().reserve(largest_gradient_bytes(layout),

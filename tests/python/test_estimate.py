@@ -343,7 +343,7 @@ def test_peaks_and_traffic_of_real_steps_are_predicted_to_the_byte(tmp_path: Pat
         step = simulator.run(
             events=[(m[0], m[1], m[4], m[2]) for m in moments],
             compute_seconds=[0.0] * len(moments),
-            options=OPTIONS | {"device_bytes": budget},
+            options=OPTIONS | {"device_bytes": budget, "gradient_copies": "synchronous"},
         )
         fetched = sum(t[7] for t in timeline["transfers"] if t[0] == "fetch")
         assert step["peak_device_bytes"] == timeline["peak_device_bytes"]
