@@ -90,9 +90,10 @@ class IoReport:
 
     @property
     def full_duplex(self) -> bool:
-        """True if reading and writing at once moves clearly more than the better of the two."""
-        one_way = max(self.best("read").bytes_per_second, self.best("write").bytes_per_second)
-        return self.best("mixed").bytes_per_second > DUPLEX * one_way
+        """True if reading and writing at once is clearly faster than one after the other."""
+        read, write = self.best("read").bytes_per_second, self.best("write").bytes_per_second
+        in_turn = 2 / (1 / read + 1 / write)
+        return self.best("mixed").bytes_per_second > DUPLEX * in_turn
 
     def step_seconds(self, model_params: float, state_format: str) -> float:
         """Time that the transfers of one optimizer step take, all of the state being on this path.

@@ -132,10 +132,22 @@ def test_the_cheapest_setting_within_five_percent_is_suggested() -> None:
         found.best("write")
 
 
-@pytest.mark.parametrize(("mixed", "duplex"), [(1200.0, False), (1900.0, True)])
-def test_duplex_is_told_from_the_mixed_bandwidth(mixed: float, duplex: bool) -> None:
+@pytest.mark.parametrize(
+    ("read", "write", "mixed", "duplex"),
+    [
+        (1000.0, 900.0, 1000.0, False),
+        (1000.0, 900.0, 1900.0, True),
+        # As fast as in turn, 1474, and well below the faster direction ...
+        (1000.0, 2800.0, 1500.0, False),
+        # ... which says nothing of how much the two get in each other's way.
+        (1000.0, 2800.0, 2200.0, True),
+    ],
+)
+def test_duplex_is_told_from_the_mixed_bandwidth(
+    read: float, write: float, mixed: float, duplex: bool
+) -> None:
     found = report(
-        measurement("read", 1000.0), measurement("write", 900.0), measurement("mixed", mixed)
+        measurement("read", read), measurement("write", write), measurement("mixed", mixed)
     )
     assert found.full_duplex is duplex
 
