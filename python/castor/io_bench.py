@@ -32,7 +32,7 @@ STATE_BYTES = {
 ENOUGH = 0.95
 """A setting that reaches this share of the best one is as good, and the cheapest such is taken."""
 DUPLEX = 1.25
-"""Mixed bandwidth over the better of read and write, above which both directions overlap."""
+"""Mixed bandwidth over that of reading and writing in turn, above which the two overlap."""
 
 
 @dataclass(frozen=True, kw_only=True)
