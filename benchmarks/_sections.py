@@ -274,6 +274,53 @@ def formats(record: Record) -> list[str]:
     return [inline(panel), table(("last tenth", "nats above fp32"), rows)]
 
 
+def overlap(record: Record) -> list[str]:
+    results = record["results"].values()
+    bars = [bar(result["name"], result["seconds"], i) for i, result in enumerate(results)]
+    link = record["link_bytes_per_second"] / 1e9
+    rows = [
+        [
+            result["name"],
+            *(f"{result['floors'][key]:.3f}" for key in ("compute", "link", "dram")),
+            f"{result['over_longest']['median']:.3f}",
+            f"{result['over_compute_and_dram']['median']:.3f}",
+        ]
+        for result in results
+    ]
+    headings = ("", "compute s", "link s", "DRAM s", "step / longest", "step / (compute + DRAM)")
+    return [
+        inline(Bars(title=f"one step behind a link of {link:g} GB/s", unit="s", bars=bars)),
+        table(headings, rows),
+    ]
+
+
+def simulator(record: Record) -> list[str]:
+    rows = [
+        [
+            name,
+            f"{result['measured_seconds']['median']:.3f}",
+            f"{result['predicted_seconds']['median']:.3f}",
+            f"{result['ratio']['median']:.3f}",
+            "exact" if result["peak_exact"] else "differs",
+            verdict(result["within_target"] and result["peak_exact"]),
+        ]
+        for name, result in record["results"].items()
+    ]
+    headings = ("budget", "measured s", "predicted s", "predicted / measured", "peak bytes", "")
+    return [table(headings, rows)]
+
+
+def io(record: Record) -> list[str]:
+    rows = [
+        [mix, engine, f"{ratio['median']:.3f}",
+         f"{ratio['lower_quartile']:.3f} to {ratio['upper_quartile']:.3f}"]
+        for mix, engines in record["ratios"].items()
+        for engine, ratio in engines.items()
+    ]  # fmt: skip
+    about = f"{record['block_bytes'] // 1024} KiB blocks, depth {record['depth']}, {record['fio']}"
+    return [table((f"of fio: {about}", "engine", "median", "quartiles"), rows)]
+
+
 def others(record: Record) -> list[str]:
     """A record that has no section of its own: its numbers, by their place in it."""
     rows = [[name, f"{value:g}"] for name, value in _numbers(record, "")]
@@ -293,10 +340,13 @@ def _numbers(value: object, name: str) -> list[tuple[str, float]]:
 SECTIONS: dict[str, tuple[str, Callable[[Record], list[str]]]] = {
     "step": ("A training step beside its peers", step),
     "sweep": ("Device budgets and model sizes", sweep),
+    "overlap": ("Overlap behind a slow link", overlap),
     "adam": ("CPU Adam", adam),
     "formats": ("Convergence of the state formats", formats),
     "hooks": ("Cost of the hooks", hooks),
     "planner": ("Planning time", planner),
     "copy_engines": ("Copy engines", copy_engines),
+    "simulator": ("The simulator against measured steps", simulator),
+    "io": ("NVMe engines beside fio", io),
     "build": ("Memory while building", build),
 }
