@@ -51,7 +51,7 @@ struct Machine {
       case Act::Kind::kEnter: return runtime->enter(module_id(act.value), mode);
       case Act::Kind::kExit: return runtime->exit(module_id(act.value));
       case Act::Kind::kBackward: return runtime->enter_backward(module_id(act.value));
-      case Act::Kind::kGrad: return runtime->grad_ready(param_id(act.value));
+      case Act::Kind::kGrad: static_cast<void>(runtime->grad_ready(param_id(act.value))); return;
       case Act::Kind::kAllocate: return nonmodel->allocate(act.value);
       case Act::Kind::kFree: return nonmodel->free(act.value);
     }
