@@ -112,7 +112,7 @@ def plot(path: Path, runs: dict[str, list[list[float]]]) -> None:
     width = max(1, steps // 20)
     x = [float(step + 1) for step in range(steps)]
     curves = {f: smooth(mean_curve(losses), width) for f, losses in runs.items()}
-    colours = dict(zip(FORMATS, COLOURS, strict=True))
+    colours = dict(zip(FORMATS, COLOURS, strict=False))
     losses = [
         Line(name=f, colour=colours[f], x=x, y=curves[f], dashed=f == "split") for f in FORMATS
     ]

@@ -23,11 +23,11 @@ GradientCopies::~GradientCopies() {
 
 bool GradientCopies::submit(ChunkId chunk, const at::Tensor& gradient, const at::Tensor& like,
                             std::span<std::byte> target) {
+  const std::lock_guard lock(mutex_);
   rethrow_failure();
   const std::size_t bytes = gradient.nbytes();
-  const bool own_memory = gradient.storage().use_count() == 1 && gradient.storage_offset() == 0 &&
-                          gradient.storage().nbytes() == bytes;
-  if (!own_memory || bytes == 0 || bytes > window_.bytes() ||
+  const bool whole = gradient.storage_offset() == 0 && gradient.storage().nbytes() == bytes;
+  if (!whole || bytes == 0 || bytes > window_.bytes() ||
       gradient.scalar_type() != like.scalar_type() || gradient.strides() != like.strides() ||
       !gradient.is_non_overlapping_and_dense()) {
     return false;
@@ -66,6 +66,7 @@ void GradientCopies::rethrow_failure() const {
 }
 
 CopyTicket GradientCopies::last_of(ChunkId chunk) const {
+  const std::lock_guard lock(mutex_);
   CopyTicket last = CopyTicket::kNone;
   for (const Copy& copy : copies_) {
     last = copy.chunk == chunk ? copy.ticket : last;
@@ -75,6 +76,7 @@ CopyTicket GradientCopies::last_of(ChunkId chunk) const {
 
 // Copies of one direction complete in order: what was sent before the chunk's last has arrived too.
 void GradientCopies::wait(ChunkId chunk) {
+  const std::lock_guard lock(mutex_);
   rethrow_failure();
   const auto is_of_chunk = [chunk](const Copy& copy) { return copy.chunk == chunk; };
   const auto last = std::find_if(copies_.rbegin(), copies_.rend(), is_of_chunk);

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <deque>
 #include <exception>
+#include <mutex>
 #include <span>
 #include <string>
 
@@ -22,7 +23,8 @@ namespace castor {
 /// the window is full, the oldest ones are waited for.
 ///
 /// A copy that fails leaves a gradient that is not there: every call from then on rethrows it.
-/// Owned by the session, which calls it from one thread at a time. Destruction waits for all.
+/// Owned by the session. Thread-safe: whoever reads a gradient may be the one who waits.
+/// Destruction waits for all.
 class GradientCopies {
  public:
   /// The largest gradient fits the window. Throws OutOfMemory. All three outlive this.
@@ -31,8 +33,9 @@ class GradientCopies {
   GradientCopies(const GradientCopies&) = delete;
   GradientCopies& operator=(const GradientCopies&) = delete;
 
-  /// Sends `gradient` to `target`, and holds its memory until it is there. False, and nothing
-  /// happened, if its memory is not its own or is laid out otherwise than `like`.
+  /// Sends `gradient`, which nobody else will write, to `target`, and holds its memory until it is
+  /// there. False, and nothing happened, if it is a part of other memory or laid out otherwise than
+  /// `like`.
   [[nodiscard]] bool submit(ChunkId chunk, const at::Tensor& gradient, const at::Tensor& like,
                             std::span<std::byte> target);
   /// The ticket of the chunk's latest gradient that is on its way; kNone if there is none.
@@ -52,6 +55,7 @@ class GradientCopies {
 
   CopyEngine& engine_;
   Reservation window_;
+  mutable std::mutex mutex_;    // guards everything below; held while a copy is waited for
   std::size_t used_bytes_ = 0;  // of the window
   std::deque<Copy> copies_;     // in the order of submission
   std::exception_ptr failure_;

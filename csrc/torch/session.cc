@@ -39,9 +39,9 @@ class GradientHook final : public ::torch::autograd::FunctionPostHook {
 
   ::torch::autograd::variable_list operator()(
       const ::torch::autograd::variable_list& outputs,
-      const ::torch::autograd::variable_list& /*inputs*/) override {
+      const ::torch::autograd::variable_list& inputs) override {
     if (const auto session = session_.lock()) {
-      for_torch([&] { session->gradient_arrived(param_); });
+      for_torch([&] { session->gradient_arrived(param_, inputs.at(0)); });
     }
     return outputs;
   }
@@ -203,6 +203,7 @@ void Session::watch_tensors() {
   gate_ = TensorGate::create(2 * layout_.chunks().size(),
                              [this](std::size_t group) { settle_group(group); });
   state_views_.resize(params_.size());
+  updated_.resize(layout_.chunks().size(), false);
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ChunkId chunk = layout_.place(ParamId{static_cast<std::uint32_t>(i)}).chunk;
     gate_->watch(index(chunk), params_[i]);
@@ -210,10 +211,21 @@ void Session::watch_tensors() {
       gate_->watch(gradient_group(chunk), gradients_[i].view);
     }
   }
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    const ParamId first = layout_.chunk(chunk).params.front();
+    const at::Tensor& gradient = gradients_[index(first)].view;
+    param_uses_.push_back(storages_->storage(chunk).use_count());
+    gradient_uses_.push_back(gradient.defined() ? gradient.storage().use_count() : 0);
+  }
 }
 
 void Session::settle_group(std::size_t group) {
   const ChunkId chunk{static_cast<std::uint32_t>(group % layout_.chunks().size())};
+  if (updated_[index(chunk)]) {
+    check_no_update_yet(group == index(chunk) ? "a weight or moment was read"
+                                              : "a gradient was read or changed");
+  }
   if (gradient_copies_ && group == gradient_group(chunk)) {
     gradient_copies_->wait(chunk);
   }
@@ -264,6 +276,7 @@ void Session::enter(ModuleId module) {
     account_before_ = charged_account();
     charge_allocations_to(nonmodel_);
   }
+  check_not_updated(module);
   runtime_->enter(module, training ? PassMode::kTraining : PassMode::kInference);
   for (const ChunkId chunk : layout_.chunks_of(module)) {
     gate_->open(index(chunk));
@@ -280,6 +293,7 @@ void Session::exit(ModuleId module) {
 void Session::enter_backward(ModuleId module) {
   charge_allocations_to(nonmodel_);
   follow_backward_pass();
+  check_not_updated(module);
   runtime_->enter_backward(module);
   update_completed_chunks();
 }

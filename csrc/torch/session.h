@@ -63,7 +63,8 @@ class Session : public std::enable_shared_from_this<Session> {
   void stop_charging();
   /// Follows AccumulateGrad of a parameter: moves a fresh gradient into the chunk's payload and
   /// makes p.grad a view of it.
-  void gradient_arrived(ParamId param);
+  /// `incoming` is what AccumulateGrad was given.
+  void gradient_arrived(ParamId param, const at::Tensor& incoming);
   /// The scale of the loss that the coming backward passes differentiate (fp16), 1 without scaling.
   void set_loss_scale(double scale);
 
@@ -86,8 +87,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void abandon_step();
   /// Returns when no update is under way; rethrows what stopped one.
   void settle();
-  /// Returns when the update of the parameter's chunk is over.
-  void settle(ParamId param);
+  void settle(ParamId param);  ///< of the parameter's chunk
   /// Parameters may be read and written freely afterwards, until the next forward. Throws
   /// UsageError where backward updated some chunks and step() never followed.
   void send_home();
@@ -95,8 +95,7 @@ class Session : public std::enable_shared_from_this<Session> {
   /// Masters and moments of the parameters. Its moments have no values before zero_moments().
   /// Before its memory is used: settle(param).
   [[nodiscard]] OptimizerState& optimizer_state() const noexcept { return *optimizer_state_; }
-  /// As OptimizerState's, but the same tensors at every call, and operators that read them wait for
-  /// the parameter's update.
+  /// As OptimizerState's, but the same tensors at every call, and watched by the gate.
   [[nodiscard]] std::vector<at::Tensor> moments(ParamId param);
   [[nodiscard]] std::optional<at::Tensor> moment_scales(ParamId param);
   /// Adam steps taken, one float32 per parameter: views of it are torch's `step` entries.
@@ -122,7 +121,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void follow_backward_pass();
   void check_parameters() const;
   /// Returns what went to the host, and when.
-  GradientCopy adopt_gradient(ParamId param, at::Tensor& grad);
+  GradientCopy adopt_gradient(ParamId param, at::Tensor& grad, std::size_t storage_uses);
   [[nodiscard]] double gradient_norm() const;
   void watch_tensors();
   struct StateViews;
@@ -135,6 +134,9 @@ class Session : public std::enable_shared_from_this<Session> {
   void submit_update(ChunkId chunk, std::vector<AdamSegment> segments);
   void update_completed_chunks();
   void check_no_update_yet(const std::string& what) const;
+  void check_not_updated(ModuleId module) const;
+  /// Whether somebody holds another tensor over the chunk's memory, which the gate does not watch.
+  [[nodiscard]] bool aliased(ChunkId chunk) const;
   void check_groups(std::size_t num_groups, std::span<const std::int64_t> group_of) const;
   void check_used_gradient(std::size_t i, const AdamOptions& options) const;
   void await_gradients();
@@ -166,7 +168,9 @@ class Session : public std::enable_shared_from_this<Session> {
     std::vector<at::Tensor> moments;
     std::optional<at::Tensor> scales;
   };
-  std::vector<StateViews> state_views_;             // per parameter, once shown
+  std::vector<std::size_t> param_uses_;     // per chunk: of its parameters' storage, by castor
+  std::vector<std::size_t> gradient_uses_;  // of its gradients' storage
+  std::vector<StateViews> state_views_;     // per parameter, once shown
   std::shared_ptr<NonModelMemory> account_before_;  // of the thread, while inference runs
   std::vector<int> backward_passes_;  // under way, as autograd numbers them; nested ones last
 
@@ -186,7 +190,8 @@ class Session : public std::enable_shared_from_this<Session> {
   std::vector<AdamOptions> armed_groups_;  // empty: nothing is updated before step()
   std::vector<std::int64_t> armed_group_of_;
   std::vector<ChunkId> completed_;  // gradients complete, update not submitted
-  std::size_t num_updated_ = 0;     // chunks, in this step's backward
+  std::vector<bool> updated_;       // per chunk, in this step's backward
+  std::size_t num_updated_ = 0;     // of them
   double loss_scale_ = 1.0;
   std::uint64_t gradient_bytes_moved_ = 0;
 };

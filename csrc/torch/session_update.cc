@@ -36,7 +36,9 @@ void Session::set_loss_scale(double scale) {
   }
 }
 
-GradientCopy Session::adopt_gradient(ParamId param, at::Tensor& grad) {
+// `storage_uses`: of the gradient's memory, when nobody but backward knows it; 0: it is copied at
+// once.
+GradientCopy Session::adopt_gradient(ParamId param, at::Tensor& grad, std::size_t storage_uses) {
   Gradient& gradient = gradients_[index(param)];
   const ChunkId chunk = layout_.place(param).chunk;
   if (grad.layout() != at::kStrided) {
@@ -51,7 +53,7 @@ GradientCopy Session::adopt_gradient(ParamId param, at::Tensor& grad) {
   const at::NoGradGuard no_grad;
   const bool leaves_device = manager_->placement(chunk) != Placement::kDevice;
   const std::uint64_t start_ns = runtime_->clock_ns();
-  if (leaves_device && gradient_copies_ &&
+  if (leaves_device && gradient_copies_ && grad.storage().use_count() == storage_uses &&
       gradient_copies_->submit(
           chunk, grad, gradient.view,
           {optimizer_state_->element(param, PayloadKind::kGrad), gradient.view.nbytes()})) {
@@ -68,7 +70,7 @@ GradientCopy Session::adopt_gradient(ParamId param, at::Tensor& grad) {
   return {.bytes = gradient.view.nbytes(), .start_ns = start_ns, .end_ns = end_ns};
 }
 
-void Session::gradient_arrived(ParamId param) {
+void Session::gradient_arrived(ParamId param, const at::Tensor& incoming) {
   follow_backward_pass();
   at::Tensor& grad = params_[index(param)].mutable_grad();
   Gradient& gradient = gradients_[index(param)];
@@ -87,7 +89,8 @@ void Session::gradient_arrived(ParamId param) {
   }
   GradientCopy copy;
   if (!grad.is_same(gradient.view)) {
-    copy = adopt_gradient(param, grad);
+    // AccumulateGrad takes `incoming` over as it is where it can.
+    copy = adopt_gradient(param, grad, incoming.defined() && incoming.is_alias_of(grad) ? 2 : 1);
     gradient.scale = loss_scale_;
   } else if (gradient.scale != loss_scale_) {
     throw UsageError("the gradient of parameter '" + layout_.param(param).name +
@@ -113,6 +116,9 @@ void Session::arm_updates(std::vector<AdamOptions> groups, std::vector<std::int6
 
 void Session::update_completed_chunks() {
   std::erase_if(completed_, [this](ChunkId chunk) {
+    if (aliased(chunk)) {
+      return true;  // an alias may be read in what is left of backward: step() updates the chunk
+    }
     if (!runtime_->retire(chunk)) {
       return false;
     }
@@ -122,6 +128,7 @@ void Session::update_completed_chunks() {
       segments.push_back(begin_step(index(param), armed_groups_[group], 1.0));
       gradients_[index(param)].used = true;
     }
+    updated_[index(chunk)] = true;
     ++num_updated_;
     submit_update(chunk, std::move(segments));
     return true;
@@ -139,7 +146,29 @@ void Session::check_no_update_yet(const std::string& what) const {
   }
 }
 
+void Session::check_not_updated(ModuleId module) const {
+  for (const ChunkId chunk : layout_.chunks_of(module)) {
+    if (updated_[index(chunk)]) {
+      check_no_update_yet("module '" + layout_.module(module).name + "' ran");
+    }
+  }
+}
+
+bool Session::aliased(ChunkId chunk) const {
+  const auto in_use = [](const at::Tensor& tensor) { return tensor.storage().use_count() > 1; };
+  const auto& params = layout_.chunk(chunk).params;
+  return storages_->storage(chunk).use_count() > param_uses_[index(chunk)] ||
+         gradients_[index(params.front())].view.storage().use_count() >
+             gradient_uses_[index(chunk)] ||
+         std::any_of(params.begin(), params.end(), [&](ParamId param) {
+           const StateViews& views = state_views_[index(param)];
+           return std::any_of(views.moments.begin(), views.moments.end(), in_use) ||
+                  (views.scales && in_use(*views.scales));
+         });
+}
+
 void Session::forget_updates() {
+  std::fill(updated_.begin(), updated_.end(), false);
   armed_groups_.clear();
   completed_.clear();
   num_updated_ = 0;
@@ -149,8 +178,8 @@ void Session::forget_updates() {
 }
 
 void Session::abandon_step() {
-  settle();
   forget_updates();
+  settle();
 }
 
 // Of the chunks that backward has not updated; those are used already, and may still be under way.
@@ -182,7 +211,7 @@ GradientSummary Session::collect_gradients(bool with_norm) {
       if (gradient.in_graph != grad.unsafeGetTensorImpl()) {
         gradient.scale = 1.0;  // assigned by the user
       }
-      adopt_gradient(param, grad);
+      adopt_gradient(param, grad, 0);
     } else if (scaled_precision_ && gradient.scale != 1.0 &&
                gradient.version != version_of(gradient.view)) {
       throw UsageError("the gradient of parameter '" + layout_.param(param).name +
@@ -328,6 +357,9 @@ void Session::submit_update(ChunkId chunk, std::vector<AdamSegment> segments) {
     copy_engine_->wait(gradients);
     adam_update(*executor_, of_chunk);
   });
+  if (aliased(chunk)) {
+    updates_->wait(chunk);  // nothing would hold its readers back
+  }
 }
 
 void Session::finish_step() {

@@ -106,14 +106,16 @@ TensorGate::~TensorGate() {
 }
 
 void TensorGate::watch(std::size_t group, at::Tensor tensor) {
-  groups_[group].tensors.push_back(std::move(tensor));
+  const std::lock_guard lock(mutex_);
   if (groups_[group].closed) {
-    groups_[group].closed = false;
-    close(group);
+    ClosedStorages::instance().add(tensor, {weak_from_this(), group});
+    mark(tensor);
   }
+  groups_[group].tensors.push_back(std::move(tensor));
 }
 
 void TensorGate::close(std::size_t group) {
+  const std::lock_guard lock(mutex_);
   if (std::exchange(groups_[group].closed, true)) {
     return;
   }
@@ -123,7 +125,7 @@ void TensorGate::close(std::size_t group) {
   }
 }
 
-void TensorGate::open(std::size_t group) {
+void TensorGate::open_locked(std::size_t group) {
   if (!std::exchange(groups_[group].closed, false)) {
     return;
   }
@@ -133,10 +135,16 @@ void TensorGate::open(std::size_t group) {
   }
 }
 
+void TensorGate::open(std::size_t group) {
+  const std::lock_guard lock(mutex_);
+  open_locked(group);
+}
+
 void TensorGate::pass(std::size_t group) {
+  const std::lock_guard lock(mutex_);
   if (groups_[group].closed) {
     settle_(group);
-    open(group);
+    open_locked(group);
   }
 }
 

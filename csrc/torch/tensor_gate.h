@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 namespace castor {
@@ -22,8 +23,7 @@ namespace castor {
 /// carries it, and its kernel for every operator is the wait. What reads memory without an operator
 /// (data_ptr(), a storage) is not held back: call settle first.
 ///
-/// Owned by the session, made by make_tensor_gate. One thread at a time closes; any may be held
-/// back.
+/// Owned by the session. Thread-safe; settle must not come back to the gate.
 class TensorGate : public std::enable_shared_from_this<TensorGate> {
  public:
   using Settle = std::function<void(std::size_t group)>;
@@ -38,7 +38,6 @@ class TensorGate : public std::enable_shared_from_this<TensorGate> {
   void close(std::size_t group);
   /// No effect on an open group.
   void open(std::size_t group);
-  [[nodiscard]] bool closed(std::size_t group) const { return groups_[group].closed; }
   /// Waits for a closed group and opens it; rethrows what settle throws, the group closed as it
   /// was.
   void pass(std::size_t group);
@@ -50,6 +49,9 @@ class TensorGate : public std::enable_shared_from_this<TensorGate> {
     std::vector<at::Tensor> tensors;
     bool closed = false;
   };
+  void open_locked(std::size_t group);
+
+  std::mutex mutex_;  // guards groups_; held while settle runs, so that nobody closes meanwhile
   std::vector<Group> groups_;
   Settle settle_;
 };

@@ -325,7 +325,7 @@ def test_saving_needs_two_pieces_of_memory(tmp_path: Path) -> None:
             return (self.straight(x) @ self.turned.t()[:, :3].float().to(x.dtype)[:3000]).sum()
 
     model = Wide()
-    boosted = boost(model, precision="bf16")
+    boosted = boost(model, precision="bf16", optim_state_format="fp32")  # others join the master
     boosted.step(boosted.model(torch.randn(2, 4096)))
     BOOSTER.save(tmp_path / "run", tower(), step=1)  # imports and caches are not the point
     size = sum(param.nbytes for param in model.parameters())
@@ -347,7 +347,7 @@ def test_loading_needs_no_second_copy(tmp_path: Path, monkeypatch: pytest.Monkey
                 return int(line.split()[1]) * 1024
         raise AssertionError
 
-    boosted = boost(tower(width=1500, depth=10), precision="bf16")
+    boosted = boost(tower(width=1500, depth=10), precision="bf16", optim_state_format="fp32")
     boosted.step(boosted.model(**tower_batch(0, width=1500)))
     BOOSTER.save(tmp_path / "run", boosted.model, boosted.optimizer)
     peaks = []
@@ -362,5 +362,5 @@ def test_loading_needs_no_second_copy(tmp_path: Path, monkeypatch: pytest.Monkey
     before = anonymous()
     monkeypatch.setattr(torch.Tensor, "copy_", watched)
     BOOSTER.load(tmp_path / "run", boosted.model, boosted.optimizer)
-    assert len(peaks) >= 4 * 22
+    assert len(peaks) >= 2 * 22  # the moments; weights and masters are taken over in C++
     assert max(peaks) - before <= 2 * PIECE_BYTES

@@ -18,7 +18,7 @@ from castor.checkpoint.manifest import PART_MANIFEST, verify
 from castor.checkpoint.model import state_of, weight_files
 from castor.checkpoint.staging import recover
 from castor.errors import CheckpointError
-from castor.runtime.engine import Engine, engines_holding
+from castor.runtime.engine import Engine, being_loaded, engines_holding
 
 Sources = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
@@ -105,7 +105,9 @@ def prepare_model(model: nn.Module, directory: Path, *, strict: bool) -> ModelLo
         CheckpointError: They do not match, or a file's structure is not sound.
     """
     stored = read_headers(weight_files(directory))
-    targets = state_of(model)
+    engines = engines_holding(model)
+    with being_loaded(engines):
+        targets = state_of(model)
     _check_targets(model, targets)
     comparison = _compare(stored, targets)
     sources = _from_files(stored, targets)
@@ -117,7 +119,7 @@ def prepare_model(model: nn.Module, directory: Path, *, strict: bool) -> ModelLo
     comparison.check(model, strict=strict)
     return ModelLoad(
         targets=targets,
-        engines=engines_holding(model),
+        engines=engines,
         sources=sources,
         incompatible=_IncompatibleKeys(comparison.missing, comparison.unexpected),
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,8 @@ class Engine:
         check_inactive()
         self.config = config
         self.skipped_steps = 0
+        self.being_loaded = False
+        """Whether state_dict is asked for names and places only, whatever the values are."""
         self.resumed_steps = 0
         """Steps that were taken before this process, by the checkpoint it resumed from."""
         lazy = Materialisation(model)
@@ -138,6 +142,9 @@ class Engine:
             )
         for i, owner in enumerate(spec.modules):
             module = owner.module
+            # keep_vars=True hands out the parameters themselves, whose storages are read without an
+            # operator.
+            module.register_state_dict_pre_hook(_settle(self))
             enter, leave = (
                 self.session.forward_pre_hook(i, module),
                 self.session.forward_hook(i, module),
@@ -146,10 +153,6 @@ class Engine:
             module.register_forward_hook(leave, always_call=True)
             if self.session.optim_state_format != "fp32":
                 module.register_load_state_dict_pre_hook(_before_load(self, module))
-        # keep_vars=True hands out the parameters themselves, whose storages are read without an
-        # operator.
-        session = self.session
-        model.register_state_dict_pre_hook(lambda *_: session.settle())
         self.history.watch(model)
 
     @property
@@ -190,6 +193,18 @@ def engine_of(model: nn.Module) -> Engine:
     return engine
 
 
+@contextmanager
+def being_loaded(engines: list[Engine]) -> Iterator[None]:
+    """Lets state_dict tell names and places even where a step stopped in the middle."""
+    for engine in engines:
+        engine.being_loaded = True
+    try:
+        yield
+    finally:
+        for engine in engines:
+            engine.being_loaded = False
+
+
 def engines_holding(model: nn.Module) -> list[Engine]:
     """The engines that manage parameters of `model`: its own, or that of a model it is part of."""
     params = list(model.parameters())
@@ -211,6 +226,16 @@ def check_not_boosted(model: nn.Module) -> None:
                 f"with a boosted {type(boosted).__name__}; boost each model once and use what "
                 "boost returned"
             )
+
+
+def _settle(engine: Engine) -> Callable[..., None]:
+    """A state_dict hook: no update is under way when the values are read."""
+
+    def settle(*_: Any) -> None:
+        if not engine.being_loaded:
+            engine.session.settle()
+
+    return settle
 
 
 def _before_load(engine: Engine, owner: nn.Module) -> Any:
