@@ -121,7 +121,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void follow_backward_pass();
   void check_parameters() const;
   /// Returns what went to the host, and when.
-  GradientCopy adopt_gradient(ParamId param, at::Tensor& grad, std::size_t storage_uses);
+  GradientCopy adopt_gradient(ParamId param, at::Tensor& grad, std::size_t max_uses);
   [[nodiscard]] double gradient_norm() const;
   void watch_tensors();
   struct StateViews;

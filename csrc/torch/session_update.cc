@@ -36,9 +36,9 @@ void Session::set_loss_scale(double scale) {
   }
 }
 
-// `storage_uses`: of the gradient's memory, when nobody but backward knows it; 0: it is copied at
-// once.
-GradientCopy Session::adopt_gradient(ParamId param, at::Tensor& grad, std::size_t storage_uses) {
+// `max_uses`: of the gradient's storage, as long as nobody but autograd knows it; 0: it is copied
+// at once.
+GradientCopy Session::adopt_gradient(ParamId param, at::Tensor& grad, std::size_t max_uses) {
   Gradient& gradient = gradients_[index(param)];
   const ChunkId chunk = layout_.place(param).chunk;
   if (grad.layout() != at::kStrided) {
@@ -53,7 +53,7 @@ GradientCopy Session::adopt_gradient(ParamId param, at::Tensor& grad, std::size_
   const at::NoGradGuard no_grad;
   const bool leaves_device = manager_->placement(chunk) != Placement::kDevice;
   const std::uint64_t start_ns = runtime_->clock_ns();
-  if (leaves_device && gradient_copies_ && grad.storage().use_count() == storage_uses &&
+  if (leaves_device && gradient_copies_ && grad.storage().use_count() <= max_uses &&
       gradient_copies_->submit(
           chunk, grad, gradient.view,
           {optimizer_state_->element(param, PayloadKind::kGrad), gradient.view.nbytes()})) {
@@ -89,8 +89,10 @@ void Session::gradient_arrived(ParamId param, const at::Tensor& incoming) {
   }
   GradientCopy copy;
   if (!grad.is_same(gradient.view)) {
-    // AccumulateGrad takes `incoming` over as it is where it can.
-    copy = adopt_gradient(param, grad, incoming.defined() && incoming.is_alias_of(grad) ? 2 : 1);
+    // Where AccumulateGrad took `incoming` over as it is, the engine still holds it, and the tensor
+    // that it is a view of (a transposed weight's gradient).
+    const bool taken_over = incoming.defined() && incoming.is_alias_of(grad);
+    copy = adopt_gradient(param, grad, taken_over ? 3 : 1);
     gradient.scale = loss_scale_;
   } else if (gradient.scale != loss_scale_) {
     throw UsageError("the gradient of parameter '" + layout_.param(param).name +
