@@ -91,7 +91,8 @@ void Session::gradient_arrived(ParamId param, const at::Tensor& incoming) {
   if (!grad.is_same(gradient.view)) {
     // Where AccumulateGrad took `incoming` over as it is, the engine still holds it, and the tensor
     // that it is a view of (a transposed weight's gradient).
-    const bool taken_over = incoming.defined() && incoming.is_alias_of(grad);
+    const bool taken_over = incoming.defined() && incoming.layout() == at::kStrided &&
+                            grad.layout() == at::kStrided && incoming.is_alias_of(grad);
     copy = adopt_gradient(param, grad, taken_over ? 3 : 1);
     gradient.scale = loss_scale_;
   } else if (gradient.scale != loss_scale_) {
