@@ -378,9 +378,7 @@ void Session::settle() {
   if (updates_) {
     updates_->drain();
   }
-  for (std::size_t group = 0; group < 2 * layout_.chunks().size(); ++group) {
-    gate_->pass(group);
-  }
+  gate_->pass_all();
 }
 
 void Session::settle(ParamId param) { gate_->pass(index(layout_.place(param).chunk)); }

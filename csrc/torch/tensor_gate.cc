@@ -119,6 +119,7 @@ void TensorGate::close(std::size_t group) {
   if (std::exchange(groups_[group].closed, true)) {
     return;
   }
+  ++num_closed_;
   for (const at::Tensor& tensor : groups_[group].tensors) {
     ClosedStorages::instance().add(tensor, {weak_from_this(), group});
     mark(tensor);
@@ -129,6 +130,7 @@ void TensorGate::open_locked(std::size_t group) {
   if (!std::exchange(groups_[group].closed, false)) {
     return;
   }
+  --num_closed_;
   for (const at::Tensor& tensor : groups_[group].tensors) {
     ClosedStorages::instance().remove(tensor);
     unmark(tensor);
@@ -140,11 +142,22 @@ void TensorGate::open(std::size_t group) {
   open_locked(group);
 }
 
-void TensorGate::pass(std::size_t group) {
-  const std::lock_guard lock(mutex_);
+void TensorGate::pass_locked(std::size_t group) {
   if (groups_[group].closed) {
     settle_(group);
     open_locked(group);
+  }
+}
+
+void TensorGate::pass(std::size_t group) {
+  const std::lock_guard lock(mutex_);
+  pass_locked(group);
+}
+
+void TensorGate::pass_all() {
+  const std::lock_guard lock(mutex_);
+  for (std::size_t group = 0; group < groups_.size() && num_closed_ > 0; ++group) {
+    pass_locked(group);
   }
 }
 
