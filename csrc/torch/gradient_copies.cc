@@ -6,6 +6,7 @@
 #include "torch/counting_allocator.h"
 
 namespace castor {
+
 GradientCopies::GradientCopies(const ChunkLayout& layout, CopyEngine& engine, MemoryTier& device)
     : engine_(engine),
       window_(device.ledger().reserve(largest_gradient_bytes(layout),

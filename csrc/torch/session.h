@@ -61,9 +61,8 @@ class Session : public std::enable_shared_from_this<Session> {
   void backward_pass_ended(int pass);
   /// No backward will follow the forward that just ended: it failed, or has no result.
   void stop_charging();
-  /// Follows AccumulateGrad of a parameter: moves a fresh gradient into the chunk's payload and
-  /// makes p.grad a view of it.
-  /// `incoming` is what AccumulateGrad was given.
+  /// Follows AccumulateGrad of a parameter, which was given `incoming`: moves a fresh gradient into
+  /// the chunk's payload and makes p.grad a view of it.
   void gradient_arrived(ParamId param, const at::Tensor& incoming);
   /// The scale of the loss that the coming backward passes differentiate (fp16), 1 without scaling.
   void set_loss_scale(double scale);
@@ -145,6 +144,9 @@ class Session : public std::enable_shared_from_this<Session> {
   [[nodiscard]] std::size_t gradient_group(ChunkId chunk) const noexcept {
     return layout_.chunks().size() + index(chunk);
   }
+  [[nodiscard]] bool updated(ParamId param) const {
+    return updated_[index(layout_.place(param).chunk)];
+  }
   [[nodiscard]] bool trainable(ParamId param) const { return layout_.param(param).trainable; }
 
   std::vector<at::Tensor> params_;
@@ -181,7 +183,6 @@ class Session : public std::enable_shared_from_this<Session> {
     double scale = 0.0;              ///< loss scale it was made with
     const void* in_graph = nullptr;  ///< the p.grad that create_graph=True made with that scale
     bool present = false;            ///< in this step; known after collect_gradients
-    bool used = false;               ///< in this step's backward, by Overlap::kBackward
   };
   std::vector<Gradient> gradients_;
   std::vector<GradFunction> accumulators_;
@@ -191,7 +192,6 @@ class Session : public std::enable_shared_from_this<Session> {
   std::vector<std::int64_t> armed_group_of_;
   std::vector<ChunkId> completed_;  // gradients complete, update not submitted
   std::vector<bool> updated_;       // per chunk, in this step's backward
-  std::size_t num_updated_ = 0;     // of them
   double loss_scale_ = 1.0;
   std::uint64_t gradient_bytes_moved_ = 0;
 };

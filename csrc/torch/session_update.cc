@@ -77,7 +77,7 @@ void Session::gradient_arrived(ParamId param, const at::Tensor& incoming) {
   if (!grad.defined()) {
     return;
   }
-  if (gradient.used) {
+  if (updated(param)) {
     check_no_update_yet("another gradient of parameter '" + layout_.param(param).name +
                         "' arrived");
   }
@@ -129,18 +129,17 @@ void Session::update_completed_chunks() {
     for (const ParamId param : layout_.chunk(chunk).params) {
       const auto group = static_cast<std::size_t>(armed_group_of_[index(param)]);
       segments.push_back(begin_step(index(param), armed_groups_[group], 1.0));
-      gradients_[index(param)].used = true;
     }
     updated_[index(chunk)] = true;
-    ++num_updated_;
     submit_update(chunk, std::move(segments));
     return true;
   });
 }
 
 void Session::check_no_update_yet(const std::string& what) const {
-  if (num_updated_ > 0) {
-    throw UsageError(what + " after a backward that updated " + std::to_string(num_updated_) +
+  const auto num_updated = std::count(updated_.begin(), updated_.end(), true);
+  if (num_updated > 0) {
+    throw UsageError(what + " after a backward that updated " + std::to_string(num_updated) +
                      " of " + std::to_string(layout_.chunks().size()) +
                      " chunks, and optimizer.step() was not called: with overlap=\"backward\" the "
                      "weights are between two steps then. Call step() after every backward; to "
@@ -174,10 +173,6 @@ void Session::forget_updates() {
   std::fill(updated_.begin(), updated_.end(), false);
   armed_groups_.clear();
   completed_.clear();
-  num_updated_ = 0;
-  for (Gradient& gradient : gradients_) {
-    gradient.used = false;
-  }
 }
 
 void Session::abandon_step() {
@@ -188,9 +183,7 @@ void Session::abandon_step() {
 // Of the chunks that backward has not updated; those are used already, and may still be under way.
 void Session::await_gradients() {
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
-    const auto& params = layout_.chunks()[i].params;
-    if (std::none_of(params.begin(), params.end(),
-                     [&](ParamId param) { return gradients_[index(param)].used; })) {
+    if (!updated_[i]) {
       gate_->pass(i);
       gate_->pass(gradient_group(ChunkId{static_cast<std::uint32_t>(i)}));
     }
@@ -278,11 +271,11 @@ void Session::adam_step(std::span<const AdamOptions> groups, std::span<const std
   check_groups(groups.size(), group_of);
   std::vector<std::vector<AdamSegment>> segments(layout_.chunks().size());
   for (std::size_t i = 0; i < params_.size(); ++i) {
+    const ParamId param{static_cast<std::uint32_t>(i)};
     const auto group = static_cast<std::size_t>(group_of[i]);
-    if (gradients_[i].used) {
+    if (updated(param)) {
       check_used_gradient(i, groups[group]);
     } else if (gradients_[i].present) {
-      const ParamId param{static_cast<std::uint32_t>(i)};
       segments[index(layout_.place(param).chunk)].push_back(
           begin_step(i, groups[group], grad_scale));
     }
