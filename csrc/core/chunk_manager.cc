@@ -58,10 +58,17 @@ ChunkManager::ChunkManager(const ChunkLayout& layout, std::vector<Placement> pla
 ChunkManager::~ChunkManager() {
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     assert(slots_[i].pins == 0 && "a pin outlived its chunk manager");
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    try {
+      if (promoted(chunk)) {
+        demote(chunk);
+      }
+    } catch (...) {
+      continue;  // it stays whole where it is: the payloads hold that memory
+    }
     if (!slots_[i].block) {
       continue;
     }
-    const ChunkId chunk{static_cast<std::uint32_t>(i)};
     try {
       leave(chunk);
     } catch (...) {  // nobody is left to tell; the home is readable all the same

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -57,10 +58,13 @@ struct TransferCounts {
   std::uint64_t d2h_bytes = 0;
   std::uint64_t fetches = 0;
   std::uint64_t evictions = 0;
+  std::uint64_t promotions = 0;
+  std::uint64_t demotions = 0;
 };
 
-/// Owns every chunk's payloads and device slot, and moves parameters between the two. Tells nobody
-/// when to move: the runtime decides. Not thread-safe: the runtime's mutex guards it.
+/// Owns every chunk's payloads and device slot, and moves parameters between the two, or whole
+/// chunks. Tells nobody when to move: the runtime decides. Not thread-safe: the runtime's mutex
+/// guards it.
 /// Invariants: a pinned chunk is resident; a parameter is bound to readable memory at every moment
 /// (device slot when resident, home otherwise); a write made by user code through either is never
 /// lost; device bytes are reserved before they are used.
@@ -121,6 +125,24 @@ class ChunkManager {
   /// Sends every chunk home. Requires that nothing is pinned. Not counted as evictions.
   void send_home();
 
+  /// Moves every payload of a streamed chunk to the device for good: its placement is kDevice until
+  /// it is demoted. Its homes stay allocated for the way back. False, and nothing happened, when
+  /// there is no room for on_device_bytes. Throws UsageError unless it is at home, no update of it
+  /// pending; rethrows a copy's failure, the chunk at home.
+  [[nodiscard]] bool try_promote(ChunkId chunk);
+  /// Makes a promoted chunk a streamed one: its payloads go home, and its parameters stay where
+  /// they are, as a slot that may be pinned, in use, or evicted. Waits for its update. Takes no
+  /// memory. Throws UsageError if it is not promoted; rethrows a copy's failure, nothing changed.
+  void demote(ChunkId chunk);
+  /// Demotes the promoted chunk that is used last of those not pinned, or else of the pinned ones.
+  /// False when there is none.
+  bool demote_one();
+  [[nodiscard]] bool promoted(ChunkId chunk) const;
+  /// Device bytes that the chunk takes, or would take, with all its payloads there for good.
+  [[nodiscard]] std::size_t on_device_bytes(ChunkId chunk) const;
+  /// Of the chunks that are promoted now.
+  [[nodiscard]] std::size_t promoted_bytes() const noexcept { return promoted_bytes_; }
+
   /// When the chunk will be used next: orders evictions once it is unpinned.
   void set_next_use(ChunkId chunk, std::uint64_t next_use);
 
@@ -155,6 +177,7 @@ class ChunkManager {
   [[nodiscard]] std::size_t write_back(ChunkId chunk);
   [[nodiscard]] std::uint64_t clock() const { return recorder_ ? recorder_->now() : 0; }
   void drop(ChunkId chunk) noexcept;
+  void copy_and_wait(std::span<const CopyRequest> requests);
 
   const ChunkLayout& layout_;
   std::shared_ptr<MemoryTier> device_;
@@ -166,6 +189,7 @@ class ChunkManager {
   EvictionOrder evictable_;
   std::size_t slot_bytes_ = 0;
   std::size_t pinned_bytes_ = 0;
+  std::size_t promoted_bytes_ = 0;
   TransferCounts counts_;
   TimelineRecorder* recorder_ = nullptr;
   PendingUpdates* updates_ = nullptr;

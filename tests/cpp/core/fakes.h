@@ -411,7 +411,7 @@ struct Rig {
       const ChunkId chunk{static_cast<std::uint32_t>(i)};
       const ChunkSpec& spec = layout.chunk(chunk);
       if (manager->placement(chunk) == Placement::kDevice) {
-        fixed += spec.used_bytes;
+        fixed += manager->on_device_bytes(chunk);
         EXPECT_TRUE(manager->resident(chunk));
         EXPECT_TRUE(bound_home(chunk));
         continue;
