@@ -10,6 +10,7 @@ void Payload::move_to(std::shared_ptr<MemoryTier> tier, Block block) noexcept {
   away_ = std::move(block);
   data_ = away_.data();
   tell_followers();
+  home_.discard();
 }
 
 Block Payload::move_home() noexcept {

@@ -53,8 +53,9 @@ class PayloadFollower {
 /// (a state_dict, p.grad) keep the memory alive after the runtime is gone.
 ///
 /// A payload may be away from its home, in memory of another tier; the home stays allocated, so
-/// that the way back cannot fail for want of memory. Who moves it copies the bytes and sees to it
-/// that nobody uses them meanwhile; followers may be added from any thread.
+/// that the way back cannot fail for want of memory, but its contents are discarded. Who moves it
+/// copies the bytes and sees to it that nobody uses them meanwhile; followers may be added from any
+/// thread.
 class Payload {
  public:
   Payload(std::shared_ptr<MemoryTier> tier, std::size_t bytes, const std::string& remedy)
