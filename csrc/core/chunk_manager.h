@@ -10,6 +10,7 @@
 #include "core/chunk_layout.h"
 #include "core/copy_engine.h"
 #include "core/eviction_order.h"
+#include "core/param_binder.h"
 #include "core/payload.h"
 #include "core/pending_updates.h"
 #include "core/placement.h"
@@ -19,20 +20,6 @@
 namespace castor {
 
 class ChunkManager;
-
-/// Points the parameters of a chunk at memory. Seam: torch storages in csrc/torch, fakes in tests.
-class ParamBinder {
- public:
-  virtual ~ParamBinder() = default;
-  virtual void bind(ChunkId chunk, std::byte* address) noexcept = 0;
-  /// Remembers the parameters' version counters ...
-  virtual void snapshot(ChunkId chunk) noexcept = 0;
-  /// ... and tells whether somebody wrote to one of them since.
-  [[nodiscard]] virtual bool written_since_snapshot(ChunkId chunk) const noexcept = 0;
-  /// The chunk's home is about to be overwritten by what user code made of its slot: here are both,
-  /// of the payload's bytes. If this throws, the chunk stays where it is.
-  virtual void before_write_back(ChunkId chunk, const std::byte* home, const std::byte* slot) = 0;
-};
 
 /// Keeps a chunk on the device while it lives. Move-only; made by ChunkManager::pin.
 class Pin {
@@ -78,7 +65,8 @@ class ChunkManager {
   ChunkManager(const ChunkManager&) = delete;
   ChunkManager& operator=(const ChunkManager&) = delete;
   /// Sends every chunk home, user writes with it, and binds every parameter there. A write-back
-  /// that fails now is lost: the home stays as it was.
+  /// that fails now is lost: the home stays as it was. Promoted chunks stay where they are, in
+  /// memory that their payloads own.
   ~ChunkManager();
 
   /// Transfers are recorded there from now on; nullptr: nowhere. Borrowed.
@@ -122,6 +110,9 @@ class ChunkManager {
   [[nodiscard]] bool fetch_blocks(ChunkId chunk) const {
     return update_pending(chunk) && !engine_.asynchronous();
   }
+  /// Before its update: user writes to a promoted chunk reach its masters as those to a slot do
+  /// when they are written back. No effect on others.
+  void settle_writes(ChunkId chunk);
   /// Sends every chunk home. Requires that nothing is pinned. Not counted as evictions.
   void send_home();
 
@@ -165,6 +156,10 @@ class ChunkManager {
     Block block;
     CopyTicket ticket = CopyTicket::kNone;
     bool bound = false;
+    // Of a promoted chunk whose masters are in part its parameters: what they were at the first use
+    // since the last update, so that what user code has written since can be told.
+    Block before;
+    bool before_taken = false;
     std::uint32_t pins = 0;
     std::uint64_t next_use = kNeverUsed;
     PayloadSet payloads;
@@ -177,6 +172,7 @@ class ChunkManager {
   [[nodiscard]] std::size_t write_back(ChunkId chunk);
   [[nodiscard]] std::uint64_t clock() const { return recorder_ ? recorder_->now() : 0; }
   void drop(ChunkId chunk) noexcept;
+  [[nodiscard]] std::size_t before_bytes(ChunkId chunk) const;
   void copy_and_wait(std::span<const CopyRequest> requests);
 
   const ChunkLayout& layout_;

@@ -28,7 +28,19 @@ std::size_t ChunkManager::on_device_bytes(ChunkId chunk) const {
       bytes += payload->bytes();
     }
   }
-  return bytes;
+  return for_good ? bytes : bytes + before_bytes(chunk);
+}
+
+std::size_t ChunkManager::before_bytes(ChunkId chunk) const {
+  return payload(chunk, PayloadKind::kRemainder) ? layout_.chunk(chunk).used_bytes : 0;
+}
+
+void ChunkManager::settle_writes(ChunkId chunk) {
+  Slot& slot = slots_[index(chunk)];
+  if (slot.before_taken && binder_.written_since_snapshot(chunk)) {
+    binder_.before_write_back(chunk, slot.before.data(), slot.payloads[kParam]->data());
+  }
+  slot.before_taken = false;
 }
 
 // Returns when all copies are over: no copy outlives its buffers, whichever of them fails.
@@ -80,7 +92,13 @@ bool ChunkManager::try_promote(ChunkId chunk) {
                       .direction = CopyDirection::kHostToDevice,
                       .await_source = {}});
   }
+  auto reservation = device_->ledger().try_reserve(before_bytes(chunk));
+  if (!reservation) {
+    return false;
+  }
+  Block before = device_->allocate(std::move(*reservation));
   copy_and_wait(copies);
+  slot.before = std::move(before);
   for (const CopyRequest& copy : copies) {
     counts_.h2d_bytes += copy.source.size();
   }
@@ -109,6 +127,7 @@ void ChunkManager::demote(ChunkId chunk) {
   if (update_pending(chunk)) {
     updates_->wait(chunk);
   }
+  settle_writes(chunk);
   const std::uint64_t start_ns = clock();
   std::vector<CopyRequest> copies;
   std::size_t copied_bytes = 0;
@@ -131,6 +150,7 @@ void ChunkManager::demote(ChunkId chunk) {
       slot.payloads[kind]->move_home().reset();
     }
   }
+  slot.before.reset();
   slot.block = slot.payloads[kParam]->move_home();
   slot.bound = true;
   slot.ticket = CopyTicket::kNone;

@@ -337,6 +337,7 @@ bool Runtime::retire(ChunkId chunk) {
   if (manager_.pins(chunk) > 0) {
     return false;
   }
+  manager_.settle_writes(chunk);
   if (manager_.placement(chunk) == Placement::kDevice || !manager_.resident(chunk)) {
     return true;
   }

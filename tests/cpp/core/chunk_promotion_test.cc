@@ -234,6 +234,36 @@ TEST_F(ChunkPromotionTest, AFailedCopyLeavesTheChunkWhereItWas) {
   }
 }
 
+TEST_F(ChunkPromotionTest, WritesInTheMiddleOfAStepAreComparedWithWhatWasThere) {
+  rig_.emplace(Net::row(1).layout(), 3 * kChunk);
+  manager().add_payload(kA, PayloadKind::kRemainder, kChunk);
+  EXPECT_EQ(manager().on_device_bytes(kA), 3 * kChunk) << "with a copy of the parameters";
+  ASSERT_TRUE(manager().try_promote(kA));
+  EXPECT_EQ(used(), 3 * kChunk);
+  rig_->binder.write(param_id(0), 10);  // between steps: not told apart at home either
+  { const Pin pin = manager().pin(kA); }
+  manager().send_home();
+  EXPECT_TRUE(rig_->binder.write_backs().empty());
+  { const Pin pin = manager().pin(kA); }
+  rig_->binder.write(param_id(0), 11);
+  { const Pin pin = manager().pin(kA); }
+  manager().settle_writes(kA);
+  ASSERT_EQ(rig_->binder.write_backs().size(), 1u);
+  EXPECT_EQ(rig_->binder.write_backs()[0].home, std::byte{10});
+  EXPECT_EQ(rig_->binder.write_backs()[0].slot, std::byte{11});
+  manager().send_home();
+  EXPECT_EQ(rig_->binder.write_backs().size(), 1u) << "once";
+  { const Pin pin = manager().pin(kA); }
+  rig_->binder.write(param_id(0), 12);
+  manager().demote(kA);
+  EXPECT_EQ(rig_->binder.write_backs().size(), 2u);
+  rig_->binder.write(param_id(0), 13);
+  manager().evict(kA);
+  ASSERT_EQ(rig_->binder.write_backs().size(), 3u);
+  EXPECT_EQ(rig_->binder.write_backs()[2].home, std::byte{12});
+  EXPECT_TRUE(rig_->home_holds(param_id(0), 13));
+}
+
 TEST_F(ChunkPromotionTest, FollowersGoWhereThePayloadGoes) {
   start(1, kWhole);
   const auto& grad = manager().payload(kA, PayloadKind::kGrad);
@@ -251,26 +281,15 @@ TEST_F(ChunkPromotionTest, FollowersGoWhereThePayloadGoes) {
   EXPECT_EQ(*kept, home);
 }
 
-TEST_F(ChunkPromotionTest, TheManagersEndSendsPromotedChunksHome) {
-  start(2, 2 * kWhole);
-  ASSERT_TRUE(manager().try_promote(kA));
-  ASSERT_TRUE(manager().try_promote(kB));
-  rig_->binder.write(param_id(1), 44);
-  rig_->manager.reset();
-  EXPECT_EQ(used(), 0u);
-  EXPECT_TRUE(rig_->bound_home(kB));
-  EXPECT_TRUE(rig_->home_holds(param_id(0), Rig::initial(0)));
-  EXPECT_TRUE(rig_->home_holds(param_id(1), 44));
-}
-
-TEST_F(ChunkPromotionTest, AChunkThatCannotGoHomeAtTheEndStaysWholeWhereItIs) {
+TEST_F(ChunkPromotionTest, PromotedChunksOutliveTheManagerWhereTheyAre) {
   start(1, kWhole);
   ASSERT_TRUE(manager().try_promote(kA));
   rig_->binder.write(param_id(0), 33);
-  rig_->engine.fail_submit(1);
+  const std::byte* address = rig_->binder.address(kA);
   rig_->manager.reset();
-  EXPECT_TRUE(rig_->homes[0]->away());
-  EXPECT_TRUE(rig_->home_holds(param_id(0), 33)) << "the payload keeps the device's memory";
+  EXPECT_EQ(rig_->homes[0]->data(), address) << "whoever knows the address may go on using it";
+  EXPECT_TRUE(rig_->home_holds(param_id(0), 33));
+  EXPECT_EQ(used(), kChunk) << "what the payloads that are left take";
   rig_->homes.clear();
   EXPECT_EQ(used(), 0u);
 }
