@@ -316,6 +316,16 @@ def test_tensors_outlive_the_model() -> None:
             tensor.add_(1.0)
 
 
+def test_an_array_made_of_a_promoted_chunk_outlives_the_model() -> None:
+    boosted = promoted_tower()
+    arrays = [p.detach().numpy() for p in boosted.model.parameters()]
+    expected = copies(boosted.model.parameters())
+    del boosted
+    gc.collect()
+    for array, value in zip(arrays, expected, strict=True):
+        assert torch.equal(torch.from_numpy(array), value)
+
+
 # --- the way back -------------------------------------------------------------------------------
 
 
