@@ -17,13 +17,12 @@ from castor.errors import NonFiniteGradientError, UsageError
 from castor.optim.boosted_state import (
     MOMENTS,
     Entries,
-    portable_entry,
     state_entry,
     write_entries,
 )
 from castor.optim.hybrid_adam import HybridAdam, adam_options
 from castor.optim.loss_scaler import LossScaler
-from castor.optim.state_formats import ROUNDING_FORMATS
+from castor.optim.state_formats import ROUNDING_FORMATS, to_portable
 from castor.runtime.engine import Engine
 
 _ADAM_TYPES = (Adam, AdamW, HybridAdam)
@@ -229,7 +228,7 @@ class BoostedOptimizer(Optimizer):
         self._castor.engine.session.settle()
         packed = Optimizer.state_dict(self)
         params = [param for group in self.param_groups for param in group["params"]]
-        packed["state"] = {i: portable_entry(params[i], e) for i, e in packed["state"].items()}
+        packed["state"] = {i: to_portable(params[i], e) for i, e in packed["state"].items()}
         if self.rounding_seed is not None:
             packed["rounding_seed"] = self.rounding_seed
         return packed

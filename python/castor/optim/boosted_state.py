@@ -67,11 +67,6 @@ def state_entry(engine: Engine, index: int) -> dict[str, torch.Tensor]:
     return entry if scales is None else entry | {"scales": scales}
 
 
-def portable_entry(param: torch.Tensor, entry: dict[str, Any]) -> dict[str, Any]:
-    """A state_entry with float32 moments: copies, unless they are float32 already."""
-    return to_portable(param, entry)
-
-
 @torch.no_grad()
 def write_entries(engine: Engine, entries: Entries) -> None:
     """Copies states into the chunks; parameters without one start from zero.
