@@ -35,7 +35,7 @@ void bind_state_formats(pybind11::module_& module);
 
 /// castor._C's look at this machine: NUMA nodes, the host arena, measured bandwidths.
 void bind_machine(pybind11::module_& module);
-/// What `castor io-bench` measures with: castor._C.IoBench and why_no_io_uring.
+/// What `castor io-bench` measures with: castor._C.IoBench and why_no_io_uring; io_fault_counts.
 void bind_io(pybind11::module_& module);
 /// castor._C.Simulator: plans and simulates steps of a model that is not built.
 void bind_simulator(pybind11::module_& module);

@@ -1,4 +1,4 @@
-// What `castor io-bench` measures with.
+// What `castor io-bench` measures with, and what faults were injected into I/O.
 #include <pybind11/pybind11.h>
 
 #include <cstddef>
@@ -68,6 +68,14 @@ void bind_io(py::module_& module) {
            py::arg("seconds"), released)
       .def("close", &IoBench::close, released);
   module.def("why_no_io_uring", &why_no_io_uring);
+  module.def("io_fault_counts", [] {
+    const IoFaultCounts counts = io_fault_counts();
+    py::dict result;
+    result["reads"] = counts.reads;
+    result["writes"] = counts.writes;
+    result["faults"] = counts.faults;
+    return result;
+  });
 }
 
 }  // namespace castor

@@ -12,14 +12,11 @@
 
 #include "core/error.h"
 #include "core/units.h"
-#include "io/faulty_io_engine.h"
+#include "io/fault_injection.h"
 #include "io/test_support.h"
 
 namespace castor {
 namespace {
-
-using test::Fault;
-using test::FaultyIoEngine;
 
 constexpr std::size_t kBlock = 64 * kKiB;
 
@@ -55,7 +52,7 @@ class ChunkStreamTest : public test::PlaceTest {
     store_initial();
   }
 
-  [[nodiscard]] std::unique_ptr<TransferQueue> make_queue(std::vector<Fault> faults = {},
+  [[nodiscard]] std::unique_ptr<TransferQueue> make_queue(std::vector<IoFault> faults = {},
                                                           std::size_t depth = 8) const {
     return std::make_unique<TransferQueue>(
         std::make_unique<FaultyIoEngine>(
@@ -208,11 +205,11 @@ TEST_P(ChunkStreamTest, ARingThatHoldsNoChunkIsRefusedBeforeAnythingChanges) {
 }
 
 TEST_P(ChunkStreamTest, RetriedFaultsChangeNoBit) {
-  const std::vector<Fault> harmless[] = {{{Fault::Kind::kErrno, EINTR, 2, 5}},
-                                         {{Fault::Kind::kErrno, EAGAIN, 9, 20}},
-                                         {{Fault::Kind::kShort, 4096, 0, 30}},
-                                         {{Fault::Kind::kShort, 1, 5, 30}},
-                                         {{Fault::Kind::kDelay, 6, 3, 4}}};
+  const std::vector<IoFault> harmless[] = {{{IoFault::Kind::kErrno, EINTR, 2, 5}},
+                                           {{IoFault::Kind::kErrno, EAGAIN, 9, 20}},
+                                           {{IoFault::Kind::kShort, 4096, 0, 30}},
+                                           {{IoFault::Kind::kShort, 1, 5, 30}},
+                                           {{IoFault::Kind::kDelay, 6, 3, 4}}};
   for (const auto& faults : harmless) {
     const auto queue = make_queue(faults);
     ChunkStream stream = make_stream(*queue);
@@ -230,23 +227,23 @@ TEST_P(ChunkStreamTest, AFaultAtEveryOperationIsNeverSilent) {
   std::uint64_t num_operations = 0;
   {
     auto engine = std::make_unique<FaultyIoEngine>(
-        make_io_engine(GetParam().engine, space_->io_files(), 8), std::vector<Fault>{});
+        make_io_engine(GetParam().engine, space_->io_files(), 8), std::vector<IoFault>{});
     const FaultyIoEngine& counter = *engine;
     TransferQueue queue(std::move(engine), space_->transfer_files(), kBlock);
     ChunkStream stream = make_stream(queue);
     StreamProgress progress;
     step(stream, progress);
     update_reference();
-    num_operations = counter.num_operations();
+    num_operations = counter.counts().reads + counter.counts().writes;
   }
   ASSERT_GT(num_operations, 30U);
-  const Fault kinds[] = {{Fault::Kind::kErrno, EIO},
-                         {Fault::Kind::kErrno, ENOSPC},
-                         {Fault::Kind::kShort, 4096},
-                         {Fault::Kind::kBitFlip}};
+  const IoFault kinds[] = {{IoFault::Kind::kErrno, EIO},
+                           {IoFault::Kind::kErrno, ENOSPC},
+                           {IoFault::Kind::kShort, 4096},
+                           {IoFault::Kind::kBitFlip}};
   std::size_t num_named = 0;
   std::size_t num_broken = 0;
-  for (Fault fault : kinds) {
+  for (IoFault fault : kinds) {
     for (fault.first = 0; fault.first < num_operations; ++fault.first) {
       bool failed = false;
       StreamProgress progress;
@@ -257,22 +254,22 @@ TEST_P(ChunkStreamTest, AFaultAtEveryOperationIsNeverSilent) {
           step(stream, progress);
         } catch (const CorruptionError& error) {
           failed = true;
-          EXPECT_EQ(fault.kind, Fault::Kind::kBitFlip);
+          EXPECT_EQ(fault.kind, IoFault::Kind::kBitFlip);
           EXPECT_NE(std::string(error.what()).find(" of chunk "), std::string::npos);
           EXPECT_EQ(error.error_number(), EBADMSG);
           EXPECT_NE(error.expected(), error.found());
         } catch (const IoError& error) {
           failed = true;
-          EXPECT_EQ(fault.kind, Fault::Kind::kErrno);
+          EXPECT_EQ(fault.kind, IoFault::Kind::kErrno);
           EXPECT_EQ(error.error_number(), static_cast<int>(fault.value));
         }
       }
       if (!failed) {
-        ASSERT_NE(fault.kind, Fault::Kind::kErrno);
+        ASSERT_NE(fault.kind, IoFault::Kind::kErrno);
         ASSERT_TRUE(progress.complete());
         update_reference();
         // A bit that flips on its way to the device is found when it is read again.
-        if (fault.kind == Fault::Kind::kBitFlip) {
+        if (fault.kind == IoFault::Kind::kBitFlip) {
           try {
             expect_all_match();
           } catch (const CorruptionError&) {
@@ -321,7 +318,7 @@ TEST_P(ChunkStreamTest, AFaultAtEveryOperationIsNeverSilent) {
 
 TEST_P(ChunkStreamTest, ATornPayloadRefusesToBeRead) {
   // With 1 slot and depth 1 the first write comes after the reads of the first chunk.
-  const auto queue = make_queue({{Fault::Kind::kErrno, EIO, kParts}}, 1);
+  const auto queue = make_queue({{IoFault::Kind::kErrno, EIO, kParts}}, 1);
   ChunkStream stream = make_stream(*queue, 1);
   StreamProgress progress;
   EXPECT_THROW(step(stream, progress), IoError);
