@@ -30,6 +30,8 @@ class IoBench {
 
   [[nodiscard]] std::string file() const { return scratch_.file().description(); }
 
+  [[nodiscard]] bool direct() const { return scratch_.file().direct(); }
+
   [[nodiscard]] std::tuple<std::uint64_t, std::uint64_t, double, std::string> measure(
       const std::string& mix, std::size_t block_bytes, std::size_t depth, double seconds) const {
     if (closed_) {
@@ -64,6 +66,7 @@ void bind_io(py::module_& module) {
       .def(py::init<const std::string&, std::uint64_t, const std::string&>(), py::arg("directory"),
            py::arg("num_bytes"), py::arg("engine"), released)
       .def_property_readonly("file", &IoBench::file)
+      .def_property_readonly("direct", &IoBench::direct)
       .def("measure", &IoBench::measure, py::arg("mix"), py::arg("block_bytes"), py::arg("depth"),
            py::arg("seconds"), released)
       .def("close", &IoBench::close, released);

@@ -37,7 +37,7 @@ def measurement(
 
 
 def report(*measurements: Measurement) -> IoReport:
-    return IoReport(file="file", why_no_io_uring="", measurements=measurements)
+    return IoReport(file="file", direct=True, why_no_io_uring="", measurements=measurements)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
