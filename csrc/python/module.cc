@@ -119,6 +119,17 @@ Trace trace_of(const std::vector<PythonEvent>& events) {
 
 namespace {
 
+std::optional<NvmeOptions> nvme_options(const py::dict& options) {
+  auto directories = options["nvme_paths"].cast<std::vector<std::string>>();
+  if (directories.empty()) {
+    return std::nullopt;
+  }
+  return NvmeOptions{
+      .directories = std::move(directories),
+      .budget_bytes = options["nvme_bytes"].cast<std::uint64_t>(),
+      .verification = options["nvme_verify"].cast<bool>() ? Verification::kOn : Verification::kOff};
+}
+
 std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
                                         std::vector<std::string> param_names,
                                         const std::vector<PythonModuleSpec>& modules,
@@ -138,7 +149,9 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
       .host_bytes = get("host_bytes").cast<std::size_t>(),
       .link_bytes_per_second = get("link_bytes_per_second").cast<std::uint64_t>(),
       .state = {.format = state_format_of(get("optim_state_format").cast<std::string>()),
-                .moments = get("adam_state").cast<bool>()},
+                .moments = get("adam_state").cast<bool>(),
+                .nvme = nvme_options(options),
+                .nvme_fraction = get("nvme_fraction").cast<std::optional<double>>()},
       .overlap = overlap_mode(get("overlap").cast<std::string>())};
   return Session::create(std::move(params), std::move(param_names), module_specs(modules),
                          session_options);
@@ -228,6 +241,13 @@ py::dict report(Session& session) {
   figures["chunk_bytes"] = session.layout().chunk_bytes();
   figures["waste"] = session.layout().waste();
   figures["host_arena"] = session.host().description();
+  const NvmeTier* const nvme = session.optimizer_state().nvme();
+  const ChunkStream::Counts moved =
+      nvme != nullptr ? nvme->stream().counts() : ChunkStream::Counts{};
+  figures["nvme_bytes"] = nvme != nullptr ? nvme->used_bytes() : 0;
+  figures["nvme_read_bytes"] = moved.read_bytes;
+  figures["nvme_written_bytes"] = moved.written_bytes;
+  figures["nvme_engine"] = nvme != nullptr ? nvme->description() : "";
   return figures;
 }
 
@@ -309,7 +329,10 @@ PYBIND11_MODULE(_C, m) {
       .def("adam_step", &castor::adam_step, py::arg("groups"), py::arg("group_of"),
            py::arg("grad_scale"))
       .def("arm_updates", &castor::arm_updates, py::arg("groups"), py::arg("group_of"))
-      .def("abandon_step", &Session::abandon_step, released)
+      .def("begin_load", &Session::begin_load, py::arg("weights"), py::arg("states"), released)
+      .def("end_load", &Session::end_load, py::arg("weights"), py::arg("states"), released)
+      .def_property_readonly("whole", &Session::whole)
+      .def("await_updates", &Session::await_updates, released)
       .def("finish_step", &Session::finish_step, released)
       .def("settle", py::overload_cast<>(&Session::settle), released)
       .def("send_home", &Session::send_home, released)

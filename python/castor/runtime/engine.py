@@ -107,6 +107,10 @@ class Engine:
                 "adam_state": adam_state,
                 "overlap": config.overlap if adam_state else "none",
                 "optim_state_format": optim_state_format,
+                "nvme_paths": [str(path) for path in config.nvme_paths],
+                "nvme_bytes": 2**63 if config.nvme_bytes is None else config.nvme_bytes,
+                "nvme_fraction": config.nvme_offload_fraction,
+                "nvme_verify": config.nvme_verify,
             },
         )
         if events is not None:
@@ -167,7 +171,7 @@ class Engine:
     def report(self) -> MemoryReport:
         """The figures so far."""
         figures: dict[str, Any] = dict(self.session.report())
-        return MemoryReport(**figures, nvme_bytes=0, skipped_steps=self.skipped_steps)
+        return MemoryReport(**figures, skipped_steps=self.skipped_steps)
 
     def save_trace(self, path: Path, model: nn.Module) -> None:
         """Writes the trace that the current plan was made from.

@@ -148,7 +148,7 @@ TEST_P(TransferQueueTest, AnErrorAtEveryOperationNamesPathOffsetAndErrno) {
 TEST_P(TransferQueueTest, OnlyTheTransferThatFailedIsToldSo) {
   const auto queue = make_queue({{IoFault::Kind::kErrno, EIO, 1}}, 0, 1);
   const auto memory = noise(4 * kBlock, 1);
-  std::vector<Transfer> transfers;
+  std::vector<IoTransfer> transfers;
   for (std::size_t i = 0; i < 4; ++i) {
     const TransferPiece piece{0, i * kBlock, memory.span().subspan(i * kBlock, kBlock)};
     transfers.push_back(queue->submit(IoOperation::kWrite, {&piece, 1}));
@@ -207,7 +207,7 @@ TEST_P(TransferQueueTest, ATransferThatIsDroppedIsWaitedFor) {
   const auto written = noise(kBytes, 5);
   {
     const TransferPiece piece{0, 0, written.span()};
-    const Transfer dropped = queue->submit(IoOperation::kWrite, {&piece, 1});
+    const IoTransfer dropped = queue->submit(IoOperation::kWrite, {&piece, 1});
   }
   const auto read = noise(kBytes, 6);
   run(*queue, IoOperation::kRead, read.span());
