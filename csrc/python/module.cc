@@ -62,30 +62,12 @@ ScalarType scalar_type(const std::string& name) {
   throw InvalidArgument("unknown element type '" + name + "'");
 }
 
-Overlap overlap_mode(const std::string& name) {
-  if (name == "none") {
-    return Overlap::kNone;
-  }
-  if (name == "forward") {
-    return Overlap::kForward;
-  }
-  if (name == "backward") {
-    return Overlap::kBackward;
-  }
-  throw InvalidArgument("overlap '" + name + "' is not known");
-}
-
 PlacementPolicy placement_policy(const std::string& name) {
-  const std::pair<const char*, PlacementPolicy> policies[] = {{"auto", PlacementPolicy::kAuto},
-                                                              {"cpu", PlacementPolicy::kCpu},
-                                                              {"cuda", PlacementPolicy::kCuda},
-                                                              {"static", PlacementPolicy::kStatic}};
-  for (const auto& [known, policy] : policies) {
-    if (name == known) {
-      return policy;
-    }
-  }
-  throw InvalidArgument("unknown placement policy '" + name + "'");
+  return value_named<PlacementPolicy>(name, "placement policy",
+                                      {{"auto", PlacementPolicy::kAuto},
+                                       {"cpu", PlacementPolicy::kCpu},
+                                       {"cuda", PlacementPolicy::kCuda},
+                                       {"static", PlacementPolicy::kStatic}});
 }
 
 std::vector<ModuleSpec> module_specs(const std::vector<PythonModuleSpec>& modules) {
@@ -152,7 +134,10 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
                 .moments = get("adam_state").cast<bool>(),
                 .nvme = nvme_options(options),
                 .nvme_fraction = get("nvme_fraction").cast<std::optional<double>>()},
-      .overlap = overlap_mode(get("overlap").cast<std::string>())};
+      .overlap = value_named<Overlap>(get("overlap").cast<std::string>(), "overlap",
+                                      {{"none", Overlap::kNone},
+                                       {"forward", Overlap::kForward},
+                                       {"backward", Overlap::kBackward}})};
   return Session::create(std::move(params), std::move(param_names), module_specs(modules),
                          session_options);
 }

@@ -33,7 +33,8 @@ _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictiona
 class Engine:
     """One boosted model: its C++ session and what Python knows of it.
 
-    Holds the parameters, not the model: the model's hooks hold the session.
+    Holds the parameters, not the model: the model's hooks hold the session, those of state_dict the
+    engine.
     """
 
     def __init__(

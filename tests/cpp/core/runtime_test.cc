@@ -15,6 +15,7 @@
 
 #include "core/error.h"
 #include "core/fakes.h"
+#include "core/machine.h"
 #include "core/nonmodel_memory.h"
 #include "core/steps.h"
 
@@ -25,42 +26,9 @@ using namespace castor::testing;  // NOLINT(google-build-using-namespace): the w
 
 constexpr std::size_t kChunk = Net::kChunk;
 
-/// A runtime on simulated hardware, with a clock that ticks once a look.
-struct Machine {
-  Rig rig;
-  std::shared_ptr<NonModelMemory> nonmodel = std::make_shared<NonModelMemory>(rig.device);
-  std::uint64_t now_ns = 0;
-  std::unique_ptr<Runtime> runtime;
+struct Machine : SimulatedMachine {
+  using SimulatedMachine::SimulatedMachine;
 
-  Machine(ChunkLayout layout, std::size_t device_bytes, RuntimeOptions options = {},
-          std::vector<Placement> placements = {})
-      : rig(std::move(layout), device_bytes, std::move(placements)) {
-    runtime =
-        std::make_unique<Runtime>(*rig.manager, nonmodel, options, [this] { return ++now_ns; });
-  }
-  Machine(const Machine&) = delete;
-  Machine& operator=(const Machine&) = delete;
-  /// Frees the activations that a test left: the ledger asserts that nothing outlives it.
-  ~Machine() {
-    runtime.reset();
-    nonmodel->free(nonmodel->bytes());
-  }
-
-  void act(const Act& act, PassMode mode = PassMode::kTraining) {
-    switch (act.kind) {
-      case Act::Kind::kEnter: return runtime->enter(module_id(act.value), mode);
-      case Act::Kind::kExit: return runtime->exit(module_id(act.value));
-      case Act::Kind::kBackward: return runtime->enter_backward(module_id(act.value));
-      case Act::Kind::kGrad: static_cast<void>(runtime->grad_ready(param_id(act.value))); return;
-      case Act::Kind::kAllocate: return nonmodel->allocate(act.value);
-      case Act::Kind::kFree: return nonmodel->free(act.value);
-    }
-  }
-  void run(const Step& step, PassMode mode = PassMode::kTraining) {
-    for (const Act& act : step) {
-      this->act(act, mode);
-    }
-  }
   /// A whole step; what it added to the counters.
   RuntimeCounts train(const Step& step) {
     const RuntimeCounts before = runtime->counts();
