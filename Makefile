@@ -130,12 +130,12 @@ $(VENV_STAMPS)/castor: $(VENV_STAMPS)/venv $(STAMPS)/jemalloc pyproject.toml $(C
 	  --config-settings=cmake.define.CASTOR_WERROR=$${CASTOR_WERROR:-OFF} .
 	@touch $@
 
-# The peer of benchmarks/io.py.
-$(STAMPS)/fio: scripts/setup_system.sh
-	@scripts/setup_system.sh fio
+# The peer of benchmarks/io.py, and what DeepSpeed reads and writes NVMe with.
+$(STAMPS)/io-peers: scripts/setup_system.sh
+	@scripts/setup_system.sh fio libaio-dev
 	@mkdir -p $(@D) && touch $@
 
-$(VENV_STAMPS)/bench: $(VENV_STAMPS)/castor $(STAMPS)/fio
+$(VENV_STAMPS)/bench: $(VENV_STAMPS)/castor $(STAMPS)/io-peers
 	@$(BIN)/python scripts/requirements.py bench >$(VENV_STAMPS)/requirements-bench.txt
 	@$(BIN)/python -m pip install --quiet --no-build-isolation -r $(VENV_STAMPS)/requirements-bench.txt
 	@touch $@

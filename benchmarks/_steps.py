@@ -133,6 +133,27 @@ def make_castor(
 
 def make_deepspeed(model: Model, stage: int) -> tuple[Step, Report]:
     """DeepSpeed ZeRO with its own CPU Adam; parameters are offloaded too in stage 3."""
+    zero: dict[str, Any] = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    if stage == 3:
+        zero["offload_param"] = {"device": "cpu"}
+    engine = start_deepspeed(model, {"zero_optimization": zero})
+
+    def step(i: int) -> float:
+        loss = engine(**batch(i)).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return step, dict
+
+
+def start_deepspeed(model: Model, config: dict[str, Any]) -> Any:
+    """DeepSpeed's engine over the model, on the CPU and in this process, with its own CPU Adam.
+
+    Args:
+        model: What is trained.
+        config: Of deepspeed.initialize; batch size and clipping are added.
+    """
     # One process: what torchrun would set, and a store that needs no port.
     os.environ.update(
         DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1"
@@ -144,26 +165,9 @@ def make_deepspeed(model: Model, stage: int) -> tuple[Step, Report]:
     deepspeed.init_distributed(dist_backend="gloo")
     module = model.build()
     optimizer = DeepSpeedCPUAdam(module.parameters(), lr=LR, weight_decay=1e-2, adamw_mode=True)
-    zero: dict[str, Any] = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
-    if stage == 3:
-        zero["offload_param"] = {"device": "cpu"}
-    engine, *_ = deepspeed.initialize(
-        model=module,
-        optimizer=optimizer,
-        config={
-            "train_micro_batch_size_per_gpu": BATCH,
-            "gradient_clipping": MAX_NORM,
-            "zero_optimization": zero,
-        },
-    )
-
-    def step(i: int) -> float:
-        loss = engine(**batch(i)).loss
-        engine.backward(loss)
-        engine.step()
-        return loss.item()
-
-    return step, dict
+    fixed = {"train_micro_batch_size_per_gpu": BATCH, "gradient_clipping": MAX_NORM}
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=fixed | config)
+    return engine
 
 
 def make_fsdp2(model: Model) -> tuple[Step, Report]:

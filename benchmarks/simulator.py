@@ -81,7 +81,7 @@ def compute_seconds(timeline: dict[str, Any]) -> list[float]:
     return [max(times[i + 1] - times[i] - copies, 0) / 1e9 for i, copies in enumerate(held)]
 
 
-def best(measure: Callable[[], float], repetitions: int = 7) -> float:
+def median(measure: Callable[[], float], repetitions: int = 7) -> float:
     """Median of what `measure` returns."""
     return statistics.median(measure() for _ in range(repetitions))
 
@@ -97,7 +97,7 @@ def measure_hardware(num_params: int, chunk_bytes: int) -> dict[str, float]:
             target[begin : begin + chunk].copy_(source[begin : begin + chunk])
         return 4 * num_params / (time.perf_counter() - start)
 
-    rate = best(copy)
+    rate = median(copy)
     param = torch.nn.Parameter(source)
     param.grad = target
     adam = HybridAdam([param], lr=LR)
@@ -110,7 +110,7 @@ def measure_hardware(num_params: int, chunk_bytes: int) -> dict[str, float]:
 
     return {
         "copy": rate,
-        "adam": best(update),
+        "adam": median(update),
         "dram": _C.in_place_bandwidth(2**26, 7),
     }
 

@@ -1,8 +1,9 @@
 // One engine's bandwidth on a file that exists: benchmarks/io.py runs it in turn with fio. With
 // "stream" instead of a mix it runs what an optimizer step does: every byte of the range is read
-// and written back through a ring of three slots, checksummed, with nothing to compute.
+// and written back through a window of three slots, checksummed, with nothing to compute.
 //
 //   io_engine FILE ENGINE MIX BLOCK_BYTES DEPTH BYTES SECONDS
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -12,9 +13,9 @@
 #include <vector>
 
 #include "core/units.h"
-#include "io/aligned_buffer.h"
-#include "io/chunk_stream.h"
+#include "host/host_arena.h"
 #include "io/io_measure.h"
+#include "io/nvme_tier.h"
 #include "parallel/thread_executor.h"
 
 namespace castor {
@@ -31,36 +32,36 @@ void print(const IoMeasurement& found) {
 IoMeasurement stream(IoEngineKind kind, const std::string& path, std::size_t block_bytes,
                      std::size_t depth, std::uint64_t bytes, double seconds) {
   constexpr std::size_t kPayloadBytes = 16 * kMiB;
-  ScratchSpace space(
-      {.directories = {std::filesystem::path(path).parent_path().string()}, .bytes = bytes});
-  std::vector<StoredPayload> payloads;
-  for (std::uint64_t done = 0; done + kPayloadBytes <= bytes; done += kPayloadBytes) {
-    payloads.emplace_back(space, "payload at " + std::to_string(done), kPayloadBytes);
-  }
-  std::vector<StreamItem> items;
-  for (StoredPayload& payload : payloads) {
-    items.push_back({{{&payload, StreamAccess::kWrite}}});
-  }
-  AlignedBuffer ring(ChunkStream::ring_bytes(items, 3, space.alignment()), kIoAlignment);
-  const std::span<std::byte> buffers[] = {ring.span()};
-  TransferQueue queue(make_io_engine(kind, space.io_files(), depth, buffers),
-                      space.transfer_files(), block_bytes);
+  const std::vector<std::vector<PayloadSpec>> chunks(
+      bytes / kPayloadBytes, std::vector<PayloadSpec>{{"payload", kPayloadBytes}});
+  MemoryTier host(TierKind::kHost, 4 * kPayloadBytes, make_host_arena());
   ThreadExecutor executor;
-  ChunkStream stream(queue, executor, ring.span(), space.alignment(), Verification::kOn);
-  StreamProgress progress;
-  const auto nothing = [](std::size_t, std::span<const std::span<std::byte>>) {};
-  stream.process(items, nothing, progress);
-  for (StreamItem& item : items) {
-    item.parts.front().access = StreamAccess::kUpdate;
-  }
-  IoMeasurement found{.engine = queue.description() + ", stream"};
+  NvmeTier tier({.directories = {std::filesystem::path(path).parent_path().string()},
+                 .budget_bytes = bytes,
+                 .engine = kind,
+                 .block_bytes = block_bytes,
+                 .depth = depth},
+                chunks, host, executor);
+  ChunkStream& stream = tier.stream();
+  const auto pass = [&] {
+    for (std::size_t i = 0; i < chunks.size(); ++i) {
+      for (std::size_t j = i; j <= std::min(i + stream.max_ahead(), chunks.size() - 1); ++j) {
+        stream.prefetch(j);
+      }
+      stream.use(i, StreamAccess::kUpdate, [](std::span<const std::span<std::byte>>) {});
+    }
+    stream.flush();
+  };
+  pass();  // makes what is then read
+  IoMeasurement found{.engine = tier.description() + ", stream"};
+  const ChunkStream::Counts before = stream.counts();
   const auto start = std::chrono::steady_clock::now();
   do {
-    stream.process(items, nothing, progress);
-    found.read_bytes += payloads.size() * kPayloadBytes;
-    found.written_bytes += payloads.size() * kPayloadBytes;
+    pass();
     found.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   } while (found.seconds < seconds);
+  found.read_bytes = stream.counts().read_bytes - before.read_bytes;
+  found.written_bytes = stream.counts().written_bytes - before.written_bytes;
   return found;
 }
 

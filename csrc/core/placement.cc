@@ -1,5 +1,6 @@
 #include "core/placement.h"
 
+#include <numeric>
 #include <string>
 
 #include "core/error.h"
@@ -45,6 +46,29 @@ std::vector<Placement> place_chunks(const ChunkLayout& layout, const PlacementOp
     seen += static_cast<double>(layout.chunks()[i].used_bytes);
   }
   return placements;
+}
+
+std::vector<bool> choose_stored(std::span<const std::size_t> state_bytes, std::size_t host_bytes) {
+  const std::size_t total = std::accumulate(state_bytes.begin(), state_bytes.end(), std::size_t{0});
+  std::vector<bool> stored(state_bytes.size(), false);
+  if (total <= host_bytes) {
+    return stored;
+  }
+  const double host_share = static_cast<double>(host_bytes) / static_cast<double>(total);
+  // What the host may hold of the chunks so far, and does not.
+  double credit = 0.0;
+  std::size_t on_host = 0;
+  for (std::size_t i = 0; i < state_bytes.size(); ++i) {
+    const auto bytes = static_cast<double>(state_bytes[i]);
+    credit += host_share * bytes;
+    // Rounding of the credit must not pass the budget.
+    stored[i] = state_bytes[i] > 0 && (credit < bytes || on_host + state_bytes[i] > host_bytes);
+    if (!stored[i]) {
+      credit -= bytes;
+      on_host += state_bytes[i];
+    }
+  }
+  return stored;
 }
 
 }  // namespace castor

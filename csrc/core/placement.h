@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "core/chunk_layout.h"
@@ -31,5 +32,11 @@ struct PlacementOptions {
 /// Throws InvalidArgument when a fraction is outside [0, 1] or the two contradict each other.
 [[nodiscard]] std::vector<Placement> place_chunks(const ChunkLayout& layout,
                                                   const PlacementOptions& options);
+
+/// Which chunks' optimizer states go to NVMe, so that the others' `state_bytes` (one entry per
+/// chunk) come to at most `host_bytes`. They are spread evenly over the chunks, so that while one
+/// is read another one can be updated. Chunks without state stay.
+[[nodiscard]] std::vector<bool> choose_stored(std::span<const std::size_t> state_bytes,
+                                              std::size_t host_bytes);
 
 }  // namespace castor

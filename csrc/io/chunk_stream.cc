@@ -1,7 +1,10 @@
 #include "io/chunk_stream.h"
 
 #include <algorithm>
+#include <exception>
 #include <memory>
+#include <optional>
+#include <tuple>
 #include <utility>
 
 #include "core/error.h"
@@ -10,18 +13,18 @@
 namespace castor {
 namespace {
 
-std::size_t bytes_of(const StreamItem& item) {
+std::size_t bytes_of(const StoredChunk& chunk) {
   std::size_t bytes = 0;
-  for (const StreamItem::Part& part : item.parts) {
-    bytes += part.payload->padded_bytes();
+  for (const StoredPayload& payload : chunk) {
+    bytes += payload.padded_bytes();
   }
   return bytes;
 }
 
-std::size_t largest(std::span<const StreamItem> items) {
+std::size_t largest(const std::vector<StoredChunk>& chunks) {
   std::size_t bytes = 0;
-  for (const StreamItem& item : items) {
-    bytes = std::max(bytes, bytes_of(item));
+  for (const StoredChunk& chunk : chunks) {
+    bytes = std::max(bytes, bytes_of(chunk));
   }
   return bytes;
 }
@@ -35,187 +38,223 @@ std::span<std::byte> align(std::span<std::byte> memory, std::size_t alignment) {
   return {static_cast<std::byte*>(data), bytes};
 }
 
-bool reads(StreamAccess access) { return access != StreamAccess::kWrite; }
-bool writes(StreamAccess access) { return access != StreamAccess::kRead; }
-
 }  // namespace
 
-std::size_t StreamProgress::count(ItemProgress progress) const noexcept {
-  return static_cast<std::size_t>(std::count(items.begin(), items.end(), progress));
-}
-
-std::string StreamProgress::summary() const {
-  return std::to_string(count(ItemProgress::kDone)) + " of " + std::to_string(items.size()) +
-         " chunks are updated, " + std::to_string(count(ItemProgress::kStarted)) + " half-way, " +
-         std::to_string(count(ItemProgress::kUntouched)) + " as before";
-}
-
-/// Memory of one item: its payloads one after another, and the transfers on them.
 struct ChunkStream::Slot {
   std::span<std::byte> memory;
+  std::optional<std::size_t> chunk;  // whose payloads are here, or on their way
+  bool wanted = false;               // announced, not used yet
+  bool changed = false;              // differs from NVMe, and no write of it is under way
+  std::uint64_t last_use = 0;
   std::vector<std::span<std::byte>> padded;    // as transferred
   std::vector<std::span<std::byte>> payloads;  // as worked on
-  std::vector<Transfer> reading;
-  std::vector<Transfer> writing;
-  const StreamItem* writing_item = nullptr;  // null: no write to wait for
-  std::size_t writing_index = 0;
+  std::vector<IoTransfer> reading;             // empty: nothing to wait for
+  std::vector<IoTransfer> writing;
 };
 
-/// One call of process(). Its destructor, through the transfers', waits for what is in flight.
-class ChunkStream::Pass {
- public:
-  Pass(ChunkStream& stream, std::span<const StreamItem> items, StreamProgress& progress)
-      : stream_(stream), items_(items), progress_(progress) {
-    const std::size_t count = stream.num_slots(items);
-    const std::size_t slot_bytes = largest(items);
-    for (std::size_t i = 0; i < count; ++i) {
-      slots_.push_back({.memory = stream.ring_.subspan(i * slot_bytes, slot_bytes)});
-    }
-  }
-
-  void run(const Work& work) {
-    for (std::size_t i = 0; i < items_.size(); ++i) {
-      // The next item is on its way before this one is waited for: the device never runs dry.
-      read_up_to(std::min(i + ahead(), items_.size() - 1));
-      Slot& slot = slot_of(i);
-      finish_read(i, slot);
-      progress_.items[i] = ItemProgress::kStarted;
-      work(i, slot.payloads);
-      start_write(i, slot);
-    }
-    for (std::size_t i = items_.size() - std::min(items_.size(), slots_.size()); i < items_.size();
-         ++i) {
-      finish_write(slot_of(i));
-    }
-  }
-
-  /// After an error: what was on its way to NVMe and arrives there counts.
-  void settle() noexcept {
-    for (Slot& slot : slots_) {
-      try {
-        finish_write(slot);
-      } catch (const Error&) {
-        // The first error is the one that is reported; this item stays kStarted.
-      }
-    }
-  }
-
- private:
-  [[nodiscard]] Slot& slot_of(std::size_t item) { return slots_[item % slots_.size()]; }
-
-  /// Items to read ahead. One slot is left for the write of the item before, if there are 3.
-  [[nodiscard]] std::size_t ahead() const {
-    return slots_.size() == 1 ? 0 : std::max<std::size_t>(1, slots_.size() - 2);
-  }
-
-  void read_up_to(std::size_t last) {
-    for (; next_read_ <= last; ++next_read_) {
-      Slot& slot = slot_of(next_read_);
-      finish_write(slot);
-      start_read(items_[next_read_], slot);
-    }
-  }
-
-  void start_read(const StreamItem& item, Slot& slot) {
-    slot.padded.clear();
-    slot.payloads.clear();
-    std::size_t offset = 0;
-    for (const StreamItem::Part& part : item.parts) {
-      slot.padded.push_back(slot.memory.subspan(offset, part.payload->padded_bytes()));
-      slot.payloads.push_back(slot.padded.back().first(part.payload->bytes()));
-      offset += part.payload->padded_bytes();
-      if (reads(part.access)) {
-        slot.reading.push_back(part.payload->start_read(stream_.queue_, slot.padded.back()));
-      }
-    }
-  }
-
-  void finish_read(std::size_t index, Slot& slot) {
-    const StreamItem& item = items_[index];
-    for (Transfer& transfer : slot.reading) {
-      transfer.wait();
-    }
-    slot.reading.clear();
-    if (stream_.verification_ == Verification::kOff) {
-      return;
-    }
-    for (std::size_t i = 0; i < item.parts.size(); ++i) {
-      if (reads(item.parts[i].access)) {
-        item.parts[i].payload->check(stream_.executor_, stream_.queue_, slot.padded[i]);
-      }
-    }
-  }
-
-  void start_write(std::size_t index, Slot& slot) {
-    const StreamItem& item = items_[index];
-    for (std::size_t i = 0; i < item.parts.size(); ++i) {
-      if (writes(item.parts[i].access)) {
-        slot.writing.push_back(item.parts[i].payload->start_write(
-            stream_.queue_, stream_.executor_, slot.padded[i], stream_.verification_));
-      }
-    }
-    // Only now: an item of which a write could not be started never counts as done.
-    slot.writing_item = &item;
-    slot.writing_index = index;
-  }
-
-  void finish_write(Slot& slot) {
-    if (slot.writing_item == nullptr) {
-      return;
-    }
-    const StreamItem& item = *std::exchange(slot.writing_item, nullptr);
-    std::vector<Transfer> writing = std::exchange(slot.writing, {});
-    std::size_t next = 0;
-    for (const StreamItem::Part& part : item.parts) {
-      if (writes(part.access)) {
-        writing[next++].wait();
-        part.payload->finish_write();
-      }
-    }
-    progress_.items[slot.writing_index] = ItemProgress::kDone;
-  }
-
-  ChunkStream& stream_;
-  std::span<const StreamItem> items_;
-  StreamProgress& progress_;
-  std::size_t next_read_ = 0;
-  std::vector<Slot> slots_;  // last: its transfers end before anything else goes
-};
-
-ChunkStream::ChunkStream(TransferQueue& queue, Executor& executor, std::span<std::byte> ring,
-                         std::size_t alignment, Verification verification)
-    : queue_(queue),
-      executor_(executor),
-      ring_(align(ring, alignment)),
-      verification_(verification) {}
-
-std::size_t ChunkStream::num_slots(std::span<const StreamItem> items) const {
-  const std::size_t slot_bytes = largest(items);
-  return slot_bytes == 0 ? 1 : std::min(kMaxSlots, ring_.size() / slot_bytes);
-}
-
-std::size_t ChunkStream::ring_bytes(std::span<const StreamItem> items, std::size_t num_slots,
-                                    std::size_t alignment) {
-  return largest(items) * num_slots + alignment - 1;
-}
-
-void ChunkStream::process(std::span<const StreamItem> items, const Work& work,
-                          StreamProgress& progress) {
-  progress.items.assign(items.size(), ItemProgress::kUntouched);
-  if (items.empty()) {
+ChunkStream::ChunkStream(std::vector<StoredChunk> chunks, TransferQueue& queue, Executor& executor,
+                         std::span<std::byte> memory, std::size_t alignment,
+                         Verification verification)
+    : queue_(queue), executor_(executor), verification_(verification), chunks_(std::move(chunks)) {
+  const std::span<std::byte> window = align(memory, alignment);
+  const std::size_t slot_bytes = largest(chunks_);
+  if (slot_bytes == 0) {
     return;
   }
-  if (num_slots(items) == 0) {
-    throw InvalidArgument("the NVMe ring has " + format_bytes(ring_.size()) +
-                          ", and the largest chunk needs " + format_bytes(largest(items)) +
+  for (std::size_t i = 0; i < std::min(kMaxSlots, window.size() / slot_bytes); ++i) {
+    slots_.push_back({.memory = window.subspan(i * slot_bytes, slot_bytes)});
+  }
+  if (slots_.empty()) {
+    throw InvalidArgument("the window on NVMe has " + format_bytes(window.size()) +
+                          ", and the largest chunk needs " + format_bytes(slot_bytes) +
                           ": give the host tier more memory, or make chunks smaller");
   }
-  Pass pass(*this, items, progress);
+}
+
+// The slots' transfers wait in their destructors.
+ChunkStream::~ChunkStream() = default;
+
+std::size_t ChunkStream::num_slots() const noexcept { return slots_.size(); }
+
+// One slot is left for the write of the chunk before, if there are 3.
+std::size_t ChunkStream::max_ahead() const noexcept {
+  return slots_.size() <= 1 ? 0 : std::max<std::size_t>(1, slots_.size() - 2);
+}
+
+ChunkStream::Counts ChunkStream::counts() const {
+  const std::lock_guard lock(mutex_);
+  return counts_;
+}
+
+ChunkStream::Slot* ChunkStream::find(std::size_t chunk) {
+  const auto found = std::find_if(slots_.begin(), slots_.end(),
+                                  [chunk](const Slot& slot) { return slot.chunk == chunk; });
+  return found == slots_.end() ? nullptr : &*found;
+}
+
+// Empty slots first; those that were announced and not used last.
+ChunkStream::Slot& ChunkStream::most_dispensable() {
+  const auto rank = [](const Slot& slot) {
+    return std::tuple(slot.wanted, slot.chunk.has_value(), slot.last_use);
+  };
+  return *std::min_element(slots_.begin(), slots_.end(),
+                           [&](const Slot& a, const Slot& b) { return rank(a) < rank(b); });
+}
+
+/// Leaves the slot empty, what it held on NVMe.
+void ChunkStream::clear(Slot& slot) {
+  if (slot.changed) {
+    start_write(slot);
+  }
+  finish_write(slot);
+  slot.reading.clear();
+  slot.chunk.reset();
+  slot.wanted = false;
+}
+
+void ChunkStream::load(Slot& slot, std::size_t chunk) {
+  clear(slot);
+  slot.padded.clear();
+  slot.payloads.clear();
+  std::size_t offset = 0;
+  for (const StoredPayload& payload : chunks_[chunk]) {
+    slot.padded.push_back(slot.memory.subspan(offset, payload.padded_bytes()));
+    slot.payloads.push_back(slot.padded.back().first(payload.bytes()));
+    offset += payload.padded_bytes();
+    if (payload.contents() == PayloadContents::kNone) {
+      std::fill(slot.padded.back().begin(), slot.padded.back().end(), std::byte{0});
+    } else {
+      slot.reading.push_back(payload.start_read(queue_, slot.padded.back()));
+      counts_.read_bytes += payload.padded_bytes();
+    }
+  }
+  slot.chunk = chunk;
+}
+
+void ChunkStream::finish_read(Slot& slot) {
+  if (slot.reading.empty()) {
+    return;
+  }
   try {
-    pass.run(work);
+    for (IoTransfer& transfer : slot.reading) {
+      transfer.wait();
+    }
+    if (verification_ == Verification::kOn) {
+      for (std::size_t i = 0; i < slot.padded.size(); ++i) {
+        chunks_[*slot.chunk][i].check(executor_, queue_, slot.padded[i]);
+      }
+    }
   } catch (...) {
-    pass.settle();
+    slot.reading.clear();
+    slot.chunk.reset();
+    slot.wanted = false;
     throw;
+  }
+  slot.reading.clear();
+}
+
+// A slot that could not be written is empty afterwards, and its chunk torn: whoever changed it may
+// long have been told that all was well.
+void ChunkStream::start_write(Slot& slot) {
+  slot.changed = false;
+  StoredChunk& chunk = chunks_[*slot.chunk];
+  try {
+    for (std::size_t i = 0; i < chunk.size(); ++i) {
+      slot.writing.push_back(
+          chunk[i].start_write(queue_, executor_, slot.padded[i], verification_));
+      counts_.written_bytes += chunk[i].padded_bytes();
+    }
+  } catch (...) {
+    slot.writing.clear();
+    slot.chunk.reset();
+    throw;
+  }
+}
+
+void ChunkStream::finish_write(Slot& slot) {
+  std::vector<IoTransfer> writing = std::exchange(slot.writing, {});
+  if (writing.empty()) {
+    return;
+  }
+  StoredChunk& chunk = chunks_[*slot.chunk];
+  try {
+    for (std::size_t i = 0; i < writing.size(); ++i) {
+      writing[i].wait();
+      chunk[i].finish_write();
+    }
+  } catch (...) {
+    slot.chunk.reset();
+    throw;
+  }
+}
+
+void ChunkStream::prefetch(std::size_t chunk) {
+  const std::lock_guard lock(mutex_);
+  if (Slot* const here = find(chunk)) {
+    here->wanted = true;
+    return;
+  }
+  Slot& slot = most_dispensable();
+  if (slot.wanted) {
+    return;
+  }
+  load(slot, chunk);
+  slot.wanted = true;
+}
+
+void ChunkStream::use(std::size_t chunk, StreamAccess access, const Work& work) {
+  const std::lock_guard lock(mutex_);
+  Slot* slot = find(chunk);
+  if (slot == nullptr) {
+    slot = &most_dispensable();
+    load(*slot, chunk);
+  }
+  finish_read(*slot);
+  slot->wanted = false;
+  slot->last_use = ++num_uses_;
+  if (access != StreamAccess::kRead) {
+    finish_write(*slot);
+    slot->changed = true;
+  }
+  work(slot->payloads);
+  if (access == StreamAccess::kUpdate) {
+    start_write(*slot);
+  }
+}
+
+void ChunkStream::flush() {
+  const std::lock_guard lock(mutex_);
+  std::exception_ptr first;
+  const auto attempt = [&](void (ChunkStream::*part)(Slot&), Slot& slot) {
+    try {
+      (this->*part)(slot);
+    } catch (const Error&) {
+      first = first ? first : std::current_exception();
+    }
+  };
+  for (Slot& slot : slots_) {
+    slot.wanted = false;
+    if (slot.changed) {
+      attempt(&ChunkStream::start_write, slot);
+    }
+  }
+  for (Slot& slot : slots_) {
+    attempt(&ChunkStream::finish_write, slot);
+  }
+  if (first) {
+    std::rethrow_exception(first);
+  }
+}
+
+void ChunkStream::discard_all() {
+  const std::lock_guard lock(mutex_);
+  for (Slot& slot : slots_) {
+    slot = Slot{.memory = slot.memory};  // waits for its transfers
+  }
+  for (StoredChunk& chunk : chunks_) {
+    for (StoredPayload& payload : chunk) {
+      payload.discard();
+    }
   }
 }
 

@@ -3,8 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <mutex>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "core/executor.h"
@@ -13,90 +13,93 @@
 
 namespace castor {
 
-enum class StreamAccess {
-  kRead,    ///< read and left as it is: a checkpoint is saved
-  kWrite,   ///< written without being read, contents unspecified before: states are made, or loaded
-  kUpdate,  ///< read and written back: an optimizer step
+enum class StreamAccess : std::uint8_t {
+  kRead,    ///< left as it is: a checkpoint is saved
+  kUpdate,  ///< changed, and written back at once: an optimizer step
+  /// Changed, and written back when its memory is needed or flush() is called: many small changes
+  /// of one chunk after another, as states are made or loaded.
+  kEdit,
 };
 
-/// One unit of work: a chunk, with the payloads of it that lie on NVMe.
-struct StreamItem {
-  struct Part {
-    StoredPayload* payload = nullptr;
-    StreamAccess access = StreamAccess::kUpdate;
-  };
-  std::vector<Part> parts;
-};
+/// A chunk's payloads on NVMe, in the order in which they lie in memory.
+using StoredChunk = std::vector<StoredPayload>;
 
-enum class ItemProgress : std::uint8_t {
-  kUntouched,  ///< at most read; nothing has changed anywhere
-  kStarted,  ///< its work has begun, so that memory may have changed; NVMe holds the old payloads,
-             ///< or torn ones
-  kDone,     ///< its work has ended, and every payload that it writes is on NVMe
-};
-
-/// How far a pass came: what decides, after an error, whether the state is still that of one step.
-struct StreamProgress {
-  std::vector<ItemProgress> items;
-
-  [[nodiscard]] std::size_t count(ItemProgress progress) const noexcept;
-  /// Nothing was changed: the same pass may be tried again.
-  [[nodiscard]] bool unchanged() const noexcept {
-    return count(ItemProgress::kUntouched) == items.size();
-  }
-  [[nodiscard]] bool complete() const noexcept {
-    return count(ItemProgress::kDone) == items.size();
-  }
-  /// Some items belong to the new step and some to the old: no further step, and no save, may use
-  /// this state.
-  [[nodiscard]] bool broken() const noexcept { return !unchanged() && !complete(); }
-  /// "4 of 12 chunks are updated, 1 is half-way, 7 are as before".
-  [[nodiscard]] std::string summary() const;
-};
-
-/// Passes over chunks whose payloads lie on NVMe, in bounded memory: while item i is worked on,
-/// item i+1 is being read and item i-1 is being written. The ring's memory is cut into slots as
-/// large as the largest item; 3 slots overlap everything, 2 wait for writes, 1 does one thing at a
-/// time.
+/// A window of host memory on chunks whose payloads lie on NVMe. While one chunk is worked on, the
+/// next is read and the one before is written. The window is cut into slots as large as the largest
+/// chunk: 3 slots overlap everything, 2 wait for writes, 1 does one thing at a time. A chunk stays
+/// in its slot until the memory is needed, so that one used again is not read again.
 ///
-/// Items do not share a payload. Checksums are made before a write and compared before the work, in
-/// the calling thread and the executor, beside the transfers. Borrows queue, executor and ring. One
-/// pass at a time.
+/// A payload that was never written reads as zeros. Checksums are made before a write and compared
+/// before the first use, in the calling thread and the executor, beside the transfers.
+///
+/// A transfer that fails is an IoError or CorruptionError of the call that waits for it. After a
+/// failed read NVMe holds what it held; after a failed write the payload is torn and refuses to be
+/// read (UsageError) until discard_all().
+///
+/// Borrows queue, executor and memory. Thread-safe: one call at a time, its work included.
 class ChunkStream {
  public:
   /// More slots than this would only read further ahead than the device is deep.
   static constexpr std::size_t kMaxSlots = 4;
 
-  /// `ring` is host memory of any alignment; give it to the engine as a registered buffer.
-  /// `alignment` is ScratchSpace::alignment().
-  ChunkStream(TransferQueue& queue, Executor& executor, std::span<std::byte> ring,
-              std::size_t alignment, Verification verification);
+  /// `memory` has any alignment; give it to the engine as a registered buffer. `alignment` is
+  /// ScratchSpace::alignment(). Throws InvalidArgument when the largest chunk does not fit.
+  ChunkStream(std::vector<StoredChunk> chunks, TransferQueue& queue, Executor& executor,
+              std::span<std::byte> memory, std::size_t alignment, Verification verification);
+  ~ChunkStream();
+  ChunkStream(const ChunkStream&) = delete;
+  ChunkStream& operator=(const ChunkStream&) = delete;
 
-  /// Gets the payloads of an item in the order of its parts, each of StoredPayload::bytes().
-  using Work =
-      std::function<void(std::size_t item, std::span<const std::span<std::byte>> payloads)>;
+  /// Gets the payloads of a chunk in their order, each of StoredPayload::bytes().
+  using Work = std::function<void(std::span<const std::span<std::byte>> payloads)>;
 
-  /// Does the work of each item, in order, on the calling thread. An error (IoError,
-  /// CorruptionError, UsageError for a payload without contents, or the work's own) ends the pass:
-  /// nothing is in flight then, no later item is touched, and `progress` says how far it came.
-  /// Throws InvalidArgument, with progress unchanged(), when the largest item is larger than the
-  /// ring.
-  void process(std::span<const StreamItem> items, const Work& work, StreamProgress& progress);
+  /// The chunk will be used soon: starts to read it, unless that would cost the slot of another one
+  /// that was announced and has not been used. Waits for the write of the chunk that it displaces.
+  void prefetch(std::size_t chunk);
+  /// Does the work on the chunk's payloads, on the calling thread. If the work throws, what it left
+  /// behind counts.
+  void use(std::size_t chunk, StreamAccess access, const Work& work);
+  /// Returns when every change is on NVMe. Rethrows the first error, after it has tried all. What
+  /// was announced and not used is forgotten.
+  void flush();
+  /// Every chunk reads as zeros from now on: all is about to be written anew.
+  void discard_all();
 
-  /// Slots that a pass over these items has; 0 when the largest does not fit.
-  [[nodiscard]] std::size_t num_slots(std::span<const StreamItem> items) const;
-  /// Ring memory that gives a pass over these items `num_slots` slots.
-  [[nodiscard]] static std::size_t ring_bytes(std::span<const StreamItem> items,
-                                              std::size_t num_slots, std::size_t alignment);
+  [[nodiscard]] std::size_t num_slots() const noexcept;
+  /// Chunks that prefetch can be ahead of the one in use.
+  [[nodiscard]] std::size_t max_ahead() const noexcept;
+  /// Memory that gives `num_slots` slots to chunks of `largest_bytes`, padding included.
+  [[nodiscard]] static std::size_t memory_bytes(std::size_t largest_bytes, std::size_t num_slots,
+                                                std::size_t alignment) noexcept {
+    return largest_bytes * num_slots + alignment - 1;
+  }
+
+  /// Since construction, padding included.
+  struct Counts {
+    std::uint64_t read_bytes = 0;
+    std::uint64_t written_bytes = 0;
+  };
+  [[nodiscard]] Counts counts() const;
 
  private:
   struct Slot;
-  class Pass;
+
+  Slot* find(std::size_t chunk);
+  Slot& most_dispensable();
+  void clear(Slot& slot);
+  void load(Slot& slot, std::size_t chunk);
+  void finish_read(Slot& slot);
+  void start_write(Slot& slot);
+  void finish_write(Slot& slot);
 
   TransferQueue& queue_;
   Executor& executor_;
-  std::span<std::byte> ring_;  // aligned
-  Verification verification_;
+  const Verification verification_;
+  mutable std::mutex mutex_;         // guards everything below
+  std::vector<StoredChunk> chunks_;  // before slots_, whose transfers end first
+  std::vector<Slot> slots_;
+  std::uint64_t num_uses_ = 0;
+  Counts counts_;
 };
 
 }  // namespace castor

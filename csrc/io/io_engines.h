@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/io_engine.h"
+#include "io/fault_injection.h"
 #include "io/io_file.h"
 
 namespace castor {
@@ -29,8 +30,14 @@ enum class IoEngineKind {
 /// the kernel where the engine can, and outlive it too. With kAuto the engine's description() says
 /// why it is not io_uring, if it is not. Throws InvalidArgument for a depth of 0, IoError when
 /// kIoUring is asked for and cannot be.
+///
+/// Where the environment sets CASTOR_IO_FAULTS, the engine is a FaultyIoEngine that does what
+/// parse_io_faults() makes of it (and throws what that throws), and its description() says so.
 [[nodiscard]] std::unique_ptr<IoEngine> make_io_engine(
     IoEngineKind kind, std::vector<IoFile> files, std::size_t queue_depth,
     std::span<const std::span<std::byte>> buffers = {});
+
+/// Of all engines so far that CASTOR_IO_FAULTS has wrapped, in this process. Thread-safe.
+[[nodiscard]] IoFaultCounts io_fault_counts() noexcept;
 
 }  // namespace castor

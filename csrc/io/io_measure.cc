@@ -63,7 +63,7 @@ class Measurement {
   }
 
   IoMeasurement run() {
-    IoMeasurement result{.engine = engine_->description()};
+    IoMeasurement result;
     const auto start = Clock::now();
     const auto deadline = start + std::chrono::duration_cast<Clock::duration>(
                                       std::chrono::duration<double>(workload_.seconds));
@@ -88,6 +88,7 @@ class Measurement {
       engine_->submit(requests);
     }
     result.seconds = std::chrono::duration<double>(now - start).count();
+    result.engine = engine_->description();
     return result;
   }
 

@@ -24,7 +24,7 @@ void StoredPayload::check_size(std::span<std::byte> buffer) const {
   }
 }
 
-Transfer StoredPayload::start_read(TransferQueue& queue, std::span<std::byte> buffer) const {
+IoTransfer StoredPayload::start_read(TransferQueue& queue, std::span<std::byte> buffer) const {
   check_size(buffer);
   if (contents_ == PayloadContents::kNone) {
     throw UsageError(name_ + " was never written to NVMe and cannot be read");
@@ -54,8 +54,8 @@ void StoredPayload::check(Executor& executor, const TransferQueue& queue,
   }
 }
 
-Transfer StoredPayload::start_write(TransferQueue& queue, Executor& executor,
-                                    std::span<std::byte> buffer, Verification verification) {
+IoTransfer StoredPayload::start_write(TransferQueue& queue, Executor& executor,
+                                      std::span<std::byte> buffer, Verification verification) {
   check_size(buffer);
   std::fill(buffer.begin() + static_cast<std::ptrdiff_t>(bytes_), buffer.end(), std::byte{0});
   checksums_.clear();

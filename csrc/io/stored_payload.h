@@ -41,16 +41,21 @@ class StoredPayload {
 
   /// Starts to read into `buffer`, of padded_bytes(). Throws UsageError when there is nothing whole
   /// to read. check() belongs to it, after the wait.
-  [[nodiscard]] Transfer start_read(TransferQueue& queue, std::span<std::byte> buffer) const;
+  [[nodiscard]] IoTransfer start_read(TransferQueue& queue, std::span<std::byte> buffer) const;
   /// Compares what was read with what was written. Throws CorruptionError.
   void check(Executor& executor, const TransferQueue& queue, std::span<std::byte> buffer) const;
 
   /// Starts to write `buffer`, of padded_bytes(), and clears what lies beyond bytes(). The payload
   /// is torn until finish_write(). With kOff it gets no checksums, and later checks pass.
-  [[nodiscard]] Transfer start_write(TransferQueue& queue, Executor& executor,
-                                     std::span<std::byte> buffer, Verification verification);
+  [[nodiscard]] IoTransfer start_write(TransferQueue& queue, Executor& executor,
+                                       std::span<std::byte> buffer, Verification verification);
   /// To be called when the write's wait() has returned.
   void finish_write() noexcept { contents_ = PayloadContents::kStored; }
+  /// As if it had never been written. No transfer is under way.
+  void discard() noexcept {
+    contents_ = PayloadContents::kNone;
+    checksums_.clear();
+  }
 
  private:
   void check_size(std::span<std::byte> buffer) const;

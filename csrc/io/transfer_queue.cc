@@ -4,7 +4,6 @@
 #include <array>
 #include <cerrno>
 #include <deque>
-#include <exception>
 #include <iterator>
 #include <optional>
 #include <utility>
@@ -14,23 +13,34 @@
 
 namespace castor {
 
+/// What an IoError is made of. The exception itself is made by the thread that throws it: its
+/// message must not be shared with another one.
+struct IoFailure {
+  int error_number = 0;
+  std::string path;
+  std::uint64_t offset = 0;
+  std::string what;
+  std::string remedy;
+
+  [[noreturn]] void raise() const { throw IoError(error_number, path, offset, what, remedy); }
+};
+
 /// Shared by the handle and the blocks of a transfer.
-struct Transfer::State {
+struct IoTransfer::State {
   std::mutex mutex;
   std::condition_variable finished;
-  std::size_t num_blocks = 0;  // guarded by mutex; those that have not ended
-  std::exception_ptr error;    // guarded by mutex; the first one
+  std::size_t num_blocks = 0;        // guarded by mutex; those that have not ended
+  std::optional<IoFailure> failure;  // guarded by mutex; the first one
 
   [[nodiscard]] bool failed() {
     const std::lock_guard lock(mutex);
-    return error != nullptr;
+    return failure.has_value();
   }
 
-  /// Takes the error over: each exception has one owner, and dies in the thread that caught it.
-  void end_block(std::exception_ptr block_error) {
+  void end_block(std::optional<IoFailure> of_block) {
     const std::lock_guard lock(mutex);
-    if (block_error && !error) {
-      error = std::move(block_error);
+    if (of_block && !failure) {
+      failure = std::move(of_block);
     }
     if (--num_blocks == 0) {
       finished.notify_all();
@@ -38,7 +48,7 @@ struct Transfer::State {
   }
 };
 
-Transfer& Transfer::operator=(Transfer&& other) noexcept {
+IoTransfer& IoTransfer::operator=(IoTransfer&& other) noexcept {
   if (this != &other) {
     drain();
     state_ = std::move(other.state_);
@@ -46,19 +56,19 @@ Transfer& Transfer::operator=(Transfer&& other) noexcept {
   return *this;
 }
 
-void Transfer::wait() {
+void IoTransfer::wait() {
   if (!state_) {
     return;
   }
   const std::shared_ptr<State> state = std::exchange(state_, nullptr);
   std::unique_lock lock(state->mutex);
   state->finished.wait(lock, [&] { return state->num_blocks == 0; });
-  if (std::exception_ptr error = std::exchange(state->error, nullptr)) {
-    std::rethrow_exception(std::move(error));
+  if (state->failure) {
+    state->failure->raise();
   }
 }
 
-void Transfer::drain() noexcept {
+void IoTransfer::drain() noexcept {
   if (state_) {
     std::unique_lock lock(state_->mutex);
     state_->finished.wait(lock, [&] { return state_->num_blocks == 0; });
@@ -68,7 +78,7 @@ void Transfer::drain() noexcept {
 
 /// At most block_bytes of a piece: what one request transfers, or what is left of it.
 struct TransferQueue::Block {
-  std::shared_ptr<Transfer::State> transfer;
+  std::shared_ptr<IoTransfer::State> transfer;
   IoOperation operation = IoOperation::kRead;
   std::uint32_t file = 0;
   std::uint64_t offset = 0;
@@ -178,8 +188,8 @@ void TransferQueue::check(const TransferPiece& piece) const {
   }
 }
 
-Transfer TransferQueue::submit(IoOperation operation, std::span<const TransferPiece> pieces) {
-  auto state = std::make_shared<Transfer::State>();
+IoTransfer TransferQueue::submit(IoOperation operation, std::span<const TransferPiece> pieces) {
+  auto state = std::make_shared<IoTransfer::State>();
   std::vector<Block> blocks;
   for (const TransferPiece& piece : pieces) {
     check(piece);
@@ -193,7 +203,7 @@ Transfer TransferQueue::submit(IoOperation operation, std::span<const TransferPi
   {
     const std::lock_guard lock(mutex_);
     if (broken_) {
-      throw engine_error(*broken_);
+      failure_of(*broken_).raise();
     }
     std::move(blocks.begin(), blocks.end(), std::back_inserter(incoming_));
     if (driver_collects_) {
@@ -201,7 +211,7 @@ Transfer TransferQueue::submit(IoOperation operation, std::span<const TransferPi
     }
   }
   work_ready_.notify_one();
-  return Transfer(std::move(state));
+  return IoTransfer(std::move(state));
 }
 
 void TransferQueue::drive() noexcept {
@@ -222,9 +232,9 @@ void TransferQueue::drive() noexcept {
   }
 }
 
-IoError TransferQueue::engine_error(const Broken& broken) const {
+IoFailure TransferQueue::failure_of(const Broken& broken) const {
   return {broken.error_number, files_.front().path, 0,
-          "the I/O engine failed as a whole (" + broken.what + ") and moves nothing more to"};
+          "the I/O engine failed as a whole (" + broken.what + ") and moves nothing more to", ""};
 }
 
 /// Sleeps while there is nothing to do at all; false at the end.
@@ -256,7 +266,7 @@ void TransferQueue::submit_blocks(Driver& driver) {
     Block block = std::move(driver.pending[*kind].front());
     driver.pending[*kind].pop_front();
     if (block.transfer->failed()) {
-      block.transfer->end_block(nullptr);  // the rest of it is of no use to anybody
+      block.transfer->end_block(std::nullopt);  // the rest of it is of no use to anybody
       continue;
     }
     const std::uint32_t slot = driver.free_slots.back();
@@ -290,8 +300,7 @@ void TransferQueue::finish(Driver& driver, Block block, const IoCompletion& comp
   const std::size_t bytes = block.buffer.size();
   const TransferFile& file = files_[block.file];
   const auto fail = [&](int error_number, const std::string& what, const std::string& remedy) {
-    block.transfer->end_block(
-        std::make_exception_ptr(IoError(error_number, file.path, block.offset, what, remedy)));
+    block.transfer->end_block(IoFailure{error_number, file.path, block.offset, what, remedy});
   };
   const int error_number = completion.error_number;
   if (error_number != 0 && error_number != EINTR && error_number != EAGAIN) {
@@ -299,7 +308,7 @@ void TransferQueue::finish(Driver& driver, Block block, const IoCompletion& comp
     return;
   }
   if (error_number == 0 && completion.transferred_bytes >= bytes) {
-    block.transfer->end_block(nullptr);
+    block.transfer->end_block(std::nullopt);
     return;
   }
   if (error_number == 0 && completion.transferred_bytes == 0 &&
@@ -346,7 +355,7 @@ void TransferQueue::fail_everything(Driver& driver, const Broken& broken) noexce
   }
   const auto end = [&](const Block& block) {
     if (block.transfer) {
-      block.transfer->end_block(std::make_exception_ptr(engine_error(broken)));
+      block.transfer->end_block(failure_of(broken));
     }
   };
   std::for_each(driver.slots.begin(), driver.slots.end(), end);

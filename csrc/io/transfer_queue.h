@@ -17,6 +17,8 @@
 
 namespace castor {
 
+struct IoFailure;
+
 /// A contiguous part of a transfer: one range of one file.
 struct TransferPiece {
   std::uint32_t file = 0;
@@ -26,17 +28,17 @@ struct TransferPiece {
 
 /// A transfer in flight. Its destructor waits, so that no transfer outlives the scope that keeps
 /// its buffers. Move-only; an empty one has nothing to wait for.
-class Transfer {
+class IoTransfer {
  public:
   struct State;
 
-  Transfer() = default;
-  explicit Transfer(std::shared_ptr<State> state) noexcept : state_(std::move(state)) {}
-  Transfer(Transfer&&) noexcept = default;
-  Transfer& operator=(Transfer&& other) noexcept;
-  Transfer(const Transfer&) = delete;
-  Transfer& operator=(const Transfer&) = delete;
-  ~Transfer() { drain(); }
+  IoTransfer() = default;
+  explicit IoTransfer(std::shared_ptr<State> state) noexcept : state_(std::move(state)) {}
+  IoTransfer(IoTransfer&&) noexcept = default;
+  IoTransfer& operator=(IoTransfer&& other) noexcept;
+  IoTransfer(const IoTransfer&) = delete;
+  IoTransfer& operator=(const IoTransfer&) = delete;
+  ~IoTransfer() { drain(); }
 
   /// Returns when all bytes are transferred. Throws IoError for the first one that could not be;
   /// nothing of the transfer is in flight then either. A second call returns at once.
@@ -77,7 +79,7 @@ class TransferQueue {
 
   /// Throws InvalidArgument for a buffer, size or offset that is no multiple of the file's
   /// alignment; IoError when the engine has failed as a whole. A write does not change its buffers.
-  [[nodiscard]] Transfer submit(IoOperation operation, std::span<const TransferPiece> pieces);
+  [[nodiscard]] IoTransfer submit(IoOperation operation, std::span<const TransferPiece> pieces);
 
   [[nodiscard]] std::size_t block_bytes() const noexcept { return block_bytes_; }
   [[nodiscard]] const std::string& path(std::uint32_t file) const { return files_[file].path; }
@@ -106,13 +108,13 @@ class TransferQueue {
   void collect_blocks(Driver& driver);
   void finish(Driver& driver, Block block, const IoCompletion& completion);
   void fail_everything(Driver& driver, const Broken& broken) noexcept;
-  [[nodiscard]] IoError engine_error(const Broken& broken) const;
+  [[nodiscard]] IoFailure failure_of(const Broken& broken) const;
 
   const std::unique_ptr<IoEngine> engine_;
   const std::vector<TransferFile> files_;
   const std::size_t block_bytes_;
 
-  // Never held together with the mutex of a Transfer::State.
+  // Never held together with the mutex of a IoTransfer::State.
   mutable std::mutex mutex_;
   std::condition_variable work_ready_;
   std::vector<Block> incoming_;   // guarded by mutex_

@@ -7,6 +7,11 @@
 #include "core/error.h"
 
 namespace castor {
+namespace {
+
+constexpr std::size_t kAnnounced = 8;
+
+}  // namespace
 
 UpdateQueue::UpdateQueue(std::size_t num_chunks)
     : pending_(num_chunks, false), worker_([this](const std::stop_token& stop) { work(stop); }) {}
@@ -59,16 +64,26 @@ void UpdateQueue::drain() {
   rethrow_failure();
 }
 
+void UpdateQueue::abandon() {
+  std::unique_lock lock(mutex_);
+  completed_.wait(lock, [&] { return num_pending_ == 0; });
+  failure_ = nullptr;
+}
+
 // A stop request ends the wait for more, not the work that is there.
 void UpdateQueue::work(const std::stop_token& stop) {
   std::unique_lock lock(mutex_);
   while (submitted_.wait(lock, stop, [&] { return !updates_.empty(); })) {
     Update update = std::move(updates_.front());
     updates_.pop_front();
+    std::vector<ChunkId> next;
+    for (std::size_t i = 0; i < std::min(updates_.size(), kAnnounced); ++i) {
+      next.push_back(updates_[i].chunk);
+    }
     lock.unlock();
     std::exception_ptr failure;
     try {
-      update.run();
+      update.run(next);
     } catch (...) {
       failure = std::current_exception();
     }

@@ -6,6 +6,7 @@
 #include <exception>
 #include <functional>
 #include <mutex>
+#include <span>
 #include <stop_token>
 #include <thread>
 #include <vector>
@@ -14,8 +15,9 @@
 
 namespace castor {
 
-/// Updates one chunk's home; may throw.
-using UpdateFunction = std::function<void()>;
+/// Updates one chunk's home; may throw. `next`: the chunks whose updates will follow, as it looks
+/// now, a few of them.
+using UpdateFunction = std::function<void(std::span<const ChunkId> next)>;
 
 /// Runs chunk updates one after the other on a thread of its own, in the order of submission, and
 /// a chunk that somebody waits for next. An update may spread over an Executor.
@@ -35,6 +37,8 @@ class UpdateQueue final : public PendingUpdates {
   void wait(ChunkId chunk) override;
   /// Returns when every update is over.
   void drain();
+  /// As drain, but forgets a failure instead: updates may be submitted again.
+  void abandon();
 
  private:
   struct Update {

@@ -3,13 +3,16 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "core/chunk_layout.h"
+#include "core/error.h"
 #include "core/placement.h"
 #include "core/scalar_type.h"
 #include "core/trace.h"
@@ -20,6 +23,18 @@ namespace castor {
 using PythonModuleSpec = std::tuple<std::string, std::vector<std::uint32_t>, std::int64_t>;
 /// (kind, id, nonmodel_bytes, time_ns).
 using PythonEvent = std::tuple<std::uint8_t, std::uint32_t, std::uint64_t, std::uint64_t>;
+
+/// The value that Python calls `name`. Throws InvalidArgument that says what (`what`) is not known.
+template <typename Enum>
+[[nodiscard]] Enum value_named(const std::string& name, const std::string& what,
+                               std::initializer_list<std::pair<const char*, Enum>> known) {
+  for (const auto& [spelling, value] : known) {
+    if (name == spelling) {
+      return value;
+    }
+  }
+  throw InvalidArgument("unknown " + what + " '" + name + "'");
+}
 
 /// What Python passes to the core; each throws InvalidArgument for what it does not know.
 [[nodiscard]] ScalarType scalar_type(const std::string& name);
@@ -35,7 +50,7 @@ void bind_state_formats(pybind11::module_& module);
 
 /// castor._C's look at this machine: NUMA nodes, the host arena, measured bandwidths.
 void bind_machine(pybind11::module_& module);
-/// What `castor io-bench` measures with: castor._C.IoBench and why_no_io_uring.
+/// What `castor io-bench` measures with: castor._C.IoBench and why_no_io_uring; io_fault_counts.
 void bind_io(pybind11::module_& module);
 /// castor._C.Simulator: plans and simulates steps of a model that is not built.
 void bind_simulator(pybind11::module_& module);

@@ -1,4 +1,4 @@
-// What `castor io-bench` measures with.
+// What `castor io-bench` measures with, and what faults were injected into I/O.
 #include <pybind11/pybind11.h>
 
 #include <cstddef>
@@ -29,6 +29,8 @@ class IoBench {
   }
 
   [[nodiscard]] std::string file() const { return scratch_.file().description(); }
+
+  [[nodiscard]] bool direct() const { return scratch_.file().direct(); }
 
   [[nodiscard]] std::tuple<std::uint64_t, std::uint64_t, double, std::string> measure(
       const std::string& mix, std::size_t block_bytes, std::size_t depth, double seconds) const {
@@ -64,10 +66,19 @@ void bind_io(py::module_& module) {
       .def(py::init<const std::string&, std::uint64_t, const std::string&>(), py::arg("directory"),
            py::arg("num_bytes"), py::arg("engine"), released)
       .def_property_readonly("file", &IoBench::file)
+      .def_property_readonly("direct", &IoBench::direct)
       .def("measure", &IoBench::measure, py::arg("mix"), py::arg("block_bytes"), py::arg("depth"),
            py::arg("seconds"), released)
       .def("close", &IoBench::close, released);
   module.def("why_no_io_uring", &why_no_io_uring);
+  module.def("io_fault_counts", [] {
+    const IoFaultCounts counts = io_fault_counts();
+    py::dict result;
+    result["reads"] = counts.reads;
+    result["writes"] = counts.writes;
+    result["faults"] = counts.faults;
+    return result;
+  });
 }
 
 }  // namespace castor

@@ -62,30 +62,12 @@ ScalarType scalar_type(const std::string& name) {
   throw InvalidArgument("unknown element type '" + name + "'");
 }
 
-Overlap overlap_mode(const std::string& name) {
-  if (name == "none") {
-    return Overlap::kNone;
-  }
-  if (name == "forward") {
-    return Overlap::kForward;
-  }
-  if (name == "backward") {
-    return Overlap::kBackward;
-  }
-  throw InvalidArgument("overlap '" + name + "' is not known");
-}
-
 PlacementPolicy placement_policy(const std::string& name) {
-  const std::pair<const char*, PlacementPolicy> policies[] = {{"auto", PlacementPolicy::kAuto},
-                                                              {"cpu", PlacementPolicy::kCpu},
-                                                              {"cuda", PlacementPolicy::kCuda},
-                                                              {"static", PlacementPolicy::kStatic}};
-  for (const auto& [known, policy] : policies) {
-    if (name == known) {
-      return policy;
-    }
-  }
-  throw InvalidArgument("unknown placement policy '" + name + "'");
+  return value_named<PlacementPolicy>(name, "placement policy",
+                                      {{"auto", PlacementPolicy::kAuto},
+                                       {"cpu", PlacementPolicy::kCpu},
+                                       {"cuda", PlacementPolicy::kCuda},
+                                       {"static", PlacementPolicy::kStatic}});
 }
 
 std::vector<ModuleSpec> module_specs(const std::vector<PythonModuleSpec>& modules) {
@@ -119,6 +101,17 @@ Trace trace_of(const std::vector<PythonEvent>& events) {
 
 namespace {
 
+std::optional<NvmeOptions> nvme_options(const py::dict& options) {
+  auto directories = options["nvme_paths"].cast<std::vector<std::string>>();
+  if (directories.empty()) {
+    return std::nullopt;
+  }
+  return NvmeOptions{
+      .directories = std::move(directories),
+      .budget_bytes = options["nvme_bytes"].cast<std::uint64_t>(),
+      .verification = options["nvme_verify"].cast<bool>() ? Verification::kOn : Verification::kOff};
+}
+
 std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
                                         std::vector<std::string> param_names,
                                         const std::vector<PythonModuleSpec>& modules,
@@ -139,8 +132,13 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
       .host_bytes = get("host_bytes").cast<std::size_t>(),
       .link_bytes_per_second = get("link_bytes_per_second").cast<std::uint64_t>(),
       .state = {.format = state_format_of(get("optim_state_format").cast<std::string>()),
-                .moments = get("adam_state").cast<bool>()},
-      .overlap = overlap_mode(get("overlap").cast<std::string>())};
+                .moments = get("adam_state").cast<bool>(),
+                .nvme = nvme_options(options),
+                .nvme_fraction = get("nvme_fraction").cast<std::optional<double>>()},
+      .overlap = value_named<Overlap>(get("overlap").cast<std::string>(), "overlap",
+                                      {{"none", Overlap::kNone},
+                                       {"forward", Overlap::kForward},
+                                       {"backward", Overlap::kBackward}})};
   return Session::create(std::move(params), std::move(param_names), module_specs(modules),
                          session_options);
 }
@@ -231,6 +229,13 @@ py::dict report(Session& session) {
   figures["chunk_bytes"] = session.layout().chunk_bytes();
   figures["waste"] = session.layout().waste();
   figures["host_arena"] = session.host().description();
+  const NvmeTier* const nvme = session.optimizer_state().nvme();
+  const ChunkStream::Counts moved =
+      nvme != nullptr ? nvme->stream().counts() : ChunkStream::Counts{};
+  figures["nvme_bytes"] = nvme != nullptr ? nvme->used_bytes() : 0;
+  figures["nvme_read_bytes"] = moved.read_bytes;
+  figures["nvme_written_bytes"] = moved.written_bytes;
+  figures["nvme_engine"] = nvme != nullptr ? nvme->description() : "";
   return figures;
 }
 
@@ -312,7 +317,10 @@ PYBIND11_MODULE(_C, m) {
       .def("adam_step", &castor::adam_step, py::arg("groups"), py::arg("group_of"),
            py::arg("grad_scale"))
       .def("arm_updates", &castor::arm_updates, py::arg("groups"), py::arg("group_of"))
-      .def("abandon_step", &Session::abandon_step, released)
+      .def("begin_load", &Session::begin_load, py::arg("weights"), py::arg("states"), released)
+      .def("end_load", &Session::end_load, py::arg("weights"), py::arg("states"), released)
+      .def_property_readonly("whole", &Session::whole)
+      .def("await_updates", &Session::await_updates, released)
       .def("finish_step", &Session::finish_step, released)
       .def("settle", py::overload_cast<>(&Session::settle), released)
       .def("send_home", &Session::send_home, released)

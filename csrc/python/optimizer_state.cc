@@ -66,6 +66,22 @@ void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session
             settled(self, param).before_overwrite(id(param), values);
           },
           released)
+      .def("stored",
+           [](Session& self, std::uint32_t param) {
+             return self.optimizer_state().stored(self.layout().place(id(param)).chunk);
+           })
+      .def(
+          "read_moments",
+          [](Session& self, std::uint32_t param) {
+            return settled(self, param).read_moments(id(param));
+          },
+          released)
+      .def(
+          "write_moments",
+          [](Session& self, std::uint32_t param, const std::vector<at::Tensor>& moments) {
+            settled(self, param).write_moments(id(param), moments);
+          },
+          released)
       .def("moments", [](Session& self, std::uint32_t param) { return self.moments(id(param)); })
       .def("moment_scales",
            [](Session& self, std::uint32_t param) { return self.moment_scales(id(param)); })
@@ -73,9 +89,10 @@ void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session
            [](Session& self, std::uint32_t param) {
              return settled(self, param).master_view(id(param));
            })
-      .def("master", [](Session& self, std::uint32_t param) {
-        return settled(self, param).master(id(param));
-      });
+      .def(
+          "master",
+          [](Session& self, std::uint32_t param) { return settled(self, param).master(id(param)); },
+          released);
 }
 
 }  // namespace castor

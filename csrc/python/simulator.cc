@@ -28,21 +28,9 @@ namespace {
 /// (name, number of elements, trainable).
 using PythonParamSpec = std::tuple<std::string, std::size_t, bool>;
 
-template <typename Mode>
-Mode mode_of(const py::dict& options, const char* key,
-             std::initializer_list<std::pair<const char*, Mode>> known) {
-  const auto name = options[key].cast<std::string>();
-  for (const auto& [spelling, mode] : known) {
-    if (name == spelling) {
-      return mode;
-    }
-  }
-  throw InvalidArgument("unknown " + std::string(key) + " '" + name + "'");
-}
-
 CopyMode copy_mode(const py::dict& options, const char* key) {
-  return mode_of<CopyMode>(
-      options, key,
+  return value_named<CopyMode>(
+      options[key].cast<std::string>(), key,
       {{"overlapped", CopyMode::kOverlapped}, {"synchronous", CopyMode::kSynchronous}});
 }
 
@@ -98,9 +86,9 @@ class Simulator {
         .device_memory_bytes_per_second = speed("device_memory_bytes_per_second"),
         .parameter_copies = copy_mode(options, "parameter_copies"),
         .gradient_copies = copy_mode(options, "gradient_copies"),
-        .update_cores =
-            mode_of<UpdateCores>(options, "update_cores",
-                                 {{"own", UpdateCores::kOwn}, {"shared", UpdateCores::kShared}}),
+        .update_cores = value_named<UpdateCores>(
+            get("update_cores").cast<std::string>(), "update_cores",
+            {{"own", UpdateCores::kOwn}, {"shared", UpdateCores::kShared}}),
         .gradient_window_bytes = copy_mode(options, "gradient_copies") == CopyMode::kOverlapped
                                      ? largest_gradient_bytes(layout_)
                                      : 0};
@@ -174,8 +162,8 @@ class Simulator {
     return {.state_bytes_per_element = state,
             .moved_bytes_per_element = 2.0 * state + 3.0 * element,
             .norm_bytes_per_element = options["with_norm"].cast<bool>() ? element : 0.0,
-            .overlap = mode_of<OverlapMode>(
-                options, "overlap",
+            .overlap = value_named<OverlapMode>(
+                options["overlap"].cast<std::string>(), "overlap",
                 {{"none", OverlapMode::kNone}, {"forward", OverlapMode::kForward}})};
   }
 

@@ -1,64 +1,18 @@
 #include "torch/optimizer_state.h"
 
-#include <ATen/ATen.h>
-#include <ATen/core/grad_mode.h>
-
 #include <algorithm>
-#include <cstring>
+#include <numeric>
 #include <string>
 #include <utility>
 
 #include "core/error.h"
-#include "optim/convert.h"
-#include "optim/state_convert.h"
-#include "torch/chunk_storages.h"
+#include "core/placement.h"
 
+// What lies where, and the update. Values are in optimizer_state_values.cc.
 namespace castor {
 namespace {
 
-constexpr std::int64_t kPieceNumel = std::int64_t{1} << 20;
-
 bool in_blocks(StateFormat format) { return format == StateFormat::kSplitInt8; }
-
-at::ScalarType moment_type(StateFormat format) {
-  switch (state_bytes(format).exp_avg) {
-    case 1: return at::kByte;
-    case 2: return at::kBFloat16;
-    default: return at::kFloat;
-  }
-}
-
-/// Elements in the order of the memory that geometry_of(param) describes.
-at::Tensor in_order_of(const at::Tensor& param, const at::Tensor& values) {
-  if (values.sizes() != param.sizes()) {
-    throw InvalidArgument("values of " + std::to_string(values.numel()) + " elements in " +
-                          std::to_string(values.dim()) +
-                          " dimensions do not have the shape of their parameter, which has " +
-                          std::to_string(param.numel()) + " in " + std::to_string(param.dim()));
-  }
-  const ParamGeometry geometry = geometry_of(param);
-  if (values.is_non_overlapping_and_dense() && values.strides() == geometry.strides) {
-    return values.as_strided({values.numel()}, {1});
-  }
-  if (values.is_same(param)) {  // neither dense nor in memory of its own: row-major from now on
-    return values.reshape({-1});
-  }
-  return at::empty_strided(geometry.sizes, geometry.strides, values.options())
-      .copy_(values)
-      .as_strided({values.numel()}, {1});
-}
-
-/// Calls `use(first element, piece)` for one piece of a flat tensor after another, so that what is
-/// made of a piece stays small.
-template <typename Use>
-void for_each_piece(const at::Tensor& values, const Use& use) {
-  for (std::int64_t begin = 0; begin < values.numel(); begin += kPieceNumel) {
-    use(static_cast<std::size_t>(begin),
-        values.narrow(0, begin, std::min(kPieceNumel, values.numel() - begin)));
-  }
-}
-
-std::size_t numel_of(const at::Tensor& tensor) { return static_cast<std::size_t>(tensor.numel()); }
 
 }  // namespace
 
@@ -75,13 +29,35 @@ OptimizerState::OptimizerState(ChunkManager& manager, std::span<const at::Tensor
       format_(options.format),
       streams_(params.size(), 0) {
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
-    if (layout_.chunks()[i].trainable) {
-      add_payloads(ChunkId{static_cast<std::uint32_t>(i)}, options.moments);
-    }
+    kinds_.push_back(kinds_of(ChunkId{static_cast<std::uint32_t>(i)}, options.moments));
   }
+  choose_places(options);
+  make_payloads();
 }
 
-void OptimizerState::add_payloads(ChunkId chunk, bool moments) {
+std::vector<PayloadKind> OptimizerState::kinds_of(ChunkId chunk, bool moments) const {
+  const ChunkSpec& spec = layout_.chunk(chunk);
+  std::vector<PayloadKind> kinds;
+  if (!spec.trainable) {
+    return kinds;
+  }
+  check_format(chunk);
+  if (format_ != StateFormat::kFp32) {
+    kinds.push_back(PayloadKind::kRemainder);
+  } else if (spec.type != ScalarType::kFloat32) {
+    kinds.push_back(PayloadKind::kMaster);
+  }
+  if (moments) {
+    kinds.push_back(PayloadKind::kExpAvg);
+    kinds.push_back(PayloadKind::kExpAvgSq);
+    if (in_blocks(format_)) {
+      kinds.push_back(PayloadKind::kMomentScales);
+    }
+  }
+  return kinds;
+}
+
+void OptimizerState::check_format(ChunkId chunk) const {
   const ChunkSpec& spec = layout_.chunk(chunk);
   if (format_ != StateFormat::kFp32 && spec.type != ScalarType::kBFloat16) {
     throw InvalidArgument("optimizer state format " + std::string(to_string(format_)) +
@@ -95,20 +71,56 @@ void OptimizerState::add_payloads(ChunkId chunk, bool moments) {
         " bytes is not aligned to " + std::to_string(param_alignment(format_, spec.type)) +
         ", which optimizer state format " + std::string(to_string(format_)) + " needs");
   }
-  const std::size_t numel = spec.used_bytes / size_of(spec.type);
-  const auto add = [&](PayloadKind kind) {
-    manager_.add_payload(chunk, kind, payload_bytes(chunk, kind, numel));
-  };
-  if (format_ != StateFormat::kFp32) {
-    add(PayloadKind::kRemainder);
-  } else if (spec.type != ScalarType::kFloat32) {
-    add(PayloadKind::kMaster);
+}
+
+// The window on NVMe comes out of the host's room before the states that stay there.
+void OptimizerState::choose_places(const OptimizerStateOptions& options) {
+  std::vector<std::size_t> bytes(kinds_.size(), 0);
+  std::vector<std::vector<PayloadSpec>> specs(kinds_.size());
+  for (std::size_t i = 0; i < kinds_.size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    const ChunkSpec& spec = layout_.chunk(chunk);
+    if (manager_.placement(chunk) == Placement::kDevice) {
+      continue;
+    }
+    for (const PayloadKind kind : kinds_[i]) {
+      specs[i].push_back({std::string(to_string(kind)) + " of chunk " + std::to_string(i),
+                          payload_bytes(chunk, kind, spec.used_bytes / size_of(spec.type))});
+      bytes[i] += specs[i].back().bytes;
+    }
   }
-  if (moments) {
-    add(PayloadKind::kExpAvg);
-    add(PayloadKind::kExpAvgSq);
-    if (in_blocks(format_)) {
-      add(PayloadKind::kMomentScales);
+  stored_.resize(kinds_.size(), false);
+  if (!options.nvme) {
+    return;
+  }
+  MemoryTier& host = manager_.host();
+  const std::size_t total = std::accumulate(bytes.begin(), bytes.end(), std::size_t{0});
+  std::size_t room = host.ledger().available();
+  if (options.nvme_fraction) {
+    room = static_cast<std::size_t>((1.0 - *options.nvme_fraction) * static_cast<double>(total));
+  } else if (total > room) {
+    room -= std::min(room, NvmeTier::window_bytes(specs, NvmeTier::kWindowSlots));
+  }
+  stored_ = choose_stored(bytes, room);
+  for (std::size_t i = 0; i < specs.size(); ++i) {
+    if (!stored_[i]) {
+      specs[i].clear();
+    }
+  }
+  if (std::find(stored_.begin(), stored_.end(), true) != stored_.end()) {
+    nvme_ = std::make_unique<NvmeTier>(*options.nvme, specs, host, executor_);
+  }
+}
+
+void OptimizerState::make_payloads() {
+  for (std::size_t i = 0; i < kinds_.size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    const ChunkSpec& spec = layout_.chunk(chunk);
+    for (const PayloadKind kind : kinds_[i]) {
+      if (!stored_[i]) {
+        manager_.add_payload(chunk, kind,
+                             payload_bytes(chunk, kind, spec.used_bytes / size_of(spec.type)));
+      }
     }
   }
 }
@@ -129,66 +141,44 @@ std::size_t OptimizerState::payload_bytes(ChunkId chunk, PayloadKind kind,
   return 0;
 }
 
+bool OptimizerState::has(ParamId param, PayloadKind kind) const {
+  const auto& kinds = kinds_[index(layout_.place(param).chunk)];
+  return std::find(kinds.begin(), kinds.end(), kind) != kinds.end();
+}
+
 std::byte* OptimizerState::element(ParamId param, PayloadKind kind) const {
   const ParamPlace place = layout_.place(param);
   const auto& payload = manager_.payload(place.chunk, kind);
   return payload ? payload->data() + payload_bytes(place.chunk, kind, place.offset) : nullptr;
 }
 
-void OptimizerState::adopt(ParamId param, const at::Tensor& values) {
-  const at::NoGradGuard no_grad;
-  const ScalarType type = layout_.param(param).type;
-  auto* home = element(param, PayloadKind::kParam);
-  auto* master = data<float>(param, PayloadKind::kMaster);
-  auto* remainder = data<std::int16_t>(param, PayloadKind::kRemainder);
-  const at::Tensor& own = params_[index(param)];
-  if (master == nullptr && remainder == nullptr) {
-    const ParamGeometry geometry = geometry_of(own);
-    at::from_blob(home, geometry.sizes, geometry.strides, to_torch(type)).copy_(values);
+std::byte* OptimizerState::element(const Memory& memory, ParamId param, PayloadKind kind) const {
+  const ParamPlace place = layout_.place(param);
+  std::byte* const payload = memory[static_cast<std::size_t>(kind)];
+  return payload != nullptr ? payload + payload_bytes(place.chunk, kind, place.offset) : nullptr;
+}
+
+OptimizerState::Memory OptimizerState::resident(ChunkId chunk) const {
+  Memory memory{};
+  for (const PayloadKind kind : kinds_[index(chunk)]) {
+    memory[static_cast<std::size_t>(kind)] = manager_.payload(chunk, kind)->data();
+  }
+  return memory;
+}
+
+void OptimizerState::with_memory(ChunkId chunk, StreamAccess access,
+                                 const std::function<void(const Memory&)>& work) const {
+  if (!stored(chunk)) {
+    work(resident(chunk));
     return;
   }
-  for_each_piece(in_order_of(own, values), [&](std::size_t begin, const at::Tensor& piece) {
-    const at::Tensor exact = piece.to(at::kFloat).contiguous();
-    const std::size_t numel = numel_of(piece);
-    if (master != nullptr) {
-      std::memmove(master + begin, exact.const_data_ptr<float>(), numel * sizeof(float));
+  nvme_->stream().use(index(chunk), access, [&](std::span<const std::span<std::byte>> payloads) {
+    Memory memory{};
+    for (std::size_t i = 0; i < payloads.size(); ++i) {
+      memory[static_cast<std::size_t>(kinds_[index(chunk)][i])] = payloads[i].data();
     }
-    if (remainder != nullptr) {
-      split_masters(&executor_, remainder + begin, exact.const_data_ptr<float>(), numel);
-    }
-    master_to_param(&executor_, home + begin * size_of(type), exact.const_data_ptr<float>(), numel,
-                    type);
+    work(memory);
   });
-}
-
-bool OptimizerState::set_master(ParamId param, const at::Tensor& values) {
-  const at::NoGradGuard no_grad;
-  auto* master = data<float>(param, PayloadKind::kMaster);
-  auto* remainder = data<std::int16_t>(param, PayloadKind::kRemainder);
-  if (master == nullptr && remainder == nullptr) {
-    return false;
-  }
-  for_each_piece(in_order_of(params_[index(param)], values), [&](std::size_t begin,
-                                                                 const at::Tensor& piece) {
-    const at::Tensor exact = piece.to(at::kFloat).contiguous();
-    if (master != nullptr) {
-      std::memmove(master + begin, exact.const_data_ptr<float>(), exact.nbytes());
-    } else {
-      split_masters(&executor_, remainder + begin, exact.const_data_ptr<float>(), numel_of(piece));
-    }
-  });
-  return true;
-}
-
-void OptimizerState::zero_moments() {
-  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
-    for (const PayloadKind kind :
-         {PayloadKind::kExpAvg, PayloadKind::kExpAvgSq, PayloadKind::kMomentScales}) {
-      if (const auto& moments = manager_.payload(ChunkId{static_cast<std::uint32_t>(i)}, kind)) {
-        std::memset(moments->data(), 0, moments->bytes());
-      }
-    }
-  }
 }
 
 void OptimizerState::set_rounding(std::uint64_t seed, std::vector<std::uint64_t> streams) {
@@ -200,94 +190,117 @@ void OptimizerState::set_rounding(std::uint64_t seed, std::vector<std::uint64_t>
   streams_ = std::move(streams);
 }
 
-AdamSegment OptimizerState::segment(ParamId param, const AdamOptions& options, std::int64_t step,
-                                    double grad_scale) const {
+ParamUpdate OptimizerState::update_of(ParamId param, const AdamOptions& options, std::int64_t step,
+                                      double grad_scale) const {
+  return {.param = param,
+          .coefficients = AdamCoefficients(options, step, grad_scale),
+          .rounding = RoundingKey(seed_, streams_[index(param)], step)};
+}
+
+AdamSegment OptimizerState::segment(const ParamUpdate& update, const Memory& memory) const {
+  const ParamId param = update.param;
   const ParamSpec& spec = layout_.param(param);
-  AdamSegment segment{.exp_avg = element(param, PayloadKind::kExpAvg),
-                      .exp_avg_sq = element(param, PayloadKind::kExpAvgSq),
+  AdamSegment segment{.exp_avg = element(memory, param, PayloadKind::kExpAvg),
+                      .exp_avg_sq = element(memory, param, PayloadKind::kExpAvgSq),
                       .grad = element(param, PayloadKind::kGrad),
                       .type = spec.type,
                       .numel = spec.numel,
-                      .coefficients = AdamCoefficients(options, step, grad_scale),
+                      .coefficients = update.coefficients,
                       .format = format_,
-                      .remainder = data<std::int16_t>(param, PayloadKind::kRemainder),
-                      .scales = data<MomentScales>(param, PayloadKind::kMomentScales),
-                      .rounding = RoundingKey(seed_, streams_[index(param)], step)};
+                      .remainder = data<std::int16_t>(memory, param, PayloadKind::kRemainder),
+                      .scales = data<MomentScales>(memory, param, PayloadKind::kMomentScales),
+                      .rounding = update.rounding};
   if (spec.type == ScalarType::kFloat32) {
-    segment.master = data<float>(param, PayloadKind::kParam);
+    segment.master = reinterpret_cast<float*>(element(param, PayloadKind::kParam));
   } else {
-    segment.master = data<float>(param, PayloadKind::kMaster);
+    segment.master = data<float>(memory, param, PayloadKind::kMaster);
     segment.param = element(param, PayloadKind::kParam);
   }
   return segment;
 }
 
-void OptimizerState::before_write_back(ChunkId chunk, const std::byte* home,
-                                       const std::byte* slot) {
-  if (const auto& remainder = manager_.payload(chunk, PayloadKind::kRemainder)) {
-    forget_remainders(&executor_, reinterpret_cast<std::int16_t*>(remainder->data()),
-                      reinterpret_cast<const std::uint16_t*>(home),
-                      reinterpret_cast<const std::uint16_t*>(slot),
-                      remainder->bytes() / sizeof(std::int16_t));
+void OptimizerState::add_segments(std::span<const ParamUpdate> updates, const Memory& memory,
+                                  std::vector<AdamSegment>& segments) const {
+  for (const ParamUpdate& update : updates) {
+    segments.push_back(segment(update, memory));
   }
 }
 
-void OptimizerState::before_overwrite(ParamId param, const at::Tensor& values) {
-  auto* remainder = data<std::int16_t>(param, PayloadKind::kRemainder);
-  if (remainder == nullptr) {
+void OptimizerState::update(ChunkId chunk, std::span<const ParamUpdate> updates) {
+  with_memory(chunk, StreamAccess::kUpdate, [&](const Memory& memory) {
+    std::vector<AdamSegment> segments;
+    add_segments(updates, memory, segments);
+    adam_update(executor_, segments);
+  });
+}
+
+// Chunks in memory wait until there is one to be read, and are updated together meanwhile.
+void OptimizerState::update_all(std::span<const std::vector<ParamUpdate>> updates,
+                                std::size_t& num_begun) {
+  std::vector<ChunkId> on_nvme;
+  for (std::size_t i = 0; i < updates.size(); ++i) {
+    if (!updates[i].empty() && stored_[i]) {
+      on_nvme.push_back(ChunkId{static_cast<std::uint32_t>(i)});
+    }
+  }
+  std::vector<AdamSegment> in_memory;
+  std::size_t num_in_memory = 0;
+  const auto update_in_memory = [&] {
+    num_begun += std::exchange(num_in_memory, 0);
+    adam_update(executor_, in_memory);
+    in_memory.clear();
+  };
+  announce(on_nvme);
+  std::size_t next = 0;
+  for (std::size_t i = 0; i < updates.size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    if (updates[i].empty()) {
+      continue;
+    }
+    if (!stored_[i]) {
+      add_segments(updates[i], resident(chunk), in_memory);
+      ++num_in_memory;
+      continue;
+    }
+    announce(std::span(on_nvme).subspan(next++));
+    update_in_memory();
+    with_memory(chunk, StreamAccess::kUpdate, [&](const Memory& memory) {
+      ++num_begun;
+      add_segments(updates[i], memory, in_memory);
+      adam_update(executor_, in_memory);
+      in_memory.clear();
+    });
+  }
+  update_in_memory();
+  flush();
+}
+
+void OptimizerState::announce(std::span<const ChunkId> chunks) {
+  if (!nvme_) {
     return;
   }
-  const at::NoGradGuard no_grad;
-  const at::Tensor& own = params_[index(param)];
-  // In the order of the parameter's memory, and rounded as the copy will round.
-  const at::Tensor after = at::empty_like(own).copy_(values);
-  forget_remainders(&executor_, remainder, static_cast<const std::uint16_t*>(own.const_data_ptr()),
-                    static_cast<const std::uint16_t*>(after.const_data_ptr()), numel_of(own));
-}
-
-at::Tensor OptimizerState::view(ParamId param, PayloadKind kind, at::ScalarType type) const {
-  const ParamPlace place = layout_.place(param);
-  return tensor_over(storage_over(manager_.payload(place.chunk, kind)), type, place.offset,
-                     geometry_of(params_[index(param)]));
-}
-
-std::vector<at::Tensor> OptimizerState::moments(ParamId param) const {
-  if (element(param, PayloadKind::kExpAvg) == nullptr) {
-    return {};
+  std::size_t room = nvme_->stream().max_ahead() + 1;  // with the one that is used next
+  for (const ChunkId chunk : chunks) {
+    if (room == 0) {
+      return;
+    }
+    if (stored(chunk)) {
+      nvme_->stream().prefetch(index(chunk));
+      --room;
+    }
   }
-  return {view(param, PayloadKind::kExpAvg, moment_type(format_)),
-          view(param, PayloadKind::kExpAvgSq, moment_type(format_))};
 }
 
-std::optional<at::Tensor> OptimizerState::moment_scales(ParamId param) const {
-  const ParamPlace place = layout_.place(param);
-  const auto& payload = manager_.payload(place.chunk, PayloadKind::kMomentScales);
-  if (!payload) {
-    return std::nullopt;
+void OptimizerState::flush() {
+  if (nvme_) {
+    nvme_->stream().flush();
   }
-  const auto num_blocks = static_cast<std::int64_t>(num_moment_blocks(layout_.param(param).numel));
-  return tensor_over(storage_over(payload), at::kFloat, 2 * (place.offset / kMomentBlock),
-                     {.sizes = {num_blocks, 2}, .strides = {2, 1}});
 }
 
-std::optional<at::Tensor> OptimizerState::master_view(ParamId param) const {
-  if (element(param, PayloadKind::kMaster) == nullptr) {
-    return std::nullopt;
+void OptimizerState::discard_stored() {
+  if (nvme_) {
+    nvme_->stream().discard_all();
   }
-  return view(param, PayloadKind::kMaster, at::kFloat);
-}
-
-std::optional<at::Tensor> OptimizerState::master(ParamId param) const {
-  const auto* remainder = data<std::int16_t>(param, PayloadKind::kRemainder);
-  if (remainder == nullptr) {
-    return master_view(param);
-  }
-  const at::NoGradGuard no_grad;
-  const at::Tensor& own = params_[index(param)];
-  at::Tensor joined = at::empty_like(own, at::kFloat);
-  join_masters(&executor_, joined.mutable_data_ptr<float>(),
-               static_cast<const std::uint16_t*>(own.const_data_ptr()), remainder, numel_of(own));
-  return joined;
 }
 
 }  // namespace castor

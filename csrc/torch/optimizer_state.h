@@ -2,15 +2,20 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <span>
 #include <vector>
 
 #include "core/chunk_manager.h"
+#include "io/nvme_tier.h"
 #include "optim/adam.h"
 #include "optim/state_format.h"
+#include "torch/chunk_storages.h"
 
 namespace castor {
 
@@ -19,25 +24,45 @@ struct OptimizerStateOptions {
   StateFormat format = StateFormat::kFp32;
   /// Whether Adam's moments get payloads; false when another optimizer updates the parameters.
   bool moments = true;
+  /// The NVMe tier takes the states of chunks that the host has no room for. nullopt: there is
+  /// none.
+  std::optional<NvmeOptions> nvme;
+  /// Share of the state bytes that go to NVMe at least, in [0, 1]; nullopt: none that fit the host.
+  std::optional<double> nvme_fraction;
 };
 
 /// Bytes at which a chunk aligns its parameters for a format: blocks of quantised moments begin
 /// with a parameter (docs/design/0012).
 [[nodiscard]] std::size_t param_alignment(StateFormat format, ScalarType precision);
 
-/// What the optimizer keeps of each parameter besides the parameter itself, in payloads beside the
-/// chunk's home: Adam's moments, and of 16-bit parameters the fp32 master, or the half of it that
-/// the parameter does not hold. Owned by the session. Calls on different chunks may come from
-/// different threads; a chunk's update may not overlap anything else that touches the chunk.
+/// One parameter's Adam step; its gradient is in its payload.
+struct ParamUpdate {
+  ParamId param{};
+  AdamCoefficients coefficients;
+  RoundingKey rounding;
+};
+
+/// What the optimizer keeps of each parameter besides the parameter itself, in payloads of its
+/// chunk: Adam's moments, and of 16-bit parameters the fp32 master, or the half of it that the
+/// parameter does not hold. A chunk's payloads lie beside its home, or all on NVMe. Owned by the
+/// session. Calls on different chunks may come from different threads; a chunk's update may not
+/// overlap anything else that touches the chunk.
+///
+/// For chunks on NVMe every call may throw IoError or CorruptionError.
 class OptimizerState {
  public:
-  /// Adds the payloads of every trainable chunk to `manager`, their contents unspecified. Throws
-  /// OutOfMemory; InvalidArgument for a format that the chunks' type does not have, or a layout
-  /// without its param_alignment. All outlive this. `params` are in ParamId order.
+  /// Adds the payloads of every trainable chunk to `manager`, their contents unspecified, or makes
+  /// them on NVMe, where they begin as zeros. Throws OutOfMemory; InvalidArgument for a format that
+  /// the chunks' type does not have, or a layout without its param_alignment; what NvmeTier does.
+  /// All outlive this. `params` are in ParamId order.
   OptimizerState(ChunkManager& manager, std::span<const at::Tensor> params, Executor& executor,
                  const OptimizerStateOptions& options);
 
   [[nodiscard]] StateFormat format() const noexcept { return format_; }
+  /// Whether the chunk's payloads lie on NVMe: there are no views of them then.
+  [[nodiscard]] bool stored(ChunkId chunk) const { return stored_[index(chunk)]; }
+  /// nullptr where nothing lies on NVMe.
+  [[nodiscard]] const NvmeTier* nvme() const noexcept { return nvme_.get(); }
 
   /// Gives the parameter values, of any floating-point type: makes the master and, by Adam's own
   /// rounding, the home of them. Overlaps none of the parameter's payloads, or all of one.
@@ -45,17 +70,29 @@ class OptimizerState {
   /// Gives the master its exact values and leaves the parameter as it is, which in the formats that
   /// have no other upper half is a part of it. False for a parameter without a master.
   bool set_master(ParamId param, const at::Tensor& values);
-  /// Zeroes every moment. After the parameters have their values and their old memory has been
-  /// given back: the pages of a payload are not there before something touches them.
+  /// Gives the moments in memory their first values, zeros. After the parameters have their values
+  /// and their old memory has been given back: the pages of a payload are not there before
+  /// something touches them.
   void zero_moments();
 
   /// What the stochastic rounding depends on: `streams[i]` tells parameter i apart from the others.
   void set_rounding(std::uint64_t seed, std::vector<std::uint64_t> streams);
-  /// The parameter's update at its step, which counts from 1; its gradient is in its payload. What
-  /// it gives does not depend on when, in which order and with which others it runs. Throws as
-  /// AdamCoefficients does.
-  [[nodiscard]] AdamSegment segment(ParamId param, const AdamOptions& options, std::int64_t step,
-                                    double grad_scale) const;
+  /// The parameter's update at its step, which counts from 1. What it gives does not depend on
+  /// when, in which order and with which others it runs. Throws as AdamCoefficients does.
+  [[nodiscard]] ParamUpdate update_of(ParamId param, const AdamOptions& options, std::int64_t step,
+                                      double grad_scale) const;
+  /// Runs updates of one chunk. What lies on NVMe may still be on its way there on return.
+  void update(ChunkId chunk, std::span<const ParamUpdate> updates);
+  /// Runs the updates of every chunk, one entry each; all is on NVMe on return. `num_begun` counts
+  /// the chunks that have been changed, also where it throws.
+  void update_all(std::span<const std::vector<ParamUpdate>> updates, std::size_t& num_begun);
+  /// These chunks will be updated next, in this order: what lies on NVMe is read ahead.
+  void announce(std::span<const ChunkId> chunks);
+  /// Returns when every change is on NVMe.
+  void flush();
+  /// What lies on NVMe becomes zeros: all of it is about to be loaded, or lost its meaning in a
+  /// step that failed. A master of zero becomes its parameter's value in the next update.
+  void discard_stored();
 
   /// User code has written the chunk on the device; `home` is as the last update left it, `slot` as
   /// it is now. What changed becomes its own master (docs/design/0012).
@@ -64,10 +101,10 @@ class OptimizerState {
   /// change become their own masters. No effect in kFp32, which sees it by itself.
   void before_overwrite(ParamId param, const at::Tensor& values);
 
-  /// The parameter's first element in a payload of its chunk; nullptr when there is none.
+  /// The parameter's first element in a payload beside its home; nullptr when there is none.
   [[nodiscard]] std::byte* element(ParamId param, PayloadKind kind) const;
   /// {exp_avg, exp_avg_sq} of a trainable parameter, as views of its payloads: float32, bfloat16
-  /// or, for 8-bit codes, uint8.
+  /// or, for 8-bit codes, uint8. Empty for a chunk that is stored.
   [[nodiscard]] std::vector<at::Tensor> moments(ParamId param) const;
   /// float32 of shape (blocks, 2), a view of the payload; nullopt in formats without blocks.
   [[nodiscard]] std::optional<at::Tensor> moment_scales(ParamId param) const;
@@ -77,20 +114,49 @@ class OptimizerState {
   /// The fp32 values of a trainable 16-bit parameter: master_view where there is one, else a copy.
   [[nodiscard]] std::optional<at::Tensor> master(ParamId param) const;
 
+  /// Of a stored chunk's parameter: copies of {exp_avg, exp_avg_sq}, and of the scales where the
+  /// format has them, in the types of the views above.
+  [[nodiscard]] std::vector<at::Tensor> read_moments(ParamId param) const;
+  /// The way back, of the tensors that read_moments gives.
+  void write_moments(ParamId param, std::span<const at::Tensor> moments);
+
  private:
-  void add_payloads(ChunkId chunk, bool moments);
-  [[nodiscard]] std::size_t payload_bytes(ChunkId chunk, PayloadKind kind, std::size_t numel) const;
-  [[nodiscard]] at::Tensor view(ParamId param, PayloadKind kind, at::ScalarType type) const;
-  template <typename T>
-  [[nodiscard]] T* data(ParamId param, PayloadKind kind) const {
-    return reinterpret_cast<T*>(element(param, kind));
+  /// Where a chunk's payloads lie at the moment, by PayloadKind; nullptr: it has none of that kind.
+  using Memory = std::array<std::byte*, kNumPayloadKinds>;
+
+  void check_format(ChunkId chunk) const;
+  void choose_places(const OptimizerStateOptions& options);
+  void make_payloads();
+  [[nodiscard]] std::vector<PayloadKind> kinds_of(ChunkId chunk, bool moments) const;
+  [[nodiscard]] bool has(ParamId param, PayloadKind kind) const;
+  [[nodiscard]] bool has_master(ParamId param) const {
+    return has(param, PayloadKind::kMaster) || has(param, PayloadKind::kRemainder);
   }
+  [[nodiscard]] std::size_t payload_bytes(ChunkId chunk, PayloadKind kind, std::size_t numel) const;
+  /// Calls `work` while the chunk's payloads are in memory.
+  void with_memory(ChunkId chunk, StreamAccess access,
+                   const std::function<void(const Memory&)>& work) const;
+  [[nodiscard]] Memory resident(ChunkId chunk) const;
+  [[nodiscard]] std::byte* element(const Memory& memory, ParamId param, PayloadKind kind) const;
+  template <typename T>
+  [[nodiscard]] T* data(const Memory& memory, ParamId param, PayloadKind kind) const {
+    return reinterpret_cast<T*>(element(memory, param, kind));
+  }
+  [[nodiscard]] AdamSegment segment(const ParamUpdate& update, const Memory& memory) const;
+  void add_segments(std::span<const ParamUpdate> updates, const Memory& memory,
+                    std::vector<AdamSegment>& segments) const;
+  [[nodiscard]] at::Tensor view(ParamId param, PayloadKind kind, at::ScalarType type) const;
+  [[nodiscard]] ParamGeometry scales_geometry(ParamId param) const;
+  [[nodiscard]] std::vector<at::Tensor> empty_moments(ParamId param) const;
 
   ChunkManager& manager_;
   const ChunkLayout& layout_;
   std::span<const at::Tensor> params_;
   Executor& executor_;
   const StateFormat format_;
+  std::vector<std::vector<PayloadKind>> kinds_;  // per chunk
+  std::vector<bool> stored_;                     // per chunk
+  std::unique_ptr<NvmeTier> nvme_;
   std::uint64_t seed_ = 0;
   std::vector<std::uint64_t> streams_;
 };

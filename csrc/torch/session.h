@@ -2,14 +2,11 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
-#include <type_traits>
-#include <utility>
 #include <vector>
 
 #include "core/runtime.h"
@@ -18,24 +15,12 @@
 #include "torch/chunk_storages.h"
 #include "torch/gradient_copies.h"
 #include "torch/optimizer_state.h"
+#include "torch/param_gradient.h"
+#include "torch/run_integrity.h"
 #include "torch/session_options.h"
 #include "torch/tensor_gate.h"
 
-namespace torch::autograd {
-struct Node;
-}
-
 namespace castor {
-
-/// Owner of an autograd node: std::shared_ptr up to torch 2.12, c10::intrusive_ptr from 2.13 on.
-using GradFunction = std::decay_t<decltype(std::declval<const at::Tensor&>().grad_fn())>;
-
-/// What a step's gradients look like before the update.
-struct GradientSummary {
-  double norm = 0.0;   ///< L2 norm of all gradients as they are; not finite if an element is not
-  double scale = 1.0;  ///< the loss scale that all of them carry
-  std::int64_t num_gradients = 0;
-};
 
 /// A boosted model: its parameters live in chunks, its module events drive the runtime, its
 /// gradients land in payloads, and Adam runs over them. Owned jointly by the hooks it installs.
@@ -82,9 +67,17 @@ class Session : public std::enable_shared_from_this<Session> {
   /// Overlap::kBackward: the options with which the coming backward updates what it completes; no
   /// effect in other modes. As in adam_step, which has to be given the same.
   void arm_updates(std::vector<AdamOptions> groups, std::vector<std::int64_t> group_of);
-  /// Forgets a step that stopped in the middle: a checkpoint is being loaded over it.
-  void abandon_step();
+  /// A checkpoint's weights, or optimizer states, or both are about to be put in place: forgets a
+  /// step that stopped in the middle and sends the parameters home. Until end_load the run counts
+  /// as broken; states on NVMe are zeros from now on if they are to be replaced, or lost anyway.
+  void begin_load(bool weights, bool states);
+  void end_load(bool weights, bool states);
+  /// Whether weights and states are those of one step. Where they are not, a training forward,
+  /// step() and settle throw UsageError.
+  [[nodiscard]] bool whole() const { return integrity_.whole(); }
   /// Returns when no update is under way; rethrows what stopped one.
+  void await_updates();
+  /// As await_updates; throws UsageError too unless whole(). For whoever reads the values.
   void settle();
   void settle(ParamId param);  ///< of the parameter's chunk
   /// Parameters may be read and written freely afterwards, until the next forward. Throws
@@ -126,11 +119,12 @@ class Session : public std::enable_shared_from_this<Session> {
   struct StateViews;
   const StateViews& state_views(ParamId param);
   /// The update of parameter i, which is in its next step from now on.
-  [[nodiscard]] AdamSegment begin_step(std::size_t i, const AdamOptions& options,
+  [[nodiscard]] ParamUpdate begin_step(std::size_t i, const AdamOptions& options,
                                        double grad_scale);
   /// Runs, or begins to run, the updates of each chunk.
-  void update(std::vector<std::vector<AdamSegment>> segments);
-  void submit_update(ChunkId chunk, std::vector<AdamSegment> segments);
+  void update(std::vector<std::vector<ParamUpdate>> updates);
+  void update_now(std::span<const std::vector<ParamUpdate>> updates);
+  void submit_update(ChunkId chunk, std::vector<ParamUpdate> updates);
   void update_completed_chunks();
   void check_no_update_yet(const std::string& what) const;
   void check_not_updated(ModuleId module) const;
@@ -164,6 +158,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::unique_ptr<OptimizerState> optimizer_state_;
   std::unique_ptr<GradientCopies> gradient_copies_;  // nullptr where copies are not asynchronous
   std::unique_ptr<Runtime> runtime_;
+  RunIntegrity integrity_;
   std::unique_ptr<UpdateQueue> updates_;  // nullptr with Overlap::kNone
   // Group i: parameters and moments of chunk i; gradient_group(i): its gradients.
   std::shared_ptr<TensorGate> gate_;
@@ -177,14 +172,6 @@ class Session : public std::enable_shared_from_this<Session> {
   std::shared_ptr<NonModelMemory> account_before_;  // of the thread, while inference runs
   std::vector<int> backward_passes_;  // under way, as autograd numbers them; nested ones last
 
-  /// A trainable parameter's gradient: a view of its payload, which p.grad becomes.
-  struct Gradient {
-    at::Tensor view;
-    std::uint32_t version = 0;       ///< of `view` when castor last touched it
-    double scale = 0.0;              ///< loss scale it was made with
-    const void* in_graph = nullptr;  ///< the p.grad that create_graph=True made with that scale
-    bool present = false;            ///< in this step; known after collect_gradients
-  };
   std::vector<Gradient> gradients_;
   std::vector<GradFunction> accumulators_;
   at::Tensor steps_;

@@ -52,11 +52,15 @@ def selftest() -> None:
 @app.command()
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print facts and findings as JSON.")] = False,
+    nvme: Annotated[
+        Path | None,
+        typer.Option(help="Measure this directory too: 10 s, and 1 GiB that is removed again."),
+    ] = None,
 ) -> None:
     """Show what castor finds on this machine, and what to change where it costs speed."""
     from castor import doctor as examination
 
-    facts = examination.gather()
+    facts = examination.gather(nvme=nvme)
     if json:
         typer.echo(examination.as_json(facts))
     else:

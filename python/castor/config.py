@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -67,6 +68,30 @@ def parse_bandwidth(value: int | str, name: str) -> int:
     if isinstance(value, str) and (size == value.strip() or _SIZE.fullmatch(str(size)) is None):
         raise ValueError(f"{name} is {value!r}; write a bandwidth such as '25GB/s'")
     return parse_bytes(size, name)
+
+
+def parse_paths(value: str | Path | Sequence[str | Path] | None, name: str) -> tuple[Path, ...]:
+    """Reads one directory or several.
+
+    Args:
+        value: A path, a sequence of paths, or None for none.
+        name: The argument's name, for errors.
+
+    Returns:
+        The paths, absolute.
+
+    Raises:
+        TypeError: `value` is neither a path nor a sequence of paths.
+        ValueError: The sequence is empty.
+    """
+    if value is None:
+        return ()
+    paths = [value] if isinstance(value, str | Path) else value
+    if not isinstance(paths, list | tuple) or not all(isinstance(p, str | Path) for p in paths):
+        raise TypeError(f"{name} is {value!r}; give a directory, or a list of directories")
+    if not paths:
+        raise ValueError(f"{name} is empty; give a directory, or leave it out")
+    return tuple(Path(path).absolute() for path in paths)
 
 
 def available_memory_bytes() -> int:
@@ -186,6 +211,13 @@ class GeminiConfig:
     """None: what the optimizer says, or else the precision's default."""
     seed: int | None
     """Of the stochastic rounding of moments; None: what the optimizer says, or else 0."""
+    nvme_paths: tuple[Path, ...] = ()
+    """Directories of the NVMe tier; none: what the optimizer says, or else no such tier."""
+    nvme_bytes: int | None = None
+    """What the tier may hold; None: as much as the disks have."""
+    nvme_offload_fraction: float | None = None
+    """Share of the optimizer state that goes there at least; None: what the host cannot hold."""
+    nvme_verify: bool = True
 
     def __post_init__(self) -> None:
         _choice("placement_policy", self.placement_policy, get_args(PlacementPolicy))
@@ -226,6 +258,16 @@ class GeminiConfig:
                 f"optim_state_format={self.optim_state_format!r}",
                 self.optim_state_format,
                 self.precision,
+            )
+        if self.nvme_offload_fraction is not None:
+            check_fraction("nvme_offload_fraction", self.nvme_offload_fraction)
+        if not isinstance(self.nvme_verify, bool):
+            raise TypeError(f"nvme_verify is {self.nvme_verify!r}; give a bool")
+        if not self.nvme_paths and (
+            self.nvme_bytes is not None or self.nvme_offload_fraction is not None
+        ):
+            raise ValueError(
+                "nvme_memory and nvme_offload_fraction need nvme_path, a directory on the device"
             )
         if self.seed is not None:
             _whole_numbers(seed=self.seed)

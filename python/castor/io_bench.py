@@ -64,6 +64,8 @@ class IoReport:
 
     file: str
     """The file and how it is opened: O_DIRECT, or buffered and why."""
+    direct: bool
+    """Transfers go past the page cache (O_DIRECT)."""
     why_no_io_uring: str
     """Empty where io_uring works."""
     measurements: tuple[Measurement, ...] = field(repr=False)
@@ -75,6 +77,20 @@ class IoReport:
             ValueError: Nothing of this mix was measured.
         """
         return max(self._of(mix), key=lambda m: m.bytes_per_second)
+
+    def at(self, mix: Mix, block_bytes: int, depth: int) -> Measurement:
+        """The measurement at one setting.
+
+        Raises:
+            ValueError: There is none.
+        """
+        for m in self._of(mix):
+            if (m.block_bytes, m.depth) == (block_bytes, depth):
+                return m
+        raise ValueError(
+            f"nothing was measured with mix={mix!r}, blocks of {block_bytes} bytes and {depth} in "
+            "flight"
+        )
 
     def suggested(self, mix: Mix = "mixed") -> Measurement:
         """The one with the least memory in flight among those within 5% of the best.
@@ -114,6 +130,7 @@ class IoReport:
         """For JSON: bytes, seconds, and what the engines said."""
         return {
             "file": self.file,
+            "direct": self.direct,
             "why_no_io_uring": self.why_no_io_uring,
             "measurements": [vars(m) for m in self.measurements],
         }
@@ -201,7 +218,10 @@ def measure(
                     if progress is not None:
                         progress(measurement)
         return IoReport(
-            file=bench.file, why_no_io_uring=_C.why_no_io_uring(), measurements=tuple(found)
+            file=bench.file,
+            direct=bench.direct,
+            why_no_io_uring=_C.why_no_io_uring(),
+            measurements=tuple(found),
         )
     finally:
         bench.close()

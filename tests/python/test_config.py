@@ -176,8 +176,8 @@ BAD_ADAM: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"betas": (1.0, 0.9)}, ValueError, "betas"),
     ({"betas": (0.9, -0.1)}, ValueError, "betas"),
     ({"bias_correction": False}, NotImplementedError, "bias_correction"),
-    ({"nvme_offload_fraction": 0.5}, NotImplementedError, "nvme_offload_fraction"),
-    ({"nvme_offload_dir": "/tmp"}, NotImplementedError, "nvme_offload_dir"),
+    ({"nvme_offload_fraction": 0.5}, ValueError, "nvme_offload_dir"),
+    ({"nvme_offload_dir": "/tmp"}, ValueError, "nvme_offload_fraction"),
     ({"momentum": 0.9}, TypeError, "momentum"),
 ]
 

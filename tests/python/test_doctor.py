@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 
 from castor import doctor
-from castor.doctor import Facts, Finding, Gpu, NumaNode
+from castor.doctor import Facts, Finding, Gpu, NumaNode, NvmePath
 from castor.doctor.facts import cgroup_limits, chosen, cpu_name, io_uring_error
+from castor.doctor.nvme import measure_nvme
 
 GIB = 1 << 30
 
@@ -50,7 +51,24 @@ GOOD = Facts(
     copy_bytes_per_second=14e9,
     gpu_h2d_bytes_per_second=50e9,
     gpu_d2h_bytes_per_second=49e9,
+    nvme=None,
 )
+NVME = NvmePath(
+    path="/data",
+    direct=True,
+    file="/data/castor.io-bench (O_DIRECT)",
+    engine="io_uring of depth 16",
+    free_bytes=900 * GIB,
+    block_bytes=1 << 20,
+    depth=16,
+    read_bytes_per_second=6.5e9,
+    write_bytes_per_second=5e9,
+    mixed_bytes_per_second=8e9,
+    full_duplex=True,
+)
+BUFFERED = replace(NVME, direct=False, file="/tmp/castor.io-bench (buffered: tmpfs)")
+SMALL = replace(NVME, free_bytes=30 * GIB)
+SLOW = replace(NVME, mixed_bytes_per_second=4e8, full_duplex=False)
 NODES = tuple(NumaNode(os_index=i, memory_bytes=64 * GIB, num_cpus=8) for i in (0, 1))
 
 
@@ -64,6 +82,9 @@ def test_nothing_is_to_change_on_a_good_machine() -> None:
     found = doctor.findings(GOOD)
     assert [finding.name for finding in found if finding.change] == []
     assert len({finding.name for finding in found}) == len(found) == 13
+    with_nvme = doctor.findings(replace(GOOD, nvme=NVME))
+    assert [finding.name for finding in with_nvme if finding.change] == []
+    assert len(with_nvme) == 15
 
 
 @pytest.mark.parametrize(
@@ -89,6 +110,9 @@ def test_nothing_is_to_change_on_a_good_machine() -> None:
         ("io_uring", {"io_uring": "EMFILE"}, "refused (EMFILE)", "io_uring_setup(2)"),
         ("memlock limit", {"memlock_bytes": 8 << 20}, "8 MiB", "LimitMEMLOCK"),
         ("link", {"gpu_d2h_bytes_per_second": 6e9}, "6.0 GB/s back", "pcie.link.width"),
+        ("NVMe path", {"nvme": BUFFERED}, "(buffered: tmpfs)", "page cache"),
+        ("NVMe path", {"nvme": SMALL}, "30.0 GiB free", "available (120.0 GiB)"),
+        ("NVMe bandwidth", {"nvme": SLOW}, "takes 50.0 s in split", '"split_bf16" takes 30.0 s'),
     ],
 )
 def test_finding_says_what_costs_speed_and_what_to_change(
@@ -114,6 +138,13 @@ def test_finding_says_what_costs_speed_and_what_to_change(
         ("DRAM bandwidth", {}, "28.0 GB/s updating 512 MiB in place: fp32 Adam can update 1000 M"),
         ("link", {"gpu_h2d_bytes_per_second": None}, "host copy 14.0 GB/s"),
         ("link", {}, "GPU 50.0 GB/s to it and 49.0 GB/s back"),
+        ("NVMe path", {"nvme": NVME}, "(O_DIRECT), 900.0 GiB free, io_uring of depth 16"),
+        (
+            "NVMe bandwidth",
+            {"nvme": NVME},
+            "read 6.50, write 5.00, mixed 8.00 GB/s with blocks of 1024 KiB, 16 in flight; reads "
+            "and writes overlap",
+        ),
     ],
 )
 def test_finding_that_costs_nothing_asks_for_nothing(
@@ -206,3 +237,22 @@ def test_command_runs_for_real_in_time_and_without_warnings() -> None:
     assert facts["copy_bytes_per_second"] > 1e8
     assert 1 <= facts["num_usable_cpus"] <= facts["num_cpus"]
     assert seconds < 20
+
+
+def test_a_directory_is_measured_at_the_setting_that_is_suggested(tmp_path: Path) -> None:
+    found = measure_nvme(tmp_path, file_bytes=8 << 20, seconds=0.02)
+    assert found.path == str(tmp_path)
+    assert found.direct == ("(O_DIRECT)" in found.file)
+    assert found.free_bytes > 8 << 20
+    assert found.block_bytes in (256 << 10, 1 << 20, 4 << 20)
+    assert found.depth in (4, 16, 64)
+    for rate in (found.read_bytes_per_second, found.write_bytes_per_second):
+        assert rate > 1e6
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_does_not_exist_is_refused_before_anything_is_measured(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(OSError, match="missing"):
+        doctor.gather(nvme=tmp_path / "missing")

@@ -331,7 +331,7 @@ def test_a_failed_write_leaves_the_old_file(
     def refuse(*_: Any) -> None:
         raise OSError("no space")
 
-    monkeypatch.setattr("os.replace", refuse)
+    monkeypatch.setattr("os.rename", refuse)
     with pytest.raises(OSError, match="no space"):
         castor.report.write_html(path, tight.model)
     assert path.read_text() == "old"

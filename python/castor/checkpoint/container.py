@@ -17,8 +17,9 @@ import torch
 import xxhash
 
 from castor.checkpoint.files import FileEntry, write_file
-from castor.checkpoint.tensor_bytes import DTYPE_NAMES, DTYPES, pieces
+from castor.checkpoint.tensor_bytes import DTYPE_NAMES, pieces
 from castor.errors import CheckpointError
+from castor.lazy.files import DTYPES
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit

@@ -66,13 +66,21 @@ class ModelLoad:
     incompatible: _IncompatibleKeys
 
     @torch.no_grad()
-    def apply(self) -> _IncompatibleKeys:
-        """Copies every tensor into the model."""
+    def apply(self, *, with_optimizer: bool = False) -> _IncompatibleKeys:
+        """Copies every tensor into the model.
+
+        Args:
+            with_optimizer: The optimizer's state is replaced next.
+        """
+        whole = [engine.session.whole for engine in self.engines]
         for engine in self.engines:
-            engine.session.abandon_step()
-            engine.session.send_home()
+            engine.session.begin_load(weights=True, states=with_optimizer)
         for key, source in self.sources():
             self._assign(self.targets[key], source)
+        for engine, before in zip(self.engines, whole, strict=True):
+            # Parameters that the checkpoint lacks are still those of a step that failed.
+            if before or not self.incompatible.missing_keys:
+                engine.session.end_load(weights=True, states=False)
         return self.incompatible
 
     def _assign(self, target: torch.Tensor, source: torch.Tensor) -> None:

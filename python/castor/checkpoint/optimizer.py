@@ -149,7 +149,7 @@ def _entries(optimizer: Optimizer, param: torch.Tensor) -> dict[Any, Any]:
     driver = driver_of(optimizer)
     if driver is not None:
         own = optimizer.state.get(param, {})
-        return _portable(driver.engine, own) if driver.fused else own
+        return _portable(driver, param, own) if driver.fused else own
     portable = getattr(optimizer, "portable_state", None)
     entries: dict[Any, Any] = (
         optimizer.state.get(param, {}) if portable is None else portable(param)
@@ -157,36 +157,57 @@ def _entries(optimizer: Optimizer, param: torch.Tensor) -> dict[Any, Any]:
     return entries
 
 
-def _portable(engine: Engine, entry: dict[Any, Any]) -> dict[Any, Any]:
-    """A boosted parameter's state with float32 moments."""
-    exp_avg = entry.get("exp_avg")
-    if exp_avg is None or exp_avg.dtype == torch.float32:
+def _portable(driver: Driver, param: torch.Tensor, entry: dict[Any, Any]) -> dict[Any, Any]:
+    """A boosted parameter's state with float32 moments.
+
+    What is not float32 in memory is made, or read from NVMe, when it is written.
+    """
+    session, index = driver.engine.session, driver.engine.index_of[param]  # type: ignore[index]
+    stored = session.stored(index)
+    if not entry or (not stored and entry["exp_avg"].dtype == torch.float32):
         return entry
+
+    def moments() -> list[torch.Tensor]:
+        if stored:
+            return session.read_moments(index)
+        return [entry[key] for key in ("exp_avg", "exp_avg_sq", "scales") if key in entry]
 
     def moment(position: int) -> ComputedTensor:
         def compute() -> torch.Tensor:
+            exp_avg, exp_avg_sq, *scales = moments()
+            if exp_avg.dtype == torch.float32:
+                return (exp_avg, exp_avg_sq)[position]
             return _C.load_moments(
-                engine.session.optim_state_format,
-                entry["exp_avg"],
-                entry["exp_avg_sq"],
-                entry.get("scales"),
+                session.optim_state_format, exp_avg, exp_avg_sq, scales[0] if scales else None
             )[position]
 
-        return ComputedTensor(dtype=torch.float32, shape=tuple(exp_avg.shape), compute=compute)
+        return ComputedTensor(dtype=torch.float32, shape=tuple(param.shape), compute=compute)
 
-    return entry | {"exp_avg": moment(0), "exp_avg_sq": moment(1)}
+    portable: dict[Any, Any] = {**entry, "exp_avg": moment(0), "exp_avg_sq": moment(1)}
+    if stored and session.optim_state_format == "split_int8":
+        portable["scales"] = ComputedTensor(
+            dtype=torch.float32,
+            shape=(-(-param.numel() // _C.MOMENT_BLOCK), 2),
+            compute=lambda: moments()[2],
+        )
+    return portable
 
 
 def _master(engine: Engine, param: torch.Tensor) -> SavedTensor | None:
     """The float32 values of a boosted 16-bit parameter, with the user's edits."""
     index = engine.index_of[param]  # type: ignore[index]
-    if engine.session.optim_state_format == "fp32" or not param.requires_grad:
-        return _reconciled_master(engine, param)
+    if not param.requires_grad or param.dtype == torch.float32:
+        return None
+    shown = engine.session.master_view(index)
+    if shown is not None:
+        return _reconcile(param, shown)
 
     def compute() -> torch.Tensor:
         master = engine.session.master(index)
         if master is None:
             raise RuntimeError(f"parameter '{engine.names[index]}' has no master")
+        if engine.session.optim_state_format == "fp32":
+            return _reconcile(param, master)
         return master
 
     return ComputedTensor(dtype=torch.float32, shape=tuple(param.shape), compute=compute)
@@ -203,15 +224,11 @@ def _describe_group(
 
 
 @torch.no_grad()
-def _reconciled_master(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
-    """The master, with the user's edits of the 16-bit weights in it, as the next update would do.
+def _reconcile(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """Puts the user's edits of the 16-bit weights into the master, as the next update would do.
 
     An edited element is one that the master does not round to.
     """
-    index = engine.index_of[param]  # type: ignore[index]
-    master = engine.session.master_view(index)
-    if master is None:
-        return None
     weights = param.detach()
     flat = weights.as_strided((weights.numel(),), (1,), weights.storage_offset())
     flat_master = master.as_strided((master.numel(),), (1,), master.storage_offset())

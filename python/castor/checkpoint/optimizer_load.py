@@ -48,8 +48,7 @@ class OptimizerLoad:
         """Puts state, options, masters and loss scale in place."""
         driver = driver_of(self.optimizer)
         if driver is not None:
-            driver.engine.session.abandon_step()
-            driver.engine.session.send_home()
+            driver.engine.session.begin_load(weights=False, states=True)
         with ExitStack() as stack:
             files = {
                 path: stack.enter_context(safe_open(path, framework="pt"))
@@ -71,6 +70,8 @@ class OptimizerLoad:
             and getattr(self.optimizer, "rounding_seed", None) is not None
         ):
             self.optimizer.rounding_seed = self.rounding_seed  # type: ignore[attr-defined]
+        if driver is not None:
+            driver.engine.session.end_load(weights=False, states=True)
 
     def _load_state(self, entries: dict[str, dict[str, Any]]) -> None:
         driver = driver_of(self.optimizer)

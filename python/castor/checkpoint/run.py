@@ -201,7 +201,7 @@ def load(
     rng.check(states)
     info = CheckpointInfo(step=trainer["step"], extra=decode(trainer["extra"]), path=directory)
 
-    model_load.apply()
+    model_load.apply(with_optimizer=optimizer_load is not None)
     if optimizer_load is not None:
         optimizer_load.apply()
     if scheduler is not None:

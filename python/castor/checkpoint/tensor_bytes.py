@@ -8,28 +8,10 @@ from collections.abc import Iterator
 import torch
 
 from castor.checkpoint.files import PIECE_BYTES
+from castor.lazy.files import DTYPES
 
-DTYPE_NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.float32: "F32",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-}
-"""Types of the safetensors format."""
-
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""What the safetensors format calls them."""
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

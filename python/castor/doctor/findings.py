@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from castor.doctor.facts import Facts
+from castor.doctor.nvme import NvmePath
+from castor.io_bench import step_bytes
 
 ADAM_BYTES_PER_PARAM = 28
 """DRAM bytes of a step of fp32 Adam: w, m, v read and written, g read."""
@@ -14,6 +16,8 @@ SLOW_GPU_LINK = 10e9
 """Bytes per second; PCIe 3.0 x16 with pinned memory gives 12e9."""
 LOCKED_BYTES = 64 << 20
 """A limit below this holds few I/O buffers; 8 MiB is the default of many systems."""
+SLOW_NVME = 1e9
+"""Mixed bytes per second; a device on two lanes of PCIe 3.0 gives more."""
 BUSY = 0.5
 """Load by usable core from which measured figures are those of a shared machine."""
 
@@ -30,7 +34,10 @@ class Finding:
 
 def findings(facts: Facts) -> list[Finding]:
     """One finding for each thing looked at, in the order of the output."""
-    return [examine(facts) for examine in _EXAMINATIONS]
+    found = [examine(facts) for examine in _EXAMINATIONS]
+    if facts.nvme is not None:
+        found += [_nvme_path(facts.nvme, facts), _nvme_bandwidth(facts.nvme)]
+    return found
 
 
 def _versions(facts: Facts) -> Finding:
@@ -233,6 +240,55 @@ def _link(facts: Facts) -> Finding:
         )
     value += f"; GPU {h2d / 1e9:.1f} GB/s to it and {d2h / 1e9:.1f} GB/s back"
     return Finding(name="link", value=value, change=change)
+
+
+def _nvme_path(nvme: NvmePath, facts: Facts) -> Finding:
+    changes = []
+    if not nvme.direct:
+        changes.append(
+            "transfers go through the page cache, which takes the host memory that the tier is to "
+            "save: give a directory on a device's ext4 or xfs, not on tmpfs or overlay (in a "
+            "container: a bind mount)"
+        )
+    if nvme.free_bytes < facts.available_bytes:
+        changes.append(
+            f"the path has less free space than the host has memory available "
+            f"({_gib(facts.available_bytes)}): free some, or give another path"
+        )
+    return Finding(
+        name="NVMe path",
+        value=f"{nvme.file}, {_gib(nvme.free_bytes)} free, {nvme.engine}",
+        change="; ".join(changes) or None,
+    )
+
+
+def _nvme_bandwidth(nvme: NvmePath) -> Finding:
+    read, write, mixed = (
+        f"{rate / 1e9:.2f}"
+        for rate in (
+            nvme.read_bytes_per_second,
+            nvme.write_bytes_per_second,
+            nvme.mixed_bytes_per_second,
+        )
+    )
+    seconds = {
+        name: 2 * step_bytes(1e9, name) / nvme.mixed_bytes_per_second
+        for name in ("split", "split_bf16")
+    }
+    value = (
+        f"read {read}, write {write}, mixed {mixed} GB/s with blocks of {nvme.block_bytes >> 10} "
+        f"KiB, {nvme.depth} in flight; reads and writes "
+        f"{'overlap' if nvme.full_duplex else 'share one bandwidth'}; a step of 1 B parameters "
+        f"takes {seconds['split']:.1f} s in split"
+    )
+    change = None
+    if nvme.mixed_bytes_per_second < SLOW_NVME:
+        change = (
+            "an NVMe device gives more: compare castor io-bench on another path, look at what else "
+            "uses the device (iostat -x 1) and at its link (lspci -vv: LnkSta); with this one, "
+            f'optim_state_format="split_bf16" takes {seconds["split_bf16"]:.1f} s'
+        )
+    return Finding(name="NVMe bandwidth", value=value, change=change)
 
 
 def _usable(facts: Facts) -> int:

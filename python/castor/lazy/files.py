@@ -13,12 +13,25 @@ import torch
 from castor.lazy.program import Operation, Value
 from castor.lazy.tensor import LazyTensor, Recording
 
-_DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16,
-    "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
-    "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64,
-}  # fmt: skip
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""Types of the safetensors format."""
 
 
 @contextmanager
@@ -89,7 +102,7 @@ class LazySlice:
 
     def __getitem__(self, index: Any) -> Any:
         """A part of the tensor, lazy; `...` for all of it."""
-        dtype = _DTYPES.get(self._slice.get_dtype())
+        dtype = DTYPES.get(self._slice.get_dtype())
         if dtype is None:
             raise NotImplementedError(
                 f"tensor '{self._read.key}' has type {self._slice.get_dtype()}, which "

@@ -17,13 +17,13 @@ from castor.errors import NonFiniteGradientError, UsageError
 from castor.optim.boosted_state import (
     MOMENTS,
     Entries,
-    portable_entry,
+    StoredState,
     state_entry,
     write_entries,
 )
 from castor.optim.hybrid_adam import HybridAdam, adam_options
 from castor.optim.loss_scaler import LossScaler
-from castor.optim.state_formats import ROUNDING_FORMATS
+from castor.optim.state_formats import ROUNDING_FORMATS, to_portable
 from castor.runtime.engine import Engine
 
 _ADAM_TYPES = (Adam, AdamW, HybridAdam)
@@ -58,6 +58,12 @@ def check_optimizer(optimizer: Optimizer, config: GeminiConfig) -> None:
             f"overlap={config.overlap!r} needs castor's Adam, and {name} with these options runs "
             "on the generic path; use overlap='none', or Adam, AdamW or HybridAdam without amsgrad "
             "and maximize"
+        )
+    if not runs_fused_adam(optimizer) and config.nvme_paths:
+        raise NotImplementedError(
+            f"the NVMe tier holds the states of castor's Adam, and {name} with these options runs "
+            "on the generic path; leave nvme_path out, or use Adam, AdamW or HybridAdam without "
+            "amsgrad and maximize"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise NotImplementedError("LBFGS evaluates the model inside step; castor cannot run it")
@@ -219,7 +225,8 @@ class BoostedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state in the layout of torch.optim.AdamW, with float32 moments in every format.
 
-        Moments that are float32 in the chunks are views of them, others copies. "scales" let
+        Moments that are float32 in chunks in memory are views of them, others copies: with an NVMe
+        tier all of it comes into memory, which save_optimizer avoids. "scales" let
         split_int8 resume bit for bit, and "rounding_seed" stands beside "state" where moments are
         rounded. Masters are left out: save_optimizer writes them.
         """
@@ -229,7 +236,10 @@ class BoostedOptimizer(Optimizer):
         self._castor.engine.session.settle()
         packed = Optimizer.state_dict(self)
         params = [param for group in self.param_groups for param in group["params"]]
-        packed["state"] = {i: portable_entry(params[i], e) for i, e in packed["state"].items()}
+        packed["state"] = {
+            i: to_portable(params[i], entry.loaded() if isinstance(entry, StoredState) else entry)
+            for i, entry in packed["state"].items()
+        }
         if self.rounding_seed is not None:
             packed["rounding_seed"] = self.rounding_seed
         return packed

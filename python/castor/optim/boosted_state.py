@@ -53,23 +53,51 @@ def choose_state_format(optimizer: Optimizer | None, config: GeminiConfig) -> St
     return StateChoice(state_format=chosen, seed=seed or 0)
 
 
-def state_entry(engine: Engine, index: int) -> dict[str, torch.Tensor]:
+class StoredState(dict[str, Any]):
+    """optimizer.state of a parameter whose moments lie on NVMe.
+
+    Holds "step". The others are read when they are asked for: copies, of which nothing goes back.
+    """
+
+    def __init__(self, engine: Engine, index: int) -> None:
+        super().__init__(step=engine.session.steps[index])
+        self._engine = engine
+        self._index = index
+
+    def __missing__(self, key: str) -> torch.Tensor:
+        """A copy of exp_avg, exp_avg_sq or scales."""
+        if key not in stored_names(self._engine):
+            raise KeyError(key)
+        moments: torch.Tensor = self.loaded()[key]
+        return moments
+
+    def loaded(self) -> dict[str, Any]:
+        """A state as a dict of its own, in memory."""
+        moments = self._engine.session.read_moments(self._index)
+        return {**self, **dict(zip(stored_names(self._engine), moments, strict=True))}
+
+
+def stored_names(engine: Engine) -> tuple[str, ...]:
+    """What read_moments gives, in its order."""
+    in_blocks = engine.session.optim_state_format == "split_int8"
+    return (*MOMENTS, "scales") if in_blocks else MOMENTS
+
+
+def state_entry(engine: Engine, index: int) -> dict[str, Any]:
     """optimizer.state of a parameter: views of its payloads, in the type its format has.
 
     exp_avg and exp_avg_sq have the parameter's shape and are float32 in "fp32" and "split",
     bfloat16 in "split_bf16" and uint8 codes in "split_int8", which has "scales" too, float32 of
-    shape (blocks, 2). These are the types that a standalone HybridAdam has.
+    shape (blocks, 2). These are the types that a standalone HybridAdam has. What lies on NVMe has
+    no views: see StoredState.
     """
     session = engine.session
+    if session.stored(index):
+        return StoredState(engine, index)
     entry = {"step": session.steps[index]}
     entry |= dict(zip(MOMENTS, session.moments(index), strict=True))
     scales = session.moment_scales(index)
     return entry if scales is None else entry | {"scales": scales}
-
-
-def portable_entry(param: torch.Tensor, entry: dict[str, Any]) -> dict[str, Any]:
-    """A state_entry with float32 moments: copies, unless they are float32 already."""
-    return to_portable(param, entry)
 
 
 @torch.no_grad()
@@ -82,7 +110,7 @@ def write_entries(engine: Engine, entries: Entries) -> None:
     Raises:
         ValueError: exp_avg_sq has a negative element, in a format that rounds.
     """
-    engine.session.settle()  # store_moments is no operator of torch, which would wait
+    engine.session.await_updates()  # store_moments is no operator of torch, which would wait
     for param, entry in entries:
         if param not in engine.index_of or not param.requires_grad:
             continue
@@ -98,7 +126,23 @@ def _write_moments(
     engine: Engine, index: int, param: torch.Tensor, portable: dict[str, Any]
 ) -> None:
     session = engine.session
-    moments, scales = session.moments(index), session.moment_scales(index)
+    if not session.stored(index):
+        _fill_moments(engine, param, portable, session.moments(index), session.moment_scales(index))
+        return
+    copies = session.read_moments(index)
+    _fill_moments(engine, param, portable, copies[:2], copies[2] if len(copies) > 2 else None)
+    session.write_moments(index, copies)
+
+
+def _fill_moments(
+    engine: Engine,
+    param: torch.Tensor,
+    portable: dict[str, Any],
+    moments: list[torch.Tensor],
+    scales: torch.Tensor | None,
+) -> None:
+    """Gives moments the values of `portable`; those that it lacks become zeros."""
+    session = engine.session
     if not any(name in portable for name in MOMENTS):
         for state in (*moments, *([] if scales is None else [scales])):
             state.zero_()

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from castor import _C
+from castor.errors import UsageError
 from castor.optim.state_formats import (
     ROUNDING_FORMATS,
     STATE_FORMATS,
@@ -48,8 +49,10 @@ class HybridAdam(Optimizer):
             boosted what GeminiPlugin chooses.
         seed: Of the stochastic rounding in "split_bf16" and "split_int8"; 0 to 2**64 - 1. The same
             seed gives the same bits. Default: 0, or when boosted what GeminiPlugin says.
-        nvme_offload_fraction: Only 0 is supported.
-        nvme_offload_dir: Only None is supported.
+        nvme_offload_fraction: Share of the state that goes to NVMe when the optimizer is boosted,
+            in [0, 1]; needs nvme_offload_dir. Alone, HybridAdam keeps its state in memory and
+            refuses to step with a fraction above 0.
+        nvme_offload_dir: A directory on the device.
 
     Raises:
         ValueError: A hyper-parameter is out of range.
@@ -76,10 +79,16 @@ class HybridAdam(Optimizer):
     ) -> None:
         if not bias_correction:
             raise NotImplementedError("HybridAdam: bias_correction=False is not supported")
-        if nvme_offload_fraction != 0.0:
-            raise NotImplementedError("HybridAdam: nvme_offload_fraction is not supported yet")
-        if nvme_offload_dir is not None:
-            raise NotImplementedError("HybridAdam: nvme_offload_dir is not supported yet")
+        if not 0.0 <= nvme_offload_fraction <= 1.0:
+            raise ValueError(
+                f"HybridAdam: nvme_offload_fraction is {nvme_offload_fraction}; it must lie in "
+                "[0, 1]"
+            )
+        if (nvme_offload_fraction > 0.0) != (nvme_offload_dir is not None):
+            raise ValueError(
+                "HybridAdam: nvme_offload_fraction and nvme_offload_dir belong together: give a "
+                "fraction above 0 and a directory, or neither"
+            )
         if not lr >= 0.0:
             raise ValueError(f"HybridAdam: lr is {lr}; it must be at least 0")
         if not eps >= 0.0:
@@ -99,6 +108,8 @@ class HybridAdam(Optimizer):
         self.seed = seed or 0
         self.requested_state: tuple[str | None, int | None] = (optim_state_format, seed)
         """Format and seed as they were given; booster.boost looks at this."""
+        self.requested_nvme = (nvme_offload_fraction, nvme_offload_dir)
+        """As requested_state."""
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -122,7 +133,13 @@ class HybridAdam(Optimizer):
             TypeError: A parameter is not float32, bfloat16 or float16, not on the CPU, or its
                 gradient is sparse.
             ValueError: A parameter is not bfloat16 and optim_state_format is not "fp32".
+            UsageError: nvme_offload_fraction was given, and the optimizer is not boosted.
         """
+        if self.requested_nvme[1] is not None:
+            raise UsageError(
+                "HybridAdam(nvme_offload_dir=...) keeps the states of a boosted model on NVMe: "
+                "call booster.boost(model, optimizer) before the first step, or leave it out"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():

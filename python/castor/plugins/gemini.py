@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +24,7 @@ from castor.config import (
     check_fraction,
     parse_bandwidth,
     parse_bytes,
+    parse_paths,
 )
 from castor.errors import UsageError
 from castor.optim.boosted import StepDriver, boost_optimizer, check_optimizer, runs_fused_adam
@@ -51,7 +54,7 @@ _NOT_YET: dict[str, tuple[object, str]] = {
     "enable_async_reduce": (False, "there is one process"),
     "use_fp8": (False, "use bf16"),
     "fp8_communication": (False, "there is one process"),
-    "nvme_dir": (None, "there is no NVMe tier yet"),
+    "nvme_dir": (None, "give nvme_path"),
 }
 
 
@@ -117,6 +120,13 @@ class GeminiPlugin:
             was given, or else "split" for bf16 and "fp32" for the others.
         seed: Of the stochastic rounding in "split_bf16" and "split_int8"; the same seed gives the
             same bits. Default: what HybridAdam was given, or else 0.
+        nvme_path: A directory on an NVMe device, or several on different ones, for optimizer state
+            that the host has no room for. A preallocated file in each, removed at the end. Default:
+            what HybridAdam was given, or else no such tier.
+        nvme_memory: What may be taken there: bytes or a size. Default: what the disks have.
+        nvme_offload_fraction: Share of the optimizer state that goes there at least, in [0, 1].
+            Default: what HybridAdam was given, or else what does not fit host_memory.
+        nvme_verify: Whether what comes back is compared with checksums of what was written.
         **not_yet: Names of later versions and of Colossal-AI's plugin: accepted at the value that
             asks for nothing.
 
@@ -159,6 +169,10 @@ class GeminiPlugin:
         trace_file: str | Path | None = None,
         optim_state_format: str | None = None,
         seed: int | None = None,
+        nvme_path: str | Path | Sequence[str | Path] | None = None,
+        nvme_memory: int | str | None = None,
+        nvme_offload_fraction: float | None = None,
+        nvme_verify: bool = True,
         **not_yet: Any,
     ) -> None:
         _check_not_yet(not_yet)
@@ -213,6 +227,10 @@ class GeminiPlugin:
             trace_file=Path(trace_file) if trace_file is not None else None,
             optim_state_format=cast("StateFormat | None", optim_state_format),
             seed=seed,
+            nvme_paths=parse_paths(nvme_path, "nvme_path"),
+            nvme_bytes=None if nvme_memory is None else parse_bytes(nvme_memory, "nvme_memory"),
+            nvme_offload_fraction=nvme_offload_fraction,
+            nvme_verify=nvme_verify,
         )
 
     def configure(
@@ -224,19 +242,19 @@ class GeminiPlugin:
             UsageError: The model or optimizer cannot be boosted; neither is changed.
             OutOfMemoryError: A budget is too small; neither is changed.
             NotImplementedError: The optimizer is not supported in this precision.
-            ValueError: HybridAdam's optim_state_format or seed contradicts the plugin's, or the
-                precision does not have the format.
+            ValueError: HybridAdam's optim_state_format, seed or nvme_offload_dir contradicts the
+                plugin's, or the precision does not have the format.
+            IoError: The NVMe tier's files cannot be made; model and optimizer are unchanged.
         """
         check_not_boosted(model)
         choice = choose_state_format(optimizer, self.config)
+        config = self._with_nvme_of(optimizer)
         fused = False
         if optimizer is not None:
-            check_optimizer(optimizer, self.config)
+            check_optimizer(optimizer, config)
             _check_same_params(model, optimizer)
             fused = runs_fused_adam(optimizer)
-        engine = Engine(
-            model, self.config, adam_state=fused, optim_state_format=choice.state_format
-        )
+        engine = Engine(model, config, adam_state=fused, optim_state_format=choice.state_format)
         if optimizer is None:
             return engine, None
         driver = boost_optimizer(optimizer, engine, fused=fused, seed=choice.seed)
@@ -249,6 +267,26 @@ class GeminiPlugin:
 
             model.register_forward_pre_hook(arm)
         return engine, driver
+
+    def _with_nvme_of(self, optimizer: Optimizer | None) -> GeminiConfig:
+        """The settings, with what HybridAdam says about NVMe.
+
+        Raises:
+            ValueError: It contradicts them.
+        """
+        fraction, directory = getattr(optimizer, "requested_nvme", (0.0, None))
+        if directory is None:
+            return self.config
+        if self.config.nvme_paths:
+            raise ValueError(
+                f"GeminiPlugin(nvme_path=...) and HybridAdam(nvme_offload_dir={directory!r}) both "
+                "say where optimizer state goes; give one"
+            )
+        return replace(
+            self.config,
+            nvme_paths=parse_paths(directory, "nvme_offload_dir"),
+            nvme_offload_fraction=fraction,
+        )
 
 
 def _check_not_yet(arguments: dict[str, Any]) -> None:

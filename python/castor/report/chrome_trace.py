@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 
 from castor.booster import Booster
-from castor.report.source import Source, source_of, write_atomically
+from castor.checkpoint.files import write_file
+from castor.report.source import Source, source_of
 
 PID = 1
 MODULES, FETCHES, EVICTIONS, GRADIENTS = 1, 2, 3, 4
@@ -55,7 +56,9 @@ def write_trace(path: str | Path, target: Booster | nn.Module) -> Path:
             "device_budget_bytes": source.memory.device_budget_bytes,
         },
     }
-    return write_atomically(path, json.dumps(document))
+    path = Path(path)
+    write_file(path, [json.dumps(document).encode()])
+    return path
 
 
 def trace_events(source: Source) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,8 @@ from torch import nn
 
 from castor._C import __version__
 from castor.booster import Booster
-from castor.report.source import GUIDANCE, PAYLOAD_NAMES, Source, source_of, write_atomically
+from castor.checkpoint.files import write_file
+from castor.report.source import GUIDANCE, PAYLOAD_NAMES, Source, source_of
 from castor.report.timeline import MOMENT_KINDS
 
 KINDS = ("fetch", "eviction", "gradient")
@@ -39,7 +40,9 @@ def write_html(path: str | Path, target: Booster | nn.Module) -> Path:
         UsageError: Nothing is boosted, or no step has finished.
         OSError: The file cannot be written; an older one is left as it was.
     """
-    return write_atomically(path, page(source_of(target)))
+    path = Path(path)
+    write_file(path, [page(source_of(target)).encode()])
+    return path
 
 
 def page(source: Source) -> str:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import nn
 
@@ -176,22 +173,3 @@ def duration(nanoseconds: int) -> str:
     if nanoseconds >= 10**10:
         return f"{nanoseconds / 1e9:,.1f} s"
     return f"{nanoseconds / 1e6:,.1f} ms" if nanoseconds >= 10**6 else f"{nanoseconds / 1e3:.0f} µs"
-
-
-def write_atomically(path: str | Path, text: str) -> Path:
-    """Writes a file whole or not at all: to a temporary name beside it, then renamed.
-
-    Raises:
-        OSError: The folder does not exist or cannot be written; the old file is as it was.
-    """
-    path = Path(path)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            os.fchmod(file.fileno(), 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return path

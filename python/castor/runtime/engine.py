@@ -33,7 +33,8 @@ _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictiona
 class Engine:
     """One boosted model: its C++ session and what Python knows of it.
 
-    Holds the parameters, not the model: the model's hooks hold the session.
+    Holds the parameters, not the model: the model's hooks hold the session, those of state_dict the
+    engine.
     """
 
     def __init__(
@@ -110,6 +111,10 @@ class Engine:
                 "adam_state": adam_state,
                 "overlap": config.overlap if adam_state else "none",
                 "optim_state_format": optim_state_format,
+                "nvme_paths": [str(path) for path in config.nvme_paths],
+                "nvme_bytes": 2**63 if config.nvme_bytes is None else config.nvme_bytes,
+                "nvme_fraction": config.nvme_offload_fraction,
+                "nvme_verify": config.nvme_verify,
             },
         )
         if events is not None:
@@ -170,7 +175,7 @@ class Engine:
     def report(self) -> MemoryReport:
         """The figures so far."""
         figures: dict[str, Any] = dict(self.session.report())
-        return MemoryReport(**figures, nvme_bytes=0, skipped_steps=self.skipped_steps)
+        return MemoryReport(**figures, skipped_steps=self.skipped_steps)
 
     def save_trace(self, path: Path, model: nn.Module) -> None:
         """Writes the trace that the current plan was made from.

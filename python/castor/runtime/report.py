@@ -36,7 +36,11 @@ class MemoryReport:
     host_budget_bytes: int
     """What the host tier may hold."""
     nvme_bytes: int
-    """Chunk payloads on NVMe: 0, there is no such tier yet."""
+    """Chunk payloads on NVMe."""
+    nvme_read_bytes: int
+    """Bytes read from there."""
+    nvme_written_bytes: int
+    """Bytes written there."""
     h2d_bytes: int
     """Bytes copied from host to device."""
     d2h_bytes: int
@@ -63,6 +67,8 @@ class MemoryReport:
     """Share of chunk slots that holds no parameter."""
     host_arena: str
     """Where the host tier's memory comes from."""
+    nvme_engine: str
+    """How the NVMe tier is read and written; empty without one."""
 
     def __str__(self) -> str:
         width = max(len(f.name) for f in fields(self))

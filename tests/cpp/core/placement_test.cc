@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <numeric>
+#include <random>
 #include <vector>
 
 #include "core/error.h"
@@ -58,6 +60,38 @@ TEST(PlacementTest, RejectsFractionsThatMeanNothing) {
 TEST(PlacementTest, ParametersLeaveOnlyAfterTheirOptimizerState) {
   EXPECT_THROW((void)fractions(0.9, 0.1), InvalidArgument);
   EXPECT_NO_THROW((void)fractions(1.0, 0.1));
+}
+
+TEST(StoredStatesTest, NothingIsStoredThatFitsTheHost) {
+  const std::vector<std::size_t> bytes = {10, 0, 20};
+  EXPECT_EQ(choose_stored(bytes, 30), std::vector<bool>(3, false));
+  EXPECT_EQ(choose_stored(bytes, 0), (std::vector<bool>{true, false, true}));
+  EXPECT_TRUE(choose_stored({}, 0).empty());
+}
+
+TEST(StoredStatesTest, WhatStaysIsSpreadEvenly) {
+  const std::vector<std::size_t> bytes(6, 10);
+  EXPECT_EQ(choose_stored(bytes, 30), (std::vector<bool>{true, false, true, false, true, false}));
+  EXPECT_EQ(choose_stored(bytes, 20), (std::vector<bool>{true, true, false, true, true, false}));
+}
+
+TEST(StoredStatesTest, WhatStaysNeverPassesTheBudget) {
+  std::mt19937 random(1);
+  for (int round = 0; round < 1'000; ++round) {
+    std::vector<std::size_t> bytes(1 + random() % 40);
+    for (std::size_t& chunk : bytes) {
+      chunk = random() % 3 == 0 ? 0 : random() % 1'000'003;
+    }
+    const std::size_t total = std::accumulate(bytes.begin(), bytes.end(), std::size_t{0});
+    const std::size_t budget = random() % (total + 1);
+    const std::vector<bool> stored = choose_stored(bytes, budget);
+    std::size_t on_host = 0;
+    for (std::size_t i = 0; i < bytes.size(); ++i) {
+      EXPECT_FALSE(stored[i] && bytes[i] == 0);
+      on_host += stored[i] ? 0 : bytes[i];
+    }
+    EXPECT_LE(on_host, budget);
+  }
 }
 
 }  // namespace

@@ -18,16 +18,29 @@ constexpr std::size_t kChunk = Net::kChunk;
 constexpr std::size_t kAll = 2 * kChunk;  // of a chunk on the device: parameters and gradients
 
 /// A row of chunks with gradients; every chunk may be promoted.
-struct Placed : Machine {
+struct Placed : SimulatedMachine {
   std::size_t count;
 
   Placed(std::size_t num_chunks, std::size_t device_bytes, RuntimeOptions options = {})
-      : Machine(Net::row(num_chunks).layout(), device_bytes, options), count(num_chunks) {
+      : SimulatedMachine(Net::row(num_chunks).layout(), device_bytes, options), count(num_chunks) {
     for (std::size_t i = 0; i < count; ++i) {
       rig.manager->add_payload(chunk_id(i), PayloadKind::kGrad, kChunk);
     }
   }
   [[nodiscard]] std::vector<bool> all() const { return std::vector<bool>(count, true); }
+  /// A whole step; what it added to the demand fetches, and the other counters.
+  RuntimeCounts train(const Step& step) {
+    const std::uint64_t before = runtime->counts().demand_fetches;
+    run(step);
+    runtime->finish_step();
+    rig.expect_consistent();
+    RuntimeCounts after = runtime->counts();
+    after.demand_fetches -= before;
+    return after;
+  }
+  [[nodiscard]] std::uint32_t pins(std::size_t chunk) const {
+    return rig.manager->pins(chunk_id(chunk));
+  }
   RuntimeCounts train_and_place(const Step& step) {
     const RuntimeCounts before = train(step);
     if (runtime->placement_due()) {

@@ -26,6 +26,42 @@ using namespace castor::testing;  // NOLINT(google-build-using-namespace): the w
 
 constexpr std::size_t kChunk = Net::kChunk;
 
+struct Machine : SimulatedMachine {
+  using SimulatedMachine::SimulatedMachine;
+
+  /// A whole step; what it added to the counters.
+  RuntimeCounts train(const Step& step) {
+    const RuntimeCounts before = runtime->counts();
+    run(step);
+    runtime->finish_step();
+    rig.expect_consistent();
+    EXPECT_EQ(rig.manager->slot_bytes(), 0u);
+    RuntimeCounts after = runtime->counts();
+    after.demand_fetches -= before.demand_fetches;
+    after.prefetch_hits -= before.prefetch_hits;
+    after.pressure_evictions -= before.pressure_evictions;
+    return after;
+  }
+  [[nodiscard]] bool resident(std::size_t chunk) const {
+    return rig.manager->resident(chunk_id(chunk));
+  }
+  [[nodiscard]] std::uint32_t pins(std::size_t chunk) const {
+    return rig.manager->pins(chunk_id(chunk));
+  }
+  [[nodiscard]] TensorState state(std::size_t param) const {
+    return rig.manager->state(param_id(param));
+  }
+};
+
+std::string message_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const OutOfMemory& error) {
+    return error.what();
+  }
+  return "no throw";
+}
+
 TEST(RuntimeTest, RejectsOptionsOutOfRange) {
   const auto start = [](const RuntimeOptions& options) {
     const Machine machine(Net::row(1).layout(), kChunk, options);

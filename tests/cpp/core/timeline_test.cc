@@ -10,8 +10,7 @@
 #include <vector>
 
 #include "core/fakes.h"
-#include "core/nonmodel_memory.h"
-#include "core/runtime.h"
+#include "core/machine.h"
 #include "core/steps.h"
 
 namespace castor {
@@ -21,38 +20,10 @@ using namespace castor::testing;  // NOLINT(google-build-using-namespace): the w
 
 constexpr std::size_t kChunk = Net::kChunk;
 
-/// A runtime on simulated hardware whose clock the test sets; each look takes 1 ns.
-struct Bench {
-  Rig rig;
-  std::shared_ptr<NonModelMemory> nonmodel = std::make_shared<NonModelMemory>(rig.device);
-  std::uint64_t now_ns = 1000;
-  std::unique_ptr<Runtime> runtime;
+struct Bench : SimulatedMachine {
+  using SimulatedMachine::SimulatedMachine;
 
-  Bench(ChunkLayout layout, std::size_t device_bytes, RuntimeOptions options = {},
-        std::vector<Placement> placements = {})
-      : rig(std::move(layout), device_bytes, std::move(placements)) {
-    runtime =
-        std::make_unique<Runtime>(*rig.manager, nonmodel, options, [this] { return now_ns++; });
-  }
-  Bench(const Bench&) = delete;
-  Bench& operator=(const Bench&) = delete;
-  ~Bench() {
-    runtime.reset();
-    nonmodel->free(nonmodel->bytes());
-  }
-
-  void run(const Step& step) {
-    for (const Act& act : step) {
-      switch (act.kind) {
-        case Act::Kind::kEnter: runtime->enter(module_id(act.value), PassMode::kTraining); break;
-        case Act::Kind::kExit: runtime->exit(module_id(act.value)); break;
-        case Act::Kind::kBackward: runtime->enter_backward(module_id(act.value)); break;
-        case Act::Kind::kGrad: runtime->grad_ready(param_id(act.value)); break;
-        case Act::Kind::kAllocate: nonmodel->allocate(act.value); break;
-        case Act::Kind::kFree: nonmodel->free(act.value); break;
-      }
-    }
-  }
+  /// A whole step, and what is known of it.
   Timeline train(const Step& step) {
     run(step);
     runtime->begin_update();

@@ -9,24 +9,14 @@
 
 #include "cuda/adam_state.h"
 #include "cuda/host_kernels.h"
-#include "optim/test_support.h"
 
 namespace castor {
 namespace {
 
 using testing::AdamKind;
 using testing::AdamState;
-using testing::InlineExecutor;
-
-AdamOptions options_with(WeightDecayMode mode) {
-  return {.lr = 1e-2, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8, .weight_decay = 0.1, .mode = mode};
-}
-
-void update_on_cpu(AdamState& state, const AdamCoefficients& coefficients, std::int64_t step) {
-  InlineExecutor executor;
-  const AdamSegment segment = state.segment(coefficients, step);
-  adam_update(executor, {&segment, 1});
-}
+using testing::options_with;
+using testing::update_on_cpu;
 
 void update_by_kernels(AdamState& state, const AdamCoefficients& coefficients, std::int64_t step) {
   const AdamSegment segment = state.segment(coefficients, step);
@@ -87,10 +77,7 @@ TEST_P(AdamBodyTest, TakesAParameterThatUserCodeWrote) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Kinds, AdamBodyTest, ::testing::ValuesIn(testing::kAdamKinds),
-                         [](const auto& kind) {
-                           return std::string(to_string(kind.param.type)) + "_" +
-                                  std::string(to_string(kind.param.format));
-                         });
+                         testing::kind_name);
 
 // A GPU's arithmetic gives the NaN 0x7fffffff; here it stands in a moment, and the CPU passes its
 // bits on.

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <array>
 #include <bit>
 #include <cmath>
@@ -12,6 +14,7 @@
 
 #include "optim/adam.h"
 #include "optim/adam_reference.h"
+#include "optim/test_support.h"
 
 namespace castor::testing {
 
@@ -228,6 +231,22 @@ inline AdamState special_state(const AdamKind& kind) {
     }
   }
   return state;
+}
+
+inline std::string kind_name(const ::testing::TestParamInfo<AdamKind>& kind) {
+  return std::string(to_string(kind.param.type)) + "_" + std::string(to_string(kind.param.format));
+}
+
+inline AdamOptions options_with(WeightDecayMode mode) {
+  return {.lr = 1e-2, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8, .weight_decay = 0.1, .mode = mode};
+}
+
+/// One step by the CPU loop.
+inline void update_on_cpu(AdamState& state, const AdamCoefficients& coefficients,
+                          std::int64_t step) {
+  InlineExecutor executor;
+  const AdamSegment segment = state.segment(coefficients, step);
+  adam_update(executor, {&segment, 1});
 }
 
 }  // namespace castor::testing

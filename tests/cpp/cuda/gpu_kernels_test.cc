@@ -14,7 +14,6 @@
 #include "cuda/gpu_test.h"
 #include "cuda/norm_kernel.h"
 #include "optim/gradient.h"
-#include "optim/test_support.h"
 
 namespace castor {
 namespace {
@@ -23,17 +22,9 @@ using testing::AdamKind;
 using testing::AdamState;
 using testing::DeviceBuffer;
 using testing::GpuTest;
+using testing::options_with;
 using testing::ScopedStream;
-
-AdamOptions options_with(WeightDecayMode mode) {
-  return {.lr = 1e-2, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8, .weight_decay = 0.1, .mode = mode};
-}
-
-void update_on_cpu(AdamState& state, const AdamCoefficients& coefficients, std::int64_t step) {
-  testing::InlineExecutor executor;
-  const AdamSegment segment = state.segment(coefficients, step);
-  adam_update(executor, {&segment, 1});
-}
+using testing::update_on_cpu;
 
 /// One step on the device, there and back.
 void update_on_gpu(AdamState& state, const AdamCoefficients& coefficients, std::int64_t step) {
@@ -101,10 +92,7 @@ TEST_P(GpuAdamTest, AParameterMayChangeSidesBetweenSteps) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Kinds, GpuAdamTest, ::testing::ValuesIn(testing::kAdamKinds),
-                         [](const auto& kind) {
-                           return std::string(to_string(kind.param.type)) + "_" +
-                                  std::string(to_string(kind.param.format));
-                         });
+                         testing::kind_name);
 
 class GpuKernelTest : public GpuTest {};
 

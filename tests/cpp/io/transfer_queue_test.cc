@@ -9,14 +9,12 @@
 
 #include "core/error.h"
 #include "core/units.h"
-#include "io/faulty_io_engine.h"
+#include "io/fault_injection.h"
 #include "io/test_support.h"
 
 namespace castor {
 namespace {
 
-using test::Fault;
-using test::FaultyIoEngine;
 using test::noise;
 
 constexpr std::size_t kBlock = 64 * kKiB;
@@ -31,12 +29,12 @@ class TransferQueueTest : public test::PlaceTest {
     }
   }
 
-  [[nodiscard]] std::unique_ptr<TransferQueue> make_queue(std::vector<Fault> faults = {},
+  [[nodiscard]] std::unique_ptr<TransferQueue> make_queue(std::vector<IoFault> faults = {},
                                                           std::uint64_t shuffle_seed = 0,
                                                           std::size_t depth = 8) const {
     return std::make_unique<TransferQueue>(
         std::make_unique<FaultyIoEngine>(make_engine(*file_, depth), std::move(faults),
-                                         shuffle_seed),
+                                         FaultyIoEngine::Options{.shuffle_seed = shuffle_seed}),
         std::vector<TransferFile>{{file_->path(), file_->alignment()}}, kBlock);
   }
 
@@ -47,7 +45,7 @@ class TransferQueueTest : public test::PlaceTest {
   }
 
   /// Writes and reads back through queues with the faults.
-  void expect_round_trip(const std::vector<Fault>& faults, std::uint64_t shuffle_seed = 0) {
+  void expect_round_trip(const std::vector<IoFault>& faults, std::uint64_t shuffle_seed = 0) {
     const auto written = noise(kBytes, 1);
     const auto read = noise(kBytes, 2);
     run(*make_queue(faults, shuffle_seed), IoOperation::kWrite, written.span());
@@ -96,30 +94,30 @@ TEST_P(TransferQueueTest, ShortTransfersGoOnWhereTheyStopped) {
   // Whole blocks short, an odd number of bytes short, nothing at all done by a write.
   for (const std::uint64_t missing : {4096, 8192, 1, 4095, 12345}) {
     for (const std::uint64_t first : {0, 1, 7, 20}) {
-      expect_round_trip({{Fault::Kind::kShort, missing, first}});
+      expect_round_trip({{IoFault::Kind::kShort, missing, first}});
     }
   }
-  expect_round_trip({{Fault::Kind::kShort, 4096, 0, 40}});  // one after another
+  expect_round_trip({{IoFault::Kind::kShort, 4096, 0, 40}});  // one after another
 }
 
 TEST_P(TransferQueueTest, InterruptionsAreTriedAgain) {
   for (const int error_number : {EINTR, EAGAIN}) {
     const auto value = static_cast<std::uint64_t>(error_number);
-    expect_round_trip({{Fault::Kind::kErrno, value, 3, 1}});
-    expect_round_trip({{Fault::Kind::kErrno, value, 0, 40}});
+    expect_round_trip({{IoFault::Kind::kErrno, value, 3, 1}});
+    expect_round_trip({{IoFault::Kind::kErrno, value, 0, 40}});
   }
 }
 
 TEST_P(TransferQueueTest, OrderAndDelayChangeNothing) {
   for (std::uint64_t seed = 1; seed < 6; ++seed) {
-    expect_round_trip({{Fault::Kind::kDelay, 5, 2, 3}, {Fault::Kind::kDelay, 100, 20}}, seed);
+    expect_round_trip({{IoFault::Kind::kDelay, 5, 2, 3}, {IoFault::Kind::kDelay, 100, 20}}, seed);
   }
 }
 
 TEST_P(TransferQueueTest, RetriesAreCounted) {
   const auto written = noise(kBytes, 1);
   const auto queue =
-      make_queue({{Fault::Kind::kErrno, EINTR, 0, 3}, {Fault::Kind::kShort, 4096, 10, 2}});
+      make_queue({{IoFault::Kind::kErrno, EINTR, 0, 3}, {IoFault::Kind::kShort, 4096, 10, 2}});
   run(*queue, IoOperation::kWrite, written.span());
   EXPECT_EQ(queue->counts().retries, 3U);
   EXPECT_EQ(queue->counts().short_transfers, 2U);
@@ -131,8 +129,8 @@ TEST_P(TransferQueueTest, AnErrorAtEveryOperationNamesPathOffsetAndErrno) {
     for (std::uint64_t n = 0; n < 21; ++n) {
       for (const IoOperation operation : {IoOperation::kWrite, IoOperation::kRead}) {
         // Depth 1: the n-th operation is the n-th block.
-        const auto queue =
-            make_queue({{Fault::Kind::kErrno, static_cast<std::uint64_t>(error_number), n}}, 0, 1);
+        const auto queue = make_queue(
+            {{IoFault::Kind::kErrno, static_cast<std::uint64_t>(error_number), n}}, 0, 1);
         try {
           run(*queue, operation, memory.span());
           FAIL() << "error " << error_number << " of operation " << n << " was lost";
@@ -148,9 +146,9 @@ TEST_P(TransferQueueTest, AnErrorAtEveryOperationNamesPathOffsetAndErrno) {
 }
 
 TEST_P(TransferQueueTest, OnlyTheTransferThatFailedIsToldSo) {
-  const auto queue = make_queue({{Fault::Kind::kErrno, EIO, 1}}, 0, 1);
+  const auto queue = make_queue({{IoFault::Kind::kErrno, EIO, 1}}, 0, 1);
   const auto memory = noise(4 * kBlock, 1);
-  std::vector<Transfer> transfers;
+  std::vector<IoTransfer> transfers;
   for (std::size_t i = 0; i < 4; ++i) {
     const TransferPiece piece{0, i * kBlock, memory.span().subspan(i * kBlock, kBlock)};
     transfers.push_back(queue->submit(IoOperation::kWrite, {&piece, 1}));
@@ -181,14 +179,14 @@ TEST_P(TransferQueueTest, TheEndOfTheFileIsAnErrorAndNeverSilent) {
 
 TEST_P(TransferQueueTest, NoProgressIsAnErrorAfterManyAttempts) {
   const auto memory = noise(4096, 1);
-  for (const Fault fault : {Fault{Fault::Kind::kErrno, EAGAIN, 0, 100'000},
-                            Fault{Fault::Kind::kShort, 4096, 0, 100'000}}) {
+  for (const IoFault fault : {IoFault{IoFault::Kind::kErrno, EAGAIN, 0, 100'000},
+                              IoFault{IoFault::Kind::kShort, 4096, 0, 100'000}}) {
     const auto queue = make_queue({fault});
     try {
       run(*queue, IoOperation::kWrite, memory.span());
       FAIL() << "an operation that never got on has ended well";
     } catch (const IoError& error) {
-      EXPECT_EQ(error.error_number(), fault.kind == Fault::Kind::kErrno ? EAGAIN : EIO);
+      EXPECT_EQ(error.error_number(), fault.kind == IoFault::Kind::kErrno ? EAGAIN : EIO);
     }
   }
 }
@@ -209,7 +207,7 @@ TEST_P(TransferQueueTest, ATransferThatIsDroppedIsWaitedFor) {
   const auto written = noise(kBytes, 5);
   {
     const TransferPiece piece{0, 0, written.span()};
-    const Transfer dropped = queue->submit(IoOperation::kWrite, {&piece, 1});
+    const IoTransfer dropped = queue->submit(IoOperation::kWrite, {&piece, 1});
   }
   const auto read = noise(kBytes, 6);
   run(*queue, IoOperation::kRead, read.span());
@@ -219,8 +217,8 @@ TEST_P(TransferQueueTest, ATransferThatIsDroppedIsWaitedFor) {
 TEST_P(TransferQueueTest, ServesReadersAndWritersAtOnce) {
   constexpr std::size_t kThreads = 6;
   constexpr std::size_t kSlice = 3 * 4096;
-  const auto queue =
-      make_queue({{Fault::Kind::kShort, 4096, 50, 10}, {Fault::Kind::kErrno, EINTR, 100, 10}}, 7);
+  const auto queue = make_queue(
+      {{IoFault::Kind::kShort, 4096, 50, 10}, {IoFault::Kind::kErrno, EINTR, 100, 10}}, 7);
   std::atomic<int> num_wrong{0};
   {
     std::vector<std::jthread> threads;

@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <span>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -21,6 +22,8 @@ namespace {
 
 constexpr ChunkId chunk_id(std::size_t i) { return static_cast<ChunkId>(i); }
 
+using Next = std::span<const ChunkId>;
+
 /// The order in which updates ran, with the first one held back until the test lets it go.
 struct Journal {
   std::latch gate{1};
@@ -29,14 +32,14 @@ struct Journal {
   std::vector<std::size_t> ran;
 
   UpdateFunction held(std::size_t chunk) {
-    return [this, chunk] {
+    return [this, chunk](Next) {
       started.count_down();
       gate.wait();
       note(chunk);
     };
   }
   UpdateFunction free(std::size_t chunk) {
-    return [this, chunk] { note(chunk); };
+    return [this, chunk](Next) { note(chunk); };
   }
   void note(std::size_t chunk) {
     const std::lock_guard lock(mutex);
@@ -99,7 +102,7 @@ TEST(UpdateQueueTest, AChunkIsNotUpdatedTwiceAtOnce) {
 TEST(UpdateQueueTest, AFailureDropsTheRestAndIsToldToEveryoneAfter) {
   Journal journal;
   UpdateQueue queue(3);
-  queue.submit(chunk_id(0), [&] {
+  queue.submit(chunk_id(0), [&](Next) {
     journal.started.count_down();
     journal.gate.wait();
     throw std::runtime_error("injected");
@@ -114,12 +117,39 @@ TEST(UpdateQueueTest, AFailureDropsTheRestAndIsToldToEveryoneAfter) {
   EXPECT_TRUE(journal.ran.empty());
 }
 
+TEST(UpdateQueueTest, AFailureThatIsAbandonedIsForgotten) {
+  Journal journal;
+  UpdateQueue queue(3);
+  queue.submit(chunk_id(0), [](Next) { throw std::runtime_error("injected"); });
+  queue.abandon();
+  EXPECT_NO_THROW(queue.drain());
+  queue.submit(chunk_id(2), journal.free(2));
+  queue.abandon();  // nothing failed: all of it has run
+  EXPECT_EQ(journal.ran, (std::vector<std::size_t>{2}));
+}
+
+TEST(UpdateQueueTest, AnUpdateIsToldWhatFollows) {
+  Journal journal;
+  UpdateQueue queue(12);
+  std::vector<ChunkId> after_first;
+  std::vector<ChunkId> after_last{chunk_id(99)};
+  queue.submit(chunk_id(0), journal.held(0));
+  queue.submit(chunk_id(1), [&](Next next) { after_first.assign(next.begin(), next.end()); });
+  queue.submit(chunk_id(7), journal.free(7));
+  queue.submit(chunk_id(3), [&](Next next) { after_last.assign(next.begin(), next.end()); });
+  journal.started.wait();
+  journal.gate.count_down();
+  queue.drain();
+  EXPECT_EQ(after_first, (std::vector<ChunkId>{chunk_id(7), chunk_id(3)}));
+  EXPECT_TRUE(after_last.empty());
+}
+
 TEST(UpdateQueueTest, DestructionCompletesWhatWasSubmitted) {
   std::atomic<int> ran = 0;
   {
     UpdateQueue queue(64);
     for (std::size_t i = 0; i < 64; ++i) {
-      queue.submit(chunk_id(i), [&] { ++ran; });
+      queue.submit(chunk_id(i), [&](Next) { ++ran; });
     }
   }
   EXPECT_EQ(ran, 64);
@@ -128,7 +158,7 @@ TEST(UpdateQueueTest, DestructionCompletesWhatWasSubmitted) {
 TEST(UpdateQueueTest, WhatAnUpdateHoldsIsGoneBeforeTheWaitReturns) {
   auto held = std::make_shared<int>(1);
   UpdateQueue queue(1);
-  queue.submit(chunk_id(0), [held] {});
+  queue.submit(chunk_id(0), [held](Next) {});
   queue.wait(chunk_id(0));
   EXPECT_EQ(held.use_count(), 1);
 }
@@ -141,7 +171,7 @@ TEST(UpdateQueueTest, WhoeverWaitedSeesWhatTheUpdateWrote) {
   UpdateQueue queue(kChunks);
   for (int step = 1; step <= kSteps; ++step) {
     for (std::size_t i = 0; i < kChunks; ++i) {
-      queue.submit(chunk_id(i), [&values, i] { values[i] += i + 1; });
+      queue.submit(chunk_id(i), [&values, i](Next) { values[i] += i + 1; });
     }
     std::vector<std::jthread> readers;
     for (unsigned seed = 0; seed < 2; ++seed) {

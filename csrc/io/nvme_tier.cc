@@ -1,0 +1,95 @@
+#include "io/nvme_tier.h"
+
+#include <algorithm>
+#include <span>
+#include <utility>
+
+#include "core/error.h"
+#include "core/units.h"
+
+namespace castor {
+namespace {
+
+using Chunks = std::vector<std::vector<PayloadSpec>>;
+
+std::uint64_t padded(std::size_t bytes) {
+  return (bytes + kIoAlignment - 1) / kIoAlignment * kIoAlignment;
+}
+
+std::uint64_t bytes_of(const std::vector<PayloadSpec>& chunk) {
+  std::uint64_t bytes = 0;
+  for (const PayloadSpec& payload : chunk) {
+    bytes += padded(payload.bytes);
+  }
+  return bytes;
+}
+
+ScratchOptions space_for(const NvmeOptions& options, const Chunks& chunks) {
+  std::uint64_t bytes = 0;
+  for (const auto& chunk : chunks) {
+    bytes += bytes_of(chunk);
+  }
+  if (bytes > options.budget_bytes) {
+    throw OutOfMemory(TierKind::kNvme, bytes, options.budget_bytes, options.budget_bytes,
+                      "the optimizer states that the host has no room for need " +
+                          format_bytes(bytes) +
+                          " there; raise nvme_memory, raise host_memory, or use a smaller "
+                          "optim_state_format");
+  }
+  return {.directories = options.directories, .file_name = options.file_name, .bytes = bytes};
+}
+
+Block make_window(const Chunks& chunks, MemoryTier& host) {
+  for (std::size_t slots = NvmeTier::kWindowSlots; slots > 1; --slots) {
+    if (auto reservation = host.ledger().try_reserve(NvmeTier::window_bytes(chunks, slots))) {
+      return host.allocate(std::move(*reservation));
+    }
+  }
+  return host.allocate(NvmeTier::window_bytes(chunks, 1),
+                       "the window through which states on NVMe are worked on holds the largest "
+                       "chunk's; raise host_memory, or make chunks smaller (chunk_bytes)");
+}
+
+std::vector<StoredChunk> store(ScratchSpace& space, const Chunks& chunks) {
+  std::vector<StoredChunk> stored(chunks.size());
+  for (std::size_t i = 0; i < chunks.size(); ++i) {
+    for (const PayloadSpec& payload : chunks[i]) {
+      stored[i].emplace_back(space, payload.name, payload.bytes);
+    }
+  }
+  return stored;
+}
+
+std::span<std::byte> memory_of(const Block& block) { return {block.data(), block.bytes()}; }
+
+std::unique_ptr<IoEngine> make_engine(const NvmeOptions& options, const ScratchSpace& space,
+                                      const Block& window) {
+  const std::span<std::byte> buffers[] = {memory_of(window)};
+  return make_io_engine(options.engine, space.io_files(), options.depth, buffers);
+}
+
+}  // namespace
+
+std::size_t NvmeTier::window_bytes(const Chunks& chunks, std::size_t num_slots) {
+  std::uint64_t largest = 0;
+  for (const auto& chunk : chunks) {
+    largest = std::max(largest, bytes_of(chunk));
+  }
+  return ChunkStream::memory_bytes(largest, num_slots, kIoAlignment);
+}
+
+NvmeTier::NvmeTier(const NvmeOptions& options, const Chunks& chunks, MemoryTier& host,
+                   Executor& executor)
+    : budget_bytes_(options.budget_bytes),
+      space_(space_for(options, chunks)),
+      window_(make_window(chunks, host)),
+      queue_(make_engine(options, space_, window_), space_.transfer_files(), options.block_bytes),
+      stream_(store(space_, chunks), queue_, executor, memory_of(window_), space_.alignment(),
+              options.verification) {}
+
+std::string NvmeTier::description() const {
+  return queue_.description() + "; " + space_.description() + "; window of " +
+         format_bytes(window_.bytes()) + " in " + std::to_string(stream_.num_slots()) + " slots";
+}
+
+}  // namespace castor

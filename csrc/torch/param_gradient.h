@@ -1,0 +1,39 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+namespace torch::autograd {
+struct Node;
+}
+
+namespace castor {
+
+/// Owner of an autograd node: std::shared_ptr up to torch 2.12, c10::intrusive_ptr from 2.13 on.
+using GradFunction = std::decay_t<decltype(std::declval<const at::Tensor&>().grad_fn())>;
+
+/// What a step's gradients look like before the update.
+struct GradientSummary {
+  double norm = 0.0;   ///< L2 norm of all gradients as they are; not finite if an element is not
+  double scale = 1.0;  ///< the loss scale that all of them carry
+  std::int64_t num_gradients = 0;
+};
+
+/// What torch counts writes to a tensor, and to every alias of it, with.
+inline std::uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+/// A trainable parameter's gradient: a view of its payload, which p.grad becomes.
+struct Gradient {
+  at::Tensor view;
+  std::uint32_t version = 0;       ///< of `view` when castor last touched it
+  double scale = 0.0;              ///< loss scale it was made with
+  const void* in_graph = nullptr;  ///< the p.grad that create_graph=True made with that scale
+  bool present = false;            ///< in this step; known after collect_gradients
+};
+
+}  // namespace castor

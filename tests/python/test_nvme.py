@@ -1,0 +1,424 @@
+"""Optimizer state on NVMe: the bits of a run without, budgets, views, checkpoints, bad paths."""
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+
+import castor
+from castor import HybridAdam
+from castor.runtime.engine import engine_of
+from helpers import LR, Boosted, boost, copies, tight_memory
+from zoo import CASES, tower, tower_batch
+
+FORMATS = ("fp32", "split", "split_bf16", "split_int8")
+CHUNK = 2**14
+"""Small chunks: even the small models have many."""
+
+
+def go_on(boosted: Boosted, first: int = 0, steps: int = 4) -> list[float]:
+    return [
+        boosted.step(boosted.model(**tower_batch(seed))) for seed in range(first, first + steps)
+    ]
+
+
+def exact_state(boosted: Boosted) -> list[torch.Tensor]:
+    """Weights, masters and float32 moments."""
+    engine = engine_of(boosted.model)
+    engine.session.send_home()
+    state = copies(boosted.model.parameters())
+    for i in range(len(engine.params)):
+        master = engine.session.master(i)
+        state += [] if master is None else [master.clone()]
+    for entry in boosted.optimizer.state_dict()["state"].values():
+        state += [entry["exp_avg"].clone(), entry["exp_avg_sq"].clone()]
+    return state
+
+
+def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(actual) == len(expected)
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def state_bytes(boosted: Boosted) -> int:
+    """Bytes of optimizer state, wherever it lies."""
+    element = {"fp32": 8, "split": 10, "split_bf16": 6, "split_int8": 4}
+    engine = engine_of(boosted.model)
+    per_param = element[engine.session.optim_state_format]
+    if engine.session.optim_state_format == "fp32" and engine.config.precision != "fp32":
+        per_param = 12
+    return sum(p.numel() for p in engine.params if p.requires_grad) * per_param
+
+
+def train(
+    name: str, memory: int, *, micro_batches: int = 1, steps: int = 4, **settings: Any
+) -> tuple[list[float], list[torch.Tensor], castor.MemoryReport]:
+    case = CASES[name]
+    boosted = boost(case.model(), memory, chunk_bytes=CHUNK, **settings)
+    losses = []
+    for step in range(steps):
+        for k in range(micro_batches):
+            batch = case.batch(step * micro_batches + k)
+            loss = case.loss(boosted.model(**batch), batch) / micro_batches
+            boosted.booster.backward(loss, boosted.optimizer)
+            losses.append(loss.item())
+        boosted.optimizer.step()
+        boosted.optimizer.zero_grad()
+    return losses, exact_state(boosted), boosted.report()
+
+
+# --- parity ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_a_model_of_the_parity_set_trains_to_the_same_bits(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    memory = tight_memory(
+        case.model, lambda model, seed: case.loss(model(**case.batch(seed)), case.batch(seed))
+    )
+    losses, state, plain = train(name, memory)
+    others, stored_state, report = train(
+        name, memory, nvme_path=tmp_path, nvme_offload_fraction=0.6
+    )
+    assert others == losses
+    assert_equal(stored_state, state)
+    assert report.nvme_bytes >= 0.6 * (plain.host_bytes // 2)  # half of it is Adam's moments
+    assert report.nvme_read_bytes > 0
+    assert "slots" in report.nvme_engine
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+@pytest.mark.parametrize("state_format", FORMATS)
+def test_every_format_and_overlap_gives_the_same_bits(
+    state_format: str, overlap: str, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {
+        "precision": "bf16",
+        "optim_state_format": state_format,
+        "overlap": overlap,
+        "nonfinite": "ignore",
+        "enable_gradient_accumulation": overlap != "backward",
+    }
+    expected = train("gpt2", 2**26, **settings)
+    actual = train("gpt2", 2**26, nvme_path=tmp_path, nvme_offload_fraction=1.0, **settings)
+    assert actual[0] == expected[0]
+    assert_equal(actual[1], expected[1])
+    assert actual[2].host_bytes < expected[2].host_bytes
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_clipping_and_accumulation_give_the_same_bits(precision: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"precision": precision, "max_norm": 0.5, "micro_batches": 3}
+    expected = train("llama", 2**26, **settings)
+    actual = train("llama", 2**26, nvme_path=tmp_path, nvme_offload_fraction=0.7, **settings)
+    assert actual[0] == expected[0]
+    assert_equal(actual[1], expected[1])
+
+
+# --- budgets --------------------------------------------------------------------------------------
+
+
+def test_a_host_that_is_too_small_for_the_states_spills_them(tmp_path: Path) -> None:
+    ample = boost(tower(), chunk_bytes=4096)
+    expected = go_on(ample)
+    whole = ample.report().host_bytes
+    with pytest.raises(castor.OutOfMemoryError, match="raise host_memory"):
+        boost(tower(), chunk_bytes=4096, host_memory=int(0.92 * whole))
+    spilling = boost(tower(), chunk_bytes=4096, host_memory=int(0.92 * whole), nvme_path=tmp_path)
+    assert go_on(spilling) == expected
+    report = spilling.report()
+    assert 0 < report.nvme_bytes < state_bytes(spilling)
+    assert report.host_bytes <= report.host_budget_bytes == int(0.92 * whole)
+
+
+def test_nothing_goes_to_nvme_while_the_host_has_room(tmp_path: Path) -> None:
+    boosted = boost(tower(), nvme_path=tmp_path)
+    go_on(boosted, steps=1)
+    assert boosted.report().nvme_bytes == 0
+    assert boosted.report().nvme_engine == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_window_of_one_slot_is_enough(tmp_path: Path) -> None:
+    ample = boost(tower(), chunk_bytes=CHUNK, nvme_path=tmp_path, nvme_offload_fraction=1.0)
+    expected = go_on(ample)
+    report = ample.report()
+    assert report.nvme_engine.endswith("3 slots")
+    del ample
+    slot = 2 * CHUNK  # exp_avg and exp_avg_sq of a full chunk
+    tight = report.host_bytes - 2 * slot
+    one = boost(
+        tower(),
+        chunk_bytes=CHUNK,
+        host_memory=tight,
+        nvme_path=tmp_path,
+        nvme_offload_fraction=1.0,
+    )
+    assert one.report().nvme_engine.endswith("1 slots")
+    assert go_on(one) == expected
+
+
+def test_what_the_tier_may_hold_is_a_limit(tmp_path: Path) -> None:
+    with pytest.raises(castor.OutOfMemoryError, match="raise nvme_memory") as caught:
+        boost(
+            tower(),
+            nvme_path=tmp_path,
+            nvme_offload_fraction=1.0,
+            nvme_memory="32KiB",
+            chunk_bytes=CHUNK,
+        )
+    assert caught.value.tier == "nvme"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_directories_share_the_states(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    expected = go_on(boost(tower(), chunk_bytes=CHUNK))
+    boosted = boost(tower(), chunk_bytes=CHUNK, nvme_path=paths, nvme_offload_fraction=1.0)
+    assert all(len(list(path.iterdir())) == 1 for path in paths)
+    assert go_on(boosted) == expected
+
+
+def test_the_files_go_with_the_run(tmp_path: Path) -> None:
+    boosted = boost(tower(), nvme_path=tmp_path, nvme_offload_fraction=1.0)
+    go_on(boosted, steps=1)
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_blocks * 512 >= boosted.report().nvme_bytes
+    del boosted
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- what users see -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state_format", FORMATS)
+def test_optimizer_state_reads_what_lies_on_nvme(state_format: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"precision": "bf16", "optim_state_format": state_format}
+    plain = boost(tower(), **settings)
+    stored = boost(tower(), nvme_path=tmp_path, nvme_offload_fraction=1.0, **settings)
+    go_on(plain, steps=2)
+    go_on(stored, steps=2)
+    for mine, theirs in zip(stored.model.parameters(), plain.model.parameters(), strict=True):
+        own, other = stored.optimizer.state[mine], plain.optimizer.state[theirs]
+        assert own["step"] == other["step"] == 2
+        for key in set(other) - {"step"}:
+            assert own[key].dtype == other[key].dtype
+            assert torch.equal(own[key], other[key])
+        with pytest.raises(KeyError, match="max_exp_avg_sq"):
+            own["max_exp_avg_sq"]
+    mine, theirs = stored.optimizer.state_dict(), plain.optimizer.state_dict()
+    assert mine["param_groups"] == theirs["param_groups"]
+    for i, entry in theirs["state"].items():
+        assert mine["state"][i].keys() == entry.keys()
+        assert all(torch.equal(mine["state"][i][key], entry[key]) for key in entry)
+
+
+def test_a_state_dict_goes_both_ways(tmp_path: Path) -> None:
+    plain = boost(tower())
+    go_on(plain, steps=3)
+    stored = boost(tower(), chunk_bytes=CHUNK, nvme_path=tmp_path, nvme_offload_fraction=1.0)
+    stored.model.load_state_dict(plain.model.state_dict())
+    stored.optimizer.load_state_dict(copy.deepcopy(plain.optimizer.state_dict()))
+    back = boost(tower())
+    back.model.load_state_dict(stored.model.state_dict())
+    back.optimizer.load_state_dict(copy.deepcopy(stored.optimizer.state_dict()))
+    expected = go_on(plain, first=3)
+    assert go_on(stored, first=3) == expected
+    assert go_on(back, first=3) == expected
+    assert_equal(copies(stored.model.parameters()), copies(plain.model.parameters()))
+
+
+@pytest.mark.parametrize("state_format", FORMATS)
+def test_edits_of_weights_reach_masters_on_nvme(state_format: str, tmp_path: Path) -> None:
+    def run(**settings: Any) -> list[torch.Tensor]:
+        boosted = boost(
+            tower(),
+            chunk_bytes=CHUNK,
+            precision="bf16",
+            optim_state_format=state_format,
+            **settings,
+        )
+        for step in range(3):
+            with torch.no_grad():
+                next(boosted.model.parameters())[1] = 0.25
+            loss = boosted.model(**tower_batch(step))
+            boosted.booster.backward(loss, boosted.optimizer)
+            with torch.no_grad():
+                for param in boosted.model.parameters():
+                    param.view(-1)[:3] *= 0.5  # on the device
+            boosted.optimizer.step()
+            boosted.optimizer.zero_grad()
+        boosted.model.load_state_dict({k: v + 0.001 for k, v in boosted.model.state_dict().items()})
+        go_on(boosted, first=3, steps=1)
+        return exact_state(boosted)
+
+    assert_equal(run(nvme_path=tmp_path, nvme_offload_fraction=1.0), run())
+
+
+def test_states_taken_before_boost_move_to_nvme(tmp_path: Path) -> None:
+    def resumed(**settings: Any) -> list[float]:
+        model = tower()
+        optimizer = AdamW(model.parameters(), lr=LR)
+        model(**tower_batch(9)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return go_on(boost(model, optimizer=optimizer, chunk_bytes=CHUNK, **settings))
+
+    assert resumed(nvme_path=tmp_path, nvme_offload_fraction=1.0) == resumed()
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state_format", FORMATS)
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_a_checkpoint_goes_between_runs_with_and_without(
+    state_format: str, overlap: str, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {
+        "precision": "bf16",
+        "optim_state_format": state_format,
+        "overlap": overlap,
+        "chunk_bytes": CHUNK,
+    }
+    (tmp_path / "nvme").mkdir()
+    nvme = {"nvme_path": tmp_path / "nvme", "nvme_offload_fraction": 1.0}
+    stored = boost(tower(), **settings, **nvme)
+    plain = boost(tower(), **settings)
+    go_on(stored, steps=3)
+    go_on(plain, steps=3)
+    for name, run in (("stored", stored), ("plain", plain)):
+        run.booster.save(tmp_path / name, run.model, run.optimizer)
+    expected = go_on(plain, first=3)
+    assert go_on(stored, first=3) == expected
+    del stored
+    for name, more in (("stored", {}), ("plain", nvme)):
+        again = boost(tower(), **settings, **more)
+        go_on(again, first=50, steps=2)
+        again.booster.load(tmp_path / name, again.model, again.optimizer)
+        assert go_on(again, first=3) == expected
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(path)): file.read_bytes()
+        for file in sorted(path.rglob("*.safetensors"))
+    }
+
+
+def test_checkpoints_are_the_same_files(tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    for name, more in (
+        ("plain", {}),
+        ("stored", {"nvme_path": tmp_path / "nvme", "nvme_offload_fraction": 1.0}),
+    ):
+        run = boost(tower(), chunk_bytes=CHUNK, precision="bf16", **more)
+        go_on(run)
+        run.booster.save(tmp_path / name, run.model, run.optimizer)
+    assert files(tmp_path / "plain") == files(tmp_path / "stored") != {}
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+def test_a_path_that_is_not_there_or_is_a_file_is_named(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    with pytest.raises(castor.IoError, match=str(missing)) as caught:
+        boost(tower(), nvme_path=missing, nvme_offload_fraction=1.0)
+    assert caught.value.errno == 2
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(castor.IoError, match=str(file)):
+        boost(tower(), nvme_path=file, nvme_offload_fraction=1.0)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_path_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(castor.IoError, match="Permission denied"):
+        boost(tower(), nvme_path=tmp_path, nvme_offload_fraction=1.0)
+
+
+def test_a_path_of_another_run_is_refused(tmp_path: Path) -> None:
+    first = boost(tower(), nvme_path=tmp_path, nvme_offload_fraction=1.0)
+    with pytest.raises(castor.IoError, match=r"castor\.scratch"):
+        boost(tower(), nvme_path=tmp_path, nvme_offload_fraction=1.0)
+    go_on(first, steps=1)  # undisturbed
+
+
+def test_a_failed_boost_leaves_model_and_optimizer_alone(tmp_path: Path) -> None:
+    model = tower()
+    before = copies(model.parameters())
+    optimizer = AdamW(model.parameters(), lr=LR)
+    with pytest.raises(castor.IoError):
+        boost(model, optimizer=optimizer, nvme_path=tmp_path / "no", nvme_offload_fraction=1.0)
+    assert_equal(copies(model.parameters()), before)
+    go_on(boost(model, optimizer=optimizer), steps=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"nvme_memory": "1GiB"}, ValueError, "need nvme_path"),
+        ({"nvme_offload_fraction": 0.5}, ValueError, "need nvme_path"),
+        ({"nvme_path": "/tmp", "nvme_offload_fraction": 1.5}, ValueError, r"\[0, 1\]"),
+        ({"nvme_path": []}, ValueError, "is empty"),
+        ({"nvme_path": 3}, TypeError, "give a directory"),
+        ({"nvme_path": "/tmp", "nvme_verify": 1}, TypeError, "give a bool"),
+        ({"nvme_path": "/tmp", "nvme_memory": 0}, ValueError, "more than 0"),
+        ({"nvme_dir": "/tmp"}, NotImplementedError, "give nvme_path"),
+    ],
+)
+def test_wrong_settings_are_refused(
+    settings: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        castor.GeminiPlugin(device="cpu", **settings)
+
+
+def test_other_optimizers_have_no_states_to_store(tmp_path: Path) -> None:
+    model = tower()
+    with pytest.raises(NotImplementedError, match="nvme_path"):
+        boost(model, optimizer=SGD(model.parameters(), lr=0.1), nvme_path=tmp_path)
+
+
+# --- HybridAdam's own arguments -------------------------------------------------------------------
+
+
+def test_hybrid_adam_says_where_and_how_much(tmp_path: Path) -> None:
+    expected = go_on(boost(tower(), optimizer=None, chunk_bytes=CHUNK))
+    model = tower()
+    optimizer = HybridAdam(
+        model.parameters(),
+        lr=LR,
+        weight_decay=0.01,
+        nvme_offload_fraction=0.5,
+        nvme_offload_dir=str(tmp_path),
+    )
+    boosted = boost(model, optimizer=optimizer, chunk_bytes=CHUNK)
+    assert go_on(boosted) == expected
+    assert boosted.report().nvme_bytes >= 0.5 * state_bytes(boosted)
+
+
+def test_hybrid_adam_refuses_what_it_cannot_do(tmp_path: Path) -> None:
+    model = tower()
+    with pytest.raises(ValueError, match="belong together"):
+        HybridAdam(model.parameters(), nvme_offload_fraction=0.5)
+    with pytest.raises(ValueError, match="belong together"):
+        HybridAdam(model.parameters(), nvme_offload_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=r"\[0, 1\]"):
+        HybridAdam(model.parameters(), nvme_offload_fraction=2.0, nvme_offload_dir=str(tmp_path))
+    alone = HybridAdam(
+        model.parameters(), nvme_offload_fraction=0.5, nvme_offload_dir=str(tmp_path)
+    )
+    with pytest.raises(castor.UsageError, match="call booster"):
+        alone.step()
+    with pytest.raises(ValueError, match="give one"):
+        boost(model, optimizer=alone, nvme_path=tmp_path)
