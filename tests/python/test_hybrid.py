@@ -149,6 +149,14 @@ def test_frozen_chunks_are_promoted_as_well() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_chunks_whose_state_is_on_nvme_are_not_promoted(tmp_path: Path, overlap: str) -> None:
+    expected = train(gpt2(**STAY), 5)
+    boosted = gpt2(overlap=overlap, nvme_path=tmp_path, nvme_offload_fraction=0.5)
+    assert_same_weights(train(boosted, 5).model, copies(expected.model.parameters()))
+    assert 0 < boosted.report().promoted_chunks < boosted.report().num_chunks
+
+
 # --- which chunks, and what it saves ------------------------------------------------------------
 
 
