@@ -294,6 +294,29 @@ def overlap(record: Record) -> list[str]:
     ]
 
 
+def hybrid(record: Record) -> list[str]:
+    rows = [
+        [
+            f"{result['share']:.0%}",
+            f"{result['promoted_chunks']} of {result['num_chunks']}",
+            *(f"{result['seconds'][key]['median']:.3f}" for key in ("streamed", "hybrid")),
+            f"{result['ratio']['median']:.3f}",
+            *(f"{result['link_bytes_per_step'][key] / 1e6:.0f}" for key in ("streamed", "hybrid")),
+        ]
+        for result in record["results"]
+    ]
+    headings = (
+        "spare memory, of all payloads",
+        "promoted chunks",
+        "streamed s",
+        "hybrid s",
+        "hybrid / streamed",
+        "link MB a step, streamed",
+        "hybrid",
+    )
+    return [table(headings, rows)]
+
+
 def simulator(record: Record) -> list[str]:
     rows = [
         [
@@ -341,6 +364,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Record], list[str]]]] = {
     "step": ("A training step beside its peers", step),
     "sweep": ("Device budgets and model sizes", sweep),
     "overlap": ("Overlap behind a slow link", overlap),
+    "hybrid": ("Whole chunks in spare device memory", hybrid),
     "adam": ("CPU Adam", adam),
     "formats": ("Convergence of the state formats", formats),
     "hooks": ("Cost of the hooks", hooks),

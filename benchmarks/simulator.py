@@ -140,6 +140,7 @@ class Predictor:
                 "policy": "auto",
                 "offload_optim_frac": 0.0,
                 "offload_param_frac": 0.0,
+                "margin_ratio": 1.0,
                 "max_prefetch": 1,
                 "device_bytes": device_bytes,
                 "h2d_bytes_per_second": float(link or self.hardware["copy"]),

@@ -181,8 +181,16 @@ Pin ChunkManager::pin(ChunkId chunk) {
     }
     binder_.bind(chunk, slot.block.data());
     slot.bound = true;
-  } else if (!slot.block && update_pending(chunk)) {
-    updates_->wait(chunk);
+  } else if (!slot.block) {
+    if (update_pending(chunk)) {
+      updates_->wait(chunk);
+    }
+    if (slot.before && !slot.before_taken) {
+      const Payload& params = *slot.payloads[static_cast<std::size_t>(PayloadKind::kParam)];
+      binder_.copy_on_device({params.data(), params.bytes()}, slot.before.data());
+      binder_.snapshot(chunk);
+      slot.before_taken = true;
+    }
   }
   if (slot.pins++ == 0) {
     evictable_.remove(chunk);
@@ -291,9 +299,11 @@ bool ChunkManager::make_room(std::size_t bytes, std::size_t cap_bytes, std::uint
 
 void ChunkManager::send_home() {
   for (std::size_t i = 0; i < slots_.size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
     if (slots_[i].block) {
-      leave(ChunkId{static_cast<std::uint32_t>(i)});
+      leave(chunk);
     }
+    settle_writes(chunk);
   }
 }
 

@@ -3,12 +3,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
 #include "core/chunk_layout.h"
 #include "core/copy_engine.h"
 #include "core/eviction_order.h"
+#include "core/param_binder.h"
 #include "core/payload.h"
 #include "core/pending_updates.h"
 #include "core/placement.h"
@@ -18,20 +20,6 @@
 namespace castor {
 
 class ChunkManager;
-
-/// Points the parameters of a chunk at memory. Seam: torch storages in csrc/torch, fakes in tests.
-class ParamBinder {
- public:
-  virtual ~ParamBinder() = default;
-  virtual void bind(ChunkId chunk, std::byte* address) noexcept = 0;
-  /// Remembers the parameters' version counters ...
-  virtual void snapshot(ChunkId chunk) noexcept = 0;
-  /// ... and tells whether somebody wrote to one of them since.
-  [[nodiscard]] virtual bool written_since_snapshot(ChunkId chunk) const noexcept = 0;
-  /// The chunk's home is about to be overwritten by what user code made of its slot: here are both,
-  /// of the payload's bytes. If this throws, the chunk stays where it is.
-  virtual void before_write_back(ChunkId chunk, const std::byte* home, const std::byte* slot) = 0;
-};
 
 /// Keeps a chunk on the device while it lives. Move-only; made by ChunkManager::pin.
 class Pin {
@@ -57,10 +45,13 @@ struct TransferCounts {
   std::uint64_t d2h_bytes = 0;
   std::uint64_t fetches = 0;
   std::uint64_t evictions = 0;
+  std::uint64_t promotions = 0;
+  std::uint64_t demotions = 0;
 };
 
-/// Owns every chunk's payloads and device slot, and moves parameters between the two. Tells nobody
-/// when to move: the runtime decides. Not thread-safe: the runtime's mutex guards it.
+/// Owns every chunk's payloads and device slot, and moves parameters between the two, or whole
+/// chunks. Tells nobody when to move: the runtime decides. Not thread-safe: the runtime's mutex
+/// guards it.
 /// Invariants: a pinned chunk is resident; a parameter is bound to readable memory at every moment
 /// (device slot when resident, home otherwise); a write made by user code through either is never
 /// lost; device bytes are reserved before they are used.
@@ -74,7 +65,8 @@ class ChunkManager {
   ChunkManager(const ChunkManager&) = delete;
   ChunkManager& operator=(const ChunkManager&) = delete;
   /// Sends every chunk home, user writes with it, and binds every parameter there. A write-back
-  /// that fails now is lost: the home stays as it was.
+  /// that fails now is lost: the home stays as it was. Promoted chunks stay where they are, in
+  /// memory that their payloads own.
   ~ChunkManager();
 
   /// Transfers are recorded there from now on; nullptr: nowhere. Borrowed.
@@ -118,8 +110,29 @@ class ChunkManager {
   [[nodiscard]] bool fetch_blocks(ChunkId chunk) const {
     return update_pending(chunk) && !engine_.asynchronous();
   }
+  /// Before its update: user writes to a promoted chunk reach its masters as those to a slot do
+  /// when they are written back. No effect on others.
+  void settle_writes(ChunkId chunk);
   /// Sends every chunk home. Requires that nothing is pinned. Not counted as evictions.
   void send_home();
+
+  /// Moves every payload of a streamed chunk to the device for good: its placement is kDevice until
+  /// it is demoted. Its homes stay allocated for the way back. False, and nothing happened, when
+  /// there is no room for on_device_bytes. Throws UsageError unless it is at home, no update of it
+  /// pending; rethrows a copy's failure, the chunk at home.
+  [[nodiscard]] bool try_promote(ChunkId chunk);
+  /// Makes a promoted chunk a streamed one: its payloads go home, and its parameters stay where
+  /// they are, as a slot that may be pinned, in use, or evicted. Waits for its update. Takes no
+  /// memory. Throws UsageError if it is not promoted; rethrows a copy's failure, nothing changed.
+  void demote(ChunkId chunk);
+  /// Demotes the promoted chunk that is used last of those not pinned, or else of the pinned ones.
+  /// False when there is none.
+  bool demote_one();
+  [[nodiscard]] bool promoted(ChunkId chunk) const;
+  /// Device bytes that the chunk takes, or would take, with all its payloads there for good.
+  [[nodiscard]] std::size_t on_device_bytes(ChunkId chunk) const;
+  /// Of the chunks that are promoted now.
+  [[nodiscard]] std::size_t promoted_bytes() const noexcept { return promoted_bytes_; }
 
   /// When the chunk will be used next: orders evictions once it is unpinned.
   void set_next_use(ChunkId chunk, std::uint64_t next_use);
@@ -143,6 +156,10 @@ class ChunkManager {
     Block block;
     CopyTicket ticket = CopyTicket::kNone;
     bool bound = false;
+    // Of a promoted chunk whose masters are in part its parameters: what they were at the first use
+    // since the last update, so that what user code has written since can be told.
+    Block before;
+    bool before_taken = false;
     std::uint32_t pins = 0;
     std::uint64_t next_use = kNeverUsed;
     PayloadSet payloads;
@@ -155,6 +172,8 @@ class ChunkManager {
   [[nodiscard]] std::size_t write_back(ChunkId chunk);
   [[nodiscard]] std::uint64_t clock() const { return recorder_ ? recorder_->now() : 0; }
   void drop(ChunkId chunk) noexcept;
+  [[nodiscard]] std::size_t before_bytes(ChunkId chunk) const;
+  void copy_and_wait(std::span<const CopyRequest> requests);
 
   const ChunkLayout& layout_;
   std::shared_ptr<MemoryTier> device_;
@@ -166,6 +185,7 @@ class ChunkManager {
   EvictionOrder evictable_;
   std::size_t slot_bytes_ = 0;
   std::size_t pinned_bytes_ = 0;
+  std::size_t promoted_bytes_ = 0;
   TransferCounts counts_;
   TimelineRecorder* recorder_ = nullptr;
   PendingUpdates* updates_ = nullptr;

@@ -24,6 +24,12 @@ Block& Block::operator=(Block&& other) noexcept {
   return *this;
 }
 
+void Block::discard() noexcept {
+  if (data_ != nullptr) {
+    arena_->discard(data_, reservation_.bytes());
+  }
+}
+
 void Block::reset() noexcept {
   if (data_ != nullptr) {
     std::exchange(arena_, nullptr)->deallocate(std::exchange(data_, nullptr), reservation_.bytes());

@@ -18,6 +18,9 @@ class Arena {
   /// Throws OutOfMemory when the operating system refuses.
   [[nodiscard]] virtual std::byte* allocate(std::size_t bytes) = 0;
   virtual void deallocate(std::byte* data, std::size_t bytes) noexcept = 0;
+  /// The block stays allocated, but what it holds is not needed until it is written again: its
+  /// physical memory may be given back meanwhile.
+  virtual void discard(std::byte* /*data*/, std::size_t /*bytes*/) noexcept {}
   /// For reports: "jemalloc arena 3 over mmap, huge pages advised".
   [[nodiscard]] virtual std::string description() const = 0;
 };
@@ -38,6 +41,8 @@ class Block {
   [[nodiscard]] std::size_t bytes() const noexcept { return reservation_.bytes(); }
   [[nodiscard]] explicit operator bool() const noexcept { return data_ != nullptr; }
   void reset() noexcept;
+  /// As Arena::discard.
+  void discard() noexcept;
 
  private:
   Arena* arena_ = nullptr;

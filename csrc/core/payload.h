@@ -3,9 +3,11 @@
 #include <array>
 #include <cstddef>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "core/memory_tier.h"
 
@@ -37,20 +39,55 @@ inline constexpr std::size_t kNumPayloadKinds = 7;
   return "unknown";
 }
 
+/// Refers to a payload's memory and keeps up with it. Seam: torch storages in csrc/torch.
+class PayloadFollower {
+ public:
+  virtual ~PayloadFollower() = default;
+  /// False for good once nothing is left to keep up.
+  [[nodiscard]] virtual bool alive() const noexcept = 0;
+  /// The payload's bytes are at `address` now.
+  virtual void moved(std::byte* address) noexcept = 0;
+};
+
 /// One chunk payload at its home, with the tier that pays for it. Shared: tensors that users hold
 /// (a state_dict, p.grad) keep the memory alive after the runtime is gone.
+///
+/// A payload may be away from its home, in memory of another tier; the home stays allocated, so
+/// that the way back cannot fail for want of memory, but its contents are discarded. Who moves it
+/// copies the bytes and sees to it that nobody uses them meanwhile; followers may be added from any
+/// thread.
 class Payload {
  public:
   Payload(std::shared_ptr<MemoryTier> tier, std::size_t bytes, const std::string& remedy)
-      : tier_(std::move(tier)), block_(tier_->allocate(bytes, remedy)) {}
+      : tier_(std::move(tier)), home_(tier_->allocate(bytes, remedy)), data_(home_.data()) {}
 
-  [[nodiscard]] std::byte* data() const noexcept { return block_.data(); }
-  [[nodiscard]] std::size_t bytes() const noexcept { return block_.bytes(); }
-  [[nodiscard]] TierKind tier() const noexcept { return tier_->ledger().tier(); }
+  /// Where the bytes are.
+  [[nodiscard]] std::byte* data() const noexcept { return data_; }
+  [[nodiscard]] std::size_t bytes() const noexcept { return home_.bytes(); }
+  /// The tier that the bytes are in.
+  [[nodiscard]] TierKind tier() const noexcept {
+    return (away_tier_ ? away_tier_ : tier_)->ledger().tier();
+  }
+
+  [[nodiscard]] bool away() const noexcept { return away_tier_ != nullptr; }
+  [[nodiscard]] std::byte* home() const noexcept { return home_.data(); }
+  /// The bytes are in `block` of `tier` now, which has room for them. Requires !away().
+  void move_to(std::shared_ptr<MemoryTier> tier, Block block) noexcept;
+  /// The bytes are at home now; returns where they were. Requires away().
+  Block move_home() noexcept;
+  /// From now on it is told of moves, until it is not alive any more.
+  void add_follower(std::unique_ptr<PayloadFollower> follower);
 
  private:
-  std::shared_ptr<MemoryTier> tier_;  // destroyed after block_
-  Block block_;
+  void tell_followers() noexcept;
+
+  std::shared_ptr<MemoryTier> tier_;  // destroyed after home_
+  Block home_;
+  std::shared_ptr<MemoryTier> away_tier_;  // destroyed after away_; nullptr: at home
+  Block away_;
+  std::byte* data_;
+  std::mutex mutex_;  // guards followers_
+  std::vector<std::unique_ptr<PayloadFollower>> followers_;
 };
 
 using PayloadSet = std::array<std::shared_ptr<Payload>, kNumPayloadKinds>;

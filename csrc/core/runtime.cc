@@ -23,6 +23,10 @@ void check_options(const RuntimeOptions& options) {
     throw InvalidArgument("steady_cuda_cap_ratio is " + std::to_string(options.steady_cap_ratio) +
                           "; it must lie in (0, 1]");
   }
+  if (!(options.margin_ratio >= 0.0 && options.margin_ratio <= 1.0)) {
+    throw InvalidArgument("gpu_margin_mem_ratio is " + std::to_string(options.margin_ratio) +
+                          "; it must lie in [0, 1]");
+  }
 }
 
 std::size_t share(std::size_t bytes, double ratio) {
@@ -129,13 +133,16 @@ void Runtime::record(EventKind kind, std::uint32_t id) {
   Ledger& device = manager_.device().ledger();
   if (tracer_.empty()) {
     std::vector<ChunkId> resident;
+    std::vector<ChunkId> on_device;
     for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
       const ChunkId chunk{static_cast<std::uint32_t>(i)};
-      if (manager_.resident(chunk) && manager_.placement(chunk) != Placement::kDevice) {
+      if (manager_.placement(chunk) == Placement::kDevice) {
+        on_device.push_back(chunk);
+      } else if (manager_.resident(chunk)) {
         resident.push_back(chunk);
       }
     }
-    timeline_.begin(now_ns, std::move(resident));
+    timeline_.begin(now_ns, std::move(resident), std::move(on_device));
   }
   tracer_.record(kind, id, nonmodel_->take_window_peak(), now_ns);
   timeline_.moment(manager_.slot_bytes(), manager_.host().ledger().used(),
@@ -167,8 +174,10 @@ void Runtime::bring_in(ChunkId chunk, EventKind kind, ModuleId module) {
   // Another thread's allocation may take what was made for this chunk: try until there is nothing
   // to give.
   do {
-    if (!manager_.make_room(bytes, slot_cap(), now(), 0)) {
-      throw_out_of_memory(bytes, place_of(kind, module));
+    while (!manager_.make_room(bytes, slot_cap(), now(), 0)) {
+      if (!manager_.demote_one()) {
+        throw_out_of_memory(bytes, place_of(kind, module));
+      }
     }
   } while (!manager_.try_fetch(chunk));
   ++counts_.demand_fetches;
@@ -328,6 +337,7 @@ bool Runtime::retire(ChunkId chunk) {
   if (manager_.pins(chunk) > 0) {
     return false;
   }
+  manager_.settle_writes(chunk);
   if (manager_.placement(chunk) == Placement::kDevice || !manager_.resident(chunk)) {
     return true;
   }
@@ -382,9 +392,7 @@ void Runtime::finish_step() {
   }
   ++counts_.steps;
   learn_from_step();
-  cursor_ = 0;
-  diverged_ = false;
-  pressure_at_step_start_ = counts_.pressure_evictions;
+  begin_next_step();
 }
 
 void Runtime::learn_from_step() {
@@ -407,12 +415,19 @@ void Runtime::learn_from_step() {
     plan_from(step);
   } else if (step.signature() == trace_->signature()) {
     last_divergent_.reset();
-    const bool pressed = counts_.pressure_evictions != pressure_at_step_start_;
-    if (plan_ && !pressed) {
+    const bool demoted = manager_.counts().demotions != demotions_at_step_start_;
+    const bool pressed = demoted || counts_.pressure_evictions != pressure_at_step_start_;
+    if (plan_ && !pressed && placed_) {
       return;
     }
-    // The non-model curve rose above the plan's.
-    plan_from(step.events().size() == trace_->events().size() ? trace_->merged_with(step) : step);
+    Trace merged =
+        step.events().size() == trace_->events().size() ? trace_->merged_with(step) : step;
+    if (!placed_ || demoted || manager_.promoted_bytes() > 0) {
+      placement_trace_ = merged;
+    }
+    if (!plan_ || pressed) {  // the non-model curve rose above the plan's
+      plan_from(std::move(merged));
+    }
   } else {
     ++counts_.divergent_steps;
     if (last_divergent_ != step.signature()) {
@@ -420,23 +435,9 @@ void Runtime::learn_from_step() {
       return;
     }
     last_divergent_.reset();
+    placement_trace_ = step;
     plan_from(step);
   }
-}
-
-void Runtime::plan_from(Trace trace) {
-  std::vector<Placement> placements(layout_.chunks().size());
-  for (std::size_t i = 0; i < placements.size(); ++i) {
-    placements[i] = manager_.placement(ChunkId{static_cast<std::uint32_t>(i)});
-  }
-  plan_ = make_plan(
-      trace, layout_, placements,
-      {.device_budget_bytes = share(manager_.device().ledger().budget(), options_.steady_cap_ratio),
-       .fixed_device_bytes = fixed_device_bytes_,
-       .max_prefetch = options_.max_prefetch,
-       .policy = options_.policy});
-  trace_ = std::move(trace);
-  ++counts_.plans;
 }
 
 void Runtime::reclaim(std::size_t bytes) {
@@ -445,6 +446,11 @@ void Runtime::reclaim(std::size_t bytes) {
   const std::uint64_t before = manager_.counts().evictions;
   bool fits = manager_.make_room(bytes, kNoCap, now(), 0);
   const std::string where = fits ? std::string() : place_under_way();
+  // What was promoted into spare memory gives it back: no allocation fails that would not have
+  // failed without promotions.
+  while (!fits && manager_.demote_one()) {
+    fits = manager_.make_room(bytes, kNoCap, now(), 0);
+  }
   if (!fits && !backward_pins_.empty()) {
     // Backward may run on from the home copies: slower, but it runs. An operator that took the
     // slot's address before this allocation still reads the right bytes: freed slots keep them
@@ -479,8 +485,9 @@ void Runtime::throw_out_of_memory(std::size_t bytes, const std::string& where) c
   const std::size_t in_use = manager_.slot_bytes();
   const std::size_t activations = nonmodel_->bytes();
   std::size_t smallest = fixed_device_bytes_ + in_use + activations + bytes;
-  if (plan_) {
-    smallest = std::max(smallest, plan_->prediction().smallest_budget_bytes);
+  if (plan_) {  // not its own prediction: it may have been made with more chunks promoted
+    const Plan streamed = make_plan(*trace_, layout_, placements(), plan_options());
+    smallest = std::max(smallest, streamed.prediction().smallest_budget_bytes);
   }
   throw OutOfMemory(TierKind::kDevice, bytes, ledger.available(), ledger.budget(),
                     where + ": chunks in use take " + format_bytes(in_use) +
@@ -511,7 +518,12 @@ std::optional<Prediction> Runtime::prediction() const {
 
 RuntimeCounts Runtime::counts() const {
   const std::lock_guard lock(mutex_);
-  return counts_;
+  RuntimeCounts counts = counts_;
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    counts.promoted_chunks += manager_.promoted(ChunkId{static_cast<std::uint32_t>(i)}) ? 1 : 0;
+  }
+  counts.promoted_bytes = manager_.promoted_bytes();
+  return counts;
 }
 
 Timeline Runtime::timeline() const {

@@ -26,6 +26,8 @@ struct RuntimeOptions {
   double warmup_nonmodel_ratio = 0.8;
   /// Share of the device budget that plans may use, in (0, 1].
   double steady_cap_ratio = 1.0;
+  /// kAuto: share of what non-model data leaves of it that whole chunks may take, in [0, 1].
+  double margin_ratio = 1.0;
 };
 
 /// How a gradient came to its payload: bytes that went from the device to the host, and when, by
@@ -36,7 +38,7 @@ struct GradientCopy {
   std::uint64_t end_ns = 0;
 };
 
-/// Counters since construction.
+/// Counters since construction, and what is promoted now.
 struct RuntimeCounts {
   std::uint64_t steps = 0;
   std::uint64_t demand_fetches = 0;
@@ -44,6 +46,8 @@ struct RuntimeCounts {
   std::uint64_t pressure_evictions = 0;  ///< by an allocation that did not fit
   std::uint64_t divergent_steps = 0;
   std::uint64_t plans = 0;
+  std::uint64_t promoted_chunks = 0;  ///< now: wholly on the device by promotion
+  std::uint64_t promoted_bytes = 0;   ///< device bytes that they take
 };
 
 /// Follows a training step moment by moment and keeps what it needs on the device: traces the first
@@ -87,6 +91,13 @@ class Runtime final : public Reclaimer {
   void begin_update();
   /// Ends the step after the optimizer updated the home copies: closes the trace and plans.
   void finish_step();
+  /// Whether place() has something to decide: the first step by plan is over, or the plan changed.
+  [[nodiscard]] bool placement_due() const;
+  /// Between steps: promotes what had better live on the device (choose_promotions) of
+  /// `candidates`, one entry per chunk, and plans again where that changes anything. Promoted
+  /// chunks that memory is needed for later give way by themselves. No update may be pending, nor a
+  /// gradient be on its way. Rethrows a copy's failure; what moved before stays there.
+  void place(const std::vector<bool>& candidates);
 
   void reclaim(std::size_t bytes) override;
 
@@ -124,6 +135,9 @@ class Runtime final : public Reclaimer {
   void unwind();
   void learn_from_step();
   void plan_from(Trace trace);
+  [[nodiscard]] PlanOptions plan_options() const;
+  [[nodiscard]] std::vector<Placement> placements() const;
+  void begin_next_step() noexcept;
   [[nodiscard]] bool on_plan() const noexcept;
   [[nodiscard]] std::size_t slot_cap() const noexcept;
   [[nodiscard]] std::uint64_t unplanned_rank();
@@ -157,7 +171,10 @@ class Runtime final : public Reclaimer {
   std::size_t cursor_ = 0;  // accesses of this step so far
   bool diverged_ = false;
   std::uint64_t pressure_at_step_start_ = 0;
+  std::uint64_t demotions_at_step_start_ = 0;
   std::optional<std::uint64_t> last_divergent_;  // signature
+  std::optional<Trace> placement_trace_;         // what place() is to decide from
+  bool placed_ = false;                          // since the first plan
   RuntimeCounts counts_;
 };
 

@@ -11,10 +11,12 @@ std::uint64_t TimelineRecorder::since_start(std::uint64_t time_ns) const noexcep
   return time_ns > start_ns_ ? time_ns - start_ns_ : 0;
 }
 
-void TimelineRecorder::begin(std::uint64_t now_ns, std::vector<ChunkId> resident) {
+void TimelineRecorder::begin(std::uint64_t now_ns, std::vector<ChunkId> resident,
+                             std::vector<ChunkId> on_device) {
   clear();
   start_ns_ = now_ns;
   step_.resident_at_start = std::move(resident);
+  step_.on_device_at_start = std::move(on_device);
   recording_ = true;
 }
 
@@ -118,6 +120,7 @@ void TimelineRecorder::clear() noexcept {
   step_.bytes.clear();
   step_.transfers.clear();
   step_.resident_at_start.clear();
+  step_.on_device_at_start.clear();
   step_.update_begin_ns = 0;
   step_.end_ns = 0;
   step_.peak_device_bytes = 0;

@@ -66,8 +66,10 @@ struct Timeline {
   Trace trace;
   std::vector<MomentBytes> bytes;  ///< parallel to trace.events()
   std::vector<Transfer> transfers;
-  std::vector<ChunkId> resident_at_start;  ///< streamed chunks that inference left on the device
-  std::uint64_t update_begin_ns = 0;       ///< optimizer.step() began; end_ns where it never did
+  std::vector<ChunkId> resident_at_start;   ///< streamed chunks that inference left on the device
+  std::vector<ChunkId> on_device_at_start;  ///< with all their payloads; an eviction of one of them
+                                            ///< sends those home and makes it a streamed chunk
+  std::uint64_t update_begin_ns = 0;        ///< optimizer.step() began; end_ns where it never did
   std::uint64_t end_ns = 0;
   std::uint64_t peak_device_bytes = 0;
   Guidance guidance = Guidance::kDemand;
@@ -90,7 +92,8 @@ class TimelineRecorder {
   /// the record.
   [[nodiscard]] std::uint64_t now() const { return recording_ ? clock_() : 0; }
 
-  void begin(std::uint64_t now_ns, std::vector<ChunkId> resident);
+  void begin(std::uint64_t now_ns, std::vector<ChunkId> resident,
+             std::vector<ChunkId> on_device = {});
   /// `device_peak_bytes` is the peak since the previous moment: it belongs to that one.
   void moment(std::uint64_t slot_bytes, std::uint64_t host_bytes, std::uint64_t device_peak_bytes);
   /// Why the transfers that follow happen. Returns what it was.

@@ -33,6 +33,9 @@ class FallbackArena final : public Arena {
   void deallocate(std::byte* data, std::size_t bytes) noexcept override {
     arena_.deallocate(data, bytes);
   }
+  void discard(std::byte* data, std::size_t bytes) noexcept override {
+    arena_.discard(data, bytes);
+  }
   [[nodiscard]] std::string description() const override {
     return arena_.description() + " (built without jemalloc)";
   }

@@ -160,6 +160,10 @@ void JemallocArena::deallocate(std::byte* data, std::size_t bytes) noexcept {
   je_sdallocx(data, bytes, flags_for(bytes));
 }
 
+void JemallocArena::discard(std::byte* data, std::size_t bytes) noexcept {
+  discard_whole_pages(*hooks_->pages, data, bytes);
+}
+
 std::string JemallocArena::description() const {
   return "jemalloc arena " + std::to_string(index_) + " over " + hooks_->pages->description();
 }

@@ -35,6 +35,7 @@ class JemallocArena final : public Arena {
 
   [[nodiscard]] std::byte* allocate(std::size_t bytes) override;
   void deallocate(std::byte* data, std::size_t bytes) noexcept override;
+  void discard(std::byte* data, std::size_t bytes) noexcept override;
   [[nodiscard]] std::string description() const override;
 
   /// Bytes mapped for this arena now: size classes of live blocks and the arena's own metadata.

@@ -50,6 +50,10 @@ void MmapArena::deallocate(std::byte* data, std::size_t bytes) noexcept {
   }
 }
 
+void MmapArena::discard(std::byte* data, std::size_t bytes) noexcept {
+  discard_whole_pages(*pages_, data, bytes);
+}
+
 std::string MmapArena::description() const {
   std::string text = "mmap arena over " + pages_->description();
   if (const std::size_t stuck = stuck_bytes_.load(std::memory_order_relaxed); stuck > 0) {

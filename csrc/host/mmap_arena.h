@@ -24,6 +24,7 @@ class MmapArena final : public Arena {
 
   [[nodiscard]] std::byte* allocate(std::size_t bytes) override;
   void deallocate(std::byte* data, std::size_t bytes) noexcept override;
+  void discard(std::byte* data, std::size_t bytes) noexcept override;
   [[nodiscard]] std::string description() const override;
 
   /// Bytes mapped now: the live blocks, each rounded up to whole pages.

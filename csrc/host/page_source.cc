@@ -119,6 +119,14 @@ void OsPages::note_refusal(int error_number) noexcept {
   num_refusals_.fetch_add(1, std::memory_order_relaxed);
 }
 
+void discard_whole_pages(PageSource& pages, std::byte* data, std::size_t bytes) noexcept {
+  static const std::size_t page = system_page_sizes().page;
+  const std::size_t head = (page - address_of(data) % page) % page;
+  if (bytes >= head + page) {
+    static_cast<void>(pages.discard(data + head, (bytes - head) / page * page));
+  }
+}
+
 void throw_refused(std::size_t bytes, const std::string& who_refused) {
   const std::size_t page = system_value(_SC_PAGESIZE);
   throw OutOfMemory(TierKind::kHost, bytes, system_value(_SC_AVPHYS_PAGES) * page,

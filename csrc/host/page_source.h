@@ -37,6 +37,10 @@ class OsPages final : public PageSource {
   std::atomic<int> last_refusal_{0};
 };
 
+/// Gives back the physical memory of the pages that lie wholly in [data, data + bytes); what the
+/// source refuses (pinned pages) stays.
+void discard_whole_pages(PageSource& pages, std::byte* data, std::size_t bytes) noexcept;
+
 /// The error of every host arena when the operating system refuses `bytes`. Its figures are those
 /// of the machine: free physical memory as `available`, installed memory as `budget`.
 [[noreturn]] void throw_refused(std::size_t bytes, const std::string& who_refused);

@@ -126,7 +126,8 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
       .runtime = {.policy = placement_policy(get("policy").cast<std::string>()),
                   .max_prefetch = get("max_prefetch").cast<std::size_t>(),
                   .warmup_nonmodel_ratio = get("warmup_nonmodel_ratio").cast<double>(),
-                  .steady_cap_ratio = get("steady_cap_ratio").cast<double>()},
+                  .steady_cap_ratio = get("steady_cap_ratio").cast<double>(),
+                  .margin_ratio = get("margin_ratio").cast<double>()},
       .device_bytes = get("device_bytes").cast<std::size_t>(),
       .host_bytes = get("host_bytes").cast<std::size_t>(),
       .link_bytes_per_second = get("link_bytes_per_second").cast<std::uint64_t>(),
@@ -222,6 +223,8 @@ py::dict report(Session& session) {
   figures["divergent_steps"] = counts.divergent_steps;
   figures["steps"] = counts.steps;
   figures["plans"] = counts.plans;
+  figures["promoted_chunks"] = counts.promoted_chunks;
+  figures["promoted_bytes"] = counts.promoted_bytes;
   figures["num_chunks"] = session.layout().chunks().size();
   figures["chunk_bytes"] = session.layout().chunk_bytes();
   figures["waste"] = session.layout().waste();

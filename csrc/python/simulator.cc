@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "core/hybrid_placement.h"
 #include "core/placement.h"
 #include "core/planner.h"
 #include "optim/state_format.h"
@@ -75,10 +76,9 @@ class Simulator {
     const auto get = [&options](const char* key) { return options[key]; };
     const auto speed = [&get](const char* key) { return get(key).cast<double>(); };
     const PlacementPolicy policy = placement_policy(get("policy").cast<std::string>());
-    const auto placements =
-        place_chunks(layout_, {.policy = policy,
-                               .offload_optim_frac = speed("offload_optim_frac"),
-                               .offload_param_frac = speed("offload_param_frac")});
+    auto placements = place_chunks(layout_, {.policy = policy,
+                                             .offload_optim_frac = speed("offload_optim_frac"),
+                                             .offload_param_frac = speed("offload_param_frac")});
     const Hardware hardware{
         .h2d_bytes_per_second = speed("h2d_bytes_per_second"),
         .d2h_bytes_per_second = speed("d2h_bytes_per_second"),
@@ -101,17 +101,51 @@ class Simulator {
         fixed_device_bytes += payload_bytes(layout_.chunks()[i], optimizer);
       }
     }
-    const Plan plan = make_plan(trace, layout_, placements,
-                                {.device_budget_bytes = get("device_bytes").cast<std::size_t>(),
-                                 .fixed_device_bytes = fixed_device_bytes,
-                                 .max_prefetch = get("max_prefetch").cast<std::size_t>(),
-                                 .policy = policy});
-    return figures(
-        simulate_step(trace, compute_seconds, layout_, placements, plan, hardware, optimizer),
-        plan.prediction());
+    PlanOptions plan_options{.device_budget_bytes = get("device_bytes").cast<std::size_t>(),
+                             .fixed_device_bytes = fixed_device_bytes,
+                             .max_prefetch = get("max_prefetch").cast<std::size_t>(),
+                             .policy = policy};
+    // What promoted chunks take is given back where it is needed: this is the least that does.
+    const Prediction streamed = make_plan(trace, layout_, placements, plan_options).prediction();
+    const Homes homes =
+        promote(trace, &placements, &plan_options, optimizer, get("margin_ratio").cast<double>());
+    const Plan plan = make_plan(trace, layout_, placements, plan_options);
+    SimulatedStep step =
+        simulate_step(trace, compute_seconds, layout_, placements, plan, hardware, optimizer);
+    step.peak_device_bytes += homes.slot_slack_bytes;
+    step.host_bytes += homes.reserved_bytes;
+    return figures(step, streamed, homes.num_promoted);
   }
 
  private:
+  /// What promotions cost beside the payloads on the device, which the simulator counts.
+  struct Homes {
+    std::size_t num_promoted = 0;
+    std::uint64_t slot_slack_bytes = 0;  ///< the parameters take whole slots there
+    std::uint64_t reserved_bytes = 0;    ///< their place on the host stays theirs
+  };
+
+  /// Between steps, as Runtime::place does.
+  Homes promote(const Trace& trace, std::vector<Placement>* placements, PlanOptions* plan_options,
+                const OptimizerCost& optimizer, double margin_ratio) const {
+    std::vector<std::size_t> bytes;
+    for (const ChunkSpec& chunk : layout_.chunks()) {
+      bytes.push_back(payload_bytes(chunk, optimizer) + chunk.capacity_bytes - chunk.used_bytes);
+    }
+    const Promotions promotions =
+        choose_promotions(trace, layout_, *placements, bytes, std::vector<bool>(bytes.size(), true),
+                          {.plan = *plan_options, .margin_ratio = margin_ratio});
+    Homes homes{.num_promoted = promotions.chunks.size()};
+    for (const ChunkId chunk : promotions.chunks) {
+      const ChunkSpec& spec = layout_.chunk(chunk);
+      (*placements)[index(chunk)] = Placement::kDevice;
+      homes.slot_slack_bytes += spec.capacity_bytes - spec.used_bytes;
+      homes.reserved_bytes += payload_bytes(spec, optimizer);
+    }
+    plan_options->fixed_device_bytes += promotions.bytes;
+    return homes;
+  }
+
   static std::vector<ParamSpec> param_specs(const std::vector<PythonParamSpec>& params,
                                             ScalarType type) {
     std::vector<ParamSpec> specs;
@@ -133,7 +167,8 @@ class Simulator {
                 {{"none", OverlapMode::kNone}, {"forward", OverlapMode::kForward}})};
   }
 
-  [[nodiscard]] py::dict figures(const SimulatedStep& step, const Prediction& planned) const {
+  [[nodiscard]] py::dict figures(const SimulatedStep& step, const Prediction& streamed,
+                                 std::size_t num_promoted) const {
     py::dict busy;
     for (std::size_t i = 0; i < kNumResources; ++i) {
       busy[py::str(std::string(to_string(static_cast<Resource>(i))))] = step.busy_seconds[i];
@@ -148,8 +183,9 @@ class Simulator {
     result["d2h_bytes"] = step.d2h_bytes;
     result["demand_fetches"] = step.demand_fetches;
     result["evictions"] = step.evictions;
-    result["smallest_budget_bytes"] = planned.smallest_budget_bytes;
-    result["smallest_budget_module"] = layout_.module(planned.smallest_budget_module).name;
+    result["num_promoted"] = num_promoted;
+    result["smallest_budget_bytes"] = streamed.smallest_budget_bytes;
+    result["smallest_budget_module"] = layout_.module(streamed.smallest_budget_module).name;
     return result;
   }
 

@@ -81,14 +81,18 @@ std::optional<py::dict> timeline(Session& session) {
                                     transfer.moment, index(transfer.chunk), transfer.start_ns,
                                     transfer.submit_ns, transfer.wait_ns, transfer.bytes));
   }
-  py::list resident;
-  for (const ChunkId chunk : step.resident_at_start) {
-    resident.append(index(chunk));
-  }
+  const auto indices = [](const std::vector<ChunkId>& chunks) {
+    py::list result;
+    for (const ChunkId chunk : chunks) {
+      result.append(index(chunk));
+    }
+    return result;
+  };
   py::dict result;
   result["moments"] = moments;
   result["transfers"] = transfers;
-  result["resident_at_start"] = resident;
+  result["resident_at_start"] = indices(step.resident_at_start);
+  result["on_device_at_start"] = indices(step.on_device_at_start);
   result["update_begin_ns"] = step.update_begin_ns;
   result["end_ns"] = step.end_ns;
   result["peak_device_bytes"] = step.peak_device_bytes;
@@ -119,7 +123,7 @@ py::list chunks(Session& session) {
     chunk["used_bytes"] = spec.used_bytes;
     chunk["dtype"] = std::string(to_string(spec.type));
     chunk["trainable"] = spec.trainable;
-    chunk["on_device"] = session.chunks().placement(id) == Placement::kDevice;
+    chunk["on_device_bytes"] = session.chunks().on_device_bytes(id);
     chunk["payloads"] = payloads;
     result.append(chunk);
   }

@@ -26,6 +26,27 @@ c10::DataPtr owning_pointer(std::shared_ptr<Payload> payload) {
           c10::Device(c10::kCPU)};
 }
 
+/// A storage that goes where its payload goes, with every tensor over it.
+class StorageFollower final : public PayloadFollower {
+ public:
+  explicit StorageFollower(const c10::Storage& storage) : storage_(storage.getWeakStorageImpl()) {}
+
+  [[nodiscard]] bool alive() const noexcept override { return !storage_.expired(); }
+  void moved(std::byte* address) noexcept override {
+    if (const auto storage = storage_.lock()) {
+      // The owner of the old pointer is the payload itself: it owns the new one as well.
+      c10::DataPtr& old = storage->_mutable_data_ptr_no_checks();
+      const c10::Device device = old.device();
+      const c10::DeleterFnPtr deleter = old.get_deleter();
+      void* context = old.move_context().release();
+      storage->set_data_ptr_noswap(c10::DataPtr(address, context, deleter, device));
+    }
+  }
+
+ private:
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
+};
+
 }  // namespace
 
 at::ScalarType to_torch(ScalarType type) {
@@ -56,9 +77,11 @@ at::Tensor tensor_over(const c10::Storage& storage, at::ScalarType type, std::si
 }
 
 c10::Storage storage_over(std::shared_ptr<Payload> payload) {
-  const std::size_t bytes = payload->bytes();
-  return {c10::Storage::use_byte_size_t{}, bytes, owning_pointer(std::move(payload)), nullptr,
-          /*resizable=*/false};
+  Payload& followed = *payload;
+  c10::Storage storage(c10::Storage::use_byte_size_t{}, followed.bytes(),
+                       owning_pointer(std::move(payload)), nullptr, /*resizable=*/false);
+  followed.add_follower(std::make_unique<StorageFollower>(storage));
+  return storage;
 }
 
 ChunkStorages::ChunkStorages(const ChunkLayout& layout)

@@ -28,7 +28,7 @@ struct ParamGeometry {
 [[nodiscard]] at::Tensor tensor_over(const c10::Storage& storage, at::ScalarType type,
                                      std::size_t offset, const ParamGeometry& geometry);
 
-/// A storage over a payload that keeps the payload alive.
+/// A storage over a payload that keeps the payload alive, and follows it where it moves.
 [[nodiscard]] c10::Storage storage_over(std::shared_ptr<Payload> payload);
 
 /// One torch storage per chunk: moving a chunk is rebinding its storage, and every alias follows

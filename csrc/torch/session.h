@@ -134,6 +134,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void check_used_gradient(std::size_t i, const AdamOptions& options) const;
   void await_gradients();
   void forget_updates();
+  void place_chunks_again();
   void settle_group(std::size_t group);
   [[nodiscard]] std::size_t gradient_group(ChunkId chunk) const noexcept {
     return layout_.chunks().size() + index(chunk);

@@ -60,9 +60,9 @@ void Session::check_not_updated(ModuleId module) const {
 bool Session::aliased(ChunkId chunk) const {
   const auto in_use = [](const at::Tensor& tensor) { return tensor.storage().use_count() > 1; };
   const auto& params = layout_.chunk(chunk).params;
+  const at::Tensor& gradient = gradients_[index(params.front())].view;
   return storages_->storage(chunk).use_count() > param_uses_[index(chunk)] ||
-         gradients_[index(params.front())].view.storage().use_count() >
-             gradient_uses_[index(chunk)] ||
+         (gradient.defined() && gradient.storage().use_count() > gradient_uses_[index(chunk)]) ||
          std::any_of(params.begin(), params.end(), [&](ParamId param) {
            const StateViews& views = state_views_[index(param)];
            return std::any_of(views.moments.begin(), views.moments.end(), in_use) ||
@@ -214,6 +214,7 @@ void Session::finish_step() {
   if (charged_account() == nonmodel_) {
     charge_allocations_to(nullptr);
   }
+  place_chunks_again();
 }
 
 void Session::await_updates() {

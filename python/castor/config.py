@@ -200,6 +200,8 @@ class GeminiConfig:
     offload_param_frac: float
     warmup_non_model_data_ratio: float
     steady_cuda_cap_ratio: float
+    gpu_margin_mem_ratio: float | None
+    """None: placement_policy "auto" chooses."""
     max_norm: float
     """0: no clipping."""
     nonfinite: NonFinite
@@ -242,6 +244,14 @@ class GeminiConfig:
         check_fraction("steady_cuda_cap_ratio", self.steady_cuda_cap_ratio)
         if self.steady_cuda_cap_ratio == 0.0:
             raise ValueError("steady_cuda_cap_ratio is 0; plans need some of the device")
+        if self.gpu_margin_mem_ratio is not None:
+            check_fraction("gpu_margin_mem_ratio", self.gpu_margin_mem_ratio)
+            if self.gpu_margin_mem_ratio > 0 and self.placement_policy != "auto":
+                raise ValueError(
+                    f"gpu_margin_mem_ratio={self.gpu_margin_mem_ratio} bounds what "
+                    f"placement_policy='auto' promotes, and {self.placement_policy!r} promotes "
+                    "nothing; leave it out"
+                )
         if self.optim_state_format is not None:
             _choice("optim_state_format", self.optim_state_format, get_args(StateFormat))
             check_format_of_precision(

@@ -128,7 +128,7 @@ NOT_YET = [
     ("chunk_config_dict", {}), ("memstats", object()), ("force_outputs_fp32", True),
     ("use_fp8", True), ("master_weights", False),
     ("enable_async_reduce", True), ("search_range_m", 32),
-    ("hidden_dim", 1024), ("min_chunk_size_m", 32), ("gpu_margin_mem_ratio", 0.5),
+    ("hidden_dim", 1024), ("min_chunk_size_m", 32),
     ("enable_sequence_parallelism", True), ("enable_flash_attention", True),
     ("enable_fused_normalization", True), ("enable_jit_fused", True), ("fp8_communication", True),
     ("enable_all_optimization", True), ("strict_ddp_mode", True), ("norm_type", 1.0),

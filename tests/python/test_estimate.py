@@ -57,6 +57,7 @@ OPTIONS: dict[str, object] = {
     "policy": "auto",
     "offload_optim_frac": 0.0,
     "offload_param_frac": 0.0,
+    "margin_ratio": 0.0,
     "max_prefetch": 1,
     "device_bytes": MIB,
     "h2d_bytes_per_second": 1.0,
@@ -336,19 +337,26 @@ def test_peaks_and_traffic_of_real_steps_are_predicted_to_the_byte(tmp_path: Pat
     nonmodel = reference.report()["peak_nonmodel_bytes"]
     param_bytes = sum(chunk["used_bytes"] for chunk in reference.chunks())
     largest = max(chunk["capacity_bytes"] for chunk in reference.chunks())
-    for share in (0.2, 0.35, 0.5, 0.8, 1.2):
+    promoted = []
+    for share in (0.2, 0.35, 0.5, 0.8, 1.2, 2.5, 6.0):
         budget = nonmodel + max(int(share * param_bytes), 2 * largest)
         real = train(budget)
         timeline = real.timeline()
         step = simulator.run(
             events=[(m[0], m[1], m[4], m[2]) for m in moments],
             compute_seconds=[0.0] * len(moments),
-            options=OPTIONS | {"device_bytes": budget, "gradient_copies": "synchronous"},
+            options=OPTIONS
+            | {"device_bytes": budget, "gradient_copies": "synchronous", "margin_ratio": 1.0},
         )
+        promoted.append(step["num_promoted"])
+        assert step["num_promoted"] == real.report()["promoted_chunks"]
         fetched = sum(t[7] for t in timeline["transfers"] if t[0] == "fetch")
         assert step["peak_device_bytes"] == timeline["peak_device_bytes"]
         assert step["h2d_bytes"] == fetched
         assert step["host_bytes"] == real.report()["host_bytes"]
+    assert promoted[0] == 0
+    assert promoted == sorted(promoted)
+    assert promoted[-1] == len(reference.chunks())
 
 
 # --- machines -----------------------------------------------------------------------------------
@@ -391,6 +399,16 @@ def test_simulator_refuses_an_unknown_mode() -> None:
     step = simulator.run([(0, 0, 0, 0), (1, 0, 0, 0)], [1.0, 0.0], OPTIONS)
     # The copy of 64 bytes, a second of computing, and 28 bytes an element of Adam.
     assert step["step_seconds"] == 64 + 1 + 28 * 16
+    promoted = simulator.run(
+        [(0, 0, 0, 0), (1, 0, 0, 0), (3, 0, 0, 0)],
+        [1.0, 0.0, 0.0],
+        OPTIONS | {"margin_ratio": 1.0, "device_memory_bytes_per_second": 7.0},
+    )
+    assert promoted["num_promoted"] == 1
+    assert promoted["step_seconds"] == 1 + 28 * 16 / 7, "nothing is copied"
+    assert promoted["h2d_bytes"] == promoted["d2h_bytes"] == 0
+    assert promoted["peak_device_bytes"] == 64 + 16 * 16, "beside the window of a gradient"
+    assert promoted["host_bytes"] == step["host_bytes"]
     for key in ("parameter_copies", "update_cores", "overlap", "state_format"):
         with pytest.raises(ValueError, match="nonsense"):
             simulator.run([], [], OPTIONS | {key: "nonsense"})

@@ -77,7 +77,7 @@ def test_accumulated_losses_add_up_and_so_do_tokens() -> None:
 def test_bytes_are_those_of_the_step() -> None:
     model = tower()
     size = param_bytes(model)
-    boosted = boost(model)
+    boosted = boost(model, gpu_margin_mem_ratio=0.0)
     for i in range(3):
         boosted.step(boosted.model(**tower_batch(i)))
     report = boosted.report()

@@ -120,7 +120,7 @@ def test_reading_right_after_step_sees_the_new_values(name: str) -> None:
             boosted.aliases = [p.detach() for p in boosted.held]  # type: ignore[attr-defined]
         if name == "state_dict_of_before":
             boosted.state = boosted.model.state_dict()  # type: ignore[attr-defined]
-        for seed in range(2):
+        for seed in range(3):
             boosted.optimizer.zero_grad()
             boosted.booster.backward(boosted.model(data(seed)), boosted.optimizer)
             boosted.optimizer.step()

@@ -44,10 +44,6 @@ _NOT_YET: dict[str, tuple[object, str]] = {
     "hidden_dim": (None, "give chunk_bytes"),
     "min_chunk_size_m": (None, "give chunk_bytes"),
     "memstats": (None, "give trace_file"),
-    "gpu_margin_mem_ratio": (
-        0.0,
-        "optimizer states stay on the host; try placement_policy='static'",
-    ),
     "tp_size": (1, "there is one process"),
     "extra_dp_size": (1, "there is one process"),
     "enable_all_optimization": (False, "turn it on in the model"),
@@ -68,8 +64,9 @@ class GeminiPlugin:
     All arguments are keyword-only; names follow Colossal-AI's GeminiPlugin where it has them.
 
     Args:
-        placement_policy: "auto" (keep on the device what the trace of the first step says fits),
-            "cpu" (stream everything), "cuda" (all on the device) or "static" (by the fractions).
+        placement_policy: "auto" (keep on the device what the trace of the first steps says fits:
+            whole chunks, optimizer state included, where memory is spare), "cpu" (stream
+            everything), "cuda" (all on the device) or "static" (by the fractions).
         tensor_placement_policy: Older name of the same.
         device: Where the model computes. Default: "cuda" when there is one, else "cpu".
         device_memory: Budget of the device: bytes or a size such as "24GiB". Default: what is free.
@@ -95,6 +92,10 @@ class GeminiPlugin:
             there is a trace.
         steady_cuda_cap_ratio: Share of the device budget that plans use. Default 1.0: accounting is
             exact.
+        gpu_margin_mem_ratio: "auto": share, in [0, 1], of the memory that activations and
+            temporaries leave on the device (after the first steps) which chunks with gradients and
+            optimizer states may take for good. 0.0: none, they stay on the host. Default: as much
+            as makes nothing else wait.
         initial_scale: fp16: loss scale at the start.
         min_scale: fp16: lowest loss scale.
         growth_factor: fp16: growth of the loss scale.
@@ -155,6 +156,7 @@ class GeminiPlugin:
         offload_param_frac: float | None = None,
         warmup_non_model_data_ratio: float = 0.8,
         steady_cuda_cap_ratio: float = 1.0,
+        gpu_margin_mem_ratio: float | None = None,
         initial_scale: float = 2.0**16,
         min_scale: float = 1.0,
         growth_factor: float = 2.0,
@@ -210,6 +212,7 @@ class GeminiPlugin:
             offload_param_frac=offload_param_frac or 0.0,
             warmup_non_model_data_ratio=warmup_non_model_data_ratio,
             steady_cuda_cap_ratio=steady_cuda_cap_ratio,
+            gpu_margin_mem_ratio=gpu_margin_mem_ratio,
             max_norm=max_norm,
             nonfinite=cast(NonFinite, nonfinite),
             loss_scaler=LossScalerConfig(

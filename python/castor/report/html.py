@@ -71,7 +71,7 @@ def embedded_json(data: object) -> str:
 def page_data(source: Source) -> dict[str, Any]:
     """What the page's script draws. Times are ns, sizes bytes; tables are columns."""
     step, memory = source.step, source.memory
-    samples = step.memory()
+    samples, on_device = step.memory(), step.on_device()
     return {
         "model": source.model,
         "version": __version__,
@@ -93,10 +93,10 @@ def page_data(source: Source) -> dict[str, Any]:
                 "used": chunk.used_bytes,
                 "dtype": chunk.dtype,
                 "trainable": chunk.trainable,
-                "onDevice": chunk.on_device,
+                "onDevice": i in on_device,
                 "params": chunk.params,
             }
-            for chunk in step.chunks
+            for i, chunk in enumerate(step.chunks)
         ],
         "momentKinds": [kind.replace("_", " ") for kind in MOMENT_KINDS],
         "moments": {

@@ -84,6 +84,13 @@ class Source:
         h2d = sum(t.bytes for t in fetches)
         d2h = sum(t.bytes for t in step.transfers if t.kind != "fetch")
         loss, rate = self.last_loss(), self.rate()
+        promoted = [
+            (
+                "Promoted",
+                size(memory.promoted_bytes),
+                f"{memory.promoted_chunks} chunks live on the device, optimizer state included",
+            )
+        ]
         steps_remark = f"{memory.skipped_steps} skipped, {memory.divergent_steps} left the plan"
         return [
             (
@@ -94,6 +101,7 @@ class Source:
             ),
             ("Non-model peak", size(memory.peak_nonmodel_bytes), "activations and temporaries"),
             ("Host memory", size(memory.host_bytes), f"in {memory.num_chunks} chunks"),
+            *(promoted if memory.promoted_chunks else []),
             ("Loss", "unknown" if loss is None else f"{loss:.4f}", f"of step {memory.steps}"),
             (
                 "Speed",

@@ -61,9 +61,10 @@ class Chunk(NamedTuple):
     used_bytes: int
     dtype: str
     trainable: bool
-    on_device: bool
+    on_device_bytes: int
+    """What it takes of the device while it lives there for good."""
     payloads: dict[str, tuple[str, int]]
-    """kind -> (tier, bytes)."""
+    """kind -> (tier, bytes), as it is now: after the step."""
 
 
 class Span(NamedTuple):
@@ -93,6 +94,10 @@ class StepTimeline:
     transfers: list[Transfer]
     chunks: list[Chunk]
     resident_at_start: list[int]
+    """Streamed chunks that inference left on the device."""
+    on_device_at_start: list[int]
+    """Chunks that live there for good with all their payloads, until their first eviction, after
+    which they are streamed."""
     update_begin_ns: int
     end_ns: int
     peak_device_bytes: int
@@ -109,24 +114,37 @@ class StepTimeline:
         fields["transfers"] = [Transfer(*row) for row in fields["transfers"]]
         return cls(**fields, chunks=[Chunk(**chunk) for chunk in chunks])
 
+    def demoted(self) -> set[int]:
+        """Chunks that lived on the device and had to leave it in this step."""
+        evicted = {transfer.chunk for transfer in self.transfers if transfer.kind == "eviction"}
+        return evicted.intersection(self.on_device_at_start)
+
+    def on_device(self) -> set[int]:
+        """Chunks that lived on the device, with all their payloads, from beginning to end."""
+        return set(self.on_device_at_start) - self.demoted()
+
     def payload_bytes(self, tier: str) -> dict[str, int]:
-        """Bytes of the payloads that live on a tier, by kind; kinds without bytes are left out."""
+        """Bytes of the payloads that lived on a tier, by kind; kinds without bytes are left out."""
         totals: dict[str, int] = {}
-        for chunk in self.chunks:
-            for kind, (home, size) in chunk.payloads.items():
+        on_device = self.on_device()
+        for i, chunk in enumerate(self.chunks):
+            for kind, (now, size) in chunk.payloads.items():
+                # A chunk that was promoted after the step came from the host.
+                home = "device" if i in on_device else "host" if now == "device" else now
                 if home == tier:
                     totals[kind] = totals.get(kind, 0) + size
         return totals
 
     def residency(self) -> list[list[tuple[int, int]]]:
         """For each chunk, the intervals (start_ns, end_ns) in which the device held it."""
-        since: dict[int, int] = dict.fromkeys(self.resident_at_start, 0)
-        intervals: list[list[tuple[int, int]]] = [
-            [(0, self.end_ns)] if chunk.on_device else [] for chunk in self.chunks
-        ]
+        demoted = self.demoted()
+        since: dict[int, int] = dict.fromkeys(self.resident_at_start + self.on_device_at_start, 0)
+        intervals: list[list[tuple[int, int]]] = [[] for _ in self.chunks]
         for transfer in self.transfers:
             if transfer.kind == "fetch":
                 since[transfer.chunk] = transfer.start_ns
+            elif transfer.kind == "eviction" and transfer.chunk in demoted:
+                demoted.remove(transfer.chunk)  # its parameters stay, as a slot
             elif transfer.kind == "eviction" and transfer.chunk in since:
                 end = transfer.start_ns + transfer.submit_ns
                 intervals[transfer.chunk].append((since.pop(transfer.chunk), end))
@@ -138,10 +156,13 @@ class StepTimeline:
         """The device and host curves, with a sample at each moment and at each move of a chunk.
 
         Non-model bytes are the peak of their moment, and never more than what the device's peak in
-        that moment leaves beside the chunks: the sum is a height that the step reached.
+        that moment leaves beside the chunks: the sum is a height that the step reached. A chunk
+        that had to leave counts as slots from the beginning.
         """
-        fixed = sum(self.payload_bytes("device").values())
+        demoted = self.demoted()
+        fixed = sum(self.chunks[chunk].on_device_bytes for chunk in self.on_device())
         slots = sum(self.chunks[chunk].capacity_bytes for chunk in self.resident_at_start)
+        slots += sum(self.chunks[chunk].on_device_bytes for chunk in demoted)
         samples = []
         moves = iter(_moves(self.transfers))
         move = next(moves, None)
@@ -156,6 +177,10 @@ class StepTimeline:
             while move is not None and move[0] == i:
                 _, time_ns, chunk, sign = move
                 slots += sign * self.chunks[chunk].capacity_bytes
+                if chunk in demoted:  # everything but its parameters' slot leaves
+                    demoted.remove(chunk)
+                    slots += 2 * self.chunks[chunk].capacity_bytes
+                    slots -= self.chunks[chunk].on_device_bytes
                 samples.append(sample(i, max(time_ns, samples[-1].time_ns)))
                 move = next(moves, None)
         samples.append(samples[-1]._replace(time_ns=max(self.end_ns, samples[-1].time_ns)))

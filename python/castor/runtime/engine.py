@@ -102,6 +102,9 @@ class Engine:
                 "max_prefetch": config.max_prefetch,
                 "warmup_nonmodel_ratio": config.warmup_non_model_data_ratio,
                 "steady_cap_ratio": config.steady_cuda_cap_ratio,
+                "margin_ratio": (
+                    1.0 if config.gpu_margin_mem_ratio is None else config.gpu_margin_mem_ratio
+                ),
                 "device_bytes": config.device_bytes,
                 "host_bytes": config.host_bytes,
                 "link_bytes_per_second": config.link_bytes_per_second,

@@ -14,7 +14,7 @@ class MemoryUse:
     nonmodel_bytes: int
     """Of these: activations, temporaries and gradients on their way."""
     host_bytes: int
-    """Chunk payloads on the host."""
+    """Chunk payloads on the host, and room there for those that are promoted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,12 @@ class MemoryReport:
     """What the device may hold; never passed."""
     peak_nonmodel_bytes: int
     """Highest total of activations, temporaries and gradients on their way."""
+    promoted_bytes: int
+    """Device bytes that chunks take which placement_policy="auto" keeps there for good, now."""
+    promoted_chunks: int
+    """How many chunks that is; their place on the host stays reserved."""
     host_bytes: int
-    """Chunk payloads on the host now."""
+    """Chunk payloads on the host now, and room there for those that are promoted."""
     host_budget_bytes: int
     """What the host tier may hold."""
     nvme_bytes: int

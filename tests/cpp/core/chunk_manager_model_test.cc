@@ -1,5 +1,6 @@
 // A seeded random walk over the chunk manager against a model that is too simple to be wrong: what
-// is resident, in which order chunks leave, which bytes every parameter reads, and what was copied.
+// is resident or promoted, in which order chunks leave, which bytes every parameter reads, and what
+// was copied.
 
 #include <gtest/gtest.h>
 
@@ -58,6 +59,9 @@ class Walk {
         chunks_(rig_.layout.chunks().size()),
         values_(rig_.layout.params().size()),
         states_(rig_.layout.params().size(), TensorState::kFree) {
+    for (std::size_t i = 0; i < chunks_.size(); i += 2) {
+      rig_.manager->add_payload(chunk_id(i), PayloadKind::kExpAvg, used(chunk_id(i)));
+    }
     for (std::size_t i = 0; i < values_.size(); ++i) {
       values_[i] = Rig::initial(i);
       if (on_device(rig_.layout.place(param_id(i)).chunk)) {
@@ -94,6 +98,7 @@ class Walk {
     bool resident = false;
     bool bound = false;
     bool dirty = false;  // written since the last snapshot
+    bool promoted = false;
     std::uint32_t pins = 0;
     std::uint64_t next_use = kNeverUsed;
   };
@@ -114,16 +119,25 @@ class Walk {
   }
 
   [[nodiscard]] bool on_device(ChunkId chunk) const {
-    return placements_[index(chunk)] == Placement::kDevice;
+    return placements_[index(chunk)] == Placement::kDevice || chunks_[index(chunk)].promoted;
   }
   ModelChunk& model(ChunkId chunk) { return chunks_[index(chunk)]; }
   [[nodiscard]] std::size_t capacity(ChunkId chunk) const {
     return rig_.layout.chunk(chunk).capacity_bytes;
   }
+  [[nodiscard]] std::size_t used(ChunkId chunk) const {
+    return rig_.layout.chunk(chunk).used_bytes;
+  }
+  [[nodiscard]] std::size_t moments(ChunkId chunk) const {
+    return index(chunk) % 2 == 0 ? used(chunk) : 0;
+  }
+  [[nodiscard]] std::size_t whole(ChunkId chunk) const { return capacity(chunk) + moments(chunk); }
   [[nodiscard]] std::size_t available() const {
     std::size_t taken = slots();
     for (std::size_t i = 0; i < chunks_.size(); ++i) {
-      taken += on_device(chunk_id(i)) ? rig_.layout.chunk(chunk_id(i)).used_bytes : 0;
+      taken += chunks_[i].promoted      ? whole(chunk_id(i))
+               : on_device(chunk_id(i)) ? used(chunk_id(i))
+                                        : 0;
     }
     return rig_.device->ledger().budget() - taken;
   }
@@ -220,7 +234,7 @@ class Walk {
     const ChunkId chunk = chunk_id(below(chunks_.size()));
     last_ = "chunk " + std::to_string(index(chunk));
     try {
-      switch (below(10)) {
+      switch (below(12)) {
         case 0:
         case 1: return fetch(chunk);
         case 2: return pin(chunk);
@@ -230,6 +244,8 @@ class Walk {
         case 6: return set_next_use(chunk);
         case 7: return set_state();
         case 8: return write();
+        case 9: return promote(chunk);
+        case 10: return below(2) == 0 ? demote(chunk) : demote_one();
         default: return below(200) == 0 ? send_home() : use(chunk);
       }
     } catch (const InjectedFailure&) {
@@ -294,6 +310,55 @@ class Walk {
     rig_.manager->evict(chunk);
     model_leaves(chunk);
     ++evictions_;
+  }
+
+  void promote(ChunkId chunk) {
+    last_ += " promote";
+    ModelChunk& entry = model(chunk);
+    if (placements_[index(chunk)] != Placement::kStream || entry.promoted || entry.resident) {
+      return expect_refusal<UsageError>([&] { (void)rig_.manager->try_promote(chunk); });
+    }
+    const bool fits = whole(chunk) <= available();
+    EXPECT_EQ(rig_.manager->try_promote(chunk), fits);
+    if (fits) {
+      model_arrives(chunk);
+      entry.resident = false;
+      entry.promoted = true;
+      h2d_bytes_ += moments(chunk);
+    }
+  }
+
+  void model_demotes(ChunkId chunk) {
+    ModelChunk& entry = model(chunk);
+    entry.promoted = entry.dirty = false;
+    entry.resident = entry.bound = true;
+    d2h_bytes_ += used(chunk) + moments(chunk);
+  }
+
+  void demote(ChunkId chunk) {
+    last_ += " demote";
+    if (!model(chunk).promoted) {
+      return expect_refusal<UsageError>([&] { rig_.manager->demote(chunk); });
+    }
+    rig_.manager->demote(chunk);
+    model_demotes(chunk);
+  }
+
+  void demote_one() {
+    last_ = "demote_one";
+    std::optional<std::size_t> victim;
+    for (std::size_t i = 0; i < chunks_.size(); ++i) {
+      const auto rank = [](const ModelChunk& entry) {
+        return std::pair(entry.pins == 0, entry.next_use);
+      };
+      if (chunks_[i].promoted && (!victim || rank(chunks_[i]) > rank(chunks_[*victim]))) {
+        victim = i;
+      }
+    }
+    EXPECT_EQ(rig_.manager->demote_one(), victim.has_value());
+    if (victim) {
+      model_demotes(chunk_id(*victim));
+    }
   }
 
   void make_room() {

@@ -90,6 +90,9 @@ class HeapArena : public Arena {
     live_->remove(data, bytes);
     ::operator delete(data, kAlignment);
   }
+  void discard(std::byte* data, std::size_t bytes) noexcept override {
+    std::memset(data, 0x5A, bytes);  // a read of what was discarded shows
+  }
   std::string description() const override { return "heap"; }
 
  private:
@@ -411,7 +414,7 @@ struct Rig {
       const ChunkId chunk{static_cast<std::uint32_t>(i)};
       const ChunkSpec& spec = layout.chunk(chunk);
       if (manager->placement(chunk) == Placement::kDevice) {
-        fixed += spec.used_bytes;
+        fixed += manager->on_device_bytes(chunk);
         EXPECT_TRUE(manager->resident(chunk));
         EXPECT_TRUE(bound_home(chunk));
         continue;

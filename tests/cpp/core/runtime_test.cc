@@ -70,6 +70,8 @@ TEST(RuntimeTest, RejectsOptionsOutOfRange) {
   EXPECT_THROW(start({.warmup_nonmodel_ratio = -0.1}), InvalidArgument);
   EXPECT_THROW(start({.steady_cap_ratio = 0.0}), InvalidArgument);
   EXPECT_THROW(start({.steady_cap_ratio = 1.1}), InvalidArgument);
+  EXPECT_THROW(start({.margin_ratio = -0.1}), InvalidArgument);
+  EXPECT_THROW(start({.margin_ratio = 1.1}), InvalidArgument);
   EXPECT_NO_THROW(start({.warmup_nonmodel_ratio = 0.0, .steady_cap_ratio = 1.0}));
 }
 

@@ -94,6 +94,29 @@ TEST_P(ArenaTest, BlocksAreAlignedWritableAndDisjoint) {
   }
 }
 
+TEST_P(ArenaTest, DiscardedBlocksStayUsableAndTheirNeighboursKeepTheirBytes) {
+  const auto arena = make();
+  std::vector<std::pair<std::byte*, std::size_t>> blocks;
+  for (const std::size_t bytes : kSizes) {
+    for (int i = 0; i < 3; ++i) {
+      blocks.emplace_back(arena->allocate(bytes), bytes);
+      std::memset(blocks.back().first, 7, bytes);
+    }
+  }
+  for (std::size_t i = 1; i < blocks.size(); i += 3) {
+    arena->discard(blocks[i].first, blocks[i].second);
+  }
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    const auto [data, bytes] = blocks[i];
+    if (i % 3 == 1) {
+      std::memset(data, 7, bytes);
+    }
+    EXPECT_TRUE(std::all_of(data, data + bytes, [](std::byte b) { return b == std::byte{7}; }))
+        << bytes;
+    arena->deallocate(data, bytes);
+  }
+}
+
 TEST_P(ArenaTest, BlocksOfAHugePageStartOnAHugePage) {
   const std::size_t huge = system_page_sizes().huge;
   if (huge == 0) {

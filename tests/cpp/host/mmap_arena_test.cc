@@ -26,6 +26,19 @@ TEST(MmapArenaTest, MapsWholePagesAndUnmapsAtOnce) {
   EXPECT_EQ(arena.mapped_bytes(), 0U);
 }
 
+TEST(MmapArenaTest, DiscardGivesThePhysicalMemoryBackAndKeepsTheBlock) {
+  const std::size_t page = system_page_sizes().page;
+  MmapArena arena;
+  std::byte* const data = arena.allocate(2 * kMiB + 1);
+  std::memset(data, 1, 2 * kMiB + 1);
+  arena.discard(data, 2 * kMiB + 1);
+  EXPECT_EQ(testing::resident_bytes(data, 2 * kMiB), 0U);
+  EXPECT_EQ(arena.mapped_bytes(), 2 * kMiB + page);
+  std::memset(data, 2, 2 * kMiB + 1);
+  EXPECT_EQ(data[2 * kMiB], std::byte{2});
+  arena.deallocate(data, 2 * kMiB + 1);
+}
+
 TEST(MmapArenaTest, AlignmentSlackIsReturned) {
   const auto controls = std::make_shared<testing::PageControls>();
   testing::AdversaryPages pages(controls);

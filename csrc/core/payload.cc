@@ -1,0 +1,37 @@
+#include "core/payload.h"
+
+#include <cassert>
+
+namespace castor {
+
+void Payload::move_to(std::shared_ptr<MemoryTier> tier, Block block) noexcept {
+  assert(!away() && block.bytes() >= bytes());
+  away_tier_ = std::move(tier);
+  away_ = std::move(block);
+  data_ = away_.data();
+  tell_followers();
+  home_.discard();
+}
+
+Block Payload::move_home() noexcept {
+  assert(away());
+  data_ = home_.data();
+  tell_followers();
+  away_tier_.reset();
+  return std::move(away_);
+}
+
+void Payload::add_follower(std::unique_ptr<PayloadFollower> follower) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(followers_, [](const auto& known) { return !known->alive(); });
+  followers_.push_back(std::move(follower));
+}
+
+void Payload::tell_followers() noexcept {
+  const std::lock_guard lock(mutex_);
+  for (const auto& follower : followers_) {
+    follower->moved(data_);
+  }
+}
+
+}  // namespace castor

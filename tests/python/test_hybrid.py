@@ -1,0 +1,480 @@
+"""Spare device memory takes whole chunks: same bits, fewer bytes over the link, no new errors."""
+
+import gc
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import castor
+from castor.runtime.engine import engine_of
+from helpers import LR, Boosted, assert_boost_fails, assert_same_weights, boost, copies
+from zoo import CASES, tower, tower_batch
+
+STAY = {"gpu_margin_mem_ratio": 0.0}
+FORMATS = [
+    ("fp32", "fp32"),
+    ("fp16", "fp32"),
+    ("bf16", "fp32"),
+    ("bf16", "split"),
+    ("bf16", "split_bf16"),
+    ("bf16", "split_int8"),
+]
+BACKWARD = {"nonfinite": "ignore", "enable_gradient_accumulation": False, "overlap": "backward"}
+
+
+def loss_of(model: nn.Module, seed: int, rows: int = 8) -> torch.Tensor:
+    loss: torch.Tensor = model(**tower_batch(seed, rows=rows))
+    return loss
+
+
+def train(boosted: Boosted, steps: int = 4, *, accumulate: int = 1, first: int = 0) -> Boosted:
+    case = CASES["gpt2"]
+    seeds = itertools.count(first)
+    for _ in range(steps):
+        for _ in range(accumulate):
+            batch = case.batch(next(seeds))
+            boosted.booster.backward(
+                case.loss(boosted.model(**batch), batch) / accumulate, boosted.optimizer
+            )
+        boosted.optimizer.step()
+        boosted.optimizer.zero_grad()
+    return boosted
+
+
+def gpt2(**settings: Any) -> Boosted:
+    return boost(CASES["gpt2"].model(), **settings)
+
+
+def promoted_tower(steps: int = 2, **settings: Any) -> Boosted:
+    """Wholly on the device by now."""
+    boosted = boost(tower(), **settings)
+    for seed in range(steps):
+        boosted.step(loss_of(boosted.model, seed))
+    assert boosted.report().promoted_chunks == boosted.report().num_chunks
+    return boosted
+
+
+def tiers(boosted: Boosted) -> list[set[str]]:
+    """Where each chunk's payloads are."""
+    chunks = engine_of(boosted.model).session.chunks()
+    return [{tier for tier, _ in chunk["payloads"].values()} for chunk in chunks]
+
+
+def state_of(boosted: Boosted) -> list[torch.Tensor]:
+    state = boosted.optimizer.state_dict()["state"]
+    return [
+        value.clone()
+        for entry in state.values()
+        for value in entry.values()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def assert_same(actual: Boosted, expected: Boosted) -> None:
+    assert_same_weights(actual.model, copies(expected.model.parameters()))
+    for mine, other in zip(state_of(actual), state_of(expected), strict=True):
+        assert torch.equal(mine, other)
+    report = actual.report()
+    assert report.peak_device_bytes <= report.device_budget_bytes
+
+
+# --- the same bits ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("max_norm", [0.0, 0.1])
+@pytest.mark.parametrize(("precision", "state_format"), FORMATS)
+def test_promotion_changes_no_bit(
+    precision: str, state_format: str, max_norm: float, accumulate: int
+) -> None:
+    settings: dict[str, Any] = {
+        "precision": precision,
+        "optim_state_format": state_format,
+        "max_norm": max_norm,
+    }
+    expected = train(gpt2(**STAY, **settings), accumulate=accumulate)
+    assert expected.report().promoted_chunks == 0
+    peak = expected.report().peak_device_bytes
+    for overlap, link in itertools.product(("none", "forward"), (None, "200MB/s")):
+        for memory in (2 * peak, 2**30):
+            boosted = gpt2(memory=memory, overlap=overlap, link_bandwidth=link, **settings)
+            assert_same(train(boosted, accumulate=accumulate), expected)
+            report = boosted.report()
+            assert report.promoted_chunks > 0
+            if memory == 2**30:
+                assert report.promoted_chunks == report.num_chunks
+
+
+@pytest.mark.parametrize(("precision", "state_format"), FORMATS[:1] + FORMATS[2:])
+def test_updates_in_backward_give_the_same_bits(precision: str, state_format: str) -> None:
+    settings: dict[str, Any] = {"precision": precision, "optim_state_format": state_format}
+    expected = train(gpt2(**STAY, nonfinite="ignore", **settings), 5)
+    for link in (None, "200MB/s"):
+        boosted = train(gpt2(link_bandwidth=link, **BACKWARD, **settings), 5)
+        assert boosted.report().promoted_chunks == boosted.report().num_chunks
+        assert_same(boosted, expected)
+
+
+def test_other_optimizers_run_on_promoted_chunks() -> None:
+    weights = []
+    for settings in (STAY, {}):
+        model = tower()
+        boosted = boost(model, optimizer=torch.optim.SGD(model.parameters(), LR, 0.9), **settings)
+        for seed in range(5):
+            boosted.step(loss_of(boosted.model, seed))
+        weights.append(copies(boosted.model.parameters()))
+    assert boosted.report().promoted_chunks == boosted.report().num_chunks
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_frozen_chunks_are_promoted_as_well() -> None:
+    def build() -> nn.Module:
+        model = tower()
+        for layer in list(model.layers)[:3]:
+            layer.requires_grad_(False)
+        return model
+
+    weights = []
+    for settings in (STAY, {}):
+        boosted = boost(build(), **settings)
+        for seed in range(5):
+            boosted.step(loss_of(boosted.model, seed))
+        weights.append(copies(boosted.model.parameters()))
+    assert boosted.report().promoted_chunks == boosted.report().num_chunks
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+# --- which chunks, and what it saves ------------------------------------------------------------
+
+
+def test_promoted_chunks_do_not_cross_the_link() -> None:
+    boosted = promoted_tower(link_bandwidth="1GB/s")
+    before = boosted.report()
+    boosted.step(loss_of(boosted.model, 2))
+    after = boosted.report()
+    assert (after.h2d_bytes, after.d2h_bytes) == (before.h2d_bytes, before.d2h_bytes)
+    assert after.demand_fetches == before.demand_fetches
+    assert tiers(boosted) == [{"device"}] * after.num_chunks
+    assert after.host_bytes == before.host_bytes, "the way back stays reserved"
+
+
+def test_the_gradients_that_arrive_last_come_first() -> None:
+    whole = promoted_tower().report()
+    spare = boost(tower(), whole.peak_device_bytes * 2 // 3)
+    for seed in range(4):
+        spare.step(loss_of(spare.model, seed))
+    on_device = [places == {"device"} for places in tiers(spare)]
+    count = sum(on_device)
+    assert 0 < count == spare.report().promoted_chunks < len(on_device)
+    assert on_device == [True] * count + [False] * (len(on_device) - count)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.2, 0.5, 1.0])
+def test_the_ratio_bounds_what_is_promoted(ratio: float) -> None:
+    whole = promoted_tower().report()
+    memory = whole.peak_nonmodel_bytes + 2 * whole.promoted_bytes
+    boosted = boost(tower(), memory, gpu_margin_mem_ratio=ratio)
+    for seed in range(3):
+        boosted.step(loss_of(boosted.model, seed))
+    report = boosted.report()
+    bound = ratio * (memory - report.peak_nonmodel_bytes)
+    assert report.promoted_bytes <= bound
+    assert (report.promoted_chunks == report.num_chunks) == (ratio >= 0.5)
+    assert (report.promoted_chunks == 0) == (ratio == 0.0)
+
+
+@pytest.mark.parametrize("policy", ["cpu", "cuda", "static"])
+def test_only_auto_promotes(policy: str) -> None:
+    boosted = boost(tower(), placement_policy=policy, **STAY)
+    for seed in range(3):
+        boosted.step(loss_of(boosted.model, seed))
+    assert boosted.report().promoted_chunks == 0
+    assert_boost_fails(
+        ValueError, "bounds what placement_policy='auto'", placement_policy=policy,
+        gpu_margin_mem_ratio=0.5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.5, float("nan")])
+def test_a_ratio_out_of_range_is_refused(ratio: float) -> None:
+    with pytest.raises(ValueError, match="gpu_margin_mem_ratio"):
+        castor.GeminiPlugin(device="cpu", gpu_margin_mem_ratio=ratio)
+
+
+def test_the_report_tells() -> None:
+    boosted = promoted_tower(steps=3)
+    assert "promoted_bytes" in str(boosted.report())
+    assert "Promoted" in castor.report.summary(boosted.booster)
+    session = engine_of(boosted.model).session
+    assert session.timeline()["on_device_at_start"] == list(range(boosted.report().num_chunks))
+
+
+# --- tensors that users hold --------------------------------------------------------------------
+
+
+def test_tensors_held_from_before_keep_up() -> None:
+    boosted = boost(tower())
+    first = boosted.model.layers[0].weight
+    loss_of(boosted.model, 0).backward()
+    gradient = first.grad
+    boosted.optimizer.step()
+    moment = boosted.optimizer.state[first]["exp_avg"]
+    addresses = first.data_ptr(), gradient.data_ptr(), moment.data_ptr()
+    for seed in range(1, 4):
+        boosted.optimizer.zero_grad(set_to_none=False)
+        loss_of(boosted.model, seed).backward()
+        boosted.optimizer.step()
+    assert boosted.report().promoted_chunks == boosted.report().num_chunks
+    moved = first.data_ptr(), gradient.data_ptr(), moment.data_ptr()
+    assert all(before != after for before, after in zip(addresses, moved, strict=True))
+    assert first.grad is gradient
+    reference = boost(tower(), **STAY)
+    for seed in range(4):
+        reference.optimizer.zero_grad()
+        loss_of(reference.model, seed).backward()
+        reference.optimizer.step()
+    other = reference.model.layers[0].weight
+    assert torch.equal(gradient, other.grad)
+    assert torch.equal(moment, reference.optimizer.state[other]["exp_avg"])
+    assert_same(boosted, reference)
+
+
+def test_aliases_made_on_the_device_follow_home() -> None:
+    boosted = promoted_tower()
+    weight = boosted.model.layers[0].weight
+    loss_of(boosted.model, 5).backward()
+    alias, part = weight.detach()[1:], weight.grad[:2]
+    moments = [entry["exp_avg_sq"].view(-1) for entry in boosted.optimizer.state.values()]
+    expected = copies([alias, part, *moments])
+    crowd_out(boosted)
+    for tensor, value in zip([alias, part, *moments], expected, strict=True):
+        assert torch.equal(tensor, value)
+    with torch.no_grad():
+        alias.fill_(0.25)
+    assert torch.equal(weight[1:], torch.full_like(alias, 0.25))
+
+
+def test_a_chunk_that_an_array_refers_to_stays_where_it_is() -> None:
+    boosted = boost(tower())
+    weight = boosted.model.layers[2].weight
+    array = weight.detach().numpy()
+    for seed in range(4):
+        boosted.step(loss_of(boosted.model, seed))
+    assert 0 < boosted.report().promoted_chunks < boosted.report().num_chunks
+    assert torch.equal(torch.from_numpy(array), weight)
+
+
+@pytest.mark.parametrize(("precision", "state_format"), FORMATS)
+def test_edits_between_steps_count(precision: str, state_format: str) -> None:
+    def run(**settings: Any) -> Boosted:
+        settings |= {"precision": precision, "optim_state_format": state_format}
+        boosted = boost(tower(), initial_scale=2.0**8, **settings)
+        for seed in range(6):
+            with torch.no_grad():
+                boosted.model.layers[1].weight[seed % 4].mul_(1.5)
+                boosted.model.head.weight.data[:, 3] = 0.125
+            for entry in list(boosted.optimizer.state.values())[:2]:
+                if entry["exp_avg"].is_floating_point():
+                    entry["exp_avg"].mul_(0.5)
+            boosted.step(loss_of(boosted.model, seed))
+        return boosted
+
+    boosted = run()
+    assert boosted.report().promoted_chunks == boosted.report().num_chunks
+    assert_same(boosted, run(**STAY))
+
+
+def test_edits_of_gradients_count() -> None:
+    def run(**settings: Any) -> Boosted:
+        boosted = boost(tower(), **settings)
+        for seed in range(5):
+            loss_of(boosted.model, seed).backward()
+            torch.nn.utils.clip_grad_norm_(boosted.model.parameters(), 0.01)
+            boosted.model.head.weight.grad = boosted.model.head.weight.grad.clamp(-1e-4, 1e-4)
+            boosted.optimizer.step()
+            boosted.optimizer.zero_grad()
+        return boosted
+
+    assert_same(run(), run(**STAY))
+
+
+def test_tensors_outlive_the_model() -> None:
+    boosted = promoted_tower()
+    held = list(boosted.model.parameters())
+    moments = [entry["exp_avg"] for entry in boosted.optimizer.state.values()]
+    expected = copies([*held, *moments])
+    del boosted
+    gc.collect()
+    for tensor, value in zip([*held, *moments], expected, strict=True):
+        assert torch.equal(tensor, value)
+        with torch.no_grad():
+            tensor.add_(1.0)
+
+
+def test_an_array_made_of_a_promoted_chunk_outlives_the_model() -> None:
+    boosted = promoted_tower()
+    arrays = [p.detach().numpy() for p in boosted.model.parameters()]
+    expected = copies(boosted.model.parameters())
+    del boosted
+    gc.collect()
+    for array, value in zip(arrays, expected, strict=True):
+        assert torch.equal(torch.from_numpy(array), value)
+
+
+# --- the way back -------------------------------------------------------------------------------
+
+
+def crowd_out(boosted: Boosted) -> None:
+    """An evaluation whose activations want nearly all of the device."""
+    report = boosted.report()
+
+    def take(*_: Any) -> None:
+        torch.empty(report.device_budget_bytes - report.promoted_bytes // 2, dtype=torch.uint8)
+
+    handle = boosted.model.layers[3].register_forward_pre_hook(take)
+    with torch.no_grad():
+        loss_of(boosted.model, 0)
+    handle.remove()
+    assert boosted.report().promoted_chunks < boosted.report().num_chunks
+
+
+@pytest.mark.parametrize("settings", [{}, {"link_bandwidth": "1GB/s", "overlap": "forward"}])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_memory_that_is_needed_after_all_comes_back(phase: str, settings: dict[str, Any]) -> None:
+    """A step in the middle takes what streaming would have left it."""
+
+    def run(**more: Any) -> Boosted:
+        boosted = boost(tower(), memory, **settings, **more)
+        for seed in range(6):
+            handles = []
+            if seed == 3:
+                for layer in (boosted.model.layers[1], boosted.model.layers[3]):
+                    handles.append(
+                        layer.register_forward_hook(take)
+                        if phase == "forward"
+                        else layer.weight.register_hook(take)
+                    )
+            boosted.step(loss_of(boosted.model, seed))
+            for handle in handles:
+                handle.remove()
+        return boosted
+
+    def take(*_: Any) -> None:
+        torch.empty(size, dtype=torch.uint8)
+
+    whole = promoted_tower(**settings).report()
+    window = whole.peak_device_bytes - whole.promoted_bytes
+    memory = whole.promoted_bytes + window
+    size = memory - 2 * window - 6 * whole.chunk_bytes
+    stays = run(**STAY)
+    boosted = run()
+    assert_same(boosted, stays)
+    after = boosted.report()
+    assert after.d2h_bytes > after.num_chunks * after.chunk_bytes, "it did go home"
+
+
+def test_longer_batches_shrink_the_promotion_once() -> None:
+    short = promoted_tower(steps=4).report()
+    memory = short.peak_device_bytes
+    boosted, stays = boost(tower(), memory), boost(tower(), memory, **STAY)
+    promoted = []
+    for seed, rows in enumerate([8, 8, 8, 32, 32, 8, 32, 16, 32]):
+        assert boosted.step(loss_of(boosted.model, seed, rows)) == stays.step(
+            loss_of(stays.model, seed, rows)
+        )
+        promoted.append(boosted.report().promoted_chunks)
+    assert_same(boosted, stays)
+    assert promoted[2] == short.num_chunks
+    assert 0 < promoted[-1] < short.num_chunks
+    assert len(set(promoted[4:])) == 1, "one peak is enough to learn from"
+
+
+def test_an_error_that_streaming_gives_is_the_same_error() -> None:
+    messages = []
+    for settings in (STAY, {}):
+        boosted = boost(tower(), 2**20, **settings)
+        for seed in range(3):
+            boosted.step(loss_of(boosted.model, seed))
+
+        def take(*_: Any) -> None:
+            torch.empty(2**21, dtype=torch.uint8)
+
+        handle = boosted.model.layers[3].register_forward_pre_hook(take)
+        with pytest.raises(castor.OutOfMemoryError) as raised:
+            boosted.model(**tower_batch(0))
+        handle.remove()
+        messages.append(str(raised.value))
+        boosted.step(loss_of(boosted.model, 4))
+    assert messages[0].partition("available")[0] == messages[1].partition("available")[0]
+
+
+def test_a_skipped_step_leaves_promoted_chunks_alone() -> None:
+    boosted = promoted_tower(precision="fp16", initial_scale=2.0**8)
+    before = copies(boosted.model.parameters())
+    boosted.booster.backward(loss_of(boosted.model, 7) * float("inf"), boosted.optimizer)
+    with pytest.warns(RuntimeWarning, match="skipped"):
+        boosted.optimizer.step()
+    boosted.optimizer.zero_grad()
+    assert_same_weights(boosted.model, before)
+
+
+# --- saving and loading -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("precision", "state_format"), FORMATS)
+def test_checkpoints_hold_promoted_chunks_and_load_into_them(
+    tmp_path: Path, precision: str, state_format: str
+) -> None:
+    settings: dict[str, Any] = {"precision": precision, "optim_state_format": state_format}
+    saved = train(gpt2(**settings), 3)
+    assert saved.report().promoted_chunks > 0
+    saved.booster.save(tmp_path / "run", saved.model, saved.optimizer)
+    expected = train(saved, 2, first=3)
+    fresh, used = gpt2(**settings), train(gpt2(**settings), 3, first=50)
+    stays = gpt2(**STAY, **settings)
+    for other in (fresh, used, stays):
+        other.booster.load(tmp_path / "run", other.model, other.optimizer)
+        assert_same(train(other, 2, first=3), expected)
+
+
+def test_state_dicts_go_in_and_out() -> None:
+    boosted, other = promoted_tower(steps=4), promoted_tower(steps=2)
+    other.model.load_state_dict(boosted.model.state_dict())
+    other.optimizer.load_state_dict(boosted.optimizer.state_dict())
+    assert_same(other, boosted)
+    for each in (boosted, other):
+        each.step(loss_of(each.model, 9))
+    assert_same(other, boosted)
+    plain: nn.Module = tower()
+    plain.load_state_dict(boosted.model.state_dict())
+    assert_same_weights(plain, boosted.model.parameters())
+
+
+Use = Callable[[Boosted], Any]
+USES: dict[str, Use] = {
+    "generate nothing": lambda b: None,
+    "evaluation": lambda b: b.model.eval()(**tower_batch(1)).item(),
+    "norm": lambda b: sum(float(p.norm()) for p in b.model.parameters()),
+    "ema": lambda b: [p.detach().clone().lerp_(p, 0.5) for p in b.model.parameters()],
+    "state_dict": lambda b: b.model.state_dict(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_whatever_is_read_between_steps_is_as_without(use: str, overlap: str) -> None:
+    runs = []
+    for settings in ({}, STAY):
+        boosted = boost(tower(), overlap=overlap, **settings)
+        for seed in range(5):
+            boosted.step(loss_of(boosted.model, seed))
+            with torch.no_grad():
+                USES[use](boosted)
+            boosted.model.train()
+        runs.append(boosted)
+    assert_same(*runs)
