@@ -104,7 +104,10 @@ def make_compute(model: Model) -> tuple[Step, Report]:
 def make_castor(
     model: Model, device_memory: int | None, settings: dict[str, Any] | None = None
 ) -> tuple[Step, Report]:
-    """With castor, in a device budget of bytes (None: room for everything) and further settings."""
+    """With castor, in a device budget of bytes (None: room for everything) and further settings.
+
+    Its report has "update_seconds" too: of each step the time of optimizer.step().
+    """
     import torch
 
     from castor import Booster, GeminiPlugin
@@ -120,15 +123,22 @@ def make_castor(
     )
     booster = Booster(plugin=plugin)
     module, optimizer, *_ = booster.boost(module, optimizer)
+    update_seconds: list[float] = []
 
     def step(i: int) -> float:
         loss = module(**batch(i)).loss
         booster.backward(loss, optimizer)
+        start = time.perf_counter()
         optimizer.step()
+        update_seconds.append(time.perf_counter() - start)
         optimizer.zero_grad()
         return loss.item()
 
-    return step, lambda: {**vars(booster.report()), "param_bytes": param_bytes}
+    def report() -> dict[str, Any]:
+        figures = vars(booster.report())
+        return {**figures, "param_bytes": param_bytes, "update_seconds": update_seconds}
+
+    return step, report
 
 
 def make_deepspeed(model: Model, stage: int) -> tuple[Step, Report]:

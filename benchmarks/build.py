@@ -12,12 +12,12 @@ import contextlib
 import multiprocessing
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from _machine import RESULTS, describe_machine, write_record
+from _memory import PeakWatch, anonymous_bytes
 from rich.console import Console
 from rich.table import Table
 
@@ -41,34 +41,6 @@ def config_of(layers: int) -> Any:
     )  # fmt: skip
     config.loss_type = "ForCausalLM"
     return config
-
-
-def anonymous_bytes() -> int:
-    """Resident memory of this process that no file backs."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Anonymous:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/smaps_rollup has no Anonymous line")
-
-
-class PeakWatch:
-    """The highest anonymous_bytes() until stop()."""
-
-    def __init__(self) -> None:
-        self.peak = anonymous_bytes()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.01):
-            self.peak = max(self.peak, anonymous_bytes())
-
-    def stop(self) -> int:
-        """Ends the watch; the highest value."""
-        self._stop.set()
-        self._thread.join()
-        return max(self.peak, anonymous_bytes())
 
 
 def build(way: str, layers: int, directory: str | None) -> Any:

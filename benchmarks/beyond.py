@@ -1,0 +1,127 @@
+# Question: does a model train whose parameters, gradients and optimizer state are at least three
+#     times what device and host may hold together, the rest being on NVMe?
+# Work: a GPT-2 in bf16 with fp32 masters and moments (16 bytes a parameter), built lazily. The host
+#     budget is its parameters, its gradients and the smallest window on NVMe; the device budget a
+#     few chunks and the activations of a short batch.
+# Method: one process. Peaks are castor's, which no budget lets pass, and beside them resident
+#     anonymous memory, read every 10 ms, above what the process held after its imports. On the CPU
+#     device both tiers are in it, with what torch allocates of its own.
+"""Beyond device and host: `python benchmarks/beyond.py [--layers N] [--directory D]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from _machine import RESULTS, ROOT, describe_machine, write_record
+from _memory import PeakWatch, anonymous_bytes
+from rich.console import Console
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from castor import Booster, GeminiPlugin, LazyInitContext, OutOfMemoryError
+
+WIDTH, VOCAB, HEADS, SEQUENCE = 1024, 2048, 16, 32
+STEPS, TARGET = 6, 3.0
+STATE_BYTES = 16  # bf16 weight and gradient, fp32 master and two moments
+DEVICE_MEMORY = 96 * 2**20
+CHUNK = "16MiB"
+
+
+def build(layers: int) -> Any:
+    config = GPT2Config(
+        vocab_size=VOCAB, n_positions=SEQUENCE, n_embd=WIDTH, n_layer=layers, n_head=HEADS,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        use_cache=False,
+    )  # fmt: skip
+    config.loss_type = "ForCausalLM"
+    torch.manual_seed(0)
+    with LazyInitContext():
+        return GPT2LMHeadModel(config).train()
+
+
+def boost(layers: int, directory: str, host_memory: int) -> tuple[Booster, Any, Any]:
+    model = build(layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    plugin = GeminiPlugin(
+        device="cpu",
+        device_memory=DEVICE_MEMORY,
+        host_memory=host_memory,
+        precision="bf16",
+        optim_state_format="fp32",
+        chunk_bytes=CHUNK,
+        nvme_path=directory,
+    )
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    return booster, model, optimizer
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--directory", type=Path, default=ROOT / "build")
+    parser.add_argument("--output", type=Path, default=RESULTS / "beyond.json")
+    arguments = parser.parse_args()
+    console = Console()
+    machine = describe_machine()
+
+    before = anonymous_bytes()
+    watch = PeakWatch()
+    num_params = sum(param.numel() for param in build(arguments.layers).parameters())
+    total = STATE_BYTES * num_params
+    # What is left of a third of everything once the device has its share.
+    host_memory = int(total / TARGET) - DEVICE_MEMORY
+    with tempfile.TemporaryDirectory(prefix="castor-bench-", dir=arguments.directory) as folder:
+        try:
+            booster, model, optimizer = boost(arguments.layers, folder, host_memory)
+        except OutOfMemoryError as error:
+            console.print(f"{num_params / 1e6:.0f}M parameters do not fit: {error}")
+            return 1
+        ids = torch.randint(VOCAB, (1, SEQUENCE), generator=torch.Generator().manual_seed(1))
+        losses, seconds = [], []
+        for _ in range(STEPS):
+            start = time.perf_counter()
+            loss = model(input_ids=ids, labels=ids).loss
+            booster.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            seconds.append(time.perf_counter() - start)
+        report = booster.report()
+    peak_resident = watch.stop() - before
+    budgets = report.device_budget_bytes + report.host_budget_bytes
+    met = total >= TARGET * budgets and losses[-1] < losses[0]
+    console.print(
+        f"{num_params / 1e6:.0f}M parameters, {total / 2**20:,.0f} MiB of state; device "
+        f"{report.device_budget_bytes / 2**20:,.0f} MiB, host "
+        f"{report.host_budget_bytes / 2**20:,.0f} MiB: {total / budgets:.2f} times both\n"
+        f"host peak {report.host_bytes / 2**20:,.0f} MiB, device peak "
+        f"{report.peak_device_bytes / 2**20:,.0f} MiB, on NVMe "
+        f"{report.nvme_bytes / 2**20:,.0f} MiB, resident {peak_resident / 2**20:,.0f} MiB\n"
+        f"losses {', '.join(f'{loss:.3f}' for loss in losses)}; {min(seconds):.1f} s a step\n"
+        f"at least {TARGET} times the budgets, and the loss falls: {'met' if met else 'MISSED'}"
+    )
+    write_record(
+        arguments.output,
+        "beyond",
+        {
+            "parameters": num_params,
+            "state_bytes": total,
+            "over_budgets": total / budgets,
+            "losses": losses,
+            "seconds": seconds,
+            "peak_resident_bytes": peak_resident,
+            "report": vars(report),
+        },
+        machine=machine,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
