@@ -262,6 +262,7 @@ class HybridAdam(Optimizer):
             "optim_state_format": self.optim_state_format,
             "seed": self.seed,
             "requested_state": self.requested_state,
+            "requested_nvme": self.requested_nvme,
         }
         return super().__getstate__() | own
 
