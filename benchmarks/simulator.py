@@ -143,6 +143,8 @@ class Predictor:
                 "margin_ratio": 1.0,
                 "max_prefetch": 1,
                 "device_bytes": device_bytes,
+                "host_bytes": 2**62,
+                "nvme_bytes_per_second": 0.0,
                 "h2d_bytes_per_second": float(link or self.hardware["copy"]),
                 "d2h_bytes_per_second": float(link or self.hardware["copy"]),
                 "dram_bytes_per_second": self.hardware["adam"],

@@ -29,6 +29,9 @@ void check_hardware(const Hardware& hardware) {
   check_speed("d2h_bytes_per_second", hardware.d2h_bytes_per_second);
   check_speed("dram_bytes_per_second", hardware.dram_bytes_per_second);
   check_speed("device_memory_bytes_per_second", hardware.device_memory_bytes_per_second);
+  if (hardware.nvme_bytes_per_second != 0.0) {
+    check_speed("nvme_bytes_per_second", hardware.nvme_bytes_per_second);
+  }
 }
 
 void check_optimizer_cost(const OptimizerCost& optimizer) {
@@ -38,11 +41,15 @@ void check_optimizer_cost(const OptimizerCost& optimizer) {
 }
 
 std::uint64_t payload_bytes(const ChunkSpec& chunk, const OptimizerCost& optimizer) {
+  return (chunk.trainable ? 2 : 1) * chunk.used_bytes + state_bytes_of(chunk, optimizer);
+}
+
+std::uint64_t state_bytes_of(const ChunkSpec& chunk, const OptimizerCost& optimizer) {
   if (!chunk.trainable) {
-    return chunk.used_bytes;
+    return 0;
   }
   const double state = static_cast<double>(num_elements(chunk)) * optimizer.state_bytes_per_element;
-  return 2 * chunk.used_bytes + static_cast<std::uint64_t>(std::ceil(state));
+  return static_cast<std::uint64_t>(std::ceil(state));
 }
 
 }  // namespace castor

@@ -26,10 +26,10 @@ enum class UpdateCores : std::uint8_t {
   kShared,  ///< the CPU device: what one takes the other lacks
 };
 
-/// What can be busy. A later tier adds its own here.
-enum class Resource : std::uint8_t { kCompute, kH2d, kD2h, kDram };
+/// What can be busy.
+enum class Resource : std::uint8_t { kCompute, kH2d, kD2h, kDram, kNvme };
 
-inline constexpr std::size_t kNumResources = 4;
+inline constexpr std::size_t kNumResources = 5;
 
 [[nodiscard]] constexpr std::string_view to_string(Resource resource) noexcept {
   switch (resource) {
@@ -37,11 +37,12 @@ inline constexpr std::size_t kNumResources = 4;
     case Resource::kH2d: return "h2d";
     case Resource::kD2h: return "d2h";
     case Resource::kDram: return "dram";
+    case Resource::kNvme: return "nvme";
   }
   return "unknown";
 }
 
-/// Sustained speeds, in bytes per second; all above 0.
+/// Sustained speeds, in bytes per second; all above 0, but for tiers that are not there.
 struct Hardware {
   double h2d_bytes_per_second = 0.0;
   double d2h_bytes_per_second = 0.0;
@@ -49,6 +50,8 @@ struct Hardware {
   double dram_bytes_per_second = 0.0;
   /// Of the device's memory: what the update of a chunk that lives there is bound by.
   double device_memory_bytes_per_second = 0.0;
+  /// Of NVMe, reads and writes together; 0: there is no such tier.
+  double nvme_bytes_per_second = 0.0;
   CopyMode parameter_copies = CopyMode::kOverlapped;
   CopyMode gradient_copies = CopyMode::kOverlapped;
   UpdateCores update_cores = UpdateCores::kOwn;
@@ -78,5 +81,7 @@ void check_optimizer_cost(const OptimizerCost& optimizer);
 
 /// Bytes that a chunk's payloads take: parameters and, where trainable, gradients and state.
 [[nodiscard]] std::uint64_t payload_bytes(const ChunkSpec& chunk, const OptimizerCost& optimizer);
+/// Of them the optimizer's state.
+[[nodiscard]] std::uint64_t state_bytes_of(const ChunkSpec& chunk, const OptimizerCost& optimizer);
 
 }  // namespace castor

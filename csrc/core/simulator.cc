@@ -40,7 +40,7 @@ class Simulation {
  public:
   Simulation(const Trace& trace, std::span<const double> compute_seconds, const ChunkLayout& layout,
              std::span<const Placement> placements, const Plan& plan, const Hardware& hardware,
-             const OptimizerCost& optimizer)
+             const OptimizerCost& optimizer, const std::vector<bool>& stored)
       : trace_(trace),
         compute_seconds_(compute_seconds),
         layout_(layout),
@@ -48,11 +48,13 @@ class Simulation {
         plan_(plan),
         hardware_(hardware),
         optimizer_(optimizer),
+        stored_(stored),
         chunks_(layout.chunks().size()),
         evictable_(layout.chunks().size()),
         h2d_(hardware.h2d_bytes_per_second),
         d2h_(hardware.d2h_bytes_per_second),
-        dram_(hardware.dram_bytes_per_second) {}
+        dram_(hardware.dram_bytes_per_second),
+        nvme_(hardware.nvme_bytes_per_second) {}
 
   SimulatedStep run() {
     take_homes();
@@ -75,6 +77,9 @@ class Simulation {
     double updated = 0.0;  ///< its update by the previous step is done
   };
 
+  [[nodiscard]] bool stored(std::size_t chunk) const {
+    return !stored_.empty() && stored_[chunk] && placements_[chunk] != Placement::kDevice;
+  }
   [[nodiscard]] bool on_device(ChunkId chunk) const {
     return placements_[index(chunk)] == Placement::kDevice;
   }
@@ -89,8 +94,11 @@ class Simulation {
   void take_homes() {
     fixed_device_bytes_ = hardware_.gradient_window_bytes;
     for (std::size_t i = 0; i < chunks_.size(); ++i) {
-      const std::uint64_t bytes = payload_bytes(layout_.chunks()[i], optimizer_);
-      (placements_[i] == Placement::kDevice ? fixed_device_bytes_ : result_.host_bytes) += bytes;
+      const ChunkSpec& spec = layout_.chunks()[i];
+      const std::uint64_t on_nvme = stored(i) ? state_bytes_of(spec, optimizer_) : 0;
+      result_.nvme_bytes += on_nvme;
+      (placements_[i] == Placement::kDevice ? fixed_device_bytes_ : result_.host_bytes) +=
+          payload_bytes(spec, optimizer_) - on_nvme;
     }
     note_peak(0);
   }
@@ -268,8 +276,12 @@ class Simulation {
   void update_on_host(ChunkId chunk) {
     const ChunkSpec& spec = layout_.chunk(chunk);
     if (spec.trainable && !on_device(chunk)) {
-      chunks_[index(chunk)].updated =
-          dram_.serve(clock_, elements_of(spec) * optimizer_.moved_bytes_per_element);
+      double& updated = chunks_[index(chunk)].updated;
+      updated = dram_.serve(clock_, elements_of(spec) * optimizer_.moved_bytes_per_element);
+      if (stored(index(chunk))) {  // read and written, beside the updates before and after it
+        const auto state = static_cast<double>(state_bytes_of(spec, optimizer_));
+        updated = std::max(updated, nvme_.serve(clock_, 2.0 * state));
+      }
     }
   }
 
@@ -297,12 +309,13 @@ class Simulation {
     }
     // Device and host update side by side.
     result_.busy_seconds[at(Resource::kCompute)] += device_seconds;
-    double end = std::max(clock_ + device_seconds, dram_.free_at());
+    double end = std::max({clock_ + device_seconds, dram_.free_at(), nvme_.free_at()});
 
     const double updates = dram_.busy();
     auto& busy = result_.busy_seconds;
     busy[at(Resource::kH2d)] = h2d_.busy();
     busy[at(Resource::kD2h)] = d2h_.busy();
+    busy[at(Resource::kNvme)] = nvme_.busy();
     busy[at(Resource::kDram)] =
         updates + static_cast<double>(result_.h2d_bytes + result_.d2h_bytes) /
                       hardware_.dram_bytes_per_second;
@@ -327,6 +340,7 @@ class Simulation {
   const Plan& plan_;
   const Hardware& hardware_;
   const OptimizerCost& optimizer_;
+  const std::vector<bool>& stored_;
   SimulatedStep result_;
   std::vector<ChunkState> chunks_;
   EvictionOrder evictable_;
@@ -341,6 +355,7 @@ class Simulation {
   Queue h2d_;
   Queue d2h_;
   Queue dram_;
+  Queue nvme_;
 };
 
 void require(bool holds, const std::string& message) {
@@ -384,11 +399,18 @@ void check(const Trace& trace, std::span<const double> compute_seconds, const Ch
 SimulatedStep simulate_step(const Trace& trace, std::span<const double> compute_seconds,
                             const ChunkLayout& layout, std::span<const Placement> placements,
                             const Plan& plan, const Hardware& hardware,
-                            const OptimizerCost& optimizer) {
+                            const OptimizerCost& optimizer, const std::vector<bool>& stored) {
   check(trace, compute_seconds, layout, placements, plan);
   check_hardware(hardware);
   check_optimizer_cost(optimizer);
-  return Simulation(trace, compute_seconds, layout, placements, plan, hardware, optimizer).run();
+  require(stored.empty() || stored.size() == layout.chunks().size(),
+          "there are " + std::to_string(layout.chunks().size()) + " chunks, and " +
+              std::to_string(stored.size()) + " are said to be stored or not");
+  require(hardware.nvme_bytes_per_second > 0.0 ||
+              std::find(stored.begin(), stored.end(), true) == stored.end(),
+          "optimizer state is stored on NVMe, and nvme_bytes_per_second is 0");
+  return Simulation(trace, compute_seconds, layout, placements, plan, hardware, optimizer, stored)
+      .run();
 }
 
 }  // namespace castor

@@ -4,9 +4,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <numeric>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -16,6 +18,7 @@
 #include "core/hybrid_placement.h"
 #include "core/placement.h"
 #include "core/planner.h"
+#include "io/nvme_tier.h"
 #include "optim/state_format.h"
 #include "python/bindings.h"
 #include "python/state_tensors.h"
@@ -84,6 +87,7 @@ class Simulator {
         .d2h_bytes_per_second = speed("d2h_bytes_per_second"),
         .dram_bytes_per_second = speed("dram_bytes_per_second"),
         .device_memory_bytes_per_second = speed("device_memory_bytes_per_second"),
+        .nvme_bytes_per_second = speed("nvme_bytes_per_second"),
         .parameter_copies = copy_mode(options, "parameter_copies"),
         .gradient_copies = copy_mode(options, "gradient_copies"),
         .update_cores = value_named<UpdateCores>(
@@ -107,13 +111,17 @@ class Simulator {
                              .policy = policy};
     // What promoted chunks take is given back where it is needed: this is the least that does.
     const Prediction streamed = make_plan(trace, layout_, placements, plan_options).prediction();
-    const Homes homes =
-        promote(trace, &placements, &plan_options, optimizer, get("margin_ratio").cast<double>());
+    const std::vector<bool> stored =
+        hardware.nvme_bytes_per_second > 0.0
+            ? stored_states(placements, optimizer, get("host_bytes").cast<std::size_t>())
+            : std::vector<bool>(placements.size(), false);
+    const Homes homes = promote(trace, &placements, &plan_options, optimizer, stored,
+                                get("margin_ratio").cast<double>());
     const Plan plan = make_plan(trace, layout_, placements, plan_options);
-    SimulatedStep step =
-        simulate_step(trace, compute_seconds, layout_, placements, plan, hardware, optimizer);
+    SimulatedStep step = simulate_step(trace, compute_seconds, layout_, placements, plan, hardware,
+                                       optimizer, stored);
     step.peak_device_bytes += homes.slot_slack_bytes;
-    step.host_bytes += homes.reserved_bytes;
+    step.host_bytes += homes.reserved_bytes + (step.nvme_bytes > 0 ? window_bytes(optimizer) : 0);
     return figures(step, streamed, homes.num_promoted);
   }
 
@@ -125,15 +133,47 @@ class Simulator {
     std::uint64_t reserved_bytes = 0;    ///< their place on the host stays theirs
   };
 
+  /// Of the window on NVMe, as NvmeTier takes it where there is room.
+  [[nodiscard]] std::size_t window_bytes(const OptimizerCost& optimizer) const {
+    std::size_t largest = 0;
+    for (const ChunkSpec& chunk : layout_.chunks()) {
+      largest = std::max<std::size_t>(largest, state_bytes_of(chunk, optimizer));
+    }
+    return NvmeTier::kWindowSlots * largest;
+  }
+
+  /// What the host has no room for, as OptimizerState chooses it.
+  [[nodiscard]] std::vector<bool> stored_states(const std::vector<Placement>& placements,
+                                                const OptimizerCost& optimizer,
+                                                std::size_t host_bytes) const {
+    std::vector<std::size_t> states;
+    std::size_t others = 0;
+    for (std::size_t i = 0; i < placements.size(); ++i) {
+      const ChunkSpec& chunk = layout_.chunks()[i];
+      const bool on_host = placements[i] != Placement::kDevice;
+      states.push_back(on_host ? state_bytes_of(chunk, optimizer) : 0);
+      others += on_host ? payload_bytes(chunk, optimizer) - states.back() : 0;
+    }
+    const std::size_t total = std::accumulate(states.begin(), states.end(), std::size_t{0});
+    if (others + total <= host_bytes) {
+      return std::vector<bool>(placements.size(), false);
+    }
+    const std::size_t taken = others + window_bytes(optimizer);
+    return choose_stored(states, host_bytes > taken ? host_bytes - taken : 0);
+  }
+
   /// Between steps, as Runtime::place does.
   Homes promote(const Trace& trace, std::vector<Placement>* placements, PlanOptions* plan_options,
-                const OptimizerCost& optimizer, double margin_ratio) const {
+                const OptimizerCost& optimizer, const std::vector<bool>& stored,
+                double margin_ratio) const {
     std::vector<std::size_t> bytes;
     for (const ChunkSpec& chunk : layout_.chunks()) {
       bytes.push_back(payload_bytes(chunk, optimizer) + chunk.capacity_bytes - chunk.used_bytes);
     }
+    std::vector<bool> candidates = stored;
+    candidates.flip();
     const Promotions promotions =
-        choose_promotions(trace, layout_, *placements, bytes, std::vector<bool>(bytes.size(), true),
+        choose_promotions(trace, layout_, *placements, bytes, candidates,
                           {.plan = *plan_options, .margin_ratio = margin_ratio});
     Homes homes{.num_promoted = promotions.chunks.size()};
     for (const ChunkId chunk : promotions.chunks) {
@@ -179,6 +219,7 @@ class Simulator {
     result["bound"] = std::string(to_string(step.bound));
     result["peak_device_bytes"] = step.peak_device_bytes;
     result["host_bytes"] = step.host_bytes;
+    result["nvme_bytes"] = step.nvme_bytes;
     result["h2d_bytes"] = step.h2d_bytes;
     result["d2h_bytes"] = step.d2h_bytes;
     result["demand_fetches"] = step.demand_fetches;

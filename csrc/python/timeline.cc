@@ -117,6 +117,9 @@ py::list chunks(Session& session) {
             py::make_tuple(std::string(to_string(payload->tier())), payload->bytes());
       }
     }
+    for (const auto& [kind, bytes] : session.optimizer_state().stored_payloads(id)) {
+      payloads[key_of(kind)] = py::make_tuple(std::string(to_string(TierKind::kNvme)), bytes);
+    }
     py::dict chunk;
     chunk["params"] = params;
     chunk["capacity_bytes"] = spec.capacity_bytes;

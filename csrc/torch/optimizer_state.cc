@@ -141,6 +141,18 @@ std::size_t OptimizerState::payload_bytes(ChunkId chunk, PayloadKind kind,
   return 0;
 }
 
+std::vector<std::pair<PayloadKind, std::size_t>> OptimizerState::stored_payloads(
+    ChunkId chunk) const {
+  std::vector<std::pair<PayloadKind, std::size_t>> found;
+  const ChunkSpec& spec = layout_.chunk(chunk);
+  if (stored(chunk)) {
+    for (const PayloadKind kind : kinds_[index(chunk)]) {
+      found.emplace_back(kind, payload_bytes(chunk, kind, spec.used_bytes / size_of(spec.type)));
+    }
+  }
+  return found;
+}
+
 bool OptimizerState::has(ParamId param, PayloadKind kind) const {
   const auto& kinds = kinds_[index(layout_.place(param).chunk)];
   return std::find(kinds.begin(), kinds.end(), kind) != kinds.end();

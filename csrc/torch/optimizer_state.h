@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "core/chunk_manager.h"
@@ -61,6 +62,9 @@ class OptimizerState {
   [[nodiscard]] StateFormat format() const noexcept { return format_; }
   /// Whether the chunk's payloads lie on NVMe: there are no views of them then.
   [[nodiscard]] bool stored(ChunkId chunk) const { return stored_[index(chunk)]; }
+  /// What the chunk has on NVMe, with bytes.
+  [[nodiscard]] std::vector<std::pair<PayloadKind, std::size_t>> stored_payloads(
+      ChunkId chunk) const;
   /// nullptr where nothing lies on NVMe.
   [[nodiscard]] const NvmeTier* nvme() const noexcept { return nvme_.get(); }
 

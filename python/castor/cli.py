@@ -85,6 +85,11 @@ def estimate(
     device_bandwidth: Annotated[
         str | None, typer.Option(help="Device memory, such as 750GB/s.")
     ] = None,
+    nvme: Annotated[
+        str | None,
+        typer.Option(help="NVMe for optimizer state, reads and writes together, such as 3GB/s."),
+    ] = None,
+    nvme_memory: Annotated[str | None, typer.Option(help="Of it, such as 2TB.")] = None,
     batch: Annotated[int, typer.Option(help="Samples in a step.")] = 1,
     seq: Annotated[int, typer.Option(help="Tokens in a sample.")] = 1024,
     state_format: Annotated[
@@ -132,6 +137,8 @@ def estimate(
         dram=dram,
         flops=flops,
         device_bandwidth=device_bandwidth,
+        nvme=nvme,
+        nvme_memory=nvme_memory,
     )
     found = Estimator(config, workload).estimate(on)
     if as_json:

@@ -60,6 +60,8 @@ OPTIONS: dict[str, object] = {
     "margin_ratio": 0.0,
     "max_prefetch": 1,
     "device_bytes": MIB,
+    "host_bytes": 2**40,
+    "nvme_bytes_per_second": 0.0,
     "h2d_bytes_per_second": 1.0,
     "d2h_bytes_per_second": 1.0,
     "dram_bytes_per_second": 1.0,
@@ -124,7 +126,7 @@ def test_table_says_what_would_make_it_fit(tmp_path: Path) -> None:
     done = run(config, *RTX3090, "--seq", "64", "--host-memory", "3MiB", "--format", "fp32")
     assert done.returncode == 0, done.stderr
     assert "to make it fit" in done.stdout
-    assert "more memory, or --format split_bf16 or split_int8" in done.stdout
+    assert "more memory, or --nvme, or --format split_bf16 or split_int8" in done.stdout
     assert "3.6 MiB of 3.0 MiB" in done.stdout
 
 
@@ -230,6 +232,26 @@ def test_host_bytes_are_those_of_the_state_format(
     found = estimate(write(tmp_path, SMALL), small_machine(), workload)
     # Chunks align parameters to 64 bytes.
     assert found.host_bytes == pytest.approx(found.parameters * bytes_per_param, rel=0.01)
+
+
+def test_what_the_host_has_no_room_for_goes_to_nvme(small: Estimator) -> None:
+    ample = small.estimate(small_machine())
+    short = small_machine(host_memory=ample.host_bytes * 7 // 8)
+    assert not small.estimate(short).fits
+    spilled = small.estimate(dataclasses.replace(short, nvme=1e9))
+    assert spilled.fits
+    assert spilled.nvme_bytes > ample.host_bytes // 8
+    assert spilled.host_bytes <= short.host_bytes
+    assert spilled.busy_s["nvme"] == pytest.approx(2 * spilled.nvme_bytes / 1e9)
+    slow = small.estimate(dataclasses.replace(short, nvme=1e5))
+    assert slow.bound == "nvme"
+    assert slow.step_time_s > spilled.step_time_s  # type: ignore[operator]
+    full = small.estimate(dataclasses.replace(short, nvme=1e9, nvme_bytes=1000))
+    assert not full.fits
+    assert full.max_batch == 0
+    assert "of NVMe" in full.remedies[0]
+    with pytest.raises(ValueError, match="nvme_memory needs nvme"):
+        small_machine(nvme_memory="1GiB")
 
 
 @pytest.mark.parametrize("figure", ["h2d", "d2h", "dram", "flops", "device_bandwidth"])

@@ -195,6 +195,17 @@ def test_the_files_go_with_the_run(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_report_shows_the_states_on_their_tier(tmp_path: Path) -> None:
+    boosted = boost(tower(), nvme_path=tmp_path, nvme_offload_fraction=1.0)
+    go_on(boosted, steps=1)
+    tiers: dict[str, int] = {}
+    for chunk in engine_of(boosted.model).session.chunks():
+        for tier, size in chunk["payloads"].values():
+            tiers[tier] = tiers.get(tier, 0) + size
+    assert tiers["nvme"] == pytest.approx(state_bytes(boosted), rel=0.01)
+    assert tiers["host"] == tiers["nvme"]  # parameters and gradients
+
+
 # --- what users see -------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -74,11 +75,12 @@ class Estimate:
     host_bytes: int
     """Parameters, gradients and optimizer state at home."""
     nvme_bytes: int
-    """0: castor keeps nothing there yet."""
+    """Optimizer state that the host has no room for."""
     step_time_s: float | None
     """None where the step does not fit."""
     bound: str | None
-    """What is busy longest: "compute", "h2d", "d2h" or "dram"; None where it does not fit."""
+    """What is busy longest: "compute", "h2d", "d2h", "dram" or "nvme"; None where it does not
+    fit."""
     tokens_per_s: float | None
     """Samples times sequence over time; None where it does not fit."""
     max_batch: int
@@ -152,17 +154,24 @@ class Estimator:
         step = self.step(batch)
         figures = self.simulate(step, machine)
         device_needed, host_needed = figures["smallest_budget_bytes"], figures["host_bytes"]
-        fits = device_needed <= machine.device_bytes and host_needed <= machine.host_bytes
+        nvme_room = math.inf if machine.nvme_bytes is None else machine.nvme_bytes
+        fits = (
+            device_needed <= machine.device_bytes
+            and host_needed <= machine.host_bytes
+            and figures["nvme_bytes"] <= nvme_room
+        )
         seconds = figures["step_seconds"]
         return Estimate(
             fits=fits,
             device_bytes=figures["peak_device_bytes"] if fits else device_needed,
             host_bytes=host_needed,
-            nvme_bytes=0,
+            nvme_bytes=figures["nvme_bytes"],
             step_time_s=seconds if fits else None,
             bound=figures["bound"] if fits else None,
             tokens_per_s=batch * self.workload.sequence / seconds if fits else None,
-            max_batch=self._max_batch(machine, host_needed),
+            max_batch=(
+                self._max_batch(machine, host_needed) if figures["nvme_bytes"] <= nvme_room else 0
+            ),
             busy_s=figures["busy_seconds"],
             parameters=self.num_parameters,
             flops=step.flops,
@@ -207,6 +216,8 @@ class Estimator:
                 "margin_ratio": margin_ratio,
                 "max_prefetch": self.workload.max_prefetch,
                 "device_bytes": machine.device_bytes,
+                "host_bytes": machine.host_bytes,
+                "nvme_bytes_per_second": machine.nvme or 0.0,
                 "h2d_bytes_per_second": machine.h2d,
                 "d2h_bytes_per_second": machine.d2h,
                 "dram_bytes_per_second": machine.dram,
@@ -249,10 +260,18 @@ class Estimator:
         if host_needed > machine.host_bytes:
             smaller = self._formats_that_fit(machine)
             instead = f"--format {' or '.join(smaller)}" if smaller else "a smaller model"
+            if machine.nvme is None:
+                instead = f"--nvme, or {instead}"
             found.append(
                 f"parameters, gradients and optimizer state take {size(host_needed)} of host "
                 f"memory, {size(host_needed - machine.host_bytes)} more than there is: "
                 f"more memory, or {instead}"
+            )
+        if machine.nvme_bytes is not None and figures["nvme_bytes"] > machine.nvme_bytes:
+            found.append(
+                f"the optimizer state that the host has no room for takes "
+                f"{size(figures['nvme_bytes'])} of NVMe, "
+                f"{size(figures['nvme_bytes'] - machine.nvme_bytes)} more than there is"
             )
         return tuple(found)
 

@@ -36,6 +36,10 @@ class Machine:
     """Of matrix products in the working precision."""
     device_bandwidth: float | None
     """Of device memory; None: operators are counted by their FLOPs alone."""
+    nvme: float | None = None
+    """Of NVMe, reads and writes together; None: there is none."""
+    nvme_bytes: int | None = None
+    """Of NVMe that training may take; None: as much as it needs."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -120,6 +124,8 @@ def machine(
     dram: int | str | None = None,
     flops: float | str | None = None,
     device_bandwidth: int | str | None = None,
+    nvme: int | str | None = None,
+    nvme_memory: int | str | None = None,
 ) -> Machine:
     """A machine from a preset, from figures, or from a preset with some figures replaced.
 
@@ -134,6 +140,9 @@ def machine(
         flops: FLOP/s of matrix products, or a rate such as "70T".
         device_bandwidth: Of device memory. Without it and without a preset, operators take the time
             of their FLOPs alone.
+        nvme: Of NVMe, reads and writes together ("mixed" of `castor io-bench`). Without it
+            there is no such tier.
+        nvme_memory: Bytes of it, or a size. Default: as much as is needed.
 
     Raises:
         ValueError: The preset is unknown, a figure is no size, bandwidth or rate, or figures are
@@ -143,8 +152,12 @@ def machine(
     sizes = {
         "device_bytes": ("device_memory", device_memory),
         "host_bytes": ("host_memory", host_memory),
+        "nvme_bytes": ("nvme_memory", nvme_memory),
     }
+    if nvme_memory is not None and nvme is None:
+        raise ValueError("nvme_memory needs nvme, the bandwidth of the device")
     speeds = {"h2d": h2d, "d2h": d2h, "dram": dram, "device_bandwidth": device_bandwidth}
+    speeds["nvme"] = nvme
     given: dict[str, Any] = {}
     for field, (name, value) in sizes.items():
         if value is not None:

@@ -14,6 +14,7 @@ _BOUNDS = {
     "h2d": "the link from host to device (parameters)",
     "d2h": "the link from device to host (gradients)",
     "dram": "host memory (Adam and the links)",
+    "nvme": "NVMe (optimizer state)",
 }
 
 
@@ -35,7 +36,11 @@ def render(estimate: Estimate, workload: Workload, machine: Machine, console: Co
         table.add_row("bound by", _BOUNDS[estimate.bound])
         table.add_row("tokens/s", f"{estimate.tokens_per_s:,.0f}")
     table.add_row("largest batch", str(estimate.max_batch) if estimate.max_batch else "none fits")
-    busy = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in estimate.busy_s.items())
+    busy = ", ".join(
+        f"{name} {seconds:.2f} s"
+        for name, seconds in estimate.busy_s.items()
+        if name != "nvme" or machine.nvme is not None
+    )
     table.add_row("busy in a step", busy)
     console.print(table)
     for remedy in estimate.remedies:

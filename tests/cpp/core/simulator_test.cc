@@ -70,7 +70,8 @@ struct Row {
 
 SimulatedStep simulate(const Row& row, std::size_t budget, const Hardware& hardware,
                        const OptimizerCost& optimizer, std::size_t max_prefetch = 1,
-                       std::vector<Placement> placements = {}) {
+                       std::vector<Placement> placements = {},
+                       const std::vector<bool>& stored = {}) {
   const ChunkLayout layout = Net::row(row.count).layout();
   placements.resize(row.count, Placement::kStream);
   std::size_t fixed = 0;
@@ -80,7 +81,8 @@ SimulatedStep simulate(const Row& row, std::size_t budget, const Hardware& hardw
   const Plan plan = make_plan(
       row.trace(), layout, placements,
       {.device_budget_bytes = budget, .fixed_device_bytes = fixed, .max_prefetch = max_prefetch});
-  return simulate_step(row.trace(), row.durations(), layout, placements, plan, hardware, optimizer);
+  return simulate_step(row.trace(), row.durations(), layout, placements, plan, hardware, optimizer,
+                       stored);
 }
 
 double busy(const SimulatedStep& step, Resource resource) {
@@ -135,6 +137,31 @@ TEST(SimulatorTest, SlowLinkBoundsTheStep) {
   EXPECT_NEAR(step.step_seconds, 31.0, 1e-6);
   EXPECT_EQ(step.bound, Resource::kH2d);
   EXPECT_EQ(to_string(step.bound), "h2d");
+}
+
+// State of 8 bytes an element, read and written at one chunk's state in 5 s: the last gradient is
+// home at 11, then two chunks stream for 10 s each, the third is in memory.
+TEST(SimulatorTest, StateOnNvmeIsStreamedByItsUpdate) {
+  Hardware hardware = unit_hardware();
+  const double state = Net::kWhole * 8.0;
+  hardware.nvme_bytes_per_second = state / 5.0;
+  const SimulatedStep step =
+      simulate({.count = 3}, 3 * kChunk, hardware, fp32_adam(), 1, {}, {true, false, true});
+  EXPECT_DOUBLE_EQ(step.step_seconds, 11.0 + 20.0);
+  EXPECT_DOUBLE_EQ(busy(step, Resource::kNvme), 20.0);
+  EXPECT_EQ(step.bound, Resource::kNvme);
+  EXPECT_EQ(to_string(step.bound), "nvme");
+  EXPECT_EQ(step.nvme_bytes, 2 * Net::kWhole * 8);
+  EXPECT_EQ(step.host_bytes, 3 * Net::kWhole * 16 - step.nvme_bytes);
+}
+
+TEST(SimulatorTest, StateOnADeviceThatIsNotThereIsRefused) {
+  EXPECT_THROW(
+      (void)simulate({.count = 2}, 2 * kChunk, unit_hardware(), fp32_adam(), 1, {}, {true, false}),
+      InvalidArgument);
+  EXPECT_THROW(
+      (void)simulate({.count = 2}, 2 * kChunk, unit_hardware(), fp32_adam(), 1, {}, {false}),
+      InvalidArgument);
 }
 
 TEST(SimulatorTest, SlowDramBoundsTheStep) {
