@@ -79,13 +79,12 @@ void OptimizerState::choose_places(const OptimizerStateOptions& options) {
   std::vector<std::vector<PayloadSpec>> specs(kinds_.size());
   for (std::size_t i = 0; i < kinds_.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    const ChunkSpec& spec = layout_.chunk(chunk);
     if (manager_.placement(chunk) == Placement::kDevice) {
       continue;
     }
     for (const PayloadKind kind : kinds_[i]) {
       specs[i].push_back({std::string(to_string(kind)) + " of chunk " + std::to_string(i),
-                          payload_bytes(chunk, kind, spec.used_bytes / size_of(spec.type))});
+                          payload_bytes(chunk, kind)});
       bytes[i] += specs[i].back().bytes;
     }
   }
@@ -95,11 +94,11 @@ void OptimizerState::choose_places(const OptimizerStateOptions& options) {
   }
   MemoryTier& host = manager_.host();
   const std::size_t total = std::accumulate(bytes.begin(), bytes.end(), std::size_t{0});
-  std::size_t room = host.ledger().available();
-  if (options.nvme_fraction) {
-    room = static_cast<std::size_t>((1.0 - *options.nvme_fraction) * static_cast<double>(total));
-  } else if (total > room) {
-    room -= std::min(room, NvmeTier::window_bytes(specs, NvmeTier::kWindowSlots));
+  const std::size_t available = host.ledger().available();
+  auto room = static_cast<std::size_t>((1.0 - options.nvme_fraction) * static_cast<double>(total));
+  if (room < total || total > available) {
+    const std::size_t window = NvmeTier::window_bytes(specs, NvmeTier::kWindowSlots);
+    room = std::min(room, available - std::min(available, window));
   }
   stored_ = choose_stored(bytes, room);
   for (std::size_t i = 0; i < specs.size(); ++i) {
@@ -115,14 +114,17 @@ void OptimizerState::choose_places(const OptimizerStateOptions& options) {
 void OptimizerState::make_payloads() {
   for (std::size_t i = 0; i < kinds_.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    const ChunkSpec& spec = layout_.chunk(chunk);
     for (const PayloadKind kind : kinds_[i]) {
       if (!stored_[i]) {
-        manager_.add_payload(chunk, kind,
-                             payload_bytes(chunk, kind, spec.used_bytes / size_of(spec.type)));
+        manager_.add_payload(chunk, kind, payload_bytes(chunk, kind));
       }
     }
   }
+}
+
+std::size_t OptimizerState::payload_bytes(ChunkId chunk, PayloadKind kind) const {
+  const ChunkSpec& spec = layout_.chunk(chunk);
+  return payload_bytes(chunk, kind, spec.used_bytes / size_of(spec.type));
 }
 
 // Of the first `numel` elements of a chunk.
@@ -144,10 +146,9 @@ std::size_t OptimizerState::payload_bytes(ChunkId chunk, PayloadKind kind,
 std::vector<std::pair<PayloadKind, std::size_t>> OptimizerState::stored_payloads(
     ChunkId chunk) const {
   std::vector<std::pair<PayloadKind, std::size_t>> found;
-  const ChunkSpec& spec = layout_.chunk(chunk);
   if (stored(chunk)) {
     for (const PayloadKind kind : kinds_[index(chunk)]) {
-      found.emplace_back(kind, payload_bytes(chunk, kind, spec.used_bytes / size_of(spec.type)));
+      found.emplace_back(kind, payload_bytes(chunk, kind));
     }
   }
   return found;

@@ -28,8 +28,8 @@ struct OptimizerStateOptions {
   /// The NVMe tier takes the states of chunks that the host has no room for. nullopt: there is
   /// none.
   std::optional<NvmeOptions> nvme;
-  /// Share of the state bytes that go to NVMe at least, in [0, 1]; nullopt: none that fit the host.
-  std::optional<double> nvme_fraction;
+  /// Share of the state bytes that go there whether the host has room or not, in [0, 1].
+  double nvme_fraction = 0.0;
 };
 
 /// Bytes at which a chunk aligns its parameters for a format: blocks of quantised moments begin
@@ -136,6 +136,7 @@ class OptimizerState {
   [[nodiscard]] bool has_master(ParamId param) const {
     return has(param, PayloadKind::kMaster) || has(param, PayloadKind::kRemainder);
   }
+  [[nodiscard]] std::size_t payload_bytes(ChunkId chunk, PayloadKind kind) const;
   [[nodiscard]] std::size_t payload_bytes(ChunkId chunk, PayloadKind kind, std::size_t numel) const;
   /// Calls `work` while the chunk's payloads are in memory.
   void with_memory(ChunkId chunk, StreamAccess access,

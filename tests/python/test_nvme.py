@@ -136,6 +136,21 @@ def test_a_host_that_is_too_small_for_the_states_spills_them(tmp_path: Path) -> 
     assert report.host_bytes <= report.host_budget_bytes == int(0.92 * whole)
 
 
+def test_more_than_the_fraction_goes_there_where_the_host_is_short(tmp_path: Path) -> None:
+    whole = boost(tower(), chunk_bytes=4096).report().host_bytes
+    boosted = boost(
+        tower(),
+        chunk_bytes=4096,
+        host_memory=int(0.9 * whole),
+        nvme_path=tmp_path,
+        nvme_offload_fraction=0.1,
+    )
+    report = boosted.report()
+    assert report.nvme_bytes > 0.2 * state_bytes(boosted)
+    assert report.host_bytes <= report.host_budget_bytes
+    go_on(boosted, steps=1)
+
+
 def test_nothing_goes_to_nvme_while_the_host_has_room(tmp_path: Path) -> None:
     boosted = boost(tower(), nvme_path=tmp_path)
     go_on(boosted, steps=1)

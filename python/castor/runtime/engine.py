@@ -113,7 +113,7 @@ class Engine:
                 "optim_state_format": optim_state_format,
                 "nvme_paths": [str(path) for path in config.nvme_paths],
                 "nvme_bytes": 2**63 if config.nvme_bytes is None else config.nvme_bytes,
-                "nvme_fraction": config.nvme_offload_fraction,
+                "nvme_fraction": config.nvme_offload_fraction or 0.0,
                 "nvme_verify": config.nvme_verify,
             },
         )
