@@ -344,6 +344,43 @@ def io(record: Record) -> list[str]:
     return [table((f"of fio: {about}", "engine", "median", "quartiles"), rows)]
 
 
+def nvme(record: Record) -> list[str]:
+    rows = []
+    for result in record["results"].values():
+        row = [result["name"], f"{result['update_seconds']['median']:.3f}"]
+        if "read_bytes" in result:
+            row += [
+                f"{result['read_bytes'] / 1e6:,.0f}",
+                f"{result['written_bytes'] / 1e6:,.0f}",
+                f"{result['device_seconds']['median']:.3f}",
+                f"{result['over_device']['median']:.2f}",
+            ]
+        else:
+            row += ["", "", "", ""]
+        rows.append(row)
+    headings = (
+        f"optimizer.step() of {record['parameters'] / 1e6:.0f}M parameters", "median s",
+        "read MB", "written MB", "device s", "over device",
+    )  # fmt: skip
+    return [table(headings, rows)]
+
+
+def beyond(record: Record) -> list[str]:
+    report = record["report"]
+    rows = [
+        ["parameters, gradients and optimizer state", f"{record['state_bytes'] / 2**20:,.0f}"],
+        ["device budget", f"{report['device_budget_bytes'] / 2**20:,.0f}"],
+        ["host budget", f"{report['host_budget_bytes'] / 2**20:,.0f}"],
+        ["on NVMe", f"{report['nvme_bytes'] / 2**20:,.0f}"],
+        ["peak resident", f"{record['peak_resident_bytes'] / 2**20:,.0f}"],
+    ]
+    losses = ", ".join(f"{loss:.3f}" for loss in record["losses"])
+    return [
+        table((f"{record['parameters'] / 1e6:.0f}M parameters", "MiB"), rows),
+        f"<p>{record['over_budgets']:.2f} times both budgets; losses {losses}</p>",
+    ]
+
+
 def others(record: Record) -> list[str]:
     """A record that has no section of its own: its numbers, by their place in it."""
     rows = [[name, f"{value:g}"] for name, value in _numbers(record, "")]
@@ -372,5 +409,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Record], list[str]]]] = {
     "copy_engines": ("Copy engines", copy_engines),
     "simulator": ("The simulator against measured steps", simulator),
     "io": ("NVMe engines beside fio", io),
+    "nvme": ("Optimizer steps on NVMe", nvme),
+    "beyond": ("A model beyond device and host memory", beyond),
     "build": ("Memory while building", build),
 }
