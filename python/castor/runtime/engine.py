@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -207,6 +208,18 @@ def _telling_what_is_lost(model: nn.Module) -> Iterator[None]:
             "with a path that works",
             error.filename,
         ) from error
+
+
+def _leave_sessions_to_the_parent() -> None:
+    """In a forked child (a data loader's worker): no session is ever destroyed there.
+
+    It would wait for threads that only the parent has.
+    """
+    for engine in list(_engines.values()):
+        engine.session.keep_forever()
+
+
+os.register_at_fork(after_in_child=_leave_sessions_to_the_parent)
 
 
 def engine_of(model: nn.Module) -> Engine:
