@@ -95,13 +95,13 @@ void OptimizerState::choose_places(const OptimizerStateOptions& options) {
   }
   MemoryTier& host = manager_.host();
   const std::size_t total = std::accumulate(bytes.begin(), bytes.end(), std::size_t{0});
+  const auto share = static_cast<std::size_t>((1.0 - options.nvme_fraction.value_or(0.0)) *
+                                              static_cast<double>(total));
   std::size_t room = host.ledger().available();
-  if (options.nvme_fraction) {
-    room = static_cast<std::size_t>((1.0 - *options.nvme_fraction) * static_cast<double>(total));
-  } else if (total > room) {
+  if (share < total || total > room) {
     room -= std::min(room, NvmeTier::window_bytes(specs, NvmeTier::kWindowSlots));
   }
-  stored_ = choose_stored(bytes, room);
+  stored_ = choose_stored(bytes, std::min(room, share));
   for (std::size_t i = 0; i < specs.size(); ++i) {
     if (!stored_[i]) {
       specs[i].clear();
