@@ -1,6 +1,7 @@
 #include "io/scratch_file.h"
 
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -10,9 +11,11 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include "core/error.h"
@@ -26,6 +29,10 @@ constexpr std::array<char, 8> kMagic = {'C', 'A', 'S', 'T', 'O', 'R', 'S', 'C'};
 constexpr std::uint32_t kVersion = 1;
 // Between open and lock another job may remove the file; who loses that race tries again.
 constexpr int kMaxRaces = 100;
+// A job that was killed keeps its lock until the kernel has closed its io_uring and its forked
+// children (data loader workers) have noticed, after up to 5 s.
+constexpr auto kDeadOwnerPatience = std::chrono::seconds(10);
+constexpr auto kDeadOwnerPoll = std::chrono::milliseconds(10);
 
 /// The first bytes of a scratch file. All versions begin with magic and version.
 struct Header {
@@ -107,6 +114,11 @@ void check_ours(const std::optional<Header>& header, const std::string& path) {
   }
 }
 
+/// Whether no such process is here any more. One of another machine or container may seem dead.
+bool is_dead(std::uint64_t pid) {
+  return pid != 0 && ::kill(static_cast<pid_t>(pid), 0) != 0 && errno == ESRCH;
+}
+
 bool is_still_at(const struct stat& status, const std::string& path) {
   struct stat there = {};
   return ::lstat(path.c_str(), &there) == 0 && there.st_ino == status.st_ino &&
@@ -181,7 +193,8 @@ struct ScratchFile::Opened {
 };
 
 ScratchFile::Opened ScratchFile::open_locked(const std::string& path) {
-  for (int race = 0; race < kMaxRaces; ++race) {
+  const auto deadline = std::chrono::steady_clock::now() + kDeadOwnerPatience;
+  for (int num_races = 0; num_races < kMaxRaces;) {
     UniqueFd descriptor(without_interruption([&] {
       return ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, S_IRUSR | S_IWUSR);
     }));
@@ -203,10 +216,17 @@ ScratchFile::Opened ScratchFile::open_locked(const std::string& path) {
       }
       const auto header = read_header(descriptor.get(), path);
       const bool known = header && header->magic == kMagic;
+      const bool dead = known && is_dead(header->owner_pid);
+      if (dead && std::chrono::steady_clock::now() < deadline) {
+        std::this_thread::sleep_for(kDeadOwnerPoll);
+        continue;
+      }
       throw IoError(
           EBUSY, path, 0,
           "in use by another castor job" +
-              (known ? " (process " + std::to_string(header->owner_pid) + ")" : std::string()) +
+              (known ? " (process " + std::to_string(header->owner_pid) +
+                           (dead ? ", which is gone, but a child of it may still run" : "") + ")"
+                     : std::string()) +
               ":",
           "Give each job, and each rank, a path of its own, or end that job");
     }
@@ -214,7 +234,8 @@ ScratchFile::Opened ScratchFile::open_locked(const std::string& path) {
       throw IoError(errno, path, 0, "cannot ask for the size of");
     }
     if (!is_still_at(status, path)) {
-      continue;  // whoever held the lock has removed the file
+      ++num_races;  // whoever held the lock has removed the file
+      continue;
     }
     if (status.st_size == 0) {
       return {std::move(descriptor), ScratchOrigin::kNew};

@@ -21,8 +21,9 @@ enum class ScratchOrigin {
 /// All its space is taken at the start, so that a full disk is found then and not in step 400. A
 /// header (magic, version, owner, checksum) tells castor's own files from foreign ones: a file that
 /// is not castor's is never written to. The lock (flock) goes with the process, however it ends;
-/// what then stays behind is reclaimed by the next job on that path. close() and the destructor
-/// remove the file, in the process that made it: a forked child leaves it alone.
+/// what then stays behind is reclaimed by the next job on that path, which waits some seconds for a
+/// lock whose owner is gone (its children, or the kernel, have it still). close() and the
+/// destructor remove the file, in the process that made it: a forked child leaves it alone.
 ///
 /// Throws IoError: ENOENT, EACCES, EROFS (the directory), EBUSY (another job has it), EEXIST (a
 /// foreign file), ENOSPC, EDQUOT, EFBIG (space), each with what to do. Not thread-safe; file() is.

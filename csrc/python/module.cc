@@ -320,6 +320,7 @@ PYBIND11_MODULE(_C, m) {
       .def("begin_load", &Session::begin_load, py::arg("weights"), py::arg("states"), released)
       .def("end_load", &Session::end_load, py::arg("weights"), py::arg("states"), released)
       .def_property_readonly("whole", &Session::whole)
+      .def("keep_forever", [](const py::object& self) { self.inc_ref(); })
       .def("await_updates", &Session::await_updates, released)
       .def("finish_step", &Session::finish_step, released)
       .def("settle", py::overload_cast<>(&Session::settle), released)

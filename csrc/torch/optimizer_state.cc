@@ -94,13 +94,13 @@ void OptimizerState::choose_places(const OptimizerStateOptions& options) {
   }
   MemoryTier& host = manager_.host();
   const std::size_t total = std::accumulate(bytes.begin(), bytes.end(), std::size_t{0});
-  const std::size_t available = host.ledger().available();
-  auto room = static_cast<std::size_t>((1.0 - options.nvme_fraction) * static_cast<double>(total));
-  if (room < total || total > available) {
-    const std::size_t window = NvmeTier::window_bytes(specs, NvmeTier::kWindowSlots);
-    room = std::min(room, available - std::min(available, window));
+  const auto share =
+      static_cast<std::size_t>((1.0 - options.nvme_fraction) * static_cast<double>(total));
+  std::size_t room = host.ledger().available();
+  if (share < total || total > room) {
+    room -= std::min(room, NvmeTier::window_bytes(specs, NvmeTier::kWindowSlots));
   }
-  stored_ = choose_stored(bytes, room);
+  stored_ = choose_stored(bytes, std::min(room, share));
   for (std::size_t i = 0; i < specs.size(); ++i) {
     if (!stored_[i]) {
       specs[i].clear();

@@ -230,8 +230,11 @@ void Session::await_updates() {
   }
 }
 
+// A failure comes out once as what it is; from then on what it did to the run is said instead.
 void Session::settle() {
-  await_updates();
+  if (integrity_.whole()) {
+    await_updates();
+  }
   integrity_.check();
 }
 

@@ -1,8 +1,9 @@
 """A training run that saves at every step and is killed at random moments, again and again.
 
-Usage: dying_run.py WHAT LIVES SEED DIRECTORY, with WHAT "run" (booster.save) or "model" (save_model
-over the same directory). Prints a JSON line with counts; exits 1 when a restart found anything but
-a whole checkpoint, or went on with other losses than the run that was never killed.
+Usage: dying_run.py WHAT LIVES SEED DIRECTORY, with WHAT "run" (booster.save), "nvme" (the same with
+all optimizer states on NVMe) or "model" (save_model over the same directory). Prints a JSON line
+with counts; exits 1 when a restart found anything but a whole checkpoint, or went on with other
+losses than the run that was never killed, which has its states in memory.
 
 Each life is a fork of this warm process, which itself starts no thread before.
 """
@@ -13,6 +14,7 @@ import random
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,14 +30,17 @@ REFERENCE_STEPS = 4000
 
 
 class Run:
-    def __init__(self) -> None:
+    def __init__(self, scratch: Path | None = None) -> None:
+        nvme = {} if scratch is None else {"nvme_path": scratch, "nvme_offload_fraction": 1.0}
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 1))
         self.optimizer = AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = StepLR(self.optimizer, 5)
         self.loader = DataLoader(TensorDataset(torch.randn(24, 8)), batch_size=4, shuffle=True)
         self.booster = castor.Booster(
-            plugin=castor.GeminiPlugin(device="cpu", device_memory="1MiB", host_memory="64MiB")
+            plugin=castor.GeminiPlugin(
+                device="cpu", device_memory="1MiB", host_memory="64MiB", chunk_bytes=256, **nvme
+            )
         )
         self.booster.boost(self.model, self.optimizer, None, self.loader, self.scheduler)
 
@@ -59,9 +64,9 @@ def log(path: Path, line: str) -> None:
     os.close(descriptor)
 
 
-def live_run(directory: Path, journal: Path) -> None:
+def live_run(directory: Path, journal: Path, *, on_nvme: bool) -> None:
     """One life of a run: from the newest checkpoint on, until killed."""
-    run = Run()
+    run = Run(directory / "nvme" if on_nvme else None)
     step = 0
     if run.booster.latest(directory / "run") is not None:
         step = run.booster.load(directory / "run", *run.parts()).step  # verifies every byte
@@ -149,8 +154,15 @@ def main() -> None:
     rng = random.Random(seed)
     journal, reference_file = directory / "journal", directory / "reference"
     journal.touch()
-    life = {"run": live_run, "model": live_model}[what]
-    if what == "run":
+    life = {
+        "run": partial(live_run, on_nvme=False),
+        "nvme": partial(live_run, on_nvme=True),
+        "model": live_model,
+    }[what]
+    scratch = directory / "nvme" / "castor.scratch"
+    if what == "nvme":
+        scratch.parent.mkdir()
+    if what != "model":
         assert os.waitpid(fork(write_reference, reference_file), 0)[1] == 0
     for _ in range(lives):
         size = journal.stat().st_size
@@ -163,6 +175,7 @@ def main() -> None:
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         assert os.WIFSIGNALED(status), f"a life ended by itself with status {status}"
+        assert scratch.exists() == (what == "nvme")  # the next life reclaims it
     # One more life says what the last kill left.
     size = journal.stat().st_size
     pid = fork(life, directory, journal)
@@ -171,7 +184,7 @@ def main() -> None:
         time.sleep(0.001)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    reference = reference_file.read_text().split() if what == "run" else []
+    reference = reference_file.read_text().split() if what != "model" else []
     left = [*directory.glob(".*-castor-*"), *directory.glob("run/.*-castor-*")]
     print(json.dumps({**check(journal, reference), "left": len(left)}))
 

@@ -183,7 +183,10 @@ def _portable(driver: Driver, param: torch.Tensor, entry: dict[Any, Any]) -> dic
 
         return ComputedTensor(dtype=torch.float32, shape=tuple(param.shape), compute=compute)
 
-    portable: dict[Any, Any] = {**entry, "exp_avg": moment(0), "exp_avg_sq": moment(1)}
+    # Keys alone: what a stored entry gives for one is read from NVMe.
+    moment_keys = ("exp_avg", "exp_avg_sq", *(["scales"] if stored else []))
+    portable: dict[Any, Any] = {key: entry[key] for key in entry if key not in moment_keys}
+    portable |= {"exp_avg": moment(0), "exp_avg_sq": moment(1)}
     if stored and session.optim_state_format == "split_int8":
         portable["scales"] = ComputedTensor(
             dtype=torch.float32,

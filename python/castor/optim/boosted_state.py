@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import ItemsView, Iterator, KeysView, ValuesView
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +58,8 @@ def choose_state_format(optimizer: Optimizer | None, config: GeminiConfig) -> St
 class StoredState(dict[str, Any]):
     """optimizer.state of a parameter whose moments lie on NVMe.
 
-    Holds "step". The others are read when they are asked for: copies, of which nothing goes back.
+    Holds "step", and shows the keys that the state has in memory. The moments are read when they
+    are asked for: copies, of which nothing goes back. Copied or pickled it becomes an OrderedDict.
     """
 
     def __init__(self, engine: Engine, index: int) -> None:
@@ -71,10 +74,50 @@ class StoredState(dict[str, Any]):
         moments: torch.Tensor = self.loaded()[key]
         return moments
 
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or key in stored_names(self._engine)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from super().__iter__()
+        for key in stored_names(self._engine):
+            if not super().__contains__(key):
+                yield key
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __reduce_ex__(self, _: object) -> tuple[Any, ...]:
+        # An OrderedDict: torch.load(weights_only=True) builds these and no other class's.
+        return OrderedDict, (), None, None, iter(self.loaded().items())
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As a dict's; a moment is read."""
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def keys(self) -> KeysView[str]:  # type: ignore[override]
+        """Of what is held and what is stored."""
+        return KeysView(self)
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        """Reads the moments one by one."""
+        return ValuesView(self)
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        """Reads the moments one by one."""
+        return ItemsView(self)
+
+    def held(self) -> dict[str, Any]:
+        """What is in memory: "step", and what somebody has put there."""
+        return dict(super().items())
+
     def loaded(self) -> dict[str, Any]:
         """A state as a dict of its own, in memory."""
         moments = self._engine.session.read_moments(self._index)
-        return {**self, **dict(zip(stored_names(self._engine), moments, strict=True))}
+        stored = dict(zip(stored_names(self._engine), moments, strict=True))
+        return {**self.held(), **stored, **self.held()}
 
 
 def stored_names(engine: Engine) -> tuple[str, ...]:

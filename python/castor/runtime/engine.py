@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from torch import nn
 
 from castor import _C
 from castor.config import GeminiConfig
-from castor.errors import UsageError
+from castor.errors import IoError, UsageError
 from castor.lazy import Materialisation, check_inactive
 from castor.runtime.guard import guard
 from castor.runtime.history import StepHistory
@@ -51,6 +52,8 @@ class Engine:
         Raises:
             UsageError: The model is boosted already, or cannot be.
             OutOfMemoryError: A budget is too small; the model is untouched then.
+            IoError: A path cannot be used, and the model is untouched; or NVMe failed later, and
+                the message says that the model must be built anew.
         """
         check_not_boosted(model)
         check_inactive()
@@ -61,15 +64,16 @@ class Engine:
         self.resumed_steps = 0
         """Steps that were taken before this process, by the checkpoint it resumed from."""
         lazy = Materialisation(model)
-        try:
-            spec = self._take_over(
-                model, adam_state=adam_state, optim_state_format=optim_state_format
-            )
-        except BaseException:
-            lazy.cancel()
-            raise
-        lazy.run(self._place, self._finish)
-        self.session.zero_moments()  # last: memory holds no moments while values are made
+        with _telling_what_is_lost(model):
+            try:
+                spec = self._take_over(
+                    model, adam_state=adam_state, optim_state_format=optim_state_format
+                )
+            except BaseException:
+                lazy.cancel()
+                raise
+            lazy.run(self._place, self._finish)
+            self.session.zero_moments()  # last: memory holds no moments while values are made
         self.model_name = type(model).__name__
         self.modules = [module.name for module in spec.modules]
         self.history = StepHistory()
@@ -187,6 +191,39 @@ class Engine:
         if events is None:
             raise UsageError("there is no trace yet; finish one optimizer step first")
         write_trace(path, events, ModelSpec.of(model))
+
+
+@contextmanager
+def _telling_what_is_lost(model: nn.Module) -> Iterator[None]:
+    """Names the model in the error of a device that fails when parameters are taken over already.
+
+    Their old memory is given back one by one: no way leads back.
+    """
+    before = [param.data_ptr() for param in model.parameters()]
+    try:
+        yield
+    except IoError as error:
+        if [param.data_ptr() for param in model.parameters()] == before:
+            raise
+        raise type(error)(
+            error.errno,
+            f"{error.strerror}. booster.boost had begun to move the parameters of this "
+            f"{type(model).__name__}, and they may be rounded: build the model anew, and boost it "
+            "with a path that works",
+            error.filename,
+        ) from error
+
+
+def _leave_sessions_to_the_parent() -> None:
+    """In a forked child (a data loader's worker): no session is ever destroyed there.
+
+    It would wait for threads that only the parent has.
+    """
+    for engine in list(_engines.values()):
+        engine.session.keep_forever()
+
+
+os.register_at_fork(after_in_child=_leave_sessions_to_the_parent)
 
 
 def engine_of(model: nn.Module) -> Engine:

@@ -100,6 +100,32 @@ TEST(ScratchFileTest, WhatAKilledJobLeftIsReclaimed) {
   ::close(ready[1]);
 }
 
+// As a data loader's worker does, or the kernel while it closes a killed process's io_uring.
+TEST(ScratchFileTest, ALockThatOutlivesItsKilledOwnerIsWaitedFor) {
+  const test::TempDirectory directory;
+  int ready[2];
+  ASSERT_EQ(::pipe(ready), 0);
+  const pid_t owner = ::fork();
+  ASSERT_GE(owner, 0);
+  if (owner == 0) {
+    const ScratchFile file(directory / "scratch", kMiB);
+    if (::fork() != 0) {
+      (void)!::write(ready[1], "x", 1);
+      ::pause();
+    }
+    ::usleep(200'000);
+    ::_exit(0);
+  }
+  char byte = 0;
+  ASSERT_EQ(::read(ready[0], &byte, 1), 1);
+  ASSERT_EQ(::kill(owner, SIGKILL), 0);
+  ASSERT_EQ(::waitpid(owner, nullptr, 0), owner);
+  EXPECT_EQ(error_of(directory / "scratch", 4096), 0);
+  EXPECT_TRUE(directory.empty());
+  ::close(ready[0]);
+  ::close(ready[1]);
+}
+
 TEST(ScratchFileTest, AForkedChildDoesNotRemoveIt) {
   const test::TempDirectory directory;
   ScratchFile file(directory / "scratch", 4096);

@@ -1,0 +1,98 @@
+"""Every I/O operation of a run fails once: the same bits in the end, or an error first."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import castor
+from enduring_run import FAULTS_VARIABLE, EnduringRun, settings_of
+
+FAULTS = ("EIO", "ENOSPC", "EINTR", "short", "flip")
+
+
+class Sweep:
+    """Runs with one fault each, compared with one that met none."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+        self._settings = settings
+        self._directory = directory
+        self._environment = monkeypatch
+        self._scratch = directory / "nvme"
+        self._scratch.mkdir()
+        before = self._count("reads", "writes")
+        run = self._start("count")
+        run.run.booster.save(run.first, run.run.model, run.run.optimizer)
+        self._first = run.first
+        run.train()
+        self._expected = run.state()
+        assert run.what_happened == []
+        self.num_operations = self._count("reads", "writes") - before
+        self.outcomes: Counter[str] = Counter()
+
+    def meet(self, fault: str) -> None:
+        before = self._count("faults")
+        run = self._start(fault)
+        run.first = self._first
+        run.train()
+        for mine, theirs in zip(run.state(), self._expected, strict=True):
+            assert torch.equal(mine, theirs), run.what_happened
+        if self._count("faults") > before:  # beside backward not every run has as many operations
+            self.outcomes["; ".join(run.what_happened) or "no error"] += 1
+        del run
+        assert list(self._scratch.iterdir()) == []
+
+    def _start(self, fault: str) -> EnduringRun:
+        checkpoints = self._directory / fault.replace(":", "-")
+        checkpoints.mkdir()
+        self._environment.setenv(FAULTS_VARIABLE, fault)
+        try:
+            return EnduringRun(self._scratch, checkpoints, **self._settings)
+        except castor.IoError as error:
+            if "build the model anew" not in str(error):
+                raise
+        self._environment.setenv(FAULTS_VARIABLE, "")
+        run = EnduringRun(self._scratch, checkpoints, **self._settings)
+        run.what_happened.append("IoError in boost, anew")
+        return run
+
+    def _count(self, *what: str) -> int:
+        counts = castor._C.io_fault_counts()
+        return sum(counts[kind] for kind in what)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_any_operation_of_a_run_may_fail(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = Sweep(tmp_path, monkeypatch, **settings_of("fp32", "none"))
+    assert sweep.num_operations >= 40
+    for operation in range(1, sweep.num_operations + 1):
+        sweep.meet(f"any:{operation}:{fault}")
+    check_outcomes(fault, sweep)
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_operations_may_fail_beside_backward_and_the_next_forward(
+    precision: str, overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = Sweep(tmp_path, monkeypatch, **settings_of(precision, overlap))
+    stride = sweep.num_operations // 23
+    for position, fault in enumerate(("EIO", "flip")):
+        for operation in range(1 + position, sweep.num_operations + 1, stride):
+            sweep.meet(f"any:{operation}:{fault}")
+        check_outcomes(fault, sweep)
+        sweep.outcomes.clear()
+
+
+def check_outcomes(fault: str, sweep: Sweep) -> None:
+    """That the sweep met what it should have: interrupted and short transfers are not noticed."""
+    if fault in ("EINTR", "short"):
+        assert set(sweep.outcomes) == {"no error"}
+    else:
+        assert any("load" in outcome for outcome in sweep.outcomes)
+        assert any("again" in outcome for outcome in sweep.outcomes)
+        assert fault == "flip" or "no error" not in sweep.outcomes
