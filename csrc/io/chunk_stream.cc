@@ -167,6 +167,7 @@ void ChunkStream::start_write(Slot& slot) {
   } catch (...) {
     slot.writing.clear();
     slot.chunk.reset();
+    torn_.store(true, std::memory_order_relaxed);
     throw;
   }
 }
@@ -184,6 +185,7 @@ void ChunkStream::finish_write(Slot& slot) {
     }
   } catch (...) {
     slot.chunk.reset();
+    torn_.store(true, std::memory_order_relaxed);
     throw;
   }
 }
@@ -256,6 +258,7 @@ void ChunkStream::discard_all() {
       payload.discard();
     }
   }
+  torn_.store(false, std::memory_order_relaxed);
 }
 
 }  // namespace castor

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -65,6 +66,9 @@ class ChunkStream {
   /// Every chunk reads as zeros from now on: all is about to be written anew.
   void discard_all();
 
+  /// Whether a write failed since the last discard_all(): a payload is torn. Never waits.
+  [[nodiscard]] bool torn() const noexcept { return torn_.load(std::memory_order_relaxed); }
+
   [[nodiscard]] std::size_t num_slots() const noexcept;
   /// Chunks that prefetch can be ahead of the one in use.
   [[nodiscard]] std::size_t max_ahead() const noexcept;
@@ -95,6 +99,7 @@ class ChunkStream {
   TransferQueue& queue_;
   Executor& executor_;
   const Verification verification_;
+  std::atomic<bool> torn_ = false;   // relaxed: orders nothing else
   mutable std::mutex mutex_;         // guards everything below
   std::vector<StoredChunk> chunks_;  // before slots_, whose transfers end first
   std::vector<Slot> slots_;

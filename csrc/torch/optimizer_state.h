@@ -94,6 +94,8 @@ class OptimizerState {
   void announce(std::span<const ChunkId> chunks);
   /// Returns when every change is on NVMe.
   void flush();
+  /// Whether a write to NVMe failed since the last discard_stored(): a state is lost.
+  [[nodiscard]] bool torn() const noexcept { return nvme_ && nvme_->stream().torn(); }
   /// What lies on NVMe becomes zeros: all of it is about to be loaded, or lost its meaning in a
   /// step that failed. A master of zero becomes its parameter's value in the next update.
   void discard_stored();

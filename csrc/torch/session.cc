@@ -270,7 +270,7 @@ void Session::enter(ModuleId module) {
   const bool training = at::GradMode::is_enabled();
   if (module == kRoot && training && ::torch::autograd::get_current_graph_task_id() == -1) {
     check_parameters();
-    integrity_.check();
+    check_whole();
     check_no_update_yet("the next forward began");
   }
   if (runtime_->idle() && charged_account() != nonmodel_) {

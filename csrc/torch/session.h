@@ -74,7 +74,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void end_load(bool weights, bool states);
   /// Whether weights and states are those of one step. Where they are not, a training forward,
   /// step() and settle throw UsageError.
-  [[nodiscard]] bool whole() const { return integrity_.whole(); }
+  [[nodiscard]] bool whole() const { return integrity_.whole() && !optimizer_state_->torn(); }
   /// Returns when no update is under way; rethrows what stopped one.
   void await_updates();
   /// As await_updates; throws UsageError too unless whole(). For whoever reads the values.
@@ -126,6 +126,9 @@ class Session : public std::enable_shared_from_this<Session> {
   void update_now(std::span<const std::vector<ParamUpdate>> updates);
   void submit_update(ChunkId chunk, std::vector<ParamUpdate> updates);
   void update_completed_chunks();
+  void note_torn_states();
+  /// Throws UsageError unless whole().
+  void check_whole();
   void check_no_update_yet(const std::string& what) const;
   void check_not_updated(ModuleId module) const;
   /// Whether somebody holds another tensor over the chunk's memory, which the gate does not watch.

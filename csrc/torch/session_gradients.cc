@@ -113,7 +113,7 @@ void Session::await_gradients() {
 }
 
 GradientSummary Session::collect_gradients(bool with_norm) {
-  integrity_.check();
+  check_whole();
   runtime_->begin_update();
   completed_.clear();  // adam_step updates what is left
   await_gradients();

@@ -76,11 +76,24 @@ void Session::forget_updates() {
   completed_.clear();
 }
 
+// An edited weight's state is written when its memory is needed: in a forward, in a load.
+void Session::note_torn_states() {
+  if (integrity_.whole() && optimizer_state_->torn()) {
+    integrity_.broke("an optimizer state could not be written to NVMe");
+  }
+}
+
+void Session::check_whole() {
+  note_torn_states();
+  integrity_.check();
+}
+
 void Session::begin_load(bool weights, bool states) {
   forget_updates();
   if (updates_) {
     updates_->abandon();
   }
+  note_torn_states();
   if (states || !integrity_.whole()) {
     optimizer_state_->discard_stored();
   }
@@ -232,10 +245,10 @@ void Session::await_updates() {
 
 // A failure comes out once as what it is; from then on what it did to the run is said instead.
 void Session::settle() {
-  if (integrity_.whole()) {
+  if (whole()) {
     await_updates();
   }
-  integrity_.check();
+  check_whole();
 }
 
 void Session::settle(ParamId param) { gate_->pass(index(layout_.place(param).chunk)); }

@@ -35,7 +35,11 @@ class EnduringRun:
     `what_happened` lists the errors met, and what helped: "again" or "load".
     """
 
-    def __init__(self, scratch: Path, checkpoints: Path, **settings: Any) -> None:
+    def __init__(
+        self, scratch: Path, checkpoints: Path, *, edits: bool = False, **settings: Any
+    ) -> None:
+        """`edits`: weights are changed by hand before each step, which reaches their masters."""
+        self.edits = edits
         self.run = boost(tower(depth=5), nvme_path=scratch, **settings)
         self.checkpoints = checkpoints
         self.what_happened: list[str] = []
@@ -53,6 +57,10 @@ class EnduringRun:
         booster, model, optimizer = self.run
         optimizer.zero_grad()
         booster.backward(model(**tower_batch(step)), optimizer)
+        if self.edits:
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.view(-1)[:3] *= 0.5
         self._again(optimizer.step)
         if step == 0:
             self._again(lambda: booster.save(self.checkpoints, model, optimizer))
@@ -104,11 +112,13 @@ class EnduringRun:
 
     def _note(self, error: castor.Error) -> None:
         words = str(error)
-        assert "castor.scratch" in words, error
+        if isinstance(error, castor.UsageError):
+            assert "load the last checkpoint" in words or "load a checkpoint" in words, error
+            assert not self._whole(), error
+        else:
+            assert "castor.scratch" in words, error
         if isinstance(error, castor.CorruptionError):
             assert "of chunk" in words, error
-        if isinstance(error, castor.UsageError):
-            assert "checkpoint" in words, error
         self.what_happened.append(type(error).__name__)
 
     def _whole(self) -> bool:

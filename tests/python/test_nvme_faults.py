@@ -88,6 +88,17 @@ def test_operations_may_fail_beside_backward_and_the_next_forward(
         sweep.outcomes.clear()
 
 
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_edited_masters_may_fail_to_be_written(
+    overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of("bf16", overlap) | {"optim_state_format": "split", "edits": True}
+    sweep = Sweep(tmp_path, monkeypatch, **settings)
+    for operation in range(1, sweep.num_operations + 1, sweep.num_operations // 40):
+        sweep.meet(f"any:{operation}:EIO")
+    check_outcomes("EIO", sweep)
+
+
 def check_outcomes(fault: str, sweep: Sweep) -> None:
     """That the sweep met what it should have: interrupted and short transfers are not noticed."""
     if fault in ("EINTR", "short"):

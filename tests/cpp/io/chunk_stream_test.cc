@@ -332,7 +332,9 @@ TEST_P(ChunkStreamTest, ATornChunkRefusesToBeReadUntilItIsDiscarded) {
   const auto bench = make_bench({{IoFault::Kind::kErrno, EIO, 0, 1, IoOperation::kWrite}}, 1,
                                 Verification::kOn, 1);
   bench->stream->use(0, StreamAccess::kUpdate, change_all);
+  EXPECT_FALSE(bench->stream->torn());
   EXPECT_THROW(bench->stream->flush(), IoError);
+  EXPECT_TRUE(bench->stream->torn());
   try {
     bench->stream->use(0, StreamAccess::kUpdate, change_all);
     FAIL() << "a torn payload was read";
@@ -342,6 +344,7 @@ TEST_P(ChunkStreamTest, ATornChunkRefusesToBeReadUntilItIsDiscarded) {
                  "checkpoint");
   }
   bench->stream->discard_all();
+  EXPECT_FALSE(bench->stream->torn());
   expect_all(*bench->stream, store(*bench->stream));
 }
 
