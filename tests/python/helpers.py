@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import castor
+from castor.runtime.engine import engine_of
 from zoo import tower, tower_batch
 
 GIB = 2**30
@@ -188,3 +189,29 @@ def assert_boost_fails(
     assert_same_weights(model, reference.parameters())
     model.layers[0] = nn.Linear(32, 32)  # not guarded either
     return raised.value
+
+
+def go_on(boosted: Boosted, first: int = 0, steps: int = 4) -> list[float]:
+    """Losses of steps on the tower, whose batches are numbered."""
+    return [
+        boosted.step(boosted.model(**tower_batch(seed))) for seed in range(first, first + steps)
+    ]
+
+
+def exact_state(boosted: Boosted) -> list[torch.Tensor]:
+    """Weights, masters and float32 moments."""
+    engine = engine_of(boosted.model)
+    engine.session.send_home()
+    state = copies(boosted.model.parameters())
+    for i in range(len(engine.params)):
+        master = engine.session.master(i)
+        state += [] if master is None else [master.clone()]
+    for entry in boosted.optimizer.state_dict()["state"].values():
+        state += [entry["exp_avg"].clone(), entry["exp_avg_sq"].clone()]
+    return state
+
+
+def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(actual) == len(expected)
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(mine, theirs)

@@ -14,7 +14,19 @@ from castor import HybridAdam
 from castor.checkpoint.container import bytes_of
 from castor.checkpoint.optimizer import state_of_optimizer
 from castor.runtime.engine import engine_of
-from helpers import GIB, LR, Boosted, assert_same_weights, boost, copies, margin, plugin
+from helpers import (
+    GIB,
+    LR,
+    Boosted,
+    assert_equal,
+    assert_same_weights,
+    boost,
+    copies,
+    exact_state,
+    go_on,
+    margin,
+    plugin,
+)
 from zoo import CASES, tower, tower_batch
 
 FORMATS = ("fp32", "split", "split_bf16", "split_int8")
@@ -26,29 +38,6 @@ BLOCK = castor._C.MOMENT_BLOCK
 
 def bf16(model: nn.Module, state_format: str | None, memory: int = GIB, **settings: Any) -> Boosted:
     return boost(model, memory, precision="bf16", optim_state_format=state_format, **settings)
-
-
-def go_on(boosted: Boosted, first: int = 0, steps: int = 4) -> list[float]:
-    return [
-        boosted.step(boosted.model(**tower_batch(seed))) for seed in range(first, first + steps)
-    ]
-
-
-def exact_state(boosted: Boosted) -> list[torch.Tensor]:
-    """Weights, masters and float32 moments."""
-    engine = engine_of(boosted.model)
-    engine.session.send_home()
-    state = copies(boosted.model.parameters())
-    state += [engine.session.master(i).clone() for i in range(len(engine.params))]
-    for entry in boosted.optimizer.state_dict()["state"].values():
-        state += [entry["exp_avg"].clone(), entry["exp_avg_sq"].clone()]
-    return state
-
-
-def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    assert len(actual) == len(expected)
-    for mine, theirs in zip(actual, expected, strict=True):
-        assert torch.equal(mine, theirs)
 
 
 # --- trajectories -------------------------------------------------------------------------------

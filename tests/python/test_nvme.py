@@ -12,37 +12,21 @@ from torch.optim import SGD, AdamW
 import castor
 from castor import HybridAdam
 from castor.runtime.engine import engine_of
-from helpers import LR, Boosted, boost, copies, tight_memory
+from helpers import (
+    LR,
+    Boosted,
+    assert_equal,
+    boost,
+    copies,
+    exact_state,
+    go_on,
+    tight_memory,
+)
 from zoo import CASES, tower, tower_batch
 
 FORMATS = ("fp32", "split", "split_bf16", "split_int8")
 CHUNK = 2**14
 """Small chunks: even the small models have many."""
-
-
-def go_on(boosted: Boosted, first: int = 0, steps: int = 4) -> list[float]:
-    return [
-        boosted.step(boosted.model(**tower_batch(seed))) for seed in range(first, first + steps)
-    ]
-
-
-def exact_state(boosted: Boosted) -> list[torch.Tensor]:
-    """Weights, masters and float32 moments."""
-    engine = engine_of(boosted.model)
-    engine.session.send_home()
-    state = copies(boosted.model.parameters())
-    for i in range(len(engine.params)):
-        master = engine.session.master(i)
-        state += [] if master is None else [master.clone()]
-    for entry in boosted.optimizer.state_dict()["state"].values():
-        state += [entry["exp_avg"].clone(), entry["exp_avg_sq"].clone()]
-    return state
-
-
-def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    assert len(actual) == len(expected)
-    for mine, theirs in zip(actual, expected, strict=True):
-        assert torch.equal(mine, theirs)
 
 
 def state_bytes(boosted: Boosted) -> int:
