@@ -199,11 +199,12 @@ def _telling_what_is_lost(model: nn.Module) -> Iterator[None]:
 
     Their old memory is given back one by one: no way leads back.
     """
-    before = [param.data_ptr() for param in model.parameters()]
+    dense = [param for param in model.parameters() if param.layout == torch.strided]
+    before = [param.data_ptr() for param in dense]
     try:
         yield
     except IoError as error:
-        if [param.data_ptr() for param in model.parameters()] == before:
+        if [param.data_ptr() for param in dense] == before:
             raise
         raise type(error)(
             error.errno,
