@@ -13,10 +13,6 @@ c10::Storage empty_storage(std::size_t bytes) {
           /*resizable=*/false};
 }
 
-std::uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
-}
-
 /// A pointer that owns a share of `payload`.
 c10::DataPtr owning_pointer(std::shared_ptr<Payload> payload) {
   void* data = payload->data();
@@ -56,6 +52,10 @@ at::ScalarType to_torch(ScalarType type) {
     case ScalarType::kFloat16: return at::kHalf;
   }
   return at::kFloat;
+}
+
+std::uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
 ParamGeometry geometry_of(const at::Tensor& tensor) {

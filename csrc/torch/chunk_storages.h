@@ -16,6 +16,9 @@ namespace castor {
 
 [[nodiscard]] at::ScalarType to_torch(ScalarType type);
 
+/// What torch counts writes to a tensor, and to every alias of it, with.
+[[nodiscard]] std::uint32_t version_of(const at::Tensor& tensor);
+
 /// How a parameter's elements lie in its place in a chunk. Dense layouts keep their strides.
 struct ParamGeometry {
   std::vector<std::int64_t> sizes;

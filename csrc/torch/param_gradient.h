@@ -22,11 +22,6 @@ struct GradientSummary {
   std::int64_t num_gradients = 0;
 };
 
-/// What torch counts writes to a tensor, and to every alias of it, with.
-inline std::uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
-}
-
 /// A trainable parameter's gradient: a view of its payload, which p.grad becomes.
 struct Gradient {
   at::Tensor view;
