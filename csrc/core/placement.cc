@@ -1,5 +1,6 @@
 #include "core/placement.h"
 
+#include <algorithm>
 #include <numeric>
 #include <string>
 
@@ -48,13 +49,16 @@ std::vector<Placement> place_chunks(const ChunkLayout& layout, const PlacementOp
   return placements;
 }
 
-std::vector<bool> choose_stored(std::span<const std::size_t> state_bytes, std::size_t host_bytes) {
+std::vector<bool> choose_stored(std::span<const std::size_t> state_bytes, std::size_t host_bytes,
+                                std::size_t window_bytes, double fraction) {
   const std::size_t total = std::accumulate(state_bytes.begin(), state_bytes.end(), std::size_t{0});
+  const auto wanted = static_cast<std::size_t>((1.0 - fraction) * static_cast<double>(total));
   std::vector<bool> stored(state_bytes.size(), false);
-  if (total <= host_bytes) {
+  if (wanted == total && total <= host_bytes) {
     return stored;
   }
-  const double host_share = static_cast<double>(host_bytes) / static_cast<double>(total);
+  const std::size_t room = std::min(wanted, host_bytes - std::min(host_bytes, window_bytes));
+  const double host_share = static_cast<double>(room) / static_cast<double>(total);
   // What the host may hold of the chunks so far, and does not.
   double credit = 0.0;
   std::size_t on_host = 0;
@@ -62,7 +66,7 @@ std::vector<bool> choose_stored(std::span<const std::size_t> state_bytes, std::s
     const auto bytes = static_cast<double>(state_bytes[i]);
     credit += host_share * bytes;
     // Rounding of the credit must not pass the budget.
-    stored[i] = state_bytes[i] > 0 && (credit < bytes || on_host + state_bytes[i] > host_bytes);
+    stored[i] = state_bytes[i] > 0 && (credit < bytes || on_host + state_bytes[i] > room);
     if (!stored[i]) {
       credit -= bytes;
       on_host += state_bytes[i];

@@ -34,9 +34,11 @@ struct PlacementOptions {
                                                   const PlacementOptions& options);
 
 /// Which chunks' optimizer states go to NVMe, so that the others' `state_bytes` (one entry per
-/// chunk) come to at most `host_bytes`. They are spread evenly over the chunks, so that while one
-/// is read another one can be updated. Chunks without state stay.
+/// chunk) come to at most `host_bytes`, less the window through which states on NVMe are worked on;
+/// and `fraction` of all of them at least, in [0, 1]. They are spread evenly over the chunks, so
+/// that while one is read another one can be updated. Chunks without state stay.
 [[nodiscard]] std::vector<bool> choose_stored(std::span<const std::size_t> state_bytes,
-                                              std::size_t host_bytes);
+                                              std::size_t host_bytes, std::size_t window_bytes = 0,
+                                              double fraction = 0.0);
 
 }  // namespace castor

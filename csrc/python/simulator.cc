@@ -8,7 +8,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
-#include <numeric>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -154,12 +153,8 @@ class Simulator {
       states.push_back(on_host ? state_bytes_of(chunk, optimizer) : 0);
       others += on_host ? payload_bytes(chunk, optimizer) - states.back() : 0;
     }
-    const std::size_t total = std::accumulate(states.begin(), states.end(), std::size_t{0});
-    if (others + total <= host_bytes) {
-      return std::vector<bool>(placements.size(), false);
-    }
-    const std::size_t taken = others + window_bytes(optimizer);
-    return choose_stored(states, host_bytes > taken ? host_bytes - taken : 0);
+    return choose_stored(states, host_bytes - std::min(host_bytes, others),
+                         window_bytes(optimizer));
   }
 
   /// Between steps, as Runtime::place does.

@@ -1,7 +1,6 @@
 #include "torch/optimizer_state.h"
 
 #include <algorithm>
-#include <numeric>
 #include <string>
 #include <utility>
 
@@ -93,14 +92,9 @@ void OptimizerState::choose_places(const OptimizerStateOptions& options) {
     return;
   }
   MemoryTier& host = manager_.host();
-  const std::size_t total = std::accumulate(bytes.begin(), bytes.end(), std::size_t{0});
-  const auto share =
-      static_cast<std::size_t>((1.0 - options.nvme_fraction) * static_cast<double>(total));
-  std::size_t room = host.ledger().available();
-  if (share < total || total > room) {
-    room -= std::min(room, NvmeTier::window_bytes(specs, NvmeTier::kWindowSlots));
-  }
-  stored_ = choose_stored(bytes, std::min(room, share));
+  stored_ =
+      choose_stored(bytes, host.ledger().available(),
+                    NvmeTier::window_bytes(specs, NvmeTier::kWindowSlots), options.nvme_fraction);
   for (std::size_t i = 0; i < specs.size(); ++i) {
     if (!stored_[i]) {
       specs[i].clear();
