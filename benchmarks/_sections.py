@@ -344,9 +344,10 @@ def io(record: Record) -> list[str]:
     return [table((f"of fio: {about}", "engine", "median", "quartiles"), rows)]
 
 
-def nvme(record: Record) -> list[str]:
+def nvme_rows(results: Record) -> list[list[str]]:
+    """What benchmarks/nvme.py found of each contender, as its own table shows it too."""
     rows = []
-    for result in record["results"].values():
+    for result in results.values():
         row = [result["name"], f"{result['update_seconds']['median']:.3f}"]
         if "read_bytes" in result:
             row += [
@@ -358,11 +359,15 @@ def nvme(record: Record) -> list[str]:
         else:
             row += ["", "", "", ""]
         rows.append(row)
+    return rows
+
+
+def nvme(record: Record) -> list[str]:
     headings = (
         f"optimizer.step() of {record['parameters'] / 1e6:.0f}M parameters", "median s",
         "read MB", "written MB", "device s", "over device",
     )  # fmt: skip
-    return [table(headings, rows)]
+    return [table(headings, nvme_rows(record["results"]))]
 
 
 def beyond(record: Record) -> list[str]:

@@ -22,6 +22,7 @@ from typing import Any
 
 from _machine import RESULTS, ROOT, describe_machine, spread, write_record
 from _nvme_peer import make_deepspeed_nvme
+from _sections import nvme_rows
 from _steps import Contender, Model, make_castor, make_plain, run_rounds, verify
 from rich.console import Console
 from rich.table import Table
@@ -144,15 +145,7 @@ def main() -> int:
     table = Table(title=f"optimizer.step() of {parameters / 1e6:.1f}M parameters")
     for heading in ("", "median s", "read MB", "written MB", "device s", "over device"):
         table.add_column(heading, justify="left" if not heading else "right")
-    for result in results.values():
-        row = [result["name"], f"{result['update_seconds']['median']:.3f}"]
-        if "read_bytes" in result:
-            row += [
-                f"{result['read_bytes'] / 1e6:,.0f}",
-                f"{result['written_bytes'] / 1e6:,.0f}",
-                f"{result['device_seconds']['median']:.3f}",
-                f"{result['over_device']['median']:.2f}",
-            ]
+    for row in nvme_rows(results):
         table.add_row(*row)
     console.print(table)
     over = results["nvme"]["over_device"]["median"]

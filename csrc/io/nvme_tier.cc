@@ -80,8 +80,7 @@ std::size_t NvmeTier::window_bytes(const Chunks& chunks, std::size_t num_slots) 
 
 NvmeTier::NvmeTier(const NvmeOptions& options, const Chunks& chunks, MemoryTier& host,
                    Executor& executor)
-    : budget_bytes_(options.budget_bytes),
-      space_(space_for(options, chunks)),
+    : space_(space_for(options, chunks)),
       window_(make_window(chunks, host)),
       queue_(make_engine(options, space_, window_), space_.transfer_files(), options.block_bytes),
       stream_(store(space_, chunks), queue_, executor, memory_of(window_), space_.alignment(),

@@ -54,12 +54,10 @@ class NvmeTier {
   [[nodiscard]] ChunkStream& stream() noexcept { return stream_; }
   [[nodiscard]] const ChunkStream& stream() const noexcept { return stream_; }
   [[nodiscard]] std::uint64_t used_bytes() const { return space_.used_bytes(); }
-  [[nodiscard]] std::uint64_t budget_bytes() const noexcept { return budget_bytes_; }
   /// "io_uring, depth 32, ...; 1 file, 2.00 GiB: /nvme/castor.scratch (O_DIRECT); 3 slots".
   [[nodiscard]] std::string description() const;
 
  private:
-  const std::uint64_t budget_bytes_;
   ScratchSpace space_;
   Block window_;
   TransferQueue queue_;

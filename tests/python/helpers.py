@@ -17,6 +17,15 @@ LR = 1e-3
 STEPS = 20
 FP32_TOLERANCE = 1e-5
 HALF_TOLERANCE = 4e-3
+FORMATS = [
+    ("fp32", "fp32"),
+    ("fp16", "fp32"),
+    ("bf16", "fp32"),
+    ("bf16", "split"),
+    ("bf16", "split_bf16"),
+    ("bf16", "split_int8"),
+]
+"""(precision, state format) that go together."""
 PARAM_ALIGNMENT = 64
 """Bytes at which a chunk aligns its parameters (kParamAlignment in csrc/core/ids.h)."""
 

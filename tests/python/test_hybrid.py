@@ -12,18 +12,10 @@ from torch import nn
 
 import castor
 from castor.runtime.engine import engine_of
-from helpers import LR, Boosted, assert_boost_fails, assert_same_weights, boost, copies
+from helpers import FORMATS, LR, Boosted, assert_boost_fails, assert_same_weights, boost, copies
 from zoo import CASES, tower, tower_batch
 
 STAY = {"gpu_margin_mem_ratio": 0.0}
-FORMATS = [
-    ("fp32", "fp32"),
-    ("fp16", "fp32"),
-    ("bf16", "fp32"),
-    ("bf16", "split"),
-    ("bf16", "split_bf16"),
-    ("bf16", "split_int8"),
-]
 BACKWARD = {"nonfinite": "ignore", "enable_gradient_accumulation": False, "overlap": "backward"}
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import castor
-from helpers import LR, Boosted, assert_boost_fails, assert_same_weights, boost, copies
+from helpers import FORMATS, LR, Boosted, assert_boost_fails, assert_same_weights, boost, copies
 from zoo import CASES, Case, tower, tower_batch
 
 WIDTH, ROWS = 1536, 2
@@ -228,16 +228,6 @@ def train(case: Case, *, accumulate: int, steps: int = 4, **settings: Any) -> Bo
         scheduler.step()
         boosted.optimizer.zero_grad()
     return boosted
-
-
-FORMATS = [
-    ("fp32", "fp32"),
-    ("fp16", "fp32"),
-    ("bf16", "fp32"),
-    ("bf16", "split"),
-    ("bf16", "split_bf16"),
-    ("bf16", "split_int8"),
-]
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
