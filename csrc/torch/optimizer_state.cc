@@ -25,6 +25,7 @@ OptimizerState::OptimizerState(ChunkManager& manager, std::span<const at::Tensor
       layout_(manager.layout()),
       params_(params),
       executor_(executor),
+      device_(options.device),
       format_(options.format),
       streams_(params.size(), 0) {
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
@@ -175,6 +176,10 @@ OptimizerState::Memory OptimizerState::resident(ChunkId chunk) const {
 
 void OptimizerState::with_memory(ChunkId chunk, StreamAccess access,
                                  const std::function<void(const Memory&)>& work) const {
+  if (on_device(chunk)) {
+    with_copies(chunk, access, work);
+    return;
+  }
   if (!stored(chunk)) {
     work(resident(chunk));
     return;
@@ -234,6 +239,13 @@ void OptimizerState::add_segments(std::span<const ParamUpdate> updates, const Me
 }
 
 void OptimizerState::update(ChunkId chunk, std::span<const ParamUpdate> updates) {
+  if (on_device(chunk)) {
+    std::vector<AdamSegment> segments;
+    add_segments(updates, resident(chunk), segments);
+    update_on_device(segments);
+    return;
+  }
+  host_writes_home(chunk);
   with_memory(chunk, StreamAccess::kUpdate, [&](const Memory& memory) {
     std::vector<AdamSegment> segments;
     add_segments(updates, memory, segments);
@@ -251,10 +263,13 @@ void OptimizerState::update_all(std::span<const std::vector<ParamUpdate>> update
     }
   }
   std::vector<AdamSegment> in_memory;
+  std::vector<AdamSegment> on_device_itself;
   std::size_t num_in_memory = 0;
   const auto update_in_memory = [&] {
     num_begun += std::exchange(num_in_memory, 0);
+    update_on_device(on_device_itself);  // first: it goes on while the host is busy
     adam_update(executor_, in_memory);
+    on_device_itself.clear();
     in_memory.clear();
   };
   announce(on_nvme);
@@ -265,10 +280,15 @@ void OptimizerState::update_all(std::span<const std::vector<ParamUpdate>> update
       continue;
     }
     if (!stored_[i]) {
-      add_segments(updates[i], resident(chunk), in_memory);
+      const bool itself = on_device(chunk);
+      add_segments(updates[i], resident(chunk), itself ? on_device_itself : in_memory);
       ++num_in_memory;
+      if (!itself) {
+        host_writes_home(chunk);
+      }
       continue;
     }
+    host_writes_home(chunk);
     announce(std::span(on_nvme).subspan(next++));
     update_in_memory();
     with_memory(chunk, StreamAccess::kUpdate, [&](const Memory& memory) {

@@ -147,6 +147,7 @@ GradientSummary Session::collect_gradients(bool with_norm) {
                        "; use booster.backward for every micro-batch of a step");
     }
   }
+  own_device_.await();  // it may have written gradients where they are
   summary.norm = with_norm ? gradient_norm() : 0.0;
   return summary;
 }
@@ -154,6 +155,12 @@ GradientSummary Session::collect_gradients(bool with_norm) {
 double Session::gradient_norm() const {
   constexpr std::size_t kParallelNumel = std::size_t{1} << 18;
   std::vector<double> squares(params_.size(), 0.0);
+  own_device_.square_norms(*optimizer_state_, layout_, gradients_, squares);
+  const auto on_host = [&](std::size_t i) {
+    return gradients_[i].present &&
+           !optimizer_state_->on_device(
+               layout_.place(ParamId{static_cast<std::uint32_t>(i)}).chunk);
+  };
   const auto measure = [&](std::size_t i, Executor* executor) {
     const ParamId param{static_cast<std::uint32_t>(i)};
     squares[i] = copy_and_square_norm(executor, nullptr,
@@ -161,13 +168,13 @@ double Session::gradient_norm() const {
                                       layout_.param(param).numel, layout_.param(param).type);
   };
   for (std::size_t i = 0; i < params_.size(); ++i) {
-    if (gradients_[i].present && layout_.params()[i].numel >= kParallelNumel) {
+    if (on_host(i) && layout_.params()[i].numel >= kParallelNumel) {
       measure(i, executor_.get());
     }
   }
   executor_->parallel_for(layout_.chunks().size(), [&](std::size_t chunk) {
     for (const ParamId param : layout_.chunks()[chunk].params) {
-      if (gradients_[index(param)].present && layout_.param(param).numel < kParallelNumel) {
+      if (on_host(index(param)) && layout_.param(param).numel < kParallelNumel) {
         measure(index(param), nullptr);
       }
     }

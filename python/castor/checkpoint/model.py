@@ -95,9 +95,12 @@ def write_model(
     Raises:
         OSError: The disk refuses.
     """
-    for engine in engines_holding(model):
+    engines = engines_holding(model)
+    for engine in engines:
         engine.session.send_home()
     state = without_ties(model, state_of(model))
+    for engine in engines:
+        state = {key: engine.on_host(tensor) for key, tensor in state.items()}
     entries: dict[str, FileEntry] = {}
     shards = split(state, "model", max_bytes)
     for name, tensors in shards.items():
