@@ -52,9 +52,9 @@ export CCACHE_NOHASHDIR := 1
 # The hub cannot answer in CI, and nothing here needs it.
 export HF_HUB_OFFLINE := 1
 
-CXX_SOURCES := $(shell find csrc cmake -type f) CMakeLists.txt
+CXX_SOURCES := $(shell find csrc cmake tests/simulated_device -type f) CMakeLists.txt
 PY_SOURCES := $(shell find python -type f -not -name '*.pyc')
-CXX_FORMATTED := find csrc tests/cpp benchmarks examples -type f \
+CXX_FORMATTED := find csrc tests/cpp tests/simulated_device benchmarks examples -type f \
 	\( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0
 
 .PHONY: demo test pages browser lint lint-format lint-ruff lint-mypy lint-layers package cpp pytest docs asan tsan wheel bench study install clean help FORCE
@@ -127,6 +127,7 @@ $(VENV_STAMPS)/castor: $(VENV_STAMPS)/venv $(STAMPS)/jemalloc pyproject.toml $(C
 	@echo "building castor"
 	@PATH="$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --no-index \
 	  --force-reinstall $$(cat $(STAMPS)/jemalloc) \
+	  --config-settings=cmake.define.CASTOR_BUILD_SIMULATED_DEVICE=ON \
 	  --config-settings=cmake.define.CASTOR_WERROR=$${CASTOR_WERROR:-OFF} .
 	@touch $@
 
