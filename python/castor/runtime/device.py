@@ -39,8 +39,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         )
     check_cuda(chosen)
     load_cuda()
-    index = torch.cuda.current_device() if chosen.index is None else chosen.index
-    return torch.device("cuda", index)
+    return torch.device("cuda", _index(chosen, torch.cuda.current_device()))
 
 
 def check_cuda(device: torch.device) -> None:
@@ -57,11 +56,15 @@ def check_cuda(device: torch.device) -> None:
             f"nvidia-smi lists one and that CUDA_VISIBLE_DEVICES does not hide it{instead}"
         )
     count = torch.cuda.device_count()
-    if device.index is not None and device.index >= count:
+    if _index(device, 0) >= count:
         raise UsageError(
             f"device='{device}' is not there: torch finds {count} GPUs, 'cuda:0' to "
             f"'cuda:{count - 1}'"
         )
+
+
+def _index(device: torch.device, default: int) -> int:
+    return device.index if ":" in str(device) else default
 
 
 def free_device_bytes(device: torch.device) -> int:
