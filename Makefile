@@ -72,8 +72,9 @@ demo: $(VENV_STAMPS)/castor
 
 # In CI, and wherever the whole suite runs, a warning is an error; a user's newer compiler may warn.
 test: export CASTOR_WERROR := ON
-# There, a missing browser is an error as well, not a skip.
+# There, a missing browser or simulated device is an error as well, not a skip.
 test: export CASTOR_REQUIRE_BROWSER := 1
+test: export CASTOR_REQUIRE_SIMULATED_DEVICE := 1
 test: export PAGES := $(BUILD)/pages
 test:
 	@scripts/run_phases.sh install browser lint package cpp pages pytest docs asan tsan wheel

@@ -49,6 +49,13 @@ class NonModelMemory {
   [[nodiscard]] bool evict_refused(std::size_t bytes);
   void note_allocated(std::size_t bytes) noexcept;
   void note_freed(std::size_t bytes) noexcept { free(bytes); }
+  /// Somebody else pays for memory that is not freed yet; then it is about to be freed, and the
+  /// account has it again until it hears of that.
+  void hand_over(std::size_t bytes) noexcept { free(bytes); }
+  void take_back(std::size_t bytes) noexcept {
+    device_->ledger().take_unnoted(bytes);
+    bytes_.fetch_add(bytes, std::memory_order_relaxed);
+  }
 
   /// The runtime registers itself, and nullptr before it goes; blocks while a reclaim is running.
   void set_reclaimer(Reclaimer* reclaimer);

@@ -18,7 +18,7 @@ GradientCopies::GradientCopies(const ChunkLayout& layout, CopyEngine& engine, Me
 GradientCopies::~GradientCopies() {
   for (const Copy& copy : copies_) {
     if (account_ != nullptr) {
-      account_->note_allocated(copy.gradient.nbytes());
+      account_->take_back(copy.gradient.nbytes());
     }
     try {
       engine_.wait(copy.ticket);
@@ -57,7 +57,7 @@ bool GradientCopies::submit(ChunkId chunk, const at::Tensor& gradient, const at:
 // by then.
 void GradientCopies::pay_by_window(const at::Tensor& gradient) noexcept {
   if (account_ != nullptr) {
-    account_->note_freed(gradient.nbytes());
+    account_->hand_over(gradient.nbytes());
   } else {
     stop_charging_for(gradient.mutable_data_ptr());
   }
@@ -68,7 +68,7 @@ void GradientCopies::complete_first() {
   copies_.pop_front();
   used_bytes_ -= copy.gradient.nbytes();
   if (account_ != nullptr) {
-    account_->note_allocated(copy.gradient.nbytes());
+    account_->take_back(copy.gradient.nbytes());
   }
   try {
     engine_.wait(copy.ticket);

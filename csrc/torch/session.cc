@@ -181,7 +181,8 @@ Session::~Session() {
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     homes.push_back(manager_->payload(ChunkId{static_cast<std::uint32_t>(i)}, PayloadKind::kParam));
   }
-  manager_.reset();
+  own_device_.leave(homes);  // before payloads go that a promotion has read, and after the last
+  manager_.reset();          // slots have gone home
   own_device_.leave(homes);
   storages_->release_to_homes(homes);
 }

@@ -43,5 +43,6 @@ PYBIND11_MODULE(_simulated_device, m) {
       .def("counts", &counts)
       .def("refuse_block",
            [](SimulatedDevice& device, std::size_t n) { device.memory().refuse_block(n); });
+  m.def("count_allocations", &castor::testing::count_allocations, py::arg("counted"));
   m.def("refuse_allocation", &castor::testing::refuse_allocation, py::arg("n"));
 }
