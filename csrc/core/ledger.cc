@@ -1,5 +1,6 @@
 #include "core/ledger.h"
 
+#include <algorithm>
 #include <cassert>
 #include <utility>
 
@@ -37,7 +38,7 @@ Ledger::~Ledger() { assert(used() == 0 && "a reservation outlived its ledger"); 
 bool Ledger::try_take(std::size_t bytes) noexcept {
   std::size_t used = used_.load(std::memory_order_relaxed);
   do {
-    if (used > budget_ || bytes > budget_ - used) {
+    if (bytes > budget_ - std::min(budget_, used)) {
       return false;
     }
   } while (!used_.compare_exchange_weak(used, used + bytes, std::memory_order_relaxed));
