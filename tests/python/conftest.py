@@ -37,3 +37,21 @@ def cuda() -> ModuleType:
     if problem:
         pytest.skip(problem)
     return load_cuda()
+
+
+@pytest.fixture(autouse=True)
+def _on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CASTOR_TEST_DEVICE=simulated: every model computes on a device of tests/simulated_device."""
+    wanted = os.environ.get("CASTOR_TEST_DEVICE")
+    if wanted == "simulated":
+        from castor.runtime import engine
+        from simulated import LINK_BYTES_PER_SECOND, load_module
+
+        module = load_module()
+        monkeypatch.setattr(
+            engine,
+            "make_backend",
+            lambda _: module.SimulatedDevice(LINK_BYTES_PER_SECOND).capsule(),
+        )
+    elif wanted is not None:
+        pytest.fail(f"CASTOR_TEST_DEVICE is {wanted!r}; there is 'simulated'")

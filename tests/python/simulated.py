@@ -1,5 +1,6 @@
 """A GPU's part of a session, simulated in host memory: tests/simulated_device."""
 
+import functools
 import importlib.util
 import os
 import sysconfig
@@ -19,6 +20,7 @@ BUILD = Path(__file__).resolve().parents[2] / "build"
 LINK_BYTES_PER_SECOND = 4 * 10**9
 
 
+@functools.cache
 def load_module() -> Any:
     """The module of the newest build, whose interface castor._C compares with its own.
 
