@@ -1,9 +1,13 @@
 #include "io/chunk_stream.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <exception>
 #include <memory>
 #include <optional>
+#include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 
@@ -42,10 +46,15 @@ std::span<std::byte> align(std::span<std::byte> memory, std::size_t alignment) {
 
 struct ChunkStream::Slot {
   std::span<std::byte> memory;
-  std::optional<std::size_t> chunk;  // whose payloads are here, or on their way
-  bool wanted = false;               // announced, not used yet
-  bool changed = false;              // differs from NVMe, and no write of it is under way
+  std::optional<std::size_t> chunk;   // whose payloads are here, or on their way
+  std::optional<std::size_t> coming;  // whose will be, once those have left
+  std::vector<std::thread::id> holders;
+  bool busy = false;     // somebody works on its transfers without the mutex
+  bool wanted = false;   // announced, not used yet
+  bool changed = false;  // differs from NVMe, and no write of it is under way
+  bool due = false;      // and to be written as soon as nobody holds it
   std::uint64_t last_use = 0;
+  std::exception_ptr failure;                  // of the read, for everybody who holds it
   std::vector<std::span<std::byte>> padded;    // as transferred
   std::vector<std::span<std::byte>> payloads;  // as worked on
   std::vector<IoTransfer> reading;             // empty: nothing to wait for
@@ -54,15 +63,19 @@ struct ChunkStream::Slot {
 
 ChunkStream::ChunkStream(std::vector<StoredChunk> chunks, TransferQueue& queue, Executor& executor,
                          std::span<std::byte> memory, std::size_t alignment,
-                         Verification verification)
-    : queue_(queue), executor_(executor), verification_(verification), chunks_(std::move(chunks)) {
+                         Verification verification, std::size_t max_slots)
+    : queue_(queue),
+      executor_(executor),
+      verification_(verification),
+      process_(getpid()),
+      chunks_(std::move(chunks)) {
   const std::span<std::byte> window = align(memory, alignment);
   const std::size_t slot_bytes = largest(chunks_);
   if (slot_bytes == 0) {
     return;
   }
-  for (std::size_t i = 0; i < std::min(kMaxSlots, window.size() / slot_bytes); ++i) {
-    slots_.push_back({.memory = window.subspan(i * slot_bytes, slot_bytes)});
+  for (std::size_t i = 0; i < std::min(max_slots, window.size() / slot_bytes); ++i) {
+    slots_.emplace_back().memory = window.subspan(i * slot_bytes, slot_bytes);
   }
   if (slots_.empty()) {
     throw InvalidArgument("the window on NVMe has " + format_bytes(window.size()) +
@@ -73,6 +86,15 @@ ChunkStream::ChunkStream(std::vector<StoredChunk> chunks, TransferQueue& queue, 
 
 // The slots' transfers wait in their destructors.
 ChunkStream::~ChunkStream() = default;
+
+void ChunkStream::check_process() const {
+  if (getpid() != process_) {
+    throw UsageError("process " + std::to_string(getpid()) + " was forked from process " +
+                     std::to_string(process_) +
+                     ", which alone can use what it keeps on NVMe; use the model where it was "
+                     "boosted, or start other processes with the \"spawn\" method");
+  }
+}
 
 std::size_t ChunkStream::num_slots() const noexcept { return slots_.size(); }
 
@@ -87,33 +109,78 @@ ChunkStream::Counts ChunkStream::counts() const {
 }
 
 ChunkStream::Slot* ChunkStream::find(std::size_t chunk) {
-  const auto found = std::find_if(slots_.begin(), slots_.end(),
-                                  [chunk](const Slot& slot) { return slot.chunk == chunk; });
+  const auto found = std::find_if(slots_.begin(), slots_.end(), [chunk](const Slot& slot) {
+    return slot.chunk == chunk || slot.coming == chunk;
+  });
   return found == slots_.end() ? nullptr : &*found;
 }
 
-// Empty slots first; those that were announced and not used last.
-ChunkStream::Slot& ChunkStream::most_dispensable() {
+// Empty slots first; those that were announced and not used last. nullptr: all are in use.
+ChunkStream::Slot* ChunkStream::most_dispensable() {
   const auto rank = [](const Slot& slot) {
     return std::tuple(slot.wanted, slot.chunk.has_value(), slot.last_use);
   };
-  return *std::min_element(slots_.begin(), slots_.end(),
-                           [&](const Slot& a, const Slot& b) { return rank(a) < rank(b); });
+  Slot* best = nullptr;
+  for (Slot& slot : slots_) {
+    const bool free = !slot.busy && slot.holders.empty();
+    if (free && (best == nullptr || rank(slot) < rank(*best))) {
+      best = &slot;
+    }
+  }
+  return best;
 }
 
-/// Leaves the slot empty, what it held on NVMe.
-void ChunkStream::clear(Slot& slot) {
-  if (slot.changed) {
-    start_write(slot);
+void ChunkStream::without_mutex(Slot& slot, Lock& lock, const std::function<void()>& part) {
+  slot.busy = true;
+  lock.unlock();
+  std::exception_ptr failure;
+  try {
+    part();
+  } catch (...) {
+    failure = std::current_exception();
   }
-  finish_write(slot);
+  lock.lock();
+  slot.busy = false;
+  changed_.notify_all();
+  if (failure) {
+    std::rethrow_exception(failure);
+  }
+}
+
+void ChunkStream::wait_for_others(Slot& slot, Lock& lock) {
+  changed_.wait(lock, [&slot] { return !slot.busy; });
+}
+
+// Called as a write of the slot failed: its chunk is on NVMe in part, if at all.
+void ChunkStream::lose(Slot& slot) {
+  slot.failure = std::current_exception();
+  slot.writing.clear();
+  slot.chunk.reset();
+  slot.changed = false;
+  torn_.store(true, std::memory_order_relaxed);
+}
+
+/// Leaves the slot without a chunk, what it held on NVMe.
+void ChunkStream::clear(Slot& slot, Lock& lock) {
+  if (slot.changed) {
+    start_write(slot, lock);
+  }
+  finish_write(slot, lock);
   slot.reading.clear();
   slot.chunk.reset();
+  slot.failure = nullptr;
   slot.wanted = false;
 }
 
-void ChunkStream::load(Slot& slot, std::size_t chunk) {
-  clear(slot);
+void ChunkStream::replace(Slot& slot, std::size_t chunk, Lock& lock) {
+  slot.coming = chunk;
+  try {
+    clear(slot, lock);
+  } catch (...) {
+    slot.coming.reset();
+    throw;
+  }
+  slot.coming.reset();
   slot.padded.clear();
   slot.payloads.clear();
   std::size_t offset = 0;
@@ -131,112 +198,234 @@ void ChunkStream::load(Slot& slot, std::size_t chunk) {
   slot.chunk = chunk;
 }
 
-void ChunkStream::finish_read(Slot& slot) {
+void ChunkStream::finish_read(Slot& slot, Lock& lock) {
+  wait_for_others(slot, lock);
+  if (slot.failure) {
+    std::rethrow_exception(slot.failure);
+  }
   if (slot.reading.empty()) {
     return;
   }
+  const StoredChunk& chunk = chunks_[*slot.chunk];
   try {
-    for (IoTransfer& transfer : slot.reading) {
-      transfer.wait();
-    }
-    if (verification_ == Verification::kOn) {
-      for (std::size_t i = 0; i < slot.padded.size(); ++i) {
-        chunks_[*slot.chunk][i].check(executor_, queue_, slot.padded[i]);
+    without_mutex(slot, lock, [&] {
+      for (IoTransfer& transfer : slot.reading) {
+        transfer.wait();
       }
-    }
+      for (std::size_t i = 0; i < chunk.size(); ++i) {
+        if (chunk[i].contents() != PayloadContents::kNone) {
+          chunk[i].check(executor_, queue_, slot.padded[i]);
+        }
+      }
+    });
   } catch (...) {
     slot.reading.clear();
+    slot.failure = std::current_exception();
     slot.chunk.reset();
-    slot.wanted = false;
     throw;
   }
   slot.reading.clear();
 }
 
-// A slot that could not be written is empty afterwards, and its chunk torn: whoever changed it may
-// long have been told that all was well.
-void ChunkStream::start_write(Slot& slot) {
+void ChunkStream::start_write(Slot& slot, Lock& lock) {
   slot.changed = false;
+  slot.due = false;
   StoredChunk& chunk = chunks_[*slot.chunk];
   try {
-    for (std::size_t i = 0; i < chunk.size(); ++i) {
-      slot.writing.push_back(
-          chunk[i].start_write(queue_, executor_, slot.padded[i], verification_));
-      counts_.written_bytes += chunk[i].padded_bytes();
-    }
+    without_mutex(slot, lock, [&] {
+      for (std::size_t i = 0; i < chunk.size(); ++i) {
+        slot.writing.push_back(
+            chunk[i].start_write(queue_, executor_, slot.padded[i], verification_));
+      }
+    });
   } catch (...) {
-    slot.writing.clear();
-    slot.chunk.reset();
-    torn_.store(true, std::memory_order_relaxed);
+    lose(slot);
     throw;
   }
+  counts_.written_bytes += bytes_of(chunk);
 }
 
-void ChunkStream::finish_write(Slot& slot) {
-  std::vector<IoTransfer> writing = std::exchange(slot.writing, {});
-  if (writing.empty()) {
+void ChunkStream::finish_write(Slot& slot, Lock& lock) {
+  wait_for_others(slot, lock);
+  if (slot.writing.empty()) {
     return;
   }
   StoredChunk& chunk = chunks_[*slot.chunk];
   try {
-    for (std::size_t i = 0; i < writing.size(); ++i) {
-      writing[i].wait();
-      chunk[i].finish_write();
-    }
+    without_mutex(slot, lock, [&] {
+      for (std::size_t i = 0; i < chunk.size(); ++i) {
+        slot.writing[i].wait();
+        chunk[i].finish_write();
+      }
+    });
   } catch (...) {
-    slot.chunk.reset();
-    torn_.store(true, std::memory_order_relaxed);
+    lose(slot);
     throw;
+  }
+  slot.writing.clear();
+}
+
+ChunkStream::Hold ChunkStream::take(Slot& slot) {
+  slot.holders.push_back(std::this_thread::get_id());
+  slot.wanted = false;
+  slot.last_use = ++num_uses_;
+  return {*this, slot};
+}
+
+// What is in the window already waits for nobody's turn: who holds a chunk may come back for it.
+bool ChunkStream::take_present(std::span<const std::size_t> chunks, std::vector<Hold>& holds) {
+  const std::lock_guard lock(mutex_);
+  std::vector<Slot*> found;
+  for (const std::size_t chunk : chunks) {
+    found.push_back(find(chunk));
+    if (found.back() == nullptr || found.back()->chunk != chunk || found.back()->coming) {
+      return false;
+    }
+  }
+  for (Slot* const slot : found) {
+    holds.push_back(take(*slot));
+  }
+  return true;
+}
+
+// Only what other threads hold, or work on, comes free while this one waits.
+void ChunkStream::check_progress(std::size_t chunk) const {
+  const auto self = std::this_thread::get_id();
+  for (const Slot& slot : slots_) {
+    if (slot.busy || std::any_of(slot.holders.begin(), slot.holders.end(),
+                                 [self](std::thread::id holder) { return holder != self; })) {
+      return;
+    }
+  }
+  const std::size_t window = slots_.size() * slots_.front().memory.size();
+  throw OutOfMemory(
+      TierKind::kHost, bytes_of(chunks_[chunk]), 0, window,
+      chunks_[chunk].front().name() + " has to be read from NVMe, and each of the " +
+          std::to_string(slots_.size()) +
+          " slots of the window holds what this thread uses at the same time (in one operator); "
+          "raise host_memory, or make chunks smaller (chunk_bytes)");
+}
+
+ChunkStream::Slot& ChunkStream::bring_in(std::size_t chunk, Lock& lock) {
+  for (;;) {
+    Slot* slot = find(chunk);
+    if (slot == nullptr) {
+      slot = most_dispensable();
+      if (slot != nullptr) {
+        replace(*slot, chunk, lock);
+        return *slot;
+      }
+      check_progress(chunk);
+    } else if (slot->chunk == chunk && !slot->coming) {
+      return *slot;
+    }
+    changed_.wait(lock);
   }
 }
 
+std::vector<ChunkStream::Hold> ChunkStream::hold(std::span<const std::size_t> chunks) {
+  check_process();
+  std::vector<Hold> holds;  // before the locks: where it fails, they go first
+  if (take_present(chunks, holds)) {
+    return holds;
+  }
+  const std::lock_guard turn(turn_);
+  Lock lock(mutex_);
+  for (const std::size_t chunk : chunks) {
+    holds.push_back(take(bring_in(chunk, lock)));
+  }
+  return holds;
+}
+
+ChunkStream::Hold ChunkStream::hold(std::size_t chunk) {
+  return std::move(hold(std::span(&chunk, 1)).front());
+}
+
+void ChunkStream::release(Slot& slot) {
+  Lock lock(mutex_);
+  slot.holders.erase(
+      std::find(slot.holders.begin(), slot.holders.end(), std::this_thread::get_id()));
+  if (slot.holders.empty() && slot.due && slot.changed && slot.chunk) {
+    wait_for_others(slot, lock);
+    if (slot.due && slot.chunk) {
+      start_write(slot, lock);
+    }
+  }
+  changed_.notify_all();
+}
+
+ChunkStream::Hold::~Hold() {
+  try {
+    release();
+  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): torn() tells of it
+  }
+}
+
+std::span<const std::span<std::byte>> ChunkStream::Hold::payloads() const noexcept {
+  return slot_->payloads;
+}
+
+void ChunkStream::Hold::wait(StreamAccess access) {
+  Lock lock(stream_->mutex_);
+  stream_->finish_read(*slot_, lock);
+  if (access == StreamAccess::kRead) {
+    return;
+  }
+  stream_->finish_write(*slot_, lock);
+  slot_->changed = true;
+  slot_->due = slot_->due || access == StreamAccess::kUpdate;
+}
+
+void ChunkStream::Hold::release() {
+  if (ChunkStream* const stream = std::exchange(stream_, nullptr)) {
+    stream->release(*slot_);
+  }
+}
+
+void ChunkStream::use(std::size_t chunk, StreamAccess access, const Work& work) {
+  Hold held = hold(chunk);
+  held.wait(access);
+  work(held.payloads());
+  held.release();
+}
+
 void ChunkStream::prefetch(std::size_t chunk) {
-  const std::lock_guard lock(mutex_);
+  check_process();
+  Lock lock(mutex_);
   if (Slot* const here = find(chunk)) {
     here->wanted = true;
     return;
   }
-  Slot& slot = most_dispensable();
-  if (slot.wanted) {
+  Slot* const slot = most_dispensable();
+  if (slot == nullptr || slot->wanted) {
     return;
   }
-  load(slot, chunk);
-  slot.wanted = true;
+  replace(*slot, chunk, lock);
+  slot->wanted = true;
 }
 
-void ChunkStream::use(std::size_t chunk, StreamAccess access, const Work& work) {
+void ChunkStream::forget_announced() {
   const std::lock_guard lock(mutex_);
-  Slot* slot = find(chunk);
-  if (slot == nullptr) {
-    slot = &most_dispensable();
-    load(*slot, chunk);
-  }
-  finish_read(*slot);
-  slot->wanted = false;
-  slot->last_use = ++num_uses_;
-  if (access != StreamAccess::kRead) {
-    finish_write(*slot);
-    slot->changed = true;
-  }
-  work(slot->payloads);
-  if (access == StreamAccess::kUpdate) {
-    start_write(*slot);
+  for (Slot& slot : slots_) {
+    slot.wanted = false;
   }
 }
 
 void ChunkStream::flush() {
-  const std::lock_guard lock(mutex_);
+  check_process();
+  Lock lock(mutex_);
   std::exception_ptr first;
-  const auto attempt = [&](void (ChunkStream::*part)(Slot&), Slot& slot) {
+  const auto attempt = [&](void (ChunkStream::*part)(Slot&, Lock&), Slot& slot) {
     try {
-      (this->*part)(slot);
+      (this->*part)(slot, lock);
     } catch (const Error&) {
       first = first ? first : std::current_exception();
     }
   };
   for (Slot& slot : slots_) {
     slot.wanted = false;
-    if (slot.changed) {
+    wait_for_others(slot, lock);
+    if (slot.changed && slot.chunk) {
       attempt(&ChunkStream::start_write, slot);
     }
   }
@@ -248,15 +437,26 @@ void ChunkStream::flush() {
   }
 }
 
-void ChunkStream::discard_all() {
-  const std::lock_guard lock(mutex_);
-  for (Slot& slot : slots_) {
-    slot = Slot{.memory = slot.memory};  // waits for its transfers
-  }
-  for (StoredChunk& chunk : chunks_) {
-    for (StoredPayload& payload : chunk) {
-      payload.discard();
+void ChunkStream::discard(std::size_t chunk) {
+  check_process();
+  Lock lock(mutex_);
+  if (Slot* const slot = find(chunk)) {
+    wait_for_others(*slot, lock);
+    if (slot->chunk == chunk) {
+      slot->reading.clear();  // waits for them
+      slot->writing.clear();
+      slot->changed = false;
+      std::fill(slot->memory.begin(), slot->memory.end(), std::byte{0});
     }
+  }
+  for (StoredPayload& payload : chunks_[chunk]) {
+    payload.discard();
+  }
+}
+
+void ChunkStream::discard_all() {
+  for (std::size_t chunk = 0; chunk < chunks_.size(); ++chunk) {
+    discard(chunk);
   }
   torn_.store(false, std::memory_order_relaxed);
 }

@@ -63,12 +63,17 @@ void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session
       .def(
           "before_overwrite",
           [](Session& self, std::uint32_t param, const at::Tensor& values) {
-            settled(self, param).before_overwrite(id(param), values);
+            const auto visit = self.visit(id(param), /*writes=*/false);
+            self.optimizer_state().before_overwrite(id(param), values);
           },
           released)
       .def("stored",
            [](Session& self, std::uint32_t param) {
              return self.optimizer_state().stored(self.layout().place(id(param)).chunk);
+           })
+      .def("weight_stored",
+           [](Session& self, std::uint32_t param) {
+             return self.chunks().stored(self.layout().place(id(param)).chunk);
            })
       .def(
           "read_moments",
@@ -91,7 +96,10 @@ void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session
            })
       .def(
           "master",
-          [](Session& self, std::uint32_t param) { return settled(self, param).master(id(param)); },
+          [](Session& self, std::uint32_t param) {
+            const auto visit = self.visit(id(param), /*writes=*/false);
+            return self.optimizer_state().master(id(param));
+          },
           released);
 }
 

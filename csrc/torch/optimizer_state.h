@@ -20,6 +20,8 @@
 
 namespace castor {
 
+class StoredWeights;
+
 struct OptimizerStateOptions {
   /// Other formats than kFp32 are for bf16 parameters.
   StateFormat format = StateFormat::kFp32;
@@ -35,6 +37,10 @@ struct OptimizerStateOptions {
 /// Bytes at which a chunk aligns its parameters for a format: blocks of quantised moments begin
 /// with a parameter (docs/design/0012).
 [[nodiscard]] std::size_t param_alignment(StateFormat format, ScalarType precision);
+
+/// Bytes that the optimizer keeps of a chunk.
+[[nodiscard]] std::size_t state_bytes_of(const ChunkSpec& chunk,
+                                         const OptimizerStateOptions& options);
 
 /// One parameter's Adam step; its gradient is in its payload.
 struct ParamUpdate {
@@ -55,9 +61,10 @@ class OptimizerState {
   /// Adds the payloads of every trainable chunk to `manager`, their contents unspecified, or makes
   /// them on NVMe, where they begin as zeros. Throws OutOfMemory; InvalidArgument for a format that
   /// the chunks' type does not have, or a layout without its param_alignment; what NvmeTier does.
-  /// All outlive this. `params` are in ParamId order.
+  /// All outlive this. `params` are in ParamId order. `weights` has the parameters and gradients
+  /// that are on NVMe; nullptr: all are in memory.
   OptimizerState(ChunkManager& manager, std::span<const at::Tensor> params, Executor& executor,
-                 const OptimizerStateOptions& options);
+                 const OptimizerStateOptions& options, StoredWeights* weights = nullptr);
 
   [[nodiscard]] StateFormat format() const noexcept { return format_; }
   /// Whether the chunk's payloads lie on NVMe: there are no views of them then.
@@ -107,7 +114,7 @@ class OptimizerState {
   /// change become their own masters. No effect in kFp32, which sees it by itself.
   void before_overwrite(ParamId param, const at::Tensor& values);
 
-  /// The parameter's first element in a payload beside its home; nullptr when there is none.
+  /// The parameter's first element in a payload; nullptr when there is none in memory.
   [[nodiscard]] std::byte* element(ParamId param, PayloadKind kind) const;
   /// {exp_avg, exp_avg_sq} of a trainable parameter, as views of its payloads: float32, bfloat16
   /// or, for 8-bit codes, uint8. Empty for a chunk that is stored.
@@ -133,16 +140,21 @@ class OptimizerState {
   void check_format(ChunkId chunk) const;
   void choose_places(const OptimizerStateOptions& options);
   void make_payloads();
-  [[nodiscard]] std::vector<PayloadKind> kinds_of(ChunkId chunk, bool moments) const;
   [[nodiscard]] bool has(ParamId param, PayloadKind kind) const;
   [[nodiscard]] bool has_master(ParamId param) const {
     return has(param, PayloadKind::kMaster) || has(param, PayloadKind::kRemainder);
   }
   [[nodiscard]] std::size_t payload_bytes(ChunkId chunk, PayloadKind kind) const;
   [[nodiscard]] std::size_t payload_bytes(ChunkId chunk, PayloadKind kind, std::size_t numel) const;
-  /// Calls `work` while the chunk's payloads are in memory.
+  /// Whether something that the chunk's update needs is on NVMe.
+  [[nodiscard]] bool stored_in_part(ChunkId chunk) const;
+  /// Calls `work` while the states of the chunk are in memory; and ...
   void with_memory(ChunkId chunk, StreamAccess access,
                    const std::function<void(const Memory&)>& work) const;
+  /// ... its parameters and gradients too.
+  void with_all_memory(ChunkId chunk, const std::function<void(const Memory&)>& work) const;
+  /// Calls `work` with the parameter's first element at home, to be overwritten.
+  void with_home(ParamId param, const std::function<void(std::byte*)>& work) const;
   [[nodiscard]] Memory resident(ChunkId chunk) const;
   [[nodiscard]] std::byte* element(const Memory& memory, ParamId param, PayloadKind kind) const;
   template <typename T>
@@ -160,6 +172,7 @@ class OptimizerState {
   const ChunkLayout& layout_;
   std::span<const at::Tensor> params_;
   Executor& executor_;
+  StoredWeights* const weights_;
   const StateFormat format_;
   std::vector<std::vector<PayloadKind>> kinds_;  // per chunk
   std::vector<bool> stored_;                     // per chunk

@@ -66,14 +66,15 @@ std::size_t numel_of(const at::Tensor& tensor) { return static_cast<std::size_t>
 void OptimizerState::adopt(ParamId param, const at::Tensor& values) {
   const at::NoGradGuard no_grad;
   const ScalarType type = layout_.param(param).type;
-  std::byte* const home = element(param, PayloadKind::kParam);
   const at::Tensor& own = params_[index(param)];
   if (!has_master(param)) {
     const ParamGeometry geometry = geometry_of(own);
-    at::from_blob(home, geometry.sizes, geometry.strides, to_torch(type)).copy_(values);
+    with_home(param, [&](std::byte* home) {
+      at::from_blob(home, geometry.sizes, geometry.strides, to_torch(type)).copy_(values);
+    });
     return;
   }
-  with_memory(layout_.place(param).chunk, StreamAccess::kEdit, [&](const Memory& memory) {
+  const auto adopt_at = [&](const Memory& memory, std::byte* home) {
     auto* const master = data<float>(memory, param, PayloadKind::kMaster);
     auto* const remainder = data<std::int16_t>(memory, param, PayloadKind::kRemainder);
     for_each_piece(in_order_of(own, values), [&](std::size_t begin, const at::Tensor& piece) {
@@ -88,6 +89,9 @@ void OptimizerState::adopt(ParamId param, const at::Tensor& values) {
       master_to_param(&executor_, home + begin * size_of(type), exact.const_data_ptr<float>(),
                       numel, type);
     });
+  };
+  with_memory(layout_.place(param).chunk, StreamAccess::kEdit, [&](const Memory& memory) {
+    with_home(param, [&](std::byte* home) { adopt_at(memory, home); });
   });
 }
 

@@ -126,11 +126,14 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout, const Sessi
       executor_(std::make_unique<TbbExecutor>()),
       copy_engine_(make_copy_engine(options.link_bytes_per_second, *executor_)),
       storages_(std::make_unique<ChunkStorages>(layout_)),
+      weights_(StoredWeights::create(layout_, place_chunks(layout_, options.placement), *storages_,
+                                     options.state, *host_, *executor_)),
       manager_(std::make_unique<ChunkManager>(layout_, place_chunks(layout_, options.placement),
-                                              device_, host_, *copy_engine_, *storages_)) {
+                                              device_, host_, *copy_engine_, *storages_,
+                                              weights_.get())) {
   add_gradient_payloads();
-  optimizer_state_ =
-      std::make_unique<OptimizerState>(*manager_, params_, *executor_, options.state);
+  optimizer_state_ = std::make_unique<OptimizerState>(*manager_, params_, *executor_, options.state,
+                                                      weights_.get());
   storages_->on_write_back([state = optimizer_state_.get()](ChunkId chunk, const std::byte* home,
                                                             const std::byte* slot) {
     state->before_write_back(chunk, home, slot);
@@ -159,6 +162,7 @@ Session::~Session() {
     homes.push_back(manager_->payload(ChunkId{static_cast<std::uint32_t>(i)}, PayloadKind::kParam));
   }
   manager_.reset();
+  weights_.reset();
   storages_->release_to_homes(homes);
 }
 
@@ -178,7 +182,9 @@ void Session::adopt_parameters() {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
     storages_->bind(chunk, manager_->payload(chunk, PayloadKind::kParam)->data());
     const auto& grad = manager_->payload(chunk, PayloadKind::kGrad);
-    grad_storages.push_back(grad ? storage_over(grad) : c10::Storage());
+    grad_storages.push_back(!grad           ? c10::Storage()
+                            : stored(chunk) ? weights_->gradient_storage(chunk)
+                                            : storage_over(grad));
   }
   gradients_.resize(params_.size());
   steps_ = at::zeros({static_cast<std::int64_t>(params_.size())}, at::kFloat);
@@ -200,8 +206,10 @@ void Session::adopt_parameters() {
 }
 
 void Session::watch_tensors() {
-  gate_ = TensorGate::create(2 * layout_.chunks().size(),
-                             [this](std::size_t group) { settle_group(group); });
+  gate_ = TensorGate::create(
+      2 * layout_.chunks().size(), [this](std::size_t group) { settle_group(group); },
+      [this](auto uses) { return visit_groups(uses); });
+  guard_stored_weights();
   state_views_.resize(params_.size());
   updated_.resize(layout_.chunks().size(), false);
   for (std::size_t i = 0; i < params_.size(); ++i) {

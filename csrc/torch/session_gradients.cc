@@ -45,8 +45,10 @@ GradientCopy Session::adopt_gradient(ParamId param, at::Tensor& grad, std::size_
   }
   const at::NoGradGuard no_grad;
   const bool leaves_device = manager_->placement(chunk) != Placement::kDevice;
+  begin_gradients_of(chunk);
   const std::uint64_t start_ns = runtime_->clock_ns();
-  if (leaves_device && gradient_copies_ && grad.storage().use_count() <= max_uses &&
+  if (leaves_device && gradient_copies_ && !stored(chunk) &&
+      grad.storage().use_count() <= max_uses &&
       gradient_copies_->submit(
           chunk, grad, gradient.view,
           {optimizer_state_->element(param, PayloadKind::kGrad), gradient.view.nbytes()})) {
@@ -154,11 +156,16 @@ GradientSummary Session::collect_gradients(bool with_norm) {
 double Session::gradient_norm() const {
   constexpr std::size_t kParallelNumel = std::size_t{1} << 18;
   std::vector<double> squares(params_.size(), 0.0);
+  const auto measure_at = [&](ParamId param, const std::byte* gradient, Executor* executor) {
+    const ParamSpec& spec = layout_.param(param);
+    squares[index(param)] =
+        copy_and_square_norm(executor, nullptr, gradient, spec.numel, spec.type);
+  };
   const auto measure = [&](std::size_t i, Executor* executor) {
     const ParamId param{static_cast<std::uint32_t>(i)};
-    squares[i] = copy_and_square_norm(executor, nullptr,
-                                      optimizer_state_->element(param, PayloadKind::kGrad),
-                                      layout_.param(param).numel, layout_.param(param).type);
+    if (!stored(layout_.place(param).chunk)) {
+      measure_at(param, optimizer_state_->element(param, PayloadKind::kGrad), executor);
+    }
   };
   for (std::size_t i = 0; i < params_.size(); ++i) {
     if (gradients_[i].present && layout_.params()[i].numel >= kParallelNumel) {
@@ -172,6 +179,12 @@ double Session::gradient_norm() const {
       }
     }
   });
+  if (weights_) {
+    measure_stored_gradients([&](ParamId param, const std::byte* gradient) {
+      measure_at(param, gradient,
+                 layout_.param(param).numel >= kParallelNumel ? executor_.get() : nullptr);
+    });
+  }
   double sum = 0.0;
   for (const double square : squares) {
     sum += square;

@@ -116,7 +116,7 @@ class EnduringRun:
             assert "load the last checkpoint" in words or "load a checkpoint" in words, error
             assert not self._whole(), error
         else:
-            assert "castor.scratch" in words, error
+            assert ".scratch" in words, error
         if isinstance(error, castor.CorruptionError):
             assert "of chunk" in words, error
         self.what_happened.append(type(error).__name__)
