@@ -59,6 +59,12 @@ void for_each_piece(const at::Tensor& values, const Use& use) {
   }
 }
 
+/// As at::empty_like(param, type), which for a parameter on NVMe would have it read first.
+at::Tensor empty_as(const at::Tensor& param, at::ScalarType type) {
+  const ParamGeometry geometry = geometry_of(param);
+  return at::empty_strided(geometry.sizes, geometry.strides, at::TensorOptions().dtype(type));
+}
+
 std::size_t numel_of(const at::Tensor& tensor) { return static_cast<std::size_t>(tensor.numel()); }
 
 }  // namespace
@@ -148,7 +154,7 @@ void OptimizerState::before_overwrite(ParamId param, const at::Tensor& values) {
   const at::NoGradGuard no_grad;
   const at::Tensor& own = params_[index(param)];
   // In the order of the parameter's memory, and rounded as the copy will round.
-  const at::Tensor after = at::empty_like(own).copy_(values);
+  const at::Tensor after = empty_as(own, own.scalar_type()).copy_(values);
   with_memory(layout_.place(param).chunk, StreamAccess::kEdit, [&](const Memory& memory) {
     forget_remainders(&executor_, data<std::int16_t>(memory, param, PayloadKind::kRemainder),
                       static_cast<const std::uint16_t*>(own.const_data_ptr()),
@@ -201,7 +207,7 @@ std::optional<at::Tensor> OptimizerState::master(ParamId param) const {
   }
   const at::NoGradGuard no_grad;
   const at::Tensor& own = params_[index(param)];
-  at::Tensor values = at::empty_like(own, at::kFloat);
+  at::Tensor values = empty_as(own, at::kFloat);
   with_memory(layout_.place(param).chunk, StreamAccess::kRead, [&](const Memory& memory) {
     if (const auto* master = data<float>(memory, param, PayloadKind::kMaster)) {
       std::memcpy(values.mutable_data_ptr(), master, values.nbytes());
@@ -216,8 +222,8 @@ std::optional<at::Tensor> OptimizerState::master(ParamId param) const {
 
 std::vector<at::Tensor> OptimizerState::empty_moments(ParamId param) const {
   const at::Tensor& own = params_[index(param)];
-  std::vector<at::Tensor> moments = {at::empty_like(own, moment_type(format_)),
-                                     at::empty_like(own, moment_type(format_))};
+  std::vector<at::Tensor> moments = {empty_as(own, moment_type(format_)),
+                                     empty_as(own, moment_type(format_))};
   if (has(param, PayloadKind::kMomentScales)) {
     moments.push_back(at::empty(scales_geometry(param).sizes, at::kFloat));
   }
