@@ -300,7 +300,7 @@ void ChunkStream::check_progress(std::size_t chunk) const {
   const std::size_t window = slots_.size() * slots_.front().memory.size();
   throw OutOfMemory(
       TierKind::kHost, bytes_of(chunks_[chunk]), 0, window,
-      chunks_[chunk].front().name() + " has to be read from NVMe, and each of the " +
+      chunks_[chunk].front().name() + " have to be read from NVMe, and each of the " +
           std::to_string(slots_.size()) +
           " slots of the window holds what this thread uses at the same time (in one operator); "
           "raise host_memory, or make chunks smaller (chunk_bytes)");
