@@ -86,10 +86,10 @@ StoredWeightsChoice choose_stored_weights(const HostNeeds& needs, std::size_t ho
   const std::size_t weights = sum(needs.weights);
   const std::size_t states_window = limits.most_for_states * needs.states_slot;
   StoredWeightsChoice choice{.stored = std::vector<bool>(needs.weights.size(), false)};
-  if (weights + std::min(sum(needs.states), states_window) <= host_bytes || weights == 0) {
+  if (weights + std::min(sum(needs.states), needs.states_slot) <= host_bytes || weights == 0) {
     return choice;
   }
-  // Where the host is that short, the states' window makes do with one slot.
+  // The states' window has one slot where the host is that short.
   std::size_t room = left(host_bytes, states_window);
   if (room < limits.fewest_for_weights * needs.weights_slot) {
     room = left(host_bytes, needs.states_slot);

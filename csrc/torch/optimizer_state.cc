@@ -55,10 +55,12 @@ std::size_t param_alignment(StateFormat format, ScalarType precision) {
   return in_blocks(format) ? kMomentBlock * size_of(precision) : kParamAlignment;
 }
 
-std::size_t state_bytes_of(const ChunkSpec& chunk, const OptimizerStateOptions& options) {
-  std::size_t bytes = 0;
+std::vector<std::size_t> state_payload_bytes(const ChunkSpec& chunk,
+                                             const OptimizerStateOptions& options) {
+  std::vector<std::size_t> bytes;
   for (const PayloadKind kind : state_kinds(chunk, options.format, options.moments)) {
-    bytes += bytes_of(kind, chunk.used_bytes / size_of(chunk.type), chunk.type, options.format);
+    bytes.push_back(
+        bytes_of(kind, chunk.used_bytes / size_of(chunk.type), chunk.type, options.format));
   }
   return bytes;
 }

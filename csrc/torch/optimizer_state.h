@@ -38,9 +38,9 @@ struct OptimizerStateOptions {
 /// with a parameter (docs/design/0012).
 [[nodiscard]] std::size_t param_alignment(StateFormat format, ScalarType precision);
 
-/// Bytes that the optimizer keeps of a chunk.
-[[nodiscard]] std::size_t state_bytes_of(const ChunkSpec& chunk,
-                                         const OptimizerStateOptions& options);
+/// Bytes of each payload that the optimizer keeps of a chunk.
+[[nodiscard]] std::vector<std::size_t> state_payload_bytes(const ChunkSpec& chunk,
+                                                           const OptimizerStateOptions& options);
 
 /// One parameter's Adam step; its gradient is in its payload.
 struct ParamUpdate {

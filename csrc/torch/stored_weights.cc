@@ -49,21 +49,24 @@ NvmeOptions with_own_file(NvmeOptions options) {
 }
 
 HostNeeds needs_of(const ChunkLayout& layout, std::span<const Placement> placements,
-                   const OptimizerStateOptions& states) {
+                   const OptimizerStateOptions& options) {
   HostNeeds needs;
   for (std::size_t i = 0; i < placements.size(); ++i) {
     const ChunkSpec& chunk = layout.chunks()[i];
+    std::vector<PayloadSpec> states;
     const bool on_host = placements[i] != Placement::kDevice;
     needs.weights.push_back(on_host ? (chunk.trainable ? 2 : 1) * chunk.used_bytes : 0);
-    needs.states.push_back(on_host ? state_bytes_of(chunk, states) : 0);
+    needs.states.push_back(0);
     if (on_host) {
-      needs.weights_slot = std::max(needs.weights_slot, chunk.used_bytes);
-      needs.states_slot = std::max(needs.states_slot, needs.states.back());
+      for (const std::size_t bytes : state_payload_bytes(chunk, options)) {
+        states.push_back({"", bytes});
+        needs.states.back() += bytes;
+      }
+      needs.weights_slot =
+          std::max(needs.weights_slot, NvmeTier::window_bytes({{{"", chunk.used_bytes}}}, 1));
+      needs.states_slot = std::max(needs.states_slot, NvmeTier::window_bytes({states}, 1));
     }
   }
-  // Windows have some padding.
-  needs.weights_slot = NvmeTier::window_bytes({{{"", needs.weights_slot}}}, 1);
-  needs.states_slot = NvmeTier::window_bytes({{{"", needs.states_slot}}}, 1);
   return needs;
 }
 
