@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <exception>
 #include <memory>
-#include <optional>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -13,22 +12,15 @@
 
 #include "core/error.h"
 #include "core/units.h"
+#include "io/chunk_stream_slot.h"
 
 namespace castor {
 namespace {
 
-std::size_t bytes_of(const StoredChunk& chunk) {
-  std::size_t bytes = 0;
-  for (const StoredPayload& payload : chunk) {
-    bytes += payload.padded_bytes();
-  }
-  return bytes;
-}
-
 std::size_t largest(const std::vector<StoredChunk>& chunks) {
   std::size_t bytes = 0;
   for (const StoredChunk& chunk : chunks) {
-    bytes = std::max(bytes, bytes_of(chunk));
+    bytes = std::max(bytes, padded_bytes_of(chunk));
   }
   return bytes;
 }
@@ -43,23 +35,6 @@ std::span<std::byte> align(std::span<std::byte> memory, std::size_t alignment) {
 }
 
 }  // namespace
-
-struct ChunkStream::Slot {
-  std::span<std::byte> memory;
-  std::optional<std::size_t> chunk;   // whose payloads are here, or on their way
-  std::optional<std::size_t> coming;  // whose will be, once those have left
-  std::vector<std::thread::id> holders;
-  bool busy = false;     // somebody works on its transfers without the mutex
-  bool wanted = false;   // announced, not used yet
-  bool changed = false;  // differs from NVMe, and no write of it is under way
-  bool due = false;      // and to be written as soon as nobody holds it
-  std::uint64_t last_use = 0;
-  std::exception_ptr failure;                  // of the read, for everybody who holds it
-  std::vector<std::span<std::byte>> padded;    // as transferred
-  std::vector<std::span<std::byte>> payloads;  // as worked on
-  std::vector<IoTransfer> reading;             // empty: nothing to wait for
-  std::vector<IoTransfer> writing;
-};
 
 ChunkStream::ChunkStream(std::vector<StoredChunk> chunks, TransferQueue& queue, Executor& executor,
                          std::span<std::byte> memory, std::size_t alignment,
@@ -130,141 +105,6 @@ ChunkStream::Slot* ChunkStream::most_dispensable() {
   return best;
 }
 
-void ChunkStream::without_mutex(Slot& slot, Lock& lock, const std::function<void()>& part) {
-  slot.busy = true;
-  lock.unlock();
-  std::exception_ptr failure;
-  try {
-    part();
-  } catch (...) {
-    failure = std::current_exception();
-  }
-  lock.lock();
-  slot.busy = false;
-  changed_.notify_all();
-  if (failure) {
-    std::rethrow_exception(failure);
-  }
-}
-
-void ChunkStream::wait_for_others(Slot& slot, Lock& lock) {
-  changed_.wait(lock, [&slot] { return !slot.busy; });
-}
-
-// Called as a write of the slot failed: its chunk is on NVMe in part, if at all.
-void ChunkStream::lose(Slot& slot) {
-  slot.failure = std::current_exception();
-  slot.writing.clear();
-  slot.chunk.reset();
-  slot.changed = false;
-  torn_.store(true, std::memory_order_relaxed);
-}
-
-/// Leaves the slot without a chunk, what it held on NVMe.
-void ChunkStream::clear(Slot& slot, Lock& lock) {
-  if (slot.changed) {
-    start_write(slot, lock);
-  }
-  finish_write(slot, lock);
-  slot.reading.clear();
-  slot.chunk.reset();
-  slot.failure = nullptr;
-  slot.wanted = false;
-}
-
-void ChunkStream::replace(Slot& slot, std::size_t chunk, Lock& lock) {
-  slot.coming = chunk;
-  try {
-    clear(slot, lock);
-  } catch (...) {
-    slot.coming.reset();
-    throw;
-  }
-  slot.coming.reset();
-  slot.padded.clear();
-  slot.payloads.clear();
-  std::size_t offset = 0;
-  for (const StoredPayload& payload : chunks_[chunk]) {
-    slot.padded.push_back(slot.memory.subspan(offset, payload.padded_bytes()));
-    slot.payloads.push_back(slot.padded.back().first(payload.bytes()));
-    offset += payload.padded_bytes();
-    if (payload.contents() == PayloadContents::kNone) {
-      std::fill(slot.padded.back().begin(), slot.padded.back().end(), std::byte{0});
-    } else {
-      slot.reading.push_back(payload.start_read(queue_, slot.padded.back()));
-      counts_.read_bytes += payload.padded_bytes();
-    }
-  }
-  slot.chunk = chunk;
-}
-
-void ChunkStream::finish_read(Slot& slot, Lock& lock) {
-  wait_for_others(slot, lock);
-  if (slot.failure) {
-    std::rethrow_exception(slot.failure);
-  }
-  if (slot.reading.empty()) {
-    return;
-  }
-  const StoredChunk& chunk = chunks_[*slot.chunk];
-  try {
-    without_mutex(slot, lock, [&] {
-      for (IoTransfer& transfer : slot.reading) {
-        transfer.wait();
-      }
-      for (std::size_t i = 0; i < chunk.size(); ++i) {
-        if (chunk[i].contents() != PayloadContents::kNone) {
-          chunk[i].check(executor_, queue_, slot.padded[i]);
-        }
-      }
-    });
-  } catch (...) {
-    slot.reading.clear();
-    slot.failure = std::current_exception();
-    slot.chunk.reset();
-    throw;
-  }
-  slot.reading.clear();
-}
-
-void ChunkStream::start_write(Slot& slot, Lock& lock) {
-  slot.changed = false;
-  slot.due = false;
-  StoredChunk& chunk = chunks_[*slot.chunk];
-  try {
-    without_mutex(slot, lock, [&] {
-      for (std::size_t i = 0; i < chunk.size(); ++i) {
-        slot.writing.push_back(
-            chunk[i].start_write(queue_, executor_, slot.padded[i], verification_));
-      }
-    });
-  } catch (...) {
-    lose(slot);
-    throw;
-  }
-  counts_.written_bytes += bytes_of(chunk);
-}
-
-void ChunkStream::finish_write(Slot& slot, Lock& lock) {
-  wait_for_others(slot, lock);
-  if (slot.writing.empty()) {
-    return;
-  }
-  StoredChunk& chunk = chunks_[*slot.chunk];
-  try {
-    without_mutex(slot, lock, [&] {
-      for (std::size_t i = 0; i < chunk.size(); ++i) {
-        slot.writing[i].wait();
-        chunk[i].finish_write();
-      }
-    });
-  } catch (...) {
-    lose(slot);
-    throw;
-  }
-  slot.writing.clear();
-}
-
 ChunkStream::Hold ChunkStream::take(Slot& slot) {
   slot.holders.push_back(std::this_thread::get_id());
   slot.wanted = false;
@@ -299,7 +139,7 @@ void ChunkStream::check_progress(std::size_t chunk) const {
   }
   const std::size_t window = slots_.size() * slots_.front().memory.size();
   throw OutOfMemory(
-      TierKind::kHost, bytes_of(chunks_[chunk]), 0, window,
+      TierKind::kHost, padded_bytes_of(chunks_[chunk]), 0, window,
       chunks_[chunk].front().name() + " has to be read from NVMe, and each of the " +
           std::to_string(slots_.size()) +
           " slots of the window holds what this thread uses at the same time (in one operator); "
