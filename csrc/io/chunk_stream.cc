@@ -181,10 +181,9 @@ ChunkStream::Hold ChunkStream::hold(std::size_t chunk) {
   return std::move(hold(std::span(&chunk, 1)).front());
 }
 
-void ChunkStream::release(Slot& slot) {
+void ChunkStream::release(Slot& slot, std::thread::id holder) {
   Lock lock(mutex_);
-  slot.holders.erase(
-      std::find(slot.holders.begin(), slot.holders.end(), std::this_thread::get_id()));
+  slot.holders.erase(std::find(slot.holders.begin(), slot.holders.end(), holder));
   if (slot.holders.empty() && slot.due && slot.changed && slot.chunk) {
     wait_for_others(slot, lock);
     if (slot.due && slot.chunk) {
@@ -218,7 +217,7 @@ void ChunkStream::Hold::wait(StreamAccess access) {
 
 void ChunkStream::Hold::release() {
   if (ChunkStream* const stream = std::exchange(stream_, nullptr)) {
-    stream->release(*slot_);
+    stream->release(*slot_, holder_);
   }
 }
 

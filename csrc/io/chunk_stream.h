@@ -7,6 +7,7 @@
 #include <functional>
 #include <mutex>
 #include <span>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -58,11 +59,14 @@ class ChunkStream {
   ChunkStream(const ChunkStream&) = delete;
   ChunkStream& operator=(const ChunkStream&) = delete;
 
-  /// Keeps a chunk in the window. Move-only.
+  /// Keeps a chunk in the window. Move-only. It counts as held by the thread that took it, and may
+  /// end in any other.
   class Hold {
    public:
     Hold(Hold&& other) noexcept
-        : stream_(std::exchange(other.stream_, nullptr)), slot_(other.slot_) {}
+        : stream_(std::exchange(other.stream_, nullptr)),
+          slot_(other.slot_),
+          holder_(other.holder_) {}
     Hold& operator=(Hold&&) = delete;
     Hold(const Hold&) = delete;
     Hold& operator=(const Hold&) = delete;
@@ -82,6 +86,7 @@ class ChunkStream {
     Hold(ChunkStream& stream, Slot& slot) noexcept : stream_(&stream), slot_(&slot) {}
     ChunkStream* stream_;
     Slot* slot_;
+    std::thread::id holder_ = std::this_thread::get_id();
   };
   /// Starts to read the chunk where it is not in the window, and keeps it there. Waits where every
   /// slot is held by other threads; throws OutOfMemory where it is this one that holds them.
@@ -138,7 +143,7 @@ class ChunkStream {
   Slot& bring_in(std::size_t chunk, Lock& lock);
   void check_progress(std::size_t chunk) const;
   Hold take(Slot& slot);
-  void release(Slot& slot);
+  void release(Slot& slot, std::thread::id holder);
   void replace(Slot& slot, std::size_t chunk, Lock& lock);
   void clear(Slot& slot, Lock& lock);
   void wait_for_others(Slot& slot, Lock& lock);
