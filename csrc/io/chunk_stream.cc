@@ -105,75 +105,125 @@ ChunkStream::Slot* ChunkStream::most_dispensable() {
   return best;
 }
 
-ChunkStream::Hold ChunkStream::take(Slot& slot) {
-  slot.holders.push_back(std::this_thread::get_id());
-  slot.wanted = false;
-  slot.last_use = ++num_uses_;
-  return {*this, slot};
+bool ChunkStream::present(std::span<const std::size_t> chunks) {
+  return std::all_of(chunks.begin(), chunks.end(), [this](std::size_t chunk) {
+    const Slot* const slot = find(chunk);
+    return slot != nullptr && slot->chunk == chunk && !slot->coming;
+  });
 }
 
-// What is in the window already waits for nobody's turn: who holds a chunk may come back for it.
-bool ChunkStream::take_present(std::span<const std::size_t> chunks, std::vector<Hold>& holds) {
-  const std::lock_guard lock(mutex_);
-  std::vector<Slot*> found;
+// Whether there is a slot for each. None may be on its way in or out: that is another thread's.
+bool ChunkStream::can_claim(std::span<const std::size_t> chunks) {
+  const auto free = [](const Slot& slot) { return !slot.busy && slot.holders.empty(); };
+  auto num_free = std::count_if(slots_.begin(), slots_.end(), free);
   for (const std::size_t chunk : chunks) {
-    found.push_back(find(chunk));
-    if (found.back() == nullptr || found.back()->chunk != chunk || found.back()->coming) {
+    const Slot* const slot = find(chunk);
+    if (slot != nullptr && (slot->chunk != chunk || slot->coming)) {
       return false;
     }
+    num_free -= slot == nullptr || free(*slot) ? 1 : 0;
   }
-  for (Slot* const slot : found) {
-    holds.push_back(take(*slot));
-  }
-  return true;
+  return num_free >= 0;
 }
 
-// Only what other threads hold, or work on, comes free while this one waits.
-void ChunkStream::check_progress(std::size_t chunk) const {
+// Requires can_claim.
+void ChunkStream::claim(std::span<const std::size_t> chunks, std::vector<Hold>& holds) {
   const auto self = std::this_thread::get_id();
-  for (const Slot& slot : slots_) {
-    if (slot.busy || std::any_of(slot.holders.begin(), slot.holders.end(),
-                                 [self](std::thread::id holder) { return holder != self; })) {
-      return;
+  std::vector<Slot*> slots;
+  for (const std::size_t chunk : chunks) {
+    slots.push_back(find(chunk));
+    if (slots.back() != nullptr) {
+      slots.back()->holders.push_back(self);  // so that it is not displaced for one of the others
     }
   }
-  const std::size_t window = slots_.size() * slots_.front().memory.size();
-  throw OutOfMemory(
-      TierKind::kHost, padded_bytes_of(chunks_[chunk]), 0, window,
-      chunks_[chunk].front().name() + " has to be read from NVMe, and each of the " +
-          std::to_string(slots_.size()) +
-          " slots of the window holds what this thread uses at the same time (in one operator); "
-          "raise host_memory, or make chunks smaller (chunk_bytes)");
+  for (std::size_t i = 0; i < chunks.size(); ++i) {
+    if (slots[i] == nullptr) {
+      slots[i] = most_dispensable();
+      slots[i]->holders.push_back(self);
+      slots[i]->coming = chunks[i];
+    }
+    slots[i]->wanted = false;
+    slots[i]->last_use = ++num_uses_;
+    holds.push_back({*this, *slots[i]});
+  }
 }
 
-ChunkStream::Slot& ChunkStream::bring_in(std::size_t chunk, Lock& lock) {
-  for (;;) {
-    Slot* slot = find(chunk);
-    if (slot == nullptr) {
-      slot = most_dispensable();
-      if (slot != nullptr) {
-        replace(*slot, chunk, lock);
-        return *slot;
+void ChunkStream::bring_in(std::span<const Hold> holds, Lock& lock) {
+  try {
+    for (const Hold& hold : holds) {
+      if (hold.slot_->coming) {
+        replace(*hold.slot_, *hold.slot_->coming, lock);
       }
-      check_progress(chunk);
-    } else if (slot->chunk == chunk && !slot->coming) {
-      return *slot;
     }
+  } catch (...) {
+    for (const Hold& hold : holds) {
+      hold.slot_->coming.reset();
+    }
+    changed_.notify_all();
+    throw;
+  }
+}
+
+// Who holds chunks and waits for others may keep everybody waiting, unless somebody who holds what
+// it needs goes on.
+void ChunkStream::wait_for_slots(std::span<const std::size_t> chunks, Lock& lock) {
+  waiting_.push_back({std::this_thread::get_id(), chunks});
+  const auto goes_on = [this](std::thread::id holder) {
+    return std::none_of(waiting_.begin(), waiting_.end(), [&](const Waiting& waiting) {
+      return waiting.thread == holder && !can_claim(waiting.chunks);
+    });
+  };
+  const bool progress = std::any_of(slots_.begin(), slots_.end(), [&](const Slot& slot) {
+    return slot.busy || std::any_of(slot.holders.begin(), slot.holders.end(), goes_on);
+  });
+  if (progress) {
     changed_.wait(lock);
   }
+  std::erase_if(waiting_, [](const Waiting& waiting) {
+    return waiting.thread == std::this_thread::get_id();
+  });
+  if (!progress) {
+    throw_no_slots(chunks);
+  }
 }
 
+void ChunkStream::throw_no_slots(std::span<const std::size_t> chunks) {
+  const auto absent =
+      std::find_if(chunks.begin(), chunks.end(), [this](auto chunk) { return !find(chunk); });
+  const StoredChunk& chunk = chunks_[absent == chunks.end() ? chunks.front() : *absent];
+  const std::size_t window = slots_.size() * slots_.front().memory.size();
+  throw OutOfMemory(TierKind::kHost, padded_bytes_of(chunk), 0, window,
+                    chunk.front().name() + " has to be read from NVMe, and each of the " +
+                        std::to_string(slots_.size()) +
+                        " slots of the window holds what is used at the same time (in one "
+                        "operator), or is needed beside it; raise host_memory, or make chunks "
+                        "smaller (chunk_bytes)");
+}
+
+// All of them or none: who waits holds nothing that others could wait for. Those who hold some
+// already go first, and what is in the window waits for nobody.
 std::vector<ChunkStream::Hold> ChunkStream::hold(std::span<const std::size_t> chunks) {
   check_process();
   std::vector<Hold> holds;  // before the locks: where it fails, they go first
-  if (take_present(chunks, holds)) {
-    return holds;
-  }
-  const std::lock_guard turn(turn_);
+  Lock turn(turn_, std::defer_lock);
   Lock lock(mutex_);
-  for (const std::size_t chunk : chunks) {
-    holds.push_back(take(bring_in(chunk, lock)));
+  const auto self = std::this_thread::get_id();
+  const bool holds_some = std::any_of(slots_.begin(), slots_.end(), [self](const Slot& slot) {
+    return std::find(slot.holders.begin(), slot.holders.end(), self) != slot.holders.end();
+  });
+  if (!holds_some && !present(chunks)) {
+    lock.unlock();
+    turn.lock();
+    lock.lock();
   }
+  while (!can_claim(chunks)) {
+    wait_for_slots(chunks, lock);
+  }
+  claim(chunks, holds);
+  if (turn.owns_lock()) {
+    turn.unlock();
+  }
+  bring_in(holds, lock);
   return holds;
 }
 

@@ -25,8 +25,9 @@ namespace castor {
 /// it is busy, its transfers and its chunk's payloads belong to the thread that works on them.
 struct ChunkStream::Slot {
   std::span<std::byte> memory;
-  std::optional<std::size_t> chunk;   // whose payloads are here, or on their way
-  std::optional<std::size_t> coming;  // whose will be, once those have left
+  std::optional<std::size_t> chunk;  // whose payloads are here, or on their way
+  std::optional<std::size_t>
+      coming;  // whose will be, once those have left; nobody else may take it
   std::vector<std::thread::id> holders;
   bool busy = false;     // somebody works on its transfers without the mutex
   bool wanted = false;   // announced, not used yet

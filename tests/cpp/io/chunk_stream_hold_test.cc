@@ -162,6 +162,57 @@ TEST_P(ChunkStreamHoldTest, WhereOthersHoldTheSlotsItWaitsForThem) {
   other.join();
 }
 
+// Who holds a slot and needs another one has to get it before who could wait holding nothing: an
+// operator's memory is short, and what leaves the device to make room is written to its home.
+TEST_P(ChunkStreamHoldTest, WhoWaitsForSeveralKeepsNoneFromWhoHoldsSome) {
+  const auto bench = make_bench({}, 3);
+  ChunkStream& stream = *bench->stream;
+  const Contents stored = store(stream);
+  for (int round = 0; round < 20; ++round) {
+    std::atomic<bool> begun = false;
+    std::vector<Hold> holds = hold_all(stream, {0, 1});
+    std::thread other([&] {
+      begun = true;
+      for (Hold& hold : hold_all(stream, {2, 3})) {
+        hold.wait(kRead);
+      }
+    });
+    while (!begun) {
+      std::this_thread::yield();
+    }
+    for (int i = 0; i < 20 * round; ++i) {
+      std::this_thread::yield();  // until it waits, most of the time
+    }
+    EXPECT_TRUE(matches(stream, 4, stored));
+    holds.clear();
+    other.join();
+  }
+}
+
+TEST_P(ChunkStreamHoldTest, ThoseWhoWaitForEachOtherAreToldSo) {
+  const auto bench = make_bench({}, 2);
+  ChunkStream& stream = *bench->stream;
+  const Contents stored = store(stream);
+  std::atomic<int> num_ready = 0;
+  std::atomic<int> num_refused = 0;
+  const auto take_two = [&](std::size_t first) {
+    const Hold one = waited(stream, first, kRead);
+    for (++num_ready; num_ready < 2;) {
+      std::this_thread::yield();
+    }
+    try {
+      const Hold two = waited(stream, first + 2, kRead);
+      EXPECT_TRUE(equal(two.payloads(), first + 2, stored));
+    } catch (const OutOfMemory&) {
+      ++num_refused;
+    }
+  };
+  std::thread other([&] { take_two(1); });
+  take_two(0);
+  other.join();
+  EXPECT_EQ(num_refused, 1) << "the other one got what this one gave back";
+}
+
 TEST_P(ChunkStreamHoldTest, HoldersOfSeveralGoOnWithTheFewestSlots) {
   constexpr std::size_t kThreads = 4;
   constexpr int kRounds = 150;
