@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <exception>
 #include <memory>
-#include <optional>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -13,22 +12,15 @@
 
 #include "core/error.h"
 #include "core/units.h"
+#include "io/chunk_stream_slot.h"
 
 namespace castor {
 namespace {
 
-std::size_t bytes_of(const StoredChunk& chunk) {
-  std::size_t bytes = 0;
-  for (const StoredPayload& payload : chunk) {
-    bytes += payload.padded_bytes();
-  }
-  return bytes;
-}
-
 std::size_t largest(const std::vector<StoredChunk>& chunks) {
   std::size_t bytes = 0;
   for (const StoredChunk& chunk : chunks) {
-    bytes = std::max(bytes, bytes_of(chunk));
+    bytes = std::max(bytes, padded_bytes_of(chunk));
   }
   return bytes;
 }
@@ -43,23 +35,6 @@ std::span<std::byte> align(std::span<std::byte> memory, std::size_t alignment) {
 }
 
 }  // namespace
-
-struct ChunkStream::Slot {
-  std::span<std::byte> memory;
-  std::optional<std::size_t> chunk;   // whose payloads are here, or on their way
-  std::optional<std::size_t> coming;  // whose will be, once those have left
-  std::vector<std::thread::id> holders;
-  bool busy = false;     // somebody works on its transfers without the mutex
-  bool wanted = false;   // announced, not used yet
-  bool changed = false;  // differs from NVMe, and no write of it is under way
-  bool due = false;      // and to be written as soon as nobody holds it
-  std::uint64_t last_use = 0;
-  std::exception_ptr failure;                  // of the read, for everybody who holds it
-  std::vector<std::span<std::byte>> padded;    // as transferred
-  std::vector<std::span<std::byte>> payloads;  // as worked on
-  std::vector<IoTransfer> reading;             // empty: nothing to wait for
-  std::vector<IoTransfer> writing;
-};
 
 ChunkStream::ChunkStream(std::vector<StoredChunk> chunks, TransferQueue& queue, Executor& executor,
                          std::span<std::byte> memory, std::size_t alignment,
@@ -130,210 +105,125 @@ ChunkStream::Slot* ChunkStream::most_dispensable() {
   return best;
 }
 
-void ChunkStream::without_mutex(Slot& slot, Lock& lock, const std::function<void()>& part) {
-  slot.busy = true;
-  lock.unlock();
-  std::exception_ptr failure;
-  try {
-    part();
-  } catch (...) {
-    failure = std::current_exception();
-  }
-  lock.lock();
-  slot.busy = false;
-  changed_.notify_all();
-  if (failure) {
-    std::rethrow_exception(failure);
-  }
+bool ChunkStream::present(std::span<const std::size_t> chunks) {
+  return std::all_of(chunks.begin(), chunks.end(), [this](std::size_t chunk) {
+    const Slot* const slot = find(chunk);
+    return slot != nullptr && slot->chunk == chunk && !slot->coming;
+  });
 }
 
-void ChunkStream::wait_for_others(Slot& slot, Lock& lock) {
-  changed_.wait(lock, [&slot] { return !slot.busy; });
-}
-
-// Called as a write of the slot failed: its chunk is on NVMe in part, if at all.
-void ChunkStream::lose(Slot& slot) {
-  slot.failure = std::current_exception();
-  slot.writing.clear();
-  slot.chunk.reset();
-  slot.changed = false;
-  torn_.store(true, std::memory_order_relaxed);
-}
-
-/// Leaves the slot without a chunk, what it held on NVMe.
-void ChunkStream::clear(Slot& slot, Lock& lock) {
-  if (slot.changed) {
-    start_write(slot, lock);
-  }
-  finish_write(slot, lock);
-  slot.reading.clear();
-  slot.chunk.reset();
-  slot.failure = nullptr;
-  slot.wanted = false;
-}
-
-void ChunkStream::replace(Slot& slot, std::size_t chunk, Lock& lock) {
-  slot.coming = chunk;
-  try {
-    clear(slot, lock);
-  } catch (...) {
-    slot.coming.reset();
-    throw;
-  }
-  slot.coming.reset();
-  slot.padded.clear();
-  slot.payloads.clear();
-  std::size_t offset = 0;
-  for (const StoredPayload& payload : chunks_[chunk]) {
-    slot.padded.push_back(slot.memory.subspan(offset, payload.padded_bytes()));
-    slot.payloads.push_back(slot.padded.back().first(payload.bytes()));
-    offset += payload.padded_bytes();
-    if (payload.contents() == PayloadContents::kNone) {
-      std::fill(slot.padded.back().begin(), slot.padded.back().end(), std::byte{0});
-    } else {
-      slot.reading.push_back(payload.start_read(queue_, slot.padded.back()));
-      counts_.read_bytes += payload.padded_bytes();
-    }
-  }
-  slot.chunk = chunk;
-}
-
-void ChunkStream::finish_read(Slot& slot, Lock& lock) {
-  wait_for_others(slot, lock);
-  if (slot.failure) {
-    std::rethrow_exception(slot.failure);
-  }
-  if (slot.reading.empty()) {
-    return;
-  }
-  const StoredChunk& chunk = chunks_[*slot.chunk];
-  try {
-    without_mutex(slot, lock, [&] {
-      for (IoTransfer& transfer : slot.reading) {
-        transfer.wait();
-      }
-      for (std::size_t i = 0; i < chunk.size(); ++i) {
-        if (chunk[i].contents() != PayloadContents::kNone) {
-          chunk[i].check(executor_, queue_, slot.padded[i]);
-        }
-      }
-    });
-  } catch (...) {
-    slot.reading.clear();
-    slot.failure = std::current_exception();
-    slot.chunk.reset();
-    throw;
-  }
-  slot.reading.clear();
-}
-
-void ChunkStream::start_write(Slot& slot, Lock& lock) {
-  slot.changed = false;
-  slot.due = false;
-  StoredChunk& chunk = chunks_[*slot.chunk];
-  try {
-    without_mutex(slot, lock, [&] {
-      for (std::size_t i = 0; i < chunk.size(); ++i) {
-        slot.writing.push_back(
-            chunk[i].start_write(queue_, executor_, slot.padded[i], verification_));
-      }
-    });
-  } catch (...) {
-    lose(slot);
-    throw;
-  }
-  counts_.written_bytes += bytes_of(chunk);
-}
-
-void ChunkStream::finish_write(Slot& slot, Lock& lock) {
-  wait_for_others(slot, lock);
-  if (slot.writing.empty()) {
-    return;
-  }
-  StoredChunk& chunk = chunks_[*slot.chunk];
-  try {
-    without_mutex(slot, lock, [&] {
-      for (std::size_t i = 0; i < chunk.size(); ++i) {
-        slot.writing[i].wait();
-        chunk[i].finish_write();
-      }
-    });
-  } catch (...) {
-    lose(slot);
-    throw;
-  }
-  slot.writing.clear();
-}
-
-ChunkStream::Hold ChunkStream::take(Slot& slot) {
-  slot.holders.push_back(std::this_thread::get_id());
-  slot.wanted = false;
-  slot.last_use = ++num_uses_;
-  return {*this, slot};
-}
-
-// What is in the window already waits for nobody's turn: who holds a chunk may come back for it.
-bool ChunkStream::take_present(std::span<const std::size_t> chunks, std::vector<Hold>& holds) {
-  const std::lock_guard lock(mutex_);
-  std::vector<Slot*> found;
+// Whether there is a slot for each. None may be on its way in or out: that is another thread's.
+bool ChunkStream::can_claim(std::span<const std::size_t> chunks) {
+  const auto free = [](const Slot& slot) { return !slot.busy && slot.holders.empty(); };
+  auto num_free = std::count_if(slots_.begin(), slots_.end(), free);
   for (const std::size_t chunk : chunks) {
-    found.push_back(find(chunk));
-    if (found.back() == nullptr || found.back()->chunk != chunk || found.back()->coming) {
+    const Slot* const slot = find(chunk);
+    if (slot != nullptr && (slot->chunk != chunk || slot->coming)) {
       return false;
     }
+    num_free -= slot == nullptr || free(*slot) ? 1 : 0;
   }
-  for (Slot* const slot : found) {
-    holds.push_back(take(*slot));
-  }
-  return true;
+  return num_free >= 0;
 }
 
-// Only what other threads hold, or work on, comes free while this one waits.
-void ChunkStream::check_progress(std::size_t chunk) const {
+// Requires can_claim.
+void ChunkStream::claim(std::span<const std::size_t> chunks, std::vector<Hold>& holds) {
   const auto self = std::this_thread::get_id();
-  for (const Slot& slot : slots_) {
-    if (slot.busy || std::any_of(slot.holders.begin(), slot.holders.end(),
-                                 [self](std::thread::id holder) { return holder != self; })) {
-      return;
+  std::vector<Slot*> slots;
+  for (const std::size_t chunk : chunks) {
+    slots.push_back(find(chunk));
+    if (slots.back() != nullptr) {
+      slots.back()->holders.push_back(self);  // so that it is not displaced for one of the others
     }
   }
-  const std::size_t window = slots_.size() * slots_.front().memory.size();
-  throw OutOfMemory(
-      TierKind::kHost, bytes_of(chunks_[chunk]), 0, window,
-      chunks_[chunk].front().name() + " have to be read from NVMe, and each of the " +
-          std::to_string(slots_.size()) +
-          " slots of the window holds what this thread uses at the same time (in one operator); "
-          "raise host_memory, or make chunks smaller (chunk_bytes)");
+  for (std::size_t i = 0; i < chunks.size(); ++i) {
+    if (slots[i] == nullptr) {
+      slots[i] = most_dispensable();
+      slots[i]->holders.push_back(self);
+      slots[i]->coming = chunks[i];
+    }
+    slots[i]->wanted = false;
+    slots[i]->last_use = ++num_uses_;
+    holds.push_back({*this, *slots[i]});
+  }
 }
 
-ChunkStream::Slot& ChunkStream::bring_in(std::size_t chunk, Lock& lock) {
-  for (;;) {
-    Slot* slot = find(chunk);
-    if (slot == nullptr) {
-      slot = most_dispensable();
-      if (slot != nullptr) {
-        replace(*slot, chunk, lock);
-        return *slot;
+void ChunkStream::bring_in(std::span<const Hold> holds, Lock& lock) {
+  try {
+    for (const Hold& hold : holds) {
+      if (hold.slot_->coming) {
+        replace(*hold.slot_, *hold.slot_->coming, lock);
       }
-      check_progress(chunk);
-    } else if (slot->chunk == chunk && !slot->coming) {
-      return *slot;
     }
+  } catch (...) {
+    for (const Hold& hold : holds) {
+      hold.slot_->coming.reset();
+    }
+    changed_.notify_all();
+    throw;
+  }
+}
+
+// Who holds chunks and waits for others may keep everybody waiting, unless somebody who holds what
+// it needs goes on.
+void ChunkStream::wait_for_slots(std::span<const std::size_t> chunks, Lock& lock) {
+  waiting_.push_back({std::this_thread::get_id(), chunks});
+  const auto goes_on = [this](std::thread::id holder) {
+    return std::none_of(waiting_.begin(), waiting_.end(), [&](const Waiting& waiting) {
+      return waiting.thread == holder && !can_claim(waiting.chunks);
+    });
+  };
+  const bool progress = std::any_of(slots_.begin(), slots_.end(), [&](const Slot& slot) {
+    return slot.busy || std::any_of(slot.holders.begin(), slot.holders.end(), goes_on);
+  });
+  if (progress) {
     changed_.wait(lock);
   }
+  std::erase_if(waiting_, [](const Waiting& waiting) {
+    return waiting.thread == std::this_thread::get_id();
+  });
+  if (!progress) {
+    throw_no_slots(chunks);
+  }
 }
 
+void ChunkStream::throw_no_slots(std::span<const std::size_t> chunks) {
+  const auto absent =
+      std::find_if(chunks.begin(), chunks.end(), [this](auto chunk) { return !find(chunk); });
+  const StoredChunk& chunk = chunks_[absent == chunks.end() ? chunks.front() : *absent];
+  const std::size_t window = slots_.size() * slots_.front().memory.size();
+  throw OutOfMemory(TierKind::kHost, padded_bytes_of(chunk), 0, window,
+                    chunk.front().name() + " have to be read from NVMe, and each of the " +
+                        std::to_string(slots_.size()) +
+                        " slots of the window holds what is used at the same time (in one "
+                        "operator), or is needed beside it; raise host_memory, or make chunks "
+                        "smaller (chunk_bytes)");
+}
+
+// All of them or none: who waits holds nothing that others could wait for. Those who hold some
+// already go first, and what is in the window waits for nobody.
 std::vector<ChunkStream::Hold> ChunkStream::hold(std::span<const std::size_t> chunks) {
   check_process();
   std::vector<Hold> holds;  // before the locks: where it fails, they go first
-  if (take_present(chunks, holds)) {
-    return holds;
-  }
-  const std::lock_guard turn(turn_);
+  Lock turn(turn_, std::defer_lock);
   Lock lock(mutex_);
-  for (const std::size_t chunk : chunks) {
-    holds.push_back(take(bring_in(chunk, lock)));
+  const auto self = std::this_thread::get_id();
+  const bool holds_some = std::any_of(slots_.begin(), slots_.end(), [self](const Slot& slot) {
+    return std::find(slot.holders.begin(), slot.holders.end(), self) != slot.holders.end();
+  });
+  if (!holds_some && !present(chunks)) {
+    lock.unlock();
+    turn.lock();
+    lock.lock();
   }
+  while (!can_claim(chunks)) {
+    wait_for_slots(chunks, lock);
+  }
+  claim(chunks, holds);
+  if (turn.owns_lock()) {
+    turn.unlock();
+  }
+  bring_in(holds, lock);
   return holds;
 }
 
@@ -341,10 +231,9 @@ ChunkStream::Hold ChunkStream::hold(std::size_t chunk) {
   return std::move(hold(std::span(&chunk, 1)).front());
 }
 
-void ChunkStream::release(Slot& slot) {
+void ChunkStream::release(Slot& slot, std::thread::id holder) {
   Lock lock(mutex_);
-  slot.holders.erase(
-      std::find(slot.holders.begin(), slot.holders.end(), std::this_thread::get_id()));
+  slot.holders.erase(std::find(slot.holders.begin(), slot.holders.end(), holder));
   if (slot.holders.empty() && slot.due && slot.changed && slot.chunk) {
     wait_for_others(slot, lock);
     if (slot.due && slot.chunk) {
@@ -378,7 +267,7 @@ void ChunkStream::Hold::wait(StreamAccess access) {
 
 void ChunkStream::Hold::release() {
   if (ChunkStream* const stream = std::exchange(stream_, nullptr)) {
-    stream->release(*slot_);
+    stream->release(*slot_, holder_);
   }
 }
 

@@ -7,6 +7,7 @@
 #include <functional>
 #include <mutex>
 #include <span>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -58,11 +59,14 @@ class ChunkStream {
   ChunkStream(const ChunkStream&) = delete;
   ChunkStream& operator=(const ChunkStream&) = delete;
 
-  /// Keeps a chunk in the window. Move-only.
+  /// Keeps a chunk in the window. Move-only. It counts as held by the thread that took it, and may
+  /// end in any other.
   class Hold {
    public:
     Hold(Hold&& other) noexcept
-        : stream_(std::exchange(other.stream_, nullptr)), slot_(other.slot_) {}
+        : stream_(std::exchange(other.stream_, nullptr)),
+          slot_(other.slot_),
+          holder_(other.holder_) {}
     Hold& operator=(Hold&&) = delete;
     Hold(const Hold&) = delete;
     Hold& operator=(const Hold&) = delete;
@@ -82,12 +86,15 @@ class ChunkStream {
     Hold(ChunkStream& stream, Slot& slot) noexcept : stream_(&stream), slot_(&slot) {}
     ChunkStream* stream_;
     Slot* slot_;
+    std::thread::id holder_ = std::this_thread::get_id();
   };
   /// Starts to read the chunk where it is not in the window, and keeps it there. Waits where every
-  /// slot is held by other threads; throws OutOfMemory where it is this one that holds them.
+  /// slot is held by other threads; throws OutOfMemory where it is this one that holds them, or
+  /// where all who hold any wait here too.
   [[nodiscard]] Hold hold(std::size_t chunk);
-  /// As hold, for several distinct chunks that are needed at the same time: threads that need more
-  /// than one must not take them one after the other, or they may wait for each other.
+  /// As hold, for several distinct chunks that are needed at the same time: all at once, so that
+  /// who waits holds none of them. Threads that take them one after the other may have to wait for
+  /// each other, which is OutOfMemory.
   [[nodiscard]] std::vector<Hold> hold(std::span<const std::size_t> chunks);
 
   /// Gets the payloads of a chunk in their order, each of StoredPayload::bytes().
@@ -134,11 +141,13 @@ class ChunkStream {
   void check_process() const;
   Slot* find(std::size_t chunk);
   Slot* most_dispensable();
-  bool take_present(std::span<const std::size_t> chunks, std::vector<Hold>& holds);
-  Slot& bring_in(std::size_t chunk, Lock& lock);
-  void check_progress(std::size_t chunk) const;
-  Hold take(Slot& slot);
-  void release(Slot& slot);
+  bool present(std::span<const std::size_t> chunks);
+  bool can_claim(std::span<const std::size_t> chunks);
+  void claim(std::span<const std::size_t> chunks, std::vector<Hold>& holds);
+  void bring_in(std::span<const Hold> holds, Lock& lock);
+  void wait_for_slots(std::span<const std::size_t> chunks, Lock& lock);
+  [[noreturn]] void throw_no_slots(std::span<const std::size_t> chunks);
+  void release(Slot& slot, std::thread::id holder);
   void replace(Slot& slot, std::size_t chunk, Lock& lock);
   void clear(Slot& slot, Lock& lock);
   void wait_for_others(Slot& slot, Lock& lock);
@@ -153,12 +162,18 @@ class ChunkStream {
   const Verification verification_;
   const int process_;               // that the stream belongs to
   std::atomic<bool> torn_ = false;  // relaxed: orders nothing else
-  // Taken before mutex_: by who waits for slots, so that nobody else takes what it waits for.
+  // Taken before mutex_: by who holds nothing and waits for slots, so that nobody else who holds
+  // nothing takes what it waits for.
   std::mutex turn_;
   mutable std::mutex mutex_;         // guards everything below
   std::condition_variable changed_;  // a slot is no longer busy or held
   std::vector<StoredChunk> chunks_;  // before slots_, whose transfers end first
   std::vector<Slot> slots_;
+  struct Waiting {
+    std::thread::id thread;
+    std::span<const std::size_t> chunks;
+  };
+  std::vector<Waiting> waiting_;  // for slots
   std::uint64_t num_uses_ = 0;
   Counts counts_;
 };
