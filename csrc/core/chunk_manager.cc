@@ -30,12 +30,13 @@ void Pin::release() noexcept {
 
 ChunkManager::ChunkManager(const ChunkLayout& layout, std::vector<Placement> placements,
                            std::shared_ptr<MemoryTier> device, std::shared_ptr<MemoryTier> host,
-                           CopyEngine& engine, ParamBinder& binder)
+                           CopyEngine& engine, ParamBinder& binder, HomeStore* homes)
     : layout_(layout),
       device_(std::move(device)),
       host_(std::move(host)),
       engine_(engine),
       binder_(binder),
+      homes_(homes),
       slots_(layout.chunks().size()),
       states_(layout.params().size(), TensorState::kFree),
       evictable_(layout.chunks().size()) {
@@ -65,7 +66,7 @@ ChunkManager::~ChunkManager() {
     try {
       leave(chunk);
     } catch (...) {  // nobody is left to tell; the home is readable all the same
-      binder_.bind(chunk, payload(chunk, PayloadKind::kParam)->data());
+      bind_home(chunk);
     }
   }
 }
@@ -75,6 +76,10 @@ void ChunkManager::add_payload(ChunkId chunk, PayloadKind kind, std::size_t byte
   if (place) {
     throw UsageError("chunk " + std::to_string(index(chunk)) + " already has " +
                      std::string(to_string(kind)));
+  }
+  if (stored(chunk) && (kind == PayloadKind::kParam || kind == PayloadKind::kGrad)) {
+    place = std::make_shared<Payload>(bytes);
+    return;
   }
   const bool on_device = placement(chunk) == Placement::kDevice;
   place = std::make_shared<Payload>(
@@ -95,19 +100,54 @@ bool ChunkManager::resident(ChunkId chunk) const {
   return slot.placement == Placement::kDevice || slot.block;
 }
 
+bool ChunkManager::fetch_blocks(ChunkId chunk) const {
+  if (!engine_.asynchronous()) {
+    return update_pending(chunk) || stored(chunk);
+  }
+  return stored(chunk) && num_sources_ >= homes_->max_held();
+}
+
 void ChunkManager::copy_in(ChunkId chunk) {
   Slot& slot = slots_[index(chunk)];
   const Payload& home = *slot.payloads[static_cast<std::size_t>(PayloadKind::kParam)];
+  PendingUpdates* const updates = update_pending(chunk) ? updates_ : nullptr;
+  const std::byte* data = home.data();
+  if (stored(chunk)) {
+    if (!slot.source) {
+      slot.source = homes_->hold(chunk);
+      ++num_sources_;
+    }
+    data = slot.source->data();
+  }
   std::function<void()> await_source;
-  if (update_pending(chunk)) {
-    await_source = [updates = updates_, chunk] { updates->wait(chunk); };
+  if (updates != nullptr || slot.source) {
+    await_source = [updates, chunk, source = slot.source.get()] {
+      if (updates != nullptr) {
+        updates->wait(chunk);
+      }
+      if (source != nullptr) {
+        source->wait(HomeAccess::kRead);
+      }
+    };
   }
   binder_.snapshot(chunk);
-  slot.ticket = engine_.submit({.source = {home.data(), home.bytes()},
+  slot.ticket = engine_.submit({.source = {data, home.bytes()},
                                 .target = {slot.block.data(), home.bytes()},
                                 .direction = CopyDirection::kHostToDevice,
                                 .await_source = std::move(await_source)});
   counts_.h2d_bytes += home.bytes();
+}
+
+void ChunkManager::release_source(Slot& slot) noexcept {
+  if (slot.source) {
+    slot.source.reset();
+    --num_sources_;
+  }
+}
+
+// Where there is none in memory, whoever reads the parameters has it brought there.
+void ChunkManager::bind_home(ChunkId chunk) noexcept {
+  binder_.bind(chunk, payload(chunk, PayloadKind::kParam)->data());
 }
 
 void ChunkManager::fetch(ChunkId chunk) {
@@ -135,6 +175,7 @@ bool ChunkManager::try_fetch(ChunkId chunk) {
     copy_in(chunk);
   } catch (...) {
     slot.block.reset();
+    release_source(slot);
     throw;
   }
   slot_bytes_ += bytes;
@@ -162,6 +203,7 @@ void ChunkManager::await_copy_in(ChunkId chunk) {
     copy_in(chunk);
     engine_.wait(slot.ticket);
   }
+  release_source(slot);
   if (recorder_ != nullptr) {
     recorder_->waited(chunk, counts_.h2d_bytes - bytes_before, start_ns);
   }
@@ -178,6 +220,9 @@ Pin ChunkManager::pin(ChunkId chunk) {
     } catch (...) {
       drop(chunk);  // what the slot holds is not the chunk
       throw;
+    }
+    if (stored(chunk)) {
+      homes_->moved_out(chunk);
     }
     binder_.bind(chunk, slot.block.data());
     slot.bound = true;
@@ -217,9 +262,16 @@ std::size_t ChunkManager::write_back(ChunkId chunk) {
   }
   const Slot& slot = slots_[index(chunk)];
   const Payload& home = *slot.payloads[static_cast<std::size_t>(PayloadKind::kParam)];
-  binder_.before_write_back(chunk, home.data(), slot.block.data());
+  std::byte* data = home.data();
+  std::unique_ptr<HomeHold> hold;
+  if (stored(chunk)) {
+    hold = homes_->hold(chunk);
+    hold->wait(HomeAccess::kWrite);
+    data = hold->data();
+  }
+  binder_.before_write_back(chunk, data, slot.block.data());
   engine_.wait(engine_.submit({.source = {slot.block.data(), home.bytes()},
-                               .target = {home.data(), home.bytes()},
+                               .target = {data, home.bytes()},
                                .direction = CopyDirection::kDeviceToHost}));
   counts_.d2h_bytes += home.bytes();
   return home.bytes();
@@ -242,7 +294,7 @@ void ChunkManager::leave(ChunkId chunk) {
   std::size_t copied_bytes = 0;
   if (slot.bound) {
     copied_bytes = write_back(chunk);
-    binder_.bind(chunk, payload(chunk, PayloadKind::kParam)->data());
+    bind_home(chunk);
   } else {
     try {
       engine_.wait(slot.ticket);  // no copy outlives its target
@@ -268,6 +320,7 @@ void ChunkManager::drop(ChunkId chunk) noexcept {
   evictable_.remove(chunk);
   slot_bytes_ -= slot.block.bytes();
   slot.block.reset();
+  release_source(slot);
   slot.bound = false;
   slot.ticket = CopyTicket::kNone;
 }

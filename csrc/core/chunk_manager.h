@@ -10,6 +10,7 @@
 #include "core/chunk_layout.h"
 #include "core/copy_engine.h"
 #include "core/eviction_order.h"
+#include "core/home_store.h"
 #include "core/param_binder.h"
 #include "core/payload.h"
 #include "core/pending_updates.h"
@@ -53,15 +54,16 @@ struct TransferCounts {
 /// chunks. Tells nobody when to move: the runtime decides. Not thread-safe: the runtime's mutex
 /// guards it.
 /// Invariants: a pinned chunk is resident; a parameter is bound to readable memory at every moment
-/// (device slot when resident, home otherwise); a write made by user code through either is never
-/// lost; device bytes are reserved before they are used.
+/// (device slot when resident, home otherwise), unless a HomeStore has its home; a write made by
+/// user code through either is never lost; device bytes are reserved before they are used.
 class ChunkManager {
  public:
   /// Allocates the kParam home of every chunk: on the device tier for Placement::kDevice, else on
-  /// the host tier. Throws OutOfMemory. `layout`, `engine` and `binder` outlive the manager.
+  /// the host tier; none for what `homes` has (nullptr: there is none). Throws OutOfMemory.
+  /// `layout`, `engine`, `binder` and `homes` outlive the manager.
   ChunkManager(const ChunkLayout& layout, std::vector<Placement> placements,
                std::shared_ptr<MemoryTier> device, std::shared_ptr<MemoryTier> host,
-               CopyEngine& engine, ParamBinder& binder);
+               CopyEngine& engine, ParamBinder& binder, HomeStore* homes = nullptr);
   ChunkManager(const ChunkManager&) = delete;
   ChunkManager& operator=(const ChunkManager&) = delete;
   /// Sends every chunk home, user writes with it, and binds every parameter there. A write-back
@@ -82,6 +84,10 @@ class ChunkManager {
 
   [[nodiscard]] Placement placement(ChunkId chunk) const { return slots_[index(chunk)].placement; }
   [[nodiscard]] bool resident(ChunkId chunk) const;
+  /// Whether the chunk's parameters are bound to memory on the device.
+  [[nodiscard]] bool bound(ChunkId chunk) const {
+    return placement(chunk) == Placement::kDevice || slots_[index(chunk)].bound;
+  }
   [[nodiscard]] std::uint32_t pins(ChunkId chunk) const { return slots_[index(chunk)].pins; }
 
   /// Starts bringing a chunk in. The caller has made room: throws OutOfMemory when there is none.
@@ -106,10 +112,15 @@ class ChunkManager {
   [[nodiscard]] bool update_pending(ChunkId chunk) const {
     return updates_ != nullptr && updates_->pending(chunk);
   }
-  /// Whether fetching the chunk now would hold the caller up until its update is over.
-  [[nodiscard]] bool fetch_blocks(ChunkId chunk) const {
-    return update_pending(chunk) && !engine_.asynchronous();
+  /// Whether fetching the chunk now would hold the caller up: until its update is over, or until
+  /// its home is in memory.
+  [[nodiscard]] bool fetch_blocks(ChunkId chunk) const;
+  /// Whether the chunk's parameters have no home in memory.
+  [[nodiscard]] bool stored(ChunkId chunk) const {
+    return homes_ != nullptr && homes_->stored(chunk);
   }
+  /// nullptr: every home is in memory.
+  [[nodiscard]] HomeStore* homes() const noexcept { return homes_; }
   /// Before its update: user writes to a promoted chunk reach its masters as those to a slot do
   /// when they are written back. No effect on others.
   void settle_writes(ChunkId chunk);
@@ -155,6 +166,7 @@ class ChunkManager {
     Placement placement = Placement::kStream;
     Block block;
     CopyTicket ticket = CopyTicket::kNone;
+    std::unique_ptr<HomeHold> source;  // of a stored chunk, while it is copied in
     bool bound = false;
     // Of a promoted chunk whose masters are in part its parameters: what they were at the first use
     // since the last update, so that what user code has written since can be told.
@@ -167,6 +179,8 @@ class ChunkManager {
 
   void unpin(ChunkId chunk) noexcept;
   void copy_in(ChunkId chunk);
+  void release_source(Slot& slot) noexcept;
+  void bind_home(ChunkId chunk) noexcept;
   void await_copy_in(ChunkId chunk);
   void leave(ChunkId chunk);
   [[nodiscard]] std::size_t write_back(ChunkId chunk);
@@ -180,12 +194,14 @@ class ChunkManager {
   std::shared_ptr<MemoryTier> host_;
   CopyEngine& engine_;
   ParamBinder& binder_;
+  HomeStore* const homes_;
   std::vector<Slot> slots_;
   std::vector<TensorState> states_;
   EvictionOrder evictable_;
   std::size_t slot_bytes_ = 0;
   std::size_t pinned_bytes_ = 0;
   std::size_t promoted_bytes_ = 0;
+  std::size_t num_sources_ = 0;  // slots whose source is held
   TransferCounts counts_;
   TimelineRecorder* recorder_ = nullptr;
   PendingUpdates* updates_ = nullptr;

@@ -59,14 +59,19 @@ class PayloadFollower {
 class Payload {
  public:
   Payload(std::shared_ptr<MemoryTier> tier, std::size_t bytes, const std::string& remedy)
-      : tier_(std::move(tier)), home_(tier_->allocate(bytes, remedy)), data_(home_.data()) {}
+      : tier_(std::move(tier)),
+        home_(tier_->allocate(bytes, remedy)),
+        bytes_(home_.bytes()),
+        data_(home_.data()) {}
+  /// One on NVMe, in no memory: a HomeStore has the bytes.
+  explicit Payload(std::size_t bytes) noexcept : bytes_(bytes), data_(nullptr) {}
 
-  /// Where the bytes are.
+  /// Where the bytes are; nullptr for one on NVMe.
   [[nodiscard]] std::byte* data() const noexcept { return data_; }
-  [[nodiscard]] std::size_t bytes() const noexcept { return home_.bytes(); }
+  [[nodiscard]] std::size_t bytes() const noexcept { return bytes_; }
   /// The tier that the bytes are in.
   [[nodiscard]] TierKind tier() const noexcept {
-    return (away_tier_ ? away_tier_ : tier_)->ledger().tier();
+    return tier_ == nullptr ? TierKind::kNvme : (away_tier_ ? away_tier_ : tier_)->ledger().tier();
   }
 
   [[nodiscard]] bool away() const noexcept { return away_tier_ != nullptr; }
@@ -81,8 +86,9 @@ class Payload {
  private:
   void tell_followers() noexcept;
 
-  std::shared_ptr<MemoryTier> tier_;  // destroyed after home_
+  std::shared_ptr<MemoryTier> tier_;  // destroyed after home_; nullptr: on NVMe
   Block home_;
+  std::size_t bytes_;
   std::shared_ptr<MemoryTier> away_tier_;  // destroyed after away_; nullptr: at home
   Block away_;
   std::byte* data_;

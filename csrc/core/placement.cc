@@ -75,4 +75,29 @@ std::vector<bool> choose_stored(std::span<const std::size_t> state_bytes, std::s
   return stored;
 }
 
+StoredWeightsChoice choose_stored_weights(const HostNeeds& needs, std::size_t host_bytes,
+                                          const WindowLimits& limits) {
+  const auto sum = [](const std::vector<std::size_t>& bytes) {
+    return std::accumulate(bytes.begin(), bytes.end(), std::size_t{0});
+  };
+  const auto left = [](std::size_t bytes, std::size_t taken) {
+    return bytes - std::min(bytes, taken);
+  };
+  const std::size_t weights = sum(needs.weights);
+  const std::size_t states_window = limits.most_for_states * needs.states_slot;
+  StoredWeightsChoice choice{.stored = std::vector<bool>(needs.weights.size(), false)};
+  if (weights + std::min(sum(needs.states), needs.states_slot) <= host_bytes || weights == 0) {
+    return choice;
+  }
+  // The states' window has one slot where the host is that short.
+  std::size_t room = left(host_bytes, states_window);
+  if (room < limits.fewest_for_weights * needs.weights_slot) {
+    room = left(host_bytes, needs.states_slot);
+  }
+  choice.window_slots =
+      std::clamp(room / needs.weights_slot, limits.fewest_for_weights, limits.most_for_weights);
+  choice.stored = choose_stored(needs.weights, room, choice.window_slots * needs.weights_slot);
+  return choice;
+}
+
 }  // namespace castor

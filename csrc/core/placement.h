@@ -41,4 +41,30 @@ struct PlacementOptions {
                                               std::size_t host_bytes, std::size_t window_bytes = 0,
                                               double fraction = 0.0);
 
+/// What chunks need on the host, one entry for each.
+struct HostNeeds {
+  std::vector<std::size_t> weights;  ///< parameters and gradients
+  std::vector<std::size_t> states;
+  std::size_t weights_slot = 0;  ///< of the windows on NVMe
+  std::size_t states_slot = 0;
+};
+
+/// The windows' slots: as many as there is use for, and the fewest that work.
+struct WindowLimits {
+  std::size_t most_for_weights = 8;
+  std::size_t fewest_for_weights = 5;
+  std::size_t most_for_states = 3;
+};
+
+struct StoredWeightsChoice {
+  std::vector<bool> stored;      ///< per chunk
+  std::size_t window_slots = 0;  ///< at most; 0: nothing is stored
+};
+
+/// Which chunks' parameters and gradients go to NVMe: none as long as moving all states there is
+/// enough for the rest to fit `host_bytes`. What goes is spread evenly over the chunks.
+[[nodiscard]] StoredWeightsChoice choose_stored_weights(const HostNeeds& needs,
+                                                        std::size_t host_bytes,
+                                                        const WindowLimits& limits = {});
+
 }  // namespace castor

@@ -264,6 +264,40 @@ void Runtime::prefetch() {
       }
     }
   }
+  announce_homes();
+}
+
+// Homes on NVMe come into memory further ahead than slots are fetched.
+void Runtime::announce_homes() {
+  constexpr std::size_t kAccesses = 64;
+  HomeStore* const homes = manager_.homes();
+  if (homes == nullptr) {
+    return;
+  }
+  std::vector<ChunkId> next;
+  const auto& accesses = plan_->accesses();
+  for (std::size_t i = cursor_; i < std::min(cursor_ + kAccesses, accesses.size()); ++i) {
+    for (const ChunkId chunk : layout_.chunks_of(accesses[i].module)) {
+      if (manager_.stored(chunk) && !manager_.resident(chunk) &&
+          std::find(next.begin(), next.end(), chunk) == next.end()) {
+        next.push_back(chunk);
+      }
+    }
+    if (next.size() >= homes->max_held()) {
+      break;
+    }
+  }
+  homes->announce(next);
+}
+
+std::optional<Pin> Runtime::pin_resident(ChunkId chunk) {
+  const std::lock_guard lock(mutex_);
+  return manager_.bound(chunk) ? std::optional(manager_.pin(chunk)) : std::nullopt;
+}
+
+void Runtime::unpin(std::vector<Pin>& pins) noexcept {
+  const std::lock_guard lock(mutex_);
+  pins.clear();
 }
 
 void Runtime::begin_use(ModuleId module) {

@@ -89,6 +89,11 @@ class Runtime final : public Reclaimer {
   /// A parameter's gradient is complete in its chunk's payload, or on its way there. Returns
   /// whether those of the whole chunk are now.
   bool grad_ready(ParamId param, const GradientCopy& copy = {});
+  /// Pins the chunk if it is bound to a device slot now, so that an operator outside its modules
+  /// may read it there. Given back by unpin, before anything else is asked of the runtime for the
+  /// chunk.
+  [[nodiscard]] std::optional<Pin> pin_resident(ChunkId chunk);
+  void unpin(std::vector<Pin>& pins) noexcept;
   /// Sends a chunk home whose gradients are complete, user writes with it, so that it can be
   /// updated while backward goes on. False, and nothing happened, while a module under way pins it.
   [[nodiscard]] bool retire(ChunkId chunk);
@@ -139,6 +144,7 @@ class Runtime final : public Reclaimer {
   void prefetch();
   [[nodiscard]] bool try_fetch(ChunkId chunk);
   [[nodiscard]] bool evict_more(std::size_t bytes);
+  void announce_homes();
   void all_home();
   void begin_use(ModuleId module);
   void end_use(ModuleId module, TensorState after);

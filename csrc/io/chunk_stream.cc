@@ -1,30 +1,26 @@
 #include "io/chunk_stream.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <exception>
 #include <memory>
-#include <optional>
+#include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 
 #include "core/error.h"
 #include "core/units.h"
+#include "io/chunk_stream_slot.h"
 
 namespace castor {
 namespace {
 
-std::size_t bytes_of(const StoredChunk& chunk) {
-  std::size_t bytes = 0;
-  for (const StoredPayload& payload : chunk) {
-    bytes += payload.padded_bytes();
-  }
-  return bytes;
-}
-
 std::size_t largest(const std::vector<StoredChunk>& chunks) {
   std::size_t bytes = 0;
   for (const StoredChunk& chunk : chunks) {
-    bytes = std::max(bytes, bytes_of(chunk));
+    bytes = std::max(bytes, padded_bytes_of(chunk));
   }
   return bytes;
 }
@@ -40,29 +36,21 @@ std::span<std::byte> align(std::span<std::byte> memory, std::size_t alignment) {
 
 }  // namespace
 
-struct ChunkStream::Slot {
-  std::span<std::byte> memory;
-  std::optional<std::size_t> chunk;  // whose payloads are here, or on their way
-  bool wanted = false;               // announced, not used yet
-  bool changed = false;              // differs from NVMe, and no write of it is under way
-  std::uint64_t last_use = 0;
-  std::vector<std::span<std::byte>> padded;    // as transferred
-  std::vector<std::span<std::byte>> payloads;  // as worked on
-  std::vector<IoTransfer> reading;             // empty: nothing to wait for
-  std::vector<IoTransfer> writing;
-};
-
 ChunkStream::ChunkStream(std::vector<StoredChunk> chunks, TransferQueue& queue, Executor& executor,
                          std::span<std::byte> memory, std::size_t alignment,
-                         Verification verification)
-    : queue_(queue), executor_(executor), verification_(verification), chunks_(std::move(chunks)) {
+                         Verification verification, std::size_t max_slots)
+    : queue_(queue),
+      executor_(executor),
+      verification_(verification),
+      process_(getpid()),
+      chunks_(std::move(chunks)) {
   const std::span<std::byte> window = align(memory, alignment);
   const std::size_t slot_bytes = largest(chunks_);
   if (slot_bytes == 0) {
     return;
   }
-  for (std::size_t i = 0; i < std::min(kMaxSlots, window.size() / slot_bytes); ++i) {
-    slots_.push_back({.memory = window.subspan(i * slot_bytes, slot_bytes)});
+  for (std::size_t i = 0; i < std::min(max_slots, window.size() / slot_bytes); ++i) {
+    slots_.emplace_back().memory = window.subspan(i * slot_bytes, slot_bytes);
   }
   if (slots_.empty()) {
     throw InvalidArgument("the window on NVMe has " + format_bytes(window.size()) +
@@ -73,6 +61,15 @@ ChunkStream::ChunkStream(std::vector<StoredChunk> chunks, TransferQueue& queue, 
 
 // The slots' transfers wait in their destructors.
 ChunkStream::~ChunkStream() = default;
+
+void ChunkStream::check_process() const {
+  if (getpid() != process_) {
+    throw UsageError("process " + std::to_string(getpid()) + " was forked from process " +
+                     std::to_string(process_) +
+                     ", which alone can use what it keeps on NVMe; use the model where it was "
+                     "boosted, or start other processes with the \"spawn\" method");
+  }
+}
 
 std::size_t ChunkStream::num_slots() const noexcept { return slots_.size(); }
 
@@ -87,156 +84,237 @@ ChunkStream::Counts ChunkStream::counts() const {
 }
 
 ChunkStream::Slot* ChunkStream::find(std::size_t chunk) {
-  const auto found = std::find_if(slots_.begin(), slots_.end(),
-                                  [chunk](const Slot& slot) { return slot.chunk == chunk; });
+  const auto found = std::find_if(slots_.begin(), slots_.end(), [chunk](const Slot& slot) {
+    return slot.chunk == chunk || slot.coming == chunk;
+  });
   return found == slots_.end() ? nullptr : &*found;
 }
 
-// Empty slots first; those that were announced and not used last.
-ChunkStream::Slot& ChunkStream::most_dispensable() {
+// Empty slots first; those that were announced and not used last. nullptr: all are in use.
+ChunkStream::Slot* ChunkStream::most_dispensable() {
   const auto rank = [](const Slot& slot) {
     return std::tuple(slot.wanted, slot.chunk.has_value(), slot.last_use);
   };
-  return *std::min_element(slots_.begin(), slots_.end(),
-                           [&](const Slot& a, const Slot& b) { return rank(a) < rank(b); });
-}
-
-/// Leaves the slot empty, what it held on NVMe.
-void ChunkStream::clear(Slot& slot) {
-  if (slot.changed) {
-    start_write(slot);
-  }
-  finish_write(slot);
-  slot.reading.clear();
-  slot.chunk.reset();
-  slot.wanted = false;
-}
-
-void ChunkStream::load(Slot& slot, std::size_t chunk) {
-  clear(slot);
-  slot.padded.clear();
-  slot.payloads.clear();
-  std::size_t offset = 0;
-  for (const StoredPayload& payload : chunks_[chunk]) {
-    slot.padded.push_back(slot.memory.subspan(offset, payload.padded_bytes()));
-    slot.payloads.push_back(slot.padded.back().first(payload.bytes()));
-    offset += payload.padded_bytes();
-    if (payload.contents() == PayloadContents::kNone) {
-      std::fill(slot.padded.back().begin(), slot.padded.back().end(), std::byte{0});
-    } else {
-      slot.reading.push_back(payload.start_read(queue_, slot.padded.back()));
-      counts_.read_bytes += payload.padded_bytes();
+  Slot* best = nullptr;
+  for (Slot& slot : slots_) {
+    const bool free = !slot.busy && slot.holders.empty();
+    if (free && (best == nullptr || rank(slot) < rank(*best))) {
+      best = &slot;
     }
   }
-  slot.chunk = chunk;
+  return best;
 }
 
-void ChunkStream::finish_read(Slot& slot) {
-  if (slot.reading.empty()) {
-    return;
+bool ChunkStream::present(std::span<const std::size_t> chunks) {
+  return std::all_of(chunks.begin(), chunks.end(), [this](std::size_t chunk) {
+    const Slot* const slot = find(chunk);
+    return slot != nullptr && slot->chunk == chunk && !slot->coming;
+  });
+}
+
+// Whether there is a slot for each. None may be on its way in or out: that is another thread's.
+bool ChunkStream::can_claim(std::span<const std::size_t> chunks) {
+  const auto free = [](const Slot& slot) { return !slot.busy && slot.holders.empty(); };
+  auto num_free = std::count_if(slots_.begin(), slots_.end(), free);
+  for (const std::size_t chunk : chunks) {
+    const Slot* const slot = find(chunk);
+    if (slot != nullptr && (slot->chunk != chunk || slot->coming)) {
+      return false;
+    }
+    num_free -= slot == nullptr || free(*slot) ? 1 : 0;
   }
+  return num_free >= 0;
+}
+
+// Requires can_claim.
+void ChunkStream::claim(std::span<const std::size_t> chunks, std::vector<Hold>& holds) {
+  const auto self = std::this_thread::get_id();
+  std::vector<Slot*> slots;
+  for (const std::size_t chunk : chunks) {
+    slots.push_back(find(chunk));
+    if (slots.back() != nullptr) {
+      slots.back()->holders.push_back(self);  // so that it is not displaced for one of the others
+    }
+  }
+  for (std::size_t i = 0; i < chunks.size(); ++i) {
+    if (slots[i] == nullptr) {
+      slots[i] = most_dispensable();
+      slots[i]->holders.push_back(self);
+      slots[i]->coming = chunks[i];
+    }
+    slots[i]->wanted = false;
+    slots[i]->last_use = ++num_uses_;
+    holds.push_back({*this, *slots[i]});
+  }
+}
+
+void ChunkStream::bring_in(std::span<const Hold> holds, Lock& lock) {
   try {
-    for (IoTransfer& transfer : slot.reading) {
-      transfer.wait();
-    }
-    if (verification_ == Verification::kOn) {
-      for (std::size_t i = 0; i < slot.padded.size(); ++i) {
-        chunks_[*slot.chunk][i].check(executor_, queue_, slot.padded[i]);
+    for (const Hold& hold : holds) {
+      if (hold.slot_->coming) {
+        replace(*hold.slot_, *hold.slot_->coming, lock);
       }
     }
   } catch (...) {
-    slot.reading.clear();
-    slot.chunk.reset();
-    slot.wanted = false;
-    throw;
-  }
-  slot.reading.clear();
-}
-
-// A slot that could not be written is empty afterwards, and its chunk torn: whoever changed it may
-// long have been told that all was well.
-void ChunkStream::start_write(Slot& slot) {
-  slot.changed = false;
-  StoredChunk& chunk = chunks_[*slot.chunk];
-  try {
-    for (std::size_t i = 0; i < chunk.size(); ++i) {
-      slot.writing.push_back(
-          chunk[i].start_write(queue_, executor_, slot.padded[i], verification_));
-      counts_.written_bytes += chunk[i].padded_bytes();
+    for (const Hold& hold : holds) {
+      hold.slot_->coming.reset();
     }
-  } catch (...) {
-    slot.writing.clear();
-    slot.chunk.reset();
-    torn_.store(true, std::memory_order_relaxed);
+    changed_.notify_all();
     throw;
   }
 }
 
-void ChunkStream::finish_write(Slot& slot) {
-  std::vector<IoTransfer> writing = std::exchange(slot.writing, {});
-  if (writing.empty()) {
+// Who holds chunks and waits for others may keep everybody waiting, unless somebody who holds what
+// it needs goes on.
+void ChunkStream::wait_for_slots(std::span<const std::size_t> chunks, Lock& lock) {
+  waiting_.push_back({std::this_thread::get_id(), chunks});
+  const auto goes_on = [this](std::thread::id holder) {
+    return std::none_of(waiting_.begin(), waiting_.end(), [&](const Waiting& waiting) {
+      return waiting.thread == holder && !can_claim(waiting.chunks);
+    });
+  };
+  const bool progress = std::any_of(slots_.begin(), slots_.end(), [&](const Slot& slot) {
+    return slot.busy || std::any_of(slot.holders.begin(), slot.holders.end(), goes_on);
+  });
+  if (progress) {
+    changed_.wait(lock);
+  }
+  std::erase_if(waiting_, [](const Waiting& waiting) {
+    return waiting.thread == std::this_thread::get_id();
+  });
+  if (!progress) {
+    throw_no_slots(chunks);
+  }
+}
+
+void ChunkStream::throw_no_slots(std::span<const std::size_t> chunks) {
+  const auto absent =
+      std::find_if(chunks.begin(), chunks.end(), [this](auto chunk) { return !find(chunk); });
+  const StoredChunk& chunk = chunks_[absent == chunks.end() ? chunks.front() : *absent];
+  const std::size_t window = slots_.size() * slots_.front().memory.size();
+  throw OutOfMemory(TierKind::kHost, padded_bytes_of(chunk), 0, window,
+                    chunk.front().name() + " have to be read from NVMe, and each of the " +
+                        std::to_string(slots_.size()) +
+                        " slots of the window holds what is used at the same time (in one "
+                        "operator), or is needed beside it; raise host_memory, or make chunks "
+                        "smaller (chunk_bytes)");
+}
+
+// All of them or none: who waits holds nothing that others could wait for. Those who hold some
+// already go first, and what is in the window waits for nobody.
+std::vector<ChunkStream::Hold> ChunkStream::hold(std::span<const std::size_t> chunks) {
+  check_process();
+  std::vector<Hold> holds;  // before the locks: where it fails, they go first
+  Lock turn(turn_, std::defer_lock);
+  Lock lock(mutex_);
+  const auto self = std::this_thread::get_id();
+  const bool holds_some = std::any_of(slots_.begin(), slots_.end(), [self](const Slot& slot) {
+    return std::find(slot.holders.begin(), slot.holders.end(), self) != slot.holders.end();
+  });
+  if (!holds_some && !present(chunks)) {
+    lock.unlock();
+    turn.lock();
+    lock.lock();
+  }
+  while (!can_claim(chunks)) {
+    wait_for_slots(chunks, lock);
+  }
+  claim(chunks, holds);
+  if (turn.owns_lock()) {
+    turn.unlock();
+  }
+  bring_in(holds, lock);
+  return holds;
+}
+
+ChunkStream::Hold ChunkStream::hold(std::size_t chunk) {
+  return std::move(hold(std::span(&chunk, 1)).front());
+}
+
+void ChunkStream::release(Slot& slot, std::thread::id holder) {
+  Lock lock(mutex_);
+  slot.holders.erase(std::find(slot.holders.begin(), slot.holders.end(), holder));
+  if (slot.holders.empty() && slot.due && slot.changed && slot.chunk) {
+    wait_for_others(slot, lock);
+    if (slot.due && slot.chunk) {
+      start_write(slot, lock);
+    }
+  }
+  changed_.notify_all();
+}
+
+ChunkStream::Hold::~Hold() {
+  try {
+    release();
+  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): torn() tells of it
+  }
+}
+
+std::span<const std::span<std::byte>> ChunkStream::Hold::payloads() const noexcept {
+  return slot_->payloads;
+}
+
+void ChunkStream::Hold::wait(StreamAccess access) {
+  Lock lock(stream_->mutex_);
+  stream_->finish_read(*slot_, lock);
+  if (access == StreamAccess::kRead) {
     return;
   }
-  StoredChunk& chunk = chunks_[*slot.chunk];
-  try {
-    for (std::size_t i = 0; i < writing.size(); ++i) {
-      writing[i].wait();
-      chunk[i].finish_write();
-    }
-  } catch (...) {
-    slot.chunk.reset();
-    torn_.store(true, std::memory_order_relaxed);
-    throw;
+  stream_->finish_write(*slot_, lock);
+  slot_->changed = true;
+  slot_->due = slot_->due || access == StreamAccess::kUpdate;
+}
+
+void ChunkStream::Hold::release() {
+  if (ChunkStream* const stream = std::exchange(stream_, nullptr)) {
+    stream->release(*slot_, holder_);
   }
+}
+
+void ChunkStream::use(std::size_t chunk, StreamAccess access, const Work& work) {
+  Hold held = hold(chunk);
+  held.wait(access);
+  work(held.payloads());
+  held.release();
 }
 
 void ChunkStream::prefetch(std::size_t chunk) {
-  const std::lock_guard lock(mutex_);
+  check_process();
+  Lock lock(mutex_);
   if (Slot* const here = find(chunk)) {
     here->wanted = true;
     return;
   }
-  Slot& slot = most_dispensable();
-  if (slot.wanted) {
+  Slot* const slot = most_dispensable();
+  if (slot == nullptr || slot->wanted) {
     return;
   }
-  load(slot, chunk);
-  slot.wanted = true;
+  replace(*slot, chunk, lock);
+  slot->wanted = true;
 }
 
-void ChunkStream::use(std::size_t chunk, StreamAccess access, const Work& work) {
+void ChunkStream::forget_announced() {
   const std::lock_guard lock(mutex_);
-  Slot* slot = find(chunk);
-  if (slot == nullptr) {
-    slot = &most_dispensable();
-    load(*slot, chunk);
-  }
-  finish_read(*slot);
-  slot->wanted = false;
-  slot->last_use = ++num_uses_;
-  if (access != StreamAccess::kRead) {
-    finish_write(*slot);
-    slot->changed = true;
-  }
-  work(slot->payloads);
-  if (access == StreamAccess::kUpdate) {
-    start_write(*slot);
+  for (Slot& slot : slots_) {
+    slot.wanted = false;
   }
 }
 
 void ChunkStream::flush() {
-  const std::lock_guard lock(mutex_);
+  check_process();
+  Lock lock(mutex_);
   std::exception_ptr first;
-  const auto attempt = [&](void (ChunkStream::*part)(Slot&), Slot& slot) {
+  const auto attempt = [&](void (ChunkStream::*part)(Slot&, Lock&), Slot& slot) {
     try {
-      (this->*part)(slot);
+      (this->*part)(slot, lock);
     } catch (const Error&) {
       first = first ? first : std::current_exception();
     }
   };
   for (Slot& slot : slots_) {
     slot.wanted = false;
-    if (slot.changed) {
+    wait_for_others(slot, lock);
+    if (slot.changed && slot.chunk) {
       attempt(&ChunkStream::start_write, slot);
     }
   }
@@ -248,15 +326,26 @@ void ChunkStream::flush() {
   }
 }
 
-void ChunkStream::discard_all() {
-  const std::lock_guard lock(mutex_);
-  for (Slot& slot : slots_) {
-    slot = Slot{.memory = slot.memory};  // waits for its transfers
-  }
-  for (StoredChunk& chunk : chunks_) {
-    for (StoredPayload& payload : chunk) {
-      payload.discard();
+void ChunkStream::discard(std::size_t chunk) {
+  check_process();
+  Lock lock(mutex_);
+  if (Slot* const slot = find(chunk)) {
+    wait_for_others(*slot, lock);
+    if (slot->chunk == chunk) {
+      slot->reading.clear();  // waits for them
+      slot->writing.clear();
+      slot->changed = false;
+      std::fill(slot->memory.begin(), slot->memory.end(), std::byte{0});
     }
+  }
+  for (StoredPayload& payload : chunks_[chunk]) {
+    payload.discard();
+  }
+}
+
+void ChunkStream::discard_all() {
+  for (std::size_t chunk = 0; chunk < chunks_.size(); ++chunk) {
+    discard(chunk);
   }
   torn_.store(false, std::memory_order_relaxed);
 }

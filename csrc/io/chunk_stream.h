@@ -1,11 +1,14 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <mutex>
 #include <span>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "core/executor.h"
@@ -27,43 +30,90 @@ using StoredChunk = std::vector<StoredPayload>;
 
 /// A window of host memory on chunks whose payloads lie on NVMe. While one chunk is worked on, the
 /// next is read and the one before is written. The window is cut into slots as large as the largest
-/// chunk: 3 slots overlap everything, 2 wait for writes, 1 does one thing at a time. A chunk stays
-/// in its slot until the memory is needed, so that one used again is not read again.
+/// chunk: 3 slots overlap everything that one thread does, 2 wait for writes, 1 does one thing at a
+/// time. A chunk stays in its slot until the memory is needed, so that one used again is not read
+/// again.
 ///
 /// A payload that was never written reads as zeros. Checksums are made before a write and compared
 /// before the first use, in the calling thread and the executor, beside the transfers.
 ///
 /// A transfer that fails is an IoError or CorruptionError of the call that waits for it. After a
 /// failed read NVMe holds what it held; after a failed write the payload is torn and refuses to be
-/// read (UsageError) until discard_all().
+/// read (UsageError) until it is discarded.
 ///
-/// Borrows queue, executor and memory. Thread-safe: one call at a time, its work included.
+/// Borrows queue, executor and memory. Thread-safe: who holds a chunk keeps nobody from another
+/// one, but two who change the same chunk must take turns themselves. Calls of a process that was
+/// forked from the stream's throw UsageError.
 class ChunkStream {
- public:
-  /// More slots than this would only read further ahead than the device is deep.
-  static constexpr std::size_t kMaxSlots = 4;
+  struct Slot;
 
+ public:
   /// `memory` has any alignment; give it to the engine as a registered buffer. `alignment` is
-  /// ScratchSpace::alignment(). Throws InvalidArgument when the largest chunk does not fit.
+  /// ScratchSpace::alignment(). At most `max_slots` slots are made of it: more than have something
+  /// to do would only keep what is not needed. Throws InvalidArgument when the largest chunk does
+  /// not fit.
   ChunkStream(std::vector<StoredChunk> chunks, TransferQueue& queue, Executor& executor,
-              std::span<std::byte> memory, std::size_t alignment, Verification verification);
+              std::span<std::byte> memory, std::size_t alignment, Verification verification,
+              std::size_t max_slots = 4);
   ~ChunkStream();
   ChunkStream(const ChunkStream&) = delete;
   ChunkStream& operator=(const ChunkStream&) = delete;
 
+  /// Keeps a chunk in the window. Move-only. It counts as held by the thread that took it, and may
+  /// end in any other.
+  class Hold {
+   public:
+    Hold(Hold&& other) noexcept
+        : stream_(std::exchange(other.stream_, nullptr)),
+          slot_(other.slot_),
+          holder_(other.holder_) {}
+    Hold& operator=(Hold&&) = delete;
+    Hold(const Hold&) = delete;
+    Hold& operator=(const Hold&) = delete;
+    ~Hold();
+
+    /// Where the payloads are, once wait() has returned; each of StoredPayload::bytes().
+    [[nodiscard]] std::span<const std::span<std::byte>> payloads() const noexcept;
+    /// Returns when they have been read and may be used: changed, if `access` says so. Any thread
+    /// may call it, and again.
+    void wait(StreamAccess access);
+    /// Ends the hold; with kUpdate, starts the write. The destructor does the same, but if the
+    /// write cannot be started only torn() tells of it.
+    void release();
+
+   private:
+    friend class ChunkStream;
+    Hold(ChunkStream& stream, Slot& slot) noexcept : stream_(&stream), slot_(&slot) {}
+    ChunkStream* stream_;
+    Slot* slot_;
+    std::thread::id holder_ = std::this_thread::get_id();
+  };
+  /// Starts to read the chunk where it is not in the window, and keeps it there. Waits where every
+  /// slot is held by other threads; throws OutOfMemory where it is this one that holds them, or
+  /// where all who hold any wait here too.
+  [[nodiscard]] Hold hold(std::size_t chunk);
+  /// As hold, for several distinct chunks that are needed at the same time: all at once, so that
+  /// who waits holds none of them. Threads that take them one after the other may have to wait for
+  /// each other, which is OutOfMemory.
+  [[nodiscard]] std::vector<Hold> hold(std::span<const std::size_t> chunks);
+
   /// Gets the payloads of a chunk in their order, each of StoredPayload::bytes().
   using Work = std::function<void(std::span<const std::span<std::byte>> payloads)>;
+  /// Does the work on the chunk's payloads, on the calling thread. If the work throws, what it left
+  /// behind counts.
+  void use(std::size_t chunk, StreamAccess access, const Work& work);
 
   /// The chunk will be used soon: starts to read it, unless that would cost the slot of another one
   /// that was announced and has not been used. Waits for the write of the chunk that it displaces.
   void prefetch(std::size_t chunk);
-  /// Does the work on the chunk's payloads, on the calling thread. If the work throws, what it left
-  /// behind counts.
-  void use(std::size_t chunk, StreamAccess access, const Work& work);
+  /// What was announced and not used will not be used soon.
+  void forget_announced();
   /// Returns when every change is on NVMe. Rethrows the first error, after it has tried all. What
   /// was announced and not used is forgotten.
   void flush();
-  /// Every chunk reads as zeros from now on: all is about to be written anew.
+  /// The chunk reads as zeros from now on: all of it is about to be written anew. Nobody holds it.
+  void discard(std::size_t chunk);
+  /// Every chunk does.
   void discard_all();
 
   /// Whether a write failed since the last discard_all(): a payload is torn. Never waits.
@@ -86,23 +136,44 @@ class ChunkStream {
   [[nodiscard]] Counts counts() const;
 
  private:
-  struct Slot;
+  using Lock = std::unique_lock<std::mutex>;
 
+  void check_process() const;
   Slot* find(std::size_t chunk);
-  Slot& most_dispensable();
-  void clear(Slot& slot);
-  void load(Slot& slot, std::size_t chunk);
-  void finish_read(Slot& slot);
-  void start_write(Slot& slot);
-  void finish_write(Slot& slot);
+  Slot* most_dispensable();
+  bool present(std::span<const std::size_t> chunks);
+  bool can_claim(std::span<const std::size_t> chunks);
+  void claim(std::span<const std::size_t> chunks, std::vector<Hold>& holds);
+  void bring_in(std::span<const Hold> holds, Lock& lock);
+  void wait_for_slots(std::span<const std::size_t> chunks, Lock& lock);
+  [[noreturn]] void throw_no_slots(std::span<const std::size_t> chunks);
+  void release(Slot& slot, std::thread::id holder);
+  void replace(Slot& slot, std::size_t chunk, Lock& lock);
+  void clear(Slot& slot, Lock& lock);
+  void wait_for_others(Slot& slot, Lock& lock);
+  void without_mutex(Slot& slot, Lock& lock, const std::function<void()>& part);
+  void finish_read(Slot& slot, Lock& lock);
+  void start_write(Slot& slot, Lock& lock);
+  void finish_write(Slot& slot, Lock& lock);
+  void lose(Slot& slot);
 
   TransferQueue& queue_;
   Executor& executor_;
   const Verification verification_;
-  std::atomic<bool> torn_ = false;   // relaxed: orders nothing else
+  const int process_;               // that the stream belongs to
+  std::atomic<bool> torn_ = false;  // relaxed: orders nothing else
+  // Taken before mutex_: by who holds nothing and waits for slots, so that nobody else who holds
+  // nothing takes what it waits for.
+  std::mutex turn_;
   mutable std::mutex mutex_;         // guards everything below
+  std::condition_variable changed_;  // a slot is no longer busy or held
   std::vector<StoredChunk> chunks_;  // before slots_, whose transfers end first
   std::vector<Slot> slots_;
+  struct Waiting {
+    std::thread::id thread;
+    std::span<const std::size_t> chunks;
+  };
+  std::vector<Waiting> waiting_;  // for slots
   std::uint64_t num_uses_ = 0;
   Counts counts_;
 };

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <span>
+#include <string>
 #include <utility>
 
 #include "core/error.h"
@@ -24,6 +25,17 @@ std::uint64_t bytes_of(const std::vector<PayloadSpec>& chunk) {
   return bytes;
 }
 
+/// "exp_avg of chunk 0 and 23 more".
+std::string chunks_named(const Chunks& chunks) {
+  const PayloadSpec* first = nullptr;
+  std::size_t count = 0;
+  for (const auto& chunk : chunks) {
+    first = first == nullptr && !chunk.empty() ? &chunk.front() : first;
+    count += chunk.size();
+  }
+  return first == nullptr ? "nothing" : first->name + " and " + std::to_string(count - 1) + " more";
+}
+
 ScratchOptions space_for(const NvmeOptions& options, const Chunks& chunks) {
   std::uint64_t bytes = 0;
   for (const auto& chunk : chunks) {
@@ -31,7 +43,7 @@ ScratchOptions space_for(const NvmeOptions& options, const Chunks& chunks) {
   }
   if (bytes > options.budget_bytes) {
     throw OutOfMemory(TierKind::kNvme, bytes, options.budget_bytes, options.budget_bytes,
-                      "the optimizer states that the host has no room for need " +
+                      "what the host has no room for (" + chunks_named(chunks) + ") needs " +
                           format_bytes(bytes) +
                           " there; raise nvme_memory, raise host_memory, or use a smaller "
                           "optim_state_format");
@@ -39,15 +51,17 @@ ScratchOptions space_for(const NvmeOptions& options, const Chunks& chunks) {
   return {.directories = options.directories, .file_name = options.file_name, .bytes = bytes};
 }
 
-Block make_window(const Chunks& chunks, MemoryTier& host) {
-  for (std::size_t slots = NvmeTier::kWindowSlots; slots > 1; --slots) {
-    if (auto reservation = host.ledger().try_reserve(NvmeTier::window_bytes(chunks, slots))) {
+Block make_window(const Chunks& chunks, MemoryTier& host, WindowSlots slots) {
+  for (std::size_t count = slots.most; count > slots.least; --count) {
+    if (auto reservation = host.ledger().try_reserve(NvmeTier::window_bytes(chunks, count))) {
       return host.allocate(std::move(*reservation));
     }
   }
-  return host.allocate(NvmeTier::window_bytes(chunks, 1),
-                       "the window through which states on NVMe are worked on holds the largest "
-                       "chunk's; raise host_memory, or make chunks smaller (chunk_bytes)");
+  return host.allocate(NvmeTier::window_bytes(chunks, slots.least),
+                       "the window through which " + chunks_named(chunks) +
+                           " on NVMe are worked on holds the largest of them " +
+                           (slots.least == 1 ? "once" : std::to_string(slots.least) + " times") +
+                           "; raise host_memory, or make chunks smaller (chunk_bytes)");
 }
 
 std::vector<StoredChunk> store(ScratchSpace& space, const Chunks& chunks) {
@@ -79,12 +93,12 @@ std::size_t NvmeTier::window_bytes(const Chunks& chunks, std::size_t num_slots) 
 }
 
 NvmeTier::NvmeTier(const NvmeOptions& options, const Chunks& chunks, MemoryTier& host,
-                   Executor& executor)
+                   Executor& executor, WindowSlots slots)
     : space_(space_for(options, chunks)),
-      window_(make_window(chunks, host)),
+      window_(make_window(chunks, host, slots)),
       queue_(make_engine(options, space_, window_), space_.transfer_files(), options.block_bytes),
       stream_(store(space_, chunks), queue_, executor, memory_of(window_), space_.alignment(),
-              options.verification) {}
+              options.verification, slots.most) {}
 
 std::string NvmeTier::description() const {
   return queue_.description() + "; " + space_.description() + "; window of " +

@@ -34,18 +34,20 @@ struct PayloadSpec {
   std::size_t bytes = 0;
 };
 
+/// How many slots the window gets.
+struct WindowSlots {
+  std::size_t least = 1;
+  std::size_t most = 3;  ///< reading, work and writing at once
+};
+
 /// The third tier: chunks' payloads in scratch files, worked on through a window that the host tier
 /// pays for. Space is taken for all of them at once, so that a full disk is found here.
 class NvmeTier {
  public:
-  /// Reading, work and writing at once.
-  static constexpr std::size_t kWindowSlots = 3;
-
-  /// `chunks[i]` are the payloads of stream().use(i, ...). Takes the largest window of at most
-  /// kWindowSlots slots that `host` has room for. Throws OutOfMemory (of tier nvme or host), and
-  /// what ScratchSpace does.
+  /// `chunks[i]` are the payloads of stream().use(i, ...). Takes the largest window of `slots` that
+  /// `host` has room for. Throws OutOfMemory (of tier nvme or host), and what ScratchSpace does.
   NvmeTier(const NvmeOptions& options, const std::vector<std::vector<PayloadSpec>>& chunks,
-           MemoryTier& host, Executor& executor);
+           MemoryTier& host, Executor& executor, WindowSlots slots = {});
 
   /// Host bytes of the window for such chunks, with `num_slots` slots.
   [[nodiscard]] static std::size_t window_bytes(const std::vector<std::vector<PayloadSpec>>& chunks,
@@ -54,6 +56,7 @@ class NvmeTier {
   [[nodiscard]] ChunkStream& stream() noexcept { return stream_; }
   [[nodiscard]] const ChunkStream& stream() const noexcept { return stream_; }
   [[nodiscard]] std::uint64_t used_bytes() const { return space_.used_bytes(); }
+  [[nodiscard]] std::size_t window_bytes() const noexcept { return window_.bytes(); }
   /// "io_uring, depth 32, ...; 1 file, 2.00 GiB: /nvme/castor.scratch (O_DIRECT); 3 slots".
   [[nodiscard]] std::string description() const;
 

@@ -222,6 +222,29 @@ void adam_step(Session& session, const std::vector<py::dict>& groups,
   session.adam_step(options, group_of, grad_scale);
 }
 
+void report_nvme(const Session& session, py::dict& figures) {
+  const StoredWeights* const weights = session.stored_weights();
+  const NvmeTier* const tiers[] = {weights != nullptr ? &weights->tier() : nullptr,
+                                   session.optimizer_state().nvme()};
+  std::uint64_t bytes = 0;
+  ChunkStream::Counts moved;
+  std::string descriptions;
+  for (const NvmeTier* const tier : tiers) {
+    if (tier != nullptr) {
+      const ChunkStream::Counts counts = tier->stream().counts();
+      bytes += tier->used_bytes();
+      moved.read_bytes += counts.read_bytes;
+      moved.written_bytes += counts.written_bytes;
+      descriptions += (descriptions.empty() ? "" : "; ") + tier->description();
+    }
+  }
+  figures["nvme_bytes"] = bytes;
+  figures["nvme_weight_bytes"] = weights != nullptr ? weights->tier().used_bytes() : 0;
+  figures["nvme_read_bytes"] = moved.read_bytes;
+  figures["nvme_written_bytes"] = moved.written_bytes;
+  figures["nvme_engine"] = descriptions;
+}
+
 py::dict report(Session& session) {
   const RuntimeCounts counts = session.runtime().counts();
   const TransferCounts transfers = session.runtime().transfers();
@@ -245,13 +268,7 @@ py::dict report(Session& session) {
   figures["chunk_bytes"] = session.layout().chunk_bytes();
   figures["waste"] = session.layout().waste();
   figures["host_arena"] = session.host().description();
-  const NvmeTier* const nvme = session.optimizer_state().nvme();
-  const ChunkStream::Counts moved =
-      nvme != nullptr ? nvme->stream().counts() : ChunkStream::Counts{};
-  figures["nvme_bytes"] = nvme != nullptr ? nvme->used_bytes() : 0;
-  figures["nvme_read_bytes"] = moved.read_bytes;
-  figures["nvme_written_bytes"] = moved.written_bytes;
-  figures["nvme_engine"] = nvme != nullptr ? nvme->description() : "";
+  report_nvme(session, figures);
   return figures;
 }
 
@@ -333,7 +350,8 @@ PYBIND11_MODULE(_C, m) {
       .def("adam_step", &castor::adam_step, py::arg("groups"), py::arg("group_of"),
            py::arg("grad_scale"))
       .def("arm_updates", &castor::arm_updates, py::arg("groups"), py::arg("group_of"))
-      .def("begin_load", &Session::begin_load, py::arg("weights"), py::arg("states"), released)
+      .def("begin_load", &Session::begin_load, py::arg("weights"), py::arg("states"),
+           py::arg("every_weight"), released)
       .def("end_load", &Session::end_load, py::arg("weights"), py::arg("states"), released)
       .def_property_readonly("whole", &Session::whole)
       .def("keep_forever", [](const py::object& self) { self.inc_ref(); })

@@ -63,7 +63,8 @@ void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session
       .def(
           "before_overwrite",
           [](Session& self, std::uint32_t param, const at::Tensor& values) {
-            settled(self, param).before_overwrite(id(param), values);
+            const auto visit = self.visit(id(param), /*writes=*/false);
+            self.optimizer_state().before_overwrite(id(param), values);
           },
           released)
       .def("stored",
@@ -74,6 +75,10 @@ void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session
       .def("shown",
            [](Session& self, std::uint32_t param) {
              return self.optimizer_state().shown(self.layout().place(id(param)).chunk);
+           })
+      .def("weight_stored",
+           [](Session& self, std::uint32_t param) {
+             return self.chunks().stored(self.layout().place(id(param)).chunk);
            })
       .def(
           "read_moments",
@@ -96,7 +101,10 @@ void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session
            })
       .def(
           "master",
-          [](Session& self, std::uint32_t param) { return settled(self, param).master(id(param)); },
+          [](Session& self, std::uint32_t param) {
+            const auto visit = self.visit(id(param), /*writes=*/false);
+            return self.optimizer_state().master(id(param));
+          },
           released);
 }
 

@@ -138,7 +138,7 @@ class Simulator {
     for (const ChunkSpec& chunk : layout_.chunks()) {
       largest = std::max<std::size_t>(largest, state_bytes_of(chunk, optimizer));
     }
-    return NvmeTier::kWindowSlots * largest;
+    return WindowSlots{}.most * largest;
   }
 
   /// What the host has no room for, as OptimizerState chooses it.

@@ -12,6 +12,7 @@
 #include "parallel/tbb_executor.h"
 #include "python/bindings.h"
 #include "python/state_tensors.h"
+#include "torch/tensor_gate.h"
 
 namespace py = pybind11;
 
@@ -53,8 +54,9 @@ at::Tensor join_master(const at::Tensor& param, const at::Tensor& remainder) {
   check(param, at::kBFloat16, param, "param");
   check(remainder, at::kShort, param, "remainder");
   at::Tensor master = at::empty_like(param, at::kFloat);
+  const at::Tensor own = readable(param);
   join_masters(&shared_executor(), master.data_ptr<float>(),
-               static_cast<const std::uint16_t*>(param.const_data_ptr()),
+               static_cast<const std::uint16_t*>(own.const_data_ptr()),
                remainder.data_ptr<std::int16_t>(), numel_of(param));
   return master;
 }

@@ -9,10 +9,14 @@
 namespace castor {
 namespace {
 
-c10::Storage empty_storage(std::size_t bytes, c10::Device device) {
-  return {c10::Storage::use_byte_size_t{}, bytes, c10::DataPtr(nullptr, device), nullptr,
-          /*resizable=*/false};
-}
+/// torch's own setter of this flag is only for turning it on. Naming a private member in an
+/// explicit instantiation is allowed.
+bool& throws_when_read(c10::StorageImpl& storage);
+template <bool c10::StorageImpl::*kFlag>
+struct PrivateFlag {
+  friend bool& throws_when_read(c10::StorageImpl& storage) { return storage.*kFlag; }
+};
+template struct PrivateFlag<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
 
 /// A pointer that owns a share of `payload`.
 c10::DataPtr owning_pointer(std::shared_ptr<Payload> payload, c10::Device device) {
@@ -44,6 +48,22 @@ class StorageFollower final : public PayloadFollower {
 };
 
 }  // namespace
+
+c10::Storage empty_storage(std::size_t bytes, c10::Device device) {
+  return {c10::Storage::use_byte_size_t{}, bytes, c10::DataPtr(nullptr, device), nullptr,
+          /*resizable=*/false};
+}
+
+void point(const c10::Storage& storage, std::byte* address) noexcept {
+  c10::StorageImpl& own = *storage.unsafeGetStorageImpl();
+  const bool forbidden = own.get_extra_meta().custom_data_ptr_error_msg_.has_value();
+  throws_when_read(own) = forbidden && address == nullptr;
+  own.set_data_ptr_noswap(c10::DataPtr(address, own.device()));
+}
+
+void forbid_null(const c10::Storage& storage, std::string message) {
+  storage.unsafeGetStorageImpl()->get_extra_meta().custom_data_ptr_error_msg_ = std::move(message);
+}
 
 at::ScalarType to_torch(ScalarType type) {
   switch (type) {
@@ -102,8 +122,7 @@ ChunkStorages::ChunkStorages(const ChunkLayout& layout, c10::Device device)
 void ChunkStorages::watch(std::vector<at::Tensor> params) { params_ = std::move(params); }
 
 void ChunkStorages::bind(ChunkId chunk, std::byte* address) noexcept {
-  storages_[index(chunk)].unsafeGetStorageImpl()->set_data_ptr_noswap(
-      c10::DataPtr(address, device_));
+  point(storages_[index(chunk)], address);
 }
 
 void ChunkStorages::copy_on_device(std::span<const std::byte> source, std::byte* target) {
@@ -128,6 +147,10 @@ bool ChunkStorages::written_since_snapshot(ChunkId chunk) const noexcept {
 
 void ChunkStorages::release_to_homes(const std::vector<std::shared_ptr<Payload>>& homes) {
   for (std::size_t i = 0; i < storages_.size(); ++i) {
+    if (homes[i]->tier() == TierKind::kNvme) {
+      point(storages_[i], nullptr);
+      continue;
+    }
     storages_[i].unsafeGetStorageImpl()->set_data_ptr_noswap(owning_pointer(homes[i], device_));
   }
 }

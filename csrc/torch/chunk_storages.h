@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -34,6 +35,16 @@ struct ParamGeometry {
 /// A tensor over `storage` from element `offset`, with a version counter of its own.
 [[nodiscard]] at::Tensor tensor_over(const c10::Storage& storage, at::ScalarType type,
                                      std::size_t offset, const ParamGeometry& geometry);
+
+/// A storage of this size that points nowhere.
+[[nodiscard]] c10::Storage empty_storage(std::size_t bytes, c10::Device device = c10::kCPU);
+
+/// Points a storage, and so every tensor over it, at memory that others own.
+void point(const c10::Storage& storage, std::byte* address) noexcept;
+
+/// From now on torch throws `message` where it is asked for the storage's address, whenever the
+/// storage points nowhere.
+void forbid_null(const c10::Storage& storage, std::string message);
 
 /// A storage over a payload that keeps the payload alive, and follows it where it moves. `device`:
 /// where torch's operators run on it, wherever its bytes are.

@@ -6,6 +6,7 @@
 
 #include "core/error.h"
 #include "core/placement.h"
+#include "torch/stored_weights.h"
 
 // What lies where, and the update. Values are in optimizer_state_values.cc.
 namespace castor {
@@ -13,48 +14,76 @@ namespace {
 
 bool in_blocks(StateFormat format) { return format == StateFormat::kSplitInt8; }
 
+std::vector<PayloadKind> state_kinds(const ChunkSpec& chunk, StateFormat format, bool moments) {
+  std::vector<PayloadKind> kinds;
+  if (!chunk.trainable) {
+    return kinds;
+  }
+  if (format != StateFormat::kFp32) {
+    kinds.push_back(PayloadKind::kRemainder);
+  } else if (chunk.type != ScalarType::kFloat32) {
+    kinds.push_back(PayloadKind::kMaster);
+  }
+  if (moments) {
+    kinds.push_back(PayloadKind::kExpAvg);
+    kinds.push_back(PayloadKind::kExpAvgSq);
+    if (in_blocks(format)) {
+      kinds.push_back(PayloadKind::kMomentScales);
+    }
+  }
+  return kinds;
+}
+
+// Of `numel` elements.
+std::size_t bytes_of(PayloadKind kind, std::size_t numel, ScalarType type, StateFormat format) {
+  const StateBytes bytes = state_bytes(format);
+  switch (kind) {
+    case PayloadKind::kParam:
+    case PayloadKind::kGrad: return numel * size_of(type);
+    case PayloadKind::kMaster: return numel * bytes.master;
+    case PayloadKind::kRemainder: return numel * bytes.remainder;
+    case PayloadKind::kExpAvg: return numel * bytes.exp_avg;
+    case PayloadKind::kExpAvgSq: return numel * bytes.exp_avg_sq;
+    case PayloadKind::kMomentScales: return num_moment_blocks(numel) * sizeof(MomentScales);
+  }
+  return 0;
+}
+
 }  // namespace
 
 std::size_t param_alignment(StateFormat format, ScalarType precision) {
   return in_blocks(format) ? kMomentBlock * size_of(precision) : kParamAlignment;
 }
 
+std::vector<std::size_t> state_payload_bytes(const ChunkSpec& chunk,
+                                             const OptimizerStateOptions& options) {
+  std::vector<std::size_t> bytes;
+  for (const PayloadKind kind : state_kinds(chunk, options.format, options.moments)) {
+    bytes.push_back(
+        bytes_of(kind, chunk.used_bytes / size_of(chunk.type), chunk.type, options.format));
+  }
+  return bytes;
+}
+
 OptimizerState::OptimizerState(ChunkManager& manager, std::span<const at::Tensor> params,
-                               Executor& executor, const OptimizerStateOptions& options)
+                               Executor& executor, const OptimizerStateOptions& options,
+                               StoredWeights* weights)
     : manager_(manager),
       layout_(manager.layout()),
       params_(params),
       executor_(executor),
       device_(options.device),
+      weights_(weights),
       format_(options.format),
       streams_(params.size(), 0) {
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
-    kinds_.push_back(kinds_of(ChunkId{static_cast<std::uint32_t>(i)}, options.moments));
+    if (layout_.chunks()[i].trainable) {
+      check_format(ChunkId{static_cast<std::uint32_t>(i)});
+    }
+    kinds_.push_back(state_kinds(layout_.chunks()[i], format_, options.moments));
   }
   choose_places(options);
   make_payloads();
-}
-
-std::vector<PayloadKind> OptimizerState::kinds_of(ChunkId chunk, bool moments) const {
-  const ChunkSpec& spec = layout_.chunk(chunk);
-  std::vector<PayloadKind> kinds;
-  if (!spec.trainable) {
-    return kinds;
-  }
-  check_format(chunk);
-  if (format_ != StateFormat::kFp32) {
-    kinds.push_back(PayloadKind::kRemainder);
-  } else if (spec.type != ScalarType::kFloat32) {
-    kinds.push_back(PayloadKind::kMaster);
-  }
-  if (moments) {
-    kinds.push_back(PayloadKind::kExpAvg);
-    kinds.push_back(PayloadKind::kExpAvgSq);
-    if (in_blocks(format_)) {
-      kinds.push_back(PayloadKind::kMomentScales);
-    }
-  }
-  return kinds;
 }
 
 void OptimizerState::check_format(ChunkId chunk) const {
@@ -93,16 +122,17 @@ void OptimizerState::choose_places(const OptimizerStateOptions& options) {
     return;
   }
   MemoryTier& host = manager_.host();
-  stored_ =
-      choose_stored(bytes, host.ledger().available(),
-                    NvmeTier::window_bytes(specs, NvmeTier::kWindowSlots), options.nvme_fraction);
+  stored_ = choose_stored(bytes, host.ledger().available(),
+                          NvmeTier::window_bytes(specs, WindowSlots{}.most), options.nvme_fraction);
   for (std::size_t i = 0; i < specs.size(); ++i) {
     if (!stored_[i]) {
       specs[i].clear();
     }
   }
   if (std::find(stored_.begin(), stored_.end(), true) != stored_.end()) {
-    nvme_ = std::make_unique<NvmeTier>(*options.nvme, specs, host, executor_);
+    NvmeOptions nvme = *options.nvme;
+    nvme.budget_bytes -= weights_ != nullptr ? weights_->tier().used_bytes() : 0;
+    nvme_ = std::make_unique<NvmeTier>(nvme, specs, host, executor_);
   }
 }
 
@@ -125,17 +155,7 @@ std::size_t OptimizerState::payload_bytes(ChunkId chunk, PayloadKind kind) const
 // Of the first `numel` elements of a chunk.
 std::size_t OptimizerState::payload_bytes(ChunkId chunk, PayloadKind kind,
                                           std::size_t numel) const {
-  const StateBytes bytes = state_bytes(format_);
-  switch (kind) {
-    case PayloadKind::kParam:
-    case PayloadKind::kGrad: return numel * size_of(layout_.chunk(chunk).type);
-    case PayloadKind::kMaster: return numel * bytes.master;
-    case PayloadKind::kRemainder: return numel * bytes.remainder;
-    case PayloadKind::kExpAvg: return numel * bytes.exp_avg;
-    case PayloadKind::kExpAvgSq: return numel * bytes.exp_avg_sq;
-    case PayloadKind::kMomentScales: return num_moment_blocks(numel) * sizeof(MomentScales);
-  }
-  return 0;
+  return bytes_of(kind, numel, layout_.chunk(chunk).type, format_);
 }
 
 std::vector<std::pair<PayloadKind, std::size_t>> OptimizerState::stored_payloads(
@@ -157,7 +177,9 @@ bool OptimizerState::has(ParamId param, PayloadKind kind) const {
 std::byte* OptimizerState::element(ParamId param, PayloadKind kind) const {
   const ParamPlace place = layout_.place(param);
   const auto& payload = manager_.payload(place.chunk, kind);
-  return payload ? payload->data() + payload_bytes(place.chunk, kind, place.offset) : nullptr;
+  return payload && payload->data() != nullptr
+             ? payload->data() + payload_bytes(place.chunk, kind, place.offset)
+             : nullptr;
 }
 
 std::byte* OptimizerState::element(const Memory& memory, ParamId param, PayloadKind kind) const {
@@ -193,6 +215,48 @@ void OptimizerState::with_memory(ChunkId chunk, StreamAccess access,
   });
 }
 
+bool OptimizerState::stored_in_part(ChunkId chunk) const {
+  return stored(chunk) || manager_.stored(chunk);
+}
+
+void OptimizerState::with_all_memory(ChunkId chunk,
+                                     const std::function<void(const Memory&)>& work) const {
+  with_memory(chunk, StreamAccess::kUpdate, [&](const Memory& states) {
+    Memory memory = states;
+    auto& param = memory[static_cast<std::size_t>(PayloadKind::kParam)];
+    auto& grad = memory[static_cast<std::size_t>(PayloadKind::kGrad)];
+    if (!manager_.stored(chunk)) {
+      param = manager_.payload(chunk, PayloadKind::kParam)->data();
+      grad = manager_.payload(chunk, PayloadKind::kGrad)->data();
+      work(memory);
+      return;
+    }
+    StoredWeights::Holds holds = weights_->hold_for_update(chunk);
+    param = holds[0].payloads().front().data();
+    grad = holds[1].payloads().front().data();
+    work(memory);
+    holds[0].release();
+  });
+}
+
+void OptimizerState::with_home(ParamId param, const std::function<void(std::byte*)>& work) const {
+  const ParamPlace place = layout_.place(param);
+  if (on_device(place.chunk)) {
+    std::vector<std::byte> copy(layout_.param(param).numel * size_of(layout_.param(param).type));
+    work(copy.data());  // which writes all of it
+    copy_to_device(copy, element(param, PayloadKind::kParam));
+    return;
+  }
+  if (!manager_.stored(place.chunk)) {
+    host_writes_home(place.chunk);
+    work(element(param, PayloadKind::kParam));
+    return;
+  }
+  const std::unique_ptr<HomeHold> hold = weights_->hold(place.chunk);
+  hold->wait(HomeAccess::kWrite);
+  work(hold->data() + payload_bytes(place.chunk, PayloadKind::kParam, place.offset));
+}
+
 void OptimizerState::set_rounding(std::uint64_t seed, std::vector<std::uint64_t> streams) {
   if (streams.size() != params_.size()) {
     throw InvalidArgument("there are " + std::to_string(streams.size()) + " rounding streams for " +
@@ -214,7 +278,7 @@ AdamSegment OptimizerState::segment(const ParamUpdate& update, const Memory& mem
   const ParamSpec& spec = layout_.param(param);
   AdamSegment segment{.exp_avg = element(memory, param, PayloadKind::kExpAvg),
                       .exp_avg_sq = element(memory, param, PayloadKind::kExpAvgSq),
-                      .grad = element(param, PayloadKind::kGrad),
+                      .grad = element(memory, param, PayloadKind::kGrad),
                       .type = spec.type,
                       .numel = spec.numel,
                       .coefficients = update.coefficients,
@@ -223,10 +287,10 @@ AdamSegment OptimizerState::segment(const ParamUpdate& update, const Memory& mem
                       .scales = data<MomentScales>(memory, param, PayloadKind::kMomentScales),
                       .rounding = update.rounding};
   if (spec.type == ScalarType::kFloat32) {
-    segment.master = reinterpret_cast<float*>(element(param, PayloadKind::kParam));
+    segment.master = data<float>(memory, param, PayloadKind::kParam);
   } else {
     segment.master = data<float>(memory, param, PayloadKind::kMaster);
-    segment.param = element(param, PayloadKind::kParam);
+    segment.param = element(memory, param, PayloadKind::kParam);
   }
   return segment;
 }
@@ -241,12 +305,12 @@ void OptimizerState::add_segments(std::span<const ParamUpdate> updates, const Me
 void OptimizerState::update(ChunkId chunk, std::span<const ParamUpdate> updates) {
   if (on_device(chunk)) {
     std::vector<AdamSegment> segments;
-    add_segments(updates, resident(chunk), segments);
+    add_segments(updates, in_place(chunk), segments);
     update_on_device(segments);
     return;
   }
   host_writes_home(chunk);
-  with_memory(chunk, StreamAccess::kUpdate, [&](const Memory& memory) {
+  with_all_memory(chunk, [&](const Memory& memory) {
     std::vector<AdamSegment> segments;
     add_segments(updates, memory, segments);
     adam_update(executor_, segments);
@@ -258,7 +322,7 @@ void OptimizerState::update_all(std::span<const std::vector<ParamUpdate>> update
                                 std::size_t& num_begun) {
   std::vector<ChunkId> on_nvme;
   for (std::size_t i = 0; i < updates.size(); ++i) {
-    if (!updates[i].empty() && stored_[i]) {
+    if (!updates[i].empty() && stored_in_part(ChunkId{static_cast<std::uint32_t>(i)})) {
       on_nvme.push_back(ChunkId{static_cast<std::uint32_t>(i)});
     }
   }
@@ -279,19 +343,22 @@ void OptimizerState::update_all(std::span<const std::vector<ParamUpdate>> update
     if (updates[i].empty()) {
       continue;
     }
-    if (!stored_[i]) {
-      const bool itself = on_device(chunk);
-      add_segments(updates[i], resident(chunk), itself ? on_device_itself : in_memory);
+    if (on_device(chunk)) {
+      add_segments(updates[i], in_place(chunk), on_device_itself);
       ++num_in_memory;
-      if (!itself) {
-        host_writes_home(chunk);
-      }
       continue;
     }
     host_writes_home(chunk);
+    if (!stored_in_part(chunk)) {
+      with_all_memory(chunk, [&](const Memory& memory) {  // which stays where it is
+        add_segments(updates[i], memory, in_memory);
+      });
+      ++num_in_memory;
+      continue;
+    }
     announce(std::span(on_nvme).subspan(next++));
     update_in_memory();
-    with_memory(chunk, StreamAccess::kUpdate, [&](const Memory& memory) {
+    with_all_memory(chunk, [&](const Memory& memory) {
       ++num_begun;
       add_segments(updates[i], memory, in_memory);
       adam_update(executor_, in_memory);
@@ -303,6 +370,9 @@ void OptimizerState::update_all(std::span<const std::vector<ParamUpdate>> update
 }
 
 void OptimizerState::announce(std::span<const ChunkId> chunks) {
+  if (weights_ != nullptr) {
+    weights_->announce_updates(chunks);
+  }
   if (!nvme_) {
     return;
   }

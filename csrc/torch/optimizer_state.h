@@ -15,29 +15,21 @@
 #include "core/chunk_manager.h"
 #include "io/nvme_tier.h"
 #include "optim/adam.h"
-#include "optim/state_format.h"
 #include "torch/chunk_storages.h"
 #include "torch/device_backend.h"
+#include "torch/optimizer_state_options.h"
 
 namespace castor {
 
-struct OptimizerStateOptions {
-  /// Other formats than kFp32 are for bf16 parameters.
-  StateFormat format = StateFormat::kFp32;
-  /// Whether Adam's moments get payloads; false when another optimizer updates the parameters.
-  bool moments = true;
-  /// The NVMe tier takes the states of chunks that the host has no room for. nullopt: there is
-  /// none.
-  std::optional<NvmeOptions> nvme;
-  /// Share of the state bytes that go there whether the host has room or not, in [0, 1].
-  double nvme_fraction = 0.0;
-  /// The device whose memory the host does not address; nullptr: there is none. Borrowed.
-  DeviceBackend* device = nullptr;
-};
+class StoredWeights;
 
 /// Bytes at which a chunk aligns its parameters for a format: blocks of quantised moments begin
 /// with a parameter (docs/design/0012).
 [[nodiscard]] std::size_t param_alignment(StateFormat format, ScalarType precision);
+
+/// Bytes of each payload that the optimizer keeps of a chunk.
+[[nodiscard]] std::vector<std::size_t> state_payload_bytes(const ChunkSpec& chunk,
+                                                           const OptimizerStateOptions& options);
 
 /// One parameter's Adam step; its gradient is in its payload.
 struct ParamUpdate {
@@ -58,9 +50,10 @@ class OptimizerState {
   /// Adds the payloads of every trainable chunk to `manager`, their contents unspecified, or makes
   /// them on NVMe, where they begin as zeros. Throws OutOfMemory; InvalidArgument for a format that
   /// the chunks' type does not have, or a layout without its param_alignment; what NvmeTier does.
-  /// All outlive this. `params` are in ParamId order.
+  /// All outlive this. `params` are in ParamId order. `weights` has the parameters and gradients
+  /// that are on NVMe; nullptr: all are in memory.
   OptimizerState(ChunkManager& manager, std::span<const at::Tensor> params, Executor& executor,
-                 const OptimizerStateOptions& options);
+                 const OptimizerStateOptions& options, StoredWeights* weights = nullptr);
 
   [[nodiscard]] StateFormat format() const noexcept { return format_; }
   /// Whether the chunk's payloads lie in memory of a device that updates them itself: what it is
@@ -120,7 +113,7 @@ class OptimizerState {
   /// change become their own masters. No effect in kFp32, which sees it by itself.
   void before_overwrite(ParamId param, const at::Tensor& values);
 
-  /// The parameter's first element in a payload beside its home; nullptr when there is none.
+  /// The parameter's first element in a payload; nullptr when there is none in memory.
   [[nodiscard]] std::byte* element(ParamId param, PayloadKind kind) const;
   /// {exp_avg, exp_avg_sq} of a trainable parameter, as views of its payloads: float32, bfloat16
   /// or, for 8-bit codes, uint8. Empty where shown() is false.
@@ -143,7 +136,8 @@ class OptimizerState {
   /// Where a chunk's payloads lie at the moment, by PayloadKind; nullptr: it has none of that kind.
   using Memory = std::array<std::byte*, kNumPayloadKinds>;
 
-  void adopt_into(ParamId param, const at::Tensor& values, std::byte* home);
+  /// The parameter, or a copy where the host does not address it.
+  [[nodiscard]] at::Tensor on_host(ParamId param) const;
   /// Calls `work` with copies of the chunk's payloads; what it made of them goes to the device.
   void with_copies(ChunkId chunk, StreamAccess access,
                    const std::function<void(const Memory&)>& work) const;
@@ -151,20 +145,26 @@ class OptimizerState {
                                                        std::size_t bytes) const;
   void copy_to_device(std::span<const std::byte> bytes, std::byte* target) const;
   void host_writes_home(ChunkId chunk) const;
+  [[nodiscard]] Memory in_place(ChunkId chunk) const;
   void update_on_device(std::span<const AdamSegment> segments) const;
   void check_format(ChunkId chunk) const;
   void choose_places(const OptimizerStateOptions& options);
   void make_payloads();
-  [[nodiscard]] std::vector<PayloadKind> kinds_of(ChunkId chunk, bool moments) const;
   [[nodiscard]] bool has(ParamId param, PayloadKind kind) const;
   [[nodiscard]] bool has_master(ParamId param) const {
     return has(param, PayloadKind::kMaster) || has(param, PayloadKind::kRemainder);
   }
   [[nodiscard]] std::size_t payload_bytes(ChunkId chunk, PayloadKind kind) const;
   [[nodiscard]] std::size_t payload_bytes(ChunkId chunk, PayloadKind kind, std::size_t numel) const;
-  /// Calls `work` while the chunk's payloads are in memory.
+  /// Whether something that the chunk's update needs is on NVMe.
+  [[nodiscard]] bool stored_in_part(ChunkId chunk) const;
+  /// Calls `work` while the states of the chunk are in memory; and ...
   void with_memory(ChunkId chunk, StreamAccess access,
                    const std::function<void(const Memory&)>& work) const;
+  /// ... its parameters and gradients too.
+  void with_all_memory(ChunkId chunk, const std::function<void(const Memory&)>& work) const;
+  /// Calls `work` with the parameter's first element at home, to be overwritten.
+  void with_home(ParamId param, const std::function<void(std::byte*)>& work) const;
   [[nodiscard]] Memory resident(ChunkId chunk) const;
   [[nodiscard]] std::byte* element(const Memory& memory, ParamId param, PayloadKind kind) const;
   template <typename T>
@@ -183,6 +183,7 @@ class OptimizerState {
   std::span<const at::Tensor> params_;
   Executor& executor_;
   DeviceBackend* const device_;
+  StoredWeights* const weights_;
   const StateFormat format_;
   std::vector<std::vector<PayloadKind>> kinds_;  // per chunk
   std::vector<bool> stored_;                     // per chunk

@@ -24,6 +24,11 @@ void OptimizerState::copy_to_device(std::span<const std::byte> bytes, std::byte*
       .copy_(bytes_at(bytes.data(), bytes.size(), c10::kCPU));
 }
 
+at::Tensor OptimizerState::on_host(ParamId param) const {
+  const at::Tensor& own = params_[index(param)];
+  return device_ == nullptr ? own : own.to(at::kCPU);
+}
+
 void OptimizerState::with_copies(ChunkId chunk, StreamAccess access,
                                  const std::function<void(const Memory&)>& work) const {
   const auto& kinds = kinds_[index(chunk)];
@@ -45,6 +50,15 @@ void OptimizerState::host_writes_home(ChunkId chunk) const {
     const Payload& home = *manager_.payload(chunk, PayloadKind::kParam);
     device_->host_writes({home.data(), home.bytes()});
   }
+}
+
+// All payloads of a chunk on the device, where they are.
+OptimizerState::Memory OptimizerState::in_place(ChunkId chunk) const {
+  Memory memory = resident(chunk);
+  for (const PayloadKind kind : {PayloadKind::kParam, PayloadKind::kGrad}) {
+    memory[static_cast<std::size_t>(kind)] = manager_.payload(chunk, kind)->data();
+  }
+  return memory;
 }
 
 void OptimizerState::update_on_device(std::span<const AdamSegment> segments) const {

@@ -59,33 +59,28 @@ void for_each_piece(const at::Tensor& values, const Use& use) {
   }
 }
 
+/// As at::empty_like(param, type), which for a parameter on NVMe would have it read first.
+at::Tensor empty_as(const at::Tensor& param, at::ScalarType type) {
+  const ParamGeometry geometry = geometry_of(param);
+  return at::empty_strided(geometry.sizes, geometry.strides, at::TensorOptions().dtype(type));
+}
+
 std::size_t numel_of(const at::Tensor& tensor) { return static_cast<std::size_t>(tensor.numel()); }
 
 }  // namespace
 
 void OptimizerState::adopt(ParamId param, const at::Tensor& values) {
-  const ChunkId chunk = layout_.place(param).chunk;
-  std::byte* const home = element(param, PayloadKind::kParam);
-  if (!on_device(chunk)) {
-    host_writes_home(chunk);
-    adopt_into(param, values, home);
-    return;
-  }
-  std::vector<std::byte> copy(layout_.param(param).numel * size_of(layout_.param(param).type));
-  adopt_into(param, values, copy.data());
-  copy_to_device(copy, home);
-}
-
-void OptimizerState::adopt_into(ParamId param, const at::Tensor& values, std::byte* home) {
   const at::NoGradGuard no_grad;
   const ScalarType type = layout_.param(param).type;
   const at::Tensor& own = params_[index(param)];
   if (!has_master(param)) {
     const ParamGeometry geometry = geometry_of(own);
-    at::from_blob(home, geometry.sizes, geometry.strides, to_torch(type)).copy_(values);
+    with_home(param, [&](std::byte* home) {
+      at::from_blob(home, geometry.sizes, geometry.strides, to_torch(type)).copy_(values);
+    });
     return;
   }
-  with_memory(layout_.place(param).chunk, StreamAccess::kEdit, [&](const Memory& memory) {
+  const auto adopt_at = [&](const Memory& memory, std::byte* home) {
     auto* const master = data<float>(memory, param, PayloadKind::kMaster);
     auto* const remainder = data<std::int16_t>(memory, param, PayloadKind::kRemainder);
     for_each_piece(in_order_of(own, values), [&](std::size_t begin, const at::Tensor& piece) {
@@ -100,6 +95,9 @@ void OptimizerState::adopt_into(ParamId param, const at::Tensor& values, std::by
       master_to_param(&executor_, home + begin * size_of(type), exact.const_data_ptr<float>(),
                       numel, type);
     });
+  };
+  with_memory(layout_.place(param).chunk, StreamAccess::kEdit, [&](const Memory& memory) {
+    with_home(param, [&](std::byte* home) { adopt_at(memory, home); });
   });
 }
 
@@ -166,9 +164,9 @@ void OptimizerState::before_overwrite(ParamId param, const at::Tensor& values) {
     return;
   }
   const at::NoGradGuard no_grad;
-  const at::Tensor own = params_[index(param)].to(at::kCPU);
+  const at::Tensor own = on_host(param);
   // In the order of the parameter's memory, and rounded as the copy will round.
-  const at::Tensor after = at::empty_like(own).copy_(values);
+  const at::Tensor after = empty_as(own, own.scalar_type()).copy_(values);
   with_memory(layout_.place(param).chunk, StreamAccess::kEdit, [&](const Memory& memory) {
     forget_remainders(&executor_, data<std::int16_t>(memory, param, PayloadKind::kRemainder),
                       static_cast<const std::uint16_t*>(own.const_data_ptr()),
@@ -220,8 +218,8 @@ std::optional<at::Tensor> OptimizerState::master(ParamId param) const {
     return shown;
   }
   const at::NoGradGuard no_grad;
-  const at::Tensor own = params_[index(param)].to(at::kCPU);
-  at::Tensor values = at::empty_like(own, at::kFloat);
+  const at::Tensor own = on_host(param);
+  at::Tensor values = empty_as(own, at::kFloat);
   with_memory(layout_.place(param).chunk, StreamAccess::kRead, [&](const Memory& memory) {
     if (const auto* master = data<float>(memory, param, PayloadKind::kMaster)) {
       std::memcpy(values.mutable_data_ptr(), master, values.nbytes());
@@ -236,8 +234,8 @@ std::optional<at::Tensor> OptimizerState::master(ParamId param) const {
 
 std::vector<at::Tensor> OptimizerState::empty_moments(ParamId param) const {
   const at::Tensor& own = params_[index(param)];
-  const auto options = at::TensorOptions().device(at::kCPU).dtype(moment_type(format_));
-  std::vector<at::Tensor> moments = {at::empty_like(own, options), at::empty_like(own, options)};
+  std::vector<at::Tensor> moments = {empty_as(own, moment_type(format_)),
+                                     empty_as(own, moment_type(format_))};
   if (has(param, PayloadKind::kMomentScales)) {
     moments.push_back(at::empty(scales_geometry(param).sizes, at::kFloat));
   }

@@ -142,13 +142,18 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout, const Sessi
       executor_(std::make_unique<TbbExecutor>()),
       copy_engine_(make_copy_engine(options, *executor_)),
       storages_(std::make_unique<ChunkStorages>(layout_, own_device_.torch_device())),
+      weights_(own_device_
+                   ? nullptr
+                   : StoredWeights::create(layout_, place_chunks(layout_, options.placement),
+                                           *storages_, options.state, *host_, *executor_)),
       manager_(std::make_unique<ChunkManager>(layout_, place_chunks(layout_, options.placement),
-                                              device_, host_, *copy_engine_, *storages_)) {
+                                              device_, host_, *copy_engine_, *storages_,
+                                              weights_.get())) {
   add_gradient_payloads();
   OptimizerStateOptions state_options = options.state;
   state_options.device = own_device_.get();
-  optimizer_state_ =
-      std::make_unique<OptimizerState>(*manager_, params_, *executor_, state_options);
+  optimizer_state_ = std::make_unique<OptimizerState>(*manager_, params_, *executor_, state_options,
+                                                      weights_.get());
   storages_->on_write_back([state = optimizer_state_.get()](ChunkId chunk, const std::byte* home,
                                                             const std::byte* slot) {
     state->before_write_back(chunk, home, slot);
@@ -183,6 +188,7 @@ Session::~Session() {
   }
   own_device_.leave(homes);  // before payloads go that a promotion has read, and after the last
   manager_.reset();          // slots have gone home
+  weights_.reset();
   own_device_.leave(homes);
   storages_->release_to_homes(homes);
 }
@@ -203,7 +209,9 @@ void Session::adopt_parameters() {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
     storages_->bind(chunk, manager_->payload(chunk, PayloadKind::kParam)->data());
     const auto& grad = manager_->payload(chunk, PayloadKind::kGrad);
-    grad_storages.push_back(grad ? storage_over(grad, own_device_.torch_device()) : c10::Storage());
+    grad_storages.push_back(!grad           ? c10::Storage()
+                            : stored(chunk) ? weights_->gradient_storage(chunk)
+                                            : storage_over(grad, own_device_.torch_device()));
   }
   gradients_.resize(params_.size());
   steps_ = at::zeros({static_cast<std::int64_t>(params_.size())}, at::kFloat);
@@ -225,8 +233,10 @@ void Session::adopt_parameters() {
 }
 
 void Session::watch_tensors() {
-  gate_ = TensorGate::create(2 * layout_.chunks().size(),
-                             [this](std::size_t group) { settle_group(group); });
+  gate_ = TensorGate::create(
+      2 * layout_.chunks().size(), [this](std::size_t group) { settle_group(group); },
+      [this](auto uses) { return visit_groups(uses); });
+  guard_stored_weights();
   state_views_.resize(params_.size());
   updated_.resize(layout_.chunks().size(), false);
   for (std::size_t i = 0; i < params_.size(); ++i) {

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -19,6 +20,7 @@
 #include "torch/run_integrity.h"
 #include "torch/session_device.h"
 #include "torch/session_options.h"
+#include "torch/stored_weights.h"
 #include "torch/tensor_gate.h"
 
 namespace castor {
@@ -71,11 +73,12 @@ class Session : public std::enable_shared_from_this<Session> {
   /// A checkpoint's weights, or optimizer states, or both are about to be put in place: forgets a
   /// step that stopped in the middle and sends the parameters home. Until end_load the run counts
   /// as broken; states on NVMe are zeros from now on if they are to be replaced, or lost anyway.
-  void begin_load(bool weights, bool states);
+  /// `every_weight`: all of the model's will be replaced, so that those on NVMe need not be read.
+  void begin_load(bool weights, bool states, bool every_weight);
   void end_load(bool weights, bool states);
   /// Whether weights and states are those of one step. Where they are not, a training forward,
   /// step() and settle throw UsageError.
-  [[nodiscard]] bool whole() const { return integrity_.whole() && !optimizer_state_->torn(); }
+  [[nodiscard]] bool whole() const { return integrity_.whole() && !torn(); }
   /// Returns when no update is under way; rethrows what stopped one.
   void await_updates();
   /// As await_updates; throws UsageError too unless whole(). For whoever reads the values.
@@ -91,6 +94,10 @@ class Session : public std::enable_shared_from_this<Session> {
   /// A CPU tensor over a parameter's home, borrowed, until the next forward; nullopt: the CPU
   /// device, whose parameters are that, or on the device for good.
   [[nodiscard]] std::optional<at::Tensor> home(ParamId param);
+  /// Parameters and gradients on NVMe; nullptr: all are in memory.
+  [[nodiscard]] const StoredWeights* stored_weights() const noexcept { return weights_.get(); }
+  /// The parameter has an address, in memory that stays there, until the visit ends.
+  [[nodiscard]] std::shared_ptr<void> visit(ParamId param, bool writes);
   /// As OptimizerState's, but the same tensors at every call, and watched by the gate.
   [[nodiscard]] std::vector<at::Tensor> moments(ParamId param);
   [[nodiscard]] std::optional<at::Tensor> moment_scales(ParamId param);
@@ -119,7 +126,16 @@ class Session : public std::enable_shared_from_this<Session> {
   /// Returns what went to the host, and when.
   GradientCopy adopt_gradient(ParamId param, at::Tensor& grad, std::size_t max_uses);
   [[nodiscard]] double gradient_norm() const;
+  using MeasureGradient = std::function<void(ParamId param, const std::byte* gradient)>;
+  /// Calls `measure` for the present gradients on NVMe, one after the other.
+  void measure_stored_gradients(const MeasureGradient& measure) const;
   void watch_tensors();
+  void guard_stored_weights();
+  [[nodiscard]] std::shared_ptr<void> visit_groups(std::span<const TensorGate::Use> uses);
+  [[nodiscard]] bool stored(ChunkId chunk) const noexcept {
+    return weights_ && weights_->stored(chunk);
+  }
+  void begin_gradients_of(ChunkId chunk);
   struct StateViews;
   const StateViews& state_views(ParamId param);
   /// The update of parameter i, which is in its next step from now on.
@@ -130,7 +146,11 @@ class Session : public std::enable_shared_from_this<Session> {
   void update_now(std::span<const std::vector<ParamUpdate>> updates);
   void submit_update(ChunkId chunk, std::vector<ParamUpdate> updates);
   void update_completed_chunks();
-  void note_torn_states();
+  void note_torn_payloads();
+  /// Whether a write to NVMe failed.
+  [[nodiscard]] bool torn() const noexcept {
+    return optimizer_state_->torn() || (weights_ && weights_->torn());
+  }
   /// Throws UsageError unless whole().
   void check_whole();
   void check_no_update_yet(const std::string& what) const;
@@ -163,6 +183,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<CopyEngine> copy_engine_;
   std::unique_ptr<ChunkStorages> storages_;
+  std::unique_ptr<StoredWeights> weights_;
   std::unique_ptr<ChunkManager> manager_;
   std::unique_ptr<OptimizerState> optimizer_state_;
   std::unique_ptr<GradientCopies> gradient_copies_;  // nullptr where copies are not asynchronous

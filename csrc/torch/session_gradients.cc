@@ -45,8 +45,10 @@ GradientCopy Session::adopt_gradient(ParamId param, at::Tensor& grad, std::size_
   }
   const at::NoGradGuard no_grad;
   const bool leaves_device = manager_->placement(chunk) != Placement::kDevice;
+  begin_gradients_of(chunk);
   const std::uint64_t start_ns = runtime_->clock_ns();
-  if (leaves_device && gradient_copies_ && grad.storage().use_count() <= max_uses &&
+  if (leaves_device && gradient_copies_ && !stored(chunk) &&
+      grad.storage().use_count() <= max_uses &&
       gradient_copies_->submit(
           chunk, grad, gradient.view,
           {optimizer_state_->element(param, PayloadKind::kGrad), gradient.view.nbytes()})) {
@@ -157,15 +159,19 @@ double Session::gradient_norm() const {
   std::vector<double> squares(params_.size(), 0.0);
   own_device_.square_norms(*optimizer_state_, layout_, gradients_, squares);
   const auto on_host = [&](std::size_t i) {
-    return gradients_[i].present &&
-           !optimizer_state_->on_device(
-               layout_.place(ParamId{static_cast<std::uint32_t>(i)}).chunk);
+    const ParamId param{static_cast<std::uint32_t>(i)};
+    return gradients_[i].present && !optimizer_state_->on_device(layout_.place(param).chunk);
+  };
+  const auto measure_at = [&](ParamId param, const std::byte* gradient, Executor* executor) {
+    const ParamSpec& spec = layout_.param(param);
+    squares[index(param)] =
+        copy_and_square_norm(executor, nullptr, gradient, spec.numel, spec.type);
   };
   const auto measure = [&](std::size_t i, Executor* executor) {
     const ParamId param{static_cast<std::uint32_t>(i)};
-    squares[i] = copy_and_square_norm(executor, nullptr,
-                                      optimizer_state_->element(param, PayloadKind::kGrad),
-                                      layout_.param(param).numel, layout_.param(param).type);
+    if (!stored(layout_.place(param).chunk)) {
+      measure_at(param, optimizer_state_->element(param, PayloadKind::kGrad), executor);
+    }
   };
   for (std::size_t i = 0; i < params_.size(); ++i) {
     if (on_host(i) && layout_.params()[i].numel >= kParallelNumel) {
@@ -179,6 +185,12 @@ double Session::gradient_norm() const {
       }
     }
   });
+  if (weights_) {
+    measure_stored_gradients([&](ParamId param, const std::byte* gradient) {
+      measure_at(param, gradient,
+                 layout_.param(param).numel >= kParallelNumel ? executor_.get() : nullptr);
+    });
+  }
   double sum = 0.0;
   for (const double square : squares) {
     sum += square;

@@ -77,30 +77,35 @@ void Session::forget_updates() {
   completed_.clear();
 }
 
-// An edited weight's state is written when its memory is needed: in a forward, in a load.
-void Session::note_torn_states() {
-  if (integrity_.whole() && optimizer_state_->torn()) {
-    integrity_.broke("an optimizer state could not be written to NVMe");
+// What was changed in the window is written when its memory is needed: in a forward, in a load.
+void Session::note_torn_payloads() {
+  if (integrity_.whole() && torn()) {
+    integrity_.broke(
+        std::string(optimizer_state_->torn() ? "an optimizer state" : "parameters or gradients") +
+        " could not be written to NVMe");
   }
 }
 
 void Session::check_whole() {
-  note_torn_states();
+  note_torn_payloads();
   integrity_.check();
 }
 
-void Session::begin_load(bool weights, bool states) {
+void Session::begin_load(bool weights, bool states, bool every_weight) {
   forget_updates();
   if (updates_) {
     updates_->abandon();
   }
-  note_torn_states();
+  note_torn_payloads();
   if (states || !integrity_.whole()) {
     optimizer_state_->discard_stored();
   }
   integrity_.loading(weights, states);
   gate_->pass_all();
   runtime_->send_home();
+  if (weights_ && every_weight) {
+    weights_->discard_parameters();
+  }
 }
 
 void Session::end_load(bool weights, bool states) { integrity_.loaded(weights, states); }

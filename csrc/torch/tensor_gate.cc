@@ -1,9 +1,11 @@
 #include "torch/tensor_gate.h"
 
+#include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
@@ -25,16 +27,16 @@ struct KeySet : c10::TensorImpl {
 void mark(const at::Tensor& tensor) { KeySet::of(tensor) = KeySet::of(tensor).add(kKey); }
 void unmark(const at::Tensor& tensor) { KeySet::of(tensor) = KeySet::of(tensor).remove(kKey); }
 
-/// Who watches a storage that is closed. Thread-safe.
-class ClosedStorages {
+/// Who watches a storage that is closed or guarded. Thread-safe.
+class WatchedStorages {
  public:
   struct Watcher {
     std::weak_ptr<TensorGate> gate;
     std::size_t group = 0;
   };
 
-  static ClosedStorages& instance() {
-    static ClosedStorages storages;
+  static WatchedStorages& instance() {
+    static WatchedStorages storages;
     return storages;
   }
   void add(const at::Tensor& tensor, Watcher watcher) {
@@ -56,31 +58,73 @@ class ClosedStorages {
   std::unordered_map<const c10::StorageImpl*, Watcher> watchers_;
 };
 
-void pass(const at::Tensor& tensor) {
+/// The guarded groups that an operator uses, by gate.
+class Uses {
+ public:
+  void add(std::shared_ptr<TensorGate> gate, std::size_t group, bool writes) {
+    auto of_gate = std::find_if(uses_.begin(), uses_.end(),
+                                [&](const auto& entry) { return entry.first == gate; });
+    if (of_gate == uses_.end()) {
+      of_gate = uses_.insert(uses_.end(), {std::move(gate), {}});
+    }
+    auto& uses = of_gate->second;
+    const auto same = std::find_if(uses.begin(), uses.end(), [group](const TensorGate::Use& use) {
+      return use.group == group;
+    });
+    if (same == uses.end()) {
+      uses.push_back({group, writes});
+    } else {
+      same->writes = same->writes || writes;
+    }
+  }
+  [[nodiscard]] std::vector<std::shared_ptr<void>> visit() const {
+    std::vector<std::shared_ptr<void>> visits;
+    for (const auto& [gate, uses] : uses_) {
+      visits.push_back(gate->visit(uses));
+    }
+    return visits;
+  }
+
+ private:
+  std::vector<std::pair<std::shared_ptr<TensorGate>, std::vector<TensorGate::Use>>> uses_;
+};
+
+void pass(const at::Tensor& tensor, bool writes, Uses& uses) {
   if (!tensor.defined() || !tensor.key_set().has(kKey)) {
     return;
   }
-  const ClosedStorages::Watcher watcher = ClosedStorages::instance().find(tensor);
-  if (const auto gate = watcher.gate.lock()) {
+  const WatchedStorages::Watcher watcher = WatchedStorages::instance().find(tensor);
+  if (auto gate = watcher.gate.lock()) {
     gate->pass(watcher.group);
+    if (gate->guarded(watcher.group)) {
+      uses.add(std::move(gate), watcher.group, writes);
+      return;
+    }
   }
   unmark(tensor);  // an alias is watched by nobody
 }
 
 void pass_arguments(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                     ::torch::jit::Stack* stack) {
+  std::vector<std::shared_ptr<void>> visits;
   for_torch([&] {
-    for (const c10::IValue& value : ::torch::jit::last(*stack, op.schema().arguments().size())) {
-      if (value.isTensor()) {
-        pass(value.toTensor());
-      } else if (value.isList()) {
-        for (const c10::IValue& element : value.toListRef()) {
+    Uses uses;
+    const auto& arguments = op.schema().arguments();
+    const auto values = ::torch::jit::last(*stack, arguments.size());
+    for (std::size_t i = 0; i < arguments.size(); ++i) {
+      const auto* const alias = arguments[i].alias_info();
+      const bool writes = alias != nullptr && alias->isWrite();
+      if (values[i].isTensor()) {
+        pass(values[i].toTensor(), writes, uses);
+      } else if (values[i].isList()) {
+        for (const c10::IValue& element : values[i].toListRef()) {
           if (element.isTensor()) {
-            pass(element.toTensor());
+            pass(element.toTensor(), writes, uses);
           }
         }
       }
     }
+    visits = uses.visit();
   });
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
 }
@@ -91,25 +135,45 @@ TORCH_LIBRARY_IMPL(_, DeferredInit, library) {
   library.fallback(::torch::CppFunction::makeFromBoxedFunction<&pass_arguments>());
 }
 
-std::shared_ptr<TensorGate> TensorGate::create(std::size_t num_groups, Settle settle) {
+std::shared_ptr<TensorGate> TensorGate::create(std::size_t num_groups, Settle settle, Visit visit) {
   // Not make_shared: the constructor is private.
-  return std::shared_ptr<TensorGate>(new TensorGate(num_groups, std::move(settle)));
+  return std::shared_ptr<TensorGate>(
+      new TensorGate(num_groups, std::move(settle), std::move(visit)));
 }
 
-TensorGate::TensorGate(std::size_t num_groups, Settle settle)
-    : groups_(num_groups), settle_(std::move(settle)) {}
+TensorGate::TensorGate(std::size_t num_groups, Settle settle, Visit visit)
+    : groups_(num_groups), settle_(std::move(settle)), visit_(std::move(visit)) {}
 
 TensorGate::~TensorGate() {
-  for (std::size_t group = 0; group < groups_.size(); ++group) {
-    open(group);
+  for (Group& group : groups_) {
+    if (group.closed || group.guarded) {
+      for (const at::Tensor& tensor : group.tensors) {
+        WatchedStorages::instance().remove(tensor);
+        unmark(tensor);
+      }
+    }
   }
+}
+
+void TensorGate::hold_back(std::size_t group, const at::Tensor& tensor) {
+  WatchedStorages::instance().add(tensor, {weak_from_this(), group});
+  mark(tensor);
+}
+
+void TensorGate::guard(std::size_t group) {
+  const std::lock_guard lock(mutex_);
+  groups_[group].guarded = true;
+}
+
+bool TensorGate::guarded(std::size_t group) {
+  const std::lock_guard lock(mutex_);
+  return groups_[group].guarded;
 }
 
 void TensorGate::watch(std::size_t group, at::Tensor tensor) {
   const std::lock_guard lock(mutex_);
-  if (groups_[group].closed) {
-    ClosedStorages::instance().add(tensor, {weak_from_this(), group});
-    mark(tensor);
+  if (groups_[group].closed || groups_[group].guarded) {
+    hold_back(group, tensor);
   }
   groups_[group].tensors.push_back(std::move(tensor));
 }
@@ -121,8 +185,7 @@ void TensorGate::close(std::size_t group) {
   }
   ++num_closed_;
   for (const at::Tensor& tensor : groups_[group].tensors) {
-    ClosedStorages::instance().add(tensor, {weak_from_this(), group});
-    mark(tensor);
+    hold_back(group, tensor);
   }
 }
 
@@ -131,8 +194,11 @@ void TensorGate::open_locked(std::size_t group) {
     return;
   }
   --num_closed_;
+  if (groups_[group].guarded) {
+    return;
+  }
   for (const at::Tensor& tensor : groups_[group].tensors) {
-    ClosedStorages::instance().remove(tensor);
+    WatchedStorages::instance().remove(tensor);
     unmark(tensor);
   }
 }
@@ -159,6 +225,10 @@ void TensorGate::pass_all() {
   for (std::size_t group = 0; group < groups_.size() && num_closed_ > 0; ++group) {
     pass_locked(group);
   }
+}
+
+at::Tensor readable(const at::Tensor& tensor) {
+  return tensor.key_set().has(kKey) ? tensor.clone() : tensor;
 }
 
 }  // namespace castor

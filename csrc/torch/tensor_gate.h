@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
 namespace castor {
@@ -23,16 +24,30 @@ namespace castor {
 /// carries it, and its kernel for every operator is the wait. What reads memory without an operator
 /// (data_ptr(), a storage) is not held back: call settle first.
 ///
-/// Owned by the session. Thread-safe; settle must not come back to the gate.
+/// Tensors whose memory is not there all the time are guarded: every operator on one, or on any
+/// tensor that shares its memory, is run within a visit, which has the memory there and keeps it.
+///
+/// Owned by the session. Thread-safe; settle and visit must not come back to the gate.
 class TensorGate : public std::enable_shared_from_this<TensorGate> {
  public:
   using Settle = std::function<void(std::size_t group)>;
+  /// What an operator does with a guarded group.
+  struct Use {
+    std::size_t group = 0;
+    bool writes = false;
+  };
+  /// Begins the visit of different groups; it ends with what is returned.
+  using Visit = std::function<std::shared_ptr<void>(std::span<const Use> uses)>;
 
-  static std::shared_ptr<TensorGate> create(std::size_t num_groups, Settle settle);
+  /// `visit` may be empty where no group is guarded.
+  static std::shared_ptr<TensorGate> create(std::size_t num_groups, Settle settle,
+                                            Visit visit = {});
   ~TensorGate();
   TensorGate(const TensorGate&) = delete;
   TensorGate& operator=(const TensorGate&) = delete;
 
+  /// The group is guarded, now and for good. Before tensors are watched.
+  void guard(std::size_t group);
   /// `tensor` belongs to the group from now on. Its storage belongs to no other group.
   void watch(std::size_t group, at::Tensor tensor);
   void close(std::size_t group);
@@ -43,21 +58,29 @@ class TensorGate : public std::enable_shared_from_this<TensorGate> {
   void pass(std::size_t group);
   /// As pass, for every group. Costs next to nothing while all are open.
   void pass_all();
+  [[nodiscard]] bool guarded(std::size_t group);
+  [[nodiscard]] std::shared_ptr<void> visit(std::span<const Use> uses) { return visit_(uses); }
 
  private:
-  TensorGate(std::size_t num_groups, Settle settle);
+  TensorGate(std::size_t num_groups, Settle settle, Visit visit);
 
   struct Group {
     std::vector<at::Tensor> tensors;
     bool closed = false;
+    bool guarded = false;
   };
+  void hold_back(std::size_t group, const at::Tensor& tensor);
   void open_locked(std::size_t group);
   void pass_locked(std::size_t group);
 
   std::mutex mutex_;  // guards groups_; held while settle runs, so that nobody closes meanwhile
   std::vector<Group> groups_;
   std::size_t num_closed_ = 0;
-  Settle settle_;
+  const Settle settle_;
+  const Visit visit_;
 };
+
+/// The tensor, for who reads its memory without an operator; a copy, where the tensor is guarded.
+[[nodiscard]] at::Tensor readable(const at::Tensor& tensor);
 
 }  // namespace castor

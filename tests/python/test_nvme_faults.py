@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import castor
-from enduring_run import FAULTS_VARIABLE, EnduringRun, settings_of
+from enduring_run import FAULTS_VARIABLE, EnduringRun, settings_of, weights_too
 
 FAULTS = ("EIO", "ENOSPC", "EINTR", "short", "flip")
 
@@ -99,11 +99,26 @@ def test_edited_masters_may_fail_to_be_written(
     check_outcomes("EIO", sweep)
 
 
-def check_outcomes(fault: str, sweep: Sweep) -> None:
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_transfers_of_parameters_and_gradients_may_fail(
+    precision: str, overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = Sweep(tmp_path, monkeypatch, **weights_too(settings_of(precision, overlap)))
+    for position, fault in enumerate(FAULTS):
+        stride = sweep.num_operations // (17 if fault in ("EIO", "flip") else 5)
+        for operation in range(1 + position, sweep.num_operations + 1, stride):
+            sweep.meet(f"any:{operation}:{fault}")
+        # What was read ahead and not needed in the end may have failed.
+        check_outcomes(fault, sweep, harmless=True)
+        sweep.outcomes.clear()
+
+
+def check_outcomes(fault: str, sweep: Sweep, *, harmless: bool = False) -> None:
     """That the sweep met what it should have: interrupted and short transfers are not noticed."""
     if fault in ("EINTR", "short"):
         assert set(sweep.outcomes) == {"no error"}
     else:
         assert any("load" in outcome for outcome in sweep.outcomes)
-        assert any("again" in outcome for outcome in sweep.outcomes)
-        assert fault == "flip" or "no error" not in sweep.outcomes
+        assert harmless or any("again" in outcome for outcome in sweep.outcomes)
+        assert harmless or fault == "flip" or "no error" not in sweep.outcomes

@@ -6,13 +6,21 @@ import copy
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from castor.checkpoint.container import bytes_of, check_savable, split, write_tensors
+from castor.checkpoint.container import (
+    ComputedTensor,
+    SavedTensor,
+    bytes_of,
+    check_savable,
+    split,
+    write_tensors,
+)
 from castor.checkpoint.files import (
     OVERHEAD_BYTES,
     FileEntry,
@@ -95,12 +103,9 @@ def write_model(
     Raises:
         OSError: The disk refuses.
     """
-    engines = engines_holding(model)
-    for engine in engines:
+    for engine in engines_holding(model):
         engine.session.send_home()
-    state = without_ties(model, state_of(model))
-    for engine in engines:
-        state = {key: engine.on_host(tensor) for key, tensor in state.items()}
+    state = _in_turn(model, without_ties(model, state_of(model)))
     entries: dict[str, FileEntry] = {}
     shards = split(state, "model", max_bytes)
     for name, tensors in shards.items():
@@ -111,6 +116,23 @@ def write_model(
         entries[INDEX] = write_file(staging / INDEX, [canonical(index)])
     _write_configs(model, staging, tokenizer)
     return seal_part(staging, previous, entries, lambda name: _OURS.fullmatch(name) is not None)
+
+
+def _in_turn(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, SavedTensor]:
+    """Parameters on NVMe as copies that are made when they are written, one after the other."""
+    saved: dict[str, SavedTensor] = dict(state)
+    for engine in engines_holding(model):
+        for key, tensor in state.items():
+            index = engine.index_of.get(tensor)  # type: ignore[call-overload]
+            if index is not None and engine.session.weight_stored(index):
+                saved[key] = ComputedTensor(
+                    dtype=tensor.dtype, shape=tuple(tensor.shape), compute=partial(_copy_of, tensor)
+                )
+    return saved
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
 
 
 def _write_configs(model: nn.Module, staging: Path, tokenizer: Any) -> None:

@@ -73,8 +73,12 @@ class ModelLoad:
             with_optimizer: The optimizer's state is replaced next.
         """
         whole = [engine.session.whole for engine in self.engines]
+        loaded = set(self.targets.values())
         for engine in self.engines:
-            engine.session.begin_load(weights=True, states=with_optimizer)
+            every_weight = not self.incompatible.missing_keys and loaded.issuperset(engine.params)
+            engine.session.begin_load(
+                weights=True, states=with_optimizer, every_weight=every_weight
+            )
         for key, source in self.sources():
             self._assign(self.targets[key], source)
         for engine, before in zip(self.engines, whole, strict=True):

@@ -48,7 +48,7 @@ class OptimizerLoad:
         """Puts state, options, masters and loss scale in place."""
         driver = driver_of(self.optimizer)
         if driver is not None:
-            driver.engine.session.begin_load(weights=False, states=True)
+            driver.engine.session.begin_load(weights=False, states=True, every_weight=False)
         with ExitStack() as stack:
             files = {
                 path: stack.enter_context(safe_open(path, framework="pt"))

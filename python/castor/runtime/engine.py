@@ -21,7 +21,7 @@ from castor.runtime.device import make_backend
 from castor.runtime.guard import guard
 from castor.runtime.history import StepHistory
 from castor.runtime.report import MemoryReport
-from castor.runtime.spec import ModelSpec
+from castor.runtime.spec import ModelSpec, check_distinct_memory
 from castor.runtime.trace_file import read_trace, write_trace
 
 WORKING_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -90,6 +90,7 @@ class Engine:
         """Lays the parameters out in chunks and moves them there."""
         config = self.config
         spec = ModelSpec.of(model)
+        check_distinct_memory(spec)
         events = read_trace(config.trace_file, spec) if config.trace_file else None
         self.names = spec.names
         self.params = spec.params
@@ -160,7 +161,7 @@ class Engine:
     def _finish(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """A lazy parameter has its values: makes home and master of them."""
         home = param.data
-        if values.data_ptr() == home.data_ptr() and values.dtype != home.dtype:
+        if _memory_of(values) == _memory_of(home) and values.dtype != home.dtype:
             values = values.clone()  # what is written first would overwrite what is read later
         self.session.adopt(self.index_of[param], values)
 
@@ -210,6 +211,12 @@ class Engine:
         write_trace(path, events, ModelSpec.of(model))
 
 
+def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The storage, and the byte of it where the tensor begins: it may have no address now."""
+    offset = tensor.storage_offset() * tensor.element_size()
+    return int(tensor.untyped_storage()._cdata), int(offset)
+
+
 @contextmanager
 def _telling_what_is_lost(model: nn.Module) -> Iterator[None]:
     """Names the model in the error of a device that fails when parameters are taken over already.
@@ -217,11 +224,11 @@ def _telling_what_is_lost(model: nn.Module) -> Iterator[None]:
     Their old memory is given back one by one: no way leads back.
     """
     dense = [param for param in model.parameters() if param.layout == torch.strided]
-    before = [param.data_ptr() for param in dense]
+    before = [_memory_of(param) for param in dense]
     try:
         yield
     except IoError as error:
-        if [param.data_ptr() for param in dense] == before:
+        if [_memory_of(param) for param in dense] == before:
             raise
         raise type(error)(
             error.errno,

@@ -37,6 +37,8 @@ class MemoryReport:
     """What the host tier may hold."""
     nvme_bytes: int
     """Chunk payloads on NVMe."""
+    nvme_weight_bytes: int
+    """Of these: parameters and gradients, which go there when the host has no room for them."""
     nvme_read_bytes: int
     """Bytes read from there."""
     nvme_written_bytes: int

@@ -46,7 +46,6 @@ class ModelSpec:
             _check(name, param)
         if not spec.params:
             raise UsageError(f"{type(model).__name__} has no parameters; there is nothing to place")
-        _check_distinct_memory(spec)
         return spec
 
     @classmethod
@@ -76,7 +75,7 @@ class ModelSpec:
         return spec
 
 
-def _check_distinct_memory(spec: ModelSpec) -> None:
+def check_distinct_memory(spec: ModelSpec) -> None:
     """Two Parameters over the same memory would part ways when each gets its own place."""
     spans = sorted(
         (param.data_ptr(), param.data_ptr() + _span_bytes(param), name)

@@ -1,0 +1,205 @@
+#include "torch/stored_weights.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace castor {
+namespace {
+
+constexpr char kOnNvme[] =
+    "these parameters or gradients are on NVMe (or were, until their model was dropped) and have "
+    "no "
+    "address. Operators bring them into memory: take a .clone() before numpy(), data_ptr() or "
+    "torch.save, or write the model with booster.save_model";
+
+class Held final : public HomeHold {
+ public:
+  explicit Held(ChunkStream::Hold hold) : hold_(std::move(hold)) {}
+  [[nodiscard]] std::byte* data() const noexcept override {
+    return hold_.payloads().front().data();
+  }
+  void wait(HomeAccess access) override {
+    hold_.wait(access == HomeAccess::kWrite ? StreamAccess::kEdit : StreamAccess::kRead);
+  }
+
+ private:
+  ChunkStream::Hold hold_;
+};
+
+std::vector<std::vector<PayloadSpec>> parts_of(const ChunkLayout& layout,
+                                               const std::vector<bool>& stored) {
+  std::vector<std::vector<PayloadSpec>> parts(2 * stored.size());
+  for (std::size_t i = 0; i < stored.size(); ++i) {
+    if (!stored[i]) {
+      continue;
+    }
+    const ChunkSpec& chunk = layout.chunks()[i];
+    const std::string of_chunk = " of chunk " + std::to_string(i);
+    parts[i].push_back({"parameters" + of_chunk, chunk.used_bytes});
+    if (chunk.trainable) {
+      parts[stored.size() + i].push_back({"gradients" + of_chunk, chunk.used_bytes});
+    }
+  }
+  return parts;
+}
+
+NvmeOptions with_own_file(NvmeOptions options) {
+  options.file_name = "castor-weights.scratch";
+  return options;
+}
+
+HostNeeds needs_of(const ChunkLayout& layout, std::span<const Placement> placements,
+                   const OptimizerStateOptions& options) {
+  HostNeeds needs;
+  for (std::size_t i = 0; i < placements.size(); ++i) {
+    const ChunkSpec& chunk = layout.chunks()[i];
+    std::vector<PayloadSpec> states;
+    const bool on_host = placements[i] != Placement::kDevice;
+    needs.weights.push_back(on_host ? (chunk.trainable ? 2 : 1) * chunk.used_bytes : 0);
+    needs.states.push_back(0);
+    if (on_host) {
+      for (const std::size_t bytes : state_payload_bytes(chunk, options)) {
+        states.push_back({"", bytes});
+        needs.states.back() += bytes;
+      }
+      needs.weights_slot =
+          std::max(needs.weights_slot, NvmeTier::window_bytes({{{"", chunk.used_bytes}}}, 1));
+      needs.states_slot = std::max(needs.states_slot, NvmeTier::window_bytes({states}, 1));
+    }
+  }
+  return needs;
+}
+
+}  // namespace
+
+std::unique_ptr<StoredWeights> StoredWeights::create(const ChunkLayout& layout,
+                                                     std::span<const Placement> placements,
+                                                     const ChunkStorages& storages,
+                                                     const OptimizerStateOptions& states,
+                                                     MemoryTier& host, Executor& executor) {
+  if (!states.nvme) {
+    return nullptr;
+  }
+  StoredWeightsChoice choice =
+      choose_stored_weights(needs_of(layout, placements, states), host.ledger().available(),
+                            {.fewest_for_weights = kLeastSlots});
+  if (choice.window_slots == 0) {
+    return nullptr;
+  }
+  return std::make_unique<StoredWeights>(layout, std::move(choice.stored), storages, *states.nvme,
+                                         choice.window_slots, host, executor);
+}
+
+StoredWeights::StoredWeights(const ChunkLayout& layout, std::vector<bool> stored,
+                             const ChunkStorages& storages, const NvmeOptions& options,
+                             std::size_t max_slots, MemoryTier& host, Executor& executor)
+    : stored_(std::move(stored)),
+      storages_(storages),
+      parts_(2 * stored_.size()),
+      tier_(with_own_file(options), parts_of(layout, stored_), host, executor,
+            {.least = kLeastSlots, .most = max_slots}) {
+  for (std::size_t i = 0; i < stored_.size(); ++i) {
+    const ChunkSpec& chunk = layout.chunks()[i];
+    gradients_.push_back(stored_[i] && chunk.trainable ? empty_storage(chunk.used_bytes)
+                                                       : c10::Storage());
+  }
+}
+
+void StoredWeights::forbid_addresses() {
+  for (std::size_t part = 0; part < parts_.size(); ++part) {
+    if (stored_[part % stored_.size()] && storage_of(part)) {
+      forbid_null(storage_of(part), kOnNvme);
+      point(storage_of(part), nullptr);
+    }
+  }
+}
+
+std::unique_ptr<HomeHold> StoredWeights::hold(ChunkId chunk) {
+  return std::make_unique<Held>(tier_.stream().hold(parameters_of(chunk)));
+}
+
+std::size_t StoredWeights::max_held() const noexcept {
+  return tier_.stream().num_slots() - (kLeastSlots - 1);
+}
+
+void StoredWeights::announce(std::span<const ChunkId> chunks) {
+  forget_announced();
+  for (const ChunkId chunk : chunks.first(std::min(chunks.size(), max_held()))) {
+    tier_.stream().prefetch(parameters_of(chunk));
+  }
+}
+
+void StoredWeights::moved_out(ChunkId chunk) noexcept {
+  const std::lock_guard lock(mutex_);
+  parts_[parameters_of(chunk)].bound = false;
+}
+
+std::unique_ptr<StoredWeights::Visit> StoredWeights::visit(std::span<const WeightUse> uses) {
+  std::vector<std::size_t> parts;
+  for (const WeightUse& use : uses) {
+    parts.push_back(use.part);
+  }
+  Holds holds = tier_.stream().hold(parts);
+  for (std::size_t i = 0; i < uses.size(); ++i) {
+    holds[i].wait(uses[i].writes ? StreamAccess::kEdit : StreamAccess::kRead);
+  }
+  const std::lock_guard lock(mutex_);
+  for (std::size_t i = 0; i < uses.size(); ++i) {
+    Part& part = parts_[parts[i]];
+    ++part.num_visits;
+    part.bound = true;
+    point(storage_of(parts[i]), holds[i].payloads().front().data());
+  }
+  return std::make_unique<Visit>(*this, std::move(parts), std::move(holds));
+}
+
+void StoredWeights::unbind(std::span<const std::size_t> parts) noexcept {
+  const std::lock_guard lock(mutex_);
+  for (const std::size_t i : parts) {
+    Part& part = parts_[i];
+    if (--part.num_visits == 0 && std::exchange(part.bound, false)) {
+      point(storage_of(i), nullptr);
+    }
+  }
+}
+
+StoredWeights::Holds StoredWeights::hold_for_update(ChunkId chunk) {
+  const std::size_t parts[] = {parameters_of(chunk), gradients_of(chunk)};
+  Holds holds = tier_.stream().hold(parts);
+  holds[0].wait(StreamAccess::kUpdate);
+  holds[1].wait(StreamAccess::kRead);
+  return holds;
+}
+
+void StoredWeights::announce_updates(std::span<const ChunkId> chunks) {
+  std::size_t room = max_held();
+  for (const ChunkId chunk : chunks) {
+    if (stored(chunk) && room-- > 0) {
+      tier_.stream().prefetch(parameters_of(chunk));
+      tier_.stream().prefetch(gradients_of(chunk));
+    }
+  }
+}
+
+ChunkStream::Hold StoredWeights::read(std::size_t part) {
+  ChunkStream::Hold hold = tier_.stream().hold(part);
+  hold.wait(StreamAccess::kRead);
+  return hold;
+}
+
+void StoredWeights::discard_gradients(ChunkId chunk) {
+  tier_.stream().discard(gradients_of(chunk));
+}
+
+void StoredWeights::discard_parameters() {
+  if (torn()) {
+    tier_.stream().discard_all();
+  }
+  for (std::size_t part = 0; part < stored_.size(); ++part) {
+    if (stored_[part]) {
+      tier_.stream().discard(part);
+    }
+  }
+}
+
+}  // namespace castor

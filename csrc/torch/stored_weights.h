@@ -1,0 +1,128 @@
+#pragma once
+
+#include <c10/core/Storage.h>
+
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "core/home_store.h"
+#include "core/placement.h"
+#include "io/nvme_tier.h"
+#include "torch/chunk_storages.h"
+#include "torch/optimizer_state.h"
+
+namespace castor {
+
+/// Use of a chunk's parameters (parts 0 to n - 1, by chunk) or gradients (parts n to 2n - 1).
+struct WeightUse {
+  std::size_t part = 0;
+  bool writes = false;
+};
+
+/// Parameters and gradients on NVMe, of the chunks that the host has no room for. They come into
+/// host memory through a window, part by part: to be copied to the device, to be updated, and for
+/// any operator that reads them elsewhere.
+///
+/// Outside of operators, and of modules that run on the device, its storage points nowhere, and
+/// torch tells whoever asks for the address: nobody can keep one that will be another part's.
+///
+/// Owned by the session. Thread-safe, but for the binding of parameters, which the thread does that
+/// runs forward, backward and step. What waits for a read may throw IoError or CorruptionError.
+class StoredWeights final : public HomeStore {
+ public:
+  /// Of the window: enough for a chunk's update (parameters and gradients), a gradient that
+  /// arrives and an operator, beside one copy to the device.
+  static constexpr std::size_t kLeastSlots = 5;
+
+  /// Takes what the host will have no room for beside the optimizer's states; nullptr: there is
+  /// nothing. Throws as the constructor.
+  static std::unique_ptr<StoredWeights> create(const ChunkLayout& layout,
+                                               std::span<const Placement> placements,
+                                               const ChunkStorages& storages,
+                                               const OptimizerStateOptions& states,
+                                               MemoryTier& host, Executor& executor);
+  /// Throws as NvmeTier does. All outlive this.
+  StoredWeights(const ChunkLayout& layout, std::vector<bool> stored, const ChunkStorages& storages,
+                const NvmeOptions& options, std::size_t max_slots, MemoryTier& host,
+                Executor& executor);
+  StoredWeights(const StoredWeights&) = delete;
+  StoredWeights& operator=(const StoredWeights&) = delete;
+
+  /// From now on the storages' addresses are told only while they point somewhere. Once their
+  /// tensors are made.
+  void forbid_addresses();
+
+  [[nodiscard]] bool stored(ChunkId chunk) const noexcept override { return stored_[index(chunk)]; }
+  [[nodiscard]] std::unique_ptr<HomeHold> hold(ChunkId chunk) override;
+  [[nodiscard]] std::size_t max_held() const noexcept override;
+  void announce(std::span<const ChunkId> chunks) override;
+  void moved_out(ChunkId chunk) noexcept override;
+
+  [[nodiscard]] std::size_t parameters_of(ChunkId chunk) const noexcept { return index(chunk); }
+  [[nodiscard]] std::size_t gradients_of(ChunkId chunk) const noexcept {
+    return stored_.size() + index(chunk);
+  }
+  /// The storage of a stored chunk's gradients; no storage for frozen ones.
+  [[nodiscard]] const c10::Storage& gradient_storage(ChunkId chunk) const {
+    return gradients_[index(chunk)];
+  }
+
+  using Holds = std::vector<ChunkStream::Hold>;
+  /// Parts that are in memory, and their storages bound there, while it lives.
+  class Visit {
+   public:
+    Visit(StoredWeights& weights, std::vector<std::size_t> parts, Holds holds) noexcept
+        : weights_(weights), parts_(std::move(parts)), holds_(std::move(holds)) {}
+    ~Visit() { weights_.unbind(parts_); }
+    Visit(const Visit&) = delete;
+    Visit& operator=(const Visit&) = delete;
+
+   private:
+    StoredWeights& weights_;
+    std::vector<std::size_t> parts_;
+    Holds holds_;
+  };
+  /// Different parts; parameters that are bound to the device must not be among them.
+  [[nodiscard]] std::unique_ptr<Visit> visit(std::span<const WeightUse> uses);
+  /// Parameters and gradients of a chunk for its update, in this order.
+  [[nodiscard]] Holds hold_for_update(ChunkId chunk);
+  /// These will be updated next.
+  void announce_updates(std::span<const ChunkId> chunks);
+  void forget_announced() { tier_.stream().forget_announced(); }
+  /// A part of a chunk for reading alone, without its storage.
+  [[nodiscard]] ChunkStream::Hold read(std::size_t part);
+  void announce_part(std::size_t part) { tier_.stream().prefetch(part); }
+
+  /// Nobody will ask for the gradients before all of them have been written again.
+  void discard_gradients(ChunkId chunk);
+  /// All parameters are about to be replaced; gradients become zeros, if any are lost.
+  void discard_parameters();
+
+  [[nodiscard]] bool torn() const noexcept { return tier_.stream().torn(); }
+  [[nodiscard]] const NvmeTier& tier() const noexcept { return tier_; }
+
+ private:
+  void unbind(std::span<const std::size_t> parts) noexcept;
+  [[nodiscard]] const c10::Storage& storage_of(std::size_t part) const {
+    return part < stored_.size() ? storages_.storage(ChunkId{static_cast<std::uint32_t>(part)})
+                                 : gradients_[part - stored_.size()];
+  }
+
+  struct Part {
+    std::size_t num_visits = 0;
+    bool bound = false;  // its storage points into the window
+  };
+
+  const std::vector<bool> stored_;  // per chunk
+  const ChunkStorages& storages_;
+  std::vector<c10::Storage> gradients_;  // per chunk
+  std::mutex mutex_;                     // guards parts_; nothing else is taken while it is held
+  std::vector<Part> parts_;
+  NvmeTier tier_;
+};
+
+}  // namespace castor

@@ -1,0 +1,376 @@
+"""Parameters and gradients on NVMe, where the host is too small for them."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import castor
+from castor.runtime.engine import engine_of
+from helpers import FORMATS, Boosted, assert_equal, boost, copies, exact_state, tight_memory
+from zoo import CASES, tower, tower_batch
+
+CHUNK = 2**13
+BLOCK = 4096  # of NVMe
+STATE = {"fp32": 3, "split": 5, "split_bf16": 3, "split_int8": 3}
+"""Of a chunk's bytes at least: what its optimizer state takes, with scales."""
+WIDTH, DEPTH = 64, 48
+"""Of a tower of many chunks, each of one layer."""
+
+
+def short_host(chunk_bytes: int = CHUNK, *, precision: str = "fp32", state: str = "fp32") -> int:
+    """Host bytes for the smallest windows, and little more: all weights have to go to NVMe."""
+    per_chunk = 6 if state == "fp32" and precision != "fp32" else STATE[state]
+    return 6 * (chunk_bytes + 2 * BLOCK) + per_chunk * chunk_bytes + 6 * BLOCK
+
+
+def on_nvme(path: Path, chunk_bytes: int | None = None, **settings: Any) -> dict[str, Any]:
+    precision = settings.get("precision", "fp32")
+    if chunk_bytes is None:
+        chunk_bytes = WIDTH * (WIDTH + 8) * (4 if precision == "fp32" else 2)
+    state = settings.get("optim_state_format") or "fp32"
+    return {
+        "nvme_path": path,
+        "host_memory": short_host(chunk_bytes, precision=precision, state=state),
+    }
+
+
+def train(
+    name: str, memory: int = 2**26, *, micro_batches: int = 1, steps: int = 3, **settings: Any
+) -> tuple[list[float], list[torch.Tensor], castor.MemoryReport]:
+    case = CASES[name]
+    boosted = boost(case.model(), memory, chunk_bytes=CHUNK, **settings)
+    losses = []
+    for step in range(steps):
+        for k in range(micro_batches):
+            batch = case.batch(step * micro_batches + k)
+            loss = case.loss(boosted.model(**batch), batch) / micro_batches
+            boosted.booster.backward(loss, boosted.optimizer)
+            losses.append(loss.item())
+        boosted.optimizer.step()
+        boosted.optimizer.zero_grad()
+    return losses, exact_state(boosted), boosted.report()
+
+
+def assert_same_bits(name: str, path: Path, memory: int = 2**26, **settings: Any) -> None:
+    expected = train(name, memory, **settings)
+    chunk_bytes = largest_chunk(name, settings.get("precision", "fp32"))
+    actual = train(name, memory, **settings, **on_nvme(path, chunk_bytes, **settings))
+    assert actual[0] == expected[0]
+    assert_equal(actual[1], expected[1])
+    report = actual[2]
+    assert report.nvme_weight_bytes > 0
+    assert report.host_bytes <= report.host_budget_bytes
+
+
+def largest_chunk(name: str, precision: str) -> int:
+    boosted = boost(CASES[name].model(), chunk_bytes=CHUNK, precision=precision)
+    chunks = engine_of(boosted.model).session.chunks()
+    return max(int(chunk["used_bytes"]) for chunk in chunks)
+
+
+# --- parity ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_a_model_of_the_parity_set_trains_to_the_same_bits(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    memory = tight_memory(
+        case.model, lambda model, seed: case.loss(model(**case.batch(seed)), case.batch(seed))
+    )
+    assert_same_bits(name, tmp_path, memory)
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+@pytest.mark.parametrize(("precision", "state_format"), FORMATS)
+def test_every_format_and_overlap_gives_the_same_bits(
+    precision: str, state_format: str, overlap: str, tmp_path: Path
+) -> None:
+    if precision == "fp16" and overlap == "backward":
+        pytest.skip("fp16 skips steps, which backward cannot know")
+    assert_same_bits(
+        "gpt2",
+        tmp_path,
+        precision=precision,
+        optim_state_format=state_format,
+        overlap=overlap,
+        nonfinite="raise" if precision == "fp16" else "ignore",
+        enable_gradient_accumulation=overlap != "backward",
+    )
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_clipping_and_accumulation_give_the_same_bits(
+    precision: str, overlap: str, tmp_path: Path
+) -> None:
+    assert_same_bits(
+        "llama", tmp_path, precision=precision, max_norm=0.5, micro_batches=3, overlap=overlap
+    )
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+def test_copies_over_a_link_read_ahead_of_the_device(overlap: str, tmp_path: Path) -> None:
+    assert_same_bits(
+        "gpt2",
+        tmp_path,
+        memory=2**21,
+        link_bandwidth="4GB/s",
+        max_prefetch=4,
+        steps=5,
+        overlap=overlap,
+        nonfinite="ignore",
+        enable_gradient_accumulation=overlap != "backward",
+    )
+
+
+def test_frozen_parameters_stay_what_they_were(tmp_path: Path) -> None:
+    def run(**settings: Any) -> list[torch.Tensor]:
+        model = tower(width=WIDTH, depth=DEPTH)
+        for param in list(model.parameters())[:8]:
+            param.requires_grad_(False)
+        boosted = boost(model, chunk_bytes=CHUNK, **settings)
+        go_on_wide(boosted)
+        return copies(boosted.model.parameters())
+
+    assert_equal(run(**on_nvme(tmp_path)), run())
+
+
+def test_gradient_checkpointing_runs_modules_again_in_backward(tmp_path: Path) -> None:
+    def run(**settings: Any) -> list[torch.Tensor]:
+        case = CASES["llama"]
+        boosted = boost(case.model(checkpointing=True), chunk_bytes=CHUNK, **settings)
+        for step in range(3):
+            batch = case.batch(step)
+            boosted.step(case.loss(boosted.model(**batch), batch))
+        return copies(boosted.model.parameters())
+
+    assert_equal(run(**on_nvme(tmp_path, largest_chunk("llama", "fp32"))), run())
+
+
+# --- what users do beside training ----------------------------------------------------------------
+
+
+def wide(path: Path | None = None, **settings: Any) -> Boosted:
+    """A tower, its weights on NVMe if there is a path."""
+    if path is not None:
+        settings |= on_nvme(path, **settings)
+    boosted = boost(tower(width=WIDTH, depth=DEPTH), chunk_bytes=CHUNK, **settings)
+    assert (boosted.report().nvme_weight_bytes > 0) == (path is not None)
+    return boosted
+
+
+def go_on_wide(boosted: Boosted, first: int = 0, steps: int = 3) -> list[float]:
+    return [
+        boosted.step(boosted.model(**tower_batch(seed, width=WIDTH)))
+        for seed in range(first, first + steps)
+    ]
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_weights_are_read_and_edited_between_steps(overlap: str, tmp_path: Path) -> None:
+    def run(path: Path | None) -> list[torch.Tensor]:
+        boosted = wide(path, precision="bf16", overlap=overlap)
+        average = {name: p.detach().clone() for name, p in boosted.model.named_parameters()}
+        for step in range(3):
+            go_on_wide(boosted, first=step, steps=1)
+            with torch.no_grad():
+                for name, param in boosted.model.named_parameters():
+                    average[name].lerp_(param, 0.1)
+                    param.data.clamp_(-0.2, 0.2)  # through an alias
+                    param.view(-1)[1:4].mul_(0.5)  # through a view
+                    param.view(-1)[0] = 0.125
+                    if param.dim() == 2:
+                        param[0].copy_(param[1])  # one tensor as source and target
+            assert all(torch.equal(p, p.detach().clone()) for p in boosted.model.parameters())
+        return [*average.values(), *exact_state(boosted)]
+
+    assert_equal(run(tmp_path), run(None))
+
+
+def test_weights_edited_on_the_device_reach_nvme(tmp_path: Path) -> None:
+    def run(path: Path | None) -> list[torch.Tensor]:
+        boosted = wide(path, precision="bf16", optim_state_format="split")
+
+        def edit(module: torch.nn.Module, *_: Any) -> None:
+            with torch.no_grad():
+                for param in module.parameters(recurse=False):
+                    param.view(-1)[:3] *= 0.5
+
+        for module in boosted.model.modules():
+            module.register_forward_hook(edit)
+        with torch.no_grad():  # so that no graph holds what is edited
+            boosted.model(**tower_batch(0, width=WIDTH))
+        for module in boosted.model.modules():
+            module._forward_hooks.popitem()
+        go_on_wide(boosted)
+        return exact_state(boosted)
+
+    assert_equal(run(tmp_path), run(None))
+
+
+def test_gradients_are_read_changed_and_accumulated(tmp_path: Path) -> None:
+    def run(path: Path | None) -> list[torch.Tensor]:
+        boosted = wide(path)
+        params = list(boosted.model.parameters())
+        seen = []
+        for step in range(3):
+            for _ in range(2):
+                loss = boosted.model(**tower_batch(step, width=WIDTH))
+                boosted.booster.backward(loss, boosted.optimizer)
+            seen += [param.grad.clone() for param in params]
+            for param in params:
+                param.grad.mul_(0.5)
+                param.grad = param.grad + 1e-3  # memory of its own
+            boosted.optimizer.step()
+            seen += [param.grad.norm() for param in params]  # still there
+            boosted.optimizer.zero_grad(set_to_none=step == 1)
+        return [*seen, *copies(params)]
+
+    assert_equal(run(tmp_path), run(None))
+
+
+def test_a_weight_may_be_used_outside_its_module(tmp_path: Path) -> None:
+    def run(path: Path | None) -> list[torch.Tensor]:
+        boosted = wide(path)
+        weights = [p for p in boosted.model.parameters() if p.dim() == 2]
+        for step in range(3):
+            batch = tower_batch(step, width=WIDTH)
+            loss = boosted.model(**batch)
+            for weight in weights[::5]:  # not through a module: read where it is
+                loss = loss + torch.nn.functional.linear(batch["x"], weight).square().mean()
+                loss = loss + 1e-3 * (weight * weight).sum()
+            boosted.step(loss)
+        return copies(boosted.model.parameters())
+
+    assert_equal(run(tmp_path), run(None))
+
+
+def test_a_state_dict_is_read_copied_and_loaded(tmp_path: Path) -> None:
+    plain = wide()
+    go_on_wide(plain)
+    stored = wide(tmp_path)
+    stored.model.load_state_dict(plain.model.state_dict())
+    assert_equal(copies(stored.model.parameters()), copies(plain.model.parameters()))
+    state = stored.model.state_dict()  # kept: tensors over memory that comes and goes
+    assert all(torch.equal(state[key], value) for key, value in plain.model.state_dict().items())
+    copied = {key: value.clone() for key, value in state.items()}
+    go_on_wide(stored, steps=1)
+    assert not all(torch.equal(state[key], copied[key]) for key in state)
+    twin = copy.deepcopy(stored.model)
+    assert_equal(copies(twin.parameters()), copies(stored.model.parameters()))
+    stored.model.load_state_dict(copied)
+    assert_equal(copies(stored.model.parameters()), copies(plain.model.parameters()))
+
+
+def test_an_address_is_refused_not_invented(tmp_path: Path) -> None:
+    stored = wide(tmp_path)
+    go_on_wide(stored, steps=1)
+    param = next(stored.model.parameters())
+    for read in (
+        param.data_ptr,
+        param.detach().numpy,
+        param.detach().tolist,
+        lambda: copy.deepcopy(stored.model.state_dict()),
+        lambda: torch.save(stored.model.state_dict(), tmp_path / "model.pt"),
+    ):
+        with pytest.raises(RuntimeError, match=r"on NVMe.*\.clone\(\)"):
+            read()
+    assert param.detach().clone().numpy().shape == tuple(param.shape)
+    go_on_wide(stored, first=1, steps=1)
+
+
+def test_an_operator_on_more_than_the_window_holds_says_so(tmp_path: Path) -> None:
+    stored = wide(tmp_path)
+    go_on_wide(stored, steps=1)
+    params = [param.detach() for param in stored.model.parameters()]
+    with pytest.raises(castor.OutOfMemoryError, match=r"at the same time.*raise host_memory"):
+        torch._foreach_norm(params)
+    go_on_wide(stored, first=1, steps=1)
+
+
+def test_what_is_left_of_a_model_that_was_dropped_says_so(tmp_path: Path) -> None:
+    stored = wide(tmp_path)
+    param = next(stored.model.parameters())
+    del stored
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RuntimeError, match="until their model was dropped"):
+        param.sum()
+
+
+def test_evaluation_reads_from_nvme_too(tmp_path: Path) -> None:
+    def run(path: Path | None) -> list[float]:
+        boosted = wide(path)
+        losses = go_on_wide(boosted)
+        boosted.model.eval()
+        with torch.inference_mode():
+            losses += [boosted.model(**tower_batch(k, width=WIDTH)).item() for k in range(3)]
+        return losses + go_on_wide(boosted.model.train() and boosted, first=3)
+
+    assert run(tmp_path) == run(None)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state_format", ["fp32", "split_int8"])
+def test_a_checkpoint_goes_between_runs_with_and_without(state_format: str, tmp_path: Path) -> None:
+    settings = {"precision": "bf16", "optim_state_format": state_format}
+    (tmp_path / "nvme").mkdir()
+    stored, plain = wide(tmp_path / "nvme", **settings), wide(**settings)
+    for name, run in (("stored", stored), ("plain", plain)):
+        go_on_wide(run)
+        run.booster.save(tmp_path / name, run.model, run.optimizer)
+    for file in (tmp_path / "plain").rglob("*.safetensors"):
+        twin = tmp_path / "stored" / file.relative_to(tmp_path / "plain")
+        mine, theirs = load_file(twin), load_file(file)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+    expected = go_on_wide(plain, first=3)
+    assert go_on_wide(stored, first=3) == expected
+    del stored
+    for name, path in (("stored", None), ("plain", tmp_path / "nvme")):
+        again = wide(path, **settings)
+        go_on_wide(again, first=50, steps=2)
+        again.booster.load(tmp_path / name, again.model, again.optimizer)
+        assert go_on_wide(again, first=3) == expected
+
+
+def test_damaged_weights_are_named_and_a_checkpoint_heals_them(tmp_path: Path) -> None:
+    scratch = tmp_path / "nvme"
+    scratch.mkdir()
+    stored = wide(scratch)
+    go_on_wide(stored, steps=1)
+    stored.booster.save(tmp_path / "saved", stored.model, stored.optimizer)
+    expected = go_on_wide(wide_from(tmp_path / "saved"), first=1)
+    file = scratch / "castor-weights.scratch"
+    with file.open("r+b") as opened:
+        size = file.stat().st_size
+        for offset in range(BLOCK, size, 2048):
+            opened.seek(offset)
+            opened.write(b"\x5a")
+    with pytest.raises(castor.CorruptionError, match=r"(parameters|gradients) of chunk \d+"):
+        go_on_wide(stored, first=1)
+    stored.booster.load(tmp_path / "saved", stored.model, stored.optimizer)
+    stored.optimizer.zero_grad()
+    assert go_on_wide(stored, first=1) == expected
+
+
+def wide_from(checkpoint: Path) -> Boosted:
+    boosted = wide()
+    boosted.booster.load(checkpoint, boosted.model, boosted.optimizer)
+    return boosted
+
+
+def test_a_lazy_model_is_built_on_nvme(tmp_path: Path) -> None:
+    def run(**settings: Any) -> list[torch.Tensor]:
+        with castor.LazyInitContext():
+            model = tower(width=WIDTH, depth=DEPTH)
+        boosted = boost(model, chunk_bytes=CHUNK, **settings)
+        go_on_wide(boosted)
+        return copies(boosted.model.parameters())
+
+    assert_equal(run(**on_nvme(tmp_path)), run())
