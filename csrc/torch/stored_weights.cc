@@ -181,10 +181,15 @@ void StoredWeights::announce_updates(std::span<const ChunkId> chunks) {
   }
 }
 
-ChunkStream::Hold StoredWeights::read(std::size_t part) {
-  ChunkStream::Hold hold = tier_.stream().hold(part);
-  hold.wait(StreamAccess::kRead);
-  return hold;
+void StoredWeights::read_gradients(std::span<const ChunkId> chunks,
+                                   const std::function<void(ChunkId, const std::byte*)>& use) {
+  for (std::size_t i = 0; i < chunks.size(); ++i) {
+    for (std::size_t next = i + 1; next < std::min(i + 1 + max_held(), chunks.size()); ++next) {
+      tier_.stream().prefetch(gradients_of(chunks[next]));
+    }
+    tier_.stream().use(gradients_of(chunks[i]), StreamAccess::kRead,
+                       [&](auto payloads) { use(chunks[i], payloads.front().data()); });
+  }
 }
 
 void StoredWeights::discard_gradients(ChunkId chunk) {

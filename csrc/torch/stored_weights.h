@@ -3,6 +3,7 @@
 #include <c10/core/Storage.h>
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -93,9 +94,9 @@ class StoredWeights final : public HomeStore {
   /// These will be updated next.
   void announce_updates(std::span<const ChunkId> chunks);
   void forget_announced() { tier_.stream().forget_announced(); }
-  /// A part of a chunk for reading alone, without its storage.
-  [[nodiscard]] ChunkStream::Hold read(std::size_t part);
-  void announce_part(std::size_t part) { tier_.stream().prefetch(part); }
+  /// Calls `use` with the gradients of one chunk after the other, which are read ahead.
+  void read_gradients(std::span<const ChunkId> chunks,
+                      const std::function<void(ChunkId, const std::byte*)>& use);
 
   /// Nobody will ask for the gradients before all of them have been written again.
   void discard_gradients(ChunkId chunk);
