@@ -61,9 +61,10 @@ HostNeeds needs_of(const ChunkLayout& layout, std::span<const Placement> placeme
       needs.states_slot = std::max(needs.states_slot, needs.states.back());
     }
   }
-  // Windows have some padding.
+  // Windows have some padding, of every payload of a chunk.
   needs.weights_slot = NvmeTier::window_bytes({{{"", needs.weights_slot}}}, 1);
-  needs.states_slot = NvmeTier::window_bytes({{{"", needs.states_slot}}}, 1);
+  needs.states_slot =
+      NvmeTier::window_bytes({{{"", needs.states_slot + kNumPayloadKinds * kIoAlignment}}}, 1);
   return needs;
 }
 
