@@ -6,6 +6,7 @@
 
 #include "core/error.h"
 #include "core/eviction_order.h"
+#include "core/service_queue.h"
 
 namespace castor {
 namespace {
@@ -14,33 +15,12 @@ std::size_t at(Resource resource) { return static_cast<std::size_t>(resource); }
 
 double elements_of(const ChunkSpec& chunk) { return static_cast<double>(num_elements(chunk)); }
 
-/// Serves one job at a time, in order of submission.
-class Queue {
- public:
-  explicit Queue(double bytes_per_second) : bytes_per_second_(bytes_per_second) {}
-
-  /// Submits at `now`; returns when the job is done.
-  double serve(double now, double bytes) {
-    const double seconds = bytes / bytes_per_second_;
-    busy_ += seconds;
-    free_at_ = std::max(free_at_, now) + seconds;
-    return free_at_;
-  }
-  [[nodiscard]] double free_at() const noexcept { return free_at_; }
-  [[nodiscard]] double busy() const noexcept { return busy_; }
-
- private:
-  double bytes_per_second_;
-  double free_at_ = 0.0;
-  double busy_ = 0.0;
-};
-
 /// One step. Decisions mirror Runtime and ChunkManager, which act on the same plan.
 class Simulation {
  public:
   Simulation(const Trace& trace, std::span<const double> compute_seconds, const ChunkLayout& layout,
              std::span<const Placement> placements, const Plan& plan, const Hardware& hardware,
-             const OptimizerCost& optimizer, const std::vector<bool>& stored)
+             const OptimizerCost& optimizer, const StoredPayloads& stored)
       : trace_(trace),
         compute_seconds_(compute_seconds),
         layout_(layout),
@@ -48,13 +28,13 @@ class Simulation {
         plan_(plan),
         hardware_(hardware),
         optimizer_(optimizer),
-        stored_(stored),
         chunks_(layout.chunks().size()),
+        resident_(layout.chunks().size(), false),
         evictable_(layout.chunks().size()),
         h2d_(hardware.h2d_bytes_per_second),
         d2h_(hardware.d2h_bytes_per_second),
         dram_(hardware.dram_bytes_per_second),
-        nvme_(hardware.nvme_bytes_per_second) {}
+        nvme_(layout, placements, optimizer, stored, hardware.nvme_bytes_per_second) {}
 
   SimulatedStep run() {
     take_homes();
@@ -70,16 +50,12 @@ class Simulation {
 
  private:
   struct ChunkState {
-    bool resident = false;
     std::uint32_t pins = 0;
     std::uint64_t next_use = kNeverUsed;
     double arrives = 0.0;  ///< its copy to the device is done
     double updated = 0.0;  ///< its update by the previous step is done
   };
 
-  [[nodiscard]] bool stored(std::size_t chunk) const {
-    return !stored_.empty() && stored_[chunk] && placements_[chunk] != Placement::kDevice;
-  }
   [[nodiscard]] bool on_device(ChunkId chunk) const {
     return placements_[index(chunk)] == Placement::kDevice;
   }
@@ -94,11 +70,10 @@ class Simulation {
   void take_homes() {
     fixed_device_bytes_ = hardware_.gradient_window_bytes;
     for (std::size_t i = 0; i < chunks_.size(); ++i) {
-      const ChunkSpec& spec = layout_.chunks()[i];
-      const std::uint64_t on_nvme = stored(i) ? state_bytes_of(spec, optimizer_) : 0;
+      const std::uint64_t on_nvme = nvme_.stored_bytes(ChunkId{static_cast<std::uint32_t>(i)});
       result_.nvme_bytes += on_nvme;
       (placements_[i] == Placement::kDevice ? fixed_device_bytes_ : result_.host_bytes) +=
-          payload_bytes(spec, optimizer_) - on_nvme;
+          payload_bytes(layout_.chunks()[i], optimizer_) - on_nvme;
     }
     note_peak(0);
   }
@@ -145,7 +120,7 @@ class Simulation {
       set_next_use(needed[i], next_uses[i]);
       if (on_device(needed[i])) {
         // Its update ran where it lies, before the step.
-      } else if (chunks_[index(needed[i])].resident) {
+      } else if (resident_[index(needed[i])]) {
         pin(needed[i], pins);
       } else {
         missing.push_back(needed[i]);
@@ -159,13 +134,15 @@ class Simulation {
     }
     make_room(0, access.slot_cap_bytes, now, 0);
     for (const Prefetch& ahead : plan_.prefetches(access)) {
-      if (!chunks_[index(ahead.chunk)].resident) {
+      if (!resident_[index(ahead.chunk)] &&
+          !nvme_.fetch_blocks(ahead.chunk, hardware_.parameter_copies)) {
         set_next_use(ahead.chunk, ahead.used_at);
         make_room(capacity(ahead.chunk), ahead.slot_cap_bytes, now, ahead.used_at + 1);
         fetch(ahead.chunk);
         evictable_put(ahead.chunk);
       }
     }
+    nvme_.announce(plan_, access_, resident_, clock_);
   }
 
   [[nodiscard]] std::size_t capacity(ChunkId chunk) const {
@@ -186,9 +163,9 @@ class Simulation {
         return;
       }
       evictable_.remove(*victim);
-      ChunkState& state = chunks_[index(*victim)];
-      state.resident = false;
-      clock_ = std::max(clock_, state.arrives);  // no copy outlives its target
+      resident_[index(*victim)] = false;
+      clock_ = std::max(clock_, chunks_[index(*victim)].arrives);  // no copy outlives its target
+      nvme_.end_fetch(*victim);
       slot_bytes_ -= capacity(*victim);
       ++result_.evictions;
     }
@@ -197,8 +174,9 @@ class Simulation {
   void fetch(ChunkId chunk) {
     ChunkState& state = chunks_[index(chunk)];
     const std::uint64_t bytes = layout_.chunk(chunk).used_bytes;
-    state.resident = true;
-    state.arrives = h2d_.serve(std::max(clock_, state.updated), static_cast<double>(bytes));
+    resident_[index(chunk)] = true;
+    const double at_home = std::max(state.updated, nvme_.begin_fetch(chunk, clock_));
+    state.arrives = h2d_.serve(std::max(clock_, at_home), static_cast<double>(bytes));
     if (hardware_.parameter_copies == CopyMode::kSynchronous) {
       clock_ = state.arrives;
     }
@@ -210,6 +188,7 @@ class Simulation {
   void pin(ChunkId chunk, std::vector<ChunkId>* pins) {
     ChunkState& state = chunks_[index(chunk)];
     clock_ = std::max(clock_, state.arrives);
+    nvme_.end_fetch(chunk);
     if (state.pins++ == 0) {
       evictable_.remove(chunk);
     }
@@ -238,9 +217,11 @@ class Simulation {
     }
     const std::uint64_t bytes = layout_.chunk(chunk).used_bytes;
     const double home = d2h_.serve(clock_, static_cast<double>(bytes));
-    if (hardware_.gradient_copies == CopyMode::kSynchronous) {
+    // Into a window on NVMe the computing thread copies itself.
+    if (hardware_.gradient_copies == CopyMode::kSynchronous || nvme_.stores_weights(chunk)) {
       clock_ = home;
     }
+    nvme_.write_gradients(chunk, home);
     result_.d2h_bytes += bytes;
   }
 
@@ -276,18 +257,16 @@ class Simulation {
   void update_on_host(ChunkId chunk) {
     const ChunkSpec& spec = layout_.chunk(chunk);
     if (spec.trainable && !on_device(chunk)) {
-      double& updated = chunks_[index(chunk)].updated;
-      updated = dram_.serve(clock_, elements_of(spec) * optimizer_.moved_bytes_per_element);
-      if (stored(index(chunk))) {  // read and written, beside the updates before and after it
-        const auto state = static_cast<double>(state_bytes_of(spec, optimizer_));
-        updated = std::max(updated, nvme_.serve(clock_, 2.0 * state));
-      }
+      const double done =
+          dram_.serve(clock_, elements_of(spec) * optimizer_.moved_bytes_per_element);
+      chunks_[index(chunk)].updated = std::max(done, nvme_.update(chunk, clock_));
     }
   }
 
   void finish() {
     // Every chunk goes home: no copy outlives its target, and all gradients are there.
     clock_ = std::max({clock_, h2d_.free_at(), d2h_.free_at()});
+    const double home = clock_;
     double device_seconds = 0.0;
     for (std::size_t i = 0; i < chunks_.size(); ++i) {
       const ChunkSpec& spec = layout_.chunks()[i];
@@ -298,8 +277,10 @@ class Simulation {
       if (placements_[i] == Placement::kDevice) {
         device_seconds += (elements_of(spec) * optimizer_.moved_bytes_per_element + norm_bytes) /
                           hardware_.device_memory_bytes_per_second;
-      } else {
-        clock_ = std::max(clock_, dram_.serve(clock_, norm_bytes));
+      } else if (norm_bytes > 0.0) {
+        // What lies on NVMe is read ahead of this.
+        const double read = nvme_.read_gradients(ChunkId{static_cast<std::uint32_t>(i)}, home);
+        clock_ = std::max(clock_, dram_.serve(read, norm_bytes));
       }
     }
     if (optimizer_.overlap == OverlapMode::kNone) {
@@ -340,9 +321,9 @@ class Simulation {
   const Plan& plan_;
   const Hardware& hardware_;
   const OptimizerCost& optimizer_;
-  const std::vector<bool>& stored_;
   SimulatedStep result_;
   std::vector<ChunkState> chunks_;
+  std::vector<bool> resident_;  // per chunk
   EvictionOrder evictable_;
   std::vector<Frame> frames_;
   std::vector<ChunkId> forward_pins_;
@@ -352,10 +333,10 @@ class Simulation {
   std::uint64_t slot_bytes_ = 0;
   std::uint64_t fixed_device_bytes_ = 0;
   double clock_ = 0.0;  // of the thread, or stream, that computes
-  Queue h2d_;
-  Queue d2h_;
-  Queue dram_;
-  Queue nvme_;
+  ServiceQueue h2d_;
+  ServiceQueue d2h_;
+  ServiceQueue dram_;
+  SimulatedNvme nvme_;
 };
 
 void require(bool holds, const std::string& message) {
@@ -399,16 +380,10 @@ void check(const Trace& trace, std::span<const double> compute_seconds, const Ch
 SimulatedStep simulate_step(const Trace& trace, std::span<const double> compute_seconds,
                             const ChunkLayout& layout, std::span<const Placement> placements,
                             const Plan& plan, const Hardware& hardware,
-                            const OptimizerCost& optimizer, const std::vector<bool>& stored) {
+                            const OptimizerCost& optimizer, const StoredPayloads& stored) {
   check(trace, compute_seconds, layout, placements, plan);
   check_hardware(hardware);
   check_optimizer_cost(optimizer);
-  require(stored.empty() || stored.size() == layout.chunks().size(),
-          "there are " + std::to_string(layout.chunks().size()) + " chunks, and " +
-              std::to_string(stored.size()) + " are said to be stored or not");
-  require(hardware.nvme_bytes_per_second > 0.0 ||
-              std::find(stored.begin(), stored.end(), true) == stored.end(),
-          "optimizer state is stored on NVMe, and nvme_bytes_per_second is 0");
   return Simulation(trace, compute_seconds, layout, placements, plan, hardware, optimizer, stored)
       .run();
 }

@@ -118,7 +118,7 @@ class Simulator {
                                 get("margin_ratio").cast<double>());
     const Plan plan = make_plan(trace, layout_, placements, plan_options);
     SimulatedStep step = simulate_step(trace, compute_seconds, layout_, placements, plan, hardware,
-                                       optimizer, stored);
+                                       optimizer, {.states = stored});
     step.peak_device_bytes += homes.slot_slack_bytes;
     step.host_bytes += homes.reserved_bytes + (step.nvme_bytes > 0 ? window_bytes(optimizer) : 0);
     return figures(step, streamed, homes.num_promoted);
