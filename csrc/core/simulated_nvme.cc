@@ -55,7 +55,7 @@ std::uint64_t SimulatedNvme::stored_bytes(ChunkId chunk) const {
          (stores_weights(chunk) ? payload_bytes(spec, optimizer_) - state : 0);
 }
 
-double SimulatedNvme::read_home(ChunkId chunk, double now) {
+double SimulatedNvme::read_ahead(ChunkId chunk, double now) {
   Home& home = homes_[index(chunk)];
   if (!home.in_memory) {
     home.in_memory = true;
@@ -68,7 +68,7 @@ double SimulatedNvme::begin_fetch(ChunkId chunk, double now) {
   if (!stores_weights(chunk)) {
     return 0.0;
   }
-  const double read = read_home(chunk, now);
+  const double read = read_ahead(chunk, now);
   homes_[index(chunk)].in_memory = false;
   homes_[index(chunk)].held = true;
   ++num_held_;
@@ -86,11 +86,8 @@ bool SimulatedNvme::fetch_blocks(ChunkId chunk, CopyMode parameter_copies) const
          (parameter_copies == CopyMode::kSynchronous || num_held_ >= stored_.max_held);
 }
 
-void SimulatedNvme::announce(const Plan& plan, std::size_t first, const std::vector<bool>& resident,
-                             double now) {
-  if (stored_.max_held == 0) {
-    return;
-  }
+std::vector<ChunkId> SimulatedNvme::announced(const Plan& plan, std::size_t first,
+                                              const std::vector<bool>& resident) const {
   std::vector<ChunkId> next;
   const auto& accesses = plan.accesses();
   const std::size_t end = std::min(first + kAccessesAhead, accesses.size());
@@ -103,9 +100,7 @@ void SimulatedNvme::announce(const Plan& plan, std::size_t first, const std::vec
     }
   }
   next.resize(std::min(next.size(), stored_.max_held));
-  for (const ChunkId chunk : next) {
-    read_home(chunk, now);
-  }
+  return next;
 }
 
 void SimulatedNvme::write_gradients(ChunkId chunk, double now) {
@@ -128,10 +123,7 @@ double SimulatedNvme::update(ChunkId chunk, double now) {
   if (state + weights == 0.0) {
     return now;
   }
-  const double done = queue_.serve(now, 2.0 * state + weights);
-  homes_[index(chunk)].in_memory = stores_weights(chunk);
-  homes_[index(chunk)].read = done;
-  return done;
+  return queue_.serve(now, 2.0 * state + weights);
 }
 
 }  // namespace castor

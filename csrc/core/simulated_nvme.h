@@ -27,8 +27,7 @@ struct StoredPayloads {
 /// over. Reads and writes share one queue. Times are seconds. `now` is when the transfer could
 /// begin.
 ///
-/// A payload is read each time somebody needs it, with one exception: parameters whose update ran
-/// beside the forward are still in memory when the forward needs them first.
+/// A payload is read each time somebody needs it: what is still in a window counts as gone.
 class SimulatedNvme {
  public:
   /// All outlive this. Throws InvalidArgument where the entries are not those of the chunks, where
@@ -49,9 +48,13 @@ class SimulatedNvme {
   void end_fetch(ChunkId chunk);
   /// As ChunkManager::fetch_blocks: who fetches ahead of a use would wait for NVMe.
   [[nodiscard]] bool fetch_blocks(ChunkId chunk, CopyMode parameter_copies) const;
-  /// As Runtime::announce_homes: reads what the accesses from `first` on need next, and the device
-  /// (`resident`, per chunk) lacks.
-  void announce(const Plan& plan, std::size_t first, const std::vector<bool>& resident, double now);
+  /// As Runtime::announce_homes: what the accesses from `first` on need next, and the device
+  /// (`resident`, per chunk) lacks. To be read ahead, in this order.
+  [[nodiscard]] std::vector<ChunkId> announced(const Plan& plan, std::size_t first,
+                                               const std::vector<bool>& resident) const;
+  /// Reads the chunk's parameters, unless they have been since the last fetch; returns when they
+  /// are in memory.
+  double read_ahead(ChunkId chunk, double now);
 
   void write_gradients(ChunkId chunk, double now);
   /// For the norm. `now` where they are in memory.
@@ -64,7 +67,7 @@ class SimulatedNvme {
 
  private:
   struct Home {
-    bool in_memory = false;  // read, or updated, and not fetched since
+    bool in_memory = false;  // read, and not fetched since
     double read = 0.0;       // then: when
     bool held = false;       // a fetch is under way
   };
@@ -76,7 +79,6 @@ class SimulatedNvme {
   [[nodiscard]] double weight_bytes(ChunkId chunk) const {
     return static_cast<double>(layout_.chunk(chunk).used_bytes);
   }
-  double read_home(ChunkId chunk, double now);
 
   const ChunkLayout& layout_;
   const std::span<const Placement> placements_;

@@ -1,12 +1,10 @@
 #include "core/simulator.h"
 
 #include <algorithm>
-#include <cmath>
-#include <string>
 
-#include "core/error.h"
 #include "core/eviction_order.h"
 #include "core/service_queue.h"
+#include "core/simulator_check.h"
 
 namespace castor {
 namespace {
@@ -39,7 +37,7 @@ class Simulation {
   SimulatedStep run() {
     take_homes();
     if (optimizer_.overlap == OverlapMode::kForward) {
-      publish_updates();
+      order_updates();
     }
     for (event_ = 0; event_ < trace_.events().size(); ++event_) {
       step_through(trace_.events()[event_]);
@@ -52,8 +50,9 @@ class Simulation {
   struct ChunkState {
     std::uint32_t pins = 0;
     std::uint64_t next_use = kNeverUsed;
-    double arrives = 0.0;  ///< its copy to the device is done
-    double updated = 0.0;  ///< its update by the previous step is done
+    bool update_pending = true;  ///< by the step before, and not submitted yet
+    double arrives = 0.0;        ///< its copy to the device is done
+    double updated = 0.0;        ///< its update by the previous step is done
   };
 
   [[nodiscard]] bool on_device(ChunkId chunk) const {
@@ -91,6 +90,7 @@ class Simulation {
         break;
       case EventKind::kForwardExit: exit(ModuleId{event.id}); break;
       case EventKind::kBackwardEnter:
+        submit_updates();
         unpin_from(&backward_pins_, 0);
         acquire(&backward_pins_);
         break;
@@ -142,7 +142,10 @@ class Simulation {
         evictable_put(ahead.chunk);
       }
     }
-    nvme_.announce(plan_, access_, resident_, clock_);
+    for (const ChunkId chunk : nvme_.announced(plan_, access_, resident_)) {
+      submit_updates_until(chunk);
+      nvme_.read_ahead(chunk, clock_);
+    }
   }
 
   [[nodiscard]] std::size_t capacity(ChunkId chunk) const {
@@ -172,6 +175,7 @@ class Simulation {
   }
 
   void fetch(ChunkId chunk) {
+    submit_updates_until(chunk);
     ChunkState& state = chunks_[index(chunk)];
     const std::uint64_t bytes = layout_.chunk(chunk).used_bytes;
     resident_[index(chunk)] = true;
@@ -232,13 +236,12 @@ class Simulation {
 
   // The updates of the step before, whose gradients are all at home: chunks in the order in which
   // this forward uses them, then those it does not use.
-  void publish_updates() {
-    std::vector<ChunkId> order;
+  void order_updates() {
     std::vector<bool> listed(chunks_.size(), false);
     const auto list = [&](ChunkId chunk) {
       if (!listed[index(chunk)]) {
         listed[index(chunk)] = true;
-        order.push_back(chunk);
+        updates_.push_back(chunk);
       }
     };
     for (const PlannedAccess& access : plan_.accesses()) {
@@ -249,21 +252,37 @@ class Simulation {
     for (std::size_t i = 0; i < chunks_.size(); ++i) {
       list(ChunkId{static_cast<std::uint32_t>(i)});
     }
-    for (const ChunkId chunk : order) {
-      update_on_host(chunk);
+  }
+
+  // They could all begin at 0. Those that forward does not need yet are submitted as late as it
+  // does: so they share NVMe with its reads in the order in which both are needed.
+  void submit_updates_until(ChunkId chunk) {
+    while (next_update_ < updates_.size() && chunks_[index(chunk)].update_pending) {
+      submit_update();
+    }
+  }
+  void submit_updates() {
+    while (next_update_ < updates_.size()) {
+      submit_update();
     }
   }
 
-  void update_on_host(ChunkId chunk) {
+  void submit_update() {
+    const ChunkId chunk = updates_[next_update_++];
+    chunks_[index(chunk)].update_pending = false;
+    update_on_host(chunk, 0.0);
+  }
+
+  void update_on_host(ChunkId chunk, double now) {
     const ChunkSpec& spec = layout_.chunk(chunk);
     if (spec.trainable && !on_device(chunk)) {
-      const double done =
-          dram_.serve(clock_, elements_of(spec) * optimizer_.moved_bytes_per_element);
-      chunks_[index(chunk)].updated = std::max(done, nvme_.update(chunk, clock_));
+      const double done = dram_.serve(now, elements_of(spec) * optimizer_.moved_bytes_per_element);
+      chunks_[index(chunk)].updated = std::max(done, nvme_.update(chunk, now));
     }
   }
 
   void finish() {
+    submit_updates();
     // Every chunk goes home: no copy outlives its target, and all gradients are there.
     clock_ = std::max({clock_, h2d_.free_at(), d2h_.free_at()});
     const double home = clock_;
@@ -285,7 +304,7 @@ class Simulation {
     }
     if (optimizer_.overlap == OverlapMode::kNone) {
       for (std::size_t i = 0; i < chunks_.size(); ++i) {
-        update_on_host(ChunkId{static_cast<std::uint32_t>(i)});
+        update_on_host(ChunkId{static_cast<std::uint32_t>(i)}, clock_);
       }
     }
     // Device and host update side by side.
@@ -323,7 +342,9 @@ class Simulation {
   const OptimizerCost& optimizer_;
   SimulatedStep result_;
   std::vector<ChunkState> chunks_;
-  std::vector<bool> resident_;  // per chunk
+  std::vector<bool> resident_;    // per chunk
+  std::vector<ChunkId> updates_;  // of the step before, in their order
+  std::size_t next_update_ = 0;
   EvictionOrder evictable_;
   std::vector<Frame> frames_;
   std::vector<ChunkId> forward_pins_;
@@ -339,49 +360,13 @@ class Simulation {
   SimulatedNvme nvme_;
 };
 
-void require(bool holds, const std::string& message) {
-  if (!holds) {
-    throw InvalidArgument("simulator: " + message);
-  }
-}
-
-void check(const Trace& trace, std::span<const double> compute_seconds, const ChunkLayout& layout,
-           std::span<const Placement> placements, const Plan& plan) {
-  require(compute_seconds.size() == trace.events().size(),
-          "there are " + std::to_string(trace.events().size()) + " events but " +
-              std::to_string(compute_seconds.size()) + " durations");
-  require(placements.size() == layout.chunks().size(),
-          "there are " + std::to_string(layout.chunks().size()) + " chunks but " +
-              std::to_string(placements.size()) + " placements");
-  std::size_t access = 0;
-  for (const Event& event : trace.events()) {
-    if (event.kind == EventKind::kGradReady) {
-      require(event.id < layout.chunks().size(), "the trace names chunk " +
-                                                     std::to_string(event.id) + " of " +
-                                                     std::to_string(layout.chunks().size()));
-    }
-    if (event.is_access()) {
-      require(
-          access < plan.accesses().size() && plan.accesses()[access].module == ModuleId{event.id} &&
-              plan.accesses()[access].kind == event.kind,
-          "the plan was made from another trace: they part at access " + std::to_string(access));
-      ++access;
-    }
-  }
-  require(access == plan.accesses().size(), "the plan has more accesses than the trace");
-  for (const double seconds : compute_seconds) {
-    require(std::isfinite(seconds) && seconds >= 0.0,
-            "a duration is " + std::to_string(seconds) + " s; it must be at least 0");
-  }
-}
-
 }  // namespace
 
 SimulatedStep simulate_step(const Trace& trace, std::span<const double> compute_seconds,
                             const ChunkLayout& layout, std::span<const Placement> placements,
                             const Plan& plan, const Hardware& hardware,
                             const OptimizerCost& optimizer, const StoredPayloads& stored) {
-  check(trace, compute_seconds, layout, placements, plan);
+  check_simulation(trace, compute_seconds, layout, placements, plan);
   check_hardware(hardware);
   check_optimizer_cost(optimizer);
   return Simulation(trace, compute_seconds, layout, placements, plan, hardware, optimizer, stored)

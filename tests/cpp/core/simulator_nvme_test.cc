@@ -80,13 +80,14 @@ TEST(SimulatorNvmeTest, NormReadsTheGradientsBeforeTheUpdates) {
   EXPECT_DOUBLE_EQ(step.step_seconds, 16.0 + 3.0 + 1.0 / 7.0 + 9.0);
 }
 
-// Updates end at 3, 6 and 9 and leave the parameters in memory: copies until 4, 7 and 10, forward
-// until 11, backward until 20, the last gradient is written at 21.
-TEST(SimulatorNvmeTest, ForwardTakesParametersFromTheUpdatesBesideIt) {
+// Each chunk's update of 3 s is followed by the read of 1 s: in memory at 4, 8 and 12, on the
+// device at 5, 9 and 13, forward ends at 14. Backward ends at 23, the last gradient is written
+// at 24.
+TEST(SimulatorNvmeTest, UpdatesBesideForwardShareNvmeWithItsReads) {
   const SimulatedStep step =
       simulate_stored({.count = 3}, fp32_adam(OverlapMode::kForward), 1, all_weights(3));
-  EXPECT_DOUBLE_EQ(step.step_seconds, 21.0);
-  EXPECT_DOUBLE_EQ(busy(step, Resource::kNvme), 9.0 + 3.0);
+  EXPECT_DOUBLE_EQ(step.step_seconds, 24.0);
+  EXPECT_DOUBLE_EQ(busy(step, Resource::kNvme), 9.0 + 3.0 + 3.0);
 }
 
 // One slot: backward fetches two chunks again, which are read again.
@@ -94,7 +95,7 @@ TEST(SimulatorNvmeTest, WhatLeftTheDeviceIsReadAgain) {
   const SimulatedStep step = simulate({.count = 3}, kChunk, with_nvme(),
                                       fp32_adam(OverlapMode::kForward), 0, {}, all_weights(3));
   EXPECT_EQ(step.demand_fetches, 5u);
-  EXPECT_DOUBLE_EQ(busy(step, Resource::kNvme), 9.0 + 3.0 + 2.0);
+  EXPECT_DOUBLE_EQ(busy(step, Resource::kNvme), 9.0 + 3.0 + 5.0);
 }
 
 // The plan fetches chunks 1 to 3 at once; memory has room for one.
