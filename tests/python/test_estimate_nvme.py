@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from castor import OutOfMemoryError
-from castor.estimate import Estimator, Workload
-from estimating import OPTIONS, SMALL, small_machine, train, write
+from castor.estimate import Estimator, Workload, machine
+from castor.estimate.estimator import StateFormat
+from estimating import GPT_18B, OPTIONS, SMALL, small_machine, train, write
 from helpers import FORMATS
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "estimate.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +62,15 @@ def test_sizes_are_those_of_a_session(
 
 def test_what_a_session_refuses_does_not_fit(config: Path, tmp_path: Path) -> None:
     small = Estimator(config, Workload(sequence=64, precision="fp32", state_format="fp32"))
-    machine = small_machine(host_memory="300KiB", nvme="1GB/s")
-    found = small.estimate(machine)
+    tiny = small_machine(host_memory="300KiB", nvme="1GB/s")
+    found = small.estimate(tiny)
     assert not found.fits
     assert found.max_batch == 0
-    assert found.host_bytes > machine.host_bytes
+    assert found.host_bytes > tiny.host_bytes
     assert "the windows through which NVMe is worked on take" in found.remedies[0]
     with pytest.raises(OutOfMemoryError, match="the window through which"):
-        train("64MiB", steps=0, host_memory=machine.host_bytes, nvme_path=tmp_path)
-    enough = dataclasses.replace(machine, host_bytes=found.host_bytes)
+        train("64MiB", steps=0, host_memory=tiny.host_bytes, nvme_path=tmp_path)
+    enough = dataclasses.replace(tiny, host_bytes=found.host_bytes)
     assert small.estimate(enough).fits
     train("64MiB", steps=0, host_memory=enough.host_bytes, nvme_path=tmp_path)
 
@@ -166,3 +170,21 @@ def test_steps_that_read_weights_from_nvme_move_what_is_predicted(
     assert step["peak_device_bytes"] == timeline["peak_device_bytes"]
     # What is still in the window when it is needed again is not read, and payloads are padded.
     assert step["busy_seconds"]["nvme"] == pytest.approx((after - before) / 2, rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state_format", get_args(StateFormat))
+def test_the_table_of_the_guide_holds(tmp_path: Path, state_format: Any) -> None:
+    row = re.search(rf"^\| `{state_format}` \|(( \S+ (GiB|s) \|){{4}})$", GUIDE, re.MULTILINE)
+    assert row is not None
+    figures = [float(cell.split()[0]) for cell in row[1].split("|")[:-1]]
+    estimator = Estimator(write(tmp_path, GPT_18B), Workload(state_format=state_format))
+    found = [
+        estimator.estimate(machine("rtx3090", host_memory=memory, nvme="3GB/s"))
+        for memory in ("28GiB", "60GiB")
+    ]
+    for (gib, seconds), one in zip(zip(*[iter(figures)] * 2, strict=True), found, strict=True):
+        assert one.fits
+        assert one.bound == "nvme"
+        assert gib == round(one.nvme_bytes / 2**30, 1)
+        assert seconds == round(one.step_time_s or 0.0, 1)
