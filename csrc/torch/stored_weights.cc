@@ -48,8 +48,10 @@ NvmeOptions with_own_file(NvmeOptions options) {
   return options;
 }
 
-HostNeeds needs_of(const ChunkLayout& layout, std::span<const Placement> placements,
-                   const OptimizerStateOptions& options) {
+}  // namespace
+
+HostNeeds StoredWeights::needs_of(const ChunkLayout& layout, std::span<const Placement> placements,
+                                  const OptimizerStateOptions& options) {
   HostNeeds needs;
   for (std::size_t i = 0; i < placements.size(); ++i) {
     const ChunkSpec& chunk = layout.chunks()[i];
@@ -69,8 +71,6 @@ HostNeeds needs_of(const ChunkLayout& layout, std::span<const Placement> placeme
   }
   return needs;
 }
-
-}  // namespace
 
 std::unique_ptr<StoredWeights> StoredWeights::create(const ChunkLayout& layout,
                                                      std::span<const Placement> placements,

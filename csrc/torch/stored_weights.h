@@ -39,6 +39,10 @@ class StoredWeights final : public HomeStore {
   /// arrives and an operator, beside one copy to the device.
   static constexpr std::size_t kLeastSlots = 5;
 
+  /// What the chunks that do not live on the device need on the host, windows padded.
+  [[nodiscard]] static HostNeeds needs_of(const ChunkLayout& layout,
+                                          std::span<const Placement> placements,
+                                          const OptimizerStateOptions& options);
   /// Takes what the host will have no room for beside the optimizer's states; nullptr: there is
   /// nothing. Throws as the constructor.
   static std::unique_ptr<StoredWeights> create(const ChunkLayout& layout,
