@@ -17,6 +17,7 @@
 #include "torch/optimizer_state.h"
 #include "torch/param_gradient.h"
 #include "torch/run_integrity.h"
+#include "torch/session_device.h"
 #include "torch/session_options.h"
 #include "torch/state_views.h"
 #include "torch/stored_weights.h"
@@ -90,6 +91,9 @@ class Session : public std::enable_shared_from_this<Session> {
   /// Masters and moments of the parameters. Its moments have no values before zero_moments().
   /// Before its memory is used: settle(param).
   [[nodiscard]] OptimizerState& optimizer_state() const noexcept { return *optimizer_state_; }
+  /// A CPU tensor over a parameter's home, borrowed, until the next forward; nullopt: the CPU
+  /// device, whose parameters are that, or on the device for good.
+  [[nodiscard]] std::optional<at::Tensor> home(ParamId param);
   /// Parameters and gradients on NVMe; nullptr: all are in memory.
   [[nodiscard]] const StoredWeights* stored_weights() const noexcept { return weights_.get(); }
   /// The parameter has an address, in memory that stays there, until the visit ends.
@@ -159,9 +163,11 @@ class Session : public std::enable_shared_from_this<Session> {
   const ChunkLayout layout_;
   const Overlap overlap_;
   const bool scaled_precision_;  // fp16: gradients may carry a loss scale
+  SessionDevice own_device_;     // where the device computes by itself
   std::shared_ptr<MemoryTier> device_;
   std::shared_ptr<MemoryTier> host_;
   std::shared_ptr<NonModelMemory> nonmodel_;
+  const std::shared_ptr<NonModelMemory> charged_;  // for the CPU's allocations; may be nullptr
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<CopyEngine> copy_engine_;
   std::unique_ptr<ChunkStorages> storages_;

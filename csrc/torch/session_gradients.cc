@@ -149,6 +149,7 @@ GradientSummary Session::collect_gradients(bool with_norm) {
                        "; use booster.backward for every micro-batch of a step");
     }
   }
+  own_device_.await();  // it may have written gradients where they are
   summary.norm = with_norm ? gradient_norm() : 0.0;
   return summary;
 }
@@ -156,6 +157,11 @@ GradientSummary Session::collect_gradients(bool with_norm) {
 double Session::gradient_norm() const {
   constexpr std::size_t kParallelNumel = std::size_t{1} << 18;
   std::vector<double> squares(params_.size(), 0.0);
+  own_device_.square_norms(*optimizer_state_, layout_, gradients_, squares);
+  const auto on_host = [&](std::size_t i) {
+    const ParamId param{static_cast<std::uint32_t>(i)};
+    return gradients_[i].present && !optimizer_state_->on_device(layout_.place(param).chunk);
+  };
   const auto measure_at = [&](ParamId param, const std::byte* gradient, Executor* executor) {
     const ParamSpec& spec = layout_.param(param);
     squares[index(param)] =
@@ -168,13 +174,13 @@ double Session::gradient_norm() const {
     }
   };
   for (std::size_t i = 0; i < params_.size(); ++i) {
-    if (gradients_[i].present && layout_.params()[i].numel >= kParallelNumel) {
+    if (on_host(i) && layout_.params()[i].numel >= kParallelNumel) {
       measure(i, executor_.get());
     }
   }
   executor_->parallel_for(layout_.chunks().size(), [&](std::size_t chunk) {
     for (const ParamId param : layout_.chunks()[chunk].params) {
-      if (gradients_[index(param)].present && layout_.param(param).numel < kParallelNumel) {
+      if (on_host(index(param)) && layout_.param(param).numel < kParallelNumel) {
         measure(index(param), nullptr);
       }
     }

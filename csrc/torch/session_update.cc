@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <exception>
+#include <functional>
 #include <string>
 #include <utility>
 
@@ -204,23 +205,39 @@ void Session::update_now(std::span<const std::vector<ParamUpdate>> updates) {
 }
 
 void Session::submit_update(ChunkId chunk, std::vector<ParamUpdate> updates) {
-  gate_->close(index(chunk));
-  gate_->close(gradient_group(chunk));
-  const CopyTicket gradients =
-      gradient_copies_ ? gradient_copies_->last_of(chunk) : CopyTicket::kNone;
-  updates_->submit(chunk, [this, chunk, gradients,
-                           of_chunk = std::move(updates)](std::span<const ChunkId> next) {
+  const auto run = [this, chunk](std::span<const ParamUpdate> of_chunk,
+                                 const std::function<void()>& prepare) {
     try {
-      std::vector<ChunkId> ahead = {chunk};
-      ahead.insert(ahead.end(), next.begin(), next.end());
-      optimizer_state_->announce(ahead);
-      copy_engine_->wait(gradients);
+      prepare();
       optimizer_state_->update(chunk, of_chunk);
     } catch (const std::exception& error) {
       integrity_.broke("the optimizer's update of chunk " + std::to_string(index(chunk)) +
                        " failed (" + error.what() + ")");
       throw;
     }
+  };
+  if (optimizer_state_->on_device(chunk)) {
+    // Behind what the device has been given, and before what it will be: nobody has to wait.
+    run(updates, [] {});
+    return;
+  }
+  gate_->close(index(chunk));
+  gate_->close(gradient_group(chunk));
+  const CopyTicket gradients =
+      gradient_copies_ ? gradient_copies_->last_of(chunk) : CopyTicket::kNone;
+  // The device may have written gradients where they are, beside those that were copied.
+  const std::shared_ptr<ComputeFence> fence = own_device_.fence();
+  updates_->submit(chunk, [this, run, chunk, gradients, fence,
+                           of_chunk = std::move(updates)](std::span<const ChunkId> next) {
+    run(of_chunk, [&] {
+      std::vector<ChunkId> ahead = {chunk};
+      ahead.insert(ahead.end(), next.begin(), next.end());
+      optimizer_state_->announce(ahead);
+      copy_engine_->wait(gradients);
+      if (fence) {
+        fence->wait();
+      }
+    });
   });
   if (aliased(chunk)) {
     updates_->wait(chunk);  // nothing would hold its readers back
@@ -231,7 +248,7 @@ void Session::finish_step() {
   forget_updates();
   runtime_->finish_step();
   account_before_.reset();
-  if (charged_account() == nonmodel_) {
+  if (charged_account() == charged_) {
     charge_allocations_to(nullptr);
   }
   place_chunks_again();
@@ -255,15 +272,20 @@ void Session::settle() {
   if (whole()) {
     await_updates();
   }
+  own_device_.await();
   check_whole();
 }
 
-void Session::settle(ParamId param) { gate_->pass(index(layout_.place(param).chunk)); }
+void Session::settle(ParamId param) {
+  gate_->pass(index(layout_.place(param).chunk));
+  own_device_.await();
+}
 
 void Session::send_home() {
   check_no_update_yet("the weights are read");
   settle();
   runtime_->send_home();
+  own_device_.await();
 }
 
 }  // namespace castor
