@@ -84,15 +84,18 @@ StoredWeightsChoice choose_stored_weights(const HostNeeds& needs, std::size_t ho
     return bytes - std::min(bytes, taken);
   };
   const std::size_t weights = sum(needs.weights);
-  const std::size_t states_window = limits.most_for_states * needs.states_slot;
+  const std::size_t states = sum(needs.states);
+  const auto states_window = [&](std::size_t slots) {
+    return std::min(states, slots * needs.states_slot);
+  };
   StoredWeightsChoice choice{.stored = std::vector<bool>(needs.weights.size(), false)};
-  if (weights + std::min(sum(needs.states), needs.states_slot) <= host_bytes || weights == 0) {
+  if (weights == 0 || weights + states_window(1) <= host_bytes) {
     return choice;
   }
-  // The states' window has one slot where the host is that short.
-  std::size_t room = left(host_bytes, states_window);
+  // Where the host is that short, the states' window makes do with one slot.
+  std::size_t room = left(host_bytes, states_window(limits.most_for_states));
   if (room < limits.fewest_for_weights * needs.weights_slot) {
-    room = left(host_bytes, needs.states_slot);
+    room = left(host_bytes, states_window(1));
   }
   choice.window_slots =
       std::clamp(room / needs.weights_slot, limits.fewest_for_weights, limits.most_for_weights);

@@ -62,7 +62,8 @@ struct StoredWeightsChoice {
 };
 
 /// Which chunks' parameters and gradients go to NVMe: none as long as moving all states there is
-/// enough for the rest to fit `host_bytes`. What goes is spread evenly over the chunks.
+/// enough for the rest to fit `host_bytes`, were it with one slot for the states. What goes is
+/// spread evenly over the chunks.
 [[nodiscard]] StoredWeightsChoice choose_stored_weights(const HostNeeds& needs,
                                                         std::size_t host_bytes,
                                                         const WindowLimits& limits = {});

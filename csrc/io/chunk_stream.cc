@@ -234,19 +234,23 @@ ChunkStream::Hold ChunkStream::hold(std::size_t chunk) {
 void ChunkStream::release(Slot& slot, std::thread::id holder) {
   Lock lock(mutex_);
   slot.holders.erase(std::find(slot.holders.begin(), slot.holders.end(), holder));
-  if (slot.holders.empty() && slot.due && slot.changed && slot.chunk) {
+  changed_.notify_all();
+  // Whoever holds it by the time that others have done with it writes it instead.
+  const auto to_write = [&slot] {
+    return slot.holders.empty() && slot.due && slot.changed && slot.chunk;
+  };
+  if (to_write()) {
     wait_for_others(slot, lock);
-    if (slot.due && slot.chunk) {
+    if (to_write()) {
       start_write(slot, lock);
     }
   }
-  changed_.notify_all();
 }
 
 ChunkStream::Hold::~Hold() {
   try {
     release();
-  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): torn() tells of it
+  } catch (...) {  // NOLINT(bugprone-empty-catch): torn() tells of it
   }
 }
 
@@ -314,8 +318,13 @@ void ChunkStream::flush() {
   for (Slot& slot : slots_) {
     slot.wanted = false;
     wait_for_others(slot, lock);
-    if (slot.changed && slot.chunk) {
+    if (!slot.changed || !slot.chunk) {
+      continue;
+    }
+    if (slot.holders.empty()) {
       attempt(&ChunkStream::start_write, slot);
+    } else {
+      slot.due = true;
     }
   }
   for (Slot& slot : slots_) {

@@ -108,8 +108,9 @@ class ChunkStream {
   void prefetch(std::size_t chunk);
   /// What was announced and not used will not be used soon.
   void forget_announced();
-  /// Returns when every change is on NVMe. Rethrows the first error, after it has tried all. What
-  /// was announced and not used is forgotten.
+  /// Returns when every change is on NVMe, but those to chunks that somebody holds: they are
+  /// written when the last hold ends. Rethrows the first error, after it has tried all. What was
+  /// announced and not used is forgotten.
   void flush();
   /// The chunk reads as zeros from now on: all of it is about to be written anew. Nobody holds it.
   void discard(std::size_t chunk);

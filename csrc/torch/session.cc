@@ -237,7 +237,7 @@ void Session::watch_tensors() {
       2 * layout_.chunks().size(), [this](std::size_t group) { settle_group(group); },
       [this](auto uses) { return visit_groups(uses); });
   guard_stored_weights();
-  state_views_.resize(params_.size());
+  state_views_ = std::make_unique<StateViews>(params_.size());
   updated_.resize(layout_.chunks().size(), false);
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ChunkId chunk = layout_.place(ParamId{static_cast<std::uint32_t>(i)}).chunk;
@@ -361,26 +361,14 @@ void Session::stop_charging() {
   }
 }
 
-const Session::StateViews& Session::state_views(ParamId param) {
-  StateViews& views = state_views_[index(param)];
-  if (views.moments.empty()) {
-    views.moments = optimizer_state_->moments(param);
-    views.scales = optimizer_state_->moment_scales(param);
-    const std::size_t group = index(layout_.place(param).chunk);
-    for (const at::Tensor& moment : views.moments) {
-      gate_->watch(group, moment);
-    }
-    if (views.scales) {
-      gate_->watch(group, *views.scales);
-    }
-  }
-  return views;
+std::vector<at::Tensor> Session::moments(ParamId param) {
+  return state_views_->of(param, *optimizer_state_, *gate_, index(layout_.place(param).chunk))
+      .moments;
 }
 
-std::vector<at::Tensor> Session::moments(ParamId param) { return state_views(param).moments; }
-
 std::optional<at::Tensor> Session::moment_scales(ParamId param) {
-  return state_views(param).scales;
+  return state_views_->of(param, *optimizer_state_, *gate_, index(layout_.place(param).chunk))
+      .scales;
 }
 
 }  // namespace castor

@@ -186,9 +186,23 @@ double Session::gradient_norm() const {
     }
   });
   if (weights_) {
-    measure_stored_gradients([&](ParamId param, const std::byte* gradient) {
-      measure_at(param, gradient,
-                 layout_.param(param).numel >= kParallelNumel ? executor_.get() : nullptr);
+    const auto present = [&](ParamId param) { return gradients_[index(param)].present; };
+    std::vector<ChunkId> chunks;
+    for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+      const ChunkId chunk{static_cast<std::uint32_t>(i)};
+      const auto& params = layout_.chunk(chunk).params;
+      if (stored(chunk) && std::any_of(params.begin(), params.end(), present)) {
+        chunks.push_back(chunk);
+      }
+    }
+    weights_->read_gradients(chunks, [&](ChunkId chunk, const std::byte* data) {
+      for (const ParamId param : layout_.chunk(chunk).params) {
+        const ParamSpec& spec = layout_.param(param);
+        if (present(param)) {
+          measure_at(param, data + layout_.place(param).offset * size_of(spec.type),
+                     spec.numel >= kParallelNumel ? executor_.get() : nullptr);
+        }
+      }
     });
   }
   double sum = 0.0;

@@ -10,10 +10,29 @@
 
 // The part of Session that updates parameters: in backward, in step, beside what follows.
 namespace castor {
+namespace {
+
+void check_groups(std::size_t num_groups, std::span<const std::int64_t> group_of,
+                  std::size_t num_params) {
+  if (group_of.size() != num_params) {
+    throw InvalidArgument("group_of has " + std::to_string(group_of.size()) + " entries for " +
+                          std::to_string(num_params) + " parameters");
+  }
+  for (const std::int64_t group : group_of) {
+    if (group < 0 || static_cast<std::size_t>(group) >= num_groups) {
+      throw InvalidArgument("group_of names group " + std::to_string(group) + " of " +
+                            std::to_string(num_groups));
+    }
+  }
+}
+
+}  // namespace
+
+bool Session::updated(ParamId param) const { return updated_[index(layout_.place(param).chunk)]; }
 
 void Session::arm_updates(std::vector<AdamOptions> groups, std::vector<std::int64_t> group_of) {
   if (overlap_ == Overlap::kBackward) {
-    check_groups(groups.size(), group_of);
+    check_groups(groups.size(), group_of, params_.size());
     armed_groups_ = std::move(groups);
     armed_group_of_ = std::move(group_of);
   }
@@ -59,16 +78,12 @@ void Session::check_not_updated(ModuleId module) const {
 }
 
 bool Session::aliased(ChunkId chunk) const {
-  const auto in_use = [](const at::Tensor& tensor) { return tensor.storage().use_count() > 1; };
   const auto& params = layout_.chunk(chunk).params;
   const at::Tensor& gradient = gradients_[index(params.front())].view;
   return storages_->storage(chunk).use_count() > param_uses_[index(chunk)] ||
          (gradient.defined() && gradient.storage().use_count() > gradient_uses_[index(chunk)]) ||
-         std::any_of(params.begin(), params.end(), [&](ParamId param) {
-           const StateViews& views = state_views_[index(param)];
-           return std::any_of(views.moments.begin(), views.moments.end(), in_use) ||
-                  (views.scales && in_use(*views.scales));
-         });
+         std::any_of(params.begin(), params.end(),
+                     [this](ParamId param) { return state_views_->aliased(param); });
 }
 
 void Session::forget_updates() {
@@ -112,7 +127,7 @@ void Session::end_load(bool weights, bool states) { integrity_.loaded(weights, s
 
 void Session::adam_step(std::span<const AdamOptions> groups, std::span<const std::int64_t> group_of,
                         double grad_scale) {
-  check_groups(groups.size(), group_of);
+  check_groups(groups.size(), group_of, params_.size());
   std::vector<std::vector<ParamUpdate>> updates(layout_.chunks().size());
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
@@ -125,19 +140,6 @@ void Session::adam_step(std::span<const AdamOptions> groups, std::span<const std
     }
   }
   update(std::move(updates));
-}
-
-void Session::check_groups(std::size_t num_groups, std::span<const std::int64_t> group_of) const {
-  if (group_of.size() != params_.size()) {
-    throw InvalidArgument("group_of has " + std::to_string(group_of.size()) + " entries for " +
-                          std::to_string(params_.size()) + " parameters");
-  }
-  for (const std::int64_t group : group_of) {
-    if (group < 0 || static_cast<std::size_t>(group) >= num_groups) {
-      throw InvalidArgument("group_of names group " + std::to_string(group) + " of " +
-                            std::to_string(num_groups));
-    }
-  }
 }
 
 // The update is over or under way: it has to be the one that step() would make now.

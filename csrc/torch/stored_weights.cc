@@ -48,8 +48,10 @@ NvmeOptions with_own_file(NvmeOptions options) {
   return options;
 }
 
-HostNeeds needs_of(const ChunkLayout& layout, std::span<const Placement> placements,
-                   const OptimizerStateOptions& options) {
+}  // namespace
+
+HostNeeds StoredWeights::needs_of(const ChunkLayout& layout, std::span<const Placement> placements,
+                                  const OptimizerStateOptions& options) {
   HostNeeds needs;
   for (std::size_t i = 0; i < placements.size(); ++i) {
     const ChunkSpec& chunk = layout.chunks()[i];
@@ -69,8 +71,6 @@ HostNeeds needs_of(const ChunkLayout& layout, std::span<const Placement> placeme
   }
   return needs;
 }
-
-}  // namespace
 
 std::unique_ptr<StoredWeights> StoredWeights::create(const ChunkLayout& layout,
                                                      std::span<const Placement> placements,
@@ -181,10 +181,15 @@ void StoredWeights::announce_updates(std::span<const ChunkId> chunks) {
   }
 }
 
-ChunkStream::Hold StoredWeights::read(std::size_t part) {
-  ChunkStream::Hold hold = tier_.stream().hold(part);
-  hold.wait(StreamAccess::kRead);
-  return hold;
+void StoredWeights::read_gradients(std::span<const ChunkId> chunks,
+                                   const std::function<void(ChunkId, const std::byte*)>& use) {
+  for (std::size_t i = 0; i < chunks.size(); ++i) {
+    for (std::size_t next = i + 1; next < std::min(i + 1 + max_held(), chunks.size()); ++next) {
+      tier_.stream().prefetch(gradients_of(chunks[next]));
+    }
+    tier_.stream().use(gradients_of(chunks[i]), StreamAccess::kRead,
+                       [&](auto payloads) { use(chunks[i], payloads.front().data()); });
+  }
 }
 
 void StoredWeights::discard_gradients(ChunkId chunk) {

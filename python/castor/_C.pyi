@@ -92,8 +92,10 @@ class Simulator:
         modules: Sequence[tuple[str, Sequence[int], int]],
         precision: str,
         chunk_bytes: int,
+        state_format: str,
     ) -> None: ...
     def chunk_of(self) -> list[int]: ...
+    def places(self, options: Mapping[str, object]) -> dict[str, int]: ...
     def run(
         self,
         events: Sequence[tuple[int, int, int, int]],

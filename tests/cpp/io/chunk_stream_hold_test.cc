@@ -259,6 +259,9 @@ TEST_P(ChunkStreamHoldTest, HoldersOfSeveralGoOnWithTheFewestSlots) {
     for (unsigned i = 0; i < kThreads; ++i) {
       threads.emplace_back(work, i + 1);
     }
+    for (int i = 0; i < kRounds; ++i) {
+      stream.flush();
+    }
     for (std::thread& thread : threads) {
       thread.join();
     }
@@ -307,6 +310,23 @@ TEST_P(ChunkStreamHoldTest, AnEditIsWrittenWhenItsMemoryIsNeeded) {
   EXPECT_EQ(stream.counts().written_bytes, written_before);
   empty_window(stream);
   EXPECT_GT(stream.counts().written_bytes, written_before);
+  EXPECT_TRUE(matches(stream, 0, changed(stored)));
+}
+
+TEST_P(ChunkStreamHoldTest, AFlushLeavesWhatIsBeingChangedToItsHolder) {
+  const auto bench = make_bench();
+  ChunkStream& stream = *bench->stream;
+  const Contents stored = store(stream);
+  const std::uint64_t written_before = stream.counts().written_bytes;
+  {
+    Hold hold = waited(stream, 0, kEdit);
+    test::change(hold.payloads()[0]);
+    stream.flush();
+    EXPECT_EQ(stream.counts().written_bytes, written_before);
+    test::change(hold.payloads()[1]);
+  }
+  EXPECT_GT(stream.counts().written_bytes, written_before);
+  empty_window(stream);
   EXPECT_TRUE(matches(stream, 0, changed(stored)));
 }
 
@@ -367,11 +387,8 @@ TEST_P(ChunkStreamHoldTest, AFailedReadReachesEveryHolderAndTheChunkCanBeReadAga
 TEST_P(ChunkStreamHoldTest, AfterAFailedWriteHoldersKeepTheirMemoryAndTheChunkIsTorn) {
   const auto bench = make_bench({{IoFault::Kind::kErrno, EIO, 0, 1, IoOperation::kWrite}}, 2);
   ChunkStream& stream = *bench->stream;
-  Hold reader = waited(stream, 0, kRead);
-  {
-    Hold editor = waited(stream, 0, kEdit);
-    change_all(editor.payloads());
-  }
+  stream.use(0, kUpdate, change_all);
+  Hold reader = waited(stream, 0, kRead);  // beside the write
   const Contents held = {{reader.payloads()[0].begin(), reader.payloads()[0].end()},
                          {reader.payloads()[1].begin(), reader.payloads()[1].end()}};
   EXPECT_THROW(stream.flush(), IoError);
