@@ -152,9 +152,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void forget_updates();
   void place_chunks_again();
   void settle_group(std::size_t group);
-  [[nodiscard]] std::size_t gradient_group(ChunkId chunk) const noexcept {
-    return layout_.chunks().size() + index(chunk);
-  }
+  [[nodiscard]] std::size_t gradient_group(ChunkId chunk) const noexcept;
   [[nodiscard]] bool updated(ParamId param) const;
   [[nodiscard]] bool trainable(ParamId param) const { return layout_.param(param).trainable; }
 
