@@ -233,6 +233,30 @@ def test_gradients_are_read_changed_and_accumulated(tmp_path: Path) -> None:
     assert_equal(run(tmp_path), run(None))
 
 
+def test_gradients_that_somebody_else_knows_are_kept(tmp_path: Path) -> None:
+    def run(path: Path | None) -> list[torch.Tensor]:
+        boosted = wide(path)
+        params = list(boosted.model.parameters())
+        for step in range(2):
+            loss = boosted.model(**tower_batch(step, width=WIDTH))
+            boosted.booster.backward(loss, boosted.optimizer)
+            for param in params:
+                param.grad = param.grad.detach()  # its own memory, in a tensor of the user's
+            boosted.optimizer.step()
+            kept = [param.grad for param in params]
+            boosted.optimizer.zero_grad()
+            for layer in params[::2], params[1::2]:  # biases alone, or weights alone
+                for param in layer:
+                    param.grad = torch.full_like(param, 0.5)
+                boosted.optimizer.step()
+                boosted.optimizer.zero_grad()
+                for param, grad in zip(params, kept, strict=True):
+                    param.grad = grad
+        return [*(grad.clone() for grad in kept), *copies(params)]
+
+    assert_equal(run(tmp_path), run(None))
+
+
 def test_a_weight_may_be_used_outside_its_module(tmp_path: Path) -> None:
     def run(path: Path | None) -> list[torch.Tensor]:
         boosted = wide(path)
