@@ -52,9 +52,9 @@ export CCACHE_NOHASHDIR := 1
 # The hub cannot answer in CI, and nothing here needs it.
 export HF_HUB_OFFLINE := 1
 
-CXX_SOURCES := $(shell find csrc cmake -type f) CMakeLists.txt
+CXX_SOURCES := $(shell find csrc cmake tests/simulated_device -type f) CMakeLists.txt
 PY_SOURCES := $(shell find python -type f -not -name '*.pyc')
-CXX_FORMATTED := find csrc tests/cpp benchmarks examples -type f \
+CXX_FORMATTED := find csrc tests/cpp tests/simulated_device benchmarks examples -type f \
 	\( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0
 
 .PHONY: demo test pages browser lint lint-format lint-ruff lint-mypy lint-layers package cpp pytest docs asan tsan wheel bench study install clean help FORCE
@@ -72,8 +72,9 @@ demo: $(VENV_STAMPS)/castor
 
 # In CI, and wherever the whole suite runs, a warning is an error; a user's newer compiler may warn.
 test: export CASTOR_WERROR := ON
-# There, a missing browser is an error as well, not a skip.
+# There, a missing browser or simulated device is an error as well, not a skip.
 test: export CASTOR_REQUIRE_BROWSER := 1
+test: export CASTOR_REQUIRE_SIMULATED_DEVICE := 1
 test: export PAGES := $(BUILD)/pages
 test:
 	@scripts/run_phases.sh install browser lint package cpp pages pytest docs asan tsan wheel
@@ -127,6 +128,7 @@ $(VENV_STAMPS)/castor: $(VENV_STAMPS)/venv $(STAMPS)/jemalloc pyproject.toml $(C
 	@echo "building castor"
 	@PATH="$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --no-index \
 	  --force-reinstall $$(cat $(STAMPS)/jemalloc) \
+	  --config-settings=cmake.define.CASTOR_BUILD_SIMULATED_DEVICE=ON \
 	  --config-settings=cmake.define.CASTOR_WERROR=$${CASTOR_WERROR:-OFF} .
 	@touch $@
 

@@ -371,19 +371,21 @@ def nvme(record: Record) -> list[str]:
 
 
 def beyond(record: Record) -> list[str]:
-    report = record["report"]
-    rows = [
-        ["parameters, gradients and optimizer state", f"{record['state_bytes'] / 2**20:,.0f}"],
-        ["device budget", f"{report['device_budget_bytes'] / 2**20:,.0f}"],
-        ["host budget", f"{report['host_budget_bytes'] / 2**20:,.0f}"],
-        ["on NVMe", f"{report['nvme_bytes'] / 2**20:,.0f}"],
-        ["peak resident", f"{record['peak_resident_bytes'] / 2**20:,.0f}"],
-    ]
-    losses = ", ".join(f"{loss:.3f}" for loss in record["losses"])
-    return [
-        table((f"{record['parameters'] / 1e6:.0f}M parameters", "MiB"), rows),
-        f"<p>{record['over_budgets']:.2f} times both budgets; losses {losses}</p>",
-    ]
+    rows = []
+    for run in record["runs"]:
+        report = run["report"]
+        sizes = (
+            report["device_budget_bytes"], report["host_budget_bytes"], report["nvme_bytes"],
+            report["nvme_weight_bytes"], run["peak_resident_bytes"],
+        )  # fmt: skip
+        row = [f"{run['over_budgets']:.2f}", *(f"{size / 2**20:,.0f}" for size in sizes)]
+        rows.append([*row, f"{min(run['seconds']):.1f}", f"{run['losses'][-1]:.3f}"])
+    headings = (
+        "state over budgets", "device MiB", "host MiB", "on NVMe MiB", "of these weights",
+        "peak resident MiB", "s a step", "loss",
+    )  # fmt: skip
+    total = f"{record['state_bytes'] / 2**20:,.0f} MiB of parameters, gradients and state"
+    return [f"<p>{record['parameters'] / 1e6:.0f}M parameters, {total}</p>", table(headings, rows)]
 
 
 def others(record: Record) -> list[str]:

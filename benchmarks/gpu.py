@@ -5,9 +5,12 @@
 #     second, and torch.optim.AdamW(fused=True).
 # Bytes: copies, what is copied; Adam, what the algorithm must move, each once: 28 per parameter in
 #     fp32, 30 for a bf16 parameter with its fp32 master; the norm 4 and 2.
+#     And does a training step that streams everything run as fast as one with all on the GPU?
+#     (3) The same GPT-2 in bf16 resident on the GPU, and DeepSpeed ZeRO-3 with offload, each in a
+#     process of its own, at three numbers of tokens a step.
 # Targets: copies >= 0.90 of the baseline; Adam >= 0.90 of the in-place bandwidth, no slower than
-#     torch's.
-"""Copies and kernels on a GPU: `python benchmarks/gpu.py [--mebibytes N] [--numel N]`."""
+#     torch's; the streamed step >= 0.9 of the resident one's compute at 16k tokens and more.
+"""Copies, kernels and training steps on a GPU: `python benchmarks/gpu.py [--numel N] ...`."""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _gpu_session import session
 from _machine import RESULTS, describe_machine, paired, spread
 from rich.console import Console
 from rich.table import Table
@@ -200,6 +204,22 @@ def show(result: dict[str, Any], console: Console) -> None:
     over = result["kernels"]["adam_fp32_over_torch"]["median"]
     table.add_row("adam_fp32, times torch's fused", "", f"{over:.2f}")
     console.print(table)
+    link = result["copies"]["bytes_per_second"]
+    steps = Table("tokens a step", "contender", "tokens/s", "of compute", "GB/s in", "of the link")
+    for tokens, found in result["session"].items():
+        if tokens == "parameters":
+            continue
+        for name, one in found.items():
+            if "error" in one:
+                steps.add_row(tokens, name, one["error"][:60], "", "", "")
+                continue
+            rate = one["of_a_step"].get("h2d_bytes", 0) / one["median_seconds"]
+            share = f"{one['fraction_of_compute']:.2f}" if "fraction_of_compute" in one else ""
+            steps.add_row(
+                tokens, name, f"{one['tokens_per_second']:.0f}", share,
+                f"{rate / 1e9:.1f}", f"{rate / link['in']:.2f}",
+            )  # fmt: skip
+    console.print(steps)
 
 
 def main() -> None:
@@ -207,6 +227,10 @@ def main() -> None:
     parser.add_argument("--mebibytes", type=int, default=256, help="bytes of one copy")
     parser.add_argument("--numel", type=int, default=1 << 27, help="parameters of one Adam step")
     parser.add_argument("--repetitions", type=int, default=21)
+    parser.add_argument("--width", type=int, default=2048, help="of the GPT-2 that is trained")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=5, help="that are timed, of each contender")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 65536])
     parser.add_argument("--output", type=Path, default=RESULTS / "gpu.json")
     arguments = parser.parse_args()
     console = Console()
@@ -231,6 +255,12 @@ def main() -> None:
         "copies": copies(cuda, arguments.mebibytes << 20, arguments.repetitions),
         "kernels": kernels(cuda, arguments.numel, arguments.repetitions),
     }
+    # Written before and after the steps: whatever ends those, the rest is there.
+    arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+    torch.cuda.empty_cache()
+    result["session"] = session(
+        arguments.width, arguments.layers, arguments.steps, arguments.tokens
+    )
     show(result, console)
     arguments.output.write_text(json.dumps(result, indent=2) + "\n")
     console.print(f"written: {arguments.output}")

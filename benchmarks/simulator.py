@@ -126,6 +126,7 @@ class Predictor:
             modules=[(m.name, m.params, m.parent) for m in spec.modules],
             precision="float32",
             chunk_bytes=0,
+            state_format="fp32",
         )
         self.hardware: dict[str, float] = {}
 
@@ -153,7 +154,6 @@ class Predictor:
                 "gradient_copies": "overlapped" if link else "synchronous",
                 "update_cores": "shared",
                 "overlap": "none",
-                "state_format": "fp32",
                 "with_norm": True,
             },
         )

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <utility>
 #include <vector>
 
 #include "core/chunk_layout.h"
@@ -14,31 +13,12 @@
 #include "core/param_binder.h"
 #include "core/payload.h"
 #include "core/pending_updates.h"
+#include "core/pin.h"
 #include "core/placement.h"
 #include "core/tensor_state.h"
 #include "core/timeline.h"
 
 namespace castor {
-
-class ChunkManager;
-
-/// Keeps a chunk on the device while it lives. Move-only; made by ChunkManager::pin.
-class Pin {
- public:
-  Pin() = default;
-  Pin(Pin&& other) noexcept;
-  Pin& operator=(Pin&& other) noexcept;
-  Pin(const Pin&) = delete;
-  Pin& operator=(const Pin&) = delete;
-  ~Pin() { release(); }
-  void release() noexcept;
-
- private:
-  friend class ChunkManager;
-  Pin(ChunkManager& manager, ChunkId chunk) noexcept : manager_(&manager), chunk_(chunk) {}
-  ChunkManager* manager_ = nullptr;
-  ChunkId chunk_{};
-};
 
 /// Bytes moved and decisions taken since construction.
 struct TransferCounts {

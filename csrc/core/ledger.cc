@@ -1,5 +1,6 @@
 #include "core/ledger.h"
 
+#include <algorithm>
 #include <cassert>
 #include <utility>
 
@@ -37,7 +38,7 @@ Ledger::~Ledger() { assert(used() == 0 && "a reservation outlived its ledger"); 
 bool Ledger::try_take(std::size_t bytes) noexcept {
   std::size_t used = used_.load(std::memory_order_relaxed);
   do {
-    if (bytes > budget_ - used) {
+    if (bytes > budget_ - std::min(budget_, used)) {
       return false;
     }
   } while (!used_.compare_exchange_weak(used, used + bytes, std::memory_order_relaxed));
@@ -48,6 +49,10 @@ bool Ledger::try_take(std::size_t bytes) noexcept {
 void Ledger::give_back(std::size_t bytes) noexcept {
   [[maybe_unused]] const std::size_t before = used_.fetch_sub(bytes, std::memory_order_relaxed);
   assert(before >= bytes && "more bytes given back than taken");
+}
+
+void Ledger::take_anyway(std::size_t bytes) noexcept {
+  peaks_.note(used_.fetch_add(bytes, std::memory_order_relaxed) + bytes);
 }
 
 std::optional<Reservation> Ledger::try_reserve(std::size_t bytes) noexcept {

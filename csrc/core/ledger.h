@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <optional>
@@ -37,7 +38,7 @@ class Reservation {
 
 /// The byte count of one tier against its hard budget. Owned by the runtime; outlives every
 /// Reservation. Thread-safe and lock-free: the memory hooks of torch call it on every allocation.
-/// Invariant: used() <= budget() at every moment.
+/// Invariant: used() <= budget() at every moment, but for what take_anyway adds.
 class Ledger {
  public:
   /// Throws InvalidArgument if `budget` is 0.
@@ -54,11 +55,19 @@ class Ledger {
   /// Untracked forms for memory whose owner cannot hold a Reservation (a torch DataPtr context).
   [[nodiscard]] bool try_take(std::size_t bytes) noexcept;
   void give_back(std::size_t bytes) noexcept;
+  /// For memory that is taken already, whatever the budget says.
+  void take_anyway(std::size_t bytes) noexcept;
+  /// For bytes that are paid for twice for a moment: no peak sees them.
+  void take_unnoted(std::size_t bytes) noexcept {
+    used_.fetch_add(bytes, std::memory_order_relaxed);
+  }
 
   [[nodiscard]] TierKind tier() const noexcept { return tier_; }
   [[nodiscard]] std::size_t budget() const noexcept { return budget_; }
   [[nodiscard]] std::size_t used() const noexcept { return used_.load(std::memory_order_relaxed); }
-  [[nodiscard]] std::size_t available() const noexcept { return budget_ - used(); }
+  [[nodiscard]] std::size_t available() const noexcept {
+    return budget_ - std::min(budget_, used());
+  }
   [[nodiscard]] std::size_t peak() const noexcept { return peaks_.highest(); }
   /// The highest value since the previous call; starts the next window at the current value.
   [[nodiscard]] std::size_t take_window_peak() noexcept { return peaks_.take_window(used()); }

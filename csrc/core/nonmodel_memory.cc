@@ -21,6 +21,26 @@ void NonModelMemory::allocate(std::size_t bytes) {
   peaks_.note(now);
 }
 
+void NonModelMemory::make_room(std::size_t bytes) {
+  if (device_->ledger().available() >= bytes) {
+    return;
+  }
+  const std::lock_guard lock(reclaim_mutex_);
+  if (reclaimer_ != nullptr) {
+    reclaimer_->reclaim(bytes);
+  }
+}
+
+bool NonModelMemory::evict_refused(std::size_t bytes) {
+  const std::lock_guard lock(reclaim_mutex_);
+  return reclaimer_ != nullptr && reclaimer_->evict_refused(bytes);
+}
+
+void NonModelMemory::note_allocated(std::size_t bytes) noexcept {
+  device_->ledger().take_anyway(bytes);
+  peaks_.note(bytes_.fetch_add(bytes, std::memory_order_relaxed) + bytes);
+}
+
 void NonModelMemory::free(std::size_t bytes) noexcept {
   bytes_.fetch_sub(bytes, std::memory_order_relaxed);
   device_->ledger().give_back(bytes);

@@ -18,19 +18,44 @@ class Reclaimer {
   /// Evicts until `bytes` are available on the device. Throws OutOfMemory, with what would help,
   /// when that cannot be.
   virtual void reclaim(std::size_t bytes) = 0;
+  /// The device refused `bytes` that its ledger has: evicts that many, as far as chunks may leave.
+  /// Whether any memory came free.
+  [[nodiscard]] virtual bool evict_refused(std::size_t /*bytes*/) { return false; }
 };
 
 /// Device bytes that are not chunks: activations, temporaries, gradients on their way. Shares the
 /// device ledger with the chunks, so that both together never pass the budget. Shared ownership:
 /// a tensor may outlive the model it came from. Thread-safe; allocate is lock-free while memory
 /// lasts.
+///
+/// Where castor's own allocator hands the memory out, allocate and free keep the account. Where
+/// another one does (a GPU's), make_room goes before it, and note_allocated and note_freed tell
+/// what it did: they never block, and may be called with its locks held.
 class NonModelMemory {
  public:
   explicit NonModelMemory(std::shared_ptr<MemoryTier> device) : device_(std::move(device)) {}
+  ~NonModelMemory() { free(bytes()); }
+  NonModelMemory(const NonModelMemory&) = delete;
+  NonModelMemory& operator=(const NonModelMemory&) = delete;
 
   /// Takes `bytes` from the device budget, reclaiming chunks if need be. Throws OutOfMemory.
   void allocate(std::size_t bytes);
   void free(std::size_t bytes) noexcept;
+
+  /// Reclaims chunks until `bytes` fit the budget. Throws OutOfMemory as allocate does; no effect
+  /// once the model is gone.
+  void make_room(std::size_t bytes);
+  /// As Reclaimer::evict_refused.
+  [[nodiscard]] bool evict_refused(std::size_t bytes);
+  void note_allocated(std::size_t bytes) noexcept;
+  void note_freed(std::size_t bytes) noexcept { free(bytes); }
+  /// Somebody else pays for memory that is not freed yet; then it is about to be freed, and the
+  /// account has it again until it hears of that.
+  void hand_over(std::size_t bytes) noexcept { free(bytes); }
+  void take_back(std::size_t bytes) noexcept {
+    device_->ledger().take_unnoted(bytes);
+    bytes_.fetch_add(bytes, std::memory_order_relaxed);
+  }
 
   /// The runtime registers itself, and nullptr before it goes; blocks while a reclaim is running.
   void set_reclaimer(Reclaimer* reclaimer);

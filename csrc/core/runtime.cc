@@ -179,8 +179,32 @@ void Runtime::bring_in(ChunkId chunk, EventKind kind, ModuleId module) {
         throw_out_of_memory(bytes, place_of(kind, module));
       }
     }
-  } while (!manager_.try_fetch(chunk));
+  } while (!try_fetch(chunk));
   ++counts_.demand_fetches;
+}
+
+// What the ledger has, the device may refuse: for fragmentation, or another process. Then more
+// leaves.
+bool Runtime::try_fetch(ChunkId chunk) {
+  try {
+    return manager_.try_fetch(chunk);
+  } catch (const OutOfMemory&) {
+    if (!evict_more(layout_.chunk(chunk).capacity_bytes)) {
+      throw;
+    }
+    return false;
+  }
+}
+
+bool Runtime::evict_more(std::size_t bytes) {
+  const TransferCounts before = manager_.counts();
+  const std::size_t wanted = manager_.device().ledger().available() + bytes;
+  bool fits = manager_.make_room(wanted, kNoCap, now(), 0);
+  while (!fits && manager_.demote_one()) {
+    fits = manager_.make_room(wanted, kNoCap, now(), 0);
+  }
+  return manager_.counts().evictions != before.evictions ||
+         manager_.counts().demotions != before.demotions;
 }
 
 void Runtime::acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins) {
@@ -232,9 +256,12 @@ void Runtime::prefetch() {
     }
     manager_.set_next_use(ahead.chunk, ahead.used_at);
     if (manager_.make_room(layout_.chunk(ahead.chunk).capacity_bytes, ahead.slot_cap_bytes, now(),
-                           ahead.used_at + 1) &&
-        manager_.try_fetch(ahead.chunk)) {
-      prefetched_[index(ahead.chunk)] = true;
+                           ahead.used_at + 1)) {
+      try {
+        prefetched_[index(ahead.chunk)] = manager_.try_fetch(ahead.chunk);
+      } catch (const OutOfMemory&) {
+        return;  // the device refuses what the ledger has: the demand fetch will make room
+      }
     }
   }
   announce_homes();
@@ -485,7 +512,7 @@ void Runtime::reclaim(std::size_t bytes) {
   while (!fits && manager_.demote_one()) {
     fits = manager_.make_room(bytes, kNoCap, now(), 0);
   }
-  if (!fits && !backward_pins_.empty()) {
+  if (!fits && !backward_pins_.empty() && options_.freed_slots == FreedSlots::kKeepTheirBytes) {
     // Backward may run on from the home copies: slower, but it runs. An operator that took the
     // slot's address before this allocation still reads the right bytes: freed slots keep them
     // until the next fetch (SlotArena), and no fetch happens inside an operator.
@@ -496,6 +523,15 @@ void Runtime::reclaim(std::size_t bytes) {
   if (!fits) {
     throw_out_of_memory(bytes, where);
   }
+}
+
+bool Runtime::evict_refused(std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  const CauseScope cause(timeline_, TransferCause::kPressure);
+  const std::uint64_t before = manager_.counts().evictions;
+  const bool any = evict_more(bytes);
+  counts_.pressure_evictions += manager_.counts().evictions - before;
+  return any;
 }
 
 std::string Runtime::place_of(EventKind kind, ModuleId module) const {

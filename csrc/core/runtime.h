@@ -19,6 +19,13 @@ namespace castor {
 /// Whether a forward prepares a backward (and is traced) or only computes.
 enum class PassMode : std::uint8_t { kTraining, kInference };
 
+/// What becomes of a slot's bytes when it is freed: whether an operator that took its address just
+/// before may still read them.
+enum class FreedSlots : std::uint8_t {
+  kKeepTheirBytes,  ///< until the next fetch (SlotArena)
+  kReusedAtOnce,    ///< the next allocation may get them (a GPU's caching allocator)
+};
+
 struct RuntimeOptions {
   PlacementPolicy policy = PlacementPolicy::kAuto;
   std::size_t max_prefetch = 1;
@@ -28,6 +35,7 @@ struct RuntimeOptions {
   double steady_cap_ratio = 1.0;
   /// kAuto: share of what non-model data leaves of it that whole chunks may take, in [0, 1].
   double margin_ratio = 1.0;
+  FreedSlots freed_slots = FreedSlots::kKeepTheirBytes;
 };
 
 /// How a gradient came to its payload: bytes that went from the device to the host, and when, by
@@ -105,6 +113,7 @@ class Runtime final : public Reclaimer {
   void place(const std::vector<bool>& candidates);
 
   void reclaim(std::size_t bytes) override;
+  [[nodiscard]] bool evict_refused(std::size_t bytes) override;
 
   /// Plans from a trace recorded earlier, so that no warm-up step is needed. Throws UsageError in
   /// the middle of a step and InvalidArgument for another model's trace; nothing changes then.
@@ -133,6 +142,8 @@ class Runtime final : public Reclaimer {
   void acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins);
   void bring_in(ChunkId chunk, EventKind kind, ModuleId module);
   void prefetch();
+  [[nodiscard]] bool try_fetch(ChunkId chunk);
+  [[nodiscard]] bool evict_more(std::size_t bytes);
   void announce_homes();
   void all_home();
   void begin_use(ModuleId module);

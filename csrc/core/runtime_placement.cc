@@ -82,8 +82,13 @@ void Runtime::place(const std::vector<bool>& candidates) {
     }
   }
   for (const ChunkId chunk : chosen.chunks) {
-    // What outlives the step (a loss that is kept) may take the room of the last ones.
-    if (!manager_.promoted(chunk) && !manager_.try_promote(chunk)) {
+    // What outlives the step (a loss that is kept) may take the room of the last ones, and a device
+    // may refuse what its ledger has.
+    try {
+      if (!manager_.promoted(chunk) && !manager_.try_promote(chunk)) {
+        break;
+      }
+    } catch (const OutOfMemory&) {
       break;
     }
   }

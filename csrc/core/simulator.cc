@@ -1,11 +1,10 @@
 #include "core/simulator.h"
 
 #include <algorithm>
-#include <cmath>
-#include <string>
 
-#include "core/error.h"
 #include "core/eviction_order.h"
+#include "core/service_queue.h"
+#include "core/simulator_check.h"
 
 namespace castor {
 namespace {
@@ -14,33 +13,12 @@ std::size_t at(Resource resource) { return static_cast<std::size_t>(resource); }
 
 double elements_of(const ChunkSpec& chunk) { return static_cast<double>(num_elements(chunk)); }
 
-/// Serves one job at a time, in order of submission.
-class Queue {
- public:
-  explicit Queue(double bytes_per_second) : bytes_per_second_(bytes_per_second) {}
-
-  /// Submits at `now`; returns when the job is done.
-  double serve(double now, double bytes) {
-    const double seconds = bytes / bytes_per_second_;
-    busy_ += seconds;
-    free_at_ = std::max(free_at_, now) + seconds;
-    return free_at_;
-  }
-  [[nodiscard]] double free_at() const noexcept { return free_at_; }
-  [[nodiscard]] double busy() const noexcept { return busy_; }
-
- private:
-  double bytes_per_second_;
-  double free_at_ = 0.0;
-  double busy_ = 0.0;
-};
-
 /// One step. Decisions mirror Runtime and ChunkManager, which act on the same plan.
 class Simulation {
  public:
   Simulation(const Trace& trace, std::span<const double> compute_seconds, const ChunkLayout& layout,
              std::span<const Placement> placements, const Plan& plan, const Hardware& hardware,
-             const OptimizerCost& optimizer, const std::vector<bool>& stored)
+             const OptimizerCost& optimizer, const StoredPayloads& stored)
       : trace_(trace),
         compute_seconds_(compute_seconds),
         layout_(layout),
@@ -48,18 +26,18 @@ class Simulation {
         plan_(plan),
         hardware_(hardware),
         optimizer_(optimizer),
-        stored_(stored),
         chunks_(layout.chunks().size()),
+        resident_(layout.chunks().size(), false),
         evictable_(layout.chunks().size()),
         h2d_(hardware.h2d_bytes_per_second),
         d2h_(hardware.d2h_bytes_per_second),
         dram_(hardware.dram_bytes_per_second),
-        nvme_(hardware.nvme_bytes_per_second) {}
+        nvme_(layout, placements, optimizer, stored, hardware.nvme_bytes_per_second) {}
 
   SimulatedStep run() {
     take_homes();
     if (optimizer_.overlap == OverlapMode::kForward) {
-      publish_updates();
+      order_updates();
     }
     for (event_ = 0; event_ < trace_.events().size(); ++event_) {
       step_through(trace_.events()[event_]);
@@ -70,16 +48,13 @@ class Simulation {
 
  private:
   struct ChunkState {
-    bool resident = false;
     std::uint32_t pins = 0;
     std::uint64_t next_use = kNeverUsed;
-    double arrives = 0.0;  ///< its copy to the device is done
-    double updated = 0.0;  ///< its update by the previous step is done
+    bool update_pending = true;  ///< by the step before, and not submitted yet
+    double arrives = 0.0;        ///< its copy to the device is done
+    double updated = 0.0;        ///< its update by the previous step is done
   };
 
-  [[nodiscard]] bool stored(std::size_t chunk) const {
-    return !stored_.empty() && stored_[chunk] && placements_[chunk] != Placement::kDevice;
-  }
   [[nodiscard]] bool on_device(ChunkId chunk) const {
     return placements_[index(chunk)] == Placement::kDevice;
   }
@@ -94,11 +69,10 @@ class Simulation {
   void take_homes() {
     fixed_device_bytes_ = hardware_.gradient_window_bytes;
     for (std::size_t i = 0; i < chunks_.size(); ++i) {
-      const ChunkSpec& spec = layout_.chunks()[i];
-      const std::uint64_t on_nvme = stored(i) ? state_bytes_of(spec, optimizer_) : 0;
+      const std::uint64_t on_nvme = nvme_.stored_bytes(ChunkId{static_cast<std::uint32_t>(i)});
       result_.nvme_bytes += on_nvme;
       (placements_[i] == Placement::kDevice ? fixed_device_bytes_ : result_.host_bytes) +=
-          payload_bytes(spec, optimizer_) - on_nvme;
+          payload_bytes(layout_.chunks()[i], optimizer_) - on_nvme;
     }
     note_peak(0);
   }
@@ -116,6 +90,7 @@ class Simulation {
         break;
       case EventKind::kForwardExit: exit(ModuleId{event.id}); break;
       case EventKind::kBackwardEnter:
+        submit_updates();
         unpin_from(&backward_pins_, 0);
         acquire(&backward_pins_);
         break;
@@ -145,7 +120,7 @@ class Simulation {
       set_next_use(needed[i], next_uses[i]);
       if (on_device(needed[i])) {
         // Its update ran where it lies, before the step.
-      } else if (chunks_[index(needed[i])].resident) {
+      } else if (resident_[index(needed[i])]) {
         pin(needed[i], pins);
       } else {
         missing.push_back(needed[i]);
@@ -159,12 +134,17 @@ class Simulation {
     }
     make_room(0, access.slot_cap_bytes, now, 0);
     for (const Prefetch& ahead : plan_.prefetches(access)) {
-      if (!chunks_[index(ahead.chunk)].resident) {
+      if (!resident_[index(ahead.chunk)] &&
+          !nvme_.fetch_blocks(ahead.chunk, hardware_.parameter_copies)) {
         set_next_use(ahead.chunk, ahead.used_at);
         make_room(capacity(ahead.chunk), ahead.slot_cap_bytes, now, ahead.used_at + 1);
         fetch(ahead.chunk);
         evictable_put(ahead.chunk);
       }
+    }
+    for (const ChunkId chunk : nvme_.announced(plan_, access_, resident_)) {
+      submit_updates_until(chunk);
+      nvme_.read_ahead(chunk, clock_);
     }
   }
 
@@ -186,19 +166,21 @@ class Simulation {
         return;
       }
       evictable_.remove(*victim);
-      ChunkState& state = chunks_[index(*victim)];
-      state.resident = false;
-      clock_ = std::max(clock_, state.arrives);  // no copy outlives its target
+      resident_[index(*victim)] = false;
+      clock_ = std::max(clock_, chunks_[index(*victim)].arrives);  // no copy outlives its target
+      nvme_.end_fetch(*victim);
       slot_bytes_ -= capacity(*victim);
       ++result_.evictions;
     }
   }
 
   void fetch(ChunkId chunk) {
+    submit_updates_until(chunk);
     ChunkState& state = chunks_[index(chunk)];
     const std::uint64_t bytes = layout_.chunk(chunk).used_bytes;
-    state.resident = true;
-    state.arrives = h2d_.serve(std::max(clock_, state.updated), static_cast<double>(bytes));
+    resident_[index(chunk)] = true;
+    const double at_home = std::max(state.updated, nvme_.begin_fetch(chunk, clock_));
+    state.arrives = h2d_.serve(std::max(clock_, at_home), static_cast<double>(bytes));
     if (hardware_.parameter_copies == CopyMode::kSynchronous) {
       clock_ = state.arrives;
     }
@@ -210,6 +192,7 @@ class Simulation {
   void pin(ChunkId chunk, std::vector<ChunkId>* pins) {
     ChunkState& state = chunks_[index(chunk)];
     clock_ = std::max(clock_, state.arrives);
+    nvme_.end_fetch(chunk);
     if (state.pins++ == 0) {
       evictable_.remove(chunk);
     }
@@ -238,9 +221,11 @@ class Simulation {
     }
     const std::uint64_t bytes = layout_.chunk(chunk).used_bytes;
     const double home = d2h_.serve(clock_, static_cast<double>(bytes));
-    if (hardware_.gradient_copies == CopyMode::kSynchronous) {
+    // Into a window on NVMe the computing thread copies itself.
+    if (hardware_.gradient_copies == CopyMode::kSynchronous || nvme_.stores_weights(chunk)) {
       clock_ = home;
     }
+    nvme_.write_gradients(chunk, home);
     result_.d2h_bytes += bytes;
   }
 
@@ -251,13 +236,12 @@ class Simulation {
 
   // The updates of the step before, whose gradients are all at home: chunks in the order in which
   // this forward uses them, then those it does not use.
-  void publish_updates() {
-    std::vector<ChunkId> order;
+  void order_updates() {
     std::vector<bool> listed(chunks_.size(), false);
     const auto list = [&](ChunkId chunk) {
       if (!listed[index(chunk)]) {
         listed[index(chunk)] = true;
-        order.push_back(chunk);
+        updates_.push_back(chunk);
       }
     };
     for (const PlannedAccess& access : plan_.accesses()) {
@@ -268,26 +252,40 @@ class Simulation {
     for (std::size_t i = 0; i < chunks_.size(); ++i) {
       list(ChunkId{static_cast<std::uint32_t>(i)});
     }
-    for (const ChunkId chunk : order) {
-      update_on_host(chunk);
+  }
+
+  // They could all begin at 0. Those that forward does not need yet are submitted as late as it
+  // does: so they share NVMe with its reads in the order in which both are needed.
+  void submit_updates_until(ChunkId chunk) {
+    while (next_update_ < updates_.size() && chunks_[index(chunk)].update_pending) {
+      submit_update();
+    }
+  }
+  void submit_updates() {
+    while (next_update_ < updates_.size()) {
+      submit_update();
     }
   }
 
-  void update_on_host(ChunkId chunk) {
+  void submit_update() {
+    const ChunkId chunk = updates_[next_update_++];
+    chunks_[index(chunk)].update_pending = false;
+    update_on_host(chunk, 0.0);
+  }
+
+  void update_on_host(ChunkId chunk, double now) {
     const ChunkSpec& spec = layout_.chunk(chunk);
     if (spec.trainable && !on_device(chunk)) {
-      double& updated = chunks_[index(chunk)].updated;
-      updated = dram_.serve(clock_, elements_of(spec) * optimizer_.moved_bytes_per_element);
-      if (stored(index(chunk))) {  // read and written, beside the updates before and after it
-        const auto state = static_cast<double>(state_bytes_of(spec, optimizer_));
-        updated = std::max(updated, nvme_.serve(clock_, 2.0 * state));
-      }
+      const double done = dram_.serve(now, elements_of(spec) * optimizer_.moved_bytes_per_element);
+      chunks_[index(chunk)].updated = std::max(done, nvme_.update(chunk, now));
     }
   }
 
   void finish() {
+    submit_updates();
     // Every chunk goes home: no copy outlives its target, and all gradients are there.
     clock_ = std::max({clock_, h2d_.free_at(), d2h_.free_at()});
+    const double home = clock_;
     double device_seconds = 0.0;
     for (std::size_t i = 0; i < chunks_.size(); ++i) {
       const ChunkSpec& spec = layout_.chunks()[i];
@@ -298,13 +296,15 @@ class Simulation {
       if (placements_[i] == Placement::kDevice) {
         device_seconds += (elements_of(spec) * optimizer_.moved_bytes_per_element + norm_bytes) /
                           hardware_.device_memory_bytes_per_second;
-      } else {
-        clock_ = std::max(clock_, dram_.serve(clock_, norm_bytes));
+      } else if (norm_bytes > 0.0) {
+        // What lies on NVMe is read ahead of this.
+        const double read = nvme_.read_gradients(ChunkId{static_cast<std::uint32_t>(i)}, home);
+        clock_ = std::max(clock_, dram_.serve(read, norm_bytes));
       }
     }
     if (optimizer_.overlap == OverlapMode::kNone) {
       for (std::size_t i = 0; i < chunks_.size(); ++i) {
-        update_on_host(ChunkId{static_cast<std::uint32_t>(i)});
+        update_on_host(ChunkId{static_cast<std::uint32_t>(i)}, clock_);
       }
     }
     // Device and host update side by side.
@@ -340,9 +340,11 @@ class Simulation {
   const Plan& plan_;
   const Hardware& hardware_;
   const OptimizerCost& optimizer_;
-  const std::vector<bool>& stored_;
   SimulatedStep result_;
   std::vector<ChunkState> chunks_;
+  std::vector<bool> resident_;    // per chunk
+  std::vector<ChunkId> updates_;  // of the step before, in their order
+  std::size_t next_update_ = 0;
   EvictionOrder evictable_;
   std::vector<Frame> frames_;
   std::vector<ChunkId> forward_pins_;
@@ -352,63 +354,21 @@ class Simulation {
   std::uint64_t slot_bytes_ = 0;
   std::uint64_t fixed_device_bytes_ = 0;
   double clock_ = 0.0;  // of the thread, or stream, that computes
-  Queue h2d_;
-  Queue d2h_;
-  Queue dram_;
-  Queue nvme_;
+  ServiceQueue h2d_;
+  ServiceQueue d2h_;
+  ServiceQueue dram_;
+  SimulatedNvme nvme_;
 };
-
-void require(bool holds, const std::string& message) {
-  if (!holds) {
-    throw InvalidArgument("simulator: " + message);
-  }
-}
-
-void check(const Trace& trace, std::span<const double> compute_seconds, const ChunkLayout& layout,
-           std::span<const Placement> placements, const Plan& plan) {
-  require(compute_seconds.size() == trace.events().size(),
-          "there are " + std::to_string(trace.events().size()) + " events but " +
-              std::to_string(compute_seconds.size()) + " durations");
-  require(placements.size() == layout.chunks().size(),
-          "there are " + std::to_string(layout.chunks().size()) + " chunks but " +
-              std::to_string(placements.size()) + " placements");
-  std::size_t access = 0;
-  for (const Event& event : trace.events()) {
-    if (event.kind == EventKind::kGradReady) {
-      require(event.id < layout.chunks().size(), "the trace names chunk " +
-                                                     std::to_string(event.id) + " of " +
-                                                     std::to_string(layout.chunks().size()));
-    }
-    if (event.is_access()) {
-      require(
-          access < plan.accesses().size() && plan.accesses()[access].module == ModuleId{event.id} &&
-              plan.accesses()[access].kind == event.kind,
-          "the plan was made from another trace: they part at access " + std::to_string(access));
-      ++access;
-    }
-  }
-  require(access == plan.accesses().size(), "the plan has more accesses than the trace");
-  for (const double seconds : compute_seconds) {
-    require(std::isfinite(seconds) && seconds >= 0.0,
-            "a duration is " + std::to_string(seconds) + " s; it must be at least 0");
-  }
-}
 
 }  // namespace
 
 SimulatedStep simulate_step(const Trace& trace, std::span<const double> compute_seconds,
                             const ChunkLayout& layout, std::span<const Placement> placements,
                             const Plan& plan, const Hardware& hardware,
-                            const OptimizerCost& optimizer, const std::vector<bool>& stored) {
-  check(trace, compute_seconds, layout, placements, plan);
+                            const OptimizerCost& optimizer, const StoredPayloads& stored) {
+  check_simulation(trace, compute_seconds, layout, placements, plan);
   check_hardware(hardware);
   check_optimizer_cost(optimizer);
-  require(stored.empty() || stored.size() == layout.chunks().size(),
-          "there are " + std::to_string(layout.chunks().size()) + " chunks, and " +
-              std::to_string(stored.size()) + " are said to be stored or not");
-  require(hardware.nvme_bytes_per_second > 0.0 ||
-              std::find(stored.begin(), stored.end(), true) == stored.end(),
-          "optimizer state is stored on NVMe, and nvme_bytes_per_second is 0");
   return Simulation(trace, compute_seconds, layout, placements, plan, hardware, optimizer, stored)
       .run();
 }

@@ -10,6 +10,7 @@
 #include "core/hardware.h"
 #include "core/placement.h"
 #include "core/planner.h"
+#include "core/simulated_nvme.h"
 #include "core/trace.h"
 
 namespace castor {
@@ -18,14 +19,14 @@ namespace castor {
 struct SimulatedStep {
   double step_seconds = 0.0;
   /// By Resource. kH2d and kD2h: bytes over the link's speed; kDram: bytes of updates, norm and
-  /// links over DRAM's speed; kNvme: state read and written over its speed.
+  /// links over DRAM's speed; kNvme: payloads read and written over its speed.
   std::array<double, kNumResources> busy_seconds{};
   /// Busy for longer than the others; the first of equals.
   Resource bound = Resource::kCompute;
   std::uint64_t peak_device_bytes = 0;
   /// Payloads whose home is the host; constant over the step.
   std::uint64_t host_bytes = 0;
-  /// Optimizer state on NVMe.
+  /// Payloads on NVMe.
   std::uint64_t nvme_bytes = 0;
   std::uint64_t h2d_bytes = 0;
   std::uint64_t d2h_bytes = 0;
@@ -41,19 +42,19 @@ struct SimulatedStep {
 /// without any copies.
 /// A grad-ready event sends the chunk's gradients home. Because each queue serves in order and
 /// decisions do not depend on time, no faster resource makes a step slower; and no step is shorter
-/// than what any resource is busy for. `stored[i]`: chunk i's optimizer state is on NVMe, from
-/// where its update streams it; empty: none is.
+/// than what any resource is busy for.
 ///
-/// Not modelled: kernels launched ahead, allocator time, and the slowdown of copies and updates
-/// that use DRAM at the same time, other than that DRAM cannot move more than its bandwidth in all.
+/// Not modelled: kernels launched ahead, allocator time, the wait for a free slot of a window on
+/// NVMe, and the slowdown of copies and updates that use DRAM at the same time, other than that
+/// DRAM cannot move more than its bandwidth in all.
 ///
 /// Throws InvalidArgument when the plan is of another trace, sizes differ, a speed is not above 0,
-/// a cost or time is negative or not finite, or state is stored where there is no NVMe.
+/// a cost or time is negative or not finite, or what SimulatedNvme refuses.
 [[nodiscard]] SimulatedStep simulate_step(const Trace& trace,
                                           std::span<const double> compute_seconds,
                                           const ChunkLayout& layout,
                                           std::span<const Placement> placements, const Plan& plan,
                                           const Hardware& hardware, const OptimizerCost& optimizer,
-                                          const std::vector<bool>& stored = {});
+                                          const StoredPayloads& stored = {});
 
 }  // namespace castor

@@ -5,16 +5,11 @@
 #include <cstddef>
 #include <span>
 
-#include "core/scalar_type.h"
+#include "optim/gradient.h"
 
 namespace castor::cuda {
 
-/// A tensor in memory that the device can read; needs only its element's alignment.
-struct NormSegment {
-  const void* data = nullptr;
-  std::size_t numel = 0;
-  ScalarType type = ScalarType::kFloat32;
-};
+using castor::NormSegment;  // in memory that the device can read
 
 /// Doubles of workspace that square_norms() needs for these segments.
 [[nodiscard]] std::size_t norm_workspace_doubles(std::span<const NormSegment> segments) noexcept;

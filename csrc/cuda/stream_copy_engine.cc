@@ -327,6 +327,24 @@ void StreamCopyEngine::synchronize(CopyTicket ticket) {
     throw CudaError(error, name);
 }
 
+void StreamCopyEngine::synchronize_readers(Bytes source) {
+  const ScopedDevice device(options_.device);
+  std::unique_lock lock(mutex_);
+  Lane& lane = lanes_[kToDevice];
+  reap(lane);
+  // Copies of a lane are over in order: the last reader stands for all.
+  const auto last = std::find_if(lane.pending.rbegin(), lane.pending.rend(), [&](const Copy& copy) {
+    return copy.enqueued && copy.event != nullptr && touch(copy.request.source, source);
+  });
+  if (last == lane.pending.rend())
+    return;
+  const cudaEvent_t event = last->event;  // as in synchronize()
+  const std::string name = name_of(last->request);
+  lock.unlock();
+  if (const cudaError_t error = cudaEventSynchronize(event); error != cudaSuccess)
+    throw CudaError(error, name);
+}
+
 bool StreamCopyEngine::done(CopyTicket ticket) {
   const std::lock_guard lock(mutex_);
   const ScopedDevice device(options_.device);

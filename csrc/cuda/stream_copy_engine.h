@@ -62,6 +62,9 @@ class StreamCopyEngine final : public CopyEngine {
   void wait(CopyTicket ticket) override;
   [[nodiscard]] bool done(CopyTicket ticket) override;
   void synchronize(CopyTicket ticket);
+  /// Of every copy to the device that reads these bytes, but for those that are not enqueued yet:
+  /// they wait for their source. Throws CudaError.
+  void synchronize_readers(std::span<const std::byte> source);
   [[nodiscard]] bool asynchronous() const noexcept override { return true; }
 
   /// All that the compute stream does with these bytes of the device has been submitted to it: the

@@ -193,7 +193,7 @@ void ChunkStream::throw_no_slots(std::span<const std::size_t> chunks) {
   const StoredChunk& chunk = chunks_[absent == chunks.end() ? chunks.front() : *absent];
   const std::size_t window = slots_.size() * slots_.front().memory.size();
   throw OutOfMemory(TierKind::kHost, padded_bytes_of(chunk), 0, window,
-                    chunk.front().name() + " has to be read from NVMe, and each of the " +
+                    chunk.front().name() + " have to be read from NVMe, and each of the " +
                         std::to_string(slots_.size()) +
                         " slots of the window holds what is used at the same time (in one "
                         "operator), or is needed beside it; raise host_memory, or make chunks "

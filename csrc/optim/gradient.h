@@ -14,6 +14,13 @@ namespace castor {
 inline constexpr std::size_t kNormBlock = 4096;
 inline constexpr std::size_t kNormLanes = 16;
 
+/// A tensor whose sum of squares a device is asked for; needs only its element's alignment.
+struct NormSegment {
+  const void* data = nullptr;
+  std::size_t numel = 0;
+  ScalarType type = ScalarType::kFloat32;
+};
+
 /// Copies a gradient and returns the sum of its squares, in double, from one pass over memory.
 /// `dst` null or equal to `src` means no copy; otherwise they must not overlap. Both are of `type`
 /// and need only its alignment.

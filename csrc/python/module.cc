@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -112,6 +113,20 @@ std::optional<NvmeOptions> nvme_options(const py::dict& options) {
       .verification = options["nvme_verify"].cast<bool>() ? Verification::kOn : Verification::kOff};
 }
 
+/// Of the capsule that castor._cuda makes; nullptr of None.
+std::shared_ptr<DeviceBackend> device_backend(const py::object& backend) {
+  if (backend.is_none()) {
+    return nullptr;
+  }
+  if (!py::isinstance<py::capsule>(backend) ||
+      std::string_view(py::capsule(backend).name()) != kDeviceBackendCapsule) {
+    throw InvalidArgument("the device backend is " + py::repr(backend).cast<std::string>() +
+                          "; castor._C takes a capsule " + std::string(kDeviceBackendCapsule) +
+                          ", which its own build of castor._cuda makes");
+  }
+  return *py::capsule(backend).get_pointer<std::shared_ptr<DeviceBackend>>();
+}
+
 std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
                                         std::vector<std::string> param_names,
                                         const std::vector<PythonModuleSpec>& modules,
@@ -131,6 +146,7 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
       .device_bytes = get("device_bytes").cast<std::size_t>(),
       .host_bytes = get("host_bytes").cast<std::size_t>(),
       .link_bytes_per_second = get("link_bytes_per_second").cast<std::uint64_t>(),
+      .backend = device_backend(options["backend"]),
       .state = {.format = state_format_of(get("optim_state_format").cast<std::string>()),
                 .moments = get("adam_state").cast<bool>(),
                 .nvme = nvme_options(options),

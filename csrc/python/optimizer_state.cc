@@ -71,6 +71,11 @@ void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session
            [](Session& self, std::uint32_t param) {
              return self.optimizer_state().stored(self.layout().place(id(param)).chunk);
            })
+      .def("home", [](Session& self, std::uint32_t param) { return self.home(id(param)); })
+      .def("shown",
+           [](Session& self, std::uint32_t param) {
+             return self.optimizer_state().shown(self.layout().place(id(param)).chunk);
+           })
       .def("weight_stored",
            [](Session& self, std::uint32_t param) {
              return self.chunks().stored(self.layout().place(id(param)).chunk);

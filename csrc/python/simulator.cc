@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -17,10 +18,11 @@
 #include "core/hybrid_placement.h"
 #include "core/placement.h"
 #include "core/planner.h"
-#include "io/nvme_tier.h"
 #include "optim/state_format.h"
 #include "python/bindings.h"
+#include "python/host_places.h"
 #include "python/state_tensors.h"
+#include "torch/optimizer_state.h"
 
 namespace py = pybind11;
 
@@ -58,10 +60,14 @@ class Simulator {
  public:
   Simulator(const std::vector<PythonParamSpec>& params,
             const std::vector<PythonModuleSpec>& modules, const std::string& precision,
-            std::size_t chunk_bytes)
+            std::size_t chunk_bytes, const std::string& state_format)
       : type_(scalar_type(precision)),
+        format_(state_format_of(state_format)),
+        state_bytes_per_element_(state_bytes_per_element(type_, format_)),
         layout_(param_specs(params, type_), module_specs(modules),
-                {.chunk_bytes = chunk_bytes, .world_size = 1}) {}
+                {.chunk_bytes = chunk_bytes,
+                 .world_size = 1,
+                 .param_alignment = param_alignment(format_, type_)}) {}
 
   /// The chunk of each parameter.
   [[nodiscard]] std::vector<std::size_t> chunk_of() const {
@@ -72,15 +78,19 @@ class Simulator {
     return chunks;
   }
 
+  /// What a session keeps where, of the keys "host_bytes", "nvme_bytes" and "nvme_weight_bytes".
+  [[nodiscard]] py::dict places(const py::dict& options) const {
+    py::dict result;
+    report(host_places(placements(options), options), result);
+    return result;
+  }
+
   [[nodiscard]] py::dict run(const std::vector<PythonEvent>& events,
                              const std::vector<double>& compute_seconds,
                              const py::dict& options) const {
     const auto get = [&options](const char* key) { return options[key]; };
     const auto speed = [&get](const char* key) { return get(key).cast<double>(); };
-    const PlacementPolicy policy = placement_policy(get("policy").cast<std::string>());
-    auto placements = place_chunks(layout_, {.policy = policy,
-                                             .offload_optim_frac = speed("offload_optim_frac"),
-                                             .offload_param_frac = speed("offload_param_frac")});
+    std::vector<Placement> placements = this->placements(options);
     const Hardware hardware{
         .h2d_bytes_per_second = speed("h2d_bytes_per_second"),
         .d2h_bytes_per_second = speed("d2h_bytes_per_second"),
@@ -107,66 +117,67 @@ class Simulator {
     PlanOptions plan_options{.device_budget_bytes = get("device_bytes").cast<std::size_t>(),
                              .fixed_device_bytes = fixed_device_bytes,
                              .max_prefetch = get("max_prefetch").cast<std::size_t>(),
-                             .policy = policy};
+                             .policy = policy_of(options)};
     // What promoted chunks take is given back where it is needed: this is the least that does.
     const Prediction streamed = make_plan(trace, layout_, placements, plan_options).prediction();
-    const std::vector<bool> stored =
-        hardware.nvme_bytes_per_second > 0.0
-            ? stored_states(placements, optimizer, get("host_bytes").cast<std::size_t>())
-            : std::vector<bool>(placements.size(), false);
-    const Homes homes = promote(trace, &placements, &plan_options, optimizer, stored,
+    const HostPlaces places = host_places(placements, options);
+    const Homes homes = promote(trace, &placements, &plan_options, optimizer, places.stored,
                                 get("margin_ratio").cast<double>());
     const Plan plan = make_plan(trace, layout_, placements, plan_options);
     SimulatedStep step = simulate_step(trace, compute_seconds, layout_, placements, plan, hardware,
-                                       optimizer, stored);
+                                       optimizer, places.stored);
     step.peak_device_bytes += homes.slot_slack_bytes;
-    step.host_bytes += homes.reserved_bytes + (step.nvme_bytes > 0 ? window_bytes(optimizer) : 0);
-    return figures(step, streamed, homes.num_promoted);
+    py::dict result = figures(step, streamed, homes.num_promoted);
+    report(places, result);
+    return result;
   }
 
  private:
-  /// What promotions cost beside the payloads on the device, which the simulator counts.
+  /// What promotions cost on the device beside the payloads, which the simulator counts. On the
+  /// host nothing changes: the chunks' places there stay theirs.
   struct Homes {
     std::size_t num_promoted = 0;
     std::uint64_t slot_slack_bytes = 0;  ///< the parameters take whole slots there
-    std::uint64_t reserved_bytes = 0;    ///< their place on the host stays theirs
   };
 
-  /// Of the window on NVMe, as NvmeTier takes it where there is room.
-  [[nodiscard]] std::size_t window_bytes(const OptimizerCost& optimizer) const {
-    std::size_t largest = 0;
-    for (const ChunkSpec& chunk : layout_.chunks()) {
-      largest = std::max<std::size_t>(largest, state_bytes_of(chunk, optimizer));
-    }
-    return WindowSlots{}.most * largest;
+  static PlacementPolicy policy_of(const py::dict& options) {
+    return placement_policy(options["policy"].cast<std::string>());
   }
 
-  /// What the host has no room for, as OptimizerState chooses it.
-  [[nodiscard]] std::vector<bool> stored_states(const std::vector<Placement>& placements,
-                                                const OptimizerCost& optimizer,
-                                                std::size_t host_bytes) const {
-    std::vector<std::size_t> states;
-    std::size_t others = 0;
-    for (std::size_t i = 0; i < placements.size(); ++i) {
-      const ChunkSpec& chunk = layout_.chunks()[i];
-      const bool on_host = placements[i] != Placement::kDevice;
-      states.push_back(on_host ? state_bytes_of(chunk, optimizer) : 0);
-      others += on_host ? payload_bytes(chunk, optimizer) - states.back() : 0;
-    }
-    return choose_stored(states, host_bytes - std::min(host_bytes, others),
-                         window_bytes(optimizer));
+  [[nodiscard]] std::vector<Placement> placements(const py::dict& options) const {
+    return place_chunks(layout_,
+                        {.policy = policy_of(options),
+                         .offload_optim_frac = options["offload_optim_frac"].cast<double>(),
+                         .offload_param_frac = options["offload_param_frac"].cast<double>()});
+  }
+
+  [[nodiscard]] HostPlaces host_places(const std::vector<Placement>& placements,
+                                       const py::dict& options) const {
+    const bool has_nvme = options["nvme_bytes_per_second"].cast<double>() > 0.0;
+    return choose_host_places(
+        layout_, placements,
+        {.format = format_, .nvme = has_nvme ? std::optional(NvmeOptions{}) : std::nullopt},
+        options["host_bytes"].cast<std::size_t>());
+  }
+
+  static void report(const HostPlaces& places, py::dict& result) {
+    result["host_bytes"] = places.host_bytes;
+    result["nvme_bytes"] = places.nvme_bytes;
+    result["nvme_weight_bytes"] = places.nvme_weight_bytes;
   }
 
   /// Between steps, as Runtime::place does.
   Homes promote(const Trace& trace, std::vector<Placement>* placements, PlanOptions* plan_options,
-                const OptimizerCost& optimizer, const std::vector<bool>& stored,
+                const OptimizerCost& optimizer, const StoredPayloads& stored,
                 double margin_ratio) const {
     std::vector<std::size_t> bytes;
     for (const ChunkSpec& chunk : layout_.chunks()) {
       bytes.push_back(payload_bytes(chunk, optimizer) + chunk.capacity_bytes - chunk.used_bytes);
     }
-    std::vector<bool> candidates = stored;
-    candidates.flip();
+    std::vector<bool> candidates;
+    for (std::size_t i = 0; i < bytes.size(); ++i) {
+      candidates.push_back(!stored.states[i] && !stored.weights[i]);
+    }
     const Promotions promotions =
         choose_promotions(trace, layout_, *placements, bytes, candidates,
                           {.plan = *plan_options, .margin_ratio = margin_ratio});
@@ -175,7 +186,6 @@ class Simulator {
       const ChunkSpec& spec = layout_.chunk(chunk);
       (*placements)[index(chunk)] = Placement::kDevice;
       homes.slot_slack_bytes += spec.capacity_bytes - spec.used_bytes;
-      homes.reserved_bytes += payload_bytes(spec, optimizer);
     }
     plan_options->fixed_device_bytes += promotions.bytes;
     return homes;
@@ -191,11 +201,9 @@ class Simulator {
   }
 
   [[nodiscard]] OptimizerCost optimizer_cost(const py::dict& options) const {
-    const StateFormat format = state_format_of(options["state_format"].cast<std::string>());
     const auto element = static_cast<double>(size_of(type_));
-    const double state = state_bytes_per_element(type_, format);
-    return {.state_bytes_per_element = state,
-            .moved_bytes_per_element = 2.0 * state + 3.0 * element,
+    return {.state_bytes_per_element = state_bytes_per_element_,
+            .moved_bytes_per_element = 2.0 * state_bytes_per_element_ + 3.0 * element,
             .norm_bytes_per_element = options["with_norm"].cast<bool>() ? element : 0.0,
             .overlap = value_named<OverlapMode>(
                 options["overlap"].cast<std::string>(), "overlap",
@@ -213,8 +221,6 @@ class Simulator {
     result["busy_seconds"] = busy;
     result["bound"] = std::string(to_string(step.bound));
     result["peak_device_bytes"] = step.peak_device_bytes;
-    result["host_bytes"] = step.host_bytes;
-    result["nvme_bytes"] = step.nvme_bytes;
     result["h2d_bytes"] = step.h2d_bytes;
     result["d2h_bytes"] = step.d2h_bytes;
     result["demand_fetches"] = step.demand_fetches;
@@ -226,6 +232,8 @@ class Simulator {
   }
 
   ScalarType type_;
+  StateFormat format_;
+  double state_bytes_per_element_;
   ChunkLayout layout_;
 };
 
@@ -234,9 +242,11 @@ class Simulator {
 void bind_simulator(py::module_& m) {
   py::class_<Simulator>(m, "Simulator")
       .def(py::init<const std::vector<PythonParamSpec>&, const std::vector<PythonModuleSpec>&,
-                    const std::string&, std::size_t>(),
-           py::arg("params"), py::arg("modules"), py::arg("precision"), py::arg("chunk_bytes"))
+                    const std::string&, std::size_t, const std::string&>(),
+           py::arg("params"), py::arg("modules"), py::arg("precision"), py::arg("chunk_bytes"),
+           py::arg("state_format"))
       .def("chunk_of", &Simulator::chunk_of)
+      .def("places", &Simulator::places, py::arg("options"))
       .def("run", &Simulator::run, py::arg("events"), py::arg("compute_seconds"),
            py::arg("options"));
 }

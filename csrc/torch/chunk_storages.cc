@@ -1,6 +1,7 @@
 #include "torch/chunk_storages.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <utility>
@@ -18,12 +19,11 @@ struct PrivateFlag {
 template struct PrivateFlag<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
 
 /// A pointer that owns a share of `payload`.
-c10::DataPtr owning_pointer(std::shared_ptr<Payload> payload) {
+c10::DataPtr owning_pointer(std::shared_ptr<Payload> payload, c10::Device device) {
   void* data = payload->data();
   auto owner = std::make_unique<std::shared_ptr<Payload>>(std::move(payload));
   return {data, owner.release(),
-          [](void* context) { delete static_cast<std::shared_ptr<Payload>*>(context); },
-          c10::Device(c10::kCPU)};
+          [](void* context) { delete static_cast<std::shared_ptr<Payload>*>(context); }, device};
 }
 
 /// A storage that goes where its payload goes, with every tensor over it.
@@ -49,8 +49,8 @@ class StorageFollower final : public PayloadFollower {
 
 }  // namespace
 
-c10::Storage empty_storage(std::size_t bytes) {
-  return {c10::Storage::use_byte_size_t{}, bytes, c10::DataPtr(nullptr, c10::kCPU), nullptr,
+c10::Storage empty_storage(std::size_t bytes, c10::Device device) {
+  return {c10::Storage::use_byte_size_t{}, bytes, c10::DataPtr(nullptr, device), nullptr,
           /*resizable=*/false};
 }
 
@@ -58,7 +58,7 @@ void point(const c10::Storage& storage, std::byte* address) noexcept {
   c10::StorageImpl& own = *storage.unsafeGetStorageImpl();
   const bool forbidden = own.get_extra_meta().custom_data_ptr_error_msg_.has_value();
   throws_when_read(own) = forbidden && address == nullptr;
-  own.set_data_ptr_noswap(c10::DataPtr(address, c10::Device(c10::kCPU)));
+  own.set_data_ptr_noswap(c10::DataPtr(address, own.device()));
 }
 
 void forbid_null(const c10::Storage& storage, std::string message) {
@@ -90,25 +90,32 @@ ParamGeometry geometry_of(const at::Tensor& tensor) {
   return geometry;
 }
 
+at::Tensor bytes_at(const std::byte* data, std::size_t bytes, c10::Device device) {
+  return at::for_blob(const_cast<std::byte*>(data), {static_cast<std::int64_t>(bytes)})
+      .options(at::TensorOptions().dtype(at::kByte).device(device))
+      .target_device(device)
+      .make_tensor();
+}
+
 at::Tensor tensor_over(const c10::Storage& storage, at::ScalarType type, std::size_t offset,
                        const ParamGeometry& geometry) {
-  return at::empty({0}, at::TensorOptions().dtype(type))
+  return at::empty({0}, at::TensorOptions().dtype(type).device(storage.device()))
       .set_(storage, static_cast<std::int64_t>(offset), geometry.sizes, geometry.strides);
 }
 
-c10::Storage storage_over(std::shared_ptr<Payload> payload) {
+c10::Storage storage_over(std::shared_ptr<Payload> payload, c10::Device device) {
   Payload& followed = *payload;
   c10::Storage storage(c10::Storage::use_byte_size_t{}, followed.bytes(),
-                       owning_pointer(std::move(payload)), nullptr, /*resizable=*/false);
+                       owning_pointer(std::move(payload), device), nullptr, /*resizable=*/false);
   followed.add_follower(std::make_unique<StorageFollower>(storage));
   return storage;
 }
 
-ChunkStorages::ChunkStorages(const ChunkLayout& layout)
-    : layout_(layout), versions_(layout.params().size(), 0) {
+ChunkStorages::ChunkStorages(const ChunkLayout& layout, c10::Device device)
+    : layout_(layout), device_(device), versions_(layout.params().size(), 0) {
   storages_.reserve(layout.chunks().size());
   for (const ChunkSpec& chunk : layout.chunks()) {
-    storages_.push_back(empty_storage(chunk.used_bytes));
+    storages_.push_back(empty_storage(chunk.used_bytes, device_));
   }
 }
 
@@ -116,6 +123,11 @@ void ChunkStorages::watch(std::vector<at::Tensor> params) { params_ = std::move(
 
 void ChunkStorages::bind(ChunkId chunk, std::byte* address) noexcept {
   point(storages_[index(chunk)], address);
+}
+
+void ChunkStorages::copy_on_device(std::span<const std::byte> source, std::byte* target) {
+  const at::NoGradGuard no_grad;
+  bytes_at(target, source.size(), device_).copy_(bytes_at(source.data(), source.size(), device_));
 }
 
 void ChunkStorages::snapshot(ChunkId chunk) noexcept {
@@ -139,7 +151,7 @@ void ChunkStorages::release_to_homes(const std::vector<std::shared_ptr<Payload>>
       point(storages_[i], nullptr);
       continue;
     }
-    storages_[i].unsafeGetStorageImpl()->set_data_ptr_noswap(owning_pointer(homes[i]));
+    storages_[i].unsafeGetStorageImpl()->set_data_ptr_noswap(owning_pointer(homes[i], device_));
   }
 }
 

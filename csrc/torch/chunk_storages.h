@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 #include <c10/core/Storage.h>
 
 #include <cstddef>
@@ -28,12 +29,15 @@ struct ParamGeometry {
 
 [[nodiscard]] ParamGeometry geometry_of(const at::Tensor& tensor);
 
+/// A tensor over bytes of a device that are not castor's to give away: it borrows them.
+[[nodiscard]] at::Tensor bytes_at(const std::byte* data, std::size_t bytes, c10::Device device);
+
 /// A tensor over `storage` from element `offset`, with a version counter of its own.
 [[nodiscard]] at::Tensor tensor_over(const c10::Storage& storage, at::ScalarType type,
                                      std::size_t offset, const ParamGeometry& geometry);
 
 /// A storage of this size that points nowhere.
-[[nodiscard]] c10::Storage empty_storage(std::size_t bytes);
+[[nodiscard]] c10::Storage empty_storage(std::size_t bytes, c10::Device device = c10::kCPU);
 
 /// Points a storage, and so every tensor over it, at memory that others own.
 void point(const c10::Storage& storage, std::byte* address) noexcept;
@@ -42,8 +46,10 @@ void point(const c10::Storage& storage, std::byte* address) noexcept;
 /// storage points nowhere.
 void forbid_null(const c10::Storage& storage, std::string message);
 
-/// A storage over a payload that keeps the payload alive, and follows it where it moves.
-[[nodiscard]] c10::Storage storage_over(std::shared_ptr<Payload> payload);
+/// A storage over a payload that keeps the payload alive, and follows it where it moves. `device`:
+/// where torch's operators run on it, wherever its bytes are.
+[[nodiscard]] c10::Storage storage_over(std::shared_ptr<Payload> payload,
+                                        c10::Device device = c10::kCPU);
 
 /// One torch storage per chunk: moving a chunk is rebinding its storage, and every alias follows
 /// (the Parameter, tied weights, views that autograd saved). While the runtime lives, storages
@@ -51,8 +57,8 @@ void forbid_null(const c10::Storage& storage, std::string message);
 /// Owned by the session; guarded by the runtime's mutex once training runs.
 class ChunkStorages final : public ParamBinder {
  public:
-  /// Makes the storages, pointing nowhere until bind.
-  explicit ChunkStorages(const ChunkLayout& layout);
+  /// Makes the storages, of `device`, pointing nowhere until bind.
+  ChunkStorages(const ChunkLayout& layout, c10::Device device);
 
   /// The parameters whose version counters tell of user writes, in ParamId order.
   void watch(std::vector<at::Tensor> params);
@@ -62,6 +68,7 @@ class ChunkStorages final : public ParamBinder {
   [[nodiscard]] const c10::Storage& storage(ChunkId chunk) const { return storages_[index(chunk)]; }
 
   void bind(ChunkId chunk, std::byte* address) noexcept override;
+  void copy_on_device(std::span<const std::byte> source, std::byte* target) override;
   void snapshot(ChunkId chunk) noexcept override;
   [[nodiscard]] bool written_since_snapshot(ChunkId chunk) const noexcept override;
   void before_write_back(ChunkId chunk, const std::byte* home, const std::byte* slot) override {
@@ -75,6 +82,7 @@ class ChunkStorages final : public ParamBinder {
 
  private:
   const ChunkLayout& layout_;
+  const c10::Device device_;
   std::vector<c10::Storage> storages_;
   std::vector<at::Tensor> params_;
   WriteBack on_write_back_;

@@ -7,14 +7,19 @@
 
 namespace castor {
 
-GradientCopies::GradientCopies(const ChunkLayout& layout, CopyEngine& engine, MemoryTier& device)
+GradientCopies::GradientCopies(const ChunkLayout& layout, CopyEngine& engine, MemoryTier& device,
+                               NonModelMemory* account)
     : engine_(engine),
       window_(device.ledger().reserve(largest_gradient_bytes(layout),
                                       "the largest gradient needs that much on its way to the "
-                                      "host; raise device_memory")) {}
+                                      "host; raise device_memory")),
+      account_(account) {}
 
 GradientCopies::~GradientCopies() {
   for (const Copy& copy : copies_) {
+    if (account_ != nullptr) {
+      account_->take_back(copy.gradient.nbytes());
+    }
     try {
       engine_.wait(copy.ticket);
     } catch (...) {  // the payload stays incomplete; nobody is left to tell
@@ -44,14 +49,27 @@ bool GradientCopies::submit(ChunkId chunk, const at::Tensor& gradient, const at:
                                             .await_source = {}});
   copies_.push_back({chunk, ticket, gradient});
   used_bytes_ += bytes;
-  stop_charging_for(data);
+  pay_by_window(gradient);
   return true;
+}
+
+// Until it is gone: a device's allocator will tell of that by itself, so the account has it again
+// by then.
+void GradientCopies::pay_by_window(const at::Tensor& gradient) noexcept {
+  if (account_ != nullptr) {
+    account_->hand_over(gradient.nbytes());
+  } else {
+    stop_charging_for(gradient.mutable_data_ptr());
+  }
 }
 
 void GradientCopies::complete_first() {
   const Copy copy = std::move(copies_.front());
   copies_.pop_front();
   used_bytes_ -= copy.gradient.nbytes();
+  if (account_ != nullptr) {
+    account_->take_back(copy.gradient.nbytes());
+  }
   try {
     engine_.wait(copy.ticket);
   } catch (...) {

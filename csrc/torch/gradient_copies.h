@@ -12,6 +12,7 @@
 #include "core/chunk_layout.h"
 #include "core/copy_engine.h"
 #include "core/memory_tier.h"
+#include "core/nonmodel_memory.h"
 
 namespace castor {
 
@@ -27,8 +28,10 @@ namespace castor {
 /// Destruction waits for all.
 class GradientCopies {
  public:
-  /// The largest gradient fits the window. Throws OutOfMemory. All three outlive this.
-  GradientCopies(const ChunkLayout& layout, CopyEngine& engine, MemoryTier& device);
+  /// The largest gradient fits the window. Throws OutOfMemory. All outlive this. `account`: of a
+  /// device whose memory torch's allocator hands out; nullptr on the CPU device.
+  GradientCopies(const ChunkLayout& layout, CopyEngine& engine, MemoryTier& device,
+                 NonModelMemory* account);
   ~GradientCopies();
   GradientCopies(const GradientCopies&) = delete;
   GradientCopies& operator=(const GradientCopies&) = delete;
@@ -51,10 +54,12 @@ class GradientCopies {
   };
 
   void complete_first();
+  void pay_by_window(const at::Tensor& gradient) noexcept;
   void rethrow_failure() const;
 
   CopyEngine& engine_;
   Reservation window_;
+  NonModelMemory* const account_;
   mutable std::mutex mutex_;    // guards everything below; held while a copy is waited for
   std::size_t used_bytes_ = 0;  // of the window
   std::deque<Copy> copies_;     // in the order of submission

@@ -55,10 +55,12 @@ std::size_t param_alignment(StateFormat format, ScalarType precision) {
   return in_blocks(format) ? kMomentBlock * size_of(precision) : kParamAlignment;
 }
 
-std::size_t state_bytes_of(const ChunkSpec& chunk, const OptimizerStateOptions& options) {
-  std::size_t bytes = 0;
+std::vector<std::size_t> state_payload_bytes(const ChunkSpec& chunk,
+                                             const OptimizerStateOptions& options) {
+  std::vector<std::size_t> bytes;
   for (const PayloadKind kind : state_kinds(chunk, options.format, options.moments)) {
-    bytes += bytes_of(kind, chunk.used_bytes / size_of(chunk.type), chunk.type, options.format);
+    bytes.push_back(
+        bytes_of(kind, chunk.used_bytes / size_of(chunk.type), chunk.type, options.format));
   }
   return bytes;
 }
@@ -70,6 +72,7 @@ OptimizerState::OptimizerState(ChunkManager& manager, std::span<const at::Tensor
       layout_(manager.layout()),
       params_(params),
       executor_(executor),
+      device_(options.device),
       weights_(weights),
       format_(options.format),
       streams_(params.size(), 0) {
@@ -195,6 +198,10 @@ OptimizerState::Memory OptimizerState::resident(ChunkId chunk) const {
 
 void OptimizerState::with_memory(ChunkId chunk, StreamAccess access,
                                  const std::function<void(const Memory&)>& work) const {
+  if (on_device(chunk)) {
+    with_copies(chunk, access, work);
+    return;
+  }
   if (!stored(chunk)) {
     work(resident(chunk));
     return;
@@ -234,7 +241,14 @@ void OptimizerState::with_all_memory(ChunkId chunk,
 
 void OptimizerState::with_home(ParamId param, const std::function<void(std::byte*)>& work) const {
   const ParamPlace place = layout_.place(param);
+  if (on_device(place.chunk)) {
+    std::vector<std::byte> copy(layout_.param(param).numel * size_of(layout_.param(param).type));
+    work(copy.data());  // which writes all of it
+    copy_to_device(copy, element(param, PayloadKind::kParam));
+    return;
+  }
   if (!manager_.stored(place.chunk)) {
+    host_writes_home(place.chunk);
     work(element(param, PayloadKind::kParam));
     return;
   }
@@ -289,6 +303,13 @@ void OptimizerState::add_segments(std::span<const ParamUpdate> updates, const Me
 }
 
 void OptimizerState::update(ChunkId chunk, std::span<const ParamUpdate> updates) {
+  if (on_device(chunk)) {
+    std::vector<AdamSegment> segments;
+    add_segments(updates, in_place(chunk), segments);
+    update_on_device(segments);
+    return;
+  }
+  host_writes_home(chunk);
   with_all_memory(chunk, [&](const Memory& memory) {
     std::vector<AdamSegment> segments;
     add_segments(updates, memory, segments);
@@ -306,10 +327,13 @@ void OptimizerState::update_all(std::span<const std::vector<ParamUpdate>> update
     }
   }
   std::vector<AdamSegment> in_memory;
+  std::vector<AdamSegment> on_device_itself;
   std::size_t num_in_memory = 0;
   const auto update_in_memory = [&] {
     num_begun += std::exchange(num_in_memory, 0);
+    update_on_device(on_device_itself);  // first: it goes on while the host is busy
     adam_update(executor_, in_memory);
+    on_device_itself.clear();
     in_memory.clear();
   };
   announce(on_nvme);
@@ -319,6 +343,12 @@ void OptimizerState::update_all(std::span<const std::vector<ParamUpdate>> update
     if (updates[i].empty()) {
       continue;
     }
+    if (on_device(chunk)) {
+      add_segments(updates[i], in_place(chunk), on_device_itself);
+      ++num_in_memory;
+      continue;
+    }
+    host_writes_home(chunk);
     if (!stored_in_part(chunk)) {
       with_all_memory(chunk, [&](const Memory& memory) {  // which stays where it is
         add_segments(updates[i], memory, in_memory);

@@ -15,32 +15,21 @@
 #include "core/chunk_manager.h"
 #include "io/nvme_tier.h"
 #include "optim/adam.h"
-#include "optim/state_format.h"
 #include "torch/chunk_storages.h"
+#include "torch/device_backend.h"
+#include "torch/optimizer_state_options.h"
 
 namespace castor {
 
 class StoredWeights;
 
-struct OptimizerStateOptions {
-  /// Other formats than kFp32 are for bf16 parameters.
-  StateFormat format = StateFormat::kFp32;
-  /// Whether Adam's moments get payloads; false when another optimizer updates the parameters.
-  bool moments = true;
-  /// The NVMe tier takes the states of chunks that the host has no room for. nullopt: there is
-  /// none.
-  std::optional<NvmeOptions> nvme;
-  /// Share of the state bytes that go there whether the host has room or not, in [0, 1].
-  double nvme_fraction = 0.0;
-};
-
 /// Bytes at which a chunk aligns its parameters for a format: blocks of quantised moments begin
 /// with a parameter (docs/design/0012).
 [[nodiscard]] std::size_t param_alignment(StateFormat format, ScalarType precision);
 
-/// Bytes that the optimizer keeps of a chunk.
-[[nodiscard]] std::size_t state_bytes_of(const ChunkSpec& chunk,
-                                         const OptimizerStateOptions& options);
+/// Bytes of each payload that the optimizer keeps of a chunk.
+[[nodiscard]] std::vector<std::size_t> state_payload_bytes(const ChunkSpec& chunk,
+                                                           const OptimizerStateOptions& options);
 
 /// One parameter's Adam step; its gradient is in its payload.
 struct ParamUpdate {
@@ -67,16 +56,26 @@ class OptimizerState {
                  const OptimizerStateOptions& options, StoredWeights* weights = nullptr);
 
   [[nodiscard]] StateFormat format() const noexcept { return format_; }
+  /// Whether the chunk's payloads lie in memory of a device that updates them itself: what it is
+  /// given to do is behind what it has been given before, by the calling thread.
+  [[nodiscard]] bool on_device(ChunkId chunk) const {
+    return device_ != nullptr &&
+           manager_.payload(chunk, PayloadKind::kParam)->tier() == TierKind::kDevice;
+  }
   /// Whether the chunk's payloads lie on NVMe: there are no views of them then.
   [[nodiscard]] bool stored(ChunkId chunk) const { return stored_[index(chunk)]; }
+  /// Whether there are views of the chunk's payloads: not where they may be now in memory of the
+  /// host and now in that of a device, between which a torch tensor cannot move.
+  [[nodiscard]] bool shown(ChunkId chunk) const { return device_ == nullptr && !stored(chunk); }
   /// What the chunk has on NVMe, with bytes.
   [[nodiscard]] std::vector<std::pair<PayloadKind, std::size_t>> stored_payloads(
       ChunkId chunk) const;
   /// nullptr where nothing lies on NVMe.
   [[nodiscard]] const NvmeTier* nvme() const noexcept { return nvme_.get(); }
 
-  /// Gives the parameter values, of any floating-point type: makes the master and, by Adam's own
-  /// rounding, the home of them. Overlaps none of the parameter's payloads, or all of one.
+  /// Gives the parameter values, of any floating-point type and device: makes the master and, by
+  /// Adam's own rounding, the home of them. Overlaps none of the parameter's payloads, or all of
+  /// one.
   void adopt(ParamId param, const at::Tensor& values);
   /// Gives the master its exact values and leaves the parameter as it is, which in the formats that
   /// have no other upper half is a part of it. False for a parameter without a master.
@@ -117,7 +116,7 @@ class OptimizerState {
   /// The parameter's first element in a payload; nullptr when there is none in memory.
   [[nodiscard]] std::byte* element(ParamId param, PayloadKind kind) const;
   /// {exp_avg, exp_avg_sq} of a trainable parameter, as views of its payloads: float32, bfloat16
-  /// or, for 8-bit codes, uint8. Empty for a chunk that is stored.
+  /// or, for 8-bit codes, uint8. Empty where shown() is false.
   [[nodiscard]] std::vector<at::Tensor> moments(ParamId param) const;
   /// float32 of shape (blocks, 2), a view of the payload; nullopt in formats without blocks.
   [[nodiscard]] std::optional<at::Tensor> moment_scales(ParamId param) const;
@@ -127,8 +126,8 @@ class OptimizerState {
   /// The fp32 values of a trainable 16-bit parameter: master_view where there is one, else a copy.
   [[nodiscard]] std::optional<at::Tensor> master(ParamId param) const;
 
-  /// Of a stored chunk's parameter: copies of {exp_avg, exp_avg_sq}, and of the scales where the
-  /// format has them, in the types of the views above.
+  /// Of any chunk's parameter, on the host: copies of {exp_avg, exp_avg_sq}, and of the scales
+  /// where the format has them, in the types of the views above.
   [[nodiscard]] std::vector<at::Tensor> read_moments(ParamId param) const;
   /// The way back, of the tensors that read_moments gives.
   void write_moments(ParamId param, std::span<const at::Tensor> moments);
@@ -137,6 +136,17 @@ class OptimizerState {
   /// Where a chunk's payloads lie at the moment, by PayloadKind; nullptr: it has none of that kind.
   using Memory = std::array<std::byte*, kNumPayloadKinds>;
 
+  /// The parameter, or a copy where the host does not address it.
+  [[nodiscard]] at::Tensor on_host(ParamId param) const;
+  /// Calls `work` with copies of the chunk's payloads; what it made of them goes to the device.
+  void with_copies(ChunkId chunk, StreamAccess access,
+                   const std::function<void(const Memory&)>& work) const;
+  [[nodiscard]] std::vector<std::byte> bytes_of_device(const std::byte* data,
+                                                       std::size_t bytes) const;
+  void copy_to_device(std::span<const std::byte> bytes, std::byte* target) const;
+  void host_writes_home(ChunkId chunk) const;
+  [[nodiscard]] Memory in_place(ChunkId chunk) const;
+  void update_on_device(std::span<const AdamSegment> segments) const;
   void check_format(ChunkId chunk) const;
   void choose_places(const OptimizerStateOptions& options);
   void make_payloads();
@@ -172,6 +182,7 @@ class OptimizerState {
   const ChunkLayout& layout_;
   std::span<const at::Tensor> params_;
   Executor& executor_;
+  DeviceBackend* const device_;
   StoredWeights* const weights_;
   const StateFormat format_;
   std::vector<std::vector<PayloadKind>> kinds_;  // per chunk

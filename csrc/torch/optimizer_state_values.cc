@@ -84,7 +84,7 @@ void OptimizerState::adopt(ParamId param, const at::Tensor& values) {
     auto* const master = data<float>(memory, param, PayloadKind::kMaster);
     auto* const remainder = data<std::int16_t>(memory, param, PayloadKind::kRemainder);
     for_each_piece(in_order_of(own, values), [&](std::size_t begin, const at::Tensor& piece) {
-      const at::Tensor exact = piece.to(at::kFloat).contiguous();
+      const at::Tensor exact = piece.to(at::kCPU, at::kFloat).contiguous();
       const std::size_t numel = numel_of(piece);
       if (master != nullptr) {
         std::memmove(master + begin, exact.const_data_ptr<float>(), numel * sizeof(float));
@@ -111,7 +111,7 @@ bool OptimizerState::set_master(ParamId param, const at::Tensor& values) {
     auto* const remainder = data<std::int16_t>(memory, param, PayloadKind::kRemainder);
     for_each_piece(in_order_of(params_[index(param)], values),
                    [&](std::size_t begin, const at::Tensor& piece) {
-                     const at::Tensor exact = piece.to(at::kFloat).contiguous();
+                     const at::Tensor exact = piece.to(at::kCPU, at::kFloat).contiguous();
                      if (master != nullptr) {
                        std::memmove(master + begin, exact.const_data_ptr<float>(), exact.nbytes());
                      } else {
@@ -127,7 +127,11 @@ void OptimizerState::zero_moments() {
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     for (const PayloadKind kind : kMoments) {
       if (const auto& moments = manager_.payload(ChunkId{static_cast<std::uint32_t>(i)}, kind)) {
-        std::memset(moments->data(), 0, moments->bytes());
+        if (on_device(ChunkId{static_cast<std::uint32_t>(i)})) {
+          bytes_at(moments->data(), moments->bytes(), device_->device()).zero_();
+        } else {
+          std::memset(moments->data(), 0, moments->bytes());
+        }
       }
     }
   }
@@ -137,6 +141,14 @@ void OptimizerState::before_write_back(ChunkId chunk, const std::byte* home,
                                        const std::byte* slot) {
   if (format_ == StateFormat::kFp32 || kinds_[index(chunk)].empty()) {
     return;
+  }
+  std::vector<std::byte> home_copy;
+  std::vector<std::byte> slot_copy;
+  if (device_ != nullptr) {  // at least one of them is its memory, and it may have written both
+    home_copy = bytes_of_device(home, layout_.chunk(chunk).used_bytes);
+    slot_copy = bytes_of_device(slot, layout_.chunk(chunk).used_bytes);
+    home = home_copy.data();
+    slot = slot_copy.data();
   }
   with_memory(chunk, StreamAccess::kEdit, [&](const Memory& memory) {
     auto* const remainder = memory[static_cast<std::size_t>(PayloadKind::kRemainder)];
@@ -152,7 +164,7 @@ void OptimizerState::before_overwrite(ParamId param, const at::Tensor& values) {
     return;
   }
   const at::NoGradGuard no_grad;
-  const at::Tensor& own = params_[index(param)];
+  const at::Tensor own = on_host(param);
   // In the order of the parameter's memory, and rounded as the copy will round.
   const at::Tensor after = empty_as(own, own.scalar_type()).copy_(values);
   with_memory(layout_.place(param).chunk, StreamAccess::kEdit, [&](const Memory& memory) {
@@ -169,7 +181,7 @@ at::Tensor OptimizerState::view(ParamId param, PayloadKind kind, at::ScalarType 
 }
 
 std::vector<at::Tensor> OptimizerState::moments(ParamId param) const {
-  if (element(param, PayloadKind::kExpAvg) == nullptr) {
+  if (device_ != nullptr || element(param, PayloadKind::kExpAvg) == nullptr) {
     return {};
   }
   return {view(param, PayloadKind::kExpAvg, moment_type(format_)),
@@ -184,7 +196,7 @@ ParamGeometry OptimizerState::scales_geometry(ParamId param) const {
 std::optional<at::Tensor> OptimizerState::moment_scales(ParamId param) const {
   const ParamPlace place = layout_.place(param);
   const auto& payload = manager_.payload(place.chunk, PayloadKind::kMomentScales);
-  if (!payload) {
+  if (device_ != nullptr || !payload) {
     return std::nullopt;
   }
   return tensor_over(storage_over(payload), at::kFloat, 2 * (place.offset / kMomentBlock),
@@ -192,7 +204,7 @@ std::optional<at::Tensor> OptimizerState::moment_scales(ParamId param) const {
 }
 
 std::optional<at::Tensor> OptimizerState::master_view(ParamId param) const {
-  if (element(param, PayloadKind::kMaster) == nullptr) {
+  if (device_ != nullptr || element(param, PayloadKind::kMaster) == nullptr) {
     return std::nullopt;
   }
   return view(param, PayloadKind::kMaster, at::kFloat);
@@ -206,7 +218,7 @@ std::optional<at::Tensor> OptimizerState::master(ParamId param) const {
     return shown;
   }
   const at::NoGradGuard no_grad;
-  const at::Tensor& own = params_[index(param)];
+  const at::Tensor own = on_host(param);
   at::Tensor values = empty_as(own, at::kFloat);
   with_memory(layout_.place(param).chunk, StreamAccess::kRead, [&](const Memory& memory) {
     if (const auto* master = data<float>(memory, param, PayloadKind::kMaster)) {

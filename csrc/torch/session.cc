@@ -85,13 +85,24 @@ std::vector<ParamSpec> describe(const std::vector<at::Tensor>& params,
 }
 
 /// At memory speed a copy is over soonest when every core takes part; a link leaves the cores free.
-std::unique_ptr<CopyEngine> make_copy_engine(std::uint64_t link_bytes_per_second,
-                                             Executor& executor) {
-  if (link_bytes_per_second == 0) {
+std::unique_ptr<CopyEngine> make_copy_engine(const SessionOptions& options, Executor& executor) {
+  if (options.backend) {
+    return options.backend->make_copy_engine();
+  }
+  if (options.link_bytes_per_second == 0) {
     return std::make_unique<ParallelCopyEngine>(executor);
   }
   return std::make_unique<AsyncCopyEngine>(
-      AsyncCopyOptions{.bytes_per_second = link_bytes_per_second, .copy = {}});
+      AsyncCopyOptions{.bytes_per_second = options.link_bytes_per_second, .copy = {}});
+}
+
+std::unique_ptr<Arena> make_device_arena(const SessionOptions& options) {
+  return options.backend ? options.backend->make_device_arena()
+                         : std::make_unique<SlotArena>(make_host_arena());
+}
+
+std::unique_ptr<Arena> make_home_arena(const SessionOptions& options) {
+  return options.backend ? options.backend->make_host_arena() : make_host_arena();
 }
 
 }  // namespace
@@ -110,7 +121,9 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
   session->adopt_parameters();
   session->install_gradient_hooks();
   session->watch_tensors();
-  install_counting_allocator();
+  if (!options.backend) {
+    install_counting_allocator();
+  }
   return session;
 }
 
@@ -119,30 +132,42 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout, const Sessi
       layout_(std::move(layout)),
       overlap_(options.overlap),
       scaled_precision_(options.precision == ScalarType::kFloat16),
+      own_device_(options.backend),
       device_(std::make_shared<MemoryTier>(TierKind::kDevice, options.device_bytes,
-                                           std::make_unique<SlotArena>(make_host_arena()))),
-      host_(std::make_shared<MemoryTier>(TierKind::kHost, options.host_bytes, make_host_arena())),
+                                           make_device_arena(options))),
+      host_(std::make_shared<MemoryTier>(TierKind::kHost, options.host_bytes,
+                                         make_home_arena(options))),
       nonmodel_(std::make_shared<NonModelMemory>(device_)),
+      charged_(own_device_ ? nullptr : nonmodel_),
       executor_(std::make_unique<TbbExecutor>()),
-      copy_engine_(make_copy_engine(options.link_bytes_per_second, *executor_)),
-      storages_(std::make_unique<ChunkStorages>(layout_)),
-      weights_(StoredWeights::create(layout_, place_chunks(layout_, options.placement), *storages_,
-                                     options.state, *host_, *executor_)),
+      copy_engine_(make_copy_engine(options, *executor_)),
+      storages_(std::make_unique<ChunkStorages>(layout_, own_device_.torch_device())),
+      weights_(own_device_
+                   ? nullptr
+                   : StoredWeights::create(layout_, place_chunks(layout_, options.placement),
+                                           *storages_, options.state, *host_, *executor_)),
       manager_(std::make_unique<ChunkManager>(layout_, place_chunks(layout_, options.placement),
                                               device_, host_, *copy_engine_, *storages_,
                                               weights_.get())) {
   add_gradient_payloads();
-  optimizer_state_ = std::make_unique<OptimizerState>(*manager_, params_, *executor_, options.state,
+  OptimizerStateOptions state_options = options.state;
+  state_options.device = own_device_.get();
+  optimizer_state_ = std::make_unique<OptimizerState>(*manager_, params_, *executor_, state_options,
                                                       weights_.get());
   storages_->on_write_back([state = optimizer_state_.get()](ChunkId chunk, const std::byte* home,
                                                             const std::byte* slot) {
     state->before_write_back(chunk, home, slot);
   });
   if (copy_engine_->asynchronous()) {
-    gradient_copies_ = std::make_unique<GradientCopies>(layout_, *copy_engine_, *device_);
+    gradient_copies_ = std::make_unique<GradientCopies>(layout_, *copy_engine_, *device_,
+                                                        own_device_ ? nonmodel_.get() : nullptr);
   }
-  runtime_ = std::make_unique<Runtime>(*manager_, nonmodel_, options.runtime,
+  RuntimeOptions runtime_options = options.runtime;
+  runtime_options.freed_slots =
+      own_device_ ? FreedSlots::kReusedAtOnce : FreedSlots::kKeepTheirBytes;
+  runtime_ = std::make_unique<Runtime>(*manager_, nonmodel_, runtime_options,
                                        Runtime::Clock(monotonic_ns));
+  own_device_.follow(nonmodel_);
   if (options.overlap != Overlap::kNone) {
     updates_ = std::make_unique<UpdateQueue>(layout_.chunks().size());
     manager_->follow(updates_.get());
@@ -161,8 +186,10 @@ Session::~Session() {
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     homes.push_back(manager_->payload(ChunkId{static_cast<std::uint32_t>(i)}, PayloadKind::kParam));
   }
-  manager_.reset();
+  own_device_.leave(homes);  // before payloads go that a promotion has read, and after the last
+  manager_.reset();          // slots have gone home
   weights_.reset();
+  own_device_.leave(homes);
   storages_->release_to_homes(homes);
 }
 
@@ -184,7 +211,7 @@ void Session::adopt_parameters() {
     const auto& grad = manager_->payload(chunk, PayloadKind::kGrad);
     grad_storages.push_back(!grad           ? c10::Storage()
                             : stored(chunk) ? weights_->gradient_storage(chunk)
-                                            : storage_over(grad));
+                                            : storage_over(grad, own_device_.torch_device()));
   }
   gradients_.resize(params_.size());
   steps_ = at::zeros({static_cast<std::int64_t>(params_.size())}, at::kFloat);
@@ -210,7 +237,7 @@ void Session::watch_tensors() {
       2 * layout_.chunks().size(), [this](std::size_t group) { settle_group(group); },
       [this](auto uses) { return visit_groups(uses); });
   guard_stored_weights();
-  state_views_.resize(params_.size());
+  state_views_ = std::make_unique<StateViews>(params_.size());
   updated_.resize(layout_.chunks().size(), false);
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ChunkId chunk = layout_.place(ParamId{static_cast<std::uint32_t>(i)}).chunk;
@@ -281,9 +308,9 @@ void Session::enter(ModuleId module) {
     check_whole();
     check_no_update_yet("the next forward began");
   }
-  if (runtime_->idle() && charged_account() != nonmodel_) {
+  if (runtime_->idle() && charged_account() != charged_) {
     account_before_ = charged_account();
-    charge_allocations_to(nonmodel_);
+    charge_allocations_to(charged_);
   }
   check_not_updated(module);
   runtime_->enter(module, training ? PassMode::kTraining : PassMode::kInference);
@@ -300,7 +327,7 @@ void Session::exit(ModuleId module) {
 }
 
 void Session::enter_backward(ModuleId module) {
-  charge_allocations_to(nonmodel_);
+  charge_allocations_to(charged_);
   follow_backward_pass();
   check_not_updated(module);
   runtime_->enter_backward(module);
@@ -329,31 +356,19 @@ void Session::backward_pass_ended(int pass) {
 }
 
 void Session::stop_charging() {
-  if (runtime_->idle() && charged_account() == nonmodel_) {
+  if (runtime_->idle() && charged_account() == charged_) {
     charge_allocations_to(nullptr);
   }
 }
 
-const Session::StateViews& Session::state_views(ParamId param) {
-  StateViews& views = state_views_[index(param)];
-  if (views.moments.empty()) {
-    views.moments = optimizer_state_->moments(param);
-    views.scales = optimizer_state_->moment_scales(param);
-    const std::size_t group = index(layout_.place(param).chunk);
-    for (const at::Tensor& moment : views.moments) {
-      gate_->watch(group, moment);
-    }
-    if (views.scales) {
-      gate_->watch(group, *views.scales);
-    }
-  }
-  return views;
+std::vector<at::Tensor> Session::moments(ParamId param) {
+  return state_views_->of(param, *optimizer_state_, *gate_, index(layout_.place(param).chunk))
+      .moments;
 }
 
-std::vector<at::Tensor> Session::moments(ParamId param) { return state_views(param).moments; }
-
 std::optional<at::Tensor> Session::moment_scales(ParamId param) {
-  return state_views(param).scales;
+  return state_views_->of(param, *optimizer_state_, *gate_, index(layout_.place(param).chunk))
+      .scales;
 }
 
 }  // namespace castor

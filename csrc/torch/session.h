@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -18,7 +17,9 @@
 #include "torch/optimizer_state.h"
 #include "torch/param_gradient.h"
 #include "torch/run_integrity.h"
+#include "torch/session_device.h"
 #include "torch/session_options.h"
+#include "torch/state_views.h"
 #include "torch/stored_weights.h"
 #include "torch/tensor_gate.h"
 
@@ -90,6 +91,9 @@ class Session : public std::enable_shared_from_this<Session> {
   /// Masters and moments of the parameters. Its moments have no values before zero_moments().
   /// Before its memory is used: settle(param).
   [[nodiscard]] OptimizerState& optimizer_state() const noexcept { return *optimizer_state_; }
+  /// A CPU tensor over a parameter's home, borrowed, until the next forward; nullopt: the CPU
+  /// device, whose parameters are that, or on the device for good.
+  [[nodiscard]] std::optional<at::Tensor> home(ParamId param);
   /// Parameters and gradients on NVMe; nullptr: all are in memory.
   [[nodiscard]] const StoredWeights* stored_weights() const noexcept { return weights_.get(); }
   /// The parameter has an address, in memory that stays there, until the visit ends.
@@ -122,18 +126,11 @@ class Session : public std::enable_shared_from_this<Session> {
   /// Returns what went to the host, and when.
   GradientCopy adopt_gradient(ParamId param, at::Tensor& grad, std::size_t max_uses);
   [[nodiscard]] double gradient_norm() const;
-  using MeasureGradient = std::function<void(ParamId param, const std::byte* gradient)>;
-  /// Calls `measure` for the present gradients on NVMe, one after the other.
-  void measure_stored_gradients(const MeasureGradient& measure) const;
   void watch_tensors();
   void guard_stored_weights();
   [[nodiscard]] std::shared_ptr<void> visit_groups(std::span<const TensorGate::Use> uses);
-  [[nodiscard]] bool stored(ChunkId chunk) const noexcept {
-    return weights_ && weights_->stored(chunk);
-  }
+  [[nodiscard]] bool stored(ChunkId chunk) const noexcept;
   void begin_gradients_of(ChunkId chunk);
-  struct StateViews;
-  const StateViews& state_views(ParamId param);
   /// The update of parameter i, which is in its next step from now on.
   [[nodiscard]] ParamUpdate begin_step(std::size_t i, const AdamOptions& options,
                                        double grad_scale);
@@ -144,16 +141,13 @@ class Session : public std::enable_shared_from_this<Session> {
   void update_completed_chunks();
   void note_torn_payloads();
   /// Whether a write to NVMe failed.
-  [[nodiscard]] bool torn() const noexcept {
-    return optimizer_state_->torn() || (weights_ && weights_->torn());
-  }
+  [[nodiscard]] bool torn() const noexcept;
   /// Throws UsageError unless whole().
   void check_whole();
   void check_no_update_yet(const std::string& what) const;
   void check_not_updated(ModuleId module) const;
   /// Whether somebody holds another tensor over the chunk's memory, which the gate does not watch.
   [[nodiscard]] bool aliased(ChunkId chunk) const;
-  void check_groups(std::size_t num_groups, std::span<const std::int64_t> group_of) const;
   void check_used_gradient(std::size_t i, const AdamOptions& options) const;
   void await_gradients();
   void forget_updates();
@@ -162,18 +156,18 @@ class Session : public std::enable_shared_from_this<Session> {
   [[nodiscard]] std::size_t gradient_group(ChunkId chunk) const noexcept {
     return layout_.chunks().size() + index(chunk);
   }
-  [[nodiscard]] bool updated(ParamId param) const {
-    return updated_[index(layout_.place(param).chunk)];
-  }
+  [[nodiscard]] bool updated(ParamId param) const;
   [[nodiscard]] bool trainable(ParamId param) const { return layout_.param(param).trainable; }
 
   std::vector<at::Tensor> params_;
   const ChunkLayout layout_;
   const Overlap overlap_;
   const bool scaled_precision_;  // fp16: gradients may carry a loss scale
+  SessionDevice own_device_;     // where the device computes by itself
   std::shared_ptr<MemoryTier> device_;
   std::shared_ptr<MemoryTier> host_;
   std::shared_ptr<NonModelMemory> nonmodel_;
+  const std::shared_ptr<NonModelMemory> charged_;  // for the CPU's allocations; may be nullptr
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<CopyEngine> copy_engine_;
   std::unique_ptr<ChunkStorages> storages_;
@@ -186,13 +180,9 @@ class Session : public std::enable_shared_from_this<Session> {
   std::unique_ptr<UpdateQueue> updates_;  // nullptr with Overlap::kNone
   // Group i: parameters and moments of chunk i; gradient_group(i): its gradients.
   std::shared_ptr<TensorGate> gate_;
-  struct StateViews {
-    std::vector<at::Tensor> moments;
-    std::optional<at::Tensor> scales;
-  };
   std::vector<std::size_t> param_uses_;     // per chunk: of its parameters' storage, by castor
   std::vector<std::size_t> gradient_uses_;  // of its gradients' storage
-  std::vector<StateViews> state_views_;     // per parameter, once shown
+  std::unique_ptr<StateViews> state_views_;
   std::shared_ptr<NonModelMemory> account_before_;  // of the thread, while inference runs
   std::vector<int> backward_passes_;  // under way, as autograd numbers them; nested ones last
 

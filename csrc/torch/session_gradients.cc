@@ -149,6 +149,7 @@ GradientSummary Session::collect_gradients(bool with_norm) {
                        "; use booster.backward for every micro-batch of a step");
     }
   }
+  own_device_.await();  // it may have written gradients where they are
   summary.norm = with_norm ? gradient_norm() : 0.0;
   return summary;
 }
@@ -156,6 +157,11 @@ GradientSummary Session::collect_gradients(bool with_norm) {
 double Session::gradient_norm() const {
   constexpr std::size_t kParallelNumel = std::size_t{1} << 18;
   std::vector<double> squares(params_.size(), 0.0);
+  own_device_.square_norms(*optimizer_state_, layout_, gradients_, squares);
+  const auto on_host = [&](std::size_t i) {
+    const ParamId param{static_cast<std::uint32_t>(i)};
+    return gradients_[i].present && !optimizer_state_->on_device(layout_.place(param).chunk);
+  };
   const auto measure_at = [&](ParamId param, const std::byte* gradient, Executor* executor) {
     const ParamSpec& spec = layout_.param(param);
     squares[index(param)] =
@@ -168,21 +174,35 @@ double Session::gradient_norm() const {
     }
   };
   for (std::size_t i = 0; i < params_.size(); ++i) {
-    if (gradients_[i].present && layout_.params()[i].numel >= kParallelNumel) {
+    if (on_host(i) && layout_.params()[i].numel >= kParallelNumel) {
       measure(i, executor_.get());
     }
   }
   executor_->parallel_for(layout_.chunks().size(), [&](std::size_t chunk) {
     for (const ParamId param : layout_.chunks()[chunk].params) {
-      if (gradients_[index(param)].present && layout_.param(param).numel < kParallelNumel) {
+      if (on_host(index(param)) && layout_.param(param).numel < kParallelNumel) {
         measure(index(param), nullptr);
       }
     }
   });
   if (weights_) {
-    measure_stored_gradients([&](ParamId param, const std::byte* gradient) {
-      measure_at(param, gradient,
-                 layout_.param(param).numel >= kParallelNumel ? executor_.get() : nullptr);
+    const auto present = [&](ParamId param) { return gradients_[index(param)].present; };
+    std::vector<ChunkId> chunks;
+    for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+      const ChunkId chunk{static_cast<std::uint32_t>(i)};
+      const auto& params = layout_.chunk(chunk).params;
+      if (stored(chunk) && std::any_of(params.begin(), params.end(), present)) {
+        chunks.push_back(chunk);
+      }
+    }
+    weights_->read_gradients(chunks, [&](ChunkId chunk, const std::byte* data) {
+      for (const ParamId param : layout_.chunk(chunk).params) {
+        const ParamSpec& spec = layout_.param(param);
+        if (present(param)) {
+          measure_at(param, data + layout_.place(param).offset * size_of(spec.type),
+                     spec.numel >= kParallelNumel ? executor_.get() : nullptr);
+        }
+      }
     });
   }
   double sum = 0.0;

@@ -2,11 +2,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include "core/chunk_layout.h"
 #include "core/placement.h"
 #include "core/runtime.h"
 #include "core/scalar_type.h"
+#include "torch/device_backend.h"
 #include "torch/optimizer_state.h"
 
 namespace castor {
@@ -29,6 +31,8 @@ struct SessionOptions {
   std::size_t host_bytes = 0;
   /// Bandwidth of an emulated link between host and device, each way; 0: memory's own.
   std::uint64_t link_bytes_per_second = 0;
+  /// The device that computes; nullptr: the CPU device.
+  std::shared_ptr<DeviceBackend> backend;
   OptimizerStateOptions state;
   Overlap overlap = Overlap::kNone;
 };

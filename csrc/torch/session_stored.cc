@@ -28,6 +28,12 @@ struct OperatorVisit {
 
 }  // namespace
 
+bool Session::stored(ChunkId chunk) const noexcept { return weights_ && weights_->stored(chunk); }
+
+bool Session::torn() const noexcept {
+  return optimizer_state_->torn() || (weights_ && weights_->torn());
+}
+
 void Session::guard_stored_weights() {
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
@@ -85,32 +91,6 @@ void Session::begin_gradients_of(ChunkId chunk) {
       weights_->gradient_storage(chunk).use_count() <= gradient_uses_[index(chunk)]) {
     gate_->pass(gradient_group(chunk));
     weights_->discard_gradients(chunk);
-  }
-}
-
-void Session::measure_stored_gradients(const MeasureGradient& measure) const {
-  std::vector<ChunkId> chunks;
-  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
-    const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    const auto& params = layout_.chunk(chunk).params;
-    if (stored(chunk) && std::any_of(params.begin(), params.end(), [this](ParamId param) {
-          return gradients_[index(param)].present;
-        })) {
-      chunks.push_back(chunk);
-    }
-  }
-  for (std::size_t i = 0; i < chunks.size(); ++i) {
-    for (std::size_t next = i + 1; next < std::min(i + 1 + weights_->max_held(), chunks.size());
-         ++next) {
-      weights_->announce_part(weights_->gradients_of(chunks[next]));
-    }
-    const auto hold = weights_->read(weights_->gradients_of(chunks[i]));
-    const std::byte* const data = hold.payloads().front().data();
-    for (const ParamId param : layout_.chunk(chunks[i]).params) {
-      if (gradients_[index(param)].present) {
-        measure(param, data + layout_.place(param).offset * size_of(layout_.param(param).type));
-      }
-    }
   }
 }
 

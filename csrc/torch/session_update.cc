@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <exception>
+#include <functional>
 #include <string>
 #include <utility>
 
@@ -9,10 +10,29 @@
 
 // The part of Session that updates parameters: in backward, in step, beside what follows.
 namespace castor {
+namespace {
+
+void check_groups(std::size_t num_groups, std::span<const std::int64_t> group_of,
+                  std::size_t num_params) {
+  if (group_of.size() != num_params) {
+    throw InvalidArgument("group_of has " + std::to_string(group_of.size()) + " entries for " +
+                          std::to_string(num_params) + " parameters");
+  }
+  for (const std::int64_t group : group_of) {
+    if (group < 0 || static_cast<std::size_t>(group) >= num_groups) {
+      throw InvalidArgument("group_of names group " + std::to_string(group) + " of " +
+                            std::to_string(num_groups));
+    }
+  }
+}
+
+}  // namespace
+
+bool Session::updated(ParamId param) const { return updated_[index(layout_.place(param).chunk)]; }
 
 void Session::arm_updates(std::vector<AdamOptions> groups, std::vector<std::int64_t> group_of) {
   if (overlap_ == Overlap::kBackward) {
-    check_groups(groups.size(), group_of);
+    check_groups(groups.size(), group_of, params_.size());
     armed_groups_ = std::move(groups);
     armed_group_of_ = std::move(group_of);
   }
@@ -58,16 +78,12 @@ void Session::check_not_updated(ModuleId module) const {
 }
 
 bool Session::aliased(ChunkId chunk) const {
-  const auto in_use = [](const at::Tensor& tensor) { return tensor.storage().use_count() > 1; };
   const auto& params = layout_.chunk(chunk).params;
   const at::Tensor& gradient = gradients_[index(params.front())].view;
   return storages_->storage(chunk).use_count() > param_uses_[index(chunk)] ||
          (gradient.defined() && gradient.storage().use_count() > gradient_uses_[index(chunk)]) ||
-         std::any_of(params.begin(), params.end(), [&](ParamId param) {
-           const StateViews& views = state_views_[index(param)];
-           return std::any_of(views.moments.begin(), views.moments.end(), in_use) ||
-                  (views.scales && in_use(*views.scales));
-         });
+         std::any_of(params.begin(), params.end(),
+                     [this](ParamId param) { return state_views_->aliased(param); });
 }
 
 void Session::forget_updates() {
@@ -111,7 +127,7 @@ void Session::end_load(bool weights, bool states) { integrity_.loaded(weights, s
 
 void Session::adam_step(std::span<const AdamOptions> groups, std::span<const std::int64_t> group_of,
                         double grad_scale) {
-  check_groups(groups.size(), group_of);
+  check_groups(groups.size(), group_of, params_.size());
   std::vector<std::vector<ParamUpdate>> updates(layout_.chunks().size());
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
@@ -124,19 +140,6 @@ void Session::adam_step(std::span<const AdamOptions> groups, std::span<const std
     }
   }
   update(std::move(updates));
-}
-
-void Session::check_groups(std::size_t num_groups, std::span<const std::int64_t> group_of) const {
-  if (group_of.size() != params_.size()) {
-    throw InvalidArgument("group_of has " + std::to_string(group_of.size()) + " entries for " +
-                          std::to_string(params_.size()) + " parameters");
-  }
-  for (const std::int64_t group : group_of) {
-    if (group < 0 || static_cast<std::size_t>(group) >= num_groups) {
-      throw InvalidArgument("group_of names group " + std::to_string(group) + " of " +
-                            std::to_string(num_groups));
-    }
-  }
 }
 
 // The update is over or under way: it has to be the one that step() would make now.
@@ -202,23 +205,39 @@ void Session::update_now(std::span<const std::vector<ParamUpdate>> updates) {
 }
 
 void Session::submit_update(ChunkId chunk, std::vector<ParamUpdate> updates) {
-  gate_->close(index(chunk));
-  gate_->close(gradient_group(chunk));
-  const CopyTicket gradients =
-      gradient_copies_ ? gradient_copies_->last_of(chunk) : CopyTicket::kNone;
-  updates_->submit(chunk, [this, chunk, gradients,
-                           of_chunk = std::move(updates)](std::span<const ChunkId> next) {
+  const auto run = [this, chunk](std::span<const ParamUpdate> of_chunk,
+                                 const std::function<void()>& prepare) {
     try {
-      std::vector<ChunkId> ahead = {chunk};
-      ahead.insert(ahead.end(), next.begin(), next.end());
-      optimizer_state_->announce(ahead);
-      copy_engine_->wait(gradients);
+      prepare();
       optimizer_state_->update(chunk, of_chunk);
     } catch (const std::exception& error) {
       integrity_.broke("the optimizer's update of chunk " + std::to_string(index(chunk)) +
                        " failed (" + error.what() + ")");
       throw;
     }
+  };
+  if (optimizer_state_->on_device(chunk)) {
+    // Behind what the device has been given, and before what it will be: nobody has to wait.
+    run(updates, [] {});
+    return;
+  }
+  gate_->close(index(chunk));
+  gate_->close(gradient_group(chunk));
+  const CopyTicket gradients =
+      gradient_copies_ ? gradient_copies_->last_of(chunk) : CopyTicket::kNone;
+  // The device may have written gradients where they are, beside those that were copied.
+  const std::shared_ptr<ComputeFence> fence = own_device_.fence();
+  updates_->submit(chunk, [this, run, chunk, gradients, fence,
+                           of_chunk = std::move(updates)](std::span<const ChunkId> next) {
+    run(of_chunk, [&] {
+      std::vector<ChunkId> ahead = {chunk};
+      ahead.insert(ahead.end(), next.begin(), next.end());
+      optimizer_state_->announce(ahead);
+      copy_engine_->wait(gradients);
+      if (fence) {
+        fence->wait();
+      }
+    });
   });
   if (aliased(chunk)) {
     updates_->wait(chunk);  // nothing would hold its readers back
@@ -229,7 +248,7 @@ void Session::finish_step() {
   forget_updates();
   runtime_->finish_step();
   account_before_.reset();
-  if (charged_account() == nonmodel_) {
+  if (charged_account() == charged_) {
     charge_allocations_to(nullptr);
   }
   place_chunks_again();
@@ -253,15 +272,20 @@ void Session::settle() {
   if (whole()) {
     await_updates();
   }
+  own_device_.await();
   check_whole();
 }
 
-void Session::settle(ParamId param) { gate_->pass(index(layout_.place(param).chunk)); }
+void Session::settle(ParamId param) {
+  gate_->pass(index(layout_.place(param).chunk));
+  own_device_.await();
+}
 
 void Session::send_home() {
   check_no_update_yet("the weights are read");
   settle();
   runtime_->send_home();
+  own_device_.await();
 }
 
 }  // namespace castor

@@ -48,27 +48,29 @@ NvmeOptions with_own_file(NvmeOptions options) {
   return options;
 }
 
-HostNeeds needs_of(const ChunkLayout& layout, std::span<const Placement> placements,
-                   const OptimizerStateOptions& states) {
+}  // namespace
+
+HostNeeds StoredWeights::needs_of(const ChunkLayout& layout, std::span<const Placement> placements,
+                                  const OptimizerStateOptions& options) {
   HostNeeds needs;
   for (std::size_t i = 0; i < placements.size(); ++i) {
     const ChunkSpec& chunk = layout.chunks()[i];
+    std::vector<PayloadSpec> states;
     const bool on_host = placements[i] != Placement::kDevice;
     needs.weights.push_back(on_host ? (chunk.trainable ? 2 : 1) * chunk.used_bytes : 0);
-    needs.states.push_back(on_host ? state_bytes_of(chunk, states) : 0);
+    needs.states.push_back(0);
     if (on_host) {
-      needs.weights_slot = std::max(needs.weights_slot, chunk.used_bytes);
-      needs.states_slot = std::max(needs.states_slot, needs.states.back());
+      for (const std::size_t bytes : state_payload_bytes(chunk, options)) {
+        states.push_back({"", bytes});
+        needs.states.back() += bytes;
+      }
+      needs.weights_slot =
+          std::max(needs.weights_slot, NvmeTier::window_bytes({{{"", chunk.used_bytes}}}, 1));
+      needs.states_slot = std::max(needs.states_slot, NvmeTier::window_bytes({states}, 1));
     }
   }
-  // Windows have some padding, of every payload of a chunk.
-  needs.weights_slot = NvmeTier::window_bytes({{{"", needs.weights_slot}}}, 1);
-  needs.states_slot =
-      NvmeTier::window_bytes({{{"", needs.states_slot + kNumPayloadKinds * kIoAlignment}}}, 1);
   return needs;
 }
-
-}  // namespace
 
 std::unique_ptr<StoredWeights> StoredWeights::create(const ChunkLayout& layout,
                                                      std::span<const Placement> placements,
@@ -183,10 +185,15 @@ void StoredWeights::announce_updates(std::span<const ChunkId> chunks) {
   }
 }
 
-ChunkStream::Hold StoredWeights::read(std::size_t part) {
-  ChunkStream::Hold hold = tier_.stream().hold(part);
-  hold.wait(StreamAccess::kRead);
-  return hold;
+void StoredWeights::read_gradients(std::span<const ChunkId> chunks,
+                                   const std::function<void(ChunkId, const std::byte*)>& use) {
+  for (std::size_t i = 0; i < chunks.size(); ++i) {
+    for (std::size_t next = i + 1; next < std::min(i + 1 + max_held(), chunks.size()); ++next) {
+      tier_.stream().prefetch(gradients_of(chunks[next]));
+    }
+    tier_.stream().use(gradients_of(chunks[i]), StreamAccess::kRead,
+                       [&](auto payloads) { use(chunks[i], payloads.front().data()); });
+  }
 }
 
 void StoredWeights::discard_gradients(ChunkId chunk) {

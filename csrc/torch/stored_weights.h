@@ -3,6 +3,7 @@
 #include <c10/core/Storage.h>
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -38,6 +39,10 @@ class StoredWeights final : public HomeStore {
   /// arrives and an operator, beside one copy to the device.
   static constexpr std::size_t kLeastSlots = 5;
 
+  /// What the chunks that do not live on the device need on the host, windows padded.
+  [[nodiscard]] static HostNeeds needs_of(const ChunkLayout& layout,
+                                          std::span<const Placement> placements,
+                                          const OptimizerStateOptions& options);
   /// Takes what the host will have no room for beside the optimizer's states; nullptr: there is
   /// nothing. Throws as the constructor.
   static std::unique_ptr<StoredWeights> create(const ChunkLayout& layout,
@@ -93,9 +98,9 @@ class StoredWeights final : public HomeStore {
   /// These will be updated next.
   void announce_updates(std::span<const ChunkId> chunks);
   void forget_announced() { tier_.stream().forget_announced(); }
-  /// A part of a chunk for reading alone, without its storage.
-  [[nodiscard]] ChunkStream::Hold read(std::size_t part);
-  void announce_part(std::size_t part) { tier_.stream().prefetch(part); }
+  /// Calls `use` with the gradients of one chunk after the other, which are read ahead.
+  void read_gradients(std::span<const ChunkId> chunks,
+                      const std::function<void(ChunkId, const std::byte*)>& use);
 
   /// Nobody will ask for the gradients before all of them have been written again.
   void discard_gradients(ChunkId chunk);

@@ -87,7 +87,9 @@ def estimate(
     ] = None,
     nvme: Annotated[
         str | None,
-        typer.Option(help="NVMe for optimizer state, reads and writes together, such as 3GB/s."),
+        typer.Option(
+            help="NVMe for what the host has no room for, reads and writes together: 3GB/s."
+        ),
     ] = None,
     nvme_memory: Annotated[str | None, typer.Option(help="Of it, such as 2TB.")] = None,
     batch: Annotated[int, typer.Option(help="Samples in a step.")] = 1,

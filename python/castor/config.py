@@ -218,6 +218,8 @@ class GeminiConfig:
     nvme_offload_fraction: float | None = None
     """Share of the optimizer state that goes there at least; None: what the host cannot hold."""
     nvme_verify: bool = True
+    device: str = "cpu"
+    """Where the model computes: "cpu" or a GPU such as "cuda:0"."""
 
     def __post_init__(self) -> None:
         _choice("placement_policy", self.placement_policy, get_args(PlacementPolicy))

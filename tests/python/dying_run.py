@@ -1,9 +1,10 @@
 """A training run that saves at every step and is killed at random moments, again and again.
 
 Usage: dying_run.py WHAT LIVES SEED DIRECTORY, with WHAT "run" (booster.save), "nvme" (the same with
-all optimizer states on NVMe) or "model" (save_model over the same directory). Prints a JSON line
-with counts; exits 1 when a restart found anything but a whole checkpoint, or went on with other
-losses than the run that was never killed, which has its states in memory.
+all optimizer states on NVMe), "weights" (a larger model, with its parameters and gradients there
+too) or "model" (save_model over the same directory). Prints a JSON line with counts; exits 1 when a
+restart found anything but a whole checkpoint, or went on with other losses than the run that was
+never killed, which has everything in memory.
 
 Each life is a fork of this warm process, which itself starts no thread before.
 """
@@ -30,19 +31,30 @@ REFERENCE_STEPS = 4000
 
 
 class Run:
-    def __init__(self, scratch: Path | None = None) -> None:
+    def __init__(self, scratch: Path | None = None, *, deep: bool = False) -> None:
         nvme = {} if scratch is None else {"nvme_path": scratch, "nvme_offload_fraction": 1.0}
+        host_memory = "150KiB" if scratch is not None and deep else "64MiB"
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+        width = 48 if deep else 8
+        hidden = [nn.Linear(width, width) for _ in range(20 if deep else 0)]
+        self.model = nn.Sequential(
+            nn.Linear(8, width), *hidden, nn.Dropout(0.2), nn.Linear(width, 1)
+        )
         self.optimizer = AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = StepLR(self.optimizer, 5)
         self.loader = DataLoader(TensorDataset(torch.randn(24, 8)), batch_size=4, shuffle=True)
         self.booster = castor.Booster(
             plugin=castor.GeminiPlugin(
-                device="cpu", device_memory="1MiB", host_memory="64MiB", chunk_bytes=256, **nvme
+                device="cpu",
+                device_memory="1MiB",
+                host_memory=host_memory,
+                chunk_bytes=256,
+                **nvme,
             )
         )
         self.booster.boost(self.model, self.optimizer, None, self.loader, self.scheduler)
+        on_nvme = self.booster.report(self.model).nvme_weight_bytes > 0
+        assert on_nvme == (scratch is not None and deep)
 
     def parts(self) -> tuple[object, ...]:
         return self.model, self.optimizer, self.scheduler, self.loader
@@ -64,9 +76,9 @@ def log(path: Path, line: str) -> None:
     os.close(descriptor)
 
 
-def live_run(directory: Path, journal: Path, *, on_nvme: bool) -> None:
+def live_run(directory: Path, journal: Path, *, on_nvme: bool, deep: bool = False) -> None:
     """One life of a run: from the newest checkpoint on, until killed."""
-    run = Run(directory / "nvme" if on_nvme else None)
+    run = Run(directory / "nvme" if on_nvme else None, deep=deep)
     step = 0
     if run.booster.latest(directory / "run") is not None:
         step = run.booster.load(directory / "run", *run.parts()).step  # verifies every byte
@@ -108,9 +120,10 @@ def fork(life, *arguments) -> int:
     return pid
 
 
-def write_reference(path: Path) -> None:
-    losses = Run().losses()
-    path.write_text("\n".join(next(losses).hex() for _ in range(REFERENCE_STEPS)))
+def write_reference(path: Path, *, deep: bool) -> None:
+    losses = Run(deep=deep).losses()
+    steps = REFERENCE_STEPS // 8 if deep else REFERENCE_STEPS
+    path.write_text("\n".join(next(losses).hex() for _ in range(steps)))
 
 
 def check(journal: Path, reference: list[str]) -> dict[str, int]:
@@ -157,13 +170,15 @@ def main() -> None:
     life = {
         "run": partial(live_run, on_nvme=False),
         "nvme": partial(live_run, on_nvme=True),
+        "weights": partial(live_run, on_nvme=True, deep=True),
         "model": live_model,
     }[what]
     scratch = directory / "nvme" / "castor.scratch"
-    if what == "nvme":
+    if what in ("nvme", "weights"):
         scratch.parent.mkdir()
     if what != "model":
-        assert os.waitpid(fork(write_reference, reference_file), 0)[1] == 0
+        reference_writer = partial(write_reference, deep=what == "weights")
+        assert os.waitpid(fork(reference_writer, reference_file), 0)[1] == 0
     for _ in range(lives):
         size = journal.stat().st_size
         pid = fork(life, directory, journal)
@@ -171,11 +186,11 @@ def main() -> None:
             done, status = os.waitpid(pid, os.WNOHANG)
             assert done == 0, f"a life ended by itself with status {status}"
             time.sleep(0.001)
-        time.sleep(rng.uniform(0.0, 0.3))
+        time.sleep(rng.uniform(0.0, 0.8 if what == "weights" else 0.3))
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         assert os.WIFSIGNALED(status), f"a life ended by itself with status {status}"
-        assert scratch.exists() == (what == "nvme")  # the next life reclaims it
+        assert scratch.exists() == scratch.parent.exists()  # the next life reclaims it
     # One more life says what the last kill left.
     size = journal.stat().st_size
     pid = fork(life, directory, journal)

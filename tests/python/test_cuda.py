@@ -12,21 +12,6 @@ from castor import _loader
 from castor._loader import BUILD_INFO, load_cuda
 
 
-@pytest.fixture
-def cuda() -> ModuleType:
-    """castor._cuda, where there is a GPU; CASTOR_REQUIRE_CUDA=1 makes its absence a failure."""
-    problem = ""
-    if not torch.cuda.is_available():
-        problem = "torch finds no CUDA device"
-    elif BUILD_INFO.cuda == "none":
-        problem = "castor was built without castor._cuda"
-    if problem and os.environ.get("CASTOR_REQUIRE_CUDA") == "1":
-        pytest.fail(f"{problem} (CASTOR_REQUIRE_CUDA is 1)")
-    if problem:
-        pytest.skip(problem)
-    return load_cuda()
-
-
 def entry(param: torch.Tensor, grad: torch.Tensor, **more: Any) -> dict[str, Any]:
     """What adam_update takes for a fresh fp32 or 16-bit parameter in format fp32."""
     hyper = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}

@@ -1,6 +1,6 @@
-// castor._cuda: the GPU parts by themselves, for tests and benchmarks on a GPU. A module of its
-// own, so that castor._C needs no CUDA library. Signatures for type checkers:
-// python/castor/_cuda.pyi.
+// castor._cuda: the backend of sessions on a GPU, and its parts by themselves for tests and
+// benchmarks. A module of its own, so that castor._C needs no CUDA library. Signatures for type
+// checkers: python/castor/_cuda.pyi.
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -23,6 +23,7 @@
 #include "python/adam_entries.h"
 #include "python/state_tensors.h"
 #include "torch/cuda/caching_arena.h"
+#include "torch/cuda/cuda_backend.h"
 
 namespace py = pybind11;
 
@@ -145,6 +146,16 @@ class DeviceArena {
   const std::shared_ptr<CachingArena> arena_;
 };
 
+/// For castor._C.Session, which takes its share of the pointer.
+py::capsule backend_capsule(int device) {
+  return py::capsule(
+      new std::shared_ptr<DeviceBackend>(make_cuda_backend(static_cast<c10::DeviceIndex>(device))),
+      kDeviceBackendCapsule, [](PyObject* capsule) {
+        delete static_cast<std::shared_ptr<DeviceBackend>*>(
+            PyCapsule_GetPointer(capsule, kDeviceBackendCapsule));
+      });
+}
+
 /// The classes of castor.errors: this module has its own copy of the C++ ones, not of theirs.
 void translate(std::exception_ptr pending) {
   const auto class_of = [](const char* name) {
@@ -219,6 +230,7 @@ PYBIND11_MODULE(_cuda, module) {
       .def("empty", &DeviceArena::empty, py::arg("num_bytes"))
       .def("statistics", &DeviceArena::statistics)
       .def_property_readonly("description", &DeviceArena::description);
+  module.def("make_backend", &backend_capsule, py::arg("device"));
   module.def("adam_update", &adam_update_tensors, py::arg("entries"));
   module.def("square_norms", &square_norm_tensors, py::arg("tensors"));
   module.def("runtime_version", &cuda::runtime_version);

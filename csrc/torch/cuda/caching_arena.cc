@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "torch/cuda/torch_allocations.h"
 
 namespace castor {
 namespace {
@@ -49,7 +50,11 @@ std::byte* CachingArena::allocate(std::size_t bytes) {
   const c10::cuda::CUDAGuard guard(device_);
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(device_);
   try {
-    return static_cast<std::byte*>(allocator::raw_alloc_with_stream(bytes, stream.stream()));
+    const OwnAllocation own;
+    auto* const data =
+        static_cast<std::byte*>(allocator::raw_alloc_with_stream(bytes, stream.stream()));
+    count_own_bytes(device_, static_cast<std::ptrdiff_t>(allocated_for(bytes)));
+    return data;
   } catch (const c10::OutOfMemoryError& error) {
     throw_out_of_memory(bytes, error.what_without_backtrace());
   }
@@ -58,7 +63,9 @@ std::byte* CachingArena::allocate(std::size_t bytes) {
 void CachingArena::deallocate(std::byte* data, std::size_t bytes) noexcept {
   if (leaving_)
     leaving_({data, bytes});
+  const OwnAllocation own;
   allocator::raw_delete(data);
+  count_own_bytes(device_, -static_cast<std::ptrdiff_t>(allocated_for(bytes)));
 }
 
 std::string CachingArena::description() const {

@@ -163,7 +163,7 @@ def _portable(driver: Driver, param: torch.Tensor, entry: dict[Any, Any]) -> dic
     What is not float32 in memory is made, or read from NVMe, when it is written.
     """
     session, index = driver.engine.session, driver.engine.index_of[param]  # type: ignore[index]
-    stored = session.stored(index)
+    stored = not session.shown(index)
     if not entry or (not stored and entry["exp_avg"].dtype == torch.float32):
         return entry
 
@@ -232,7 +232,7 @@ def _reconcile(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
 
     An edited element is one that the master does not round to.
     """
-    weights = param.detach()
+    weights = param.detach().cpu()
     flat = weights.as_strided((weights.numel(),), (1,), weights.storage_offset())
     flat_master = master.as_strided((master.numel(),), (1,), master.storage_offset())
     step = PIECE_BYTES // master.element_size()

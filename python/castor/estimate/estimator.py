@@ -73,9 +73,11 @@ class Estimate:
     device_bytes: int
     """Peak of the step; where it does not fit, the least that it needs."""
     host_bytes: int
-    """Parameters, gradients and optimizer state at home."""
+    """Parameters, gradients and optimizer state at home, and the windows on those on NVMe."""
     nvme_bytes: int
-    """Optimizer state that the host has no room for."""
+    """Optimizer state, parameters and gradients that the host has no room for."""
+    nvme_weight_bytes: int
+    """Of these: parameters and gradients."""
     step_time_s: float | None
     """None where the step does not fit."""
     bound: str | None
@@ -121,15 +123,19 @@ class Estimator:
             config, dtype=dtype, gradient_checkpointing=workload.gradient_checkpointing
         )
         self._spec = ModelSpec.structure(self._model)
-        params = zip(self._spec.names, self._spec.params, strict=True)
-        self._simulator = _C.Simulator(
-            params=[(name, param.numel(), param.requires_grad) for name, param in params],
-            modules=[(m.name, m.params, m.parent) for m in self._spec.modules],
-            precision=str(dtype).removeprefix("torch."),
-            chunk_bytes=0,
-        )
+        self._simulator = self._lay_out(workload.state_format)
         self._chunk_of = self._simulator.chunk_of()
         self._steps: dict[int, Step] = {}
+
+    def _lay_out(self, state_format: str) -> _C.Simulator:
+        params = zip(self._spec.names, self._spec.params, strict=True)
+        return _C.Simulator(
+            params=[(name, param.numel(), param.requires_grad) for name, param in params],
+            modules=[(m.name, m.params, m.parent) for m in self._spec.modules],
+            precision=str(_DTYPES[self.workload.precision]).removeprefix("torch."),
+            chunk_bytes=0,
+            state_format=state_format,
+        )
 
     @property
     def num_parameters(self) -> int:
@@ -166,6 +172,7 @@ class Estimator:
             device_bytes=figures["peak_device_bytes"] if fits else device_needed,
             host_bytes=host_needed,
             nvme_bytes=figures["nvme_bytes"],
+            nvme_weight_bytes=figures["nvme_weight_bytes"],
             step_time_s=seconds if fits else None,
             bound=figures["bound"] if fits else None,
             tokens_per_s=batch * self.workload.sequence / seconds if fits else None,
@@ -182,7 +189,6 @@ class Estimator:
         self,
         step: Step,
         machine: Machine,
-        state_format: str | None = None,
         *,
         margin_ratio: float = 1.0,
     ) -> dict[str, Any]:
@@ -191,7 +197,6 @@ class Estimator:
         Args:
             step: From `step`.
             machine: Where it runs.
-            state_format: Instead of the workload's.
             margin_ratio: GeminiPlugin's gpu_margin_mem_ratio. 0 where the least bytes are asked
                 for: they are the same, and found sooner.
         """
@@ -209,15 +214,11 @@ class Estimator:
         return self._simulator.run(
             events=events,
             compute_seconds=seconds,
-            options={
-                "policy": "auto",
-                "offload_optim_frac": 0.0,
-                "offload_param_frac": 0.0,
+            options=_places(machine)
+            | {
                 "margin_ratio": margin_ratio,
                 "max_prefetch": self.workload.max_prefetch,
                 "device_bytes": machine.device_bytes,
-                "host_bytes": machine.host_bytes,
-                "nvme_bytes_per_second": machine.nvme or 0.0,
                 "h2d_bytes_per_second": machine.h2d,
                 "d2h_bytes_per_second": machine.d2h,
                 "dram_bytes_per_second": machine.dram,
@@ -227,7 +228,6 @@ class Estimator:
                 "gradient_copies": "overlapped",
                 "update_cores": "own",
                 "overlap": self.workload.overlap,
-                "state_format": state_format or self.workload.state_format,
                 "with_norm": True,
             },
         )
@@ -260,17 +260,18 @@ class Estimator:
         if host_needed > machine.host_bytes:
             smaller = self._formats_that_fit(machine)
             instead = f"--format {' or '.join(smaller)}" if smaller else "a smaller model"
+            what = "the windows through which NVMe is worked on"
             if machine.nvme is None:
+                what = "parameters, gradients and optimizer state"
                 instead = f"--nvme, or {instead}"
             found.append(
-                f"parameters, gradients and optimizer state take {size(host_needed)} of host "
-                f"memory, {size(host_needed - machine.host_bytes)} more than there is: "
+                f"{what} take {size(host_needed)} of host memory, "
+                f"{size(host_needed - machine.host_bytes)} more than there is: "
                 f"more memory, or {instead}"
             )
         if machine.nvme_bytes is not None and figures["nvme_bytes"] > machine.nvme_bytes:
             found.append(
-                f"the optimizer state that the host has no room for takes "
-                f"{size(figures['nvme_bytes'])} of NVMe, "
+                f"what the host has no room for takes {size(figures['nvme_bytes'])} of NVMe, "
                 f"{size(figures['nvme_bytes'] - machine.nvme_bytes)} more than there is"
             )
         return tuple(found)
@@ -278,13 +279,22 @@ class Estimator:
     def _formats_that_fit(self, machine: Machine) -> list[str]:
         if self.workload.precision != "bf16":
             return []
-        step = self.step(self.workload.batch)
         return [
             name
             for name in get_args(StateFormat)
-            if self.simulate(step, machine, name, margin_ratio=0.0)["host_bytes"]
-            <= machine.host_bytes
+            if self._lay_out(name).places(_places(machine))["host_bytes"] <= machine.host_bytes
         ]
+
+
+def _places(machine: Machine) -> dict[str, object]:
+    """What decides of payloads which tier they live on."""
+    return {
+        "policy": "auto",
+        "offload_optim_frac": 0.0,
+        "offload_param_frac": 0.0,
+        "host_bytes": machine.host_bytes,
+        "nvme_bytes_per_second": machine.nvme or 0.0,
+    }
 
 
 def _largest(needed: Callable[[int], int], budget: int, *, start: int, most: int) -> int:

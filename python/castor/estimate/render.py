@@ -14,7 +14,7 @@ _BOUNDS = {
     "h2d": "the link from host to device (parameters)",
     "d2h": "the link from device to host (gradients)",
     "dram": "host memory (Adam and the links)",
-    "nvme": "NVMe (optimizer state)",
+    "nvme": "NVMe (what the host has no room for)",
 }
 
 
@@ -30,7 +30,9 @@ def render(estimate: Estimate, workload: Workload, machine: Machine, console: Co
     least = "" if estimate.fits else "at least "
     table.add_row("device", f"{least}{size(estimate.device_bytes)} of {size(machine.device_bytes)}")
     table.add_row("host", f"{size(estimate.host_bytes)} of {size(machine.host_bytes)}")
-    table.add_row("NVMe", size(estimate.nvme_bytes))
+    weights = estimate.nvme_weight_bytes
+    of_these = f", {size(weights)} of it parameters and gradients" if weights else ""
+    table.add_row("NVMe", size(estimate.nvme_bytes) + of_these)
     if estimate.step_time_s is not None and estimate.bound is not None:
         table.add_row("step", f"{estimate.step_time_s:.2f} s")
         table.add_row("bound by", _BOUNDS[estimate.bound])

@@ -53,6 +53,12 @@ def check_optimizer(optimizer: Optimizer, config: GeminiConfig) -> None:
             f"{config.precision} master weights; use precision='fp32', or Adam, AdamW or "
             "HybridAdam without amsgrad and maximize"
         )
+    if not runs_fused_adam(optimizer) and config.device != "cpu":
+        raise NotImplementedError(
+            f"{name} with these options runs on castor's generic path, on the host copies, which a "
+            "GPU would read over the link; use device='cpu', or Adam, AdamW or HybridAdam without "
+            "amsgrad and maximize"
+        )
     if not runs_fused_adam(optimizer) and config.overlap != "none":
         raise NotImplementedError(
             f"overlap={config.overlap!r} needs castor's Adam, and {name} with these options runs "

@@ -56,7 +56,7 @@ def choose_state_format(optimizer: Optimizer | None, config: GeminiConfig) -> St
 
 
 class StoredState(dict[str, Any]):
-    """optimizer.state of a parameter whose moments lie on NVMe.
+    """optimizer.state of a parameter whose moments lie on NVMe, or of a model on a GPU.
 
     Holds "step", and shows the keys that the state has in memory. The moments are read when they
     are asked for: copies, of which nothing goes back. Copied or pickled it becomes an OrderedDict.
@@ -132,10 +132,10 @@ def state_entry(engine: Engine, index: int) -> dict[str, Any]:
     exp_avg and exp_avg_sq have the parameter's shape and are float32 in "fp32" and "split",
     bfloat16 in "split_bf16" and uint8 codes in "split_int8", which has "scales" too, float32 of
     shape (blocks, 2). These are the types that a standalone HybridAdam has. What lies on NVMe has
-    no views: see StoredState.
+    no views, nor what may be now in a GPU's memory and now on the host: see StoredState.
     """
     session = engine.session
-    if session.stored(index):
+    if not session.shown(index):
         return StoredState(engine, index)
     entry = {"step": session.steps[index]}
     entry |= dict(zip(MOMENTS, session.moments(index), strict=True))
@@ -169,7 +169,7 @@ def _write_moments(
     engine: Engine, index: int, param: torch.Tensor, portable: dict[str, Any]
 ) -> None:
     session = engine.session
-    if not session.stored(index):
+    if session.shown(index):
         _fill_moments(engine, param, portable, session.moments(index), session.moment_scales(index))
         return
     copies = session.read_moments(index)
@@ -198,9 +198,9 @@ def _fill_moments(
                 moment.zero_()
         return
     exact = [
-        torch.empty_like(param, dtype=torch.float32).copy_(portable[name])
+        torch.empty_like(param, dtype=torch.float32, device="cpu").copy_(portable[name])
         if name in portable
-        else torch.zeros_like(param, dtype=torch.float32)
+        else torch.zeros_like(param, dtype=torch.float32, device="cpu")
         for name in MOMENTS
     ]
     if scales is not None:

@@ -20,7 +20,6 @@ from castor.config import (
     PlacementPolicy,
     Precision,
     StateFormat,
-    available_memory_bytes,
     check_fraction,
     parse_bandwidth,
     parse_bytes,
@@ -29,6 +28,7 @@ from castor.config import (
 from castor.errors import UsageError
 from castor.optim.boosted import StepDriver, boost_optimizer, check_optimizer, runs_fused_adam
 from castor.optim.boosted_state import choose_state_format
+from castor.runtime.device import choose_device, free_device_bytes
 from castor.runtime.engine import Engine, check_not_boosted
 
 # Arguments of Colossal-AI's GeminiPlugin that this version knows but cannot honour: the value that
@@ -37,7 +37,6 @@ _NOT_YET: dict[str, tuple[object, str]] = {
     "chunk_config_dict": (None, "give chunk_bytes"),
     "chunk_init_device": (None, "chunks are built on the host"),
     "master_weights": (True, "16-bit precisions always keep fp32 master weights"),
-    "pin_memory": (False, "pinned host memory comes with the CUDA backend"),
     "force_outputs_fp32": (False, "cast the outputs in the training loop"),
     "strict_ddp_mode": (False, "there is one process"),
     "search_range_m": (None, "give chunk_bytes"),
@@ -68,9 +67,13 @@ class GeminiPlugin:
             whole chunks, optimizer state included, where memory is spare), "cpu" (stream
             everything), "cuda" (all on the device) or "static" (by the fractions).
         tensor_placement_policy: Older name of the same.
-        device: Where the model computes. Default: "cuda" when there is one, else "cpu".
-        device_memory: Budget of the device: bytes or a size such as "24GiB". Default: what is free.
-        host_memory: Budget of the host tier. Default: what is free.
+        device: Where the model computes: "cuda", "cuda:1" or "cpu". Default: "cuda" when there is
+            one, else "cpu". Build the model on the CPU: its parameters and buffers are moved, and
+            so are the inputs of each forward.
+        device_memory: Budget of the device: bytes or a size such as "24GiB". Default: what is free;
+            on a GPU 95% of what is free or cached by torch. There all that torch allocates counts,
+            and torch.cuda.set_per_process_memory_fraction holds as well.
+        host_memory: Budget of the host tier; on a GPU it is page-locked. Default: what is free.
         precision: "fp32", "bf16" or "fp16" (with a dynamic loss scale); the 16-bit ones keep exact
             fp32 master weights. Default: "fp32" on the CPU, "bf16" on CUDA. Parameters are
             converted, and persistent floating-point buffers with them.
@@ -108,8 +111,10 @@ class GeminiPlugin:
             they need. "backward": as "forward", and chunks whose gradients are complete are updated
             while backward goes on; exact only where nothing that step learns decides over the
             update, so it asks for max_norm=0, nonfinite="ignore", no fp16 and
-            enable_gradient_accumulation=False. All give the same bits. Default: "none" on the CPU
-            device, whose cores the model needs itself.
+            enable_gradient_accumulation=False. All give the same bits. Default: "forward" on a GPU;
+            "none" on the CPU device, whose cores the model needs itself.
+        pin_memory: Homes are page-locked on a GPU, and not on the CPU device, whatever is given;
+            True asks for it and needs a GPU.
         link_bandwidth: CPU device: bytes per second, or "25GB/s", of an emulated link that
             parameters pass on their way to the device and back, beside the compute, to try what a
             GPU's link would do. Default: memory's own speed.
@@ -134,6 +139,8 @@ class GeminiPlugin:
         ValueError: A value is out of range, or two contradict each other.
         TypeError: A value has the wrong type, or an argument does not exist.
         NotImplementedError: An argument asks for what this version lacks; the message names it.
+        UsageError: There is no such GPU, or torch has no CUDA.
+        ImportError: castor was built without its GPU parts.
     """
 
     def __init__(
@@ -165,6 +172,7 @@ class GeminiPlugin:
         hysteresis: int = 2,
         max_scale: float = 2.0**32,
         overlap: str | None = None,
+        pin_memory: bool = False,
         link_bandwidth: int | str | None = None,
         trace_file: str | Path | None = None,
         optim_state_format: str | None = None,
@@ -176,7 +184,15 @@ class GeminiPlugin:
         **not_yet: Any,
     ) -> None:
         _check_not_yet(not_yet)
-        _check_device(device)
+        chosen = choose_device(device)
+        on_gpu = chosen.type == "cuda"
+        if pin_memory and not on_gpu:
+            raise ValueError("pin_memory=True needs device='cuda'; the CPU device copies nothing")
+        if link_bandwidth is not None and on_gpu:
+            raise ValueError(
+                "link_bandwidth emulates a link on the CPU device, and a GPU has its own; leave it "
+                "out, or pass device='cpu'"
+            )
         if norm_type != 2.0:
             raise NotImplementedError(f"norm_type={norm_type} is not supported; only 2.0 is")
         if not isinstance(enable_gradient_accumulation, bool):
@@ -199,10 +215,11 @@ class GeminiPlugin:
             )
         self.config = GeminiConfig(
             placement_policy=cast(PlacementPolicy, policy),
-            device_bytes=_bytes_or_available(device_memory, "device_memory"),
-            host_bytes=_bytes_or_available(host_memory, "host_memory"),
-            precision=cast(Precision, precision or "fp32"),
-            overlap=cast(Overlap, overlap or "none"),
+            device=str(chosen),
+            device_bytes=_bytes_or_free(device_memory, "device_memory", chosen),
+            host_bytes=_bytes_or_free(host_memory, "host_memory", torch.device("cpu")),
+            precision=cast(Precision, precision or ("bf16" if on_gpu else "fp32")),
+            overlap=cast(Overlap, overlap or ("forward" if on_gpu else "none")),
             link_bytes_per_second=(
                 0 if link_bandwidth is None else parse_bandwidth(link_bandwidth, "link_bandwidth")
             ),
@@ -298,19 +315,6 @@ def _check_not_yet(arguments: dict[str, Any]) -> None:
             raise NotImplementedError(f"{name}={value!r} is not supported yet: {instead}")
 
 
-def _check_device(device: str | torch.device | None) -> None:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    kind = torch.device(device).type
-    if kind == "cuda":
-        raise NotImplementedError(
-            "device='cuda' is not supported yet: this version has no CUDA backend; pass "
-            "device='cpu' to train inside a budgeted host arena"
-        )
-    if kind != "cpu":
-        raise NotImplementedError(f"device={kind!r} is not supported; castor computes on 'cpu'")
-
-
 def _policy(placement: str | None, tensor_placement: str | None) -> str:
     if placement is not None and tensor_placement is not None and placement != tensor_placement:
         raise ValueError(
@@ -320,8 +324,8 @@ def _policy(placement: str | None, tensor_placement: str | None) -> str:
     return placement or tensor_placement or "auto"
 
 
-def _bytes_or_available(value: int | str | None, name: str) -> int:
-    return available_memory_bytes() if value is None else parse_bytes(value, name)
+def _bytes_or_free(value: int | str | None, name: str, where: torch.device) -> int:
+    return free_device_bytes(where) if value is None else parse_bytes(value, name)
 
 
 def _check_same_params(model: nn.Module, optimizer: Optimizer) -> None:

@@ -17,6 +17,7 @@ from castor import _C
 from castor.config import GeminiConfig
 from castor.errors import IoError, UsageError
 from castor.lazy import Materialisation, check_inactive
+from castor.runtime.device import make_backend
 from castor.runtime.guard import guard
 from castor.runtime.history import StepHistory
 from castor.runtime.report import MemoryReport
@@ -58,6 +59,7 @@ class Engine:
         check_not_boosted(model)
         check_inactive()
         self.config = config
+        self.device = torch.device(config.device)
         self.skipped_steps = 0
         self.being_loaded = False
         """Whether state_dict is asked for names and places only, whatever the values are."""
@@ -78,8 +80,7 @@ class Engine:
         self.modules = [module.name for module in spec.modules]
         self.history = StepHistory()
         self._install_hooks(model, spec)
-        if config.precision != "fp32":
-            _convert_buffers(model, WORKING_DTYPES[config.precision])
+        _convert_buffers(model, WORKING_DTYPES[config.precision], self.device)
         guard(model)
         _engines[model] = self
 
@@ -113,6 +114,7 @@ class Engine:
                 "device_bytes": config.device_bytes,
                 "host_bytes": config.host_bytes,
                 "link_bytes_per_second": config.link_bytes_per_second,
+                "backend": make_backend(self.device),
                 "adam_state": adam_state,
                 "overlap": config.overlap if adam_state else "none",
                 "optim_state_format": optim_state_format,
@@ -128,8 +130,10 @@ class Engine:
 
     def _place(self, param: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
         """Chunk memory in which a lazy parameter's initialisers of type `dtype` may run."""
-        home, master = param.data, self.session.master_view(self.index_of[param])
+        home, master = self.on_host(param).data, self.session.master_view(self.index_of[param])
         num_bytes = param.numel() * dtype.itemsize
+        if home.device.type != "cpu":  # the device's own memory
+            return None
         if dtype == home.dtype:
             return home
         if master is not None and dtype == master.dtype:
@@ -141,6 +145,19 @@ class Engine:
             return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype)
         return None
 
+    def on_host(self, param: torch.Tensor) -> torch.Tensor:
+        """A parameter's values as the host reads and writes them, until the next forward.
+
+        Args:
+            param: A parameter of the model, at home; any other tensor is returned as it is.
+
+        Returns:
+            A CPU tensor over its home; the parameter itself where a GPU's memory is its home.
+        """
+        index = self.index_of.get(param)  # type: ignore[call-overload]
+        home = None if index is None else self.session.home(index)
+        return param if home is None else home
+
     def _finish(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """A lazy parameter has its values: makes home and master of them."""
         home = param.data
@@ -149,9 +166,9 @@ class Engine:
         self.session.adopt(self.index_of[param], values)
 
     def _install_hooks(self, model: nn.Module, spec: ModelSpec) -> None:
-        if self.config.precision != "fp32":
+        if self.config.precision != "fp32" or self.device.type != "cpu":
             model.register_forward_pre_hook(
-                _input_cast(WORKING_DTYPES[self.config.precision]), with_kwargs=True
+                _input_cast(WORKING_DTYPES[self.config.precision], self.device), with_kwargs=True
             )
         for i, owner in enumerate(spec.modules):
             module = owner.module
@@ -314,24 +331,31 @@ def _before_load(engine: Engine, owner: nn.Module) -> Any:
     return pre_hook
 
 
-def _convert_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Floating-point buffers that a checkpoint would hold: BatchNorm needs its own to match.
+def _convert_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Brings buffers to the device, those that a checkpoint would hold in the working precision.
 
-    Others keep their type, as in from_pretrained(dtype=...): rotary frequencies, say.
+    BatchNorm needs its own to match. Others keep their type, as in from_pretrained(dtype=...):
+    rotary frequencies, say. In fp32, so do all.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            kept = name in module._non_persistent_buffers_set
-            if buffer is not None and buffer.is_floating_point() and not kept:
-                module._buffers[name] = buffer.to(dtype)
+            if buffer is None:
+                continue
+            kept = dtype == torch.float32 or name in module._non_persistent_buffers_set
+            working = dtype if buffer.is_floating_point() and not kept else buffer.dtype
+            module._buffers[name] = buffer.to(device=device, dtype=working)
 
 
-def _input_cast(dtype: torch.dtype) -> Any:
-    """A pre-hook of the model: floating-point inputs come in the working precision."""
+def _input_cast(dtype: torch.dtype, device: torch.device) -> Any:
+    """A pre-hook of the model: inputs come to its device, floating-point ones in its precision.
+
+    In fp32 types stay as they are, so that a model may be called with any.
+    """
 
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value.to(dtype) if value.is_floating_point() else value
+            keep = dtype == torch.float32 or not value.is_floating_point()
+            return value.to(device=device, dtype=value.dtype if keep else dtype)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*map(cast, value))
         if isinstance(value, list | tuple):

@@ -416,6 +416,33 @@ TEST_F(StreamCopyEngineTest, AnyScheduleOfTheStreamsGivesTheSameValues) {
   }
 }
 
+TEST_F(StreamCopyEngineTest, TheHostWaitsForWhoeverReadsWhatItWrites) {
+  hosts_[0].fill(7);
+  const CopyTicket reader = copy_in(slots_[0], hosts_[0]);
+  const CopyTicket other = copy_in(slots_[1], hosts_[1]);
+  engine_->wait(reader);
+  engine_->synchronize_readers(hosts_[2].span());
+  EXPECT_FALSE(engine_->done(reader)) << "nobody reads those bytes";
+  engine_->synchronize_readers(std::span(hosts_[0].bytes).subspan(8, 4));
+  EXPECT_TRUE(engine_->done(reader));
+  EXPECT_TRUE(slots_[0].holds(7));
+  fake_.run_all();
+  EXPECT_TRUE(engine_->done(other));
+}
+
+TEST_F(StreamCopyEngineTest, AReaderThatWaitsForItsSourceIsNotWaitedFor) {
+  std::promise<void> written;
+  (void)engine_->submit({.source = hosts_[0].span(),
+                         .target = slots_[0].span(),
+                         .direction = CopyDirection::kHostToDevice,
+                         .await_source = [&] { written.get_future().wait(); }});
+  engine_->synchronize_readers(hosts_[0].span());  // as the writer does
+  hosts_[0].fill(3);
+  written.set_value();
+  engine_.reset();
+  EXPECT_TRUE(slots_[0].holds(3));
+}
+
 TEST_F(StreamCopyEngineTest, ManyThreadsMaySubmitAndWait) {
   std::array<std::jthread, 4> threads;
   for (std::size_t t = 0; t < threads.size(); ++t) {

@@ -1,0 +1,129 @@
+#include "core/simulated_nvme.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "core/error.h"
+
+namespace castor {
+namespace {
+
+/// As far as Runtime looks ahead for parameters to read.
+constexpr std::size_t kAccessesAhead = 64;
+
+bool any(const std::vector<bool>& entries) {
+  return std::find(entries.begin(), entries.end(), true) != entries.end();
+}
+
+void require(bool holds, const std::string& message) {
+  if (!holds) {
+    throw InvalidArgument("simulator: " + message);
+  }
+}
+
+void check(const StoredPayloads& stored, std::size_t num_chunks, double bytes_per_second) {
+  for (const std::vector<bool>* entries : {&stored.states, &stored.weights}) {
+    require(entries->empty() || entries->size() == num_chunks,
+            "there are " + std::to_string(num_chunks) + " chunks, and " +
+                std::to_string(entries->size()) + " are said to be stored or not");
+  }
+  require(bytes_per_second > 0.0 || (!any(stored.states) && !any(stored.weights)),
+          "payloads are stored on NVMe, and nvme_bytes_per_second is 0");
+  require(stored.max_held > 0 || !any(stored.weights),
+          "parameters are stored on NVMe, and max_held is 0: none could be fetched");
+}
+
+}  // namespace
+
+SimulatedNvme::SimulatedNvme(const ChunkLayout& layout, std::span<const Placement> placements,
+                             const OptimizerCost& optimizer, const StoredPayloads& stored,
+                             double bytes_per_second)
+    : layout_(layout),
+      placements_(placements),
+      optimizer_(optimizer),
+      stored_(stored),
+      homes_(layout.chunks().size()),
+      queue_(bytes_per_second) {
+  check(stored, layout.chunks().size(), bytes_per_second);
+}
+
+std::uint64_t SimulatedNvme::stored_bytes(ChunkId chunk) const {
+  const ChunkSpec& spec = layout_.chunk(chunk);
+  const std::uint64_t state = state_bytes_of(spec, optimizer_);
+  return (stores_states(chunk) ? state : 0) +
+         (stores_weights(chunk) ? payload_bytes(spec, optimizer_) - state : 0);
+}
+
+double SimulatedNvme::read_ahead(ChunkId chunk, double now) {
+  Home& home = homes_[index(chunk)];
+  if (!home.in_memory) {
+    home.in_memory = true;
+    home.read = queue_.serve(now, weight_bytes(chunk));
+  }
+  return home.read;
+}
+
+double SimulatedNvme::begin_fetch(ChunkId chunk, double now) {
+  if (!stores_weights(chunk)) {
+    return 0.0;
+  }
+  const double read = read_ahead(chunk, now);
+  homes_[index(chunk)].in_memory = false;
+  homes_[index(chunk)].held = true;
+  ++num_held_;
+  return read;
+}
+
+void SimulatedNvme::end_fetch(ChunkId chunk) {
+  if (std::exchange(homes_[index(chunk)].held, false)) {
+    --num_held_;
+  }
+}
+
+bool SimulatedNvme::fetch_blocks(ChunkId chunk, CopyMode parameter_copies) const {
+  return stores_weights(chunk) &&
+         (parameter_copies == CopyMode::kSynchronous || num_held_ >= stored_.max_held);
+}
+
+std::vector<ChunkId> SimulatedNvme::announced(const Plan& plan, std::size_t first,
+                                              const std::vector<bool>& resident) const {
+  std::vector<ChunkId> next;
+  const auto& accesses = plan.accesses();
+  const std::size_t end = std::min(first + kAccessesAhead, accesses.size());
+  for (std::size_t i = first; i < end && next.size() < stored_.max_held; ++i) {
+    for (const ChunkId chunk : layout_.chunks_of(accesses[i].module)) {
+      if (stores_weights(chunk) && !resident[index(chunk)] &&
+          std::find(next.begin(), next.end(), chunk) == next.end()) {
+        next.push_back(chunk);
+      }
+    }
+  }
+  next.resize(std::min(next.size(), stored_.max_held));
+  return next;
+}
+
+void SimulatedNvme::write_gradients(ChunkId chunk, double now) {
+  if (stores_weights(chunk)) {
+    queue_.serve(now, weight_bytes(chunk));
+  }
+}
+
+double SimulatedNvme::read_gradients(ChunkId chunk, double now) {
+  return stores_weights(chunk) ? queue_.serve(now, weight_bytes(chunk)) : now;
+}
+
+// Reads and writes go on beside the updates before and after it.
+double SimulatedNvme::update(ChunkId chunk, double now) {
+  const double state = stores_states(chunk)
+                           ? static_cast<double>(state_bytes_of(layout_.chunk(chunk), optimizer_))
+                           : 0.0;
+  // Parameters and gradients are read, parameters written.
+  const double weights = stores_weights(chunk) ? 3.0 * weight_bytes(chunk) : 0.0;
+  if (state + weights == 0.0) {
+    return now;
+  }
+  return queue_.serve(now, 2.0 * state + weights);
+}
+
+}  // namespace castor

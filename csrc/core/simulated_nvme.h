@@ -1,0 +1,92 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "core/chunk_layout.h"
+#include "core/hardware.h"
+#include "core/placement.h"
+#include "core/planner.h"
+#include "core/service_queue.h"
+
+namespace castor {
+
+/// Which payloads of a step lie on NVMe, one entry for each chunk; an empty vector: of none.
+struct StoredPayloads {
+  /// Optimizer state: the chunk's update streams it.
+  std::vector<bool> states;
+  /// Parameters and gradients: read for every copy to the device, for the norm and for the update.
+  std::vector<bool> weights;
+  /// As HomeStore::max_held: this many chunks' parameters are read ahead of the device.
+  std::size_t max_held = 0;
+};
+
+/// NVMe in a simulated step: what lies there, what has been read ahead, and when a transfer is
+/// over. Reads and writes share one queue. Times are seconds. `now` is when the transfer could
+/// begin.
+///
+/// A payload is read each time somebody needs it: what is still in a window counts as gone.
+class SimulatedNvme {
+ public:
+  /// All outlive this. Throws InvalidArgument where the entries are not those of the chunks, where
+  /// something is stored and `bytes_per_second` is 0, or weights are and `max_held` is.
+  SimulatedNvme(const ChunkLayout& layout, std::span<const Placement> placements,
+                const OptimizerCost& optimizer, const StoredPayloads& stored,
+                double bytes_per_second);
+
+  [[nodiscard]] bool stores_states(ChunkId chunk) const { return has(stored_.states, chunk); }
+  [[nodiscard]] bool stores_weights(ChunkId chunk) const { return has(stored_.weights, chunk); }
+  /// Of the chunk's payloads, those that lie here.
+  [[nodiscard]] std::uint64_t stored_bytes(ChunkId chunk) const;
+
+  /// When the chunk's parameters are in host memory, from where a copy to the device takes them
+  /// until end_fetch(). 0 for chunks that are always there.
+  double begin_fetch(ChunkId chunk, double now);
+  /// The copy is over, or its target was given up.
+  void end_fetch(ChunkId chunk);
+  /// As ChunkManager::fetch_blocks: who fetches ahead of a use would wait for NVMe.
+  [[nodiscard]] bool fetch_blocks(ChunkId chunk, CopyMode parameter_copies) const;
+  /// As Runtime::announce_homes: what the accesses from `first` on need next, and the device
+  /// (`resident`, per chunk) lacks. To be read ahead, in this order.
+  [[nodiscard]] std::vector<ChunkId> announced(const Plan& plan, std::size_t first,
+                                               const std::vector<bool>& resident) const;
+  /// Reads the chunk's parameters, unless they have been since the last fetch; returns when they
+  /// are in memory.
+  double read_ahead(ChunkId chunk, double now);
+
+  void write_gradients(ChunkId chunk, double now);
+  /// For the norm. `now` where they are in memory.
+  double read_gradients(ChunkId chunk, double now);
+  /// When what the chunk's update reads and writes here is done; `now` where that is nothing.
+  double update(ChunkId chunk, double now);
+
+  [[nodiscard]] double free_at() const noexcept { return queue_.free_at(); }
+  [[nodiscard]] double busy() const noexcept { return queue_.busy(); }
+
+ private:
+  struct Home {
+    bool in_memory = false;  // read, and not fetched since
+    double read = 0.0;       // then: when
+    bool held = false;       // a fetch is under way
+  };
+
+  [[nodiscard]] bool has(const std::vector<bool>& stored, ChunkId chunk) const {
+    return !stored.empty() && stored[index(chunk)] &&
+           placements_[index(chunk)] != Placement::kDevice;
+  }
+  [[nodiscard]] double weight_bytes(ChunkId chunk) const {
+    return static_cast<double>(layout_.chunk(chunk).used_bytes);
+  }
+
+  const ChunkLayout& layout_;
+  const std::span<const Placement> placements_;
+  const OptimizerCost& optimizer_;
+  const StoredPayloads& stored_;
+  std::vector<Home> homes_;
+  std::size_t num_held_ = 0;
+  ServiceQueue queue_;
+};
+
+}  // namespace castor

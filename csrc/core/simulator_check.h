@@ -1,0 +1,18 @@
+#pragma once
+
+#include <span>
+
+#include "core/chunk_layout.h"
+#include "core/placement.h"
+#include "core/planner.h"
+#include "core/trace.h"
+
+namespace castor {
+
+/// Throws InvalidArgument where what simulate_step is given does not belong together, or a duration
+/// is negative or not finite.
+void check_simulation(const Trace& trace, std::span<const double> compute_seconds,
+                      const ChunkLayout& layout, std::span<const Placement> placements,
+                      const Plan& plan);
+
+}  // namespace castor

@@ -1,0 +1,152 @@
+#include "torch/cuda/cuda_backend.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <fstream>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "core/error.h"
+#include "cuda/adam_kernel.h"
+#include "cuda/cuda_error.h"
+#include "cuda/norm_kernel.h"
+#include "cuda/pinned_pages.h"
+#include "cuda/scoped_device.h"
+#include "cuda/stream_copy_engine.h"
+#include "host/host_arena.h"
+#include "host/numa.h"
+#include "torch/cuda/caching_arena.h"
+#include "torch/cuda/torch_allocations.h"
+
+namespace castor {
+namespace {
+
+/// The node of host memory that the GPU is attached to; nullopt where the system does not say, or
+/// all nodes are the same to castor.
+std::optional<unsigned> numa_node_of(c10::DeviceIndex device) {
+  std::array<char, 32> name{};
+  cuda::check(cudaDeviceGetPCIBusId(name.data(), static_cast<int>(name.size()), device),
+              "cudaDeviceGetPCIBusId");
+  std::string bus_id(name.data());
+  std::transform(bus_id.begin(), bus_id.end(), bus_id.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  int node = -1;
+  std::ifstream("/sys/bus/pci/devices/" + bus_id + "/numa_node") >> node;
+  if (node < 0 || !NumaTopology::available())
+    return std::nullopt;
+  const NumaTopology topology;
+  const auto wanted = static_cast<unsigned>(node);
+  const bool known = std::any_of(topology.nodes().begin(), topology.nodes().end(),
+                                 [&](const NumaNode& n) { return n.os_index == wanted; });
+  return known && topology.nodes().size() > 1 ? std::optional(wanted) : std::nullopt;
+}
+
+class EventFence final : public ComputeFence {
+ public:
+  EventFence(c10::DeviceIndex device, cudaStream_t stream) : device_(device) {
+    const cuda::ScopedDevice current(device_);
+    cuda::check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreate");
+    if (const cudaError_t error = cudaEventRecord(event_, stream); error != cudaSuccess) {
+      static_cast<void>(cudaEventDestroy(event_));
+      throw cuda::CudaError(error, "recording what the compute stream has been given");
+    }
+  }
+  ~EventFence() override {
+    static_cast<void>(cudaEventDestroy(event_));  // of any device; CUDA waits for its use by itself
+  }
+  EventFence(const EventFence&) = delete;
+  EventFence& operator=(const EventFence&) = delete;
+
+  void wait() override {
+    const cuda::ScopedDevice current(device_);
+    cuda::check(cudaEventSynchronize(event_), "waiting for the compute stream");
+  }
+
+ private:
+  const c10::DeviceIndex device_;
+  cudaEvent_t event_ = nullptr;
+};
+
+class CudaBackend final : public DeviceBackend {
+ public:
+  explicit CudaBackend(c10::DeviceIndex device) : device_(device) {}
+
+  [[nodiscard]] c10::Device device() const noexcept override { return {c10::kCUDA, device_}; }
+
+  [[nodiscard]] std::unique_ptr<CopyEngine> make_copy_engine() override {
+    auto engine = std::make_unique<cuda::StreamCopyEngine>(
+        cuda::StreamCopyOptions{.device = device_, .compute_stream = [device = device_] {
+                                  return c10::cuda::getCurrentCUDAStream(device).stream();
+                                }});
+    copies_ = engine.get();
+    return engine;
+  }
+
+  [[nodiscard]] std::unique_ptr<Arena> make_device_arena() override {
+    return std::make_unique<CachingArena>(device_);
+  }
+
+  [[nodiscard]] std::unique_ptr<Arena> make_host_arena() override {
+    return castor::make_host_arena(
+        {.numa_node = numa_node_of(device_),
+         .adapt_pages = [device = device_](std::unique_ptr<PageSource> pages) {
+           return std::make_unique<cuda::PinnedPages>(std::move(pages), device);
+         }});
+  }
+
+  void follow(const std::shared_ptr<DeviceAccount>& account) override {
+    follow_torch_allocations(device_, account);
+  }
+
+  void adam_update(std::span<const AdamSegment> segments) override {
+    const c10::cuda::CUDAGuard guard(device_);
+    cuda::adam_update(segments, stream());
+  }
+
+  void square_norms(std::span<const NormSegment> segments, std::span<double> sums) override {
+    const at::NoGradGuard no_grad;
+    const c10::cuda::CUDAGuard guard(device_);
+    const auto options = at::TensorOptions().dtype(at::kDouble).device(device());
+    const auto count = static_cast<std::int64_t>(cuda::norm_workspace_doubles(segments));
+    const at::Tensor workspace = at::empty({count}, options);
+    const at::Tensor result = at::empty({static_cast<std::int64_t>(segments.size())}, options);
+    cuda::square_norms(segments, result.data_ptr<double>(), workspace.data_ptr<double>(), stream());
+    const at::Tensor home = result.cpu();  // waits
+    std::copy_n(home.const_data_ptr<double>(), sums.size(), sums.begin());
+  }
+
+  [[nodiscard]] std::unique_ptr<ComputeFence> fence() override {
+    return std::make_unique<EventFence>(device_, stream());
+  }
+
+  void host_writes(std::span<const std::byte> home) override { copies_->synchronize_readers(home); }
+
+ private:
+  [[nodiscard]] cudaStream_t stream() const {
+    return c10::cuda::getCurrentCUDAStream(device_).stream();
+  }
+
+  const c10::DeviceIndex device_;
+  cuda::StreamCopyEngine* copies_ = nullptr;  // the session's, which uses this no longer than that
+};
+
+}  // namespace
+
+std::shared_ptr<DeviceBackend> make_cuda_backend(c10::DeviceIndex device) {
+  if (const int count = c10::cuda::device_count(); device < 0 || device >= count) {
+    throw InvalidArgument("there is no CUDA device " + std::to_string(device) + "; torch sees " +
+                          std::to_string(count));
+  }
+  return std::make_shared<CudaBackend>(device);
+}
+
+}  // namespace castor

@@ -1,0 +1,15 @@
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <memory>
+
+#include "torch/device_backend.h"
+
+namespace castor {
+
+/// The backend of a GPU: streams, page-locked homes, kernels, torch's caching allocator.
+/// `device` is one that torch has initialised. Throws InvalidArgument if torch has no such device.
+[[nodiscard]] std::shared_ptr<DeviceBackend> make_cuda_backend(c10::DeviceIndex device);
+
+}  // namespace castor

@@ -1,0 +1,106 @@
+#include "torch/session_device.h"
+
+#include <ATen/ATen.h>
+
+#include <exception>
+#include <utility>
+#include <vector>
+
+#include "core/error.h"
+#include "torch/session.h"
+#include "torch/torch_error.h"
+
+namespace castor {
+namespace {
+
+/// What a device's allocator does for torch, as the model's non-model memory.
+class NonModelAccount final : public DeviceAccount {
+ public:
+  explicit NonModelAccount(std::shared_ptr<NonModelMemory> memory) : memory_(std::move(memory)) {}
+
+  void make_room(std::size_t bytes) override {
+    for_torch([&] { memory_->make_room(bytes); });
+  }
+  [[nodiscard]] bool evict_refused(std::size_t bytes) override {
+    return for_torch([&] { return memory_->evict_refused(bytes); });
+  }
+  void allocated(std::size_t bytes) noexcept override { memory_->note_allocated(bytes); }
+  void freed(std::size_t bytes) noexcept override { memory_->note_freed(bytes); }
+
+ private:
+  const std::shared_ptr<NonModelMemory> memory_;
+};
+
+}  // namespace
+
+c10::Device SessionDevice::torch_device() const {
+  return backend_ ? backend_->device() : c10::Device(c10::kCPU);
+}
+
+void SessionDevice::follow(const std::shared_ptr<NonModelMemory>& memory) {
+  if (backend_) {
+    account_ = std::make_shared<NonModelAccount>(memory);
+    backend_->follow(account_);
+  }
+}
+
+void SessionDevice::await() const {
+  if (backend_) {
+    backend_->fence()->wait();
+  }
+}
+
+std::shared_ptr<ComputeFence> SessionDevice::fence() const {
+  return backend_ ? backend_->fence() : nullptr;
+}
+
+void SessionDevice::leave(std::span<const std::shared_ptr<Payload>> homes) const noexcept {
+  try {
+    await();
+    for (const auto& home : homes) {
+      if (backend_) {
+        backend_->host_writes({home->data(), home->bytes()});
+      }
+    }
+  } catch (...) {  // the device is lost, and its copies with it
+  }
+}
+
+void SessionDevice::square_norms(const OptimizerState& state, const ChunkLayout& layout,
+                                 std::span<const Gradient> gradients,
+                                 std::span<double> squares) const {
+  std::vector<NormSegment> segments;
+  std::vector<std::size_t> params;
+  for (std::size_t i = 0; backend_ && i < gradients.size(); ++i) {
+    const ParamId param{static_cast<std::uint32_t>(i)};
+    if (gradients[i].present && state.on_device(layout.place(param).chunk)) {
+      segments.push_back({.data = state.element(param, PayloadKind::kGrad),
+                          .numel = layout.param(param).numel,
+                          .type = layout.param(param).type});
+      params.push_back(i);
+    }
+  }
+  if (segments.empty()) {
+    return;
+  }
+  std::vector<double> sums(segments.size());
+  backend_->square_norms(segments, sums);
+  for (std::size_t i = 0; i < params.size(); ++i) {
+    squares[params[i]] = sums[i];
+  }
+}
+
+std::optional<at::Tensor> Session::home(ParamId param) {
+  const ParamPlace place = layout_.place(param);
+  if (!own_device_ || optimizer_state_->on_device(place.chunk)) {
+    return std::nullopt;
+  }
+  settle(param);
+  const ParamGeometry geometry = geometry_of(params_[index(param)]);
+  return at::for_blob(optimizer_state_->element(param, PayloadKind::kParam), geometry.sizes)
+      .strides(geometry.strides)
+      .options(at::TensorOptions().dtype(to_torch(layout_.param(param).type)))
+      .make_tensor();
+}
+
+}  // namespace castor

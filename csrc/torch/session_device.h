@@ -1,0 +1,47 @@
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "core/nonmodel_memory.h"
+#include "core/payload.h"
+#include "torch/device_backend.h"
+#include "torch/optimizer_state.h"
+#include "torch/param_gradient.h"
+
+namespace castor {
+
+/// What a session does for a device that computes by itself; without one (the CPU device) it has no
+/// effect. Owned by the session; functions may be called from any thread.
+class SessionDevice {
+ public:
+  /// nullptr: the CPU device.
+  explicit SessionDevice(std::shared_ptr<DeviceBackend> backend) : backend_(std::move(backend)) {}
+
+  [[nodiscard]] explicit operator bool() const noexcept { return backend_ != nullptr; }
+  [[nodiscard]] DeviceBackend* get() const noexcept { return backend_.get(); }
+  [[nodiscard]] c10::Device torch_device() const;
+
+  /// What torch takes of the device from now on is `memory`'s.
+  void follow(const std::shared_ptr<NonModelMemory>& memory);
+  /// Returns when the host sees what the device has been given to write so far.
+  void await() const;
+  /// nullptr on the CPU device.
+  [[nodiscard]] std::shared_ptr<ComputeFence> fence() const;
+  /// Homes go to the tensors that are left, and with the last of these to their arena: returns when
+  /// no copy reads them.
+  void leave(std::span<const std::shared_ptr<Payload>> homes) const noexcept;
+  /// Sums of squares of the gradients that are present and lie on the device: squares[i] of
+  /// parameter i.
+  void square_norms(const OptimizerState& state, const ChunkLayout& layout,
+                    std::span<const Gradient> gradients, std::span<double> squares) const;
+
+ private:
+  const std::shared_ptr<DeviceBackend> backend_;
+  std::shared_ptr<DeviceAccount> account_;
+};
+
+}  // namespace castor

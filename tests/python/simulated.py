@@ -1,0 +1,88 @@
+"""A GPU's part of a session, simulated in host memory: tests/simulated_device."""
+
+import functools
+import importlib.util
+import os
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from castor.runtime import engine
+from helpers import Boosted, boost, exact_state
+
+BUILD = Path(__file__).resolve().parents[2] / "build"
+LINK_BYTES_PER_SECOND = 4 * 10**9
+
+
+@functools.cache
+def load_module() -> Any:
+    """The module of the newest build, whose interface castor._C compares with its own.
+
+    CASTOR_REQUIRE_SIMULATED_DEVICE=1 makes its absence a failure.
+    """
+    name = f"_simulated_device{sysconfig.get_config_var('EXT_SUFFIX')}"
+    built = sorted(
+        BUILD.glob(f"*/tests/simulated_device/{name}"), key=lambda path: path.stat().st_mtime
+    )
+    if not built:
+        problem = f"no {name} in {BUILD}: configure with -DCASTOR_BUILD_SIMULATED_DEVICE=ON"
+        if os.environ.get("CASTOR_REQUIRE_SIMULATED_DEVICE") == "1":
+            pytest.fail(problem)
+        pytest.skip(problem)
+    spec = importlib.util.spec_from_file_location("_simulated_device", built[-1])
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Simulation:
+    """Models boosted through it compute on simulated devices, one each."""
+
+    def __init__(self, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._module = module
+        self._monkeypatch = monkeypatch
+        self.device: Any = None
+        """Of the model boosted last."""
+
+    def boost(self, model: nn.Module, memory: int | str = 2**30, **settings: Any) -> Boosted:
+        """As helpers.boost, on a simulated device."""
+        self.device = self._module.SimulatedDevice(LINK_BYTES_PER_SECOND)
+        with self._monkeypatch.context() as patch:
+            patch.setattr(engine, "make_backend", lambda _: self.device.capsule())
+            return boost(model, memory, **settings)
+
+    def counts(self) -> dict[str, int]:
+        """What the device of the model boosted last has done."""
+        counts: dict[str, int] = self.device.counts()
+        return counts
+
+    def refuse_allocation(self, n: int) -> int:
+        """The device refuses the n-th of torch's allocations from now on; 0: none.
+
+        Returns:
+            Refusals so far that evicting answered.
+        """
+        refused: int = self._module.refuse_allocation(n)
+        return refused
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What is allocated inside would be in host memory beside a GPU."""
+        self._module.count_allocations(False)
+        try:
+            yield
+        finally:
+            self._module.count_allocations(True)
+
+    def state(self, boosted: Boosted) -> list[torch.Tensor]:
+        """Weights, masters and float32 moments."""
+        with self.beside():
+            return exact_state(boosted)

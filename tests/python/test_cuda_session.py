@@ -1,0 +1,419 @@
+"""GeminiPlugin(device="cuda"): against plain torch on the GPU, against the CPU device, in a budget.
+
+What can be seen without a GPU is in test_simulated_device.py.
+"""
+
+import dataclasses
+import gc
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import castor
+from castor import GeminiPlugin, _loader
+from castor.config import available_memory_bytes
+from castor.runtime.engine import engine_of
+from helpers import (
+    FORMATS,
+    FP32_TOLERANCE,
+    GIB,
+    HALF_TOLERANCE,
+    LR,
+    Boosted,
+    assert_close_losses,
+    assert_equal,
+    boost,
+    copies,
+    exact_state,
+)
+from zoo import CASES, Case, tower, tower_batch
+
+STAY = {"gpu_margin_mem_ratio": 0.0}
+BACKWARD = {"overlap": "backward", "nonfinite": "ignore", "enable_gradient_accumulation": False}
+MIB = 2**20
+
+
+# --- without a GPU ------------------------------------------------------------------------------
+
+
+def test_the_default_device_is_the_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert GeminiPlugin().config.device == "cpu"
+    assert GeminiPlugin().config.precision == "fp32"
+
+
+def test_no_gpu_is_an_error_that_says_what_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(castor.UsageError, match=r"finds none: check that nvidia-smi lists one"):
+        GeminiPlugin(device="cuda")
+
+
+def test_a_torch_without_cuda_is_an_error_that_names_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(castor.UsageError, match="install a CUDA build of torch"):
+        GeminiPlugin(device="cuda:0")
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as GeminiPlugin's checks see."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_that_is_not_there_is_an_error_that_lists_those_there() -> None:
+    with pytest.raises(castor.UsageError, match="torch finds 2 GPUs, 'cuda:0' to 'cuda:1'"):
+        GeminiPlugin(device="cuda:2")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_castor_without_gpu_parts_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = dataclasses.replace(_loader.BUILD_INFO, cuda="none")
+    monkeypatch.setattr(_loader, "BUILD_INFO", none)
+    with pytest.raises(ImportError, match=r"was built without castor\._cuda"):
+        GeminiPlugin(device="cuda")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_defaults_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("castor.runtime.device.load_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (8 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 3 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: GIB)
+    config = GeminiPlugin(device="cuda", pin_memory=True).config
+    assert (config.device, config.precision, config.overlap) == ("cuda:1", "bf16", "forward")
+    assert config.device_bytes == int(0.95 * 10 * GIB)
+    with pytest.raises(ValueError, match="link_bandwidth emulates a link"):
+        GeminiPlugin(device="cuda", link_bandwidth="1GB/s")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_other_optimizers_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("castor.runtime.device.load_cuda", lambda: None)
+    model = tower()
+    plugin = GeminiPlugin(device="cuda:0", device_memory=GIB, precision="fp32")
+    with pytest.raises(NotImplementedError, match="a GPU would read over the link"):
+        castor.Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), LR))
+
+
+# --- on a GPU -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(cuda: ModuleType) -> Iterator[torch.device]:
+    """A GPU whose allocator holds nothing from before, sums in a fixed order."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield torch.device("cuda", 0)
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def on_gpu(model: nn.Module, memory: int | str = GIB, **settings: Any) -> Boosted:
+    return boost(model, memory, **({"device": "cuda", "overlap": "none"} | settings))
+
+
+def train(boosted: Boosted, case: Case, steps: int = 6) -> list[float]:
+    losses = []
+    for seed in range(steps):
+        batch = {key: value.cuda() for key, value in case.batch(seed).items()}
+        losses.append(boosted.step(case.loss(boosted.model(**batch), batch)))
+    return losses
+
+
+def train_tower(boosted: Boosted, *, first: int = 0, steps: int = 4) -> list[float]:
+    return [
+        boosted.step(boosted.model(**tower_batch(seed))) for seed in range(first, first + steps)
+    ]
+
+
+def train_plain(model: nn.Module, case: Case, steps: int = 6) -> list[float]:
+    model.cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    losses = []
+    for seed in range(steps):
+        batch = {key: value.cuda() for key, value in case.batch(seed).items()}
+        loss = case.loss(model(**batch), batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def tight(build: Any, case: Case, **settings: Any) -> int:
+    boosted = on_gpu(build(), **STAY, **settings)
+    train(boosted, case, steps=2)
+    largest = max(p.numel() for p in boosted.model.parameters()) * 4
+    return boosted.report().peak_nonmodel_bytes + 4 * largest
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("room", ["tight", "ample"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+def test_fp32_matches_plain_torch_on_the_gpu(gpu: torch.device, name: str, room: str) -> None:
+    case = CASES[name]
+    memory = tight(case.model, case) if room == "tight" else GIB
+    boosted = on_gpu(case.model(), memory)
+    losses = train(boosted, case)
+    assert_close_losses(losses, train_plain(case.model(), case), 10 * FP32_TOLERANCE)
+    assert all(p.device == gpu for p in boosted.model.parameters())
+    assert boosted.report().peak_device_bytes <= memory
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_gpu_trains_as_the_cpu_device(gpu: torch.device, name: str) -> None:
+    case = CASES[name]
+    reference = boost(case.model(), max_norm=1.0)
+    expected = [
+        reference.step(case.loss(reference.model(**(batch := case.batch(seed))), batch))
+        for seed in range(6)
+    ]
+    boosted = on_gpu(case.model(), max_norm=1.0)
+    assert_close_losses(train(boosted, case), expected, 10 * FP32_TOLERANCE)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("precision", "state_format"), FORMATS[2:])
+def test_bf16_matches_plain_torch(gpu: torch.device, precision: str, state_format: str) -> None:
+    case = CASES["gpt2"]
+    settings = {"precision": precision, "optim_state_format": state_format}
+    plain = case.model().to(torch.bfloat16)
+    losses = train(on_gpu(case.model(), **settings), case)
+    assert_close_losses(losses, train_plain(plain, case), 4 * HALF_TOLERANCE)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("precision", "state_format"), FORMATS)
+def test_bits_depend_on_neither_place_nor_overlap(
+    gpu: torch.device, precision: str, state_format: str
+) -> None:
+    settings: dict[str, Any] = {
+        "precision": precision, "optim_state_format": state_format, "initial_scale": 2.0**8,
+    }  # fmt: skip
+    reference = on_gpu(tower(), **STAY, **settings)
+    expected, state = train_tower(reference), exact_state(reference)
+    ways: list[dict[str, Any]] = [{}, {**STAY, "overlap": "forward"}, {"overlap": "forward"}]
+    if precision != "fp16":
+        ways += [{**STAY, **BACKWARD}, BACKWARD]
+    for way in ways:
+        boosted = on_gpu(tower(), **settings, **way)
+        assert train_tower(boosted) == expected, way
+        assert_equal(exact_state(boosted), state)
+
+
+@pytest.mark.cuda
+def test_accumulation_and_clipping_see_every_gradient(gpu: torch.device) -> None:
+    results = []
+    for settings in (STAY, {}):
+        boosted = on_gpu(tower(), max_norm=0.1, **settings)
+        for step in range(4):
+            for micro in range(3):
+                loss = boosted.model(**tower_batch(3 * step + micro)) / 3
+                boosted.booster.backward(loss, boosted.optimizer)
+            boosted.optimizer.step()
+            boosted.optimizer.zero_grad()
+        results.append(exact_state(boosted))
+    assert_equal(results[0], results[1])
+
+
+@pytest.mark.cuda
+def test_every_byte_of_torchs_allocator_has_an_account(gpu: torch.device) -> None:
+    boosted = on_gpu(CASES["gpt2"].model())
+    window = 4 * max(p.numel() for p in boosted.model.parameters())  # reserved, not allocated
+    for _ in range(3):
+        train(boosted, CASES["gpt2"], steps=1)
+        used = boosted.booster.memory(boosted.model).device_bytes - window
+        # Blocks that the allocator does not split are larger than what was asked for.
+        assert abs(used - torch.cuda.memory_allocated()) <= MIB
+
+
+@pytest.mark.cuda
+def test_buffers_and_inputs_come_to_the_gpu(gpu: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    boosted = on_gpu(model, optimizer=torch.optim.AdamW(model.parameters()))
+    loss = boosted.model(torch.randn(4, 8)).square().mean()
+    assert loss.device == gpu
+    boosted.step(loss)
+    assert all(buffer.device == gpu for buffer in model.buffers())
+
+
+@pytest.mark.cuda
+def test_lazy_models_get_the_weights_of_eager_ones(gpu: torch.device) -> None:
+    reference = on_gpu(tower(), precision="bf16")
+    with castor.LazyInitContext():
+        model = tower()
+    boosted = on_gpu(model, precision="bf16")
+    assert_equal(exact_state(boosted), exact_state(reference))
+    assert train_tower(boosted) == train_tower(reference)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "promoted"])
+def test_edits_reach_the_masters(gpu: torch.device, place: dict[str, Any]) -> None:
+    results = []
+    for state_format in ("fp32", "split"):
+        boosted = on_gpu(tower(), precision="bf16", optim_state_format=state_format, **place)
+        train_tower(boosted, steps=3)
+        with torch.no_grad():
+            for param in boosted.model.parameters():
+                param.view(-1)[::7] = 0.125
+        train_tower(boosted, first=3)
+        results.append(copies(boosted.model.parameters()))
+    assert_equal(results[0], results[1])
+
+
+@pytest.mark.cuda
+def test_checkpoints_go_from_gpu_to_cpu_and_back(gpu: torch.device, tmp_path: Path) -> None:
+    first = on_gpu(tower(), precision="bf16")
+    train_tower(first)
+    first.booster.save(tmp_path / "run", first.model, first.optimizer)
+    on_cpu = boost(tower(), precision="bf16")
+    on_cpu.booster.load(tmp_path / "run", on_cpu.model, on_cpu.optimizer)
+    back = on_gpu(tower(), precision="bf16")
+    back.booster.load(tmp_path / "run", back.model, back.optimizer)
+    state = [value.cpu() for value in exact_state(first)]
+    assert_equal(exact_state(on_cpu), state)
+    assert_equal([value.cpu() for value in exact_state(back)], state)
+    assert train_tower(back, first=4) == train_tower(first, first=4)
+
+
+class Wide(nn.Module):
+    """64 MiB a layer in fp32."""
+
+    def __init__(self, depth: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4096, 4096, bias=False) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        loss: torch.Tensor = x.square().mean()
+        return loss
+
+
+def train_wide(boosted: Boosted, rows: int = 64, steps: int = 3) -> list[float]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        boosted.step(boosted.model(torch.randn((rows, 4096), generator=generator)))
+        for _ in range(steps)
+    ]
+
+
+@pytest.mark.cuda
+def test_a_fraction_of_the_gpu_is_enough_where_the_budget_says_so(gpu: torch.device) -> None:
+    expected = train_wide(on_gpu(Wide(), 8 * GIB))
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    budget = 512 * MIB
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((budget + 256 * MIB) / total)
+    boosted = on_gpu(Wide(), budget)
+    assert train_wide(boosted) == expected
+    assert boosted.report().peak_device_bytes <= budget
+    assert torch.cuda.max_memory_allocated() <= budget + 32 * MIB
+
+
+@pytest.mark.cuda
+def test_what_the_gpu_refuses_comes_from_chunks(gpu: torch.device) -> None:
+    """The budget is more than the GPU has left, so that only evicting makes room."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    boosted = on_gpu(Wide(), 4 * GIB)
+    train_wide(boosted)
+    assert boosted.report().promoted_chunks > 0
+    torch.cuda.empty_cache()
+    left = 64 * MIB
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + left) / total)
+    hog = torch.empty(512 * MIB, dtype=torch.uint8, device=gpu)
+    assert boosted.report().promoted_chunks < boosted.report().num_chunks
+    del hog
+    assert all(loss == loss for loss in train_wide(boosted))
+
+
+@pytest.mark.cuda
+def test_an_allocation_beyond_the_budget_is_castors_error(gpu: torch.device) -> None:
+    boosted = on_gpu(Wide(), 512 * MIB)
+    train_wide(boosted, steps=1)
+    with pytest.raises(castor.OutOfMemoryError, match="of a budget of 512"):
+        torch.empty(GIB, dtype=torch.uint8, device=gpu)
+    train_wide(boosted, steps=1)
+
+
+@pytest.mark.cuda
+def test_prefetching_hides_copies(gpu: torch.device) -> None:
+    """A streamed step is shorter than its compute and its copies one after the other."""
+
+    def seconds(prefetch: int, **settings: Any) -> float:
+        boosted = on_gpu(Wide(16), max_prefetch=prefetch, overlap="forward", **settings)
+        train_wide(boosted, rows=8192, steps=3)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        train_wide(boosted, rows=8192, steps=5)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / 5
+
+    budget = 3 * GIB
+    alone, ahead = seconds(0, memory=budget, **STAY), seconds(2, memory=budget, **STAY)
+    assert ahead < alone
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+def test_18_billion_parameters_train_under_24_gib(gpu: torch.device, tmp_path: Path) -> None:
+    """8 bytes a parameter on the host, or 4 there and as many on NVMe."""
+    numel = 18 * 10**9
+    host = int(0.9 * available_memory_bytes())
+    if host < 4.4 * numel:
+        pytest.skip(f"{host / GIB:.0f} GiB of host memory are free, 75 are needed at least")
+    cap, total = 24 * GIB, torch.cuda.get_device_properties(0).total_memory
+    if total < cap:
+        pytest.skip(f"the GPU has {total / GIB:.0f} GiB")
+    torch.cuda.set_per_process_memory_fraction(cap / total)
+    torch.cuda.reset_peak_memory_stats()
+    config = transformers.GPT2Config(
+        n_embd=6144, n_layer=40, n_head=48, n_positions=1024, eos_token_id=0, bos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+    )  # fmt: skip
+    with castor.LazyInitContext():
+        model: Any = transformers.GPT2LMHeadModel(config)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert sum(p.numel() for p in model.parameters()) >= numel
+    settings: dict[str, Any] = {} if host > 8.2 * numel else {"nvme_path": tmp_path}
+    plugin = GeminiPlugin(
+        device="cuda", device_memory=cap - GIB, host_memory=host, precision="bf16",
+        optim_state_format="split_int8", max_norm=1.0, max_prefetch=2, **settings,
+    )  # fmt: skip
+    optimizer = castor.HybridAdam(model.parameters(), lr=1e-4)
+    booster = castor.Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    tokens = torch.randint(config.vocab_size, (4, 1024), device=gpu)
+    losses = []
+    for _ in range(6):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        print(f"loss {losses[-1]:.4f}", flush=True)
+    assert all(later < earlier for earlier, later in itertools.pairwise(losses))
+    assert torch.cuda.max_memory_reserved() <= cap
+    assert booster.report().peak_device_bytes <= cap - GIB
+    assert engine_of(model).device == gpu

@@ -1,0 +1,384 @@
+"""A session on a device that computes by itself gives the bits of the CPU device.
+
+What a GPU does is simulated in host memory (tests/simulated_device): its kernels' bodies, copies
+beside the compute, homes that no host may write while a copy reads them.
+"""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import castor
+from helpers import FORMATS, Boosted, assert_equal, boost, copies
+from simulated import Simulation, load_module
+from zoo import CASES, Case, tower, tower_batch
+
+BACKWARD = {"overlap": "backward", "nonfinite": "ignore", "enable_gradient_accumulation": False}
+STAY = {"gpu_margin_mem_ratio": 0.0}
+SCALE = {"initial_scale": 2.0**8}
+"""No overflow on the tower."""
+
+
+@pytest.fixture(scope="module")
+def module() -> Any:
+    return load_module()
+
+
+@pytest.fixture
+def simulated(module: Any, monkeypatch: pytest.MonkeyPatch) -> Simulation:
+    return Simulation(module, monkeypatch)
+
+
+def train(boosted: Boosted, case: Case, *, steps: int = 4, accumulate: int = 1) -> list[float]:
+    losses = []
+    for step in range(steps):
+        for micro in range(accumulate):
+            batch = case.batch(step * accumulate + micro)
+            loss = case.loss(boosted.model(**batch), batch) / accumulate
+            boosted.booster.backward(loss, boosted.optimizer)
+            losses.append(loss.item())
+        boosted.optimizer.step()
+        boosted.optimizer.zero_grad()
+    return losses
+
+
+def train_tower(boosted: Boosted, *, first: int = 0, steps: int = 4) -> list[float]:
+    return [
+        boosted.step(boosted.model(**tower_batch(seed))) for seed in range(first, first + steps)
+    ]
+
+
+def assert_same_bits(
+    simulated: Simulation,
+    case: Case,
+    *,
+    memory: int = 2**30,
+    accumulate: int = 1,
+    checkpointing: bool = False,
+    **settings: Any,
+) -> Boosted:
+    """Losses, weights, masters and moments; returns the boosted model of the simulated device."""
+    reference = boost(case.model(checkpointing=checkpointing), **settings)
+    expected = train(reference, case, accumulate=accumulate)
+    gc.collect()
+    boosted = simulated.boost(case.model(checkpointing=checkpointing), memory, **settings)
+    assert train(boosted, case, accumulate=accumulate) == expected
+    assert_equal(simulated.state(boosted), simulated.state(reference))
+    assert boosted.report().peak_device_bytes <= boosted.report().device_budget_bytes == memory
+    return boosted
+
+
+def tight(simulated: Simulation, case: Case, **settings: Any) -> int:
+    """Room for what is no chunk, on a simulated device, and for a third of the parameters."""
+    boosted = simulated.boost(case.model(), **STAY, **settings)
+    train(boosted, case, steps=2)
+    report = boosted.report()
+    largest = max(p.numel() for p in boosted.model.parameters()) * 4
+    gradients = largest  # the window of those on their way
+    return report.peak_nonmodel_bytes + gradients + max(3 * largest, report.host_bytes // 16)
+
+
+# --- the same bits ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("room", ["tight", "ample"])
+@pytest.mark.parametrize(("accumulate", "max_norm"), [(1, 0.0), (1, 0.1), (3, 0.1)])
+@pytest.mark.parametrize(("precision", "state_format"), FORMATS)
+def test_every_format_gives_the_bits_of_the_cpu_device(
+    simulated: Simulation,
+    precision: str,
+    state_format: str,
+    accumulate: int,
+    max_norm: float,
+    room: str,
+) -> None:
+    settings = {"precision": precision, "optim_state_format": state_format, "max_norm": max_norm}
+    case = CASES["gpt2"]
+    memory = tight(simulated, case, **settings) if room == "tight" else 2**30
+    boosted = assert_same_bits(
+        simulated, case, memory=memory, accumulate=accumulate, overlap="forward", **settings
+    )
+    report = boosted.report()
+    if room == "ample":
+        assert report.promoted_chunks == report.num_chunks
+    else:
+        assert report.promoted_chunks < report.num_chunks
+        assert report.evictions > 0
+
+
+@pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "promoted"])
+@pytest.mark.parametrize("overlap", [{"overlap": "none"}, {"overlap": "forward"}, BACKWARD])
+@pytest.mark.parametrize(("precision", "state_format"), [("fp32", "fp32"), ("bf16", "split")])
+def test_updates_beside_compute_give_the_same_bits(
+    simulated: Simulation,
+    precision: str,
+    state_format: str,
+    overlap: dict[str, Any],
+    place: dict[str, Any],
+) -> None:
+    settings = {"precision": precision, "optim_state_format": state_format, **overlap, **place}
+    assert_same_bits(simulated, CASES["llama"], **settings)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("name", ["llama", "bert", "t5", "mixtral"])
+def test_architectures_give_the_same_bits(
+    simulated: Simulation, name: str, checkpointing: bool
+) -> None:
+    assert_same_bits(simulated, CASES[name], checkpointing=checkpointing, max_norm=1.0)
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "cpu": {"placement_policy": "cpu"},
+    "cuda": {"placement_policy": "cuda"},
+    "half": {"placement_policy": "static", "offload_optim_frac": 0.5},
+    "stream": {
+        "placement_policy": "static", "offload_optim_frac": 1.0, "offload_param_frac": 0.5,
+    },
+    "no prefetch": {"max_prefetch": 0},
+    "far prefetch": {"max_prefetch": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_gives_the_same_bits(simulated: Simulation, name: str, precision: str) -> None:
+    assert_same_bits(simulated, CASES["gpt2"], precision=precision, **POLICIES[name])
+
+
+@pytest.mark.parametrize("state_format", ["fp32", "split", "split_bf16", "split_int8"])
+def test_lazy_models_are_built_in_their_homes(simulated: Simulation, state_format: str) -> None:
+    settings = {"precision": "bf16", "optim_state_format": state_format}
+    reference = boost(tower(), **settings)
+    expected = train_tower(reference)
+    with castor.LazyInitContext():
+        model = tower()
+    boosted = simulated.boost(model, **settings)
+    assert train_tower(boosted) == expected
+    assert_equal(simulated.state(boosted), simulated.state(reference))
+
+
+# --- who updates what ---------------------------------------------------------------------------
+
+
+def test_the_device_updates_and_measures_what_lies_on_it(simulated: Simulation) -> None:
+    boosted = simulated.boost(tower(), placement_policy="cuda", max_norm=1.0)
+    train_tower(boosted, steps=3)
+    numel = sum(p.numel() for p in boosted.model.parameters())
+    counts = simulated.counts()
+    assert counts["adam_numel"] == counts["norm_numel"] == 3 * numel
+    assert counts["copies_in"] == counts["copies_out"] == 0
+
+
+def test_the_host_updates_and_measures_what_lies_there(simulated: Simulation) -> None:
+    boosted = simulated.boost(tower(), placement_policy="cpu", max_norm=1.0)
+    train_tower(boosted, steps=3)
+    counts = simulated.counts()
+    assert counts["adam_numel"] == counts["norm_numel"] == 0
+    assert counts["copies_in"] > 0
+    gradients = 3 * sum(1 for _ in boosted.model.parameters())
+    assert counts["copies_out"] == gradients
+
+
+def test_both_measure_one_norm(simulated: Simulation) -> None:
+    settings = {"placement_policy": "static", "offload_optim_frac": 0.5, "max_norm": 0.05}
+    boosted = assert_same_bits(simulated, CASES["gpt2"], **settings)
+    numel = sum(p.numel() for p in boosted.model.parameters())
+    assert 0 < simulated.counts()["norm_numel"] < 4 * numel
+    assert simulated.counts()["norm_numel"] == simulated.counts()["adam_numel"]
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+def test_peaks_are_exact_and_repeat(simulated: Simulation) -> None:
+    boosted = simulated.boost(tower(), **STAY)
+    peaks = []
+    for seed in range(5):
+        train_tower(boosted, first=seed, steps=1)
+        peaks.append(boosted.report().peak_nonmodel_bytes)
+    assert peaks[2] == peaks[4]
+
+
+@pytest.mark.parametrize("n", [3, 10, 20])
+def test_an_allocation_that_the_device_refuses_evicts_and_succeeds(
+    simulated: Simulation, n: int
+) -> None:
+    reference, boosted = boost(tower()), simulated.boost(tower())
+    assert train_tower(boosted) == train_tower(reference)
+    assert boosted.report().promoted_chunks > 0
+    before = simulated.refuse_allocation(n)
+    assert train_tower(boosted, first=4) == train_tower(reference, first=4)
+    assert simulated.refuse_allocation(0) == before + 1
+    assert_equal(simulated.state(boosted), simulated.state(reference))
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("n", [3, 5, 9])
+def test_a_slot_that_the_device_refuses_makes_others_leave(
+    simulated: Simulation, n: int, prefetch: int
+) -> None:
+    settings = {**STAY, "max_prefetch": prefetch}
+    reference, boosted = boost(tower(), **settings), simulated.boost(tower(), **settings)
+    assert train_tower(boosted) == train_tower(reference)
+    simulated.device.refuse_block(n)
+    assert train_tower(boosted, first=4) == train_tower(reference, first=4)
+    assert_equal(simulated.state(boosted), simulated.state(reference))
+
+
+def test_a_slot_that_is_refused_where_nothing_can_leave_is_an_error(
+    simulated: Simulation,
+) -> None:
+    boosted = simulated.boost(tower(), **STAY, max_prefetch=0)
+    train_tower(boosted)
+    simulated.device.refuse_block(1)
+    with pytest.raises(castor.OutOfMemoryError, match="the simulated device refuses"):
+        train_tower(boosted)
+
+
+def test_a_budget_that_is_too_small_names_the_place(simulated: Simulation) -> None:
+    with pytest.raises(castor.OutOfMemoryError, match=r"of module 'layers\.\d'"):
+        train_tower(simulated.boost(tower(), 20 * 2**10))
+
+
+def test_a_model_that_goes_while_copies_run_leaves_its_weights(simulated: Simulation) -> None:
+    model = tower()
+    boosted = simulated.boost(model)
+    train_tower(boosted, steps=2)
+    assert boosted.report().promoted_chunks > 0, "copies in are on their way"
+    with simulated.beside():
+        expected = copies(model.parameters())
+    held = list(model.parameters())
+    del model, boosted
+    gc.collect()
+    for param, value in zip(held, expected, strict=True):
+        assert torch.equal(param, value)
+
+
+# --- what users do ------------------------------------------------------------------------------
+
+
+def edit(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.view(-1)[::7] = 0.125
+
+
+@pytest.mark.parametrize("when", ["between steps", "in forward"])
+@pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "promoted"])
+@pytest.mark.parametrize(("precision", "state_format"), FORMATS)
+def test_edits_of_weights_count(
+    simulated: Simulation, precision: str, state_format: str, place: dict[str, Any], when: str
+) -> None:
+    settings = {"precision": precision, "optim_state_format": state_format, **SCALE, **place}
+    reference, boosted = boost(tower(), **settings), simulated.boost(tower(), **settings)
+    results = []
+    for each in (reference, boosted):
+        losses = train_tower(each, steps=3)
+        if when == "between steps":
+            edit(each.model)
+        else:
+            hook = each.model.layers[2].register_forward_pre_hook(lambda m, _: edit(m))
+            losses += train_tower(each, first=3, steps=1)
+            hook.remove()
+        results.append(losses + train_tower(each, first=4))
+    assert results[0] == results[1]
+    assert_equal(simulated.state(boosted), simulated.state(reference))
+
+
+def test_gradients_are_visible_and_may_be_clipped(simulated: Simulation) -> None:
+    results = []
+    for make in (boost, simulated.boost):
+        boosted = make(tower(), **STAY)
+        losses = []
+        for seed in range(3):
+            loss = boosted.model(**tower_batch(seed))
+            loss.backward()
+            losses.append(torch.nn.utils.clip_grad_norm_(boosted.model.parameters(), 0.1).item())
+            boosted.optimizer.step()
+            boosted.optimizer.zero_grad()
+        results.append(losses)
+    assert results[0] == results[1]
+
+
+def test_evaluation_between_steps_changes_nothing(simulated: Simulation) -> None:
+    reference, boosted = boost(tower()), simulated.boost(tower())
+    for each in (reference, boosted):
+        for seed in range(4):
+            train_tower(each, first=seed, steps=1)
+            with torch.no_grad():
+                each.model(**tower_batch(99))
+    assert_equal(simulated.state(boosted), simulated.state(reference))
+
+
+@pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "promoted"])
+@pytest.mark.parametrize(("precision", "state_format"), FORMATS)
+def test_checkpoints_go_from_device_to_device(
+    simulated: Simulation,
+    tmp_path: Path,
+    precision: str,
+    state_format: str,
+    place: dict[str, Any],
+) -> None:
+    settings = {"precision": precision, "optim_state_format": state_format, **SCALE, **place}
+    whole = boost(tower(), **settings)
+    train_tower(whole, steps=6)
+    first = simulated.boost(tower(), **settings)
+    train_tower(first, steps=3)
+    with simulated.beside():
+        first.booster.save(tmp_path / "run", first.model, first.optimizer)
+        other = boost(tower(), **settings)
+        other.booster.load(tmp_path / "run", other.model, other.optimizer)
+    train_tower(other, first=3, steps=3)
+    assert_equal(simulated.state(other), simulated.state(whole))
+    back = simulated.boost(tower(), **settings)
+    train_tower(back, steps=2)
+    back.booster.load(tmp_path / "run", back.model, back.optimizer)
+    train_tower(back, first=3, steps=3)
+    assert_equal(simulated.state(back), simulated.state(whole))
+
+
+def test_optimizer_state_is_shown_as_copies(simulated: Simulation) -> None:
+    reference, boosted = boost(tower()), simulated.boost(tower())
+    train_tower(reference)
+    train_tower(boosted)
+    for mine, theirs in zip(
+        boosted.optimizer.state.values(), reference.optimizer.state.values(), strict=True
+    ):
+        assert set(mine) == set(theirs) == {"step", "exp_avg", "exp_avg_sq"}
+        for key in theirs:
+            assert torch.equal(mine[key], theirs[key])
+    entry = next(iter(boosted.optimizer.state.values()))
+    entry["exp_avg"].fill_(7.0)
+    assert not bool((entry["exp_avg"] == 7.0).any())
+
+
+def test_a_state_dict_goes_in_and_out(simulated: Simulation) -> None:
+    reference, boosted = (
+        boost(tower(), precision="bf16"),
+        simulated.boost(tower(), precision="bf16"),
+    )
+    train_tower(reference)
+    with simulated.beside():
+        weights = {key: value.clone() for key, value in reference.model.state_dict().items()}
+        state = reference.optimizer.state_dict()
+    boosted.model.load_state_dict(weights)
+    boosted.optimizer.load_state_dict(state)
+    for key, value in boosted.model.state_dict().items():
+        assert torch.equal(value, weights[key])
+    mine = boosted.optimizer.state_dict()["state"]
+    for i, entry in state["state"].items():
+        assert torch.equal(mine[i]["exp_avg"], entry["exp_avg"])
+        assert torch.equal(mine[i]["exp_avg_sq"], entry["exp_avg_sq"])
+
+
+def test_a_capsule_of_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from castor.runtime import engine
+
+    monkeypatch.setattr(engine, "make_backend", lambda _: torch.zeros(1))
+    with pytest.raises(ValueError, match=r"the device backend is tensor\(\[0\.\]\)"):
+        boost(tower())

@@ -1,0 +1,48 @@
+// _simulated_device: what tests/python gives a session in place of a GPU.
+#include <pybind11/pybind11.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+
+#include "simulated_device.h"
+#include "torch_allocations.h"
+
+namespace py = pybind11;
+using castor::CopyDirection;
+using castor::DeviceBackend;
+using castor::testing::SimulatedDevice;
+
+namespace {
+
+py::capsule capsule_of(const std::shared_ptr<SimulatedDevice>& device) {
+  return py::capsule(new std::shared_ptr<DeviceBackend>(device), castor::kDeviceBackendCapsule,
+                     [](PyObject* capsule) {
+                       delete static_cast<std::shared_ptr<DeviceBackend>*>(
+                           PyCapsule_GetPointer(capsule, castor::kDeviceBackendCapsule));
+                     });
+}
+
+/// While the session lives.
+py::dict counts(const SimulatedDevice& device) {
+  py::dict figures;
+  figures["adam_numel"] = device.counts().adam_numel.load();
+  figures["adam_calls"] = device.counts().adam_calls.load();
+  figures["norm_numel"] = device.counts().norm_numel.load();
+  figures["fences"] = device.counts().fences.load();
+  figures["copies_in"] = device.copies()->num_copies(CopyDirection::kHostToDevice);
+  figures["copies_out"] = device.copies()->num_copies(CopyDirection::kDeviceToHost);
+  return figures;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_simulated_device, m) {
+  py::class_<SimulatedDevice, std::shared_ptr<SimulatedDevice>>(m, "SimulatedDevice")
+      .def(py::init<std::uint64_t>(), py::arg("bytes_per_second"))
+      .def("capsule", &capsule_of)
+      .def("counts", &counts)
+      .def("refuse_block",
+           [](SimulatedDevice& device, std::size_t n) { device.memory().refuse_block(n); });
+  m.def("count_allocations", &castor::testing::count_allocations, py::arg("counted"));
+  m.def("refuse_allocation", &castor::testing::refuse_allocation, py::arg("n"));
+}

@@ -1,0 +1,143 @@
+#include "simulated_copies.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <stdexcept>
+
+namespace castor::testing {
+namespace {
+
+using Bytes = std::span<const std::byte>;
+
+bool touch(Bytes a, Bytes b) {
+  const std::less<> before;
+  return before(a.data(), b.data() + b.size()) && before(b.data(), a.data() + a.size());
+}
+
+/// Homes begin their own pages (MmapArena).
+void set_writable(Bytes home, bool writable) {
+  auto* const begin = const_cast<std::byte*>(home.data());
+  if (mprotect(begin, home.size(), writable ? PROT_READ | PROT_WRITE : PROT_READ) != 0) {
+    throw std::runtime_error("mprotect refused a home");
+  }
+}
+
+}  // namespace
+
+SimulatedCopies::SimulatedCopies(std::uint64_t bytes_per_second)
+    : inner_({.bytes_per_second = bytes_per_second,
+              .copy = [this](const CopyRequest& request) { run(request); }}) {}
+
+SimulatedCopies::~SimulatedCopies() {
+  std::vector<CopyTicket> left;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [ticket, reader] : readers_) {
+      left.push_back(ticket);
+    }
+  }
+  for (const CopyTicket ticket : left) {
+    try {
+      inner_.wait(ticket);
+    } catch (...) {  // what failed reads nothing
+    }
+  }
+  known_done(left);
+}
+
+CopyTicket SimulatedCopies::submit(const CopyRequest& request) {
+  num_copies_[static_cast<std::size_t>(request.direction)].fetch_add(1);
+  const std::lock_guard lock(mutex_);
+  const CopyTicket ticket = inner_.submit(request);
+  if (request.direction == CopyDirection::kHostToDevice && !request.source.empty()) {
+    readers_.emplace(ticket, Reader{.source = request.source});
+  }
+  return ticket;
+}
+
+// On a thread of the engine, after await_source.
+void SimulatedCopies::run(const CopyRequest& request) {
+  if (request.direction == CopyDirection::kHostToDevice) {
+    const std::lock_guard lock(mutex_);
+    for (auto& [ticket, reader] : readers_) {
+      if (!reader.reading && reader.source.data() == request.source.data()) {
+        reader.reading = true;
+        protect_locked(reader.source);
+        break;
+      }
+    }
+  } else {
+    host_writes(request.target);  // the rule of conflicting copies: in the order of submission
+  }
+  if (!request.source.empty()) {
+    std::memcpy(request.target.data(), request.source.data(), request.source.size());
+  }
+}
+
+void SimulatedCopies::protect_locked(Bytes source) {
+  if (locks_[source.data()]++ == 0) {
+    set_writable(source, false);
+  }
+}
+
+void SimulatedCopies::release_locked(std::map<CopyTicket, Reader>::iterator reader) {
+  const Bytes source = reader->second.source;
+  if (reader->second.reading && --locks_[source.data()] == 0) {
+    locks_.erase(source.data());
+    set_writable(source, true);
+  }
+  readers_.erase(reader);
+}
+
+void SimulatedCopies::wait(CopyTicket ticket) {
+  inner_.wait(ticket);
+  const std::lock_guard lock(mutex_);
+  if (const auto reader = readers_.find(ticket); reader != readers_.end()) {
+    reader->second.waited = true;
+  }
+}
+
+std::vector<CopyTicket> SimulatedCopies::waited() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<CopyTicket> tickets;
+  for (const auto& [ticket, reader] : readers_) {
+    if (reader.waited) {
+      tickets.push_back(ticket);
+    }
+  }
+  return tickets;
+}
+
+void SimulatedCopies::known_done(std::span<const CopyTicket> tickets) {
+  const std::lock_guard lock(mutex_);
+  for (const CopyTicket ticket : tickets) {
+    if (const auto reader = readers_.find(ticket); reader != readers_.end()) {
+      release_locked(reader);
+    }
+  }
+}
+
+void SimulatedCopies::host_writes(Bytes home) {
+  for (;;) {
+    CopyTicket reading = CopyTicket::kNone;
+    {
+      const std::lock_guard lock(mutex_);
+      for (const auto& [ticket, reader] : readers_) {
+        if (reader.reading && touch(reader.source, home)) {
+          reading = ticket;
+        }
+      }
+    }
+    if (reading == CopyTicket::kNone) {
+      return;
+    }
+    inner_.wait(reading);
+    known_done(std::span(&reading, 1));
+  }
+}
+
+}  // namespace castor::testing
