@@ -109,8 +109,8 @@ class ChunkManager {
 
   /// Moves every payload of a streamed chunk to the device for good: its placement is kDevice until
   /// it is demoted. Its homes stay allocated for the way back. False, and nothing happened, when
-  /// there is no room for on_device_bytes. Throws UsageError unless it is at home, no update of it
-  /// pending; rethrows a copy's failure, the chunk at home.
+  /// there is no room for on_device_bytes. Throws UsageError unless it is at home, in memory, no
+  /// update of it pending; rethrows a copy's failure, the chunk at home.
   [[nodiscard]] bool try_promote(ChunkId chunk);
   /// Makes a promoted chunk a streamed one: its payloads go home, and its parameters stay where
   /// they are, as a slot that may be pinned, in use, or evicted. Waits for its update. Takes no

@@ -68,10 +68,12 @@ void ChunkManager::copy_and_wait(std::span<const CopyRequest> requests) {
 
 bool ChunkManager::try_promote(ChunkId chunk) {
   Slot& slot = slots_[index(chunk)];
-  if (slot.placement != Placement::kStream || slot.block || update_pending(chunk)) {
-    throw UsageError("chunk " + std::to_string(index(chunk)) +
-                     " cannot be promoted: it is not a streamed chunk at home, or its update is "
-                     "pending");
+  if (slot.placement != Placement::kStream || slot.block || update_pending(chunk) ||
+      stored(chunk)) {
+    throw UsageError(
+        "chunk " + std::to_string(index(chunk)) +
+        " cannot be promoted: it is not a streamed chunk at home, its home is on NVMe, "
+        "or its update is pending");
   }
   std::array<Block, kNumPayloadKinds> blocks;
   std::vector<CopyRequest> copies;

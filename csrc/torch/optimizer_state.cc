@@ -219,24 +219,24 @@ bool OptimizerState::stored_in_part(ChunkId chunk) const {
   return stored(chunk) || manager_.stored(chunk);
 }
 
+// Weights before states: what is written back from the device holds its weights and needs states.
 void OptimizerState::with_all_memory(ChunkId chunk,
                                      const std::function<void(const Memory&)>& work) const {
+  const bool on_nvme = manager_.stored(chunk);
+  StoredWeights::Holds holds = on_nvme ? weights_->hold_for_update(chunk) : StoredWeights::Holds();
   with_memory(chunk, StreamAccess::kUpdate, [&](const Memory& states) {
     Memory memory = states;
-    auto& param = memory[static_cast<std::size_t>(PayloadKind::kParam)];
-    auto& grad = memory[static_cast<std::size_t>(PayloadKind::kGrad)];
-    if (!manager_.stored(chunk)) {
-      param = manager_.payload(chunk, PayloadKind::kParam)->data();
-      grad = manager_.payload(chunk, PayloadKind::kGrad)->data();
-      work(memory);
-      return;
-    }
-    StoredWeights::Holds holds = weights_->hold_for_update(chunk);
-    param = holds[0].payloads().front().data();
-    grad = holds[1].payloads().front().data();
+    memory[static_cast<std::size_t>(PayloadKind::kParam)] =
+        on_nvme ? holds[0].payloads().front().data()
+                : manager_.payload(chunk, PayloadKind::kParam)->data();
+    memory[static_cast<std::size_t>(PayloadKind::kGrad)] =
+        on_nvme ? holds[1].payloads().front().data()
+                : manager_.payload(chunk, PayloadKind::kGrad)->data();
     work(memory);
-    holds[0].release();
   });
+  if (on_nvme) {
+    holds[0].release();  // may throw
+  }
 }
 
 void OptimizerState::with_home(ParamId param, const std::function<void(std::byte*)>& work) const {

@@ -76,16 +76,19 @@ std::shared_ptr<void> Session::visit(ParamId param, bool writes) {
   return visit_groups(std::span(&use, 1));
 }
 
-// The first gradient since zero_grad: what the payload holds is the step's before.
+// The first gradient since zero_grad: what the payload holds is the step's before, and forgotten
+// where nobody has a tensor over it.
 void Session::begin_gradients_of(ChunkId chunk) {
   if (!stored(chunk)) {
     return;
   }
   const auto& params = layout_.chunk(chunk).params;
-  if (std::none_of(params.begin(), params.end(), [this](ParamId param) {
-        return gradients_[index(param)].view.defined() &&
-               params_[index(param)].grad().is_same(gradients_[index(param)].view);
-      })) {
+  const auto has_gradient = [this](ParamId param) {
+    return gradients_[index(param)].view.defined() &&
+           params_[index(param)].grad().is_same(gradients_[index(param)].view);
+  };
+  if (std::none_of(params.begin(), params.end(), has_gradient) &&
+      weights_->gradient_storage(chunk).use_count() <= gradient_uses_[index(chunk)]) {
     gate_->pass(gradient_group(chunk));
     weights_->discard_gradients(chunk);
   }

@@ -174,9 +174,13 @@ StoredWeights::Holds StoredWeights::hold_for_update(ChunkId chunk) {
 void StoredWeights::announce_updates(std::span<const ChunkId> chunks) {
   std::size_t room = max_held();
   for (const ChunkId chunk : chunks) {
-    if (stored(chunk) && room-- > 0) {
+    if (room == 0) {
+      return;
+    }
+    if (stored(chunk)) {
       tier_.stream().prefetch(parameters_of(chunk));
       tier_.stream().prefetch(gradients_of(chunk));
+      --room;
     }
   }
 }

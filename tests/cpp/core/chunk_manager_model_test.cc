@@ -34,6 +34,7 @@ struct Adversary {
   unsigned seed;
   std::size_t operations;
   bool copies_fail;
+  bool stored = false;  // homes of some chunks, whose reads fail where copies do
 };
 
 void PrintTo(const Adversary& adversary, std::ostream* out) { *out << adversary.name; }
@@ -55,7 +56,8 @@ class Walk {
       : adversary_(adversary),
         random_(adversary.seed),
         placements_(some_placements()),
-        rig_(make_layout(), device_bytes(), placements_),
+        stored_(adversary.stored ? some_stored() : std::vector<bool>()),
+        rig_(make_layout(), device_bytes(), placements_, stored_),
         chunks_(rig_.layout.chunks().size()),
         values_(rig_.layout.params().size()),
         states_(rig_.layout.params().size(), TensorState::kFree) {
@@ -73,7 +75,7 @@ class Walk {
   void run() {
     for (std::size_t i = 0; i < adversary_.operations; ++i) {
       if (adversary_.copies_fail && below(20) == 0) {
-        below(2) == 0 ? rig_.engine.fail_submit(1 + below(3)) : rig_.engine.fail_wait(1 + below(3));
+        fail_soon();
       }
       operate();
       check(i % 1000 == 0);
@@ -82,6 +84,7 @@ class Walk {
       }
     }
     rig_.engine.never_fail();
+    rig_.store.never_fail();
     pins_.clear();
     rig_.manager.reset();
     EXPECT_EQ(rig_.engine.num_pending(), 0u);
@@ -111,6 +114,23 @@ class Walk {
     placements[3] = Placement::kKeep;
     placements[7] = Placement::kDevice;
     return placements;
+  }
+  // Of every placement that leaves a chunk's home on the host.
+  static std::vector<bool> some_stored() {
+    std::vector<bool> stored(make_layout().chunks().size());
+    for (std::size_t i = 0; i < stored.size(); ++i) {
+      stored[i] = i % 3 == 0;
+    }
+    return stored;
+  }
+  void fail_soon() {
+    const std::size_t call = 1 + below(3);
+    switch (below(adversary_.stored ? 4 : 2)) {
+      case 0: return rig_.engine.fail_submit(call);
+      case 1: return rig_.engine.fail_wait(call);
+      case 2: return rig_.store.fail_hold(call);
+      default: return rig_.store.fail_wait(call);
+    }
   }
   // A third of the model beside what lives on the device.
   static std::size_t device_bytes() {
@@ -315,7 +335,8 @@ class Walk {
   void promote(ChunkId chunk) {
     last_ += " promote";
     ModelChunk& entry = model(chunk);
-    if (placements_[index(chunk)] != Placement::kStream || entry.promoted || entry.resident) {
+    if (placements_[index(chunk)] != Placement::kStream || entry.promoted || entry.resident ||
+        rig_.manager->stored(chunk)) {
       return expect_refusal<UsageError>([&] { (void)rig_.manager->try_promote(chunk); });
     }
     const bool fits = whole(chunk) <= available();
@@ -414,8 +435,9 @@ class Walk {
   void write() {
     const std::size_t param = below(values_.size());
     last_ = "write to parameter " + std::to_string(param);
-    values_[param] = static_cast<std::uint8_t>(below(256));
-    rig_.binder.write(param_id(param), values_[param]);
+    const auto value = static_cast<std::uint8_t>(below(256));
+    rig_.write(param_id(param), value);
+    values_[param] = value;
     model(rig_.layout.place(param_id(param)).chunk).dirty = true;
   }
 
@@ -445,16 +467,22 @@ class Walk {
       EXPECT_EQ(manager.resident(chunk), chunks_[i].resident || on_device(chunk));
       EXPECT_EQ(manager.pins(chunk), chunks_[i].pins);
       EXPECT_EQ(rig_.bound_home(chunk), !chunks_[i].bound);
+      EXPECT_EQ(rig_.store.num_holds(chunk),
+                manager.stored(chunk) && chunks_[i].resident && !chunks_[i].bound ? 1 : 0)
+          << "chunk " << i << " is held while it is copied in, and at no other time";
     }
     const std::size_t sample = below(values_.size());
-    EXPECT_TRUE(rig_.binder.reads(param_id(sample), values_[sample])) << "parameter " << sample;
+    const bool failures_wait = adversary_.stored && adversary_.copies_fail;
+    EXPECT_TRUE(failures_wait || rig_.reads(param_id(sample), values_[sample]))
+        << "parameter " << sample;
     EXPECT_EQ(manager.state(param_id(sample)), states_[sample]);
     if (!thorough) {
       return;
     }
     rig_.expect_consistent();
+    rig_.store.never_fail();
     for (std::size_t i = 0; i < values_.size(); ++i) {
-      EXPECT_TRUE(rig_.binder.reads(param_id(i), values_[i])) << "parameter " << i;
+      EXPECT_TRUE(rig_.reads(param_id(i), values_[i])) << "parameter " << i;
       EXPECT_EQ(manager.state(param_id(i)), states_[i]) << "parameter " << i;
     }
   }
@@ -462,6 +490,7 @@ class Walk {
   const Adversary adversary_;
   std::mt19937 random_;
   const std::vector<Placement> placements_;
+  const std::vector<bool> stored_;
   Rig rig_;
   std::vector<std::pair<ChunkId, Pin>> pins_;
   std::vector<ModelChunk> chunks_;
@@ -481,7 +510,9 @@ INSTANTIATE_TEST_SUITE_P(Random, ChunkManagerModelTest,
                          ::testing::Values(Adversary{"delayed_1", 1, 350'000, false},
                                            Adversary{"delayed_2", 2, 350'000, false},
                                            Adversary{"failing_3", 3, 200'000, true},
-                                           Adversary{"failing_4", 4, 200'000, true}),
+                                           Adversary{"failing_4", 4, 200'000, true},
+                                           Adversary{"stored_5", 5, 200'000, false, true},
+                                           Adversary{"stored_failing_6", 6, 200'000, true, true}),
                          [](const ::testing::TestParamInfo<Adversary>& info) {
                            return std::string(info.param.name);
                          });

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <initializer_list>
 #include <limits>
@@ -15,7 +16,6 @@
 #include <mutex>
 #include <new>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,6 +24,7 @@
 #include "core/chunk_manager.h"
 #include "core/copy_engine.h"
 #include "core/error.h"
+#include "core/fake_homes.h"
 #include "core/memory_tier.h"
 
 // Simulated hardware for the tests of the core: tiers on the heap, copies that happen when the test
@@ -31,12 +32,6 @@
 namespace castor::testing {
 
 inline constexpr std::size_t kNever = std::numeric_limits<std::size_t>::max();
-
-/// An adversary did what it was asked to.
-class InjectedFailure : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
 
 /// The blocks of a HeapArena that are alive. Shared by the test and the arena. Thread-safe.
 class LiveBlocks {
@@ -142,11 +137,14 @@ class DelayedCopyEngine : public CopyEngine {
     for (auto& queue : pending_) {
       if (holds(queue, ticket)) {
         while (!queue.empty() && queue.front().ticket <= ticket) {
-          const CopyRequest request = std::move(queue.front().request);
-          queue.pop_front();
-          perform(request);
+          perform_first(queue);
         }
       }
+    }
+    if (const auto failed = failures_.find(ticket); failed != failures_.end()) {
+      const std::exception_ptr failure = failed->second;
+      failures_.erase(failed);
+      std::rethrow_exception(failure);
     }
   }
   bool done(CopyTicket ticket) override {
@@ -176,6 +174,16 @@ class DelayedCopyEngine : public CopyEngine {
     }
     std::memcpy(request.target.data(), request.source.data(), request.source.size());
   }
+  /// A failure is kept for who waits for the copy.
+  void perform_first(Queue& queue) {
+    const Copy copy = std::move(queue.front());
+    queue.pop_front();
+    try {
+      perform(copy.request);
+    } catch (const InjectedFailure&) {
+      failures_.emplace(copy.ticket, std::current_exception());
+    }
+  }
   Queue& queue_of(const CopyRequest& request) {
     return pending_[request.direction == CopyDirection::kHostToDevice ? 0 : 1];
   }
@@ -183,6 +191,7 @@ class DelayedCopyEngine : public CopyEngine {
   Queue pending_[2];
 
  private:
+  std::map<CopyTicket, std::exception_ptr> failures_;
   std::uint64_t last_ticket_ = 0;
 };
 
@@ -204,13 +213,12 @@ class FailingCopyEngine final : public DelayedCopyEngine {
     for (Queue& queue : pending_) {
       if (holds(queue, ticket) && --waits_left_ == 0) {
         while (queue.front().ticket != ticket) {
-          perform(queue.front().request);
-          queue.pop_front();
+          perform_first(queue);
         }
         CopyRequest half = queue.front().request;
         half.source = half.source.first(half.source.size() / 2);
-        perform(half);
         queue.pop_front();
+        perform(half);
         throw InjectedFailure("wait");
       }
     }
@@ -253,8 +261,10 @@ class FakeBinder final : public ParamBinder {
         versions_(layout.params().size(), 0),
         snapshots_(layout.params().size(), 0) {}
 
+  /// Homes that are not in memory are bound to nullptr.
+  void store_homes(std::vector<bool> stored) { stored_ = std::move(stored); }
   void bind(ChunkId chunk, std::byte* address) noexcept override {
-    EXPECT_NE(address, nullptr);
+    EXPECT_TRUE(address != nullptr || (!stored_.empty() && stored_[index(chunk)]));
     addresses_[index(chunk)] = address;
     ++num_binds_;
   }
@@ -316,6 +326,7 @@ class FakeBinder final : public ParamBinder {
   std::vector<std::uint32_t> versions_;
   std::vector<std::uint32_t> snapshots_;
   std::size_t num_binds_ = 0;
+  std::vector<bool> stored_;
   std::vector<WriteBack> write_backs_;
 };
 
@@ -365,30 +376,46 @@ struct Rig {
   std::shared_ptr<MemoryTier> host;
   FailingCopyEngine engine;
   FakeBinder binder;
+  FakeHomes store;
   std::unique_ptr<ChunkManager> manager;
   std::vector<std::shared_ptr<Payload>> homes;
 
-  Rig(ChunkLayout model, std::size_t device_bytes, std::vector<Placement> placements = {})
+  Rig(ChunkLayout model, std::size_t device_bytes, std::vector<Placement> placements = {},
+      std::vector<bool> stored = {})
       : layout(std::move(model)),
         device(std::make_shared<MemoryTier>(TierKind::kDevice, device_bytes,
                                             std::make_unique<HeapArena>(device_blocks))),
         host(std::make_shared<MemoryTier>(TierKind::kHost, std::size_t{1} << 30,
                                           std::make_unique<HeapArena>(host_blocks))),
-        binder(layout) {
+        binder(layout),
+        store(layout, sized(stored, layout.chunks().size())) {
     placements.resize(layout.chunks().size(), Placement::kStream);
-    manager = std::make_unique<ChunkManager>(layout, placements, device, host, engine, binder);
+    binder.store_homes(sized(stored, layout.chunks().size()));
+    manager = std::make_unique<ChunkManager>(layout, placements, device, host, engine, binder,
+                                             stored.empty() ? nullptr : &store);
     for (std::size_t i = 0; i < layout.chunks().size(); ++i) {
       const ChunkId chunk{static_cast<std::uint32_t>(i)};
       homes.push_back(manager->payload(chunk, PayloadKind::kParam));
       binder.bind(chunk, homes[i]->data());
     }
     for (std::size_t i = 0; i < layout.params().size(); ++i) {
-      binder.write(ParamId{static_cast<std::uint32_t>(i)}, initial(i));
+      write(ParamId{static_cast<std::uint32_t>(i)}, initial(i));
     }
   }
 
   static std::uint8_t initial(std::size_t param) { return static_cast<std::uint8_t>(param + 1); }
 
+  /// As the binder's, with a home that has to be brought into memory first, as user code sees it.
+  void write(ParamId param, std::uint8_t value) {
+    visit(param, HomeAccess::kWrite, [&] { binder.write(param, value); });
+  }
+  [[nodiscard]] bool reads(ParamId param, std::uint8_t value) {
+    bool equal = false;
+    visit(param, HomeAccess::kRead, [&] { equal = binder.reads(param, value); });
+    return equal;
+  }
+
+  /// nullptr where it is not in memory.
   [[nodiscard]] const std::byte* home(ChunkId chunk) const { return homes[index(chunk)]->data(); }
   [[nodiscard]] bool bound_home(ChunkId chunk) const {
     return binder.address(chunk) == home(chunk);
@@ -396,7 +423,9 @@ struct Rig {
   /// Whether the home copy of the parameter is all `value`.
   [[nodiscard]] bool home_holds(ParamId param, std::uint8_t value) const {
     const ParamPlace place = layout.place(param);
-    const std::byte* data = home(place.chunk) + place.offset * size_of(layout.param(param).type);
+    const std::byte* const chunk =
+        store.stored(place.chunk) ? store.disk(place.chunk) : home(place.chunk);
+    const std::byte* data = chunk + place.offset * size_of(layout.param(param).type);
     for (std::size_t i = 0; i < binder.bytes(param); ++i) {
       if (data[i] != std::byte{value}) {
         return false;
@@ -434,6 +463,24 @@ struct Rig {
     EXPECT_EQ(device_blocks->bytes(), slots + fixed);
     EXPECT_LE(device->ledger().used(), device->ledger().budget());
     EXPECT_GE(device->ledger().used(), slots + fixed) << "non-model bytes may add to it";
+  }
+
+ private:
+  static std::vector<bool> sized(std::vector<bool> stored, std::size_t chunks) {
+    stored.resize(chunks, false);
+    return stored;
+  }
+  void visit(ParamId param, HomeAccess access, const std::function<void()>& use) {
+    const ChunkId chunk = layout.place(param).chunk;
+    if (binder.address(chunk) != nullptr) {
+      use();
+      return;
+    }
+    const auto hold = store.hold(chunk);
+    hold->wait(access);
+    binder.bind(chunk, hold->data());
+    use();
+    binder.bind(chunk, nullptr);
   }
 };
 

@@ -23,8 +23,8 @@ struct SimulatedMachine {
   std::unique_ptr<Runtime> runtime;
 
   SimulatedMachine(ChunkLayout layout, std::size_t device_bytes, RuntimeOptions options = {},
-                   std::vector<Placement> placements = {})
-      : rig(std::move(layout), device_bytes, std::move(placements)) {
+                   std::vector<Placement> placements = {}, std::vector<bool> stored = {})
+      : rig(std::move(layout), device_bytes, std::move(placements), std::move(stored)) {
     runtime =
         std::make_unique<Runtime>(*rig.manager, nonmodel, options, [this] { return now_ns++; });
   }

@@ -215,7 +215,7 @@ TEST_P(ChunkStreamHoldTest, ThoseWhoWaitForEachOtherAreToldSo) {
 
 TEST_P(ChunkStreamHoldTest, HoldersOfSeveralGoOnWithTheFewestSlots) {
   constexpr std::size_t kThreads = 4;
-  constexpr int kRounds = 150;
+  constexpr int kRounds = 50;
   for (const std::size_t num_slots : {3U, 4U}) {
     const auto bench = make_bench({}, num_slots);
     ChunkStream& stream = *bench->stream;
