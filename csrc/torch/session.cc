@@ -255,6 +255,10 @@ void Session::watch_tensors() {
   }
 }
 
+std::size_t Session::gradient_group(ChunkId chunk) const noexcept {
+  return layout_.chunks().size() + index(chunk);
+}
+
 void Session::settle_group(std::size_t group) {
   const ChunkId chunk{static_cast<std::uint32_t>(group % layout_.chunks().size())};
   if (updated_[index(chunk)]) {

@@ -91,8 +91,7 @@ class Session : public std::enable_shared_from_this<Session> {
   /// Masters and moments of the parameters. Its moments have no values before zero_moments().
   /// Before its memory is used: settle(param).
   [[nodiscard]] OptimizerState& optimizer_state() const noexcept { return *optimizer_state_; }
-  /// A CPU tensor over a parameter's home, borrowed, until the next forward; nullopt: the CPU
-  /// device, whose parameters are that, or on the device for good.
+  /// On a GPU a CPU tensor over the parameter's home, borrowed; nullopt: its home is on the GPU.
   [[nodiscard]] std::optional<at::Tensor> home(ParamId param);
   /// Parameters and gradients on NVMe; nullptr: all are in memory.
   [[nodiscard]] const StoredWeights* stored_weights() const noexcept { return weights_.get(); }
@@ -153,9 +152,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void forget_updates();
   void place_chunks_again();
   void settle_group(std::size_t group);
-  [[nodiscard]] std::size_t gradient_group(ChunkId chunk) const noexcept {
-    return layout_.chunks().size() + index(chunk);
-  }
+  [[nodiscard]] std::size_t gradient_group(ChunkId chunk) const noexcept;
   [[nodiscard]] bool updated(ParamId param) const;
   [[nodiscard]] bool trainable(ParamId param) const { return layout_.param(param).trainable; }
 

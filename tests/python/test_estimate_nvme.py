@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import re
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from rich.console import Console
 
 from castor import OutOfMemoryError
-from castor.estimate import Estimator, Workload, machine
+from castor.estimate import Estimator, Machine, Workload, machine
 from castor.estimate.estimator import StateFormat
+from castor.estimate.render import render
 from estimating import GPT_18B, OPTIONS, SMALL, small_machine, train, write
 from helpers import FORMATS
 
@@ -109,6 +112,21 @@ def test_a_host_below_parameters_and_gradients_fits_with_nvme(small: Estimator) 
     assert slow.bound == "nvme"
     assert slow.step_time_s > found.step_time_s  # type: ignore[operator]
     assert slow.step_time_s >= slow.busy_s["nvme"]  # type: ignore[operator]
+
+
+def test_table_tells_parameters_and_gradients_from_states(small: Estimator) -> None:
+    def table(on: Machine) -> str:
+        console = Console(record=True, width=200, file=io.StringIO())
+        render(small.estimate(on), small.workload, on, console)
+        return console.export_text()
+
+    ample = small.estimate(small_machine()).host_bytes
+    states = table(small_machine(host_memory=ample * 7 // 8, nvme="1GB/s"))
+    assert "parameters and gradients" not in states
+    both = table(small_machine(host_memory=ample // 4, nvme="1MB/s"))
+    assert "of it parameters and gradients" in both
+    assert "a session on a GPU keeps them on the host" in both
+    assert "NVMe (what the host has no room for)" in both
 
 
 # --- what moves -----------------------------------------------------------------------------------
