@@ -188,8 +188,8 @@ void Runtime::bring_in(ChunkId chunk, EventKind kind, ModuleId module) {
 bool Runtime::try_fetch(ChunkId chunk) {
   try {
     return manager_.try_fetch(chunk);
-  } catch (const OutOfMemory&) {
-    if (!evict_more(layout_.chunk(chunk).capacity_bytes)) {
+  } catch (const OutOfMemory& error) {  // of the host: its window on NVMe is full
+    if (error.tier() != TierKind::kDevice || !evict_more(layout_.chunk(chunk).capacity_bytes)) {
       throw;
     }
     return false;

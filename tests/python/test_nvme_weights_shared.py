@@ -72,9 +72,9 @@ def test_an_operator_that_fails_keeps_nothing_in_memory(tmp_path: Path) -> None:
         matrices = [param.detach() for param in boosted.model.parameters() if param.dim() == 2]
         go_on_wide(boosted, steps=1)
         for first, second in itertools.pairwise(matrices):  # more than the window
-            with pytest.raises(RuntimeError, match="size|shapes"):
+            with pytest.raises(RuntimeError, match=r"size|shapes"):
                 torch.addmm(first[:, :3], first, second)
-            with pytest.raises(RuntimeError, match="size|shapes"):
+            with pytest.raises(RuntimeError, match=r"size|shapes"):
                 first.add_(second[:, :5])
         layers = [m for m in boosted.model.modules() if isinstance(m, torch.nn.Linear)]
         assert layers

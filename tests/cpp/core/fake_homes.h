@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "core/chunk_layout.h"
+#include "core/error.h"
 #include "core/home_store.h"
 
 namespace castor::testing {
@@ -46,6 +47,9 @@ class FakeHomes final : public HomeStore {
     if (--holds_left_ == 0) {
       throw InjectedFailure("hold");
     }
+    if (home.holds == 0 && num_held() == capacity_) {
+      throw OutOfMemory(TierKind::kHost, home.disk.size(), 0, home.disk.size(), "window");
+    }
     if (home.holds++ == 0) {
       home.memory.assign(home.disk.size(), kGarbage);
       home.there = home.written = false;
@@ -63,6 +67,8 @@ class FakeHomes final : public HomeStore {
   }
 
   void set_max_held(std::size_t max_held) { max_held_ = max_held; }
+  /// Homes that can be in memory at the same time, from now on.
+  void set_capacity(std::size_t capacity) { capacity_ = capacity; }
   /// The n-th hold is refused, or the n-th wait fails, from now on; counted from 1.
   void fail_hold(std::size_t call) { holds_left_ = call; }
   void fail_wait(std::size_t call) { waits_left_ = call; }
@@ -139,6 +145,7 @@ class FakeHomes final : public HomeStore {
   std::vector<ChunkId> announced_;
   std::size_t num_announced_ = 0;
   std::size_t max_held_ = 2;
+  std::size_t capacity_ = kNeverFails;
   std::size_t holds_left_ = kNeverFails;
   std::size_t waits_left_ = kNeverFails;
 };

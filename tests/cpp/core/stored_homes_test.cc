@@ -240,8 +240,11 @@ class AnnouncedHomesTest : public ::testing::Test {
     EXPECT_EQ(machine_.rig.store.num_held(), 0u);
   }
 
-  SimulatedMachine machine_{
-      Net::row(kModules).layout(), 2 * kChunk, {}, {}, {true, true, true, true, true, false}};
+  SimulatedMachine machine_{Net::row(kModules).layout(),
+                            2 * kChunk,
+                            {.warmup_nonmodel_ratio = 0.0},
+                            {},
+                            {true, true, true, true, true, false}};
 };
 
 TEST_F(AnnouncedHomesTest, FollowThePlanAndSkipWhatIsOnTheDevice) {
@@ -274,6 +277,23 @@ TEST_F(AnnouncedHomesTest, AreNoneWhereNothingIsPlanned) {
   machine_.act(testing::enter(3));  // not where the plan begins
   EXPECT_EQ(machine_.rig.store.num_announced(), 0u);
   machine_.act(testing::exit(3));
+}
+
+TEST_F(AnnouncedHomesTest, ThatFindNoMemoryOnTheHostSendNothingFromTheDevice) {
+  machine_.run({testing::enter(0), testing::exit(0)});
+  machine_.rig.store.set_capacity(0);
+  try {
+    machine_.act(testing::enter(1));
+    FAIL() << "a home was brought in where there is no memory for it";
+  } catch (const OutOfMemory& error) {
+    EXPECT_EQ(error.tier(), TierKind::kHost);
+  }
+  EXPECT_TRUE(machine_.rig.manager->resident(kA)) << "its leaving would not have helped";
+  EXPECT_EQ(machine_.rig.manager->counts().evictions, 0u);
+  machine_.rig.store.set_capacity(1);
+  machine_.act(testing::enter(1));
+  EXPECT_TRUE(machine_.rig.manager->resident(kB));
+  finish();
 }
 
 TEST_F(AnnouncedHomesTest, AResidentChunkIsPinnedForWhoReadsItOutsideItsModule) {
