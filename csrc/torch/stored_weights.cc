@@ -7,10 +7,9 @@ namespace castor {
 namespace {
 
 constexpr char kOnNvme[] =
-    "these parameters or gradients are on NVMe (or were, until their model was dropped) and have "
-    "no "
-    "address. Operators bring them into memory: take a .clone() before numpy(), data_ptr() or "
-    "torch.save, or write the model with booster.save_model";
+    "these parameters or gradients are on NVMe (or were, until their model was dropped) and "
+    "have no address. Operators bring them into memory: take a .clone() before numpy(), "
+    "data_ptr() or torch.save, or write the model with booster.save_model";
 
 class Held final : public HomeHold {
  public:

@@ -7,9 +7,11 @@
 
 #include <algorithm>
 #include <mutex>
+#include <string>
 #include <unordered_map>
 #include <utility>
 
+#include "core/error.h"
 #include "torch/torch_error.h"
 
 namespace castor {
@@ -77,6 +79,7 @@ class Uses {
       same->writes = same->writes || writes;
     }
   }
+  [[nodiscard]] bool empty() const noexcept { return uses_.empty(); }
   [[nodiscard]] std::vector<std::shared_ptr<void>> visit() const {
     std::vector<std::shared_ptr<void>> visits;
     for (const auto& [gate, uses] : uses_) {
@@ -104,6 +107,15 @@ void pass(const at::Tensor& tensor, bool writes, Uses& uses) {
   unmark(tensor);  // an alias is watched by nobody
 }
 
+// A collective goes on when its operator has returned, and the memory may be another chunk's then.
+void check_synchronous(const c10::OperatorHandle& op) {
+  const std::string& name = op.schema().name();
+  if (name.starts_with("c10d::")) {
+    throw UsageError(name + " was given a parameter or gradient on NVMe, whose memory it would " +
+                     "use after the call: give it a .clone() and copy the result back");
+  }
+}
+
 void pass_arguments(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                     ::torch::jit::Stack* stack) {
   std::vector<std::shared_ptr<void>> visits;
@@ -123,6 +135,9 @@ void pass_arguments(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
           }
         }
       }
+    }
+    if (!uses.empty()) {
+      check_synchronous(op);
     }
     visits = uses.visit();
   });

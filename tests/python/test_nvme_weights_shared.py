@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import castor
 from helpers import assert_equal, copies
 from stored_tower import WIDTH, go_on_wide, wide
 from zoo import tower_batch
@@ -91,3 +93,22 @@ def test_an_operator_that_fails_keeps_nothing_in_memory(tmp_path: Path) -> None:
 
 def fail(*_: Any) -> None:
     raise ZeroDivisionError
+
+
+def test_a_collective_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    stored = wide(tmp_path / "nvme")
+    go_on_wide(stored, steps=1)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        param = next(stored.model.parameters())
+        with pytest.raises(castor.UsageError, match=r"on NVMe.*\.clone\(\)"):
+            dist.all_reduce(param.detach())
+        values = param.detach().clone()
+        dist.all_reduce(values)
+        with torch.no_grad():
+            param.copy_(values)
+    finally:
+        dist.destroy_process_group()
+    go_on_wide(stored, first=1, steps=1)
