@@ -107,6 +107,12 @@ void pass(const at::Tensor& tensor, bool writes, Uses& uses) {
   unmark(tensor);  // an alias is watched by nobody
 }
 
+// On the CPU these call an operator for each tensor of their lists, of which each has its own
+// visit: all at once need not fit in memory (clip_grad_norm_).
+bool goes_one_by_one(const c10::OperatorHandle& op) {
+  return op.schema().name().starts_with("aten::_foreach_");
+}
+
 // A collective goes on when its operator has returned, and the memory may be another chunk's then.
 void check_synchronous(const c10::OperatorHandle& op) {
   const std::string& name = op.schema().name();
@@ -136,10 +142,10 @@ void pass_arguments(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
         }
       }
     }
-    if (!uses.empty()) {
+    if (!uses.empty() && !goes_one_by_one(op)) {
       check_synchronous(op);
+      visits = uses.visit();
     }
-    visits = uses.visit();
   });
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
 }
