@@ -5,6 +5,7 @@ beside the compute, homes that no host may write while a copy reads them.
 """
 
 import gc
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,18 @@ def test_lazy_models_are_built_in_their_homes(simulated: Simulation, state_forma
         model = tower()
     boosted = simulated.boost(model, **settings)
     assert train_tower(boosted) == expected
+    assert_equal(simulated.state(boosted), simulated.state(reference))
+
+
+def test_lazy_models_of_a_narrower_type_keep_their_values(simulated: Simulation) -> None:
+    def run(boost_it: Any, context: Any) -> Boosted:
+        torch.manual_seed(0)
+        with context:
+            model = nn.Sequential(*[nn.Linear(64, 64, dtype=torch.bfloat16) for _ in range(4)])
+        return boost_it(model, precision="fp32")
+
+    reference = run(boost, nullcontext())
+    boosted = run(simulated.boost, castor.LazyInitContext())
     assert_equal(simulated.state(boosted), simulated.state(reference))
 
 
