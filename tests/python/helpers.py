@@ -10,7 +10,7 @@ from torch import nn
 
 import castor
 from castor.runtime.engine import engine_of
-from zoo import tower, tower_batch
+from zoo import Case, tower, tower_batch
 
 GIB = 2**30
 LR = 1e-3
@@ -85,6 +85,22 @@ def boost(
     booster = castor.Booster(plugin=plugin(memory, **settings))
     model, optimizer, *_ = booster.boost(model, optimizer)
     return Boosted(booster, model, optimizer)
+
+
+def train_on(
+    boosted: Boosted, case: Case, *, steps: int = 4, micro_batches: int = 1
+) -> list[float]:
+    """Losses of every micro-batch, over batches of their own."""
+    losses = []
+    for step in range(steps):
+        for k in range(micro_batches):
+            batch = case.batch(step * micro_batches + k)
+            loss = case.loss(boosted.model(**batch), batch) / micro_batches
+            boosted.booster.backward(loss, boosted.optimizer)
+            losses.append(loss.item())
+        boosted.optimizer.step()
+        boosted.optimizer.zero_grad()
+    return losses
 
 
 Forward = Callable[[Any, int], torch.Tensor]
@@ -200,10 +216,11 @@ def assert_boost_fails(
     return raised.value
 
 
-def go_on(boosted: Boosted, first: int = 0, steps: int = 4) -> list[float]:
-    """Losses of steps on the tower, whose batches are numbered."""
+def go_on(boosted: Boosted, first: int = 0, steps: int = 4, *, width: int = 32) -> list[float]:
+    """Losses of steps on a tower of that width, whose batches are numbered."""
     return [
-        boosted.step(boosted.model(**tower_batch(seed))) for seed in range(first, first + steps)
+        boosted.step(boosted.model(**tower_batch(seed, width=width)))
+        for seed in range(first, first + steps)
     ]
 
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from helpers import Boosted, boost
-from zoo import tower, tower_batch
+from helpers import Boosted, boost, go_on
+from zoo import tower
 
 CHUNK = 2**13
 BLOCK = 4096  # of NVMe
@@ -41,7 +41,4 @@ def wide(path: Path | None = None, **settings: Any) -> Boosted:
 
 
 def go_on_wide(boosted: Boosted, first: int = 0, steps: int = 3) -> list[float]:
-    return [
-        boosted.step(boosted.model(**tower_batch(seed, width=WIDTH)))
-        for seed in range(first, first + steps)
-    ]
+    return go_on(boosted, first, steps, width=WIDTH)

@@ -33,6 +33,7 @@ from helpers import (
     boost,
     copies,
     exact_state,
+    go_on,
 )
 from zoo import CASES, Case, tower, tower_batch
 
@@ -137,12 +138,6 @@ def train(boosted: Boosted, case: Case, steps: int = 6) -> list[float]:
     return losses
 
 
-def train_tower(boosted: Boosted, *, first: int = 0, steps: int = 4) -> list[float]:
-    return [
-        boosted.step(boosted.model(**tower_batch(seed))) for seed in range(first, first + steps)
-    ]
-
-
 def train_plain(model: nn.Module, case: Case, steps: int = 6) -> list[float]:
     model.cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
@@ -209,13 +204,13 @@ def test_bits_depend_on_neither_place_nor_overlap(
         "precision": precision, "optim_state_format": state_format, "initial_scale": 2.0**8,
     }  # fmt: skip
     reference = on_gpu(tower(), **STAY, **settings)
-    expected, state = train_tower(reference), exact_state(reference)
+    expected, state = go_on(reference), exact_state(reference)
     ways: list[dict[str, Any]] = [{}, {**STAY, "overlap": "forward"}, {"overlap": "forward"}]
     if precision != "fp16":
         ways += [{**STAY, **BACKWARD}, BACKWARD]
     for way in ways:
         boosted = on_gpu(tower(), **settings, **way)
-        assert train_tower(boosted) == expected, way
+        assert go_on(boosted) == expected, way
         assert_equal(exact_state(boosted), state)
 
 
@@ -262,7 +257,7 @@ def test_lazy_models_get_the_weights_of_eager_ones(gpu: torch.device) -> None:
         model = tower()
     boosted = on_gpu(model, precision="bf16")
     assert_equal(exact_state(boosted), exact_state(reference))
-    assert train_tower(boosted) == train_tower(reference)
+    assert go_on(boosted) == go_on(reference)
 
 
 @pytest.mark.cuda
@@ -271,11 +266,11 @@ def test_edits_reach_the_masters(gpu: torch.device, place: dict[str, Any]) -> No
     results = []
     for state_format in ("fp32", "split"):
         boosted = on_gpu(tower(), precision="bf16", optim_state_format=state_format, **place)
-        train_tower(boosted, steps=3)
+        go_on(boosted, steps=3)
         with torch.no_grad():
             for param in boosted.model.parameters():
                 param.view(-1)[::7] = 0.125
-        train_tower(boosted, first=3)
+        go_on(boosted, first=3)
         results.append(copies(boosted.model.parameters()))
     assert_equal(results[0], results[1])
 
@@ -283,7 +278,7 @@ def test_edits_reach_the_masters(gpu: torch.device, place: dict[str, Any]) -> No
 @pytest.mark.cuda
 def test_checkpoints_go_from_gpu_to_cpu_and_back(gpu: torch.device, tmp_path: Path) -> None:
     first = on_gpu(tower(), precision="bf16")
-    train_tower(first)
+    go_on(first)
     first.booster.save(tmp_path / "run", first.model, first.optimizer)
     on_cpu = boost(tower(), precision="bf16")
     on_cpu.booster.load(tmp_path / "run", on_cpu.model, on_cpu.optimizer)
@@ -292,7 +287,7 @@ def test_checkpoints_go_from_gpu_to_cpu_and_back(gpu: torch.device, tmp_path: Pa
     state = [value.cpu() for value in exact_state(first)]
     assert_equal(exact_state(on_cpu), state)
     assert_equal([value.cpu() for value in exact_state(back)], state)
-    assert train_tower(back, first=4) == train_tower(first, first=4)
+    assert go_on(back, first=4) == go_on(first, first=4)
 
 
 class Wide(nn.Module):

@@ -21,6 +21,7 @@ from helpers import (
     exact_state,
     go_on,
     tight_memory,
+    train_on,
 )
 from zoo import CASES, tower, tower_batch
 
@@ -44,15 +45,7 @@ def train(
 ) -> tuple[list[float], list[torch.Tensor], castor.MemoryReport]:
     case = CASES[name]
     boosted = boost(case.model(), memory, chunk_bytes=CHUNK, **settings)
-    losses = []
-    for step in range(steps):
-        for k in range(micro_batches):
-            batch = case.batch(step * micro_batches + k)
-            loss = case.loss(boosted.model(**batch), batch) / micro_batches
-            boosted.booster.backward(loss, boosted.optimizer)
-            losses.append(loss.item())
-        boosted.optimizer.step()
-        boosted.optimizer.zero_grad()
+    losses = train_on(boosted, case, steps=steps, micro_batches=micro_batches)
     return losses, exact_state(boosted), boosted.report()
 
 

@@ -10,7 +10,16 @@ from safetensors.torch import load_file
 
 import castor
 from castor.runtime.engine import engine_of
-from helpers import FORMATS, Boosted, assert_equal, boost, copies, exact_state, tight_memory
+from helpers import (
+    FORMATS,
+    Boosted,
+    assert_equal,
+    boost,
+    copies,
+    exact_state,
+    tight_memory,
+    train_on,
+)
 from stored_tower import BLOCK, CHUNK, DEPTH, WIDTH, go_on_wide, on_nvme, wide
 from zoo import CASES, tower, tower_batch
 
@@ -20,15 +29,7 @@ def train(
 ) -> tuple[list[float], list[torch.Tensor], castor.MemoryReport]:
     case = CASES[name]
     boosted = boost(case.model(), memory, chunk_bytes=CHUNK, **settings)
-    losses = []
-    for step in range(steps):
-        for k in range(micro_batches):
-            batch = case.batch(step * micro_batches + k)
-            loss = case.loss(boosted.model(**batch), batch) / micro_batches
-            boosted.booster.backward(loss, boosted.optimizer)
-            losses.append(loss.item())
-        boosted.optimizer.step()
-        boosted.optimizer.zero_grad()
+    losses = train_on(boosted, case, steps=steps, micro_batches=micro_batches)
     return losses, exact_state(boosted), boosted.report()
 
 

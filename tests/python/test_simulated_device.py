@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import castor
-from helpers import FORMATS, Boosted, assert_equal, boost, copies
+from helpers import FORMATS, Boosted, assert_equal, boost, copies, go_on, train_on
 from simulated import Simulation, load_module
 from zoo import CASES, Case, tower, tower_batch
 
@@ -34,25 +34,6 @@ def simulated(module: Any, monkeypatch: pytest.MonkeyPatch) -> Simulation:
     return Simulation(module, monkeypatch)
 
 
-def train(boosted: Boosted, case: Case, *, steps: int = 4, accumulate: int = 1) -> list[float]:
-    losses = []
-    for step in range(steps):
-        for micro in range(accumulate):
-            batch = case.batch(step * accumulate + micro)
-            loss = case.loss(boosted.model(**batch), batch) / accumulate
-            boosted.booster.backward(loss, boosted.optimizer)
-            losses.append(loss.item())
-        boosted.optimizer.step()
-        boosted.optimizer.zero_grad()
-    return losses
-
-
-def train_tower(boosted: Boosted, *, first: int = 0, steps: int = 4) -> list[float]:
-    return [
-        boosted.step(boosted.model(**tower_batch(seed))) for seed in range(first, first + steps)
-    ]
-
-
 def assert_same_bits(
     simulated: Simulation,
     case: Case,
@@ -64,10 +45,10 @@ def assert_same_bits(
 ) -> Boosted:
     """Losses, weights, masters and moments; returns the boosted model of the simulated device."""
     reference = boost(case.model(checkpointing=checkpointing), **settings)
-    expected = train(reference, case, accumulate=accumulate)
+    expected = train_on(reference, case, micro_batches=accumulate)
     gc.collect()
     boosted = simulated.boost(case.model(checkpointing=checkpointing), memory, **settings)
-    assert train(boosted, case, accumulate=accumulate) == expected
+    assert train_on(boosted, case, micro_batches=accumulate) == expected
     assert_equal(simulated.state(boosted), simulated.state(reference))
     assert boosted.report().peak_device_bytes <= boosted.report().device_budget_bytes == memory
     return boosted
@@ -76,7 +57,7 @@ def assert_same_bits(
 def tight(simulated: Simulation, case: Case, **settings: Any) -> int:
     """Room for what is no chunk, on a simulated device, and for a third of the parameters."""
     boosted = simulated.boost(case.model(), **STAY, **settings)
-    train(boosted, case, steps=2)
+    train_on(boosted, case, steps=2)
     report = boosted.report()
     largest = max(p.numel() for p in boosted.model.parameters()) * 4
     gradients = largest  # the window of those on their way
@@ -155,11 +136,11 @@ def test_every_policy_gives_the_same_bits(simulated: Simulation, name: str, prec
 def test_lazy_models_are_built_in_their_homes(simulated: Simulation, state_format: str) -> None:
     settings = {"precision": "bf16", "optim_state_format": state_format}
     reference = boost(tower(), **settings)
-    expected = train_tower(reference)
+    expected = go_on(reference)
     with castor.LazyInitContext():
         model = tower()
     boosted = simulated.boost(model, **settings)
-    assert train_tower(boosted) == expected
+    assert go_on(boosted) == expected
     assert_equal(simulated.state(boosted), simulated.state(reference))
 
 
@@ -180,7 +161,7 @@ def test_lazy_models_of_a_narrower_type_keep_their_values(simulated: Simulation)
 
 def test_the_device_updates_and_measures_what_lies_on_it(simulated: Simulation) -> None:
     boosted = simulated.boost(tower(), placement_policy="cuda", max_norm=1.0)
-    train_tower(boosted, steps=3)
+    go_on(boosted, steps=3)
     numel = sum(p.numel() for p in boosted.model.parameters())
     counts = simulated.counts()
     assert counts["adam_numel"] == counts["norm_numel"] == 3 * numel
@@ -189,7 +170,7 @@ def test_the_device_updates_and_measures_what_lies_on_it(simulated: Simulation) 
 
 def test_the_host_updates_and_measures_what_lies_there(simulated: Simulation) -> None:
     boosted = simulated.boost(tower(), placement_policy="cpu", max_norm=1.0)
-    train_tower(boosted, steps=3)
+    go_on(boosted, steps=3)
     counts = simulated.counts()
     assert counts["adam_numel"] == counts["norm_numel"] == 0
     assert counts["copies_in"] > 0
@@ -212,7 +193,7 @@ def test_peaks_are_exact_and_repeat(simulated: Simulation) -> None:
     boosted = simulated.boost(tower(), **STAY)
     peaks = []
     for seed in range(5):
-        train_tower(boosted, first=seed, steps=1)
+        go_on(boosted, first=seed, steps=1)
         peaks.append(boosted.report().peak_nonmodel_bytes)
     assert peaks[2] == peaks[4]
 
@@ -222,10 +203,10 @@ def test_an_allocation_that_the_device_refuses_evicts_and_succeeds(
     simulated: Simulation, n: int
 ) -> None:
     reference, boosted = boost(tower()), simulated.boost(tower())
-    assert train_tower(boosted) == train_tower(reference)
+    assert go_on(boosted) == go_on(reference)
     assert boosted.report().promoted_chunks > 0
     before = simulated.refuse_allocation(n)
-    assert train_tower(boosted, first=4) == train_tower(reference, first=4)
+    assert go_on(boosted, first=4) == go_on(reference, first=4)
     assert simulated.refuse_allocation(0) == before + 1
     assert_equal(simulated.state(boosted), simulated.state(reference))
 
@@ -237,9 +218,9 @@ def test_a_slot_that_the_device_refuses_makes_others_leave(
 ) -> None:
     settings = {**STAY, "max_prefetch": prefetch}
     reference, boosted = boost(tower(), **settings), simulated.boost(tower(), **settings)
-    assert train_tower(boosted) == train_tower(reference)
+    assert go_on(boosted) == go_on(reference)
     simulated.device.refuse_block(n)
-    assert train_tower(boosted, first=4) == train_tower(reference, first=4)
+    assert go_on(boosted, first=4) == go_on(reference, first=4)
     assert_equal(simulated.state(boosted), simulated.state(reference))
 
 
@@ -247,21 +228,21 @@ def test_a_slot_that_is_refused_where_nothing_can_leave_is_an_error(
     simulated: Simulation,
 ) -> None:
     boosted = simulated.boost(tower(), **STAY, max_prefetch=0)
-    train_tower(boosted)
+    go_on(boosted)
     simulated.device.refuse_block(1)
     with pytest.raises(castor.OutOfMemoryError, match="the simulated device refuses"):
-        train_tower(boosted)
+        go_on(boosted)
 
 
 def test_a_budget_that_is_too_small_names_the_place(simulated: Simulation) -> None:
     with pytest.raises(castor.OutOfMemoryError, match=r"of module 'layers\.\d'"):
-        train_tower(simulated.boost(tower(), 20 * 2**10))
+        go_on(simulated.boost(tower(), 20 * 2**10))
 
 
 def test_a_model_that_goes_while_copies_run_leaves_its_weights(simulated: Simulation) -> None:
     model = tower()
     boosted = simulated.boost(model)
-    train_tower(boosted, steps=2)
+    go_on(boosted, steps=2)
     assert boosted.report().promoted_chunks > 0, "copies in are on their way"
     with simulated.beside():
         expected = copies(model.parameters())
@@ -291,14 +272,14 @@ def test_edits_of_weights_count(
     reference, boosted = boost(tower(), **settings), simulated.boost(tower(), **settings)
     results = []
     for each in (reference, boosted):
-        losses = train_tower(each, steps=3)
+        losses = go_on(each, steps=3)
         if when == "between steps":
             edit(each.model)
         else:
             hook = each.model.layers[2].register_forward_pre_hook(lambda m, _: edit(m))
-            losses += train_tower(each, first=3, steps=1)
+            losses += go_on(each, first=3, steps=1)
             hook.remove()
-        results.append(losses + train_tower(each, first=4))
+        results.append(losses + go_on(each, first=4))
     assert results[0] == results[1]
     assert_equal(simulated.state(boosted), simulated.state(reference))
 
@@ -322,7 +303,7 @@ def test_evaluation_between_steps_changes_nothing(simulated: Simulation) -> None
     reference, boosted = boost(tower()), simulated.boost(tower())
     for each in (reference, boosted):
         for seed in range(4):
-            train_tower(each, first=seed, steps=1)
+            go_on(each, first=seed, steps=1)
             with torch.no_grad():
                 each.model(**tower_batch(99))
     assert_equal(simulated.state(boosted), simulated.state(reference))
@@ -339,26 +320,26 @@ def test_checkpoints_go_from_device_to_device(
 ) -> None:
     settings = {"precision": precision, "optim_state_format": state_format, **SCALE, **place}
     whole = boost(tower(), **settings)
-    train_tower(whole, steps=6)
+    go_on(whole, steps=6)
     first = simulated.boost(tower(), **settings)
-    train_tower(first, steps=3)
+    go_on(first, steps=3)
     with simulated.beside():
         first.booster.save(tmp_path / "run", first.model, first.optimizer)
         other = boost(tower(), **settings)
         other.booster.load(tmp_path / "run", other.model, other.optimizer)
-    train_tower(other, first=3, steps=3)
+    go_on(other, first=3, steps=3)
     assert_equal(simulated.state(other), simulated.state(whole))
     back = simulated.boost(tower(), **settings)
-    train_tower(back, steps=2)
+    go_on(back, steps=2)
     back.booster.load(tmp_path / "run", back.model, back.optimizer)
-    train_tower(back, first=3, steps=3)
+    go_on(back, first=3, steps=3)
     assert_equal(simulated.state(back), simulated.state(whole))
 
 
 def test_optimizer_state_is_shown_as_copies(simulated: Simulation) -> None:
     reference, boosted = boost(tower()), simulated.boost(tower())
-    train_tower(reference)
-    train_tower(boosted)
+    go_on(reference)
+    go_on(boosted)
     for mine, theirs in zip(
         boosted.optimizer.state.values(), reference.optimizer.state.values(), strict=True
     ):
@@ -375,7 +356,7 @@ def test_a_state_dict_goes_in_and_out(simulated: Simulation) -> None:
         boost(tower(), precision="bf16"),
         simulated.boost(tower(), precision="bf16"),
     )
-    train_tower(reference)
+    go_on(reference)
     with simulated.beside():
         weights = {key: value.clone() for key, value in reference.model.state_dict().items()}
         state = reference.optimizer.state_dict()
