@@ -22,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read by DeepSpeed when it is imported
+# Everyone's memory on huge pages: on small ones a process is up to a fifth slower than the next,
+# by which pages it got.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
 from _machine import RESULTS, describe_machine, paired, spread, write_record

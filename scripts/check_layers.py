@@ -28,7 +28,7 @@ ELEMENT_HEADERS = frozenset(
     f"optim/{name}.h"
     for name in (
         *("adam", "adam_check", "adam_element", "block_moments", "elementwise", "gradient"),
-        *("moment_codec", "rounding", "split_master", "state_format", "stochastic"),
+        *("moment_codec", "pairs", "rounding", "split_master", "state_format", "stochastic"),
     )
 )
 

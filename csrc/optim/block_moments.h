@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "optim/elementwise.h"
+#include "optim/pairs.h"
 #include "optim/rounding.h"
 
 namespace castor::detail {
@@ -53,24 +54,52 @@ template <std::uint32_t range>
 
 // `random` is uniform in [0, kCodeStep): the mean of the result is exact; or kCodeStep / 2, to
 // round to nearest. For a NaN knee codes mean nothing, and decoding gives NaN.
+//
+// The codes of two elements are a 16-bit number, the first in its lower byte. What a function of
+// one element has in common with that of two ends at the code in a 32-bit number: from bit
+// kCodeShift on, or in the uppermost byte.
+
+/// The magnitude's code, from bit kCodeShift on; below it is what was rounded off.
+[[nodiscard]] CASTOR_ELEMENTWISE std::uint32_t compress_exp_avg(float value, float knee,
+                                                                std::uint32_t random) noexcept {
+  const float shifted = std::bit_cast<float>(magnitude_bits(value)) + knee;
+  return std::bit_cast<std::uint32_t>(shifted) + (random - std::bit_cast<std::uint32_t>(knee));
+}
 
 /// Sign and magnitude.
 [[nodiscard]] CASTOR_ELEMENTWISE std::uint8_t encode_exp_avg(float value, float knee,
                                                              std::uint32_t random) noexcept {
-  const auto bits = std::bit_cast<std::uint32_t>(value);
-  const float shifted = std::bit_cast<float>(bits & 0x7fffffffu) + knee;
-  const std::uint32_t offset = random - std::bit_cast<std::uint32_t>(knee);
-  const std::uint32_t code = (std::bit_cast<std::uint32_t>(shifted) + offset) >> kCodeShift;
-  return static_cast<std::uint8_t>(((bits >> 24) & 0x80u) | code);
+  const std::uint32_t sign = (std::bit_cast<std::uint32_t>(value) >> 24) & 0x80u;
+  return static_cast<std::uint8_t>(sign | compress_exp_avg(value, knee, random) >> kCodeShift);
 }
 
-// The shifts start from the byte in the uppermost bits: GCC would otherwise work on the sign and on
-// the magnitude as bytes and widen both.
-[[nodiscard]] CASTOR_ELEMENTWISE float decode_exp_avg(std::uint8_t code, float knee) noexcept {
-  const std::uint32_t high = std::uint32_t{code} << 24;
-  const std::uint32_t steps = (high & 0x7f000000u) >> (24 - kCodeShift);
+/// encode_exp_avg of two.
+[[nodiscard]] CASTOR_ELEMENTWISE std::uint16_t encode_exp_avg(Pair<float> values, float knee,
+                                                              Pair<std::uint32_t> random) noexcept {
+  const Pair<std::uint32_t> bits = bits_of(values);
+  const std::uint32_t first = compress_exp_avg(values.first, knee, random.first);
+  const std::uint32_t second = compress_exp_avg(values.second, knee, random.second);
+  return static_cast<std::uint16_t>((first >> kCodeShift) |
+                                    ((second >> (kCodeShift - 8)) & 0x7f00u) |
+                                    ((bits.first >> 24) & 0x80u) | ((bits.second >> 16) & 0x8000u));
+}
+
+/// From the code in the uppermost byte, whatever is below.
+[[nodiscard]] CASTOR_ELEMENTWISE float expand_exp_avg(std::uint32_t high, float knee) noexcept {
+  const std::uint32_t steps = (high >> (24 - kCodeShift)) & (0x7fu << kCodeShift);
   const float magnitude = std::bit_cast<float>(std::bit_cast<std::uint32_t>(knee) + steps) - knee;
   return std::bit_cast<float>(std::bit_cast<std::uint32_t>(magnitude) | (high & 0x80000000u));
+}
+
+[[nodiscard]] CASTOR_ELEMENTWISE float decode_exp_avg(std::uint8_t code, float knee) noexcept {
+  return expand_exp_avg(std::uint32_t{code} << 24, knee);
+}
+
+/// decode_exp_avg of two.
+[[nodiscard]] CASTOR_ELEMENTWISE Pair<float> decode_exp_avg(std::uint16_t codes,
+                                                            float knee) noexcept {
+  return {expand_exp_avg(std::uint32_t{codes} << 24, knee),
+          expand_exp_avg(std::uint32_t{codes} << 16, knee)};
 }
 
 /// What code 0 of exp_avg_sq reads as, where the block is not all zero: half the smallest step. A
@@ -79,19 +108,46 @@ template <std::uint32_t range>
   return knee * 0x1p-5f;
 }
 
-/// `value` is not negative; below the floor it counts as the floor.
-[[nodiscard]] CASTOR_ELEMENTWISE std::uint8_t encode_exp_avg_sq(float value, float knee,
-                                                                std::uint32_t random) noexcept {
+/// The code, from bit kCodeShift on; below it is what was rounded off. `value` is not negative;
+/// below the floor it counts as the floor.
+[[nodiscard]] CASTOR_ELEMENTWISE std::uint32_t compress_exp_avg_sq(float value, float knee,
+                                                                   std::uint32_t random) noexcept {
   const float sum = value + (knee - floor_of(knee));
   const std::uint32_t bits =
       std::max(std::bit_cast<std::uint32_t>(sum), std::bit_cast<std::uint32_t>(knee));
-  const std::uint32_t offset = random - std::bit_cast<std::uint32_t>(knee);
-  return static_cast<std::uint8_t>((bits + offset) >> kCodeShift);
+  return bits + (random - std::bit_cast<std::uint32_t>(knee));
+}
+
+[[nodiscard]] CASTOR_ELEMENTWISE std::uint8_t encode_exp_avg_sq(float value, float knee,
+                                                                std::uint32_t random) noexcept {
+  return static_cast<std::uint8_t>(compress_exp_avg_sq(value, knee, random) >> kCodeShift);
+}
+
+/// encode_exp_avg_sq of two.
+[[nodiscard]] CASTOR_ELEMENTWISE std::uint16_t encode_exp_avg_sq(
+    Pair<float> values, float knee, Pair<std::uint32_t> random) noexcept {
+  const std::uint32_t first = compress_exp_avg_sq(values.first, knee, random.first);
+  const std::uint32_t second = compress_exp_avg_sq(values.second, knee, random.second);
+  return static_cast<std::uint16_t>((first >> kCodeShift) |
+                                    ((second >> (kCodeShift - 8)) & 0xff00u));
+}
+
+/// From the code at bit kCodeShift, whatever is around it.
+[[nodiscard]] CASTOR_ELEMENTWISE float expand_exp_avg_sq(std::uint32_t shifted,
+                                                         float knee) noexcept {
+  const std::uint32_t steps = shifted & (0xffu << kCodeShift);
+  return std::bit_cast<float>(std::bit_cast<std::uint32_t>(knee) + steps) - (knee - floor_of(knee));
 }
 
 [[nodiscard]] CASTOR_ELEMENTWISE float decode_exp_avg_sq(std::uint8_t code, float knee) noexcept {
-  const std::uint32_t steps = std::uint32_t{code} << kCodeShift;
-  return std::bit_cast<float>(std::bit_cast<std::uint32_t>(knee) + steps) - (knee - floor_of(knee));
+  return expand_exp_avg_sq(std::uint32_t{code} << kCodeShift, knee);
+}
+
+/// decode_exp_avg_sq of two.
+[[nodiscard]] CASTOR_ELEMENTWISE Pair<float> decode_exp_avg_sq(std::uint16_t codes,
+                                                               float knee) noexcept {
+  return {expand_exp_avg_sq(std::uint32_t{codes} << kCodeShift, knee),
+          expand_exp_avg_sq(std::uint32_t{codes} << (kCodeShift - 8), knee)};
 }
 
 }  // namespace castor::detail

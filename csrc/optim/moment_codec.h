@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "optim/elementwise.h"
+#include "optim/pairs.h"
 #include "optim/rounding.h"
 #include "optim/stochastic.h"
 
@@ -25,6 +26,12 @@ struct Bf16Moments {
   CASTOR_ELEMENTWISE static float load(std::uint16_t bits) noexcept { return from_bfloat16(bits); }
   CASTOR_ELEMENTWISE static std::uint16_t round(float value, std::uint32_t random) noexcept {
     return round_stochastically_to_bfloat16(value, random);
+  }
+  /// round of two, as a pair.
+  CASTOR_ELEMENTWISE static std::uint32_t round(Pair<float> values,
+                                                Pair<std::uint32_t> random) noexcept {
+    const Pair<std::uint32_t> bits = bits_of(values);
+    return upper_halves({bits.first + random.first, bits.second + random.second});
   }
 };
 

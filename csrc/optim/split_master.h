@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "optim/elementwise.h"
+#include "optim/pairs.h"
 #include "optim/rounding.h"
 
 namespace castor::detail {
@@ -17,21 +18,49 @@ namespace castor::detail {
       static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(master)));
 }
 
+/// `sum`, or the parameter `high` where no master makes that pair.
+[[nodiscard]] CASTOR_ELEMENTWISE constexpr float master_or_param(std::uint32_t sum,
+                                                                 std::uint32_t high) noexcept {
+  const auto master = std::bit_cast<float>(sum);
+  return std::bit_cast<float>(blend(master != master, high, sum));
+}
+
 /// The master of a bf16 parameter and its remainder. Pairs that no master gives (zero with a
 /// negative remainder, infinity with a positive one: their sum is a NaN) are a parameter that user
 /// code wrote: the master is the parameter. So it is where the parameter is NaN.
 [[nodiscard]] CASTOR_ELEMENTWISE constexpr float join_master(std::uint16_t param,
                                                              std::int16_t remainder) noexcept {
   const std::uint32_t high = std::uint32_t{param} << 16;
-  const std::uint32_t sum = high + static_cast<std::uint32_t>(std::int32_t{remainder});
-  const auto master = std::bit_cast<float>(sum);
-  return std::bit_cast<float>(blend(master != master, high, sum));
+  return master_or_param(high + static_cast<std::uint32_t>(std::int32_t{remainder}), high);
+}
+
+/// join_master of two. A remainder plus 0x8000 is its bits with the uppermost flipped: so both are
+/// flipped at once, fill the lower half of a sum and lose 0x8000 there.
+[[nodiscard]] CASTOR_ELEMENTWISE constexpr Pair<float> join_masters(
+    std::uint32_t params, std::uint32_t remainders) noexcept {
+  const std::uint32_t first = params << 16;
+  const std::uint32_t second = params & kUpperHalf;
+  const std::uint32_t raised = remainders ^ 0x80008000u;
+  return {master_or_param((first | (raised & kLowerHalf)) - 0x8000u, first),
+          master_or_param((second | (raised >> 16)) - 0x8000u, second)};
 }
 
 /// round_to_bfloat16 of a master that came from join_master and arithmetic: a NaN has 16 zero low
 /// bits then and needs no care. A GPU's NaN has not: see with_plain_nans.
 [[nodiscard]] CASTOR_ELEMENTWISE constexpr std::uint16_t param_of(float master) noexcept {
   return static_cast<std::uint16_t>((std::bit_cast<std::uint32_t>(master) + 0x8000u) >> 16);
+}
+
+/// param_of two, as a pair.
+[[nodiscard]] CASTOR_ELEMENTWISE constexpr std::uint32_t params_of(Pair<float> masters) noexcept {
+  const Pair<std::uint32_t> bits = bits_of(masters);
+  return upper_halves({bits.first + 0x8000u, bits.second + 0x8000u});
+}
+
+/// remainder_of two, as a pair.
+[[nodiscard]] CASTOR_ELEMENTWISE constexpr std::uint32_t remainders_of(
+    Pair<float> masters) noexcept {
+  return lower_halves(bits_of(masters));
 }
 
 }  // namespace castor::detail
