@@ -219,24 +219,30 @@ bool OptimizerState::stored_in_part(ChunkId chunk) const {
   return stored(chunk) || manager_.stored(chunk);
 }
 
-// Weights before states: what is written back from the device holds its weights and needs states.
+// Parameters and gradients that are not on NVMe.
+OptimizerState::Memory OptimizerState::with_weights(ChunkId chunk, Memory memory) const {
+  for (const PayloadKind kind : {PayloadKind::kParam, PayloadKind::kGrad}) {
+    memory[static_cast<std::size_t>(kind)] = manager_.payload(chunk, kind)->data();
+  }
+  return memory;
+}
+
 void OptimizerState::with_all_memory(ChunkId chunk,
                                      const std::function<void(const Memory&)>& work) const {
-  const bool on_nvme = manager_.stored(chunk);
-  StoredWeights::Holds holds = on_nvme ? weights_->hold_for_update(chunk) : StoredWeights::Holds();
+  if (!manager_.stored(chunk)) {
+    with_memory(chunk, StreamAccess::kUpdate,
+                [&](const Memory& states) { work(with_weights(chunk, states)); });
+    return;
+  }
+  // Weights before states: what is written back from the device holds its weights and needs states.
+  StoredWeights::Holds holds = weights_->hold_for_update(chunk);
   with_memory(chunk, StreamAccess::kUpdate, [&](const Memory& states) {
     Memory memory = states;
-    memory[static_cast<std::size_t>(PayloadKind::kParam)] =
-        on_nvme ? holds[0].payloads().front().data()
-                : manager_.payload(chunk, PayloadKind::kParam)->data();
-    memory[static_cast<std::size_t>(PayloadKind::kGrad)] =
-        on_nvme ? holds[1].payloads().front().data()
-                : manager_.payload(chunk, PayloadKind::kGrad)->data();
+    memory[static_cast<std::size_t>(PayloadKind::kParam)] = holds[0].payloads().front().data();
+    memory[static_cast<std::size_t>(PayloadKind::kGrad)] = holds[1].payloads().front().data();
     work(memory);
   });
-  if (on_nvme) {
-    holds[0].release();  // may throw
-  }
+  holds[0].release();  // may throw
 }
 
 void OptimizerState::with_home(ParamId param, const std::function<void(std::byte*)>& work) const {

@@ -146,6 +146,7 @@ class OptimizerState {
   void copy_to_device(std::span<const std::byte> bytes, std::byte* target) const;
   void host_writes_home(ChunkId chunk) const;
   [[nodiscard]] Memory in_place(ChunkId chunk) const;
+  [[nodiscard]] Memory with_weights(ChunkId chunk, Memory memory) const;
   void update_on_device(std::span<const AdamSegment> segments) const;
   void check_format(ChunkId chunk) const;
   void choose_places(const OptimizerStateOptions& options);

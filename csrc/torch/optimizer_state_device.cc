@@ -46,7 +46,7 @@ void OptimizerState::with_copies(ChunkId chunk, StreamAccess access,
 }
 
 void OptimizerState::host_writes_home(ChunkId chunk) const {
-  if (device_ != nullptr) {
+  if (device_ != nullptr && !manager_.stored(chunk)) {  // else StoredWeights sees to it
     const Payload& home = *manager_.payload(chunk, PayloadKind::kParam);
     device_->host_writes({home.data(), home.bytes()});
   }
@@ -54,11 +54,7 @@ void OptimizerState::host_writes_home(ChunkId chunk) const {
 
 // All payloads of a chunk on the device, where they are.
 OptimizerState::Memory OptimizerState::in_place(ChunkId chunk) const {
-  Memory memory = resident(chunk);
-  for (const PayloadKind kind : {PayloadKind::kParam, PayloadKind::kGrad}) {
-    memory[static_cast<std::size_t>(kind)] = manager_.payload(chunk, kind)->data();
-  }
-  return memory;
+  return with_weights(chunk, resident(chunk));
 }
 
 void OptimizerState::update_on_device(std::span<const AdamSegment> segments) const {

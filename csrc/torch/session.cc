@@ -142,10 +142,8 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout, const Sessi
       executor_(std::make_unique<TbbExecutor>()),
       copy_engine_(make_copy_engine(options, *executor_)),
       storages_(std::make_unique<ChunkStorages>(layout_, own_device_.torch_device())),
-      weights_(own_device_
-                   ? nullptr
-                   : StoredWeights::create(layout_, place_chunks(layout_, options.placement),
-                                           *storages_, options.state, *host_, *executor_)),
+      weights_(StoredWeights::create(layout_, place_chunks(layout_, options.placement), *storages_,
+                                     options.state, *host_, *executor_, own_device_.get())),
       manager_(std::make_unique<ChunkManager>(layout_, place_chunks(layout_, options.placement),
                                               device_, host_, *copy_engine_, *storages_,
                                               weights_.get())) {

@@ -92,7 +92,7 @@ void SessionDevice::square_norms(const OptimizerState& state, const ChunkLayout&
 
 std::optional<at::Tensor> Session::home(ParamId param) {
   const ParamPlace place = layout_.place(param);
-  if (!own_device_ || optimizer_state_->on_device(place.chunk)) {
+  if (!own_device_ || optimizer_state_->on_device(place.chunk) || stored(place.chunk)) {
     return std::nullopt;
   }
   settle(param);

@@ -13,16 +13,36 @@ constexpr char kOnNvme[] =
 
 class Held final : public HomeHold {
  public:
-  explicit Held(ChunkStream::Hold hold) : hold_(std::move(hold)) {}
+  Held(ChunkStream::Hold hold, DeviceBackend* device) : hold_(std::move(hold)), device_(device) {}
+  ~Held() override {
+    try {
+      await_readers();
+    } catch (...) {  // the device is lost, and its copies with it
+    }
+  }
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+
   [[nodiscard]] std::byte* data() const noexcept override {
     return hold_.payloads().front().data();
   }
   void wait(HomeAccess access) override {
     hold_.wait(access == HomeAccess::kWrite ? StreamAccess::kEdit : StreamAccess::kRead);
+    if (access == HomeAccess::kWrite) {
+      await_readers();
+    }
   }
 
  private:
+  // Copies to the device may go on where the device alone has waited for them.
+  void await_readers() {
+    if (device_ != nullptr) {
+      device_->host_writes(hold_.payloads().front());
+    }
+  }
+
   ChunkStream::Hold hold_;
+  DeviceBackend* const device_;
 };
 
 std::vector<std::vector<PayloadSpec>> parts_of(const ChunkLayout& layout,
@@ -75,7 +95,8 @@ std::unique_ptr<StoredWeights> StoredWeights::create(const ChunkLayout& layout,
                                                      std::span<const Placement> placements,
                                                      const ChunkStorages& storages,
                                                      const OptimizerStateOptions& states,
-                                                     MemoryTier& host, Executor& executor) {
+                                                     MemoryTier& host, Executor& executor,
+                                                     DeviceBackend* device) {
   if (!states.nvme) {
     return nullptr;
   }
@@ -86,20 +107,23 @@ std::unique_ptr<StoredWeights> StoredWeights::create(const ChunkLayout& layout,
     return nullptr;
   }
   return std::make_unique<StoredWeights>(layout, std::move(choice.stored), storages, *states.nvme,
-                                         choice.window_slots, host, executor);
+                                         choice.window_slots, host, executor, device);
 }
 
 StoredWeights::StoredWeights(const ChunkLayout& layout, std::vector<bool> stored,
                              const ChunkStorages& storages, const NvmeOptions& options,
-                             std::size_t max_slots, MemoryTier& host, Executor& executor)
+                             std::size_t max_slots, MemoryTier& host, Executor& executor,
+                             DeviceBackend* device)
     : stored_(std::move(stored)),
       storages_(storages),
+      device_(device),
       parts_(2 * stored_.size()),
       tier_(with_own_file(options), parts_of(layout, stored_), host, executor,
             {.least = kLeastSlots, .most = max_slots}) {
+  const c10::Device of = device_ != nullptr ? device_->device() : c10::Device(c10::kCPU);
   for (std::size_t i = 0; i < stored_.size(); ++i) {
     const ChunkSpec& chunk = layout.chunks()[i];
-    gradients_.push_back(stored_[i] && chunk.trainable ? empty_storage(chunk.used_bytes)
+    gradients_.push_back(stored_[i] && chunk.trainable ? empty_storage(chunk.used_bytes, of)
                                                        : c10::Storage());
   }
 }
@@ -114,11 +138,11 @@ void StoredWeights::forbid_addresses() {
 }
 
 std::unique_ptr<HomeHold> StoredWeights::hold(ChunkId chunk) {
-  return std::make_unique<Held>(tier_.stream().hold(parameters_of(chunk)));
+  return std::make_unique<Held>(tier_.stream().hold(parameters_of(chunk)), device_);
 }
 
 std::size_t StoredWeights::max_held() const noexcept {
-  return tier_.stream().num_slots() - (kLeastSlots - 1);
+  return max_held_in(tier_.stream().num_slots());
 }
 
 void StoredWeights::announce(std::span<const ChunkId> chunks) {
@@ -152,6 +176,16 @@ std::unique_ptr<StoredWeights::Visit> StoredWeights::visit(std::span<const Weigh
   return std::make_unique<Visit>(*this, std::move(parts), std::move(holds));
 }
 
+// An operator has returned when a device has been given it, not when it is over.
+void StoredWeights::await_operators() const noexcept {
+  if (device_ != nullptr) {
+    try {
+      device_->fence()->wait();
+    } catch (...) {  // the device is lost, and says so to whoever uses it next
+    }
+  }
+}
+
 void StoredWeights::unbind(std::span<const std::size_t> parts) noexcept {
   const std::lock_guard lock(mutex_);
   for (const std::size_t i : parts) {
@@ -166,6 +200,9 @@ StoredWeights::Holds StoredWeights::hold_for_update(ChunkId chunk) {
   const std::size_t parts[] = {parameters_of(chunk), gradients_of(chunk)};
   Holds holds = tier_.stream().hold(parts);
   holds[0].wait(StreamAccess::kUpdate);
+  if (device_ != nullptr) {
+    device_->host_writes(holds[0].payloads().front());
+  }
   holds[1].wait(StreamAccess::kRead);
   return holds;
 }

@@ -14,6 +14,7 @@
 #include "core/placement.h"
 #include "io/nvme_tier.h"
 #include "torch/chunk_storages.h"
+#include "torch/device_backend.h"
 #include "torch/optimizer_state.h"
 
 namespace castor {
@@ -31,6 +32,9 @@ struct WeightUse {
 /// Outside of operators, and of modules that run on the device, its storage points nowhere, and
 /// torch tells whoever asks for the address: nobody can keep one that will be another part's.
 ///
+/// A device that computes by itself reads and writes the window where it is: what leaves it waits
+/// for the copies and operators that were given its memory.
+///
 /// Owned by the session. Thread-safe, but for the binding of parameters, which the thread does that
 /// runs forward, backward and step. What waits for a read may throw IoError or CorruptionError.
 class StoredWeights final : public HomeStore {
@@ -38,22 +42,27 @@ class StoredWeights final : public HomeStore {
   /// Of the window: enough for a chunk's update (parameters and gradients), a gradient that
   /// arrives and an operator, beside one copy to the device.
   static constexpr std::size_t kLeastSlots = 5;
+  /// max_held() of a window with that many.
+  [[nodiscard]] static constexpr std::size_t max_held_in(std::size_t num_slots) noexcept {
+    return num_slots - (kLeastSlots - 1);
+  }
 
   /// What the chunks that do not live on the device need on the host, windows padded.
   [[nodiscard]] static HostNeeds needs_of(const ChunkLayout& layout,
                                           std::span<const Placement> placements,
                                           const OptimizerStateOptions& options);
   /// Takes what the host will have no room for beside the optimizer's states; nullptr: there is
-  /// nothing. Throws as the constructor.
+  /// nothing. `device`: nullptr for the CPU device. Throws as the constructor.
   static std::unique_ptr<StoredWeights> create(const ChunkLayout& layout,
                                                std::span<const Placement> placements,
                                                const ChunkStorages& storages,
                                                const OptimizerStateOptions& states,
-                                               MemoryTier& host, Executor& executor);
+                                               MemoryTier& host, Executor& executor,
+                                               DeviceBackend* device);
   /// Throws as NvmeTier does. All outlive this.
   StoredWeights(const ChunkLayout& layout, std::vector<bool> stored, const ChunkStorages& storages,
                 const NvmeOptions& options, std::size_t max_slots, MemoryTier& host,
-                Executor& executor);
+                Executor& executor, DeviceBackend* device);
   StoredWeights(const StoredWeights&) = delete;
   StoredWeights& operator=(const StoredWeights&) = delete;
 
@@ -82,7 +91,10 @@ class StoredWeights final : public HomeStore {
    public:
     Visit(StoredWeights& weights, std::vector<std::size_t> parts, Holds holds) noexcept
         : weights_(weights), parts_(std::move(parts)), holds_(std::move(holds)) {}
-    ~Visit() { weights_.unbind(parts_); }
+    ~Visit() {
+      weights_.await_operators();
+      weights_.unbind(parts_);
+    }
     Visit(const Visit&) = delete;
     Visit& operator=(const Visit&) = delete;
 
@@ -111,6 +123,7 @@ class StoredWeights final : public HomeStore {
   [[nodiscard]] const NvmeTier& tier() const noexcept { return tier_; }
 
  private:
+  void await_operators() const noexcept;
   void unbind(std::span<const std::size_t> parts) noexcept;
   [[nodiscard]] const c10::Storage& storage_of(std::size_t part) const {
     return part < stored_.size() ? storages_.storage(ChunkId{static_cast<std::uint32_t>(part)})
@@ -124,6 +137,7 @@ class StoredWeights final : public HomeStore {
 
   const std::vector<bool> stored_;  // per chunk
   const ChunkStorages& storages_;
+  DeviceBackend* const device_;          // nullptr: the CPU device
   std::vector<c10::Storage> gradients_;  // per chunk
   std::mutex mutex_;                     // guards parts_; nothing else is taken while it is held
   std::vector<Part> parts_;

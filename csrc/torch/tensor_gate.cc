@@ -107,10 +107,16 @@ void pass(const at::Tensor& tensor, bool writes, Uses& uses) {
   unmark(tensor);  // an alias is watched by nobody
 }
 
-// On the CPU these call an operator for each tensor of their lists, of which each has its own
-// visit: all at once need not fit in memory (clip_grad_norm_).
+// The CPU's kernels of these call an operator for each tensor of their lists, of which each has its
+// own visit: all at once need not fit in memory (clip_grad_norm_).
 bool goes_one_by_one(const c10::OperatorHandle& op) {
   return op.schema().name().starts_with("aten::_foreach_");
+}
+
+// The operators that they call are those of the tensors' device again.
+c10::DispatchKeySet with_kernels_of_cpu(c10::DispatchKeySet keys) {
+  return keys.remove_backend(c10::BackendComponent::CUDABit) |
+         c10::DispatchKeySet(c10::BackendComponent::CPUBit);
 }
 
 // A collective goes on when its operator has returned, and the memory may be another chunk's then.
@@ -125,6 +131,7 @@ void check_synchronous(const c10::OperatorHandle& op) {
 void pass_arguments(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                     ::torch::jit::Stack* stack) {
   std::vector<std::shared_ptr<void>> visits;
+  c10::DispatchKeySet rest = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   for_torch([&] {
     Uses uses;
     const auto& arguments = op.schema().arguments();
@@ -142,12 +149,17 @@ void pass_arguments(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
         }
       }
     }
-    if (!uses.empty() && !goes_one_by_one(op)) {
-      check_synchronous(op);
-      visits = uses.visit();
+    if (uses.empty()) {
+      return;
     }
+    if (goes_one_by_one(op)) {
+      rest = with_kernels_of_cpu(rest);
+      return;
+    }
+    check_synchronous(op);
+    visits = uses.visit();
   });
-  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+  op.redispatchBoxed(rest, stack);
 }
 
 }  // namespace

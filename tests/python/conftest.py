@@ -1,10 +1,16 @@
 """Shared set-up of the Python tests: offline, seeded, quiet."""
 
+from __future__ import annotations
+
 import os
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from simulated import Simulation
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -37,6 +43,14 @@ def cuda() -> ModuleType:
     if problem:
         pytest.skip(problem)
     return load_cuda()
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Simulation:
+    """Boosts models on devices of tests/simulated_device."""
+    from simulated import Simulation, load_module
+
+    return Simulation(load_module(), monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -35,6 +35,7 @@ from helpers import (
     exact_state,
     go_on,
 )
+from stored_tower import CHUNK, on_nvme
 from zoo import CASES, Case, tower, tower_batch
 
 STAY = {"gpu_margin_mem_ratio": 0.0}
@@ -157,6 +158,24 @@ def tight(build: Any, case: Case, **settings: Any) -> int:
     train(boosted, case, steps=2)
     largest = max(p.numel() for p in boosted.model.parameters()) * 4
     return boosted.report().peak_nonmodel_bytes + 4 * largest
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_weights_and_states_on_nvme(overlap: str, tmp_path: Path) -> None:
+    def run(**settings: Any) -> tuple[list[float], list[torch.Tensor]]:
+        boosted = on_gpu(CASES["gpt2"].model(), chunk_bytes=CHUNK, overlap=overlap, **settings)
+        assert (boosted.report().nvme_weight_bytes > 0) == ("nvme_path" in settings)
+        losses = train(boosted, CASES["gpt2"])
+        norms = torch._foreach_norm(list(boosted.model.parameters()))  # one kernel for a list
+        return losses, [*norms, *copies(boosted.model.parameters())]
+
+    losses, weights = run()
+    largest = max(p.numel() for p in CASES["gpt2"].model().parameters()) * 4 + CHUNK
+    same_losses, same_weights = run(**on_nvme(tmp_path, largest))
+    assert same_losses == losses
+    assert_equal(same_weights, weights)
 
 
 @pytest.mark.cuda

@@ -15,23 +15,13 @@ from torch import nn
 
 import castor
 from helpers import FORMATS, Boosted, assert_equal, boost, copies, go_on, train_on
-from simulated import Simulation, load_module
+from simulated import Simulation
 from zoo import CASES, Case, tower, tower_batch
 
 BACKWARD = {"overlap": "backward", "nonfinite": "ignore", "enable_gradient_accumulation": False}
 STAY = {"gpu_margin_mem_ratio": 0.0}
 SCALE = {"initial_scale": 2.0**8}
 """No overflow on the tower."""
-
-
-@pytest.fixture(scope="module")
-def module() -> Any:
-    return load_module()
-
-
-@pytest.fixture
-def simulated(module: Any, monkeypatch: pytest.MonkeyPatch) -> Simulation:
-    return Simulation(module, monkeypatch)
 
 
 def assert_same_bits(

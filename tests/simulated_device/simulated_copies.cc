@@ -51,24 +51,42 @@ SimulatedCopies::~SimulatedCopies() {
 
 CopyTicket SimulatedCopies::submit(const CopyRequest& request) {
   num_copies_[static_cast<std::size_t>(request.direction)].fetch_add(1);
+  const bool reads_home =
+      request.direction == CopyDirection::kHostToDevice && !request.source.empty();
+  CopyRequest watched = request;
+  if (reads_home && request.await_source) {
+    watched.await_source = [this, await_source = request.await_source] {
+      try {
+        await_source();
+      } catch (...) {
+        const std::lock_guard lock(mutex_);
+        readers_.erase(next_locked());  // a copy that fails reads nothing
+        throw;
+      }
+    };
+  }
   const std::lock_guard lock(mutex_);
-  const CopyTicket ticket = inner_.submit(request);
-  if (request.direction == CopyDirection::kHostToDevice && !request.source.empty()) {
+  const CopyTicket ticket = inner_.submit(watched);
+  if (reads_home) {
     readers_.emplace(ticket, Reader{.source = request.source});
   }
   return ticket;
+}
+
+// Of the copies in, which the engine makes in the order of their tickets.
+std::map<CopyTicket, SimulatedCopies::Reader>::iterator SimulatedCopies::next_locked() {
+  return std::find_if(readers_.begin(), readers_.end(),
+                      [](const auto& entry) { return !entry.second.reading; });
 }
 
 // On a thread of the engine, after await_source.
 void SimulatedCopies::run(const CopyRequest& request) {
   if (request.direction == CopyDirection::kHostToDevice) {
     const std::lock_guard lock(mutex_);
-    for (auto& [ticket, reader] : readers_) {
-      if (!reader.reading && reader.source.data() == request.source.data()) {
-        reader.reading = true;
-        protect_locked(reader.source);
-        break;
-      }
+    if (!request.source.empty()) {
+      const auto reader = next_locked();
+      reader->second.reading = true;
+      protect_locked(reader->second.source);
     }
   } else {
     host_writes(request.target);  // the rule of conflicting copies: in the order of submission

@@ -48,6 +48,8 @@ class SimulatedCopies final : public CopyEngine {
   };
 
   void run(const CopyRequest& request);
+  /// Who reads next.
+  [[nodiscard]] std::map<CopyTicket, Reader>::iterator next_locked();
   void protect_locked(std::span<const std::byte> source);
   void release_locked(std::map<CopyTicket, Reader>::iterator reader);
 

@@ -132,7 +132,7 @@ def _in_turn(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, Save
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _write_configs(model: nn.Module, staging: Path, tokenizer: Any) -> None:

@@ -47,11 +47,6 @@ def render(estimate: Estimate, workload: Workload, machine: Machine, console: Co
     console.print(table)
     for remedy in estimate.remedies:
         console.print(f"[yellow]to make it fit:[/yellow] {escape(remedy)}")
-    if estimate.nvme_weight_bytes:
-        console.print(
-            "So far parameters and gradients go to NVMe on the CPU device alone: a session on a "
-            "GPU keeps them on the host, and refuses a host without room for them."
-        )
     if machine.device_bandwidth is None:
         console.print(
             "Operators are counted by their FLOPs alone: give the device's memory bandwidth "

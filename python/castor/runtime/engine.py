@@ -132,7 +132,7 @@ class Engine:
         """Chunk memory in which a lazy parameter's initialisers of type `dtype` may run."""
         home, master = self.on_host(param).data, self.session.master_view(self.index_of[param])
         num_bytes = param.numel() * dtype.itemsize
-        if home.device.type != "cpu":  # the device's own memory
+        if home.device.type != "cpu":  # no memory of the host's
             return None
         if dtype == home.dtype:
             return home
@@ -152,7 +152,7 @@ class Engine:
             param: A parameter of the model, at home; any other tensor is returned as it is.
 
         Returns:
-            A CPU tensor over its home; the parameter itself where a GPU's memory is its home.
+            A CPU tensor over its home; the parameter itself where that is a GPU's memory or NVMe.
         """
         index = self.index_of.get(param)  # type: ignore[call-overload]
         home = None if index is None else self.session.home(index)
