@@ -318,4 +318,23 @@ Plan make_plan(const Trace& trace, const ChunkLayout& layout, std::span<const Pl
   return Planner(trace, layout, placements, options).run();
 }
 
+std::vector<ChunkId> upcoming_chunks(const Plan& plan, const ChunkLayout& layout, std::size_t first,
+                                     std::size_t most, const std::function<bool(ChunkId)>& wanted) {
+  constexpr std::size_t kAccesses = 64;
+  std::vector<ChunkId> chunks;
+  const auto& accesses = plan.accesses();
+  const std::size_t end = std::min(first + kAccesses, accesses.size());
+  for (std::size_t i = first; i < end; ++i) {
+    for (const ChunkId chunk : layout.chunks_of(accesses[i].module)) {
+      if (chunks.size() == most) {
+        return chunks;
+      }
+      if (wanted(chunk) && std::find(chunks.begin(), chunks.end(), chunk) == chunks.end()) {
+        chunks.push_back(chunk);
+      }
+    }
+  }
+  return chunks;
+}
+
 }  // namespace castor

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -84,5 +85,11 @@ class Plan {
 /// Throws InvalidArgument when the trace names a module that the layout lacks.
 [[nodiscard]] Plan make_plan(const Trace& trace, const ChunkLayout& layout,
                              std::span<const Placement> placements, const PlanOptions& options);
+
+/// Chunks that the accesses from number `first` on use, in the order of use, each once: those that
+/// `wanted` accepts, at most `most` of them, and none of an access further than 64 ahead.
+[[nodiscard]] std::vector<ChunkId> upcoming_chunks(const Plan& plan, const ChunkLayout& layout,
+                                                   std::size_t first, std::size_t most,
+                                                   const std::function<bool(ChunkId)>& wanted);
 
 }  // namespace castor

@@ -156,6 +156,7 @@ class Runtime final : public Reclaimer {
   [[nodiscard]] std::vector<Placement> placements() const;
   void begin_next_step() noexcept;
   [[nodiscard]] bool on_plan() const noexcept;
+  static constexpr std::size_t kNoCap = ~std::size_t{0};
   [[nodiscard]] std::size_t slot_cap() const noexcept;
   [[nodiscard]] std::uint64_t unplanned_rank();
   [[nodiscard]] std::uint64_t now() const noexcept { return cursor_ == 0 ? 0 : cursor_ - 1; }

@@ -4,34 +4,25 @@
 #include <string>
 #include <utility>
 
-#include "core/error.h"
+#include "core/simulator_check.h"
 
 namespace castor {
 namespace {
-
-/// As far as Runtime looks ahead for parameters to read.
-constexpr std::size_t kAccessesAhead = 64;
 
 bool any(const std::vector<bool>& entries) {
   return std::find(entries.begin(), entries.end(), true) != entries.end();
 }
 
-void require(bool holds, const std::string& message) {
-  if (!holds) {
-    throw InvalidArgument("simulator: " + message);
-  }
-}
-
 void check(const StoredPayloads& stored, std::size_t num_chunks, double bytes_per_second) {
   for (const std::vector<bool>* entries : {&stored.states, &stored.weights}) {
-    require(entries->empty() || entries->size() == num_chunks,
-            "there are " + std::to_string(num_chunks) + " chunks, and " +
-                std::to_string(entries->size()) + " are said to be stored or not");
+    require_of_simulation(entries->empty() || entries->size() == num_chunks,
+                          "there are " + std::to_string(num_chunks) + " chunks, and " +
+                              std::to_string(entries->size()) + " are said to be stored or not");
   }
-  require(bytes_per_second > 0.0 || (!any(stored.states) && !any(stored.weights)),
-          "payloads are stored on NVMe, and nvme_bytes_per_second is 0");
-  require(stored.max_held > 0 || !any(stored.weights),
-          "parameters are stored on NVMe, and max_held is 0: none could be fetched");
+  require_of_simulation(bytes_per_second > 0.0 || (!any(stored.states) && !any(stored.weights)),
+                        "payloads are stored on NVMe, and nvme_bytes_per_second is 0");
+  require_of_simulation(stored.max_held > 0 || !any(stored.weights),
+                        "parameters are stored on NVMe, and max_held is 0: none could be fetched");
 }
 
 }  // namespace
@@ -88,19 +79,9 @@ bool SimulatedNvme::fetch_blocks(ChunkId chunk, CopyMode parameter_copies) const
 
 std::vector<ChunkId> SimulatedNvme::announced(const Plan& plan, std::size_t first,
                                               const std::vector<bool>& resident) const {
-  std::vector<ChunkId> next;
-  const auto& accesses = plan.accesses();
-  const std::size_t end = std::min(first + kAccessesAhead, accesses.size());
-  for (std::size_t i = first; i < end && next.size() < stored_.max_held; ++i) {
-    for (const ChunkId chunk : layout_.chunks_of(accesses[i].module)) {
-      if (stores_weights(chunk) && !resident[index(chunk)] &&
-          std::find(next.begin(), next.end(), chunk) == next.end()) {
-        next.push_back(chunk);
-      }
-    }
-  }
-  next.resize(std::min(next.size(), stored_.max_held));
-  return next;
+  return upcoming_chunks(plan, layout_, first, stored_.max_held, [&](ChunkId chunk) {
+    return stores_weights(chunk) && !resident[index(chunk)];
+  });
 }
 
 void SimulatedNvme::write_gradients(ChunkId chunk, double now) {

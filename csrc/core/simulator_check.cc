@@ -7,44 +7,42 @@
 #include "core/error.h"
 
 namespace castor {
-namespace {
 
-void require(bool holds, const std::string& message) {
+void require_of_simulation(bool holds, const std::string& message) {
   if (!holds) {
     throw InvalidArgument("simulator: " + message);
   }
 }
 
-}  // namespace
-
 void check_simulation(const Trace& trace, std::span<const double> compute_seconds,
                       const ChunkLayout& layout, std::span<const Placement> placements,
                       const Plan& plan) {
-  require(compute_seconds.size() == trace.events().size(),
-          "there are " + std::to_string(trace.events().size()) + " events but " +
-              std::to_string(compute_seconds.size()) + " durations");
-  require(placements.size() == layout.chunks().size(),
-          "there are " + std::to_string(layout.chunks().size()) + " chunks but " +
-              std::to_string(placements.size()) + " placements");
+  require_of_simulation(compute_seconds.size() == trace.events().size(),
+                        "there are " + std::to_string(trace.events().size()) + " events but " +
+                            std::to_string(compute_seconds.size()) + " durations");
+  require_of_simulation(placements.size() == layout.chunks().size(),
+                        "there are " + std::to_string(layout.chunks().size()) + " chunks but " +
+                            std::to_string(placements.size()) + " placements");
   std::size_t access = 0;
   for (const Event& event : trace.events()) {
     if (event.kind == EventKind::kGradReady) {
-      require(event.id < layout.chunks().size(), "the trace names chunk " +
-                                                     std::to_string(event.id) + " of " +
-                                                     std::to_string(layout.chunks().size()));
+      require_of_simulation(event.id < layout.chunks().size(),
+                            "the trace names chunk " + std::to_string(event.id) + " of " +
+                                std::to_string(layout.chunks().size()));
     }
     if (event.is_access()) {
-      require(
+      require_of_simulation(
           access < plan.accesses().size() && plan.accesses()[access].module == ModuleId{event.id} &&
               plan.accesses()[access].kind == event.kind,
           "the plan was made from another trace: they part at access " + std::to_string(access));
       ++access;
     }
   }
-  require(access == plan.accesses().size(), "the plan has more accesses than the trace");
+  require_of_simulation(access == plan.accesses().size(),
+                        "the plan has more accesses than the trace");
   for (const double seconds : compute_seconds) {
-    require(std::isfinite(seconds) && seconds >= 0.0,
-            "a duration is " + std::to_string(seconds) + " s; it must be at least 0");
+    require_of_simulation(std::isfinite(seconds) && seconds >= 0.0,
+                          "a duration is " + std::to_string(seconds) + " s; it must be at least 0");
   }
 }
 

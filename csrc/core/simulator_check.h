@@ -1,6 +1,7 @@
 #pragma once
 
 #include <span>
+#include <string>
 
 #include "core/chunk_layout.h"
 #include "core/placement.h"
@@ -8,6 +9,9 @@
 #include "core/trace.h"
 
 namespace castor {
+
+/// Throws InvalidArgument with the message, if not.
+void require_of_simulation(bool holds, const std::string& message);
 
 /// Throws InvalidArgument where what simulate_step is given does not belong together, or a duration
 /// is negative or not finite.

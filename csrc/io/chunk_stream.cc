@@ -97,8 +97,7 @@ ChunkStream::Slot* ChunkStream::most_dispensable() {
   };
   Slot* best = nullptr;
   for (Slot& slot : slots_) {
-    const bool free = !slot.busy && slot.holders.empty();
-    if (free && (best == nullptr || rank(slot) < rank(*best))) {
+    if (slot.free() && (best == nullptr || rank(slot) < rank(*best))) {
       best = &slot;
     }
   }
@@ -114,14 +113,14 @@ bool ChunkStream::present(std::span<const std::size_t> chunks) {
 
 // Whether there is a slot for each. None may be on its way in or out: that is another thread's.
 bool ChunkStream::can_claim(std::span<const std::size_t> chunks) {
-  const auto free = [](const Slot& slot) { return !slot.busy && slot.holders.empty(); };
-  auto num_free = std::count_if(slots_.begin(), slots_.end(), free);
+  auto num_free =
+      std::count_if(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.free(); });
   for (const std::size_t chunk : chunks) {
     const Slot* const slot = find(chunk);
     if (slot != nullptr && (slot->chunk != chunk || slot->coming)) {
       return false;
     }
-    num_free -= slot == nullptr || free(*slot) ? 1 : 0;
+    num_free -= slot == nullptr || slot->free() ? 1 : 0;
   }
   return num_free >= 0;
 }

@@ -25,9 +25,10 @@ namespace castor {
 /// it is busy, its transfers and its chunk's payloads belong to the thread that works on them.
 struct ChunkStream::Slot {
   std::span<std::byte> memory;
-  std::optional<std::size_t> chunk;  // whose payloads are here, or on their way
-  std::optional<std::size_t>
-      coming;  // whose will be, once those have left; nobody else may take it
+  /// Whose payloads are here, or on their way.
+  std::optional<std::size_t> chunk;
+  /// Whose will be, once those have left: nobody else may take the slot.
+  std::optional<std::size_t> coming;
   std::vector<std::thread::id> holders;
   bool busy = false;     // somebody works on its transfers without the mutex
   bool wanted = false;   // announced, not used yet
@@ -39,6 +40,8 @@ struct ChunkStream::Slot {
   std::vector<std::span<std::byte>> payloads;  // as worked on
   std::vector<IoTransfer> reading;             // empty: nothing to wait for
   std::vector<IoTransfer> writing;
+
+  [[nodiscard]] bool free() const noexcept { return !busy && holders.empty(); }
 };
 
 }  // namespace castor

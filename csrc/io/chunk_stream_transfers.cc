@@ -8,6 +8,7 @@
 
 // The part of ChunkStream that moves a slot's chunk between memory and NVMe.
 namespace castor {
+
 void ChunkStream::without_mutex(Slot& slot, Lock& lock, const std::function<void()>& part) {
   slot.busy = true;
   lock.unlock();
@@ -48,6 +49,7 @@ void ChunkStream::clear(Slot& slot, Lock& lock) {
   slot.chunk.reset();
   slot.failure = nullptr;
   slot.wanted = false;
+  slot.due = false;
 }
 
 void ChunkStream::replace(Slot& slot, std::size_t chunk, Lock& lock) {

@@ -37,10 +37,7 @@ std::string chunks_named(const Chunks& chunks) {
 }
 
 ScratchOptions space_for(const NvmeOptions& options, const Chunks& chunks) {
-  std::uint64_t bytes = 0;
-  for (const auto& chunk : chunks) {
-    bytes += bytes_of(chunk);
-  }
+  const std::uint64_t bytes = NvmeTier::stored_bytes(chunks);
   if (bytes > options.budget_bytes) {
     throw OutOfMemory(TierKind::kNvme, bytes, options.budget_bytes, options.budget_bytes,
                       "what the host has no room for (" + chunks_named(chunks) + ") needs " +
@@ -52,15 +49,11 @@ ScratchOptions space_for(const NvmeOptions& options, const Chunks& chunks) {
 }
 
 Block make_window(const Chunks& chunks, MemoryTier& host, WindowSlots slots) {
-  for (std::size_t count = slots.most; count > slots.least; --count) {
-    if (auto reservation = host.ledger().try_reserve(NvmeTier::window_bytes(chunks, count))) {
-      return host.allocate(std::move(*reservation));
-    }
-  }
-  return host.allocate(NvmeTier::window_bytes(chunks, slots.least),
+  const std::size_t count = NvmeTier::slots_within(chunks, slots, host.ledger().available());
+  return host.allocate(NvmeTier::window_bytes(chunks, count),
                        "the window through which " + chunks_named(chunks) +
                            " on NVMe are worked on holds the largest of them " +
-                           (slots.least == 1 ? "once" : std::to_string(slots.least) + " times") +
+                           (count == 1 ? "once" : std::to_string(count) + " times") +
                            "; raise host_memory, or make chunks smaller (chunk_bytes)");
 }
 
@@ -90,6 +83,22 @@ std::size_t NvmeTier::window_bytes(const Chunks& chunks, std::size_t num_slots) 
     largest = std::max(largest, bytes_of(chunk));
   }
   return ChunkStream::memory_bytes(largest, num_slots, kIoAlignment);
+}
+
+std::size_t NvmeTier::slots_within(const Chunks& chunks, WindowSlots slots, std::size_t room) {
+  std::size_t count = slots.most;
+  while (count > slots.least && window_bytes(chunks, count) > room) {
+    --count;
+  }
+  return count;
+}
+
+std::uint64_t NvmeTier::stored_bytes(const Chunks& chunks) {
+  std::uint64_t bytes = 0;
+  for (const auto& chunk : chunks) {
+    bytes += bytes_of(chunk);
+  }
+  return bytes;
 }
 
 NvmeTier::NvmeTier(const NvmeOptions& options, const Chunks& chunks, MemoryTier& host,

@@ -52,6 +52,12 @@ class NvmeTier {
   /// Host bytes of the window for such chunks, with `num_slots` slots.
   [[nodiscard]] static std::size_t window_bytes(const std::vector<std::vector<PayloadSpec>>& chunks,
                                                 std::size_t num_slots);
+  /// The most of `slots` whose window is no larger than `room`; the least where none is.
+  [[nodiscard]] static std::size_t slots_within(const std::vector<std::vector<PayloadSpec>>& chunks,
+                                                WindowSlots slots, std::size_t room);
+  /// What such chunks take on NVMe, padding included.
+  [[nodiscard]] static std::uint64_t stored_bytes(
+      const std::vector<std::vector<PayloadSpec>>& chunks);
 
   [[nodiscard]] ChunkStream& stream() noexcept { return stream_; }
   [[nodiscard]] const ChunkStream& stream() const noexcept { return stream_; }

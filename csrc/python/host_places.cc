@@ -4,7 +4,6 @@
 #include <utility>
 #include <vector>
 
-#include "io/direct_file.h"
 #include "io/nvme_tier.h"
 #include "torch/stored_weights.h"
 
@@ -12,16 +11,6 @@ namespace castor {
 namespace {
 
 using Chunks = std::vector<std::vector<PayloadSpec>>;
-
-std::uint64_t padded_bytes(const Chunks& chunks) {
-  std::uint64_t bytes = 0;
-  for (const auto& chunk : chunks) {
-    for (const PayloadSpec& payload : chunk) {
-      bytes += (payload.bytes + kIoAlignment - 1) / kIoAlignment * kIoAlignment;
-    }
-  }
-  return bytes;
-}
 
 /// The order in which a session fills the host.
 class HostFiller {
@@ -57,12 +46,9 @@ class HostFiller {
 
   /// Takes a window as NvmeTier does; returns its slots.
   std::size_t take_window(const Chunks& chunks, WindowSlots slots) {
-    std::size_t count = slots.most;
-    while (count > slots.least && NvmeTier::window_bytes(chunks, count) > room()) {
-      --count;
-    }
+    const std::size_t count = NvmeTier::slots_within(chunks, slots, room());
     places_.host_bytes += NvmeTier::window_bytes(chunks, count);
-    places_.nvme_bytes += padded_bytes(chunks);
+    places_.nvme_bytes += NvmeTier::stored_bytes(chunks);
     return count;
   }
 
@@ -84,7 +70,7 @@ class HostFiller {
     const std::size_t slots =
         take_window(parts, {.least = StoredWeights::kLeastSlots, .most = choice.window_slots});
     places_.stored.weights = std::move(choice.stored);
-    places_.stored.max_held = slots - (StoredWeights::kLeastSlots - 1);
+    places_.stored.max_held = StoredWeights::max_held_in(slots);
     places_.nvme_weight_bytes = places_.nvme_bytes;
   }
 
@@ -109,7 +95,7 @@ class HostFiller {
         payloads[i].clear();
       }
     }
-    if (padded_bytes(payloads) > 0) {
+    if (NvmeTier::stored_bytes(payloads) > 0) {
       take_window(payloads, {});
     }
     for (std::size_t i = 0; i < payloads.size(); ++i) {
