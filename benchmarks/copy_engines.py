@@ -81,7 +81,7 @@ def summarise(found: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repetitions", type=int, default=11)
+    parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="64 MiB, to try the script")
     parser.add_argument("--output", type=Path, default=RESULTS / "copy_engines.json")
     arguments = parser.parse_args()

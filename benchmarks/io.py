@@ -81,8 +81,8 @@ def main() -> int:
     parser.add_argument("--size", type=int, default=1024, help="of the file, MiB")
     parser.add_argument("--block", type=int, default=1024, help="KiB")
     parser.add_argument("--depth", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement")
+    parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument(
         "--fio-engine", default="io_uring", help="psync where io_uring is forbidden"
     )

@@ -84,8 +84,8 @@ def run(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--directory", type=Path, default=ROOT / "build")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=3, help="of each contender in a round")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=2, help="of each contender in a round")
     parser.add_argument("--no-deepspeed", action="store_true", help="castor and the device alone")
     parser.add_argument("--quick", action="store_true", help="a small model, to try the script")
     parser.add_argument("--output", type=Path, default=RESULTS / "nvme.json")

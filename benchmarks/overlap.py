@@ -8,15 +8,19 @@
 #     parameter) at the in-place bandwidth measured here. Compute and DRAM share the cores of
 #     the CPU device, so that their sum is the real floor there.
 # Method: as benchmarks/step.py, in turn, ratios within each round, losses compared where the mode
-#     clips as plain PyTorch does.
+#     clips as plain PyTorch does. Idle OpenMP threads sleep early (GOMP_SPINCOUNT): on two cores
+#     they otherwise keep Adam's threads from the core that they spin on, which a GPU's would not.
 """Overlap of compute, link and update: `python benchmarks/overlap.py [--rounds R] [--quick]`."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read by libgomp when torch is imported
 
 from _machine import RESULTS, describe_machine, spread, write_record
 from _steps import (
@@ -91,7 +95,7 @@ def floors(report: dict[str, Any], compute: float, dram_seconds: float) -> dict[
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="of each contender in a round")
     parser.add_argument("--quick", action="store_true", help="a small model, to try the script")
     parser.add_argument("--output", type=Path, default=RESULTS / "overlap.json")

@@ -83,7 +83,7 @@ def growth(points: list[dict[str, Any]]) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="two doublings, to try the script")
     parser.add_argument("--output", type=Path, default=RESULTS / "planner.json")
     arguments = parser.parse_args()

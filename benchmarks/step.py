@@ -87,7 +87,7 @@ def compare(found: dict[str, Contender]) -> dict[str, dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3, help="of each contender in a round")
     parser.add_argument("--leave-out", action="append", default=[], choices=PEERS, metavar="PEER")
     parser.add_argument("--output", type=Path, default=RESULTS / "step.json")

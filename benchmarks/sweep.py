@@ -155,7 +155,7 @@ def size_table(sized: dict[str, Any]) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=4, help="of the budgets; sizes run 3")
+    parser.add_argument("--rounds", type=int, default=2, help="of budgets and of sizes")
     parser.add_argument("--steps", type=int, default=2, help="of each budget in a round")
     parser.add_argument("--quick", action="store_true", help="small models, to try the script")
     parser.add_argument("--output", type=Path, default=RESULTS / "sweep.json")
@@ -167,7 +167,7 @@ def main() -> int:
     budgets = over_budgets(model, arguments.rounds, arguments.steps)
     console.print(budget_table(budgets, model.layers))
     layers = QUICK_LAYERS if arguments.quick else LAYERS
-    sizes = over_sizes(layers, min(3, arguments.rounds), console)
+    sizes = over_sizes(layers, arguments.rounds, console)
     console.print(size_table(sizes))
     for name, power in sizes["exponent"].items():
         console.print(f"{name} grows as parameters ** {power:.2f}")
