@@ -219,7 +219,7 @@ docs: $(VENV_STAMPS)/castor $(VENV_STAMPS)/docs
 	@$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet docs $(BUILD)/docs
 	@echo "documentation: $(BUILD)/docs/index.html"
 
-# Under 20 minutes on two cores; the first run also compiles DeepSpeed's CPU Adam, 4 minutes more.
+# About 20 minutes on two cores; the first run also compiles DeepSpeed's CPU Adam, 4 minutes more.
 BENCHMARKS := $(filter-out benchmarks/formats.py benchmarks/page.py,$(wildcard benchmarks/[!_]*.py))
 
 bench: $(VENV_STAMPS)/bench
