@@ -358,11 +358,14 @@ def test_loading_needs_no_second_copy(tmp_path: Path, monkeypatch: pytest.Monkey
         peaks.append(anonymous())
         return result
 
+    def growth() -> int:
+        peaks.clear()
+        before = anonymous()
+        BOOSTER.load(tmp_path / "run", boosted.model, boosted.optimizer)
+        assert len(peaks) >= 2 * 22  # the moments; weights and masters are taken over in C++
+        return max(peaks) - before
+
     BOOSTER.load(tmp_path / "run", boosted.model, boosted.optimizer)
-    before = anonymous()
     monkeypatch.setattr(torch.Tensor, "copy_", watched)
-    BOOSTER.load(tmp_path / "run", boosted.model, boosted.optimizer)
-    assert len(peaks) >= 2 * 22  # the moments; weights and masters are taken over in C++
-    assert max(peaks) - min(peaks) <= 2 * PIECE_BYTES
-    # malloc's heap may grow by itself. All moments take 180 MB.
-    assert max(peaks) - before <= 8 * PIECE_BYTES
+    # malloc's heap may grow by itself, once; a copy would be there every time.
+    assert min(growth(), growth()) <= 2 * PIECE_BYTES
