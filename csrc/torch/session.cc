@@ -143,7 +143,7 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout, const Sessi
       copy_engine_(make_copy_engine(options, *executor_)),
       storages_(std::make_unique<ChunkStorages>(layout_, own_device_.torch_device())),
       weights_(StoredWeights::create(layout_, place_chunks(layout_, options.placement), *storages_,
-                                     options.state, *host_, *executor_, own_device_.get())),
+                                     options.state, *host_, *executor_, own_device_)),
       manager_(std::make_unique<ChunkManager>(layout_, place_chunks(layout_, options.placement),
                                               device_, host_, *copy_engine_, *storages_,
                                               weights_.get())) {

@@ -54,13 +54,17 @@ std::shared_ptr<ComputeFence> SessionDevice::fence() const {
   return backend_ ? backend_->fence() : nullptr;
 }
 
+void SessionDevice::host_writes(std::span<const std::byte> home) const {
+  if (backend_) {
+    backend_->host_writes(home);
+  }
+}
+
 void SessionDevice::leave(std::span<const std::shared_ptr<Payload>> homes) const noexcept {
   try {
     await();
     for (const auto& home : homes) {
-      if (backend_) {
-        backend_->host_writes({home->data(), home->bytes()});
-      }
+      host_writes({home->data(), home->bytes()});
     }
   } catch (...) {  // the device is lost, and its copies with it
   }

@@ -31,6 +31,8 @@ class SessionDevice {
   void await() const;
   /// nullptr on the CPU device.
   [[nodiscard]] std::shared_ptr<ComputeFence> fence() const;
+  /// Before the host writes these bytes, or gives them back: returns when no copy in reads them.
+  void host_writes(std::span<const std::byte> home) const;
   /// Homes go to the tensors that are left, and with the last of these to their arena: returns when
   /// no copy reads them.
   void leave(std::span<const std::shared_ptr<Payload>> homes) const noexcept;

@@ -13,7 +13,8 @@ constexpr char kOnNvme[] =
 
 class Held final : public HomeHold {
  public:
-  Held(ChunkStream::Hold hold, DeviceBackend* device) : hold_(std::move(hold)), device_(device) {}
+  Held(ChunkStream::Hold hold, const SessionDevice& device)
+      : hold_(std::move(hold)), device_(device) {}
   ~Held() override {
     try {
       await_readers();
@@ -35,14 +36,10 @@ class Held final : public HomeHold {
 
  private:
   // Copies to the device may go on where the device alone has waited for them.
-  void await_readers() {
-    if (device_ != nullptr) {
-      device_->host_writes(hold_.payloads().front());
-    }
-  }
+  void await_readers() { device_.host_writes(hold_.payloads().front()); }
 
   ChunkStream::Hold hold_;
-  DeviceBackend* const device_;
+  const SessionDevice& device_;
 };
 
 std::vector<std::vector<PayloadSpec>> parts_of(const ChunkLayout& layout,
@@ -96,7 +93,7 @@ std::unique_ptr<StoredWeights> StoredWeights::create(const ChunkLayout& layout,
                                                      const ChunkStorages& storages,
                                                      const OptimizerStateOptions& states,
                                                      MemoryTier& host, Executor& executor,
-                                                     DeviceBackend* device) {
+                                                     const SessionDevice& device) {
   if (!states.nvme) {
     return nullptr;
   }
@@ -113,18 +110,18 @@ std::unique_ptr<StoredWeights> StoredWeights::create(const ChunkLayout& layout,
 StoredWeights::StoredWeights(const ChunkLayout& layout, std::vector<bool> stored,
                              const ChunkStorages& storages, const NvmeOptions& options,
                              std::size_t max_slots, MemoryTier& host, Executor& executor,
-                             DeviceBackend* device)
+                             const SessionDevice& device)
     : stored_(std::move(stored)),
       storages_(storages),
       device_(device),
       parts_(2 * stored_.size()),
       tier_(with_own_file(options), parts_of(layout, stored_), host, executor,
             {.least = kLeastSlots, .most = max_slots}) {
-  const c10::Device of = device_ != nullptr ? device_->device() : c10::Device(c10::kCPU);
   for (std::size_t i = 0; i < stored_.size(); ++i) {
     const ChunkSpec& chunk = layout.chunks()[i];
-    gradients_.push_back(stored_[i] && chunk.trainable ? empty_storage(chunk.used_bytes, of)
-                                                       : c10::Storage());
+    gradients_.push_back(stored_[i] && chunk.trainable
+                             ? empty_storage(chunk.used_bytes, device_.torch_device())
+                             : c10::Storage());
   }
 }
 
@@ -178,11 +175,9 @@ std::unique_ptr<StoredWeights::Visit> StoredWeights::visit(std::span<const Weigh
 
 // An operator has returned when a device has been given it, not when it is over.
 void StoredWeights::await_operators() const noexcept {
-  if (device_ != nullptr) {
-    try {
-      device_->fence()->wait();
-    } catch (...) {  // the device is lost, and says so to whoever uses it next
-    }
+  try {
+    device_.await();
+  } catch (...) {  // the device is lost, and says so to whoever uses it next
   }
 }
 
@@ -200,9 +195,7 @@ StoredWeights::Holds StoredWeights::hold_for_update(ChunkId chunk) {
   const std::size_t parts[] = {parameters_of(chunk), gradients_of(chunk)};
   Holds holds = tier_.stream().hold(parts);
   holds[0].wait(StreamAccess::kUpdate);
-  if (device_ != nullptr) {
-    device_->host_writes(holds[0].payloads().front());
-  }
+  device_.host_writes(holds[0].payloads().front());
   holds[1].wait(StreamAccess::kRead);
   return holds;
 }

@@ -14,8 +14,8 @@
 #include "core/placement.h"
 #include "io/nvme_tier.h"
 #include "torch/chunk_storages.h"
-#include "torch/device_backend.h"
 #include "torch/optimizer_state.h"
+#include "torch/session_device.h"
 
 namespace castor {
 
@@ -52,17 +52,17 @@ class StoredWeights final : public HomeStore {
                                           std::span<const Placement> placements,
                                           const OptimizerStateOptions& options);
   /// Takes what the host will have no room for beside the optimizer's states; nullptr: there is
-  /// nothing. `device`: nullptr for the CPU device. Throws as the constructor.
+  /// nothing. Throws as the constructor.
   static std::unique_ptr<StoredWeights> create(const ChunkLayout& layout,
                                                std::span<const Placement> placements,
                                                const ChunkStorages& storages,
                                                const OptimizerStateOptions& states,
                                                MemoryTier& host, Executor& executor,
-                                               DeviceBackend* device);
+                                               const SessionDevice& device);
   /// Throws as NvmeTier does. All outlive this.
   StoredWeights(const ChunkLayout& layout, std::vector<bool> stored, const ChunkStorages& storages,
                 const NvmeOptions& options, std::size_t max_slots, MemoryTier& host,
-                Executor& executor, DeviceBackend* device);
+                Executor& executor, const SessionDevice& device);
   StoredWeights(const StoredWeights&) = delete;
   StoredWeights& operator=(const StoredWeights&) = delete;
 
@@ -137,7 +137,7 @@ class StoredWeights final : public HomeStore {
 
   const std::vector<bool> stored_;  // per chunk
   const ChunkStorages& storages_;
-  DeviceBackend* const device_;          // nullptr: the CPU device
+  const SessionDevice& device_;
   std::vector<c10::Storage> gradients_;  // per chunk
   std::mutex mutex_;                     // guards parts_; nothing else is taken while it is held
   std::vector<Part> parts_;
