@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from castor.runtime.engine import engine_of
 from helpers import Boosted, boost, go_on
 from zoo import tower
 
@@ -29,6 +30,11 @@ def on_nvme(path: Path, chunk_bytes: int | None = None, **settings: Any) -> dict
         "nvme_path": path,
         "host_memory": short_host(chunk_bytes, precision=precision, state=state),
     }
+
+
+def largest_chunk(boosted: Boosted) -> int:
+    chunks = engine_of(boosted.model).session.chunks()
+    return max(int(chunk["used_bytes"]) for chunk in chunks)
 
 
 def wide(path: Path | None = None, **settings: Any) -> Boosted:

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 import castor
-from castor.runtime.engine import engine_of
 from helpers import (
     FORMATS,
     Boosted,
@@ -20,7 +19,7 @@ from helpers import (
     tight_memory,
     train_on,
 )
-from stored_tower import BLOCK, CHUNK, DEPTH, WIDTH, go_on_wide, on_nvme, wide
+from stored_tower import BLOCK, CHUNK, DEPTH, WIDTH, go_on_wide, largest_chunk, on_nvme, wide
 from zoo import CASES, tower, tower_batch
 
 
@@ -35,7 +34,7 @@ def train(
 
 def assert_same_bits(name: str, path: Path, memory: int = 2**26, **settings: Any) -> None:
     expected = train(name, memory, **settings)
-    chunk_bytes = largest_chunk(name, settings.get("precision", "fp32"))
+    chunk_bytes = chunk_bytes_of(name, settings.get("precision", "fp32"))
     actual = train(name, memory, **settings, **on_nvme(path, chunk_bytes, **settings))
     assert actual[0] == expected[0]
     assert_equal(actual[1], expected[1])
@@ -44,10 +43,8 @@ def assert_same_bits(name: str, path: Path, memory: int = 2**26, **settings: Any
     assert report.host_bytes <= report.host_budget_bytes
 
 
-def largest_chunk(name: str, precision: str) -> int:
-    boosted = boost(CASES[name].model(), chunk_bytes=CHUNK, precision=precision)
-    chunks = engine_of(boosted.model).session.chunks()
-    return max(int(chunk["used_bytes"]) for chunk in chunks)
+def chunk_bytes_of(name: str, precision: str) -> int:
+    return largest_chunk(boost(CASES[name].model(), chunk_bytes=CHUNK, precision=precision))
 
 
 # --- parity ---------------------------------------------------------------------------------------
@@ -126,7 +123,7 @@ def test_gradient_checkpointing_runs_modules_again_in_backward(tmp_path: Path) -
             boosted.step(case.loss(boosted.model(**batch), batch))
         return copies(boosted.model.parameters())
 
-    assert_equal(run(**on_nvme(tmp_path, largest_chunk("llama", "fp32"))), run())
+    assert_equal(run(**on_nvme(tmp_path, chunk_bytes_of("llama", "fp32"))), run())
 
 
 # --- what users do beside training ----------------------------------------------------------------

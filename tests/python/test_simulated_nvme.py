@@ -14,17 +14,13 @@ from torch import nn
 
 import castor
 from castor.runtime.engine import engine_of
-from helpers import FORMATS, assert_equal, boost, copies, go_on, train_on
+from helpers import FORMATS, Boosted, assert_equal, boost, copies, train_on
 from simulated import Simulation
-from stored_tower import CHUNK, DEPTH, WIDTH, on_nvme
-from zoo import CASES, tower
+from stored_tower import CHUNK, DEPTH, WIDTH, go_on_wide, largest_chunk, on_nvme
+from zoo import CASES, tower, tower_batch
 
 TIGHT = 2**21
 """Of device memory: a few chunks of the models here, beside their activations."""
-
-
-def short_of_host(chunk_bytes: int, path: Path, **settings: Any) -> dict[str, Any]:
-    return {"chunk_bytes": CHUNK, **settings, **on_nvme(path, chunk_bytes, **settings)}
 
 
 def assert_same_bits(
@@ -40,13 +36,17 @@ def assert_same_bits(
     case = CASES[name]
     reference = boost(case.model(), chunk_bytes=CHUNK, **settings)
     expected = train_on(reference, case, micro_batches=micro_batches)
-    largest = max(int(chunk["used_bytes"]) for chunk in engine_of(reference.model).session.chunks())
+    settings |= on_nvme(path, largest_chunk(reference), **settings)
     gc.collect()
-    boosted = simulated.boost(case.model(), memory, **short_of_host(largest, path, **settings))
+    boosted = simulated.boost(case.model(), memory, chunk_bytes=CHUNK, **settings)
     assert boosted.report().nvme_weight_bytes > 0
     assert train_on(boosted, case, micro_batches=micro_batches) == expected
     assert_equal(simulated.state(boosted), simulated.state(reference))
     assert boosted.report().host_bytes <= boosted.report().host_budget_bytes
+
+
+def boost_wide(boost_on: Any, **settings: Any) -> Boosted:
+    return boost_on(tower(width=WIDTH, depth=DEPTH), 2**26, chunk_bytes=CHUNK, **settings)
 
 
 @pytest.mark.parametrize("overlap", ["none", "forward"])
@@ -87,16 +87,19 @@ def test_updates_in_backward_and_accumulation(simulated: Simulation, tmp_path: P
 
 def test_weights_are_read_and_edited_between_steps(simulated: Simulation, tmp_path: Path) -> None:
     def run(boost_on: Any, **settings: Any) -> list[torch.Tensor]:
-        boosted = boost_on(tower(width=WIDTH, depth=DEPTH), 2**26, chunk_bytes=CHUNK, **settings)
+        boosted = boost_wide(boost_on, **settings)
         for step in range(3):
-            go_on(boosted, step, 1, width=WIDTH)
+            loss = boosted.model(**tower_batch(step, width=WIDTH))
+            boosted.booster.backward(loss, boosted.optimizer)
+            nn.utils.clip_grad_norm_(boosted.model.parameters(), 0.01)
+            boosted.optimizer.step()
+            boosted.optimizer.zero_grad()
             with torch.no_grad():
                 for param in boosted.model.parameters():
                     param.data.clamp_(-0.2, 0.2)
                     param.view(-1)[1:4].mul_(0.5)
             norms = torch._foreach_norm(list(boosted.model.parameters()))
             assert all(torch.isfinite(norm) for norm in norms)
-            nn.utils.clip_grad_norm_(boosted.model.parameters(), 0.1)
         return copies(boosted.model.parameters())
 
     assert_equal(run(simulated.boost, **on_nvme(tmp_path)), run(boost))
@@ -105,8 +108,7 @@ def test_weights_are_read_and_edited_between_steps(simulated: Simulation, tmp_pa
 def test_an_operator_is_awaited_before_its_memory_is_given_back(
     simulated: Simulation, tmp_path: Path
 ) -> None:
-    settings = short_of_host(WIDTH * (WIDTH + 8) * 4, tmp_path)
-    boosted = simulated.boost(tower(width=WIDTH, depth=DEPTH), 2**26, **settings)
+    boosted = boost_wide(simulated.boost, **on_nvme(tmp_path))
     session = engine_of(boosted.model).session
     for i, param in enumerate(engine_of(boosted.model).params):
         before = simulated.counts()["fences"]
@@ -115,22 +117,21 @@ def test_an_operator_is_awaited_before_its_memory_is_given_back(
 
 
 def test_checkpoints_go_on_with_the_same_bits(simulated: Simulation, tmp_path: Path) -> None:
-    def wide(path: Path) -> Any:
+    def on(path: Path) -> Boosted:
         path.mkdir()
-        settings = short_of_host(WIDTH * (WIDTH + 8) * 4, path)
-        return simulated.boost(tower(width=WIDTH, depth=DEPTH), 2**26, **settings)
+        return boost_wide(simulated.boost, **on_nvme(path))
 
-    first = wide(tmp_path / "first")
-    go_on(first, 0, 2, width=WIDTH)
+    first = on(tmp_path / "first")
+    go_on_wide(first, steps=2)
     with simulated.beside():
         first.booster.save_model(first.model, tmp_path / "model")
         first.booster.save_optimizer(first.optimizer, tmp_path / "optimizer")
-    expected = go_on(first, 2, 2, width=WIDTH)
-    second = wide(tmp_path / "second")
+    expected = go_on_wide(first, first=2, steps=2)
+    second = on(tmp_path / "second")
     with simulated.beside():
         second.booster.load_model(second.model, tmp_path / "model")
         second.booster.load_optimizer(second.optimizer, tmp_path / "optimizer")
-    assert go_on(second, 2, 2, width=WIDTH) == expected
+    assert go_on_wide(second, first=2, steps=2) == expected
     assert_equal(simulated.state(second), simulated.state(first))
 
 
@@ -140,7 +141,7 @@ def test_lazy_models_are_built_there(simulated: Simulation, tmp_path: Path) -> N
         with castor.LazyInitContext():
             model = tower(width=WIDTH, depth=DEPTH)
         boosted = boost_on(model, 2**26, chunk_bytes=CHUNK, **settings)
-        go_on(boosted, 0, 2, width=WIDTH)
+        go_on_wide(boosted, steps=2)
         return copies(boosted.model.parameters())
 
     assert_equal(run(simulated.boost, **on_nvme(tmp_path)), run(boost))
