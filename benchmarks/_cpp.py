@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def build(program: str) -> Path:
     if not can_build():
         raise RuntimeError(f"{program} cannot be built: install cmake and a C++20 compiler")
     for command in (
-        ["cmake", "-S", str(_SOURCE), "-B", str(_BUILD)],
+        ["cmake", "-S", str(_SOURCE), "-B", str(_BUILD), f"-DPython_EXECUTABLE={sys.executable}"],
         ["cmake", "--build", str(_BUILD), "--target", program],
     ):
         done = subprocess.run(command, capture_output=True, text=True, check=False)

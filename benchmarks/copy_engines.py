@@ -1,7 +1,7 @@
 # Question: how near do castor's CPU copy engines come to memcpy, by the size of a copy, and does an
 #     emulated link keep its rate?
 # Baseline: memcpy of the same pieces; on one thread for the asynchronous engine, which has one a
-#     direction, on every core for the parallel engine and for both directions at once.
+#     direction, on every core for the synchronous engine and for both directions at once.
 # Method: benchmarks/cpp/copy_engines.cc copies a buffer far larger than the caches in pieces of
 #     each size, contenders in rotating order; ratios are taken within a repetition.
 # Targets: from 1 MiB a copy (chunks are that large but in toy models), each engine with copies in
@@ -27,14 +27,14 @@ BUFFER, LINK_RATE, LINK_FROM = 256 * MIB, 2_000_000_000, 16 * MIB
 NAMES = {
     "memcpy": "memcpy, 1 thread",
     "memcpy_striped": "memcpy, every core",
-    "parallel": "parallel engine",
+    "torch": "synchronous engine (torch's copy)",
     "async_in_turn": "asynchronous engine, one by one",
     "async_queued": "asynchronous engine, queued",
     "async_both_ways": "asynchronous engine, both ways",
     "link": f"link of {LINK_RATE / 1e9:g} GB/s, queued",
 }
 BASELINES = {
-    "parallel": "memcpy_striped",
+    "torch": "memcpy_striped",
     "async_queued": "memcpy",
     "async_both_ways": "memcpy_striped",
 }

@@ -1,14 +1,14 @@
 // Question: how near do castor's CPU copy engines come to memcpy, and does an emulated link keep
 //     its rate?
 // Baseline: memcpy, on one thread (what one direction of the asynchronous engine has) and on as
-// many
-//     threads as there are cores, each with a stripe of its own (what the parallel engine has).
+//     many threads as there are cores, each with a stripe of its own (what torch's kernel has).
 // Method: a buffer of the host tier's arena is copied to another one in pieces of one size, so that
 //     small pieces do not stay in the caches; the contenders take turns in rotating order.
 //
-//   copy_engines BUFFER_BYTES PIECE_BYTES REPETITIONS LINK_BYTES_PER_SECOND  prints one JSON
-//   object:
-//     seconds of each contender for the whole buffer. LINK_BYTES_PER_SECOND 0 leaves the link out.
+//   copy_engines BUFFER_BYTES PIECE_BYTES REPETITIONS LINK_BYTES_PER_SECOND
+//
+// prints one JSON object: seconds of each contender for the whole buffer. LINK_BYTES_PER_SECOND 0
+// leaves the link out.
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -24,8 +24,8 @@
 #include "host/host_arena.h"
 #include "parallel/async_copy_engine.h"
 #include "parallel/cores.h"
-#include "parallel/parallel_copy_engine.h"
 #include "parallel/tbb_executor.h"
+#include "torch/torch_copy_engine.h"
 
 namespace {
 
@@ -113,7 +113,7 @@ int measure(std::size_t buffer_bytes, std::size_t piece_bytes, std::size_t repet
             std::uint64_t link_bytes_per_second) {
   Job job(buffer_bytes, piece_bytes);
   castor::TbbExecutor executor;
-  castor::ParallelCopyEngine parallel(executor);
+  castor::TorchCopyEngine torch;
   castor::AsyncCopyEngine async;
   const std::size_t num_threads = castor::num_available_cores();
 
@@ -136,7 +136,7 @@ int measure(std::size_t buffer_bytes, std::size_t piece_bytes, std::size_t repet
                           });
                         },
                         {}});
-  contenders.push_back({"parallel", [&] { copy_in_turn(job, parallel); }, {}});
+  contenders.push_back({"torch", [&] { copy_in_turn(job, torch); }, {}});
   contenders.push_back({"async_in_turn", [&] { copy_in_turn(job, async); }, {}});
   contenders.push_back({"async_queued", [&] { copy_queued(job, async); }, {}});
   contenders.push_back({"async_both_ways", [&] { copy_both_ways(job, async); }, {}});

@@ -15,9 +15,9 @@
 #include "host/host_arena.h"
 #include "host/numa.h"
 #include "optim/bandwidth.h"
-#include "parallel/parallel_copy_engine.h"
 #include "parallel/tbb_executor.h"
 #include "python/bindings.h"
+#include "torch/torch_copy_engine.h"
 
 namespace py = pybind11;
 
@@ -54,8 +54,7 @@ double copy_bandwidth(std::size_t num_bytes, std::size_t repetitions) {
   const Block source = host.allocate(num_bytes, "");
   const Block target = host.allocate(num_bytes, "");
   std::memset(source.data(), 1, num_bytes);
-  TbbExecutor executor;
-  ParallelCopyEngine engine(executor);
+  TorchCopyEngine engine;
   const auto copy = [&] {
     engine.wait(engine.submit({.source = {source.data(), num_bytes},
                                .target = {target.data(), num_bytes},

@@ -15,9 +15,9 @@
 #include "host/host_arena.h"
 #include "host/slot_arena.h"
 #include "parallel/async_copy_engine.h"
-#include "parallel/parallel_copy_engine.h"
 #include "parallel/tbb_executor.h"
 #include "torch/counting_allocator.h"
+#include "torch/torch_copy_engine.h"
 #include "torch/torch_error.h"
 
 namespace castor {
@@ -85,12 +85,12 @@ std::vector<ParamSpec> describe(const std::vector<at::Tensor>& params,
 }
 
 /// At memory speed a copy is over soonest when every core takes part; a link leaves the cores free.
-std::unique_ptr<CopyEngine> make_copy_engine(const SessionOptions& options, Executor& executor) {
+std::unique_ptr<CopyEngine> make_copy_engine(const SessionOptions& options) {
   if (options.backend) {
     return options.backend->make_copy_engine();
   }
   if (options.link_bytes_per_second == 0) {
-    return std::make_unique<ParallelCopyEngine>(executor);
+    return std::make_unique<TorchCopyEngine>();
   }
   return std::make_unique<AsyncCopyEngine>(
       AsyncCopyOptions{.bytes_per_second = options.link_bytes_per_second, .copy = {}});
@@ -140,7 +140,7 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout, const Sessi
       nonmodel_(std::make_shared<NonModelMemory>(device_)),
       charged_(own_device_ ? nullptr : nonmodel_),
       executor_(std::make_unique<TbbExecutor>()),
-      copy_engine_(make_copy_engine(options, *executor_)),
+      copy_engine_(make_copy_engine(options)),
       storages_(std::make_unique<ChunkStorages>(layout_, own_device_.torch_device())),
       weights_(StoredWeights::create(layout_, place_chunks(layout_, options.placement), *storages_,
                                      options.state, *host_, *executor_, own_device_)),
