@@ -8,6 +8,8 @@
 #     bf16 parameter (docs/design/0012): 26, 18 and 14 and the scales of split_int8.
 # Targets: each format >= 0.85 of its bytes over the in-place bandwidth; split_bf16 >= 1.4 and
 #     split_int8 >= 1.7 times the parameters per second of the faster fp32 peer.
+# What each format costs a core whose data are in its second-level cache is measured by
+#     benchmarks/cpp/adam.cc, for every instruction set the processor has.
 """CPU Adam against its peers: `python benchmarks/adam.py [--numel N] [--repetitions R]`."""
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read by DeepSpeed when it is i
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
+from _cpp import build, can_build, run
 from _machine import RESULTS, describe_machine, paired, spread, write_record
 from rich.console import Console
 from rich.table import Table
@@ -43,6 +46,7 @@ CHECKED = 1 << 20  # elements of each result that are compared with float64
 # The OpenMP and TBB threads of the one before spin for a while after their work: nobody shall start
 # on a core that is still taken.
 SETTLE_SECONDS = 0.05
+CACHED, CACHED_REPETITIONS = 16384, 51
 
 
 @dataclass(kw_only=True)
@@ -233,6 +237,24 @@ def ratios(found: dict[str, Contender], bandwidth: list[float], numel: int) -> d
     return result
 
 
+def in_cache(console: Console) -> list[dict[str, Any]]:
+    """Nanoseconds per 16 elements of one core, by instruction set and format; none without CMake."""
+    if not can_build():
+        console.print("[yellow]SKIPPED: one core with its data in cache: cmake is not installed")
+        return []
+    found = run(build("adam"), CACHED, CACHED_REPETITIONS)["ns_per_16"]
+    results = [entry | {"ns": spread(entry["ns"])} for entry in found]
+    formats = list(dict.fromkeys(entry["format"] for entry in results))
+    table = Table(title=f"ns per 16 elements: bf16, one core, {CACHED:,} parameters in its cache")
+    for heading in ("", *formats):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for isa in dict.fromkeys(entry["isa"] for entry in results):
+        row = [entry["ns"]["median"] for entry in results if entry["isa"] == isa]
+        table.add_row(isa, *(f"{value:.1f}" for value in row))
+    console.print(table)
+    return results
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--numel", type=int, default=64 << 20, help="parameters (default 64 Mi)")
@@ -293,6 +315,7 @@ def main() -> int:
         "in_place_bytes_per_second": stream,
         "results": results,
         "ratios": compared,
+        "in_cache_ns_per_16": in_cache(console),
     }
     write_record(arguments.output, "adam", figures, machine=machine)
     return 0
