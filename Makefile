@@ -2,12 +2,13 @@
 #
 #   make demo     train a GPT in a device budget it does not fit, and show what moved
 #   make test     all that CI runs: lint, C++ tests, Python tests, ASan+UBSan, TSan
-#   make bench    every benchmark but the study, and a page of the results in build/bench
+#   make bench    steps, Adam, copies and plans against their peers, and a page of the results in build/bench
+#   make bench-storage    what NVMe and building large models cost, on the same page
 #   make study    loss curves of the optimizer state formats: 13 minutes on two cores
 #   make docs     the documentation, in build/docs/index.html
 #   make wheel    wheels in dist/ for each Python and torch asked for, tried in clean environments
 #   make pages    train a small GPT and take the screenshots of docs/images
-#   make lint | package | cpp | pytest | docs | asan | tsan | wheel | bench | study | clean
+#   make lint | package | cpp | pytest | docs | asan | tsan | wheel | bench | bench-storage | study | clean
 #
 # Set-up is kept in .venv and build/; stamps in both make a second run cheap.
 
@@ -57,7 +58,7 @@ PY_SOURCES := $(shell find python -type f -not -name '*.pyc')
 CXX_FORMATTED := find csrc tests/cpp tests/simulated_device benchmarks examples -type f \
 	\( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0
 
-.PHONY: demo test pages browser lint lint-format lint-ruff lint-mypy lint-layers package cpp pytest docs asan tsan wheel bench study install clean help FORCE
+.PHONY: demo test pages browser lint lint-format lint-ruff lint-mypy lint-layers package cpp pytest docs asan tsan wheel bench bench-storage study install clean help FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -182,10 +183,11 @@ endef
 
 jemalloc_definition = -DCASTOR_JEMALLOC_ROOT=$$(sed 's/.*=//' $(STAMPS)/jemalloc)
 
-cpp: $(STAMPS)/jemalloc
+cpp: $(STAMPS)/jemalloc $(VENV_STAMPS)/venv
 	$(call cxx,cpp,-DCMAKE_BUILD_TYPE=Release $(jemalloc_definition),)
-# The programs of make bench stand on seams of the core: they are compiled here, so that they follow.
-	@cmake -S benchmarks/cpp -B $(BUILD)/benchmarks >$(BUILD)/benchmarks.log \
+# The programs of make bench stand on seams of the core and of the torch layer: they are compiled
+# here, so that they follow.
+	@cmake -S benchmarks/cpp -B $(BUILD)/benchmarks -DPython_EXECUTABLE=$(BIN)/python >$(BUILD)/benchmarks.log \
 	  || { cat $(BUILD)/benchmarks.log; exit 1; }
 	@cmake --build $(BUILD)/benchmarks
 
@@ -220,10 +222,14 @@ docs: $(VENV_STAMPS)/castor $(VENV_STAMPS)/docs
 	@echo "documentation: $(BUILD)/docs/index.html"
 
 # About 20 minutes on two cores; the first run also compiles DeepSpeed's CPU Adam, 4 minutes more.
-BENCHMARKS := $(filter-out benchmarks/formats.py benchmarks/page.py,$(wildcard benchmarks/[!_]*.py))
+STORAGE_BENCHMARKS := $(addprefix benchmarks/,beyond.py build.py io.py nvme.py)
+BENCHMARKS := $(filter-out benchmarks/formats.py benchmarks/page.py $(STORAGE_BENCHMARKS), \
+	$(wildcard benchmarks/[!_]*.py))
 
-bench: $(VENV_STAMPS)/bench
-	@for script in $(BENCHMARKS); do \
+bench: TIMED := $(BENCHMARKS)
+bench-storage: TIMED := $(STORAGE_BENCHMARKS)
+bench bench-storage: $(VENV_STAMPS)/bench
+	@for script in $(TIMED); do \
 	  echo "==== $$script"; start=$$SECONDS; $(BIN)/python "$$script"; \
 	  echo "$$script took $$((SECONDS - start)) s"; \
 	done

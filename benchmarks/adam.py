@@ -238,7 +238,7 @@ def ratios(found: dict[str, Contender], bandwidth: list[float], numel: int) -> d
 
 
 def in_cache(console: Console) -> list[dict[str, Any]]:
-    """Nanoseconds per 16 elements of one core, by instruction set and format; none without CMake."""
+    """Nanoseconds per 16 elements, by instruction set and format; none without CMake."""
     if not can_build():
         console.print("[yellow]SKIPPED: one core with its data in cache: cmake is not installed")
         return []

@@ -95,7 +95,7 @@ def floors(report: dict[str, Any], compute: float, dram_seconds: float) -> dict[
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2, help="of each contender in a round")
     parser.add_argument("--quick", action="store_true", help="a small model, to try the script")
     parser.add_argument("--output", type=Path, default=RESULTS / "overlap.json")

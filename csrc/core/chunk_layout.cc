@@ -30,11 +30,22 @@ constexpr std::size_t kMaxIds = std::numeric_limits<std::uint32_t>::max();
 
 constexpr std::size_t kNumScalarTypes = 3;
 static_assert(to_string(static_cast<ScalarType>(kNumScalarTypes)) == "unknown");
-constexpr std::size_t kNumClasses = 2 * kNumScalarTypes;
+constexpr std::size_t kNumClasses = 4 * kNumScalarTypes;
 
 // Parameters share a chunk only within a class.
-std::size_t class_of(const ParamSpec& param) {
-  return 2 * static_cast<std::size_t>(param.type) + (param.trainable ? 1 : 0);
+std::size_t class_of(const ParamSpec& param, bool needed) {
+  return 4 * static_cast<std::size_t>(param.type) + (param.trainable ? 2 : 0) + (needed ? 1 : 0);
+}
+
+// By some module, on the device. Without modules there is nobody to tell: all are.
+std::vector<bool> needed_params(std::size_t num_params, std::span<const ModuleSpec> modules) {
+  std::vector<bool> needed(num_params, modules.empty());
+  for (const ModuleSpec& module : modules) {
+    for (const ParamId id : module.params) {
+      needed[index(id)] = true;
+    }
+  }
+  return needed;
 }
 
 std::size_t bytes_of(const ParamSpec& param) { return param.numel * size_of(param.type); }
@@ -167,16 +178,18 @@ class Packer {
     std::size_t used_bytes;
   };
 
-  Packer(std::span<const ParamSpec> params, std::span<const ModuleSpec> modules,
-         const LayoutOptions& options)
+  Packer(std::span<const ParamSpec> params, const std::vector<bool>& needed,
+         std::span<const ModuleSpec> modules, const LayoutOptions& options)
       : modules_(modules),
         visits_(walk(modules)),
         unit_(options.param_alignment * options.world_size) {
     params_.reserve(params.size());
-    for (const ParamSpec& param : params) {
+    for (std::size_t i = 0; i < params.size(); ++i) {
+      const std::size_t bytes = bytes_of(params[i]);
       params_.push_back(
-          {align_up(bytes_of(param), options.param_alignment), class_of(param), 0, 0});
-      param_bytes_ += bytes_of(param);
+          {align_up(bytes, options.param_alignment), class_of(params[i], needed[i]), 0, 0});
+      param_bytes_ += bytes;
+      needed_bytes_ += needed[i] ? bytes : 0;
       aligned_bytes_ += params_.back().bytes;
     }
     for (const ModuleSpec& module : modules) {
@@ -219,7 +232,8 @@ class Packer {
   }
 
   [[nodiscard]] std::size_t unit() const { return unit_; }
-  [[nodiscard]] std::size_t param_bytes() const { return param_bytes_; }
+  // Of the parameters that some module needs on the device.
+  [[nodiscard]] std::size_t needed_bytes() const { return needed_bytes_; }
   [[nodiscard]] std::size_t aligned_bytes() const { return aligned_bytes_; }
   [[nodiscard]] std::size_t largest_module_bytes() const { return largest_module_bytes_; }
 
@@ -295,6 +309,7 @@ class Packer {
   std::vector<Chunk> chunks_;
   std::vector<std::size_t> num_users_;
   std::size_t param_bytes_ = 0;
+  std::size_t needed_bytes_ = 0;
   std::size_t aligned_bytes_ = 0;
   std::size_t largest_module_bytes_ = 0;
 };
@@ -329,7 +344,7 @@ std::size_t search_chunk_bytes(Packer& packer) {
     }
   };
   const double reserve =
-      std::max(kReserveOfModel * static_cast<double>(packer.param_bytes()),
+      std::max(kReserveOfModel * static_cast<double>(packer.needed_bytes()),
                kReserveOfLargestModule * static_cast<double>(packer.largest_module_bytes()));
   Choice largest;
   Choice least_waste;
@@ -366,7 +381,8 @@ ChunkLayout::ChunkLayout(std::vector<ParamSpec> params, std::vector<ModuleSpec> 
   check_params(params_, options.param_alignment);
   check_modules(modules_, params_.size());
 
-  Packer packer(params_, modules_, options);
+  const std::vector<bool> needed = needed_params(params_.size(), modules_);
+  Packer packer(params_, needed, modules_, options);
   chunk_bytes_ = options.chunk_bytes == 0 ? search_chunk_bytes(packer)
                                           : align_down(options.chunk_bytes, packer.unit());
   const Fit fit = packer.pack(chunk_bytes_);
@@ -386,6 +402,7 @@ ChunkLayout::ChunkLayout(std::vector<ParamSpec> params, std::vector<ModuleSpec> 
     const std::size_t chunk = packer.chunk_of(i);
     chunks_[chunk].type = params_[i].type;
     chunks_[chunk].trainable = params_[i].trainable;
+    chunks_[chunk].read_at_home = !needed[i];
     chunks_[chunk].params.push_back(static_cast<ParamId>(i));
     places_.push_back(
         {static_cast<ChunkId>(chunk), packer.offset_bytes(i) / size_of(params_[i].type)});

@@ -38,6 +38,9 @@ void check_optimizer_cost(const OptimizerCost& optimizer) {
   check_cost("state_bytes_per_element", optimizer.state_bytes_per_element);
   check_cost("moved_bytes_per_element", optimizer.moved_bytes_per_element);
   check_cost("norm_bytes_per_element", optimizer.norm_bytes_per_element);
+  if (optimizer.overlap == Overlap::kBackward) {
+    throw InvalidArgument("the simulator has no updates beside backward; give kNone or kForward");
+  }
 }
 
 std::uint64_t payload_bytes(const ChunkSpec& chunk, const OptimizerCost& optimizer) {

@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "core/chunk_layout.h"
+#include "core/overlap.h"
 
 namespace castor {
 
@@ -12,12 +13,6 @@ namespace castor {
 enum class CopyMode : std::uint8_t {
   kOverlapped,   ///< a copy engine, one queue a direction, beside the compute
   kSynchronous,  ///< the thread that computes: it waits until the copy is done
-};
-
-/// When the optimizer's updates run.
-enum class OverlapMode : std::uint8_t {
-  kNone,     ///< after backward, all of them; the next forward waits
-  kForward,  ///< in the order of the next forward, beside it: a fetch waits for its chunk's update
 };
 
 /// Whether computing and the host's updates have processors of their own.
@@ -67,10 +62,12 @@ struct OptimizerCost {
   double moved_bytes_per_element = 0.0;
   /// Read once before the updates, to know the gradient norm; 0 without clipping and checks.
   double norm_bytes_per_element = 0.0;
-  OverlapMode overlap = OverlapMode::kNone;
+  /// Updates beside backward are not simulated.
+  Overlap overlap = Overlap::kNone;
 };
 
-/// Throws InvalidArgument where a speed is not above 0, or a cost negative or not finite.
+/// Throws InvalidArgument where a speed is not above 0, a cost negative or not finite, or the
+/// overlap kBackward.
 void check_hardware(const Hardware& hardware);
 void check_optimizer_cost(const OptimizerCost& optimizer);
 

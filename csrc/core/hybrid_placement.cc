@@ -111,7 +111,8 @@ std::vector<ChunkId> in_order_of_preference(const Trace& trace, const ChunkLayou
   const std::size_t count = layout.chunks().size();
   std::vector<bool> open(count, false);
   for (std::size_t i = 0; i < count; ++i) {
-    open[i] = candidates[i] && placements[i] == Placement::kStream;
+    open[i] =
+        candidates[i] && placements[i] == Placement::kStream && !layout.chunks()[i].read_at_home;
   }
   std::vector<ChunkId> order;
   const auto take = [&](ChunkId chunk) {

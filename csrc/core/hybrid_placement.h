@@ -33,7 +33,8 @@ struct Promotions {
 /// next forward needs first; then chunks without gradients, in order of first use. A chunk is
 /// promoted only where the plan of the others gets no worse by it: the whole keeps to the budget,
 /// no more bytes are fetched in a step and no more fetches are waited for than without promotions.
-/// One that does not pass is left out, and those after it are tried.
+/// One that does not pass is left out, and those after it are tried. Chunks that are read at home
+/// are no candidates.
 ///
 /// A pure function, deterministic. Runs the planner O(log chunks) times for each chunk that is left
 /// out, but no more often than kMaxPlannedAccesses allows. Promotes nothing under another policy

@@ -36,7 +36,7 @@ class Simulation {
 
   SimulatedStep run() {
     take_homes();
-    if (optimizer_.overlap == OverlapMode::kForward) {
+    if (optimizer_.overlap == Overlap::kForward) {
       order_updates();
     }
     for (event_ = 0; event_ < trace_.events().size(); ++event_) {
@@ -302,7 +302,7 @@ class Simulation {
         clock_ = std::max(clock_, dram_.serve(read, norm_bytes));
       }
     }
-    if (optimizer_.overlap == OverlapMode::kNone) {
+    if (optimizer_.overlap == Overlap::kNone) {
       for (std::size_t i = 0; i < chunks_.size(); ++i) {
         update_on_host(ChunkId{static_cast<std::uint32_t>(i)}, clock_);
       }

@@ -205,9 +205,9 @@ class Simulator {
     return {.state_bytes_per_element = state_bytes_per_element_,
             .moved_bytes_per_element = 2.0 * state_bytes_per_element_ + 3.0 * element,
             .norm_bytes_per_element = options["with_norm"].cast<bool>() ? element : 0.0,
-            .overlap = value_named<OverlapMode>(
-                options["overlap"].cast<std::string>(), "overlap",
-                {{"none", OverlapMode::kNone}, {"forward", OverlapMode::kForward}})};
+            .overlap =
+                value_named<Overlap>(options["overlap"].cast<std::string>(), "overlap",
+                                     {{"none", Overlap::kNone}, {"forward", Overlap::kForward}})};
   }
 
   [[nodiscard]] py::dict figures(const SimulatedStep& step, const Prediction& streamed,

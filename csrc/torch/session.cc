@@ -116,8 +116,10 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
   LayoutOptions layout_options = options.layout;
   layout_options.param_alignment = param_alignment(options.state.format, options.precision);
   ChunkLayout layout(std::move(specs), std::move(modules), layout_options);
+  std::vector<Placement> placements = place_chunks(layout, options.placement);
   // Not make_shared: the constructor is private.
-  std::shared_ptr<Session> session(new Session(std::move(params), std::move(layout), options));
+  std::shared_ptr<Session> session(
+      new Session(std::move(params), std::move(layout), std::move(placements), options));
   session->adopt_parameters();
   session->install_gradient_hooks();
   session->watch_tensors();
@@ -127,7 +129,8 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
   return session;
 }
 
-Session::Session(std::vector<at::Tensor> params, ChunkLayout layout, const SessionOptions& options)
+Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
+                 std::vector<Placement> placements, const SessionOptions& options)
     : params_(std::move(params)),
       layout_(std::move(layout)),
       overlap_(options.overlap),
@@ -142,11 +145,10 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout, const Sessi
       executor_(std::make_unique<TbbExecutor>()),
       copy_engine_(make_copy_engine(options)),
       storages_(std::make_unique<ChunkStorages>(layout_, own_device_.torch_device())),
-      weights_(StoredWeights::create(layout_, place_chunks(layout_, options.placement), *storages_,
-                                     options.state, *host_, *executor_, own_device_)),
-      manager_(std::make_unique<ChunkManager>(layout_, place_chunks(layout_, options.placement),
-                                              device_, host_, *copy_engine_, *storages_,
-                                              weights_.get())) {
+      weights_(StoredWeights::create(layout_, placements, *storages_, options.state, *host_,
+                                     *executor_, own_device_)),
+      manager_(std::make_unique<ChunkManager>(layout_, std::move(placements), device_, host_,
+                                              *copy_engine_, *storages_, weights_.get())) {
   add_gradient_payloads();
   OptimizerStateOptions state_options = options.state;
   state_options.device = own_device_.get();

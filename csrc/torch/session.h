@@ -116,7 +116,8 @@ class Session : public std::enable_shared_from_this<Session> {
   [[nodiscard]] MemoryTier& host() noexcept { return *host_; }
 
  private:
-  Session(std::vector<at::Tensor> params, ChunkLayout layout, const SessionOptions& options);
+  Session(std::vector<at::Tensor> params, ChunkLayout layout, std::vector<Placement> placements,
+          const SessionOptions& options);
   void add_gradient_payloads();
   void adopt_parameters();
   void install_gradient_hooks();

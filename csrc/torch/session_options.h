@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "core/chunk_layout.h"
+#include "core/overlap.h"
 #include "core/placement.h"
 #include "core/runtime.h"
 #include "core/scalar_type.h"
@@ -12,15 +13,6 @@
 #include "torch/optimizer_state.h"
 
 namespace castor {
-
-/// When the optimizer's update runs beside other work. All give the same bits.
-enum class Overlap : std::uint8_t {
-  kNone,     ///< inside step()
-  kForward,  ///< beside what follows step(); whatever needs a chunk waits for that chunk
-  /// As kForward, and a chunk whose gradients are complete is updated while backward goes on. Exact
-  /// only where nothing that step() learns decides over the update: no clipping, no skipping.
-  kBackward,
-};
 
 struct SessionOptions {
   ScalarType precision = ScalarType::kFloat32;

@@ -110,6 +110,9 @@ def estimate(
         str, typer.Option(help="Adam beside the next forward (forward) or after backward (none).")
     ] = "forward",
     max_prefetch: Annotated[int, typer.Option(help="As in GeminiPlugin.")] = 1,
+    gather_embeddings: Annotated[
+        bool, typer.Option("--gather-embeddings", help="As in GeminiPlugin.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict whether a model trains on a machine, how fast, and what bounds it."""
@@ -128,6 +131,7 @@ def estimate(
         gradient_checkpointing=gradient_checkpointing,
         overlap=cast(Overlap, overlap),
         max_prefetch=max_prefetch,
+        gather_embeddings=gather_embeddings,
     )
     on = machine(
         preset,

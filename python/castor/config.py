@@ -218,6 +218,8 @@ class GeminiConfig:
     nvme_offload_fraction: float | None = None
     """Share of the optimizer state that goes there at least; None: what the host cannot hold."""
     nvme_verify: bool = True
+    gather_embeddings: bool = False
+    """Whether embeddings stay at home, where forward reads the rows that it looks up."""
     device: str = "cpu"
     """Where the model computes: "cpu" or a GPU such as "cuda:0"."""
 
@@ -254,6 +256,13 @@ class GeminiConfig:
                     f"placement_policy='auto' promotes, and {self.placement_policy!r} promotes "
                     "nothing; leave it out"
                 )
+        if not isinstance(self.gather_embeddings, bool):
+            raise TypeError(f"gather_embeddings is {self.gather_embeddings!r}; give a bool")
+        if self.gather_embeddings and self.placement_policy in ("cuda", "static"):
+            raise ValueError(
+                "gather_embeddings=True leaves embeddings on the host, and placement_policy="
+                f"{self.placement_policy!r} says itself what is there; use 'auto' or 'cpu'"
+            )
         if self.optim_state_format is not None:
             _choice("optim_state_format", self.optim_state_format, get_args(StateFormat))
             check_format_of_precision(

@@ -179,6 +179,25 @@ def test_weights_and_states_on_nvme(overlap: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_gathered_embeddings_give_the_same_bits(name: str, overlap: str) -> None:
+    def run(**settings: Any) -> tuple[list[float], list[torch.Tensor], int]:
+        boosted = on_gpu(
+            CASES[name].model(), chunk_bytes=CHUNK, overlap=overlap, max_norm=1.0, **settings
+        )
+        losses = train(boosted, CASES[name])
+        return losses, exact_state(boosted), boosted.report().h2d_bytes
+
+    losses, state, moved = run()
+    same_losses, same_state, moved_less = run(gather_embeddings=True)
+    assert same_losses == losses
+    assert_equal(same_state, state)
+    assert moved_less < moved
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("room", ["tight", "ample"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
 def test_fp32_matches_plain_torch_on_the_gpu(gpu: torch.device, name: str, room: str) -> None:

@@ -244,20 +244,29 @@ def test_flops_are_six_for_each_weight_and_token_and_those_of_attention(small: E
     assert step.flops == 6 * weights * tokens + attention
 
 
-def test_meta_step_has_the_events_of_a_real_one(tmp_path: Path) -> None:
-    workload = Workload(sequence=64, precision="fp32", state_format="fp32")
+@pytest.mark.parametrize("gather", [False, True])
+def test_meta_step_has_the_events_of_a_real_one(gather: bool, tmp_path: Path) -> None:
+    workload = Workload(
+        sequence=64, precision="fp32", state_format="fp32", gather_embeddings=gather
+    )
     estimator = Estimator(write(tmp_path, SMALL), workload)
     recorded = estimator.step(2).moments
-    assert [(m.kind, m.position) for m in recorded] == [e[:2] for e in train("64MiB").trace()]
+    real = train("64MiB", gather_embeddings=gather).trace()
+    assert [(m.kind, m.position) for m in recorded] == [e[:2] for e in real]
     kinds = [m.kind for m in recorded]
     assert kinds.count(GRAD_READY) == len(set(estimator._chunk_of))
     assert BACKWARD_ENTER in kinds
 
 
-def test_peaks_and_traffic_of_real_steps_are_predicted_to_the_byte(tmp_path: Path) -> None:
-    workload = Workload(sequence=64, precision="fp32", state_format="fp32")
+@pytest.mark.parametrize("gather", [False, True])
+def test_peaks_and_traffic_of_real_steps_are_predicted_to_the_byte(
+    gather: bool, tmp_path: Path
+) -> None:
+    workload = Workload(
+        sequence=64, precision="fp32", state_format="fp32", gather_embeddings=gather
+    )
     simulator = Estimator(write(tmp_path, SMALL), workload)._simulator
-    reference = train("64MiB")
+    reference = train("64MiB", gather_embeddings=gather)
     moments = reference.timeline()["moments"]
     nonmodel = reference.report()["peak_nonmodel_bytes"]
     param_bytes = sum(chunk["used_bytes"] for chunk in reference.chunks())
@@ -265,7 +274,7 @@ def test_peaks_and_traffic_of_real_steps_are_predicted_to_the_byte(tmp_path: Pat
     promoted = []
     for share in (0.2, 0.35, 0.5, 0.8, 1.2, 2.5, 6.0):
         budget = nonmodel + max(int(share * param_bytes), 2 * largest)
-        real = train(budget)
+        real = train(budget, gather_embeddings=gather)
         timeline = real.timeline()
         step = simulator.run(
             events=[(m[0], m[1], m[4], m[2]) for m in moments],
@@ -281,7 +290,8 @@ def test_peaks_and_traffic_of_real_steps_are_predicted_to_the_byte(tmp_path: Pat
         assert step["host_bytes"] == real.report()["host_bytes"]
     assert promoted[0] == 0
     assert promoted == sorted(promoted)
-    assert promoted[-1] == len(reference.chunks())
+    apart = 1 if gather else 0  # that of the positions; the words' weight is the head's too
+    assert promoted[-1] == len(reference.chunks()) - apart
 
 
 # --- machines -----------------------------------------------------------------------------------

@@ -43,6 +43,8 @@ class Workload:
     """Whether the host's Adam runs beside the next forward, or between the steps."""
     max_prefetch: int = 1
     """Chunks that may be fetched ahead of their use, as in GeminiPlugin."""
+    gather_embeddings: bool = False
+    """Whether embeddings stay at home, as in GeminiPlugin."""
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("sequence", 2), ("max_prefetch", 0)):
@@ -122,7 +124,7 @@ class Estimator:
         self._model = build(
             config, dtype=dtype, gradient_checkpointing=workload.gradient_checkpointing
         )
-        self._spec = ModelSpec.structure(self._model)
+        self._spec = ModelSpec.structure(self._model, gather_embeddings=workload.gather_embeddings)
         self._simulator = self._lay_out(workload.state_format)
         self._chunk_of = self._simulator.chunk_of()
         self._steps: dict[int, Step] = {}

@@ -99,6 +99,10 @@ class GeminiPlugin:
             temporaries leave on the device (after the first steps) which chunks with gradients and
             optimizer states may take for good. 0.0: none, they stay on the host. Default: as much
             as makes nothing else wait.
+        gather_embeddings: Weights of nn.Embedding modules stay on the host, and forward reads the
+            rows that it looks up there, a GPU over its link: no device memory and no copy for the
+            other rows. Pays where a batch has far fewer tokens than the vocabulary. A weight tied
+            to another module comes to the device for that one. Same bits. For "auto" and "cpu".
         initial_scale: fp16: loss scale at the start.
         min_scale: fp16: lowest loss scale.
         growth_factor: fp16: growth of the loss scale.
@@ -164,6 +168,7 @@ class GeminiPlugin:
         warmup_non_model_data_ratio: float = 0.8,
         steady_cuda_cap_ratio: float = 1.0,
         gpu_margin_mem_ratio: float | None = None,
+        gather_embeddings: bool = False,
         initial_scale: float = 2.0**16,
         min_scale: float = 1.0,
         growth_factor: float = 2.0,
@@ -230,6 +235,7 @@ class GeminiPlugin:
             warmup_non_model_data_ratio=warmup_non_model_data_ratio,
             steady_cuda_cap_ratio=steady_cuda_cap_ratio,
             gpu_margin_mem_ratio=gpu_margin_mem_ratio,
+            gather_embeddings=gather_embeddings,
             max_norm=max_norm,
             nonfinite=cast(NonFinite, nonfinite),
             loss_scaler=LossScalerConfig(

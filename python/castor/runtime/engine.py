@@ -89,7 +89,7 @@ class Engine:
     ) -> ModelSpec:
         """Lays the parameters out in chunks and moves them there."""
         config = self.config
-        spec = ModelSpec.of(model)
+        spec = ModelSpec.of(model, gather_embeddings=config.gather_embeddings)
         check_distinct_memory(spec)
         events = read_trace(config.trace_file, spec) if config.trace_file else None
         self.names = spec.names

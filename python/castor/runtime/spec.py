@@ -21,7 +21,7 @@ class OwningModule:
     module: nn.Module
     name: str
     params: list[int]
-    """Positions in ModelSpec.params of the parameters it owns directly."""
+    """Positions in ModelSpec.params of the parameters it owns directly and needs on the device."""
     parent: int
     """Position of the nearest enclosing owning module; -1 for the model."""
 
@@ -35,13 +35,18 @@ class ModelSpec:
     modules: list[OwningModule] = field(default_factory=list)
 
     @classmethod
-    def of(cls, model: nn.Module) -> ModelSpec:
+    def of(cls, model: nn.Module, *, gather_embeddings: bool = False) -> ModelSpec:
         """Reads a model. Tied parameters appear once, under their first name.
 
+        Args:
+            model: The model.
+            gather_embeddings: Whether its nn.Embedding modules read their rows at home.
+
         Raises:
-            UsageError: The model has no parameters, or one that castor cannot manage.
+            UsageError: The model has no parameters, or one that castor cannot manage; or it has no
+                embedding to gather from.
         """
-        spec = cls.structure(model)
+        spec = cls.structure(model, gather_embeddings=gather_embeddings)
         for name, param in zip(spec.names, spec.params, strict=True):
             _check(name, param)
         if not spec.params:
@@ -49,8 +54,13 @@ class ModelSpec:
         return spec
 
     @classmethod
-    def structure(cls, model: nn.Module) -> ModelSpec:
+    def structure(cls, model: nn.Module, *, gather_embeddings: bool = False) -> ModelSpec:
         """As `of`, but whatever the parameters are: also on the meta device, also none."""
+        if gather_embeddings and not any(_reads_rows(module) for module in model.modules()):
+            raise UsageError(
+                f"gather_embeddings=True, but {type(model).__name__} has no module with "
+                "torch.nn.Embedding's own forward; leave gather_embeddings out"
+            )
         spec = cls()
         known: dict[nn.Parameter, int] = {}
         position_of: dict[str, int] = {}
@@ -69,8 +79,9 @@ class ModelSpec:
             if owned or name == "":
                 position_of[name] = len(spec.modules)
                 parent = _nearest_parent(name, position_of)
+                needed = [] if gather_embeddings and _reads_rows(module) else owned
                 spec.modules.append(
-                    OwningModule(module=module, name=name or "model", params=owned, parent=parent)
+                    OwningModule(module=module, name=name or "model", params=needed, parent=parent)
                 )
         return spec
 
@@ -93,6 +104,15 @@ def check_distinct_memory(spec: ModelSpec) -> None:
 def _span_bytes(param: nn.Parameter) -> int:
     extent = sum((s - 1) * stride for s, stride in zip(param.shape, param.stride(), strict=True))
     return (extent + 1) * param.element_size()
+
+
+def _reads_rows(module: nn.Module) -> bool:
+    """Whether forward reads some rows of the parameters, writes none, and backward reads none."""
+    return (
+        isinstance(module, nn.Embedding)
+        and type(module).forward is nn.Embedding.forward
+        and module.max_norm is None
+    )
 
 
 def _nearest_parent(name: str, position_of: dict[str, int]) -> int:

@@ -233,7 +233,11 @@ void expect_sound(const Model& model, const ChunkLayout& layout, std::size_t wor
   std::vector<int> times_placed(model.params.size(), 0);
   std::size_t used_bytes = 0;
   std::size_t slot_bytes = 0;
-  std::array<std::optional<std::size_t>, 6> last_shared;
+  std::array<std::optional<std::size_t>, 12> last_shared;
+  std::set<ParamId> needed;
+  for (const ModuleSpec& module : model.modules) {
+    needed.insert(module.params.begin(), module.params.end());
+  }
   ParamId previous_first{};
   for (std::size_t c = 0; c < layout.chunks().size(); ++c) {
     const ChunkSpec& chunk = layout.chunks()[c];
@@ -249,6 +253,7 @@ void expect_sound(const Model& model, const ChunkLayout& layout, std::size_t wor
       EXPECT_EQ(layout.place(id).chunk, static_cast<ChunkId>(c));
       EXPECT_EQ(param.type, chunk.type);
       EXPECT_EQ(param.trainable, chunk.trainable);
+      EXPECT_EQ(!model.modules.empty() && !needed.contains(id), chunk.read_at_home);
       EXPECT_EQ(layout.place(id).offset * size_of(param.type), end) << "gap or overlap";
       end = align_up(end + bytes_of(param), kParamAlignment);
     }
@@ -266,7 +271,8 @@ void expect_sound(const Model& model, const ChunkLayout& layout, std::size_t wor
       continue;
     }
     // A shared chunk closes only when the next parameter of its class does not fit.
-    auto& last = last_shared[2 * static_cast<std::size_t>(chunk.type) + (chunk.trainable ? 1 : 0)];
+    auto& last = last_shared[4 * static_cast<std::size_t>(chunk.type) + (chunk.trainable ? 2 : 0) +
+                             (chunk.read_at_home ? 1 : 0)];
     if (last.has_value()) {
       const ChunkSpec& closed = layout.chunks()[*last];
       const ParamId end_id = closed.params.back();
@@ -460,6 +466,22 @@ TEST(ChunkLayoutTest, FrozenAndTrainableNeverShareAChunk) {
   EXPECT_EQ(layout.chunks()[0].params.size(), 2u);
   EXPECT_FALSE(layout.chunks()[1].trainable);
   EXPECT_EQ(layout.chunks()[1].capacity_bytes, 64u);
+}
+
+TEST(ChunkLayoutTest, WhatNoModuleNeedsNeverSharesAChunkWithWhatOneNeeds) {
+  Model model;
+  model.add({4}, ScalarType::kFloat32);
+  const ParamId apart = model.add_param(4, ScalarType::kFloat32);
+  model.add_module({});
+  model.add({4}, ScalarType::kFloat32);
+  const ChunkLayout layout = model.layout(4 * kKiB);
+  ASSERT_EQ(layout.chunks().size(), 2U);
+  const ChunkId chunk = layout.place(apart).chunk;
+  EXPECT_EQ(layout.chunk(chunk).params, std::vector{apart});
+  EXPECT_TRUE(layout.chunk(chunk).read_at_home);
+  EXPECT_FALSE(layout.chunk(layout.place(ParamId{0}).chunk).read_at_home);
+  EXPECT_EQ(layout.place(ParamId{0}).chunk, layout.place(ParamId{2}).chunk);
+  EXPECT_TRUE(layout.chunks_of(ModuleId{1}).empty());
 }
 
 TEST(ChunkLayoutTest, TypesNeverShareAChunk) {

@@ -24,7 +24,7 @@ inline Hardware unit_hardware() {
           .device_memory_bytes_per_second = 10 * kUpdateBytes};
 }
 
-inline OptimizerCost fp32_adam(OverlapMode overlap = OverlapMode::kNone) {
+inline OptimizerCost fp32_adam(Overlap overlap = Overlap::kNone) {
   return {.state_bytes_per_element = 8.0, .moved_bytes_per_element = kMoved, .overlap = overlap};
 }
 

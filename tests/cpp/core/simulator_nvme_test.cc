@@ -85,7 +85,7 @@ TEST(SimulatorNvmeTest, NormReadsTheGradientsBeforeTheUpdates) {
 // at 24.
 TEST(SimulatorNvmeTest, UpdatesBesideForwardShareNvmeWithItsReads) {
   const SimulatedStep step =
-      simulate_stored({.count = 3}, fp32_adam(OverlapMode::kForward), 1, all_weights(3));
+      simulate_stored({.count = 3}, fp32_adam(Overlap::kForward), 1, all_weights(3));
   EXPECT_DOUBLE_EQ(step.step_seconds, 24.0);
   EXPECT_DOUBLE_EQ(busy(step, Resource::kNvme), 9.0 + 3.0 + 3.0);
 }
@@ -93,7 +93,7 @@ TEST(SimulatorNvmeTest, UpdatesBesideForwardShareNvmeWithItsReads) {
 // One slot: backward fetches two chunks again, which are read again.
 TEST(SimulatorNvmeTest, WhatLeftTheDeviceIsReadAgain) {
   const SimulatedStep step = simulate({.count = 3}, kChunk, with_nvme(),
-                                      fp32_adam(OverlapMode::kForward), 0, {}, all_weights(3));
+                                      fp32_adam(Overlap::kForward), 0, {}, all_weights(3));
   EXPECT_EQ(step.demand_fetches, 5u);
   EXPECT_DOUBLE_EQ(busy(step, Resource::kNvme), 9.0 + 3.0 + 5.0);
 }
@@ -141,7 +141,7 @@ TEST(SimulatorNvmePropertyTest, NoFasterResourceMakesAStepSlowerAndNoneIsBusyFor
     const StoredPayloads stored = random_stored(sample, random);
     Hardware hardware = random_hardware(random);
     hardware.nvme_bytes_per_second = 100.0 + static_cast<double>(random() % 5000);
-    OptimizerCost cost = fp32_adam(static_cast<OverlapMode>(random() % 2));
+    OptimizerCost cost = fp32_adam(static_cast<Overlap>(random() % 2));
     cost.norm_bytes_per_element = random() % 2 == 0 ? 4.0 : 0.0;
     const SimulatedStep step = sample.run(hardware, cost, stored);
     for (const double seconds : step.busy_seconds) {

@@ -79,7 +79,7 @@ TEST(SimulatorTest, SlowDramBoundsTheStep) {
 // nothing follows the last gradient, which is home at 12.
 TEST(SimulatorTest, ForwardOverlapHidesUpdatesBehindTheNextForward) {
   const SimulatedStep step =
-      simulate({.count = 3}, 3 * kChunk, unit_hardware(), fp32_adam(OverlapMode::kForward));
+      simulate({.count = 3}, 3 * kChunk, unit_hardware(), fp32_adam(Overlap::kForward));
   EXPECT_DOUBLE_EQ(step.step_seconds, 12.0);
 }
 
@@ -96,7 +96,7 @@ TEST(SimulatorTest, SharedCoresDoNotOverlapUpdatesWithCompute) {
   hardware.update_cores = UpdateCores::kShared;
   hardware.h2d_bytes_per_second = hardware.d2h_bytes_per_second = 1e12;
   const SimulatedStep step =
-      simulate({.count = 3}, 3 * kChunk, hardware, fp32_adam(OverlapMode::kForward));
+      simulate({.count = 3}, 3 * kChunk, hardware, fp32_adam(Overlap::kForward));
   EXPECT_DOUBLE_EQ(step.step_seconds, 9.0 + 3.0);
 }
 
@@ -145,6 +145,8 @@ TEST(SimulatorTest, RefusesWhatDoesNotBelongTogether) {
   OptimizerCost undefined = fp32_adam();
   undefined.moved_bytes_per_element = std::numeric_limits<double>::quiet_NaN();
   EXPECT_THROW(run(row.trace(), row.durations(), unit_hardware(), undefined), InvalidArgument);
+  EXPECT_THROW(run(row.trace(), row.durations(), unit_hardware(), fp32_adam(Overlap::kBackward)),
+               InvalidArgument);
   std::vector<double> negative = row.durations();
   negative[0] = -1.0;
   EXPECT_THROW(run(row.trace(), negative, unit_hardware(), fp32_adam()), InvalidArgument);
@@ -155,7 +157,7 @@ TEST(SimulatorPropertyTest, NoFasterResourceMakesAStepSlowerAndNoneIsBusyForLong
   for (int round = 0; round < 300; ++round) {
     const RandomCase sample = RandomCase::make(random);
     const Hardware hardware = random_hardware(random);
-    OptimizerCost cost = fp32_adam(static_cast<OverlapMode>(random() % 2));
+    OptimizerCost cost = fp32_adam(static_cast<Overlap>(random() % 2));
     cost.norm_bytes_per_element = 4.0;
     const SimulatedStep step = sample.run(hardware, cost);
     for (const double seconds : step.busy_seconds) {
