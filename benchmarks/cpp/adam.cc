@@ -3,7 +3,7 @@
 //     the bytes take, a format is bound by computing.
 // Baseline: the time that its bytes take (benchmarks/adam.py measures the bandwidth).
 // Method: one thread updates the same elements again and again; they fit its second-level cache.
-//     Formats and instruction sets take turns.
+//     Arrays begin on pages, as payloads do. Formats and instruction sets take turns.
 //
 //   adam NUMEL REPETITIONS
 //
@@ -16,6 +16,7 @@
 #include <cstdlib>
 #include <exception>
 #include <functional>
+#include <new>
 #include <random>
 #include <span>
 #include <string>
@@ -42,6 +43,25 @@ class CallingThread final : public castor::Executor {
   }
   std::size_t num_threads() const noexcept override { return 1; }
 };
+
+/// std::allocator's memory begins in the middle of cache lines.
+template <typename T>
+struct OnPages {
+  using value_type = T;
+  static constexpr std::align_val_t kPage{4096};
+
+  OnPages() = default;
+  template <typename U>
+  explicit OnPages(const OnPages<U>& /*other*/) {}
+  T* allocate(std::size_t count) {
+    return static_cast<T*>(::operator new(count * sizeof(T), kPage));
+  }
+  void deallocate(T* data, std::size_t /*count*/) { ::operator delete(data, kPage); }
+  bool operator==(const OnPages& /*other*/) const { return true; }
+};
+
+template <typename T>
+using Array = std::vector<T, OnPages<T>>;
 
 /// The arrays of one bf16 parameter; of a segment, those that its format has.
 class Parameter {
@@ -83,13 +103,13 @@ class Parameter {
 
  private:
   const StateFormat format_;
-  std::vector<std::uint16_t> param_;
-  std::vector<std::uint16_t> grad_;
-  std::vector<std::int16_t> remainder_;
-  std::vector<float> master_;
-  std::vector<float> exp_avg_;  // narrower moments take its beginning
-  std::vector<float> exp_avg_sq_;
-  std::vector<castor::MomentScales> scales_;
+  Array<std::uint16_t> param_;
+  Array<std::uint16_t> grad_;
+  Array<std::int16_t> remainder_;
+  Array<float> master_;
+  Array<float> exp_avg_;  // narrower moments take its beginning
+  Array<float> exp_avg_sq_;
+  Array<castor::MomentScales> scales_;
 };
 
 struct Contender {
