@@ -1,6 +1,5 @@
 // Question: what does Adam cost a core by itself, with memory out of the way? Where that is more
-// than
-//     the bytes take, a format is bound by computing.
+//     than the bytes take, a format is bound by computing.
 // Baseline: the time that its bytes take (benchmarks/adam.py measures the bandwidth).
 // Method: one thread updates the same elements again and again; they fit its second-level cache.
 //     Arrays begin on pages, as payloads do. Formats and instruction sets take turns.
@@ -8,24 +7,20 @@
 //   adam NUMEL REPETITIONS
 //
 // prints one JSON object: ns per 16 elements, of each repetition, by instruction set and format.
-#include <algorithm>
-#include <bit>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
-#include <functional>
-#include <new>
 #include <random>
-#include <span>
 #include <string>
 #include <vector>
 
-#include "core/executor.h"
+#include "io/aligned_buffer.h"
 #include "optim/adam.h"
 #include "optim/isa.h"
 #include "optim/rounding.h"
+#include "parallel/thread_executor.h"
 
 namespace {
 
@@ -34,40 +29,24 @@ using castor::Isa;
 using castor::ScalarType;
 using castor::StateFormat;
 
-class CallingThread final : public castor::Executor {
+/// Begins on a page: std::vector's memory begins in the middle of cache lines.
+template <typename T>
+class Array {
  public:
-  void parallel_for(std::size_t count, const std::function<void(std::size_t)>& body) override {
-    for (std::size_t i = 0; i < count; ++i) {
-      body(i);
-    }
-  }
-  std::size_t num_threads() const noexcept override { return 1; }
+  explicit Array(std::size_t count) : memory_(count * sizeof(T), kPage) {}
+  [[nodiscard]] T* data() const { return reinterpret_cast<T*>(memory_.data()); }
+
+ private:
+  static constexpr std::size_t kPage = 4096;
+  castor::AlignedBuffer memory_;
 };
-
-/// std::allocator's memory begins in the middle of cache lines.
-template <typename T>
-struct OnPages {
-  using value_type = T;
-  static constexpr std::align_val_t kPage{4096};
-
-  OnPages() = default;
-  template <typename U>
-  explicit OnPages(const OnPages<U>& /*other*/) {}
-  T* allocate(std::size_t count) {
-    return static_cast<T*>(::operator new(count * sizeof(T), kPage));
-  }
-  void deallocate(T* data, std::size_t /*count*/) { ::operator delete(data, kPage); }
-  bool operator==(const OnPages& /*other*/) const { return true; }
-};
-
-template <typename T>
-using Array = std::vector<T, OnPages<T>>;
 
 /// The arrays of one bf16 parameter; of a segment, those that its format has.
 class Parameter {
  public:
   Parameter(StateFormat format, std::size_t numel)
       : format_(format),
+        numel_(numel),
         param_(numel),
         grad_(numel),
         remainder_(numel),
@@ -78,9 +57,9 @@ class Parameter {
     std::mt19937 random(0);
     std::normal_distribution<float> normal;
     for (std::size_t i = 0; i < numel; ++i) {
-      param_[i] = castor::round_to_bfloat16(normal(random));
-      grad_[i] = castor::round_to_bfloat16(normal(random));
-      master_[i] = castor::from_bfloat16(param_[i]);
+      param_.data()[i] = castor::round_to_bfloat16(normal(random));
+      grad_.data()[i] = castor::round_to_bfloat16(normal(random));
+      master_.data()[i] = castor::from_bfloat16(param_.data()[i]);
     }
   }
 
@@ -88,7 +67,7 @@ class Parameter {
     AdamSegment segment{.coefficients = {castor::AdamOptions{.weight_decay = 0.01}, step, 1.0}};
     segment.type = ScalarType::kBFloat16;
     segment.format = format_;
-    segment.numel = param_.size();
+    segment.numel = numel_;
     segment.param = param_.data();
     segment.grad = grad_.data();
     segment.exp_avg = exp_avg_.data();
@@ -102,7 +81,8 @@ class Parameter {
   }
 
  private:
-  const StateFormat format_;
+  StateFormat format_;
+  std::size_t numel_;
   Array<std::uint16_t> param_;
   Array<std::uint16_t> grad_;
   Array<std::int16_t> remainder_;
@@ -121,7 +101,7 @@ struct Contender {
 
 double nanoseconds_of(Contender& contender, std::size_t numel, std::int64_t* step) {
   constexpr std::size_t kCalls = 50;
-  CallingThread executor;
+  castor::ThreadExecutor executor(1);  // the calling thread
   const auto start = std::chrono::steady_clock::now();
   for (std::size_t i = 0; i < kCalls; ++i) {
     const AdamSegment segment = contender.parameter.segment(++*step);

@@ -20,11 +20,7 @@ from helpers import (
     losses_of_plain,
     plugin,
 )
-from zoo import Tower, tower, tower_batch
-
-
-def tower_loss(model: nn.Module, seed: int) -> torch.Tensor:
-    return model(**tower_batch(seed))
+from zoo import Tower, tower, tower_loss
 
 
 class Odd(nn.Module):

@@ -7,15 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import Boosted, assert_equal, boost, exact_state, go_on, tight_memory
-from zoo import tower, tower_batch
-
-
-def tower_loss(model: nn.Module, seed: int) -> torch.Tensor:
-    return model(**tower_batch(seed))
+from zoo import tower, tower_batch, tower_loss
 
 
 def ample_and_tight() -> tuple[Boosted, Boosted]:

@@ -25,11 +25,7 @@ from helpers import (
     plugin,
     tight_memory,
 )
-from zoo import CASES, Tower, gpt2, tower, tower_batch
-
-
-def tower_loss(model: nn.Module, seed: int) -> torch.Tensor:
-    return model(**tower_batch(seed))
+from zoo import CASES, Tower, gpt2, tower, tower_batch, tower_loss
 
 
 def edit(model: Tower) -> None:

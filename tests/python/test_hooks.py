@@ -18,7 +18,7 @@ from helpers import (
     losses_of_plain,
     plugin,
 )
-from zoo import Tower, tower, tower_batch
+from zoo import Tower, tower, tower_loss
 
 WIDTH = 32
 
@@ -37,10 +37,6 @@ def data(seed: int, rows: int = 8) -> torch.Tensor:
 
 def square_loss(model: nn.Module, seed: int) -> torch.Tensor:
     return model(data(seed)).square().mean()
-
-
-def tower_loss(model: nn.Module, seed: int) -> torch.Tensor:
-    return model(**tower_batch(seed))
 
 
 # --- the forward -------------------------------------------------------------------------------

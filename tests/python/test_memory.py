@@ -21,11 +21,7 @@ from helpers import (
     param_bytes,
     tight_memory,
 )
-from zoo import CASES, Tower, tower, tower_batch
-
-
-def tower_loss(model: nn.Module, seed: int) -> torch.Tensor:
-    return model(**tower_batch(seed))
+from zoo import CASES, Tower, tower, tower_batch, tower_loss
 
 
 def gpt2_loss(model: nn.Module, seed: int) -> torch.Tensor:

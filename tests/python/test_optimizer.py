@@ -24,12 +24,7 @@ from helpers import (
     losses_of_boosted,
     tight_memory,
 )
-from zoo import Tower, tower, tower_batch
-
-
-def tower_loss(model: nn.Module, seed: int) -> torch.Tensor:
-    return model(**tower_batch(seed))
-
+from zoo import Tower, tower, tower_batch, tower_loss
 
 # --- HybridAdam alone ---------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from helpers import (
     losses_of_plain,
     tight_memory,
 )
-from zoo import CASES, gpt2, llama, tower, tower_batch
+from zoo import CASES, gpt2, llama, tower, tower_loss
 
 
 def seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -24,10 +24,6 @@ def seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         return build()
 
     return make
-
-
-def tower_loss(model: nn.Module, seed: int) -> torch.Tensor:
-    return model(**tower_batch(seed))
 
 
 def test_several_forwards_before_one_backward() -> None:

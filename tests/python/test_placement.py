@@ -20,11 +20,7 @@ from helpers import (
     losses_of_plain,
     tight_memory,
 )
-from zoo import CASES, Tower, tower, tower_batch
-
-
-def tower_loss(model: nn.Module, seed: int) -> torch.Tensor:
-    return model(**tower_batch(seed))
+from zoo import CASES, Tower, tower, tower_batch, tower_loss
 
 
 def gpt2_loss(model: nn.Module, seed: int) -> torch.Tensor:

@@ -18,13 +18,9 @@ from helpers import (
     copies,
     losses_of_boosted,
 )
-from zoo import tower, tower_batch
+from zoo import tower, tower_batch, tower_loss
 
 PRECISIONS = ["fp32", "bf16", "fp16"]
-
-
-def tower_loss(model: nn.Module, seed: int) -> torch.Tensor:
-    return model(**tower_batch(seed))
 
 
 def boost(model: nn.Module, **settings: Any) -> Boosted:

@@ -21,11 +21,7 @@ from helpers import (
     losses_of_boosted,
     losses_of_plain,
 )
-from zoo import tower, tower_batch
-
-
-def tower_loss(model: nn.Module, seed: int) -> torch.Tensor:
-    return model(**tower_batch(seed))
+from zoo import tower, tower_batch, tower_loss
 
 
 def go_on(boosted: Boosted, first: int, steps: int = 4) -> list[float]:

@@ -181,3 +181,8 @@ def tower_batch(seed: int, *, rows: int = 8, width: int = 32) -> Batch:
         "x": torch.randn((rows, width), generator=generator),
         "labels": torch.randint(0, 4, (rows,), generator=generator),
     }
+
+
+def tower_loss(model: nn.Module, seed: int) -> torch.Tensor:
+    loss: torch.Tensor = model(**tower_batch(seed))
+    return loss
