@@ -9,22 +9,32 @@
 
 namespace castor {
 
-struct AdamElement {
-  float weight;
-  float exp_avg;
-  float exp_avg_sq;
+/// Value is float, or a vector of them that has its operators.
+template <typename Value>
+struct AdamElementOf {
+  Value weight;
+  Value exp_avg;
+  Value exp_avg_sq;
 };
+
+using AdamElement = AdamElementOf<float>;
+
+namespace detail {
+[[nodiscard]] CASTOR_ELEMENTWISE float square_root(float x) noexcept { return std::sqrt(x); }
+}  // namespace detail
 
 /// The Adam update of one element: the only place that has the formula. Each operation is rounded
 /// on its own (no fused multiply-add: compile with -ffp-contract=off, nvcc -fmad=false -ftz=true
 /// -prec-div=true -prec-sqrt=true), in torch's order but for one division: sqrt(v) is multiplied by
 /// a reciprocal, at most one unit in the last place away, because two divisions an element keep a
 /// core from saturating fast memory (docs/design/0005).
-template <WeightDecayMode mode>
-[[nodiscard]] CASTOR_ELEMENTWISE AdamElement adam_element(AdamElement old, float grad,
-                                                          const AdamCoefficients& c) noexcept {
-  float g = grad * c.grad_scale;
-  float w = old.weight;
+///
+/// The first half: the new moments and the decayed weight.
+template <WeightDecayMode mode, typename Value>
+[[nodiscard]] CASTOR_ELEMENTWISE AdamElementOf<Value> adam_moments(
+    AdamElementOf<Value> old, Value grad, const AdamCoefficients& c) noexcept {
+  Value g = grad * c.grad_scale;
+  Value w = old.weight;
   if constexpr (mode == WeightDecayMode::kL2) {
     g = g + c.l2_factor * w;
   } else {
@@ -32,12 +42,27 @@ template <WeightDecayMode mode>
   }
   // torch.lerp(m, g, 1 - beta1) starts from the nearer end: m + (1 - beta1) (g - m), or
   // g - beta1 (g - m).
-  const float difference = g - old.exp_avg;
-  const float m =
+  const Value difference = g - old.exp_avg;
+  const Value m =
       detail::blend(c.one_minus_beta1 < 0.5f, old.exp_avg, g) + c.lerp_weight * difference;
-  const float v = old.exp_avg_sq * c.beta2 + c.one_minus_beta2 * g * g;
-  const float denominator = std::sqrt(v) * c.inverse_bias_correction2_sqrt + c.eps;
-  return {w - c.step_size * m / denominator, m, v};
+  const Value v = old.exp_avg_sq * c.beta2 + c.one_minus_beta2 * g * g;
+  return {w, m, v};
+}
+
+/// The second half: the new weight.
+template <typename Value>
+[[nodiscard]] CASTOR_ELEMENTWISE Value adam_weight(AdamElementOf<Value> decayed,
+                                                   const AdamCoefficients& c) noexcept {
+  const Value denominator =
+      detail::square_root(decayed.exp_avg_sq) * c.inverse_bias_correction2_sqrt + c.eps;
+  return decayed.weight - c.step_size * decayed.exp_avg / denominator;
+}
+
+template <WeightDecayMode mode>
+[[nodiscard]] CASTOR_ELEMENTWISE AdamElement adam_element(AdamElement old, float grad,
+                                                          const AdamCoefficients& c) noexcept {
+  const AdamElement decayed = adam_moments<mode>(old, grad, c);
+  return {adam_weight(decayed, c), decayed.exp_avg, decayed.exp_avg_sq};
 }
 
 namespace detail {

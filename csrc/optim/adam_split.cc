@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "optim/adam_element.h"
+#include "optim/adam_int8_avx512.h"
 #include "optim/block_moments.h"
 #include "optim/dispatch.h"
 #include "optim/moment_codec.h"
@@ -150,7 +151,7 @@ struct SplitBf16Loop {
 
 /// The new moments of a block wait in the first-level cache until its largest ones are known, and
 /// then for the next block's update: encoding at once would wait for the last division and for the
-/// reduction of the maxima.
+/// reduction of the maxima. With AVX-512, adam_int8_avx512.cc has the whole blocks.
 template <WeightDecayMode mode>
 struct SplitInt8Loop {
   const AdamSegment& segment;
@@ -324,8 +325,18 @@ void update_as(Isa isa, const AdamSegment& segment, std::size_t begin, std::size
     case StateFormat::kSplit: return detail::run_on(isa, SplitLoop<mode>{segment, begin, count});
     case StateFormat::kSplitBf16:
       return detail::run_on(isa, SplitBf16Loop<mode>{segment, begin, count});
-    case StateFormat::kSplitInt8:
-      return detail::run_on(isa, SplitInt8Loop<mode>{segment, begin, count});
+    case StateFormat::kSplitInt8: {
+      std::size_t done = 0;
+#if defined(__x86_64__)
+      if (isa == Isa::kAvx512) {
+        done = count / kMomentBlock * kMomentBlock;
+        detail::update_int8_avx512(segment, begin, done / kMomentBlock);
+      }
+#endif
+      if (done < count)
+        detail::run_on(isa, SplitInt8Loop<mode>{segment, begin + done, count - done});
+      return;
+    }
   }
 }
 

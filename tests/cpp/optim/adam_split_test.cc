@@ -155,6 +155,38 @@ TEST_P(AdamSplitTest, GivesTheBaselinesBitsAtEveryLength) {
   }
 }
 
+TEST_P(AdamSplitTest, GivesTheBaselinesBitsFromGradientsOfAllMagnitudesAndWrittenParameters) {
+  // beta1 on both sides of 0.5: the lerp starts from the moment or from the gradient.
+  for (const double beta1 : {0.9, 0.3}) {
+    for (const WeightDecayMode mode : {WeightDecayMode::kDecoupled, WeightDecayMode::kL2}) {
+      AdamOptions options = options_with(mode);
+      options.beta1 = beta1;
+      SplitParameter parameter(5 * kMomentBlock + 40, format());
+      SplitParameter expected = parameter;
+      std::mt19937 random(17);
+      for (std::int64_t step = 1; step <= 20; ++step) {
+        for (std::size_t i = 0; i < parameter.numel(); ++i) {
+          // Down to subnormals; squares stay finite. Whole blocks of zeros, too.
+          const bool is_zero = (i / kMomentBlock + static_cast<std::size_t>(step)) % 4 == 0;
+          parameter.grad[i] =
+              static_cast<std::uint16_t>(is_zero ? 0 : (random() & 0x8000u) | random() % 0x5b00u);
+          expected.grad[i] = parameter.grad[i];
+          // As user code may. kL2 has the weight in its moments.
+          const auto bits = static_cast<std::uint16_t>(
+              random() & (mode == WeightDecayMode::kL2 ? 0xdaffu : 0xffffu));
+          if (random() % 16 == 0)
+            parameter.param[i] = expected.param[i] = bits;
+          if (random() % 16 == 0)
+            parameter.param[i] = expected.param[i] = static_cast<std::uint16_t>(bits & 0x8000u);
+        }
+        parameter.update(options, step, isa());
+        expected.update(options, step, Isa::kBaseline);
+        ASSERT_TRUE(parameter.same_bits(expected)) << "step " << step << ", beta1 " << beta1;
+      }
+    }
+  }
+}
+
 TEST_P(AdamSplitTest, BitsDependNeitherOnTheCutNorOnTheThreads) {
   constexpr std::size_t kNumel = 300'011;
   const AdamCoefficients coefficients(options_with(WeightDecayMode::kDecoupled), 1, 0.5);
@@ -278,6 +310,31 @@ INSTANTIATE_TEST_SUITE_P(EverySupportedIsa, AdamSplitTest,
                            return std::string(to_string(std::get<0>(test.param))) + "_" +
                                   std::string(to_string(std::get<1>(test.param)));
                          });
+
+class SplitInt8Test : public ::testing::TestWithParam<Isa> {};
+
+TEST_P(SplitInt8Test, GivesTheBaselinesBitsFromAnyCodes) {
+  constexpr std::size_t kNumel = 1024 * kMomentBlock;
+  SplitParameter parameter(kNumel, StateFormat::kSplitInt8);
+  std::mt19937 random(19);
+  for (std::size_t i = 0; i < kNumel; ++i) {
+    parameter.exp_avg[i] = static_cast<std::byte>(random());
+    parameter.exp_avg_sq[i] = static_cast<std::byte>(random());
+    parameter.remainder[i] = static_cast<std::int16_t>(random());
+  }
+  // Knees: powers of two.
+  for (std::size_t i = 0; i < parameter.scales.size(); ++i)
+    parameter.scales[i] = {std::ldexp(1.0f, -122 + static_cast<int>(random() % 180)),
+                           std::ldexp(1.0f, -122 + static_cast<int>(random() % 180))};
+  SplitParameter expected = parameter;
+  parameter.update(options_with(WeightDecayMode::kDecoupled), 3, GetParam());
+  expected.update(options_with(WeightDecayMode::kDecoupled), 3, Isa::kBaseline);
+  EXPECT_TRUE(parameter.same_bits(expected));
+}
+
+INSTANTIATE_TEST_SUITE_P(EverySupportedIsa, SplitInt8Test,
+                         ::testing::ValuesIn(supported_isas().begin(), supported_isas().end()),
+                         [](const auto& test) { return std::string(to_string(test.param)); });
 
 class SplitIsFp32Test : public ::testing::TestWithParam<Isa> {};
 
