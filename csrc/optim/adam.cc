@@ -111,32 +111,34 @@ void update(Isa isa, const AdamSegment& segment, std::size_t begin, std::size_t 
   }
 }
 
-void require(bool condition, const std::string& message) {
-  if (!condition)
-    throw InvalidArgument(message);
-}
-
 }  // namespace
 
 AdamCoefficients::AdamCoefficients(const AdamOptions& options, std::int64_t step,
                                    double grad_scale_value) {
   const auto check_beta = [](double beta, const char* name) {
-    require(beta >= 0.0 && beta < 1.0,
-            std::string("Adam: ") + name + " must be in [0, 1), got " + std::to_string(beta));
+    if (!(beta >= 0.0 && beta < 1.0)) {
+      throw InvalidArgument(std::string("Adam: ") + name + " must be in [0, 1), got " +
+                            std::to_string(beta));
+    }
   };
   const auto check_not_negative = [](double value, const char* name) {
-    require(value >= 0.0 && std::isfinite(value), std::string("Adam: ") + name +
-                                                      " must be finite and at least 0, got " +
-                                                      std::to_string(value));
+    if (!(value >= 0.0 && std::isfinite(value))) {
+      throw InvalidArgument(std::string("Adam: ") + name + " must be finite and at least 0, got " +
+                            std::to_string(value));
+    }
   };
   check_beta(options.beta1, "beta1");
   check_beta(options.beta2, "beta2");
   check_not_negative(options.lr, "lr");
   check_not_negative(options.eps, "eps");
   check_not_negative(options.weight_decay, "weight_decay");
-  require(step >= 1, "Adam: step counts from 1, got " + std::to_string(step));
-  require(std::isfinite(grad_scale_value),
-          "Adam: grad_scale must be finite: skip the step when the gradients overflowed");
+  if (step < 1)
+    throw InvalidArgument("Adam: step counts from 1, got " + std::to_string(step));
+  if (!std::isfinite(grad_scale_value)) {
+    throw InvalidArgument(
+        "Adam: grad_scale must be finite: skip the step when the gradients "
+        "overflowed");
+  }
 
   const auto exponent = static_cast<double>(step);
   const bool decoupled = options.mode == WeightDecayMode::kDecoupled;

@@ -9,33 +9,38 @@
 
 namespace castor::detail {
 
+/// What adam_update() refuses about a segment; empty if nothing is.
+[[nodiscard]] inline std::string complaint_about(const AdamSegment& segment) {
+  const bool has_param = segment.param != nullptr;
+  const bool split = segment.format != StateFormat::kFp32;
+  const bool in_blocks = segment.format == StateFormat::kSplitInt8;
+  if (segment.exp_avg == nullptr || segment.exp_avg_sq == nullptr || segment.grad == nullptr)
+    return " lacks its moments or gradient";
+  if (has_param != (segment.type != ScalarType::kFloat32)) {
+    return has_param ? " has a param beside its master: for fp32 the master is the parameter"
+                     : " lacks its param";
+  }
+  if (split && segment.type != ScalarType::kBFloat16)
+    return ": only bfloat16 can be split";
+  if ((segment.master == nullptr) != split || (segment.remainder != nullptr) != split)
+    return split ? " needs a remainder and no master" : " needs a master and no remainder";
+  if ((segment.scales != nullptr) != in_blocks)
+    return in_blocks ? " lacks its scales" : " has scales, which this format does not use";
+  if (in_blocks && segment.first_element % kMomentBlock != 0) {
+    return " begins at element " + std::to_string(segment.first_element) + ", inside a block of " +
+           std::to_string(kMomentBlock);
+  }
+  return {};
+}
+
 /// Throws InvalidArgument for what adam_update() says it refuses.
 inline void check_segment(const AdamSegment& segment) {
-  if (segment.numel == 0)
-    return;
-  const auto require = [](bool condition, const std::string& message) {
-    if (!condition)
-      throw InvalidArgument(message);
-  };
-  const std::string what = "Adam segment of " + std::to_string(segment.numel) + " " +
-                           std::string(to_string(segment.type)) + " elements in format " +
-                           std::string(to_string(segment.format));
-  require(segment.exp_avg != nullptr && segment.exp_avg_sq != nullptr && segment.grad != nullptr,
-          what + " lacks its moments or gradient");
-  const bool has_param = segment.param != nullptr;
-  require(has_param == (segment.type != ScalarType::kFloat32),
-          what + (has_param ? " has a param beside its master: for fp32 the master is the parameter"
-                            : " lacks its param"));
-  const bool split = segment.format != StateFormat::kFp32;
-  require(!split || segment.type == ScalarType::kBFloat16, what + ": only bfloat16 can be split");
-  require((segment.master != nullptr) != split && (segment.remainder != nullptr) == split,
-          what + (split ? " needs a remainder and no master" : " needs a master and no remainder"));
-  const bool in_blocks = segment.format == StateFormat::kSplitInt8;
-  require((segment.scales != nullptr) == in_blocks,
-          what + (in_blocks ? " lacks its scales" : " has scales, which this format does not use"));
-  require(!in_blocks || segment.first_element % kMomentBlock == 0,
-          what + " begins at element " + std::to_string(segment.first_element) +
-              ", inside a block of " + std::to_string(kMomentBlock));
+  const std::string complaint = segment.numel == 0 ? "" : complaint_about(segment);
+  if (!complaint.empty()) {
+    throw InvalidArgument("Adam segment of " + std::to_string(segment.numel) + " " +
+                          std::string(to_string(segment.type)) + " elements in format " +
+                          std::string(to_string(segment.format)) + complaint);
+  }
 }
 
 }  // namespace castor::detail
