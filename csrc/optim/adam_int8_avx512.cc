@@ -19,8 +19,13 @@
 
 // What follows is compiled for AVX-512, adam_element included, which is a template and emits
 // nothing for other callers.
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), \
+                             apply_to = function)
+#else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
+#endif
 
 namespace castor::detail {
 
@@ -376,6 +381,10 @@ void update_int8_avx512(const AdamSegment& segment, std::size_t begin, std::size
 
 }  // namespace castor::detail
 
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
 #pragma GCC pop_options
+#endif
 
 #endif
