@@ -184,7 +184,8 @@ endef
 jemalloc_definition = -DCASTOR_JEMALLOC_ROOT=$$(sed 's/.*=//' $(STAMPS)/jemalloc)
 
 cpp: $(STAMPS)/jemalloc $(VENV_STAMPS)/venv
-	$(call cxx,cpp,-DCMAKE_BUILD_TYPE=Release $(jemalloc_definition),)
+	$(call cxx,cpp,-DCMAKE_BUILD_TYPE=Release -DCASTOR_BUILD_TORCH_TESTS=ON \
+	  -DPython_EXECUTABLE=$(abspath $(BIN)/python) $(jemalloc_definition),)
 # The programs of make bench stand on seams of the core and of the torch layer: they are compiled
 # here, so that they follow.
 	@cmake -S benchmarks/cpp -B $(BUILD)/benchmarks -DPython_EXECUTABLE=$(BIN)/python >$(BUILD)/benchmarks.log \

@@ -45,6 +45,19 @@ foreach(library IN ITEMS torch_python torch torch_cpu c10)
 endforeach()
 target_link_libraries(castor_torch_deps INTERFACE Python::Module)
 
+# castor_link_torch_copies(TARGET): gives a program the synchronous copy engine and what that needs of
+# csrc/torch and of torch, without Python.
+function(castor_link_torch_copies target)
+  set(sources "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../csrc/torch")
+  target_sources(${target} PRIVATE "${sources}/chunk_storages.cc" "${sources}/torch_copy_engine.cc")
+  target_include_directories(
+    ${target} SYSTEM PRIVATE $<TARGET_PROPERTY:castor::torch,INTERFACE_INCLUDE_DIRECTORIES>)
+  target_compile_definitions(
+    ${target} PRIVATE $<TARGET_PROPERTY:castor::torch,INTERFACE_COMPILE_DEFINITIONS>)
+  target_link_libraries(${target} PRIVATE castor_host castor_parallel "${castor_lib_torch_cpu}"
+                                          "${castor_lib_c10}")
+endfunction()
+
 # castor::torch_cuda: the same with torch's CUDA allocator and streams. The toolkit must be of torch's
 # major version: one libcudart serves both.
 if(CASTOR_HAVE_NVCC)

@@ -97,6 +97,16 @@ at::Tensor bytes_at(const std::byte* data, std::size_t bytes, c10::Device device
       .make_tensor();
 }
 
+void copy_on_cpu(std::span<const std::byte> source, std::byte* target) {
+  if (source.empty()) {
+    return;
+  }
+  at::Tensor bytes = bytes_at(target, source.size(), c10::kCPU);
+  at::_ops::copy_::redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), bytes,
+                              bytes_at(source.data(), source.size(), c10::kCPU),
+                              /*non_blocking=*/false);
+}
+
 at::Tensor tensor_over(const c10::Storage& storage, at::ScalarType type, std::size_t offset,
                        const ParamGeometry& geometry) {
   return at::empty({0}, at::TensorOptions().dtype(type).device(storage.device()))
@@ -126,6 +136,10 @@ void ChunkStorages::bind(ChunkId chunk, std::byte* address) noexcept {
 }
 
 void ChunkStorages::copy_on_device(std::span<const std::byte> source, std::byte* target) {
+  if (device_.is_cpu()) {
+    copy_on_cpu(source, target);
+    return;
+  }
   const at::NoGradGuard no_grad;
   bytes_at(target, source.size(), device_).copy_(bytes_at(source.data(), source.size(), device_));
 }

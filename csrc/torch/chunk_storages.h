@@ -32,6 +32,11 @@ struct ParamGeometry {
 /// A tensor over bytes of a device that are not castor's to give away: it borrows them.
 [[nodiscard]] at::Tensor bytes_at(const std::byte* data, std::size_t bytes, c10::Device device);
 
+/// Copies on torch's intra-op threads, by the kernel of the CPU, below all that a user may have put
+/// between: no autograd graph, dispatch mode or profiler sees it. The spans are of one size and do
+/// not overlap.
+void copy_on_cpu(std::span<const std::byte> source, std::byte* target);
+
 /// A tensor over `storage` from element `offset`, with a version counter of its own.
 [[nodiscard]] at::Tensor tensor_over(const c10::Storage& storage, at::ScalarType type,
                                      std::size_t offset, const ParamGeometry& geometry);

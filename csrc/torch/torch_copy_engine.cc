@@ -1,8 +1,5 @@
 #include "torch/torch_copy_engine.h"
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/copy_ops.h>
-
 #include <string>
 
 #include "core/check_copy.h"
@@ -16,13 +13,7 @@ CopyTicket TorchCopyEngine::submit(const CopyRequest& request) {
   if (request.await_source) {
     request.await_source();
   }
-  if (const std::size_t bytes = request.source.size(); bytes > 0) {
-    // Straight to the kernel of the CPU, below all that a user may have put between.
-    at::Tensor target = bytes_at(request.target.data(), bytes, c10::kCPU);
-    at::_ops::copy_::redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), target,
-                                bytes_at(request.source.data(), bytes, c10::kCPU),
-                                /*non_blocking=*/false);
-  }
+  copy_on_cpu(request.source, request.target.data());
   return CopyTicket{last_ticket_.fetch_add(1, std::memory_order_relaxed) + 1};
 }
 

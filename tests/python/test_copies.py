@@ -39,6 +39,18 @@ def test_a_dispatch_mode_sees_the_operators_of_the_model_alone() -> None:
     assert seen[0] == seen[1]
 
 
+def test_a_dispatch_mode_does_not_see_what_promoted_chunks_keep_of_their_parameters() -> None:
+    seen = []
+    for policy in ("auto", "cpu"):
+        boosted = boost(tower(), precision="bf16", placement_policy=policy)
+        go_on(boosted)
+        with Recorder() as recorder:
+            go_on(boosted)
+        seen.append(recorder.names)
+        assert (boosted.report().promoted_chunks > 0) == (policy == "auto")
+    assert seen[0] == seen[1]
+
+
 def test_the_profiler_sees_the_operators_of_the_model_alone() -> None:
     seen = []
     for boosted in ample_and_tight():
