@@ -341,7 +341,8 @@ class BlockEncoding {
 };
 
 /// As SplitInt8Loop (adam_split.cc), with a block's update and the encoding of the one before it in
-/// one loop: in two, each waits for some of the core's units while others stand idle.
+/// one loop: one after the other, each waits for some of the core's units while the rest stand
+/// idle.
 template <WeightDecayMode mode>
 void update_blocks(const AdamSegment& segment, std::size_t begin, std::size_t num_blocks) {
   WaitingMoments moments[2];
