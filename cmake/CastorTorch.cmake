@@ -46,7 +46,7 @@ endforeach()
 target_link_libraries(castor_torch_deps INTERFACE Python::Module)
 
 # castor_link_torch_copies(TARGET): gives a program the synchronous copy engine and what that needs of
-# csrc/torch and of torch, without Python.
+# csrc/torch and of torch, without linking Python.
 function(castor_link_torch_copies target)
   set(sources "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../csrc/torch")
   target_sources(${target} PRIVATE "${sources}/chunk_storages.cc" "${sources}/torch_copy_engine.cc")
@@ -54,8 +54,7 @@ function(castor_link_torch_copies target)
     ${target} SYSTEM PRIVATE $<TARGET_PROPERTY:castor::torch,INTERFACE_INCLUDE_DIRECTORIES>)
   target_compile_definitions(
     ${target} PRIVATE $<TARGET_PROPERTY:castor::torch,INTERFACE_COMPILE_DEFINITIONS>)
-  target_link_libraries(${target} PRIVATE castor_host castor_parallel "${castor_lib_torch_cpu}"
-                                          "${castor_lib_c10}")
+  target_link_libraries(${target} PRIVATE castor_core "${castor_lib_torch_cpu}" "${castor_lib_c10}")
 endfunction()
 
 # castor::torch_cuda: the same with torch's CUDA allocator and streams. The toolkit must be of torch's
@@ -70,7 +69,7 @@ if(CASTOR_HAVE_NVCC)
   else()
     set(castor_cuda_mismatch "torch ${CASTOR_TORCH_VERSION} is built for CUDA \"${CASTOR_TORCH_CUDA}\" and the "
                              "toolkit is ${CUDAToolkit_VERSION}: they must be of one major version")
-    if(CASTOR_CUDA STREQUAL "ON")
+    if(CASTOR_CUDA STREQUAL "ON" AND CASTOR_BUILD_PYTHON)
       message(FATAL_ERROR "CASTOR_CUDA is ON, and " ${castor_cuda_mismatch})
     endif()
     message(STATUS "castor CUDA: no module castor._cuda, because " ${castor_cuda_mismatch})

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -152,7 +153,10 @@ AdamCoefficients::AdamCoefficients(const AdamOptions& options, std::int64_t step
       static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(options.beta2, exponent)));
   eps = static_cast<float>(options.eps);
   decay_factor = decoupled ? static_cast<float>(1.0 - options.lr * options.weight_decay) : 1.0f;
-  l2_factor = decoupled ? 0.0f : static_cast<float>(options.weight_decay);
+  // The loops take subnormals as zero: so does the choice between them, in any thread's mode.
+  constexpr double kSmallest = std::numeric_limits<float>::min();
+  const bool has_l2 = !decoupled && options.weight_decay >= kSmallest;
+  l2_factor = has_l2 ? static_cast<float>(options.weight_decay) : 0.0f;
 }
 
 void detail::adam_update(Executor& executor, std::span<const AdamSegment> segments, Isa isa) {

@@ -46,7 +46,7 @@ struct AdamCoefficients {
   float inverse_bias_correction2_sqrt;  ///< 1 / sqrt(1 - beta2^step)
   float eps;
   float decay_factor;  ///< 1 - lr * weight_decay, or 1 for kL2
-  float l2_factor;     ///< weight_decay for kL2, otherwise 0
+  float l2_factor;     ///< weight_decay for kL2 unless it is subnormal, otherwise 0
 };
 
 /// A contiguous run of elements of one parameter. Pointers need only their element's alignment.

@@ -9,7 +9,8 @@
 
 namespace castor {
 
-/// Value is float, or a vector of them that has its operators.
+/// Value is float, or a vector of them with its operators, for which detail::square_root and
+/// detail::blend are declared before this file is included.
 template <typename Value>
 struct AdamElementOf {
   Value weight;

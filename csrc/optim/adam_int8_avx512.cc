@@ -17,8 +17,10 @@
 #include "optim/rounding.h"
 #include "optim/stochastic.h"
 
-// What follows is compiled for AVX-512, adam_element included, which is a template and emits
-// nothing for other callers.
+// What follows is compiled for AVX-512 (dispatch.h and isa.cc name the same features),
+// adam_element.h included, which finds its Floats overloads only where they stand before it. Every
+// function of this region is always_inline or has no other caller, and whatever adam_element.h
+// includes is included above: no other file can be linked to AVX-512 code from here.
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), \
                              apply_to = function)
@@ -56,6 +58,7 @@ namespace {
 
 constexpr std::size_t kStride = 32;  // elements of one Words, which the loops take at a time
 constexpr std::uint32_t kLanes = 16;
+constexpr std::size_t kCacheLine = 64;
 
 template <typename Vector>
 [[gnu::always_inline]] inline Vector load(const void* from) noexcept {
@@ -189,7 +192,8 @@ constexpr std::uint32_t kSign = 0x80000000u;
   const Pair<Bits> sums{with_knee(values.first, knee, random.first),
                         with_knee(values.second, knee, random.second)};
   const Words words = pack(sums, kUpperHalves) - upper_half(knee);
-  const Words bytes = ((words >> 8) & 0x80) | ((words >> kWordShift) & 0xff7f);
+  // Their upper bytes are dropped.
+  const Words bytes = ((words >> 8) & 0x80) | ((words >> kWordShift) & 0x7f);
   store(codes, __builtin_convertvector(bytes, Codes));
 }
 
@@ -235,8 +239,9 @@ struct WaitingMoments {
   alignas(64) float exp_avg_sq[kMomentBlock];
 };
 
-/// Decodes and updates the block that begins at element `from`, kStride elements at a time. Asks
-/// for the next block's cache lines meanwhile: 5% of the time from memory.
+/// Decodes and updates the block that begins at element `from`, kStride elements at a time.
+/// Prefetches the next block meanwhile, past the arrays' ends too, where that does nothing: saves
+/// 5% of the time from memory.
 template <WeightDecayMode mode>
 class BlockUpdate {
  public:
@@ -250,7 +255,7 @@ class BlockUpdate {
         scales_(segment.scales[from / kMomentBlock]),
         coefficients_(segment.coefficients),
         moments_(moments) {
-    for (std::size_t i = kMomentBlock; i < 2 * kMomentBlock; i += sizeof(Words)) {
+    for (std::size_t i = kMomentBlock; i < 2 * kMomentBlock; i += kCacheLine) {
       prefetch(exp_avg_ + i);
       prefetch(exp_avg_sq_ + i);
     }
@@ -344,7 +349,8 @@ class BlockEncoding {
 /// one loop: one after the other, each waits for some of the core's units while the rest stand
 /// idle.
 template <WeightDecayMode mode>
-void update_blocks(const AdamSegment& segment, std::size_t begin, std::size_t num_blocks) {
+[[gnu::noinline]] void update_blocks(const AdamSegment& segment, std::size_t begin,
+                                     std::size_t num_blocks) {
   WaitingMoments moments[2];
   BlockUpdate<mode> first(segment, begin, moments[0]);
   for (std::size_t i = 0; i < kMomentBlock; i += kStride)
@@ -369,14 +375,16 @@ void update_blocks(const AdamSegment& segment, std::size_t begin, std::size_t nu
 
 }  // namespace
 
-void update_int8_avx512(const AdamSegment& segment, std::size_t begin, std::size_t num_blocks) {
+void update_int8_avx512(WeightDecayMode mode, const AdamSegment& segment, std::size_t begin,
+                        std::size_t num_blocks) {
   if (num_blocks == 0)
     return;
   const ScopedFlushToZero flush;
-  if (segment.coefficients.l2_factor != 0.0f) {
-    update_blocks<WeightDecayMode::kL2>(segment, begin, num_blocks);
-  } else {
-    update_blocks<WeightDecayMode::kDecoupled>(segment, begin, num_blocks);
+  switch (mode) {
+    case WeightDecayMode::kDecoupled:
+      return update_blocks<WeightDecayMode::kDecoupled>(segment, begin, num_blocks);
+    case WeightDecayMode::kL2:
+      return update_blocks<WeightDecayMode::kL2>(segment, begin, num_blocks);
   }
 }
 

@@ -8,8 +8,10 @@
 
 namespace castor::detail {
 
-/// Updates the kSplitInt8 segment's elements from `begin` on, `num_blocks` whole blocks, with the
-/// bits that the loop for every instruction set gives them. Needs Isa::kAvx512.
-void update_int8_avx512(const AdamSegment& segment, std::size_t begin, std::size_t num_blocks);
+/// Updates `num_blocks` whole blocks of a kSplitInt8 segment from element `begin` on, a multiple of
+/// kMomentBlock, with the bits that the loop for every instruction set gives them. Needs
+/// Isa::kAvx512; not there on other processors than x86-64.
+void update_int8_avx512(WeightDecayMode mode, const AdamSegment& segment, std::size_t begin,
+                        std::size_t num_blocks);
 
 }  // namespace castor::detail

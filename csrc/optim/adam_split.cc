@@ -330,7 +330,7 @@ void update_as(Isa isa, const AdamSegment& segment, std::size_t begin, std::size
 #if defined(__x86_64__)
       if (isa == Isa::kAvx512) {
         done = count / kMomentBlock * kMomentBlock;
-        detail::update_int8_avx512(segment, begin, done / kMomentBlock);
+        detail::update_int8_avx512(mode, segment, begin, done / kMomentBlock);
       }
 #endif
       if (done < count)

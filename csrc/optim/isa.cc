@@ -12,8 +12,8 @@ struct IsaList {
 
   IsaList() noexcept {
 #if defined(__x86_64__)
-    // The conditions match the target attributes in dispatch.h; the builtin also asks the
-    // operating system whether it saves the wider registers.
+    // The conditions match the targets in dispatch.h and adam_int8_avx512.cc; the builtin also asks
+    // the operating system whether it saves the wider registers.
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2")) {
       isas[count++] = Isa::kAvx2;

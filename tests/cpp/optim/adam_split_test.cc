@@ -171,7 +171,7 @@ TEST_P(AdamSplitTest, GivesTheBaselinesBitsFromGradientsOfAllMagnitudesAndWritte
           parameter.grad[i] =
               static_cast<std::uint16_t>(is_zero ? 0 : (random() & 0x8000u) | random() % 0x5b00u);
           expected.grad[i] = parameter.grad[i];
-          // As user code may. kL2 has the weight in its moments.
+          // As user code may. kL2 has the weight in its moments: no larger than the gradients.
           const auto bits = static_cast<std::uint16_t>(
               random() & (mode == WeightDecayMode::kL2 ? 0xdaffu : 0xffffu));
           if (random() % 16 == 0)
@@ -330,6 +330,19 @@ TEST_P(SplitInt8Test, GivesTheBaselinesBitsFromAnyCodes) {
   parameter.update(options_with(WeightDecayMode::kDecoupled), 3, GetParam());
   expected.update(options_with(WeightDecayMode::kDecoupled), 3, Isa::kBaseline);
   EXPECT_TRUE(parameter.same_bits(expected));
+}
+
+TEST_P(SplitInt8Test, ASubnormalWeightDecayIsNone) {
+  AdamOptions options = options_with(WeightDecayMode::kL2);
+  options.weight_decay = 1e-40;
+  SplitParameter parameter(2 * kMomentBlock + 5, StateFormat::kSplitInt8);
+  for (std::size_t i = 3; i < parameter.numel(); i += kMomentBlock)
+    parameter.param[i] = reference_round(kInfinity, kBf16);
+  parameter.update(options, 1, GetParam());
+  for (std::size_t i = 0; i < parameter.scales.size(); ++i) {
+    EXPECT_TRUE(std::isfinite(parameter.scales[i].exp_avg)) << i;
+    EXPECT_TRUE(std::isfinite(parameter.scales[i].exp_avg_sq)) << i;
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(EverySupportedIsa, SplitInt8Test,
