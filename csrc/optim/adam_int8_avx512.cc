@@ -192,9 +192,13 @@ constexpr std::uint32_t kSign = 0x80000000u;
   const Pair<Bits> sums{with_knee(values.first, knee, random.first),
                         with_knee(values.second, knee, random.second)};
   const Words words = pack(sums, kUpperHalves) - upper_half(knee);
-  // Their upper bytes are dropped.
-  const Words bytes = ((words >> 8) & 0x80) | ((words >> kWordShift) & 0x7f);
-  store(codes, __builtin_convertvector(bytes, Codes));
+  // Bit 7 of one, the others of the other; the upper bytes are dropped.
+  constexpr int kSelectByThird = 0xd8;
+  const Words sign = Words{} + 0x80;
+  const __m512i bytes = _mm512_ternarylogic_epi32(reinterpret_cast<__m512i>(words >> kWordShift),
+                                                  reinterpret_cast<__m512i>(words >> 8),
+                                                  reinterpret_cast<__m512i>(sign), kSelectByThird);
+  store(codes, __builtin_convertvector(reinterpret_cast<Words>(bytes), Codes));
 }
 
 /// A sum below the knee counts as the knee: the subtraction stops at zero.
