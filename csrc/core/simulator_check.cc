@@ -8,9 +8,18 @@
 
 namespace castor {
 
+namespace {
+
+/// Where a message is worth making only when it is needed: for each event.
+[[noreturn]] void refuse_simulation(const std::string& message) {
+  throw InvalidArgument("simulator: " + message);
+}
+
+}  // namespace
+
 void require_of_simulation(bool holds, const std::string& message) {
   if (!holds) {
-    throw InvalidArgument("simulator: " + message);
+    refuse_simulation(message);
   }
 }
 
@@ -25,24 +34,26 @@ void check_simulation(const Trace& trace, std::span<const double> compute_second
                             std::to_string(placements.size()) + " placements");
   std::size_t access = 0;
   for (const Event& event : trace.events()) {
-    if (event.kind == EventKind::kGradReady) {
-      require_of_simulation(event.id < layout.chunks().size(),
-                            "the trace names chunk " + std::to_string(event.id) + " of " +
-                                std::to_string(layout.chunks().size()));
+    if (event.kind == EventKind::kGradReady && event.id >= layout.chunks().size()) {
+      refuse_simulation("the trace names chunk " + std::to_string(event.id) + " of " +
+                        std::to_string(layout.chunks().size()));
     }
     if (event.is_access()) {
-      require_of_simulation(
-          access < plan.accesses().size() && plan.accesses()[access].module == ModuleId{event.id} &&
-              plan.accesses()[access].kind == event.kind,
-          "the plan was made from another trace: they part at access " + std::to_string(access));
+      if (access >= plan.accesses().size() ||
+          plan.accesses()[access].module != ModuleId{event.id} ||
+          plan.accesses()[access].kind != event.kind) {
+        refuse_simulation("the plan was made from another trace: they part at access " +
+                          std::to_string(access));
+      }
       ++access;
     }
   }
   require_of_simulation(access == plan.accesses().size(),
                         "the plan has more accesses than the trace");
   for (const double seconds : compute_seconds) {
-    require_of_simulation(std::isfinite(seconds) && seconds >= 0.0,
-                          "a duration is " + std::to_string(seconds) + " s; it must be at least 0");
+    if (!(std::isfinite(seconds) && seconds >= 0.0)) {
+      refuse_simulation("a duration is " + std::to_string(seconds) + " s; it must be at least 0");
+    }
   }
 }
 

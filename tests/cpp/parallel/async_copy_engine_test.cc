@@ -14,21 +14,17 @@
 #include <vector>
 
 #include "core/error.h"
+#include "core/random_bytes.h"
 
 namespace castor {
 namespace {
+
+using testing::random_bytes;
 
 using Bytes = std::vector<std::byte>;
 
 constexpr auto kToDevice = CopyDirection::kHostToDevice;
 constexpr auto kToHost = CopyDirection::kDeviceToHost;
-
-Bytes random_bytes(std::size_t count, unsigned seed) {
-  std::mt19937 random(seed);
-  Bytes bytes(count);
-  std::generate(bytes.begin(), bytes.end(), [&] { return std::byte(random()); });
-  return bytes;
-}
 
 void plain_copy(const CopyRequest& request) {
   std::memcpy(request.target.data(), request.source.data(), request.source.size());

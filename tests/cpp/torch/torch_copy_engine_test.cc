@@ -5,25 +5,20 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <random>
 #include <span>
 #include <stdexcept>
 #include <thread>
 #include <vector>
 
 #include "core/error.h"
+#include "core/random_bytes.h"
 
 namespace castor {
 namespace {
 
-using Bytes = std::vector<std::byte>;
+using testing::random_bytes;
 
-Bytes random_bytes(std::size_t count, unsigned seed) {
-  std::mt19937 random(seed);
-  Bytes bytes(count);
-  std::generate(bytes.begin(), bytes.end(), [&] { return std::byte(random()); });
-  return bytes;
-}
+using Bytes = std::vector<std::byte>;
 
 TEST(TorchCopyEngineTest, CopiesExactlyTheBytesAskedForFromAndToAnyAddress) {
   // Torch splits a copy among its threads from 32,768 elements on.
