@@ -316,6 +316,7 @@ void Session::enter(ModuleId module) {
     account_before_ = charged_account();
     charge_allocations_to(charged_);
   }
+  notice_new_operators();
   check_not_updated(module);
   runtime_->enter(module, training ? PassMode::kTraining : PassMode::kInference);
   for (const ChunkId chunk : layout_.chunks_of(module)) {
