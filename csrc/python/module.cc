@@ -130,7 +130,8 @@ std::shared_ptr<DeviceBackend> device_backend(const py::object& backend) {
 std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
                                         std::vector<std::string> param_names,
                                         const std::vector<PythonModuleSpec>& modules,
-                                        const py::dict& options) {
+                                        const py::dict& options,
+                                        const std::vector<std::uint32_t>& valueless) {
   const auto get = [&options](const char* key) { return options[key]; };
   const SessionOptions session_options{
       .precision = scalar_type(get("precision").cast<std::string>()),
@@ -155,8 +156,12 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
                                       {{"none", Overlap::kNone},
                                        {"forward", Overlap::kForward},
                                        {"backward", Overlap::kBackward}})};
+  std::vector<ParamId> without_values;
+  for (const std::uint32_t param : valueless) {
+    without_values.push_back(ParamId{param});
+  }
   return Session::create(std::move(params), std::move(param_names), module_specs(modules),
-                         session_options);
+                         session_options, without_values);
 }
 
 /// The callables that torch.nn.Module calls around forward: one C++ call each. copy.deepcopy of a
@@ -341,7 +346,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Session, std::shared_ptr<Session>> session(m, "Session");
   session
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),
-           py::arg("modules"), py::arg("options"))
+           py::arg("modules"), py::arg("options"), py::arg("valueless"))
       .def("forward_pre_hook", &castor::forward_pre_hook)
       .def("forward_hook", &castor::forward_hook)
       .def("set_loss_scale", &Session::set_loss_scale)

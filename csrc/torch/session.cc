@@ -110,7 +110,8 @@ std::unique_ptr<Arena> make_home_arena(const SessionOptions& options) {
 std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
                                          std::vector<std::string> param_names,
                                          std::vector<ModuleSpec> modules,
-                                         const SessionOptions& options) {
+                                         const SessionOptions& options,
+                                         std::span<const ParamId> valueless) {
   const at::NoGradGuard no_grad;
   auto specs = describe(params, std::move(param_names), options.precision);
   LayoutOptions layout_options = options.layout;
@@ -120,7 +121,7 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
   // Not make_shared: the constructor is private.
   std::shared_ptr<Session> session(
       new Session(std::move(params), std::move(layout), std::move(placements), options));
-  session->adopt_parameters();
+  session->adopt_parameters(valueless);
   session->install_gradient_hooks();
   session->watch_tensors();
   if (!options.backend) {
@@ -203,7 +204,11 @@ void Session::add_gradient_payloads() {
 }
 
 // Nothing here allocates payload memory: once the first parameter moves, all will.
-void Session::adopt_parameters() {
+void Session::adopt_parameters(std::span<const ParamId> valueless) {
+  std::vector<bool> has_values(params_.size(), true);
+  for (const ParamId param : valueless) {
+    has_values[index(param)] = false;
+  }
   std::vector<c10::Storage> grad_storages;
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
@@ -222,7 +227,9 @@ void Session::adopt_parameters() {
     const ParamGeometry geometry = geometry_of(params_[i]);
     const at::Tensor home =
         tensor_over(storages_->storage(place.chunk), to_torch(type), place.offset, geometry);
-    optimizer_state_->adopt(param, params_[i]);
+    if (has_values[i]) {
+      optimizer_state_->adopt(param, params_[i]);
+    }
     params_[i].set_data(home);
     if (trainable(param)) {
       gradients_[i].view =

@@ -65,7 +65,7 @@ class Engine:
         with _telling_what_is_lost(model):
             try:
                 spec = self._take_over(
-                    model, adam_state=adam_state, optim_state_format=optim_state_format
+                    model, lazy, adam_state=adam_state, optim_state_format=optim_state_format
                 )
             except BaseException:
                 lazy.cancel()
@@ -81,9 +81,14 @@ class Engine:
         _engines[model] = self
 
     def _take_over(
-        self, model: nn.Module, *, adam_state: bool, optim_state_format: str
+        self,
+        model: nn.Module,
+        lazy: Materialisation,
+        *,
+        adam_state: bool,
+        optim_state_format: str,
     ) -> ModelSpec:
-        """Lays the parameters out in chunks and moves them there."""
+        """Lays the parameters out in chunks and moves those there that have values."""
         config = self.config
         spec = ModelSpec.of(model, gather_embeddings=config.gather_embeddings)
         check_distinct_memory(spec)
@@ -119,6 +124,7 @@ class Engine:
                 "nvme_fraction": config.nvme_offload_fraction or 0.0,
                 "nvme_verify": config.nvme_verify,
             },
+            valueless=[self.index_of[param] for param in lazy.params],
         )
         if events is not None:
             self.session.load_trace(events)
