@@ -11,20 +11,21 @@
 namespace castor {
 
 Pin::Pin(Pin&& other) noexcept
-    : manager_(std::exchange(other.manager_, nullptr)), chunk_(other.chunk_) {}
+    : manager_(std::exchange(other.manager_, nullptr)), chunk_(other.chunk_), kind_(other.kind_) {}
 
 Pin& Pin::operator=(Pin&& other) noexcept {
   if (this != &other) {
     release();
     manager_ = std::exchange(other.manager_, nullptr);
     chunk_ = other.chunk_;
+    kind_ = other.kind_;
   }
   return *this;
 }
 
 void Pin::release() noexcept {
   if (manager_ != nullptr) {
-    std::exchange(manager_, nullptr)->unpin(chunk_);
+    std::exchange(manager_, nullptr)->unpin(chunk_, kind_);
   }
 }
 
@@ -134,6 +135,7 @@ void ChunkManager::copy_in(ChunkId chunk) {
   slot.ticket = engine_.submit({.source = {data, home.bytes()},
                                 .target = {slot.block.data(), home.bytes()},
                                 .direction = CopyDirection::kHostToDevice,
+                                .behind = device_->stream(),
                                 .await_source = std::move(await_source)});
   counts_.h2d_bytes += home.bytes();
 }
@@ -198,10 +200,10 @@ void ChunkManager::await_copy_in(ChunkId chunk) {
   const std::uint64_t start_ns = clock();
   const std::uint64_t bytes_before = counts_.h2d_bytes;
   Slot& slot = slots_[index(chunk)];
-  engine_.wait(slot.ticket);
+  engine_.order(slot.ticket, device_->stream());
   if (binder_.written_since_snapshot(chunk)) {  // to the home, while the copy was under way
     copy_in(chunk);
-    engine_.wait(slot.ticket);
+    engine_.order(slot.ticket, device_->stream());
   }
   release_source(slot);
   if (recorder_ != nullptr) {
@@ -237,16 +239,48 @@ Pin ChunkManager::pin(ChunkId chunk) {
       slot.before_taken = true;
     }
   }
+  add_pin(chunk);
+  return Pin(*this, chunk, PinKind::kModule);
+}
+
+Pin ChunkManager::hold(ChunkId chunk, StreamId stream) {
+  Slot& slot = slots_[index(chunk)];
+  if (!bound(chunk)) {
+    throw UsageError("chunk " + std::to_string(index(chunk)) +
+                     " is held for an operator, but its parameters are not on the device");
+  }
+  if (stream != device_->stream()) {
+    if (slot.block) {
+      slot.block.add_user(stream);
+    }
+    for (const auto& payload : slot.payloads) {
+      if (payload && payload->tier() == TierKind::kDevice) {
+        payload->add_user(stream);
+      }
+    }
+  }
+  ++slot.holds;
+  ++num_holds_;
+  add_pin(chunk);
+  return Pin(*this, chunk, PinKind::kOperator);
+}
+
+void ChunkManager::add_pin(ChunkId chunk) noexcept {
+  Slot& slot = slots_[index(chunk)];
   if (slot.pins++ == 0) {
     evictable_.remove(chunk);
     pinned_bytes_ += slot.block.bytes();
   }
-  return Pin(*this, chunk);
 }
 
-void ChunkManager::unpin(ChunkId chunk) noexcept {
+void ChunkManager::unpin(ChunkId chunk, PinKind kind) noexcept {
   Slot& slot = slots_[index(chunk)];
   assert(slot.pins > 0);
+  if (kind == PinKind::kOperator) {
+    assert(slot.holds > 0);
+    --slot.holds;
+    --num_holds_;
+  }
   if (--slot.pins == 0) {
     pinned_bytes_ -= slot.block.bytes();
     if (slot.placement == Placement::kStream) {
@@ -272,7 +306,9 @@ std::size_t ChunkManager::write_back(ChunkId chunk) {
   binder_.before_write_back(chunk, data, slot.block.data());
   engine_.wait(engine_.submit({.source = {slot.block.data(), home.bytes()},
                                .target = {data, home.bytes()},
-                               .direction = CopyDirection::kDeviceToHost}));
+                               .direction = CopyDirection::kDeviceToHost,
+                               .behind = device_->stream(),
+                               .await_source = {}}));
   counts_.d2h_bytes += home.bytes();
   return home.bytes();
 }
@@ -292,12 +328,13 @@ void ChunkManager::leave(ChunkId chunk) {
     }
   }
   std::size_t copied_bytes = 0;
+  slot.block.await_users();
   if (slot.bound) {
     copied_bytes = write_back(chunk);
     bind_home(chunk);
   } else {
     try {
-      engine_.wait(slot.ticket);  // no copy outlives its target
+      engine_.order(slot.ticket, device_->stream());  // the slot's next user is behind the copy
     } catch (...) {
       drop(chunk);
       throw;

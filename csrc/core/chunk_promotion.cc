@@ -92,6 +92,7 @@ bool ChunkManager::try_promote(ChunkId chunk) {
     copies.push_back({.source = {payload->home(), payload->bytes()},
                       .target = {blocks[kind].data(), payload->bytes()},
                       .direction = CopyDirection::kHostToDevice,
+                      .behind = device_->stream(),
                       .await_source = {}});
   }
   auto reservation = device_->ledger().try_reserve(before_bytes(chunk));
@@ -126,6 +127,10 @@ void ChunkManager::demote(ChunkId chunk) {
     throw UsageError("chunk " + std::to_string(index(chunk)) +
                      " cannot be demoted: it is not promoted");
   }
+  if (slot.holds > 0) {
+    throw UsageError("chunk " + std::to_string(index(chunk)) + " cannot be demoted: " +
+                     std::to_string(slot.holds) + " operators use its memory");
+  }
   if (update_pending(chunk)) {
     updates_->wait(chunk);
   }
@@ -135,9 +140,11 @@ void ChunkManager::demote(ChunkId chunk) {
   std::size_t copied_bytes = 0;
   for (const auto& payload : slot.payloads) {
     if (payload) {
+      payload->await_users();
       copies.push_back({.source = {payload->data(), payload->bytes()},
                         .target = {payload->home(), payload->bytes()},
                         .direction = CopyDirection::kDeviceToHost,
+                        .behind = device_->stream(),
                         .await_source = {}});
       copied_bytes += payload->bytes();
     }
@@ -174,7 +181,8 @@ bool ChunkManager::demote_one() {
     return std::pair(slots_[i].pins == 0, slots_[i].next_use);
   };
   for (std::size_t i = 0; i < slots_.size() && promoted_bytes_ > 0; ++i) {
-    if (promoted(ChunkId{static_cast<std::uint32_t>(i)}) && (!last || rank(i) > rank(*last))) {
+    if (promoted(ChunkId{static_cast<std::uint32_t>(i)}) && slots_[i].holds == 0 &&
+        (!last || rank(i) > rank(*last))) {
       last = i;
     }
   }

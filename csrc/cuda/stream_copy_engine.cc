@@ -10,6 +10,7 @@
 #include "core/units.h"
 #include "cuda/cuda_error.h"
 #include "cuda/scoped_device.h"
+#include "cuda/stream_order.h"
 
 namespace castor::cuda {
 namespace {
@@ -43,10 +44,8 @@ cudaPointerAttributes attributes_of(const std::byte* data) {
 
 }  // namespace
 
-StreamCopyEngine::StreamCopyEngine(StreamCopyOptions options) : options_(std::move(options)) {
-  if (!options_.compute_stream)
-    throw InvalidArgument("StreamCopyEngine needs a compute stream to order its copies with");
-  const ScopedDevice device(options_.device);
+StreamCopyEngine::StreamCopyEngine(int device) : device_(device) {
+  const ScopedDevice current(device_);
   try {
     for (Lane& lane : lanes_) {
       check(cudaStreamCreateWithFlags(&lane.stream, cudaStreamNonBlocking), "cudaStreamCreate");
@@ -70,7 +69,7 @@ StreamCopyEngine::~StreamCopyEngine() {
     lane.worker = {};  // stops and joins
   int before = 0;
   const bool known = cudaGetDevice(&before) == cudaSuccess;
-  static_cast<void>(cudaSetDevice(options_.device));
+  static_cast<void>(cudaSetDevice(device_));
   // A failure here was, or will be, reported by whatever else uses the device.
   for (const Lane& lane : lanes_) {
     static_cast<void>(cudaStreamSynchronize(lane.stream));
@@ -91,9 +90,9 @@ void StreamCopyEngine::check_memory(const CopyRequest& request) const {
                           "arena with pinned pages");
   }
   const auto on_device = attributes_of(to_device ? request.target.data() : request.source.data());
-  if (on_device.type != cudaMemoryTypeDevice || on_device.device != options_.device) {
+  if (on_device.type != cudaMemoryTypeDevice || on_device.device != device_) {
     throw InvalidArgument(name_of(request) + " needs memory of CUDA device " +
-                          std::to_string(options_.device) + " on the device's side; it is " +
+                          std::to_string(device_) + " on the device's side; it is " +
                           (on_device.type == cudaMemoryTypeDevice
                                ? "memory of device " + std::to_string(on_device.device)
                                : "no device memory"));
@@ -103,7 +102,7 @@ void StreamCopyEngine::check_memory(const CopyRequest& request) const {
 CopyTicket StreamCopyEngine::submit(const CopyRequest& request) {
   check_copy(request);
   const auto direction = static_cast<std::size_t>(request.direction);
-  const ScopedDevice device(options_.device);
+  const ScopedDevice current(device_);
   if (!request.source.empty())
     check_memory(request);
   const std::lock_guard lock(mutex_);
@@ -117,7 +116,7 @@ CopyTicket StreamCopyEngine::submit(const CopyRequest& request) {
     if (direction == kToDevice)
       copy.behind = take_releases(request.target);
     if (copy.behind.empty())
-      copy.behind.push_back(record_compute());
+      copy.behind.push_back(record(request.behind));
     const Copy* const other = conflict(copy, direction);
     const bool first = lane.num_enqueued + 1 == lane.num_submitted();
     if (first && !request.await_source && (other == nullptr || other->enqueued)) {
@@ -135,11 +134,10 @@ CopyTicket StreamCopyEngine::submit(const CopyRequest& request) {
   return CopyTicket{2 * lane.num_submitted() + direction};
 }
 
-// What stands for all that has been submitted to the compute stream.
-cudaEvent_t StreamCopyEngine::record_compute() {
+// What stands for all that the stream has been given.
+cudaEvent_t StreamCopyEngine::record(StreamId stream) {
   const cudaEvent_t event = events_.take();
-  if (const cudaError_t error = cudaEventRecord(event, options_.compute_stream());
-      error != cudaSuccess) {
+  if (const cudaError_t error = cudaEventRecord(event, handle_of(stream)); error != cudaSuccess) {
     events_.give_back(event);
     throw CudaError(error, "recording what the compute stream has been given");
   }
@@ -222,7 +220,7 @@ void StreamCopyEngine::forget_events(Copy& copy) noexcept {
 // Enqueues what submit() could not: behind a source that is still written, or behind such a copy.
 // Goes on until there is nothing left, so that destruction completes what was submitted.
 void StreamCopyEngine::work(const std::stop_token& stop, std::size_t direction) {
-  static_cast<void>(cudaSetDevice(options_.device));  // of this thread, which has no other use
+  static_cast<void>(cudaSetDevice(device_));  // of this thread, which has no other use
   Lane& lane = lanes_[direction];
   std::unique_lock lock(mutex_);
   while (changed_.wait(lock, stop, [&] { return lane.num_enqueued < lane.num_submitted(); })) {
@@ -296,24 +294,17 @@ const StreamCopyEngine::Copy* StreamCopyEngine::find_enqueued(Place place,
   return find(place);
 }
 
-void StreamCopyEngine::wait(CopyTicket ticket) {
-  {
-    std::unique_lock lock(mutex_);
-    const Place place = place_of(ticket);
-    if (place.direction == kToDevice) {
-      const ScopedDevice device(options_.device);
-      if (const Copy* copy = find_enqueued(place, lock)) {
-        check(cudaStreamWaitEvent(options_.compute_stream(), copy->event, 0),
-              "making the compute stream wait for a copy");
-      }
-      return;
-    }
+void StreamCopyEngine::order(CopyTicket ticket, StreamId stream) {
+  const ScopedDevice current(device_);
+  std::unique_lock lock(mutex_);
+  if (const Copy* copy = find_enqueued(place_of(ticket), lock)) {
+    check(cudaStreamWaitEvent(handle_of(stream), copy->event, 0),
+          "making the compute stream wait for a copy");
   }
-  synchronize(ticket);
 }
 
-void StreamCopyEngine::synchronize(CopyTicket ticket) {
-  const ScopedDevice device(options_.device);
+void StreamCopyEngine::wait(CopyTicket ticket) {
+  const ScopedDevice current(device_);
   std::unique_lock lock(mutex_);
   const Copy* const copy = find_enqueued(place_of(ticket), lock);
   if (copy == nullptr)
@@ -328,7 +319,7 @@ void StreamCopyEngine::synchronize(CopyTicket ticket) {
 }
 
 void StreamCopyEngine::synchronize_readers(Bytes source) {
-  const ScopedDevice device(options_.device);
+  const ScopedDevice current(device_);
   std::unique_lock lock(mutex_);
   Lane& lane = lanes_[kToDevice];
   reap(lane);
@@ -338,7 +329,7 @@ void StreamCopyEngine::synchronize_readers(Bytes source) {
   });
   if (last == lane.pending.rend())
     return;
-  const cudaEvent_t event = last->event;  // as in synchronize()
+  const cudaEvent_t event = last->event;  // as in wait()
   const std::string name = name_of(last->request);
   lock.unlock();
   if (const cudaError_t error = cudaEventSynchronize(event); error != cudaSuccess)
@@ -347,18 +338,18 @@ void StreamCopyEngine::synchronize_readers(Bytes source) {
 
 bool StreamCopyEngine::done(CopyTicket ticket) {
   const std::lock_guard lock(mutex_);
-  const ScopedDevice device(options_.device);
+  const ScopedDevice current(device_);
   const Place place = place_of(ticket);
   if (lanes_[place.direction].failures.contains(place.number))
     return true;
   return find(place) == nullptr;
 }
 
-void StreamCopyEngine::release(Bytes slot) {
+void StreamCopyEngine::release(Bytes slot, StreamId stream) {
   const std::lock_guard lock(mutex_);
-  const ScopedDevice device(options_.device);
+  const ScopedDevice current(device_);
   releases_.reserve(releases_.size() + 1);
-  releases_.push_back({slot, record_compute()});
+  releases_.push_back({slot, record(stream)});
 }
 
 void StreamCopyEngine::forget(Bytes slot) {

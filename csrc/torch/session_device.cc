@@ -31,7 +31,28 @@ class NonModelAccount final : public DeviceAccount {
   const std::shared_ptr<NonModelMemory> memory_;
 };
 
+std::shared_ptr<ComputeStream> compute_stream_of(const std::shared_ptr<DeviceBackend>& backend) {
+  return backend == nullptr
+             ? nullptr
+             : std::make_shared<ComputeStream>(
+                   backend->current_stream(),
+                   [backend](StreamId first, StreamId then) { backend->order(first, then); });
+}
+
 }  // namespace
+
+SessionDevice::SessionDevice(std::shared_ptr<DeviceBackend> backend)
+    : backend_(std::move(backend)), stream_(compute_stream_of(backend_)) {}
+
+void SessionDevice::follow_stream() const {
+  if (backend_) {
+    stream_->move_to(backend_->current_stream());
+  }
+}
+
+std::unique_ptr<StreamScope> SessionDevice::run_on_stream() const {
+  return backend_ ? backend_->run_on(stream_->id()) : nullptr;
+}
 
 c10::Device SessionDevice::torch_device() const {
   return backend_ ? backend_->device() : c10::Device(c10::kCPU);
@@ -46,12 +67,13 @@ void SessionDevice::follow(const std::shared_ptr<NonModelMemory>& memory) {
 
 void SessionDevice::await() const {
   if (backend_) {
-    backend_->fence()->wait();
+    follow_stream();
+    fence()->wait();
   }
 }
 
 std::shared_ptr<ComputeFence> SessionDevice::fence() const {
-  return backend_ ? backend_->fence() : nullptr;
+  return backend_ ? backend_->fence(stream_->id()) : nullptr;
 }
 
 void SessionDevice::host_writes(std::span<const std::byte> home) const {
@@ -62,7 +84,9 @@ void SessionDevice::host_writes(std::span<const std::byte> home) const {
 
 void SessionDevice::leave(std::span<const std::shared_ptr<Payload>> homes) const noexcept {
   try {
-    await();
+    if (backend_) {
+      fence()->wait();  // whatever stream this thread, perhaps a garbage collector's, is on
+    }
     for (const auto& home : homes) {
       host_writes({home->data(), home->bytes()});
     }
@@ -88,7 +112,7 @@ void SessionDevice::square_norms(const OptimizerState& state, const ChunkLayout&
     return;
   }
   std::vector<double> sums(segments.size());
-  backend_->square_norms(segments, sums);
+  backend_->square_norms(segments, sums, stream_->id());
   for (std::size_t i = 0; i < params.size(); ++i) {
     squares[params[i]] = sums[i];
   }
