@@ -21,9 +21,12 @@ class Allocator final : public c10::cuda::CUDACachingAllocator::CUDAAllocator {
   using Entry = c10::CachingDeviceAllocator::TraceEntry;
 
  public:
-  void* raw_alloc(std::size_t bytes) override { return allocate_on(bytes, current_queue()); }
+  void* raw_alloc(std::size_t bytes) override {
+    return allocate_on(bytes, current_queue(), refusals().tensors);
+  }
   void* raw_alloc_with_stream(std::size_t bytes, cudaStream_t stream) override {
-    return allocate_on(bytes, Gpu::instance().stream(reinterpret_cast<std::uintptr_t>(stream)));
+    return allocate_on(bytes, Gpu::instance().stream(reinterpret_cast<std::uintptr_t>(stream)),
+                       refusals().blocks);
   }
   void raw_delete(void* data) override { release(data); }
   c10::DataPtr allocate(std::size_t bytes) override {
@@ -84,9 +87,11 @@ class Allocator final : public c10::cuda::CUDACachingAllocator::CUDAAllocator {
   std::string name() override { return "native"; }
 
  private:
-  static void* allocate_on(std::size_t bytes, const std::shared_ptr<Stream>& stream) {
+  static void* allocate_on(std::size_t bytes, const std::shared_ptr<Stream>& stream,
+                           Refusals& refusals) {
     if (bytes == 0)
       return nullptr;
+    TORCH_CHECK_WITH(OutOfMemoryError, !refusals.now(), "the simulated device refuses");
     void* const data = device_memory().allocate(bytes, stream);
     const DeviceMemory::Figures figures = device_memory().figures();
     TORCH_CHECK_WITH(OutOfMemoryError, data != nullptr,
@@ -106,6 +111,16 @@ class Allocator final : public c10::cuda::CUDACachingAllocator::CUDAAllocator {
 DeviceMemory& device_memory() {
   static DeviceMemory* const memory = new DeviceMemory(kCapacity);  // tensors may outlive statics
   return *memory;
+}
+
+AllocatorRefusals& refusals() {
+  static AllocatorRefusals all;
+  return all;
+}
+
+Counts& counts() {
+  static Counts all;
+  return all;
 }
 
 c10::Stream torch_stream(std::uint64_t id) {

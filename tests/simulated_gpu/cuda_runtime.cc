@@ -123,8 +123,10 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   return state();
 }
 
-cudaError_t cudaMemcpyAsync(void* target, const void* source, std::size_t bytes, cudaMemcpyKind,
-                            cudaStream_t stream) {
+cudaError_t cudaMemcpyAsync(void* target, const void* source, std::size_t bytes,
+                            cudaMemcpyKind kind, cudaStream_t stream) {
+  auto& counts = castor::simulated::counts();
+  ++(kind == cudaMemcpyHostToDevice ? counts.copies_in : counts.copies_out);
   Gpu::instance().stream(id_of(stream))->enqueue([=] { std::memcpy(target, source, bytes); });
   return state();
 }

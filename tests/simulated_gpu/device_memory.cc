@@ -22,8 +22,6 @@ DeviceMemory::~DeviceMemory() {
 
 std::byte* DeviceMemory::allocate(std::size_t bytes, const std::shared_ptr<Stream>& stream) {
   const std::lock_guard lock(mutex_);
-  if (until_refusal_ > 0 && --until_refusal_ == 0)
-    return nullptr;
   collect_locked();
   const std::size_t rounded = (bytes + kBlock - 1) / kBlock * kBlock;
   Pool& pool = cached_[stream->id()];
@@ -151,11 +149,6 @@ void DeviceMemory::reset_peaks() {
 void DeviceMemory::track(Tracker tracker) {
   const std::lock_guard lock(mutex_);
   trackers_.push_back(std::move(tracker));
-}
-
-void DeviceMemory::refuse(std::size_t n) {
-  const std::lock_guard lock(mutex_);
-  until_refusal_ = n;
 }
 
 }  // namespace castor::simulated

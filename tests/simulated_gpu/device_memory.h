@@ -58,8 +58,6 @@ class DeviceMemory {
   [[nodiscard]] Figures figures() const;
   void reset_peaks();
   void track(Tracker tracker);
-  /// The n-th allocation from now on finds no room, whatever there is; 0: none.
-  void refuse(std::size_t n);
 
  private:
   struct Block {
@@ -87,7 +85,6 @@ class DeviceMemory {
   std::list<Held> held_;
   Figures figures_;
   std::vector<Tracker> trackers_;
-  std::size_t until_refusal_ = 0;
 };
 
 }  // namespace castor::simulated

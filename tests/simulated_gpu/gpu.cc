@@ -8,8 +8,7 @@
 namespace castor::simulated {
 namespace {
 
-constexpr std::uint64_t kOneIn = 8;        // tasks that wait a little
-constexpr std::uint64_t kOneInLong = 400;  // tasks that wait long
+constexpr std::uint64_t kOneInLong = 50;  // of those that wait
 constexpr int kLongFactor = 15;
 
 }  // namespace
@@ -89,11 +88,11 @@ void Stream::close() {
 }
 
 std::chrono::microseconds Stream::next_delay_locked() {
-  if (delays_.seed == 0 || random_() % kOneIn != 0)
+  if (delays_.seed == 0 || random_() % delays_.one_in != 0)
     return {};
   const auto longest = static_cast<std::uint64_t>(delays_.longest.count());
   const std::chrono::microseconds delay(longest == 0 ? 0 : random_() % longest);
-  return random_() % (kOneInLong / kOneIn) == 0 ? kLongFactor * delay : delay;
+  return random_() % kOneInLong == 0 ? kLongFactor * delay : delay;
 }
 
 void Stream::work() {

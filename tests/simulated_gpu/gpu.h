@@ -21,11 +21,12 @@ namespace castor::simulated {
 
 using Task = std::function<void()>;
 
-/// How long streams dawdle before a task, seeded: most tasks start at once, some wait up to
-/// `longest`, a few much longer. Seed 0: none waits.
+/// How long streams dawdle before a task, seeded: of `one_in` tasks one waits up to `longest`, and
+/// a few of those much longer. Seed 0: none waits.
 struct Delays {
   std::uint64_t seed = 0;
   std::chrono::microseconds longest{200};
+  std::uint64_t one_in = 8;
 };
 
 /// What a task failed with. As on a GPU it spoils the device: no later task runs, and whoever

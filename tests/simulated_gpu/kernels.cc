@@ -45,6 +45,7 @@ double square_norm(const NormSegment& segment) {
 }  // namespace
 
 void adam_update(std::span<const AdamSegment> segments, cudaStream_t stream) {
+  ++simulated::counts().adam_calls;
   for (const AdamSegment& segment : segments) {
     castor::detail::check_segment(segment);
     const std::size_t bytes = segment.numel * size_of(segment.type);
@@ -54,6 +55,7 @@ void adam_update(std::span<const AdamSegment> segments, cudaStream_t stream) {
     check_address(segment.remainder, segment.numel, "a remainder");
     check_address(segment.exp_avg, segment.numel, "exp_avg");
     check_address(segment.exp_avg_sq, segment.numel, "exp_avg_sq");
+    simulated::counts().adam_numel += segment.numel;
     queue(stream)->enqueue([segment] { testing::adam_kernels_on_host(std::span(&segment, 1)); });
   }
 }
@@ -66,6 +68,7 @@ void square_norms(std::span<const NormSegment> segments, double* sums, double* /
                   cudaStream_t stream) {
   for (std::size_t i = 0; i < segments.size(); ++i) {
     check_address(segments[i].data, segments[i].numel, "a tensor");
+    simulated::counts().norm_numel += segments[i].numel;
     queue(stream)->enqueue(
         [segment = segments[i], sum = sums + i] { *sum = square_norm(segment); });
   }

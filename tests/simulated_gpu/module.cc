@@ -23,6 +23,16 @@ py::dict memory_figures() {
   return result;
 }
 
+py::dict count_figures() {
+  py::dict figures;
+  figures["adam_numel"] = counts().adam_numel.load();
+  figures["adam_calls"] = counts().adam_calls.load();
+  figures["norm_numel"] = counts().norm_numel.load();
+  figures["copies_in"] = counts().copies_in.load();
+  figures["copies_out"] = counts().copies_out.load();
+  return figures;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_simulated_gpu, m) {
@@ -40,10 +50,11 @@ PYBIND11_MODULE(_simulated_gpu, m) {
       "close", [] { Gpu::instance().close(); }, release);
   m.def(
       "delay",
-      [](std::uint64_t seed, std::int64_t longest) {
-        Gpu::instance().delay({.seed = seed, .longest = std::chrono::microseconds(longest)});
+      [](std::uint64_t seed, std::int64_t longest, std::uint64_t one_in) {
+        Gpu::instance().delay(
+            {.seed = seed, .longest = std::chrono::microseconds(longest), .one_in = one_in});
       },
-      py::arg("seed"), py::arg("longest_us") = 200);
+      py::arg("seed"), py::arg("longest_us") = 200, py::arg("one_in") = 8);
   m.def(
       "sleep",
       [](std::int64_t microseconds) {

@@ -145,16 +145,6 @@ TEST_F(DeviceMemoryTest, ALimitIsAShareOfTheCapacity) {
   memory_.free(block);
 }
 
-TEST_F(DeviceMemoryTest, ARefusalIsForOneAllocation) {
-  memory_.refuse(2);
-  std::byte* const first = memory_.allocate(kBlock, main_);
-  EXPECT_EQ(memory_.allocate(kBlock, main_), nullptr);
-  std::byte* const third = memory_.allocate(kBlock, main_);
-  EXPECT_NE(third, nullptr);
-  memory_.free(first);
-  memory_.free(third);
-}
-
 TEST_F(DeviceMemoryTest, FiguresAndTrackerCountBytes) {
   std::vector<std::pair<DeviceMemory::Action, std::size_t>> told;
   memory_.track([&](DeviceMemory::Action action, std::byte*, std::size_t bytes) {
