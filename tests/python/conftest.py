@@ -18,6 +18,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import transformers
 
+from accelerator import ACCELERATORS, Accelerator, of_name
+
 transformers.logging.set_verbosity_error()
 # One thread: a second changes nothing on these sizes, and sums are then the same on any machine.
 torch.set_num_threads(1)
@@ -71,6 +73,12 @@ def simulated(
     simulation.device.refuse_tensor(0)
     simulation.device.refuse_block(0)
     simulation.device.reset_error()
+
+
+@pytest.fixture(params=ACCELERATORS)
+def gpu(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
+    """A GPU, real or simulated."""
+    yield from of_name(request.param, request)
 
 
 @pytest.fixture(autouse=True)

@@ -266,14 +266,16 @@ class Call {
       resize(target, source.sizes());
       write(target, source);
     }
-    made_.clear();
-    for (const IValue& result : stack) {
-      made_.push_back(with_tensors(result, [](const at::Tensor& tensor) {
+    made_.assign(results().size(), IValue());
+    for (std::size_t i = 0; i < results().size(); ++i) {
+      if (writes(results()[i]))
+        continue;
+      made_[i] = with_tensors(stack[i], [](const at::Tensor& tensor) {
         const at::Tensor made =
             at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(kDevice));
         write(made, tensor);
         return made;
-      }));
+      });
     }
     push_results();
   }
@@ -469,20 +471,31 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(::torch::CppFunction::makeFromBoxedFunction<&run_operator>());
 }
 
+namespace {
+
+/// Composites whose parts depend on the device.
+bool chooses_by_device(const c10::OperatorName& name) {
+  return name.overload_name.empty() &&
+         (name.name == "aten::convolution" || name.name == "aten::convolution_backward");
+}
+
+}  // namespace
+
 void add_operators_to_torch() {
   static std::vector<c10::RegistrationHandleRAII> registrations;
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     const auto op = dispatcher.findSchema(name);
     if (!op || !name.name.starts_with("aten::") ||
-        !op->hasKernelForDispatchKey(c10::DispatchKey::CPU) ||
         op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1))
       continue;
     // Also where torch has a composite of other operators, so that the bits are the CPU's.
-    registrations.push_back(
-        dispatcher.registerImpl(name, c10::DispatchKey::PrivateUse1,
-                                c10::KernelFunction::makeFromBoxedFunction<&run_operator>(),
-                                std::nullopt, nullptr, "the simulated GPU"));
+    if (op->hasKernelForDispatchKey(c10::DispatchKey::CPU) || chooses_by_device(name)) {
+      registrations.push_back(
+          dispatcher.registerImpl(name, c10::DispatchKey::PrivateUse1,
+                                  c10::KernelFunction::makeFromBoxedFunction<&run_operator>(),
+                                  std::nullopt, nullptr, "the simulated GPU"));
+    }
   }
 }
 
