@@ -176,8 +176,7 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
 
 Session::~Session() {
   if (updates_) {
-    manager_->follow(nullptr);
-    updates_.reset();  // completes what is under way
+    updates_->abandon();  // returns when none is under way
   }
   gate_.reset();
   gradient_copies_.reset();

@@ -169,6 +169,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::shared_ptr<NonModelMemory> nonmodel_;
   const std::shared_ptr<NonModelMemory> charged_;  // for the CPU's allocations; may be nullptr
   std::unique_ptr<Executor> executor_;
+  std::unique_ptr<UpdateQueue> updates_;  // nullptr with Overlap::kNone; outlives copies' waits
   std::unique_ptr<CopyEngine> copy_engine_;
   std::unique_ptr<ChunkStorages> storages_;
   std::unique_ptr<StoredWeights> weights_;
@@ -177,9 +178,8 @@ class Session : public std::enable_shared_from_this<Session> {
   std::unique_ptr<GradientCopies> gradient_copies_;  // nullptr where copies are not asynchronous
   std::unique_ptr<Runtime> runtime_;
   RunIntegrity integrity_;
-  std::unique_ptr<UpdateQueue> updates_;  // nullptr with Overlap::kNone
-  std::shared_ptr<TensorGate> gate_;      // groups: chunks; from gradient_group on: their gradients
-  std::vector<std::size_t> param_uses_;   // per chunk: of its parameters' storage, by castor
+  std::shared_ptr<TensorGate> gate_;     // groups: chunks; from gradient_group on: their gradients
+  std::vector<std::size_t> param_uses_;  // per chunk: of its parameters' storage, by castor
   std::vector<std::size_t> gradient_uses_;  // of its gradients' storage
   std::unique_ptr<StateViews> state_views_;
   std::shared_ptr<NonModelMemory> account_before_;  // of the thread, while inference runs
