@@ -60,9 +60,8 @@ StreamCopyEngine::~StreamCopyEngine() {
   {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] {
-      return std::all_of(lanes_.begin(), lanes_.end(), [](const Lane& lane) {
-        return lane.num_enqueued == lane.num_submitted();
-      });
+      return lanes_[0].num_enqueued == num_submitted(0) &&
+             lanes_[1].num_enqueued == num_submitted(1);
     });
   }
   for (Lane& lane : lanes_)
@@ -107,8 +106,8 @@ CopyTicket StreamCopyEngine::submit(const CopyRequest& request) {
     check_memory(request);
   const std::lock_guard lock(mutex_);
   Lane& lane = lanes_[direction];
-  reap(lane);
-  reap(lanes_[1 - direction]);
+  reap(direction);
+  reap(1 - direction);
   Copy& copy = lane.pending.emplace_back();
   try {
     copy.request = request;
@@ -118,7 +117,7 @@ CopyTicket StreamCopyEngine::submit(const CopyRequest& request) {
     if (copy.behind.empty())
       copy.behind.push_back(record(request.behind));
     const Copy* const other = conflict(copy, direction);
-    const bool first = lane.num_enqueued + 1 == lane.num_submitted();
+    const bool first = lane.num_enqueued + 1 == num_submitted(direction);
     if (first && !request.await_source && (other == nullptr || other->enqueued)) {
       enqueue(copy, direction);
     } else if (!lane.worker.joinable()) {
@@ -131,7 +130,7 @@ CopyTicket StreamCopyEngine::submit(const CopyRequest& request) {
     throw;
   }
   changed_.notify_all();
-  return CopyTicket{2 * lane.num_submitted() + direction};
+  return tickets_.give(direction);
 }
 
 // What stands for all that the stream has been given.
@@ -223,9 +222,9 @@ void StreamCopyEngine::work(const std::stop_token& stop, std::size_t direction) 
   static_cast<void>(cudaSetDevice(device_));  // of this thread, which has no other use
   Lane& lane = lanes_[direction];
   std::unique_lock lock(mutex_);
-  while (changed_.wait(lock, stop, [&] { return lane.num_enqueued < lane.num_submitted(); })) {
+  while (changed_.wait(lock, stop, [&] { return lane.num_enqueued < num_submitted(direction); })) {
     // Those before it are enqueued, so it stays pending, and where it is.
-    Copy& copy = lane.pending[lane.num_enqueued - lane.num_done];
+    Copy& copy = lane.pending[lane.num_enqueued - tickets_.num_done(direction)];
     const std::uint64_t number = lane.num_enqueued + 1;
     std::exception_ptr failure;
     try {
@@ -246,25 +245,15 @@ void StreamCopyEngine::work(const std::stop_token& stop, std::size_t direction) 
       forget_events(copy);
       copy.enqueued = true;
       ++lane.num_enqueued;
-      lane.failures.emplace(number, std::current_exception());
+      tickets_.fail({.direction = direction, .number = number}, std::current_exception());
     }
     copy.request.await_source = nullptr;
     changed_.notify_all();
   }
 }
 
-StreamCopyEngine::Place StreamCopyEngine::place_of(CopyTicket ticket) const {
-  const auto value = static_cast<std::uint64_t>(ticket);
-  const Place place{.direction = value % 2, .number = value / 2};
-  const std::uint64_t last = lanes_[place.direction].num_submitted();
-  if (place.number > last || value == 1) {
-    throw InvalidArgument("copy ticket " + std::to_string(value) + " was never given out; copy " +
-                          std::to_string(last) + " is the last of its direction");
-  }
-  return place;
-}
-
-void StreamCopyEngine::reap(Lane& lane) {
+void StreamCopyEngine::reap(std::size_t direction) {
+  Lane& lane = lanes_[direction];
   while (!lane.pending.empty() && lane.pending.front().enqueued) {
     Copy& copy = lane.pending.front();
     const cudaError_t state = copy.event == nullptr ? cudaSuccess : cudaEventQuery(copy.event);
@@ -276,28 +265,28 @@ void StreamCopyEngine::reap(Lane& lane) {
       throw CudaError(state, name_of(copy.request));
     forget_events(copy);
     lane.pending.pop_front();
-    ++lane.num_done;
+    tickets_.complete(direction);
   }
 }
 
-const StreamCopyEngine::Copy* StreamCopyEngine::find(Place place) {
-  Lane& lane = lanes_[place.direction];
-  reap(lane);
-  if (const auto failure = lane.failures.find(place.number); failure != lane.failures.end())
-    std::rethrow_exception(failure->second);
-  return place.number <= lane.num_done ? nullptr : &lane.pending[place.number - lane.num_done - 1];
+const StreamCopyEngine::Copy* StreamCopyEngine::find(CopyNumber copy) {
+  reap(copy.direction);
+  tickets_.rethrow(copy);
+  return tickets_.done(copy)
+             ? nullptr
+             : &lanes_[copy.direction].pending[copy.number - tickets_.num_done(copy.direction) - 1];
 }
 
-const StreamCopyEngine::Copy* StreamCopyEngine::find_enqueued(Place place,
+const StreamCopyEngine::Copy* StreamCopyEngine::find_enqueued(CopyNumber copy,
                                                               std::unique_lock<std::mutex>& lock) {
-  changed_.wait(lock, [&] { return lanes_[place.direction].num_enqueued >= place.number; });
-  return find(place);
+  changed_.wait(lock, [&] { return lanes_[copy.direction].num_enqueued >= copy.number; });
+  return find(copy);
 }
 
 void StreamCopyEngine::order(CopyTicket ticket, StreamId stream) {
   const ScopedDevice current(device_);
   std::unique_lock lock(mutex_);
-  if (const Copy* copy = find_enqueued(place_of(ticket), lock)) {
+  if (const Copy* copy = find_enqueued(tickets_.find(ticket), lock)) {
     check(cudaStreamWaitEvent(handle_of(stream), copy->event, 0),
           "making the compute stream wait for a copy");
   }
@@ -306,7 +295,7 @@ void StreamCopyEngine::order(CopyTicket ticket, StreamId stream) {
 void StreamCopyEngine::wait(CopyTicket ticket) {
   const ScopedDevice current(device_);
   std::unique_lock lock(mutex_);
-  const Copy* const copy = find_enqueued(place_of(ticket), lock);
+  const Copy* const copy = find_enqueued(tickets_.find(ticket), lock);
   if (copy == nullptr)
     return;
   // Unlocked while it waits. If somebody reaps the copy and its event is recorded again, the wait
@@ -321,8 +310,8 @@ void StreamCopyEngine::wait(CopyTicket ticket) {
 void StreamCopyEngine::synchronize_readers(Bytes source) {
   const ScopedDevice current(device_);
   std::unique_lock lock(mutex_);
+  reap(kToDevice);
   Lane& lane = lanes_[kToDevice];
-  reap(lane);
   // Copies of a lane are over in order: the last reader stands for all.
   const auto last = std::find_if(lane.pending.rbegin(), lane.pending.rend(), [&](const Copy& copy) {
     return copy.enqueued && copy.event != nullptr && touch(copy.request.source, source);
@@ -339,10 +328,8 @@ void StreamCopyEngine::synchronize_readers(Bytes source) {
 bool StreamCopyEngine::done(CopyTicket ticket) {
   const std::lock_guard lock(mutex_);
   const ScopedDevice current(device_);
-  const Place place = place_of(ticket);
-  if (lanes_[place.direction].failures.contains(place.number))
-    return true;
-  return find(place) == nullptr;
+  const CopyNumber copy = tickets_.find(ticket);
+  return tickets_.failed(copy) || find(copy) == nullptr;
 }
 
 void StreamCopyEngine::release(Bytes slot, StreamId stream) {

@@ -7,16 +7,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <exception>
 #include <functional>
-#include <map>
 #include <mutex>
 #include <span>
 #include <stop_token>
 #include <thread>
 #include <vector>
 
-#include "core/copy_engine.h"
+#include "core/copy_tickets.h"
 #include "cuda/event_pool.h"
 
 namespace castor::cuda {
@@ -79,23 +77,14 @@ class StreamCopyEngine final : public CopyEngine {
 
   struct Lane {
     cudaStream_t stream = nullptr;
-    std::deque<Copy> pending;  // those after num_done, in order; elements stay where they are
-    std::uint64_t num_done = 0;
+    std::deque<Copy> pending;  // those not done, in order; elements stay where they are
     std::uint64_t num_enqueued = 0;
-    std::map<std::uint64_t, std::exception_ptr> failures;  // by number
     std::jthread worker;  // started by the first copy that cannot be enqueued at once
-    [[nodiscard]] std::uint64_t num_submitted() const noexcept { return num_done + pending.size(); }
   };
 
   struct Release {
     std::span<const std::byte> slot;
     cudaEvent_t event = nullptr;
-  };
-
-  /// A ticket: which copy of its direction it is, the first being 1.
-  struct Place {
-    std::size_t direction;
-    std::uint64_t number;
   };
 
   void check_memory(const CopyRequest& request) const;
@@ -107,12 +96,14 @@ class StreamCopyEngine final : public CopyEngine {
   void enqueue(Copy& copy, std::size_t direction);
   void work(const std::stop_token& stop, std::size_t direction);
   void forget_events(Copy& copy) noexcept;
-  [[nodiscard]] Place place_of(CopyTicket ticket) const;
+  [[nodiscard]] std::uint64_t num_submitted(std::size_t direction) const noexcept {
+    return tickets_.num_done(direction) + lanes_[direction].pending.size();
+  }
   /// The copy, if it is not done yet. Rethrows its failure.
-  [[nodiscard]] const Copy* find(Place place);
+  [[nodiscard]] const Copy* find(CopyNumber copy);
   /// Returns when the copy has been handed to CUDA, and the copy as find() does.
-  [[nodiscard]] const Copy* find_enqueued(Place place, std::unique_lock<std::mutex>& lock);
-  void reap(Lane& lane);
+  [[nodiscard]] const Copy* find_enqueued(CopyNumber copy, std::unique_lock<std::mutex>& lock);
+  void reap(std::size_t direction);
 
   const int device_;
   std::mutex mutex_;                     // guards all below
@@ -120,6 +111,7 @@ class StreamCopyEngine final : public CopyEngine {
   EventPool events_;
   std::uint64_t num_copies_ = 0;
   std::vector<Release> releases_;
+  CopyTickets tickets_;
   std::array<Lane, 2> lanes_;
 };
 
