@@ -16,19 +16,32 @@ namespace {
 /// What a device's allocator does for torch, as the model's non-model memory.
 class NonModelAccount final : public DeviceAccount {
  public:
-  explicit NonModelAccount(std::shared_ptr<NonModelMemory> memory) : memory_(std::move(memory)) {}
+  NonModelAccount(std::shared_ptr<NonModelMemory> memory, std::shared_ptr<DeviceBackend> backend)
+      : memory_(std::move(memory)), backend_(std::move(backend)) {}
 
   void make_room(std::size_t bytes) override {
-    for_torch([&] { memory_->make_room(bytes); });
+    for_torch([&] {
+      if (!memory_->fits(bytes)) {
+        refuse_in_capture();
+        memory_->make_room(bytes);
+      }
+    });
   }
   [[nodiscard]] bool evict_refused(std::size_t bytes) override {
-    return for_torch([&] { return memory_->evict_refused(bytes); });
+    return for_torch([&] {
+      refuse_in_capture();
+      return memory_->evict_refused(bytes);
+    });
   }
   void allocated(std::size_t bytes) noexcept override { memory_->note_allocated(bytes); }
   void freed(std::size_t bytes) noexcept override { memory_->note_freed(bytes); }
 
  private:
+  /// An eviction waits for copies, which would spoil the capture.
+  void refuse_in_capture() const { static_cast<void>(backend_->current_stream()); }
+
   const std::shared_ptr<NonModelMemory> memory_;
+  const std::shared_ptr<DeviceBackend> backend_;
 };
 
 std::shared_ptr<ComputeStream> compute_stream_of(const std::shared_ptr<DeviceBackend>& backend) {
@@ -60,7 +73,7 @@ c10::Device SessionDevice::torch_device() const {
 
 void SessionDevice::follow(const std::shared_ptr<NonModelMemory>& memory) {
   if (backend_) {
-    account_ = std::make_shared<NonModelAccount>(memory);
+    account_ = std::make_shared<NonModelAccount>(memory, backend_);
     backend_->follow(account_);
   }
 }

@@ -324,6 +324,9 @@ def test_a_capture_is_refused_by_name(simulation: GpuSimulation, gpu: Any) -> No
             weight.norm()
         with pytest.raises(castor.UsageError, match="CUDA graph"):
             boosted.optimizer.step()
+        with pytest.raises(castor.UsageError, match="make room"):
+            torch.empty(2 * MIB, device="simgpu")
+        torch.empty(512, device="simgpu")  # there is room
     finally:
         simulation.device.end_capture()
     losses += go_on(boosted, first=1, steps=1)

@@ -99,10 +99,11 @@ class CudaBackend final : public DeviceBackend {
     cuda::check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
     if (capture != cudaStreamCaptureStatusNone) {
       throw UsageError(
-          "a boosted model was run, stepped or read while a CUDA graph is captured "
-          "(torch.cuda.graph, make_graphed_callables): castor moves weights between device and "
-          "host, and the graph would replay the addresses of this one time. Capture what does not "
-          "belong to the boosted model, or run it without a graph");
+          "a boosted model was run, stepped or read, or had to make room, while a CUDA graph is "
+          "captured (torch.cuda.graph, make_graphed_callables): castor moves weights between "
+          "device and host, and the graph would replay the addresses of this one time. Capture "
+          "what does not belong to the boosted model, within the memory that it leaves, or run it "
+          "without a graph");
     }
     return cuda::stream_id(stream);
   }
