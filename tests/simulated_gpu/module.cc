@@ -1,7 +1,6 @@
 // _simulated_gpu: torch's side of the simulated GPU. The same file holds castor._cuda
 // (csrc/python/cuda) compiled for it.
 #include <pybind11/pybind11.h>
-#include <torch/extension.h>
 
 #include "allocator.h"
 #include "device_memory.h"
