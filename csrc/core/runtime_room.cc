@@ -9,9 +9,6 @@
 namespace castor {
 
 void Runtime::bring_in(ChunkId chunk, EventKind kind, ModuleId module) {
-  if (manager_.resident(chunk)) {
-    return;
-  }
   const CauseScope cause(timeline_, TransferCause::kDemand);
   const std::size_t bytes = layout_.chunk(chunk).capacity_bytes;
   // Another thread's allocation may take what was made for this chunk: try until there is nothing
@@ -23,6 +20,7 @@ void Runtime::bring_in(ChunkId chunk, EventKind kind, ModuleId module) {
       }
     }
   } while (!try_fetch(chunk));
+  prefetched_[index(chunk)] = false;
   ++counts_.demand_fetches;
 }
 
@@ -61,11 +59,11 @@ void Runtime::reclaim(std::size_t bytes) {
   while (!fits && manager_.demote_one()) {
     fits = manager_.make_room(bytes, kNoCap, now(), 0);
   }
-  if (!fits && !backward_pins_.empty() && options_.freed_slots == FreedSlots::kKeepTheirBytes) {
+  if (!fits && frames_.backward_pins() && options_.freed_slots == FreedSlots::kKeepTheirBytes) {
     // Backward may run on from the home copies: slower, but it runs. An operator that took the
     // slot's address before this allocation still reads the right bytes: freed slots keep them
     // until the next fetch (SlotArena), and no fetch happens inside an operator.
-    leave_backward();
+    frames_.end_backward();
     fits = manager_.make_room(bytes, kNoCap, now(), 0);
   }
   counts_.pressure_evictions += manager_.counts().evictions - before;
@@ -89,11 +87,11 @@ std::string Runtime::place_of(EventKind kind, ModuleId module) const {
 }
 
 std::string Runtime::place_under_way() const {
-  if (!frames_.empty()) {
-    return place_of(EventKind::kForwardEnter, frames_.back().module);
+  if (const auto module = frames_.innermost()) {
+    return place_of(EventKind::kForwardEnter, *module);
   }
-  if (backward_module_) {
-    return place_of(EventKind::kBackwardEnter, *backward_module_);
+  if (const auto module = frames_.backward()) {
+    return place_of(EventKind::kBackwardEnter, *module);
   }
   return "outside any module";
 }
