@@ -286,8 +286,7 @@ void ChunkManager::evict(ChunkId chunk) {
   ++counts_.evictions;
 }
 
-bool ChunkManager::make_room(std::size_t bytes, std::size_t cap_bytes, std::uint64_t now,
-                             std::uint64_t horizon) {
+bool ChunkManager::make_room(std::size_t bytes, std::size_t cap_bytes, std::uint64_t horizon) {
   bool fits = false;
   const auto enough = [&] {
     // Read once: other threads take and give back non-model memory all the time, and "it did not
@@ -295,7 +294,7 @@ bool ChunkManager::make_room(std::size_t bytes, std::size_t cap_bytes, std::uint
     fits = device_->ledger().available() >= bytes;
     return fits && residency_.slots_fit(bytes, cap_bytes);
   };
-  residency_.evict_until(enough, now, horizon, [this](ChunkId victim) { evict(victim); });
+  residency_.evict_until(enough, horizon, [this](ChunkId victim) { evict(victim); });
   return fits;
 }
 

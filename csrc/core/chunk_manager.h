@@ -87,8 +87,7 @@ class ChunkManager {
   /// Evicts in order until `bytes` fit the device budget and streamed chunks stay within
   /// `cap_bytes` after adding them; only chunks whose next use is `horizon` or later.
   /// Returns whether `bytes` fit the budget: the cap is a wish, the budget is not.
-  bool make_room(std::size_t bytes, std::size_t cap_bytes, std::uint64_t now,
-                 std::uint64_t horizon);
+  bool make_room(std::size_t bytes, std::size_t cap_bytes, std::uint64_t horizon = 0);
   [[nodiscard]] bool update_pending(ChunkId chunk) const {
     return updates_ != nullptr && updates_->pending(chunk);
   }

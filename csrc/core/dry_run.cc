@@ -60,7 +60,7 @@ void DryRun::fetch_for(ChunkId chunk, std::uint64_t used_at, std::size_t cap_byt
 }
 
 void DryRun::make_room(std::size_t bytes, std::size_t cap_bytes, std::uint64_t horizon) {
-  residency_.evict_until([&] { return residency_.slots_fit(bytes, cap_bytes); }, now(), horizon,
+  residency_.evict_until([&] { return residency_.slots_fit(bytes, cap_bytes); }, horizon,
                          [this](ChunkId victim) {
                            residency_.give_up_slot(victim);
                            ++evictions_;

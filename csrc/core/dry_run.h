@@ -46,8 +46,9 @@ class DryRun {
   /// Makes room and fetches, for use at a later access.
   void fetch_for(ChunkId chunk, std::uint64_t used_at, std::size_t cap_bytes);
   /// Whether that would keep to the cap, and evict nothing that is used before.
-  [[nodiscard]] bool could_fetch_for(ChunkId chunk, std::uint64_t used_at, std::size_t cap_bytes) {
-    return residency_.could_fit(residency_.capacity(chunk), cap_bytes, now(), used_at + 1);
+  [[nodiscard]] bool could_fetch_for(ChunkId chunk, std::uint64_t used_at,
+                                     std::size_t cap_bytes) const {
+    return residency_.could_fit(residency_.capacity(chunk), cap_bytes, used_at + 1);
   }
   /// Accesses begun.
   [[nodiscard]] std::size_t num_accesses() const noexcept { return num_accesses_; }

@@ -8,7 +8,7 @@
 namespace castor {
 
 Residency::Residency(const ChunkLayout& layout, std::span<const Placement> placements)
-    : chunks_(layout.chunks().size()), evictable_(layout.chunks().size()) {
+    : chunks_(layout.chunks().size()) {
   if (placements.size() != chunks_.size()) {
     throw InvalidArgument("there are " + std::to_string(chunks_.size()) + " chunks but " +
                           std::to_string(placements.size()) + " placements");
@@ -19,30 +19,28 @@ Residency::Residency(const ChunkLayout& layout, std::span<const Placement> place
   }
 }
 
-void Residency::may_leave(ChunkId chunk) {
-  if (placement(chunk) == Placement::kStream) {
-    evictable_.put(chunk, next_use(chunk));
-  }
-}
-
 void Residency::set_next_use(ChunkId chunk, std::uint64_t next_use) {
-  chunks_[index(chunk)].next_use = next_use;
-  if (evictable_.contains(chunk)) {
-    evictable_.put(chunk, next_use);
+  if (may_leave(chunk) && next_use != at(chunk).next_use) {
+    auto node = evictable_.extract(key_of(chunk));
+    node.value().first = next_use;
+    evictable_.insert(std::move(node));
   }
+  chunks_[index(chunk)].next_use = next_use;
 }
 
 void Residency::take_slot(ChunkId chunk) {
   assert(!resident(chunk));
   chunks_[index(chunk)].in_slot = true;
   slot_bytes_ += capacity(chunk);
-  may_leave(chunk);
+  if (may_leave(chunk)) {
+    evictable_.insert(key_of(chunk));
+  }
 }
 
 void Residency::give_up_slot(ChunkId chunk) noexcept {
   Chunk& entry = chunks_[index(chunk)];
   assert(entry.in_slot && entry.pins == 0);
-  evictable_.remove(chunk);
+  evictable_.erase(key_of(chunk));
   slot_bytes_ -= capacity(chunk);
   held_bytes_ -= entry.kept ? capacity(chunk) : 0;
   entry.in_slot = entry.kept = false;
@@ -51,12 +49,13 @@ void Residency::give_up_slot(ChunkId chunk) noexcept {
 Pin Residency::pin(ChunkId chunk) {
   Chunk& entry = chunks_[index(chunk)];
   assert(resident(chunk));
-  if (entry.pins++ == 0 && entry.in_slot) {
-    evictable_.remove(chunk);
+  if (entry.pins == 0 && entry.in_slot) {
+    evictable_.erase(key_of(chunk));
     pinned_bytes_ += capacity(chunk);
     held_bytes_ += entry.kept ? 0 : capacity(chunk);
     entry.kept = entry.placement == Placement::kKeep;
   }
+  ++entry.pins;
   return Pin(*this, chunk);
 }
 
@@ -66,7 +65,9 @@ void Residency::unpin(ChunkId chunk) noexcept {
   if (--entry.pins == 0 && entry.in_slot) {
     pinned_bytes_ -= capacity(chunk);
     held_bytes_ -= entry.kept ? 0 : capacity(chunk);
-    may_leave(chunk);
+    if (may_leave(chunk)) {
+      evictable_.insert(key_of(chunk));
+    }
   }
 }
 
@@ -76,36 +77,25 @@ void Residency::promote(ChunkId chunk) {
 }
 
 void Residency::demote(ChunkId chunk) {
-  Chunk& entry = chunks_[index(chunk)];
-  assert(entry.placement == Placement::kDevice);
-  entry.placement = Placement::kStream;
-  entry.in_slot = true;
-  slot_bytes_ += capacity(chunk);
-  if (entry.pins > 0) {
+  assert(on_device(chunk));
+  chunks_[index(chunk)].placement = Placement::kStream;
+  take_slot(chunk);
+  if (pins(chunk) > 0) {
     pinned_bytes_ += capacity(chunk);
     held_bytes_ += capacity(chunk);
-  } else {
-    may_leave(chunk);
   }
 }
 
-bool Residency::could_fit(std::size_t more_bytes, std::size_t cap_bytes, std::uint64_t now,
-                          std::uint64_t horizon) {
-  std::vector<ChunkId> victims;
+bool Residency::could_fit(std::size_t more_bytes, std::size_t cap_bytes,
+                          std::uint64_t horizon) const {
   std::size_t left = slot_bytes_;
-  while (left + more_bytes > cap_bytes) {
-    const auto victim = evictable_.victim_from(now, horizon);
-    if (!victim) {
-      break;
+  for (auto key = evictable_.rbegin(); left + more_bytes > cap_bytes; ++key) {
+    if (key == evictable_.rend() || key->first < horizon) {
+      return false;
     }
-    evictable_.remove(*victim);
-    victims.push_back(*victim);
-    left -= capacity(*victim);
+    left -= capacity(chunk_of(*key));
   }
-  for (const ChunkId victim : victims) {
-    may_leave(victim);
-  }
-  return left + more_bytes <= cap_bytes;
+  return true;
 }
 
 }  // namespace castor

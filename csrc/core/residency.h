@@ -2,17 +2,20 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <set>
 #include <span>
 #include <utility>
 #include <vector>
 
 #include "core/chunk_layout.h"
-#include "core/eviction_order.h"
 #include "core/placement.h"
 
 namespace castor {
 
 class Residency;
+
+/// Next use of a chunk that this step will not touch again.
+inline constexpr std::uint64_t kNeverUsed = ~std::uint64_t{0};
 
 /// Keeps a chunk on the device while it lives. Move-only; made by Residency::pin.
 class Pin {
@@ -44,8 +47,9 @@ class Pin {
 /// account only: no memory, no copies, no time. The chunk manager keeps one and moves bytes as it
 /// says; the planner and the simulator run one on paper (DryRun). Not thread-safe; outlives its
 /// pins. O(log chunks).
-/// Invariants: a pinned chunk is resident; a chunk may leave if and only if it is in a slot,
-/// streams (Placement::kStream) and is not pinned.
+/// Evictions: the furthest next use goes first (Belady 1966); ties go by id, so that every run
+/// takes the same decisions. Invariants: a pinned chunk is resident; a chunk may leave if and only
+/// if it is in a slot, streams (Placement::kStream) and is not pinned.
 class Residency {
  public:
   /// Nothing is in a slot. Throws InvalidArgument where there is not one placement for each chunk.
@@ -89,13 +93,12 @@ class Residency {
   /// `horizon` or later; returns whether it is enough. `evict` gives up the chunk's slot, or
   /// throws.
   template <typename Enough, typename Evict>
-  bool evict_until(Enough&& enough, std::uint64_t now, std::uint64_t horizon, Evict&& evict) {
+  bool evict_until(Enough&& enough, std::uint64_t horizon, Evict&& evict) {
     while (!enough()) {
-      const auto victim = evictable_.victim_from(now, horizon);
-      if (!victim) {
+      if (evictable_.empty() || evictable_.rbegin()->first < horizon) {
         return false;
       }
-      evict(*victim);
+      evict(chunk_of(*evictable_.rbegin()));
     }
     return true;
   }
@@ -103,8 +106,8 @@ class Residency {
     return slot_bytes_ + more_bytes <= cap_bytes;
   }
   /// Whether evicting would make `more_bytes` fit under the cap. Nothing changes.
-  [[nodiscard]] bool could_fit(std::size_t more_bytes, std::size_t cap_bytes, std::uint64_t now,
-                               std::uint64_t horizon);
+  [[nodiscard]] bool could_fit(std::size_t more_bytes, std::size_t cap_bytes,
+                               std::uint64_t horizon) const;
 
  private:
   friend class Pin;
@@ -116,12 +119,20 @@ class Residency {
     bool in_slot = false;
     bool kept = false;  // kKeep, and pinned since it came
   };
+  // Ordered so that the last has the furthest next use and, among equals, the lowest id.
+  using Key = std::pair<std::uint64_t, std::uint32_t>;
+  [[nodiscard]] static ChunkId chunk_of(const Key& key) { return ChunkId{~key.second}; }
+  [[nodiscard]] Key key_of(ChunkId chunk) const {
+    return {at(chunk).next_use, ~static_cast<std::uint32_t>(chunk)};
+  }
+  [[nodiscard]] bool may_leave(ChunkId chunk) const {
+    return at(chunk).in_slot && at(chunk).placement == Placement::kStream && at(chunk).pins == 0;
+  }
   [[nodiscard]] const Chunk& at(ChunkId chunk) const { return chunks_[index(chunk)]; }
   void unpin(ChunkId chunk) noexcept;
-  void may_leave(ChunkId chunk);
 
   std::vector<Chunk> chunks_;
-  EvictionOrder evictable_;
+  std::set<Key> evictable_;  // those that may leave
   std::size_t slot_bytes_ = 0;
   std::size_t pinned_bytes_ = 0;
   std::size_t held_bytes_ = 0;

@@ -182,7 +182,7 @@ void Runtime::acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins) {
   if (planned) {
     // The plan's cap leaves room for the non-model bytes until the next access.
     const CauseScope cause(timeline_, TransferCause::kPlan);
-    static_cast<void>(manager_.make_room(0, slot_cap(), now(), 0));
+    static_cast<void>(manager_.make_room(0, slot_cap()));
     prefetch();
   }
 }
@@ -194,7 +194,7 @@ void Runtime::prefetch() {
       continue;
     }
     manager_.set_next_use(ahead.chunk, ahead.used_at);
-    if (manager_.make_room(layout_.chunk(ahead.chunk).capacity_bytes, ahead.slot_cap_bytes, now(),
+    if (manager_.make_room(layout_.chunk(ahead.chunk).capacity_bytes, ahead.slot_cap_bytes,
                            ahead.used_at + 1)) {
       try {
         prefetched_[index(ahead.chunk)] = manager_.try_fetch(ahead.chunk);

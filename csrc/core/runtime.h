@@ -153,7 +153,6 @@ class Runtime final : public Reclaimer {
   static constexpr std::size_t kNoCap = ~std::size_t{0};
   [[nodiscard]] std::size_t slot_cap() const noexcept;
   [[nodiscard]] std::uint64_t unplanned_rank();
-  [[nodiscard]] std::uint64_t now() const noexcept { return cursor_ == 0 ? 0 : cursor_ - 1; }
   [[nodiscard]] std::string place_of(EventKind kind, ModuleId module) const;
   [[nodiscard]] std::string place_under_way() const;
   [[noreturn]] void throw_out_of_memory(std::size_t bytes, const std::string& where) const;

@@ -14,7 +14,7 @@ void Runtime::bring_in(ChunkId chunk, EventKind kind, ModuleId module) {
   // Another thread's allocation may take what was made for this chunk: try until there is nothing
   // to give.
   do {
-    while (!manager_.make_room(bytes, slot_cap(), now(), 0)) {
+    while (!manager_.make_room(bytes, slot_cap())) {
       if (!manager_.demote_one()) {
         throw_out_of_memory(bytes, place_of(kind, module));
       }
@@ -40,9 +40,9 @@ bool Runtime::try_fetch(ChunkId chunk) {
 bool Runtime::evict_more(std::size_t bytes) {
   const TransferCounts before = manager_.counts();
   const std::size_t wanted = manager_.device().ledger().available() + bytes;
-  bool fits = manager_.make_room(wanted, kNoCap, now(), 0);
+  bool fits = manager_.make_room(wanted, kNoCap);
   while (!fits && manager_.demote_one()) {
-    fits = manager_.make_room(wanted, kNoCap, now(), 0);
+    fits = manager_.make_room(wanted, kNoCap);
   }
   return manager_.counts().evictions != before.evictions ||
          manager_.counts().demotions != before.demotions;
@@ -52,19 +52,19 @@ void Runtime::reclaim(std::size_t bytes) {
   const std::lock_guard lock(mutex_);
   const CauseScope cause(timeline_, TransferCause::kPressure);
   const std::uint64_t before = manager_.counts().evictions;
-  bool fits = manager_.make_room(bytes, kNoCap, now(), 0);
+  bool fits = manager_.make_room(bytes, kNoCap);
   const std::string where = fits ? std::string() : place_under_way();
   // What was promoted into spare memory gives it back: no allocation fails that would not have
   // failed without promotions.
   while (!fits && manager_.demote_one()) {
-    fits = manager_.make_room(bytes, kNoCap, now(), 0);
+    fits = manager_.make_room(bytes, kNoCap);
   }
   if (!fits && frames_.backward_pins() && options_.freed_slots == FreedSlots::kKeepTheirBytes) {
     // Backward may run on from the home copies: slower, but it runs. An operator that took the
     // slot's address before this allocation still reads the right bytes: freed slots keep them
     // until the next fetch (SlotArena), and no fetch happens inside an operator.
     frames_.end_backward();
-    fits = manager_.make_room(bytes, kNoCap, now(), 0);
+    fits = manager_.make_room(bytes, kNoCap);
   }
   counts_.pressure_evictions += manager_.counts().evictions - before;
   if (!fits) {
