@@ -118,7 +118,7 @@ class ChunkManager {
   /// Demotes the promoted chunk that is used last of those not pinned, or else of the pinned ones.
   /// False when there is none.
   bool demote_one();
-  [[nodiscard]] bool promoted(ChunkId chunk) const;
+  [[nodiscard]] bool promoted(ChunkId chunk) const { return residency_.promoted(chunk); }
   /// Device bytes that the chunk takes, or would take, with all its payloads there for good.
   [[nodiscard]] std::size_t on_device_bytes(ChunkId chunk) const;
   /// Of the chunks that are promoted now.

@@ -14,10 +14,6 @@ constexpr std::size_t kParam = static_cast<std::size_t>(PayloadKind::kParam);
 
 }  // namespace
 
-bool ChunkManager::promoted(ChunkId chunk) const {
-  return slots_[index(chunk)].payloads[kParam]->away();
-}
-
 // The parameters of a promoted chunk take a whole slot, which they become when it is demoted.
 std::size_t ChunkManager::on_device_bytes(ChunkId chunk) const {
   const bool for_good = placement(chunk) == Placement::kDevice && !promoted(chunk);

@@ -74,11 +74,13 @@ void Residency::unpin(ChunkId chunk) noexcept {
 void Residency::promote(ChunkId chunk) {
   assert(placement(chunk) == Placement::kStream && !in_slot(chunk));
   chunks_[index(chunk)].placement = Placement::kDevice;
+  chunks_[index(chunk)].promoted = true;
 }
 
 void Residency::demote(ChunkId chunk) {
-  assert(on_device(chunk));
+  assert(promoted(chunk));
   chunks_[index(chunk)].placement = Placement::kStream;
+  chunks_[index(chunk)].promoted = false;
   take_slot(chunk);
   if (pins(chunk) > 0) {
     pinned_bytes_ += capacity(chunk);

@@ -84,10 +84,11 @@ class Residency {
   void give_up_slot(ChunkId chunk) noexcept;
   /// Requires that it is resident.
   [[nodiscard]] Pin pin(ChunkId chunk);
-  /// From now on it lives on the device. Requires that it streams and is in no slot.
+  /// Lives on the device until it is demoted. Requires that it streams and is in no slot.
   void promote(ChunkId chunk);
-  /// From now on it streams, from a slot; its pins stay. Requires that it lives on the device.
+  /// From now on it streams, from a slot; its pins stay. Requires that it was promoted.
   void demote(ChunkId chunk);
+  [[nodiscard]] bool promoted(ChunkId chunk) const { return at(chunk).promoted; }
 
   /// Calls `evict` for one chunk after the other until enough() or none may leave whose next use is
   /// `horizon` or later; returns whether it is enough. `evict` gives up the chunk's slot, or
@@ -118,6 +119,7 @@ class Residency {
     Placement placement = Placement::kStream;
     bool in_slot = false;
     bool kept = false;  // kKeep, and pinned since it came
+    bool promoted = false;
   };
   // Ordered so that the last has the furthest next use and, among equals, the lowest id.
   using Key = std::pair<std::uint64_t, std::uint32_t>;
