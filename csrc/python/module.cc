@@ -354,7 +354,11 @@ PYBIND11_MODULE(_C, m) {
            py::arg("every_weight"), released)
       .def("end_load", &Session::end_load, py::arg("weights"), py::arg("states"), released)
       .def_property_readonly("whole", &Session::whole)
-      .def("keep_forever", [](const py::object& self) { self.inc_ref(); })
+      .def("stay_with_parent",
+           [](const py::object& self) {
+             self.inc_ref();  // its destructor would wait for threads
+             self.cast<Session&>().stay_with_parent();
+           })
       .def("await_updates", &Session::await_updates, released)
       .def("finish_step", &Session::finish_step, released)
       .def("settle", py::overload_cast<>(&Session::settle), released)
