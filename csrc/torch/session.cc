@@ -17,6 +17,7 @@
 #include "parallel/async_copy_engine.h"
 #include "parallel/tbb_executor.h"
 #include "torch/counting_allocator.h"
+#include "torch/gil.h"
 #include "torch/torch_copy_engine.h"
 #include "torch/torch_error.h"
 
@@ -132,9 +133,13 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
   layout_options.param_alignment = param_alignment(options.state.format, options.precision);
   ChunkLayout layout(std::move(specs), std::move(modules), layout_options);
   std::vector<Placement> placements = place_chunks(layout, options.placement);
-  // Not make_shared: the constructor is private.
+  // Not make_shared: the constructor is private, and the destructor waits for copies and updates.
   std::shared_ptr<Session> session(
-      new Session(std::move(params), std::move(layout), std::move(placements), options));
+      new Session(std::move(params), std::move(layout), std::move(placements), options),
+      [](const Session* ended) {
+        const GilRelease released;
+        delete ended;
+      });
   session->adopt_parameters();
   session->install_gradient_hooks();
   session->watch_tensors();
