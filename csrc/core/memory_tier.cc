@@ -30,6 +30,12 @@ void Block::discard() noexcept {
   }
 }
 
+void Block::share_with_children() noexcept {
+  if (data_ != nullptr) {
+    arena_->share_with_children(data_, reservation_.bytes());
+  }
+}
+
 void Block::reset() noexcept {
   if (data_ != nullptr) {
     std::exchange(arena_, nullptr)->deallocate(std::exchange(data_, nullptr), reservation_.bytes());

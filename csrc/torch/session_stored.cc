@@ -49,6 +49,7 @@ void Session::guard_stored_weights() {
 
 // The gate's groups are numbered as the parts of StoredWeights.
 std::shared_ptr<void> Session::visit_groups(std::span<const TensorGate::Use> uses) {
+  check_process();
   auto visit = std::make_shared<OperatorVisit>(*runtime_);
   std::vector<WeightUse> parts;
   for (const TensorGate::Use& use : uses) {

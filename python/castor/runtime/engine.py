@@ -239,12 +239,12 @@ def _telling_what_is_lost(model: nn.Module) -> Iterator[None]:
 
 
 def _leave_sessions_to_the_parent() -> None:
-    """In a forked child (a data loader's worker): no session is ever destroyed there.
+    """In a forked child (a data loader's worker): no session is used, or destroyed, there.
 
-    It would wait for threads that only the parent has.
+    Its memory and its threads are the parent's alone.
     """
     for engine in list(_engines.values()):
-        engine.session.keep_forever()
+        engine.session.stay_with_parent()
 
 
 os.register_at_fork(after_in_child=_leave_sessions_to_the_parent)
