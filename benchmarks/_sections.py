@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from _svg import COLOURS, Bar, Bars, Line, Panel, inline
+from _plots import COLOURS, Bar, Bars, Line, Panel, inline
 
 Record = dict[str, Any]
 MIB = 1 << 20
