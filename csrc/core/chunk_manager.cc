@@ -10,26 +10,7 @@
 
 namespace castor {
 
-Pin::Pin(Pin&& other) noexcept
-    : manager_(std::exchange(other.manager_, nullptr)), chunk_(other.chunk_), kind_(other.kind_) {}
-
-Pin& Pin::operator=(Pin&& other) noexcept {
-  if (this != &other) {
-    release();
-    manager_ = std::exchange(other.manager_, nullptr);
-    chunk_ = other.chunk_;
-    kind_ = other.kind_;
-  }
-  return *this;
-}
-
-void Pin::release() noexcept {
-  if (manager_ != nullptr) {
-    std::exchange(manager_, nullptr)->unpin(chunk_, kind_);
-  }
-}
-
-ChunkManager::ChunkManager(const ChunkLayout& layout, std::vector<Placement> placements,
+ChunkManager::ChunkManager(const ChunkLayout& layout, const std::vector<Placement>& placements,
                            std::shared_ptr<MemoryTier> device, std::shared_ptr<MemoryTier> host,
                            CopyEngine& engine, ParamBinder& binder, HomeStore* homes)
     : layout_(layout),
@@ -38,16 +19,11 @@ ChunkManager::ChunkManager(const ChunkLayout& layout, std::vector<Placement> pla
       engine_(engine),
       binder_(binder),
       homes_(homes),
+      residency_(layout, placements),
       slots_(layout.chunks().size()),
-      states_(layout.params().size(), TensorState::kFree),
-      evictable_(layout.chunks().size()) {
-  if (placements.size() != slots_.size()) {
-    throw InvalidArgument("there are " + std::to_string(slots_.size()) + " chunks but " +
-                          std::to_string(placements.size()) + " placements");
-  }
+      states_(layout.params().size(), TensorState::kFree) {
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    slots_[i].placement = placements[i];
     add_payload(chunk, PayloadKind::kParam, layout.chunk(chunk).used_bytes);
     if (placements[i] == Placement::kDevice) {
       for (const ParamId param : layout.chunk(chunk).params) {
@@ -59,11 +35,11 @@ ChunkManager::ChunkManager(const ChunkLayout& layout, std::vector<Placement> pla
 
 ChunkManager::~ChunkManager() {
   for (std::size_t i = 0; i < slots_.size(); ++i) {
-    assert(slots_[i].pins == 0 && "a pin outlived its chunk manager");
-    if (!slots_[i].block) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    assert(pins(chunk) == 0 && "a pin outlived its chunk manager");
+    if (!residency_.in_slot(chunk)) {
       continue;
     }
-    const ChunkId chunk{static_cast<std::uint32_t>(i)};
     try {
       leave(chunk);
     } catch (...) {  // nobody is left to tell; the home is readable all the same
@@ -94,11 +70,6 @@ void ChunkManager::add_payload(ChunkId chunk, PayloadKind kind, std::size_t byte
 
 const std::shared_ptr<Payload>& ChunkManager::payload(ChunkId chunk, PayloadKind kind) const {
   return slots_[index(chunk)].payloads[static_cast<std::size_t>(kind)];
-}
-
-bool ChunkManager::resident(ChunkId chunk) const {
-  const Slot& slot = slots_[index(chunk)];
-  return slot.placement == Placement::kDevice || slot.block;
 }
 
 bool ChunkManager::fetch_blocks(ChunkId chunk) const {
@@ -180,7 +151,7 @@ bool ChunkManager::try_fetch(ChunkId chunk) {
     release_source(slot);
     throw;
   }
-  slot_bytes_ += bytes;
+  residency_.take_slot(chunk);
   ++counts_.fetches;
   if (recorder_ != nullptr) {
     recorder_->fetched(chunk, payload(chunk, PayloadKind::kParam)->bytes(), start_ns);
@@ -189,9 +160,6 @@ bool ChunkManager::try_fetch(ChunkId chunk) {
     if (states_[index(param)] != TensorState::kReadyForReduce) {
       set_state(param, TensorState::kHold);
     }
-  }
-  if (slot.placement == Placement::kStream) {
-    evictable_.put(chunk, slot.next_use);
   }
   return true;
 }
@@ -239,8 +207,7 @@ Pin ChunkManager::pin(ChunkId chunk) {
       slot.before_taken = true;
     }
   }
-  add_pin(chunk);
-  return Pin(*this, chunk, PinKind::kModule);
+  return residency_.pin(chunk);
 }
 
 Pin ChunkManager::hold(ChunkId chunk, StreamId stream) {
@@ -259,34 +226,7 @@ Pin ChunkManager::hold(ChunkId chunk, StreamId stream) {
       }
     }
   }
-  ++slot.holds;
-  ++num_holds_;
-  add_pin(chunk);
-  return Pin(*this, chunk, PinKind::kOperator);
-}
-
-void ChunkManager::add_pin(ChunkId chunk) noexcept {
-  Slot& slot = slots_[index(chunk)];
-  if (slot.pins++ == 0) {
-    evictable_.remove(chunk);
-    pinned_bytes_ += slot.block.bytes();
-  }
-}
-
-void ChunkManager::unpin(ChunkId chunk, PinKind kind) noexcept {
-  Slot& slot = slots_[index(chunk)];
-  assert(slot.pins > 0);
-  if (kind == PinKind::kOperator) {
-    assert(slot.holds > 0);
-    --slot.holds;
-    --num_holds_;
-  }
-  if (--slot.pins == 0) {
-    pinned_bytes_ -= slot.block.bytes();
-    if (slot.placement == Placement::kStream) {
-      evictable_.put(chunk, slot.next_use);
-    }
-  }
+  return residency_.pin(chunk, PinKind::kOperator);
 }
 
 // Brings what user code wrote on the device home; returns the bytes copied.
@@ -316,9 +256,9 @@ std::size_t ChunkManager::write_back(ChunkId chunk) {
 void ChunkManager::leave(ChunkId chunk) {
   const std::uint64_t start_ns = clock();
   Slot& slot = slots_[index(chunk)];
-  if (slot.pins > 0) {
+  if (pins(chunk) > 0) {
     throw UsageError("chunk " + std::to_string(index(chunk)) + " cannot leave the device: it has " +
-                     std::to_string(slot.pins) + " pins");
+                     std::to_string(pins(chunk)) + " pins");
   }
   for (const ParamId param : layout_.chunk(chunk).params) {
     if (states_[index(param)] == TensorState::kCompute) {
@@ -354,8 +294,7 @@ void ChunkManager::drop(ChunkId chunk) noexcept {
     TensorState& state = states_[index(param)];
     state = state == TensorState::kReadyForReduce ? state : TensorState::kFree;
   }
-  evictable_.remove(chunk);
-  slot_bytes_ -= slot.block.bytes();
+  residency_.give_up_slot(chunk);
   slot.block.reset();
   release_source(slot);
   slot.bound = false;
@@ -363,45 +302,32 @@ void ChunkManager::drop(ChunkId chunk) noexcept {
 }
 
 void ChunkManager::evict(ChunkId chunk) {
-  if (slots_[index(chunk)].placement == Placement::kDevice || !resident(chunk)) {
+  if (!residency_.in_slot(chunk)) {
     throw UsageError("chunk " + std::to_string(index(chunk)) + " has no device copy to evict");
   }
   leave(chunk);
   ++counts_.evictions;
 }
 
-bool ChunkManager::make_room(std::size_t bytes, std::size_t cap_bytes, std::uint64_t now,
-                             std::uint64_t horizon) {
-  for (;;) {
+bool ChunkManager::make_room(std::size_t bytes, std::size_t cap_bytes, std::uint64_t horizon) {
+  bool fits = false;
+  const auto enough = [&] {
     // Read once: other threads take and give back non-model memory all the time, and "it did not
     // fit" may only be said of a moment when nothing was left to evict.
-    const bool fits = device_->ledger().available() >= bytes;
-    if (fits && slot_bytes_ + bytes <= cap_bytes) {
-      return true;
-    }
-    const auto victim = evictable_.victim_from(now, horizon);
-    if (!victim) {
-      return fits;
-    }
-    evict(*victim);
-  }
+    fits = device_->ledger().available() >= bytes;
+    return fits && residency_.slots_fit(bytes, cap_bytes);
+  };
+  residency_.evict_until(enough, horizon, [this](ChunkId victim) { evict(victim); });
+  return fits;
 }
 
 void ChunkManager::send_home() {
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    if (slots_[i].block) {
+    if (residency_.in_slot(chunk)) {
       leave(chunk);
     }
     settle_writes(chunk);
-  }
-}
-
-void ChunkManager::set_next_use(ChunkId chunk, std::uint64_t next_use) {
-  Slot& slot = slots_[index(chunk)];
-  slot.next_use = next_use;
-  if (evictable_.contains(chunk)) {
-    evictable_.put(chunk, next_use);
   }
 }
 

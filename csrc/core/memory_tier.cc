@@ -35,6 +35,12 @@ void Block::discard() noexcept {
   }
 }
 
+void Block::share_with_children() noexcept {
+  if (data_ != nullptr) {
+    arena_->share_with_children(data_, reservation_.bytes());
+  }
+}
+
 void Block::add_user(StreamId stream) const {
   if (data_ != nullptr) {
     arena_->add_user(data_, stream);

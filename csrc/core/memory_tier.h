@@ -38,6 +38,8 @@ class Arena {
   /// The block stays allocated, but what it holds is not needed until it is written again: its
   /// physical memory may be given back meanwhile.
   virtual void discard(std::byte* /*data*/, std::size_t /*bytes*/) noexcept {}
+  /// Where an arena withholds its blocks from processes that this one forks: children get this one.
+  virtual void share_with_children(std::byte* /*data*/, std::size_t /*bytes*/) noexcept {}
   /// For reports: "jemalloc arena 3 over mmap, huge pages advised".
   [[nodiscard]] virtual std::string description() const = 0;
 };
@@ -63,6 +65,8 @@ class Block {
   void reset() noexcept;
   /// As Arena::discard.
   void discard() noexcept;
+  /// As Arena::share_with_children.
+  void share_with_children() noexcept;
   /// As Arena::add_user.
   void add_user(StreamId stream) const;
   /// As Arena::await_users: the block's stream waits.

@@ -84,6 +84,8 @@ class Payload {
   void move_to(std::shared_ptr<MemoryTier> tier, Block block) noexcept;
   /// The bytes are at home now; returns where they were. Requires away().
   Block move_home() noexcept;
+  /// For one that outlives its session: a forked process may use it too, where it is at home.
+  void share_with_children() noexcept { home_.share_with_children(); }
   /// From now on it is told of moves, until it is not alive any more.
   void add_follower(std::unique_ptr<PayloadFollower> follower);
 

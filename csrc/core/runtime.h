@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/chunk_manager.h"
+#include "core/module_frames.h"
 #include "core/nonmodel_memory.h"
 #include "core/planner.h"
 #include "core/timeline.h"
@@ -131,11 +132,6 @@ class Runtime final : public Reclaimer {
   [[nodiscard]] bool idle() const;
 
  private:
-  struct Frame {
-    ModuleId module;
-    std::size_t first_pin;
-  };
-
   void record(EventKind kind, std::uint32_t id);
   void advance(EventKind kind, ModuleId module);
   void acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins);
@@ -147,9 +143,7 @@ class Runtime final : public Reclaimer {
   void announce_homes();
   void all_home();
   void begin_use(ModuleId module);
-  void end_use(ModuleId module, TensorState after);
-  void leave_backward();
-  void unwind();
+  void end_use(ModuleId module, Pass pass);
   void learn_from_step();
   void plan_from(Trace trace);
   [[nodiscard]] PlanOptions plan_options() const;
@@ -159,7 +153,6 @@ class Runtime final : public Reclaimer {
   static constexpr std::size_t kNoCap = ~std::size_t{0};
   [[nodiscard]] std::size_t slot_cap() const noexcept;
   [[nodiscard]] std::uint64_t unplanned_rank();
-  [[nodiscard]] std::uint64_t now() const noexcept { return cursor_ == 0 ? 0 : cursor_ - 1; }
   [[nodiscard]] std::string place_of(EventKind kind, ModuleId module) const;
   [[nodiscard]] std::string place_under_way() const;
   [[noreturn]] void throw_out_of_memory(std::size_t bytes, const std::string& where) const;
@@ -172,10 +165,7 @@ class Runtime final : public Reclaimer {
   const RuntimeOptions options_;
   const Clock clock_;
 
-  std::vector<Frame> frames_;
-  std::vector<Pin> forward_pins_;
-  std::optional<ModuleId> backward_module_;
-  std::vector<Pin> backward_pins_;
+  ModuleFrames frames_{[this](ModuleId module, Pass pass) { end_use(module, pass); }};
   std::vector<std::uint16_t> uses_;           // per parameter: entered modules that own it
   std::vector<std::uint32_t> grads_missing_;  // per chunk
   std::vector<bool> prefetched_;              // per chunk: fetched ahead, not used yet

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "core/chunk_layout.h"
 #include "core/copy_engine.h"
@@ -53,7 +54,9 @@ class GradientCopies {
     at::Tensor gradient;
   };
 
-  void complete_first();
+  /// The copy goes to `arrived`, for its gradient to be dropped without the mutex: one that Python
+  /// knows takes Python's global lock.
+  void complete_first(std::vector<Copy>& arrived);
   void pay_by_window(const at::Tensor& gradient) noexcept;
   void rethrow_failure() const;
 

@@ -17,6 +17,7 @@
 #include "parallel/async_copy_engine.h"
 #include "parallel/tbb_executor.h"
 #include "torch/counting_allocator.h"
+#include "torch/gil.h"
 #include "torch/torch_copy_engine.h"
 #include "torch/torch_error.h"
 
@@ -24,6 +25,11 @@ namespace castor {
 namespace {
 
 constexpr ModuleId kRoot{0};
+
+const std::string kInChild =
+    "this process was forked from the one that boosted the model, which keeps the memory of its "
+    "parameters, gradients and optimizer states to itself; compute with them there, give the child "
+    "a .clone() made before the fork, or start it with the 'spawn' method";
 
 std::uint64_t monotonic_ns() {
   return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(
@@ -105,6 +111,16 @@ std::unique_ptr<Arena> make_home_arena(const SessionOptions& options) {
   return options.backend ? options.backend->make_host_arena() : make_host_arena();
 }
 
+void share_with_children(const ChunkManager& manager, std::size_t num_chunks) {
+  for (std::size_t i = 0; i < num_chunks * kNumPayloadKinds; ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i / kNumPayloadKinds)};
+    if (const auto& payload =
+            manager.payload(chunk, static_cast<PayloadKind>(i % kNumPayloadKinds))) {
+      payload->share_with_children();
+    }
+  }
+}
+
 }  // namespace
 
 std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
@@ -117,9 +133,13 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
   layout_options.param_alignment = param_alignment(options.state.format, options.precision);
   ChunkLayout layout(std::move(specs), std::move(modules), layout_options);
   std::vector<Placement> placements = place_chunks(layout, options.placement);
-  // Not make_shared: the constructor is private.
+  // Not make_shared: the constructor is private, and the destructor waits for copies and updates.
   std::shared_ptr<Session> session(
-      new Session(std::move(params), std::move(layout), std::move(placements), options));
+      new Session(std::move(params), std::move(layout), std::move(placements), options),
+      [](const Session* ended) {
+        const GilRelease released;
+        delete ended;
+      });
   session->adopt_parameters();
   session->install_gradient_hooks();
   session->watch_tensors();
@@ -178,6 +198,7 @@ Session::~Session() {
   if (updates_) {
     updates_->abandon();  // returns when none is under way
   }
+  share_with_children(*manager_, layout_.chunks().size());  // what outlives the session
   gate_.reset();
   gradient_copies_.reset();
   runtime_.reset();
@@ -307,7 +328,28 @@ void Session::check_parameters() const {
   }
 }
 
+void Session::stay_with_parent() {
+  in_child_ = true;
+  const auto leave = [](const c10::Storage& storage) { forbid(storage, kInChild); };
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    leave(storages_->storage(ChunkId{static_cast<std::uint32_t>(i)}));
+  }
+  for (const Gradient& gradient : gradients_) {
+    if (gradient.view.defined()) {
+      leave(gradient.view.storage());
+    }
+  }
+  state_views_->for_each_storage(leave);
+}
+
+void Session::check_process() const {
+  if (in_child_) {
+    throw UsageError(kInChild);
+  }
+}
+
 void Session::enter(ModuleId module) {
+  check_process();
   own_device_.follow_stream();
   const bool training = at::GradMode::is_enabled();
   if (module == kRoot && training && ::torch::autograd::get_current_graph_task_id() == -1) {
@@ -327,6 +369,9 @@ void Session::enter(ModuleId module) {
 }
 
 void Session::exit(ModuleId module) {
+  if (in_child_) {
+    return;  // enter has thrown
+  }
   own_device_.follow_stream();
   runtime_->exit(module);
   if (!at::GradMode::is_enabled() && runtime_->idle()) {
@@ -365,7 +410,7 @@ void Session::backward_pass_ended(int pass) {
 }
 
 void Session::stop_charging() {
-  if (runtime_->idle() && charged_account() == charged_) {
+  if (!in_child_ && runtime_->idle() && charged_account() == charged_) {
     charge_allocations_to(nullptr);
   }
 }

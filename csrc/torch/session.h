@@ -49,6 +49,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void backward_pass_ended(int pass);
   /// No backward will follow the forward that just ended: it failed, or has no result.
   void stop_charging();
+  void stay_with_parent();  ///< In a forked child: what needs memory or threads throws from now on.
   /// Follows AccumulateGrad of a parameter, which was given `incoming`: moves a fresh gradient into
   /// the chunk's payload and makes p.grad a view of it.
   void gradient_arrived(ParamId param, const at::Tensor& incoming);
@@ -142,10 +143,9 @@ class Session : public std::enable_shared_from_this<Session> {
   void submit_update(ChunkId chunk, std::vector<ParamUpdate> updates);
   void update_completed_chunks();
   void note_torn_payloads();
-  /// Whether a write to NVMe failed.
-  [[nodiscard]] bool torn() const noexcept;
-  /// Throws UsageError unless whole().
-  void check_whole();
+  [[nodiscard]] bool torn() const noexcept;  ///< Whether a write to NVMe failed.
+  void check_whole();                        ///< Throws UsageError unless whole().
+  void check_process() const;                ///< Throws UsageError in a forked child.
   void check_no_update_yet(const std::string& what) const;
   void check_not_updated(ModuleId module) const;
   /// Whether somebody holds another tensor over the chunk's memory, which the gate does not watch.
@@ -194,6 +194,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::vector<ChunkId> completed_;  // gradients complete, update not submitted
   std::vector<bool> updated_;       // per chunk, in this step's backward
   double loss_scale_ = 1.0;
+  bool in_child_ = false;
   std::uint64_t gradient_bytes_moved_ = 0;
 };
 

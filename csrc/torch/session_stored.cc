@@ -55,6 +55,7 @@ void Session::guard_weights() {
 
 // The gate's groups are numbered as the parts of StoredWeights.
 std::shared_ptr<void> Session::visit_groups(std::span<const TensorGate::Use> uses) {
+  check_process();
   const StreamId stream = own_device_.current_stream();
   auto visit = std::make_shared<OperatorVisit>(shared_from_this(), *runtime_);
   std::vector<WeightUse> parts;

@@ -102,6 +102,7 @@ void Session::note_torn_payloads() {
 }
 
 void Session::check_whole() {
+  check_process();
   note_torn_payloads();
   integrity_.check();
 }
@@ -280,6 +281,7 @@ void Session::await_updates() {
 
 // A failure comes out once as what it is; from then on what it did to the run is said instead.
 void Session::settle() {
+  check_process();
   if (whole()) {
     await_updates();
   }
@@ -288,6 +290,7 @@ void Session::settle() {
 }
 
 void Session::settle(ParamId param) {
+  check_process();
   gate_->pass(index(layout_.place(param).chunk));
   own_device_.await();
 }

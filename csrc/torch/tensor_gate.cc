@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "torch/gil.h"
 #include "torch/torch_error.h"
 
 namespace castor {
@@ -139,6 +140,7 @@ void pass_arguments(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   std::vector<std::shared_ptr<void>> visits;
   c10::DispatchKeySet rest = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   for_torch([&] {
+    const GilRelease released;  // some of torch's functions keep it
     Uses uses;
     const auto& arguments = op.schema().arguments();
     const auto values = ::torch::jit::last(*stack, arguments.size());

@@ -18,7 +18,7 @@ from torch import nn
 import castor
 from accelerator import ON_A_REAL_ONE, Accelerator
 from castor import GeminiPlugin, _loader
-from castor.config import available_memory_bytes
+from castor.config.memory import host_memory
 from castor.runtime.engine import engine_of
 from helpers import (
     FORMATS,
@@ -395,7 +395,7 @@ def test_prefetching_hides_copies(gpu: Accelerator) -> None:
 def test_18_billion_parameters_train_under_24_gib(gpu: Accelerator, tmp_path: Path) -> None:
     """8 bytes a parameter on the host, or 4 there and as many on NVMe."""
     numel = 18 * 10**9
-    host = int(0.9 * available_memory_bytes())
+    host = int(0.9 * host_memory().available_bytes)
     if host < 4.4 * numel:
         pytest.skip(f"{host / GIB:.0f} GiB of host memory are free, 75 are needed at least")
     cap, total = 24 * GIB, gpu.torch.get_device_properties(0).total_memory

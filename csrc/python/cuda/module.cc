@@ -9,6 +9,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -55,12 +56,14 @@ std::uint64_t submit(cuda::StreamCopyEngine& engine, const at::Tensor& target,
     throw InvalidArgument("a copy goes from host to device or back; both tensors are on " +
                           target.device().str());
   }
-  return static_cast<std::uint64_t>(engine.submit(
-      {.source = bytes_of(source),
-       .target = bytes_of(target),
-       .direction = target.is_cuda() ? CopyDirection::kHostToDevice : CopyDirection::kDeviceToHost,
-       .behind = current_stream(index_of(target.is_cuda() ? target : source)),
-       .await_source = {}}));
+  const CopyRequest request{
+      .source = bytes_of(source),
+      .target = bytes_of(target),
+      .direction = target.is_cuda() ? CopyDirection::kHostToDevice : CopyDirection::kDeviceToHost,
+      .behind = current_stream(index_of(target.is_cuda() ? target : source)),
+      .await_source = {}};
+  const py::gil_scoped_release release;
+  return static_cast<std::uint64_t>(engine.submit(request));
 }
 
 void adam_update_tensors(const std::vector<py::dict>& entries) {
@@ -210,13 +213,18 @@ PYBIND11_MODULE(_cuda, module) {
       .def(
           "release",
           [](cuda::StreamCopyEngine& engine, const at::Tensor& slot) {
-            engine.release(bytes_of(slot), current_stream(index_of(slot)));
+            const std::span<std::byte> bytes = bytes_of(slot);
+            const auto stream = current_stream(index_of(slot));
+            const py::gil_scoped_release released;
+            engine.release(bytes, stream);
           },
           py::arg("slot"))
       .def(
           "forget",
           [](cuda::StreamCopyEngine& engine, const at::Tensor& slot) {
-            engine.forget(bytes_of(slot));
+            const std::span<std::byte> bytes = bytes_of(slot);
+            const py::gil_scoped_release released;
+            engine.forget(bytes);
           },
           py::arg("slot"));
   py::class_<PinnedArena>(module, "PinnedArena")

@@ -14,6 +14,7 @@
 #include "core/error.h"
 #include "cuda/stream_order.h"
 #include "torch/cuda/caching_arena.h"
+#include "torch/gil.h"
 
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR == 11
 #include "torch/cuda/followed_allocator.h"
@@ -84,12 +85,16 @@ struct WithRoom {
     const auto accounts = Accounts::instance().find(c10::cuda::current_device());
     if (accounts.empty())
       return allocate();
-    for (const auto& account : accounts)
-      account->make_room(allocated_for(bytes));
+    {
+      const GilRelease released;  // torch.tensor() allocates with it
+      for (const auto& account : accounts)
+        account->make_room(allocated_for(bytes));
+    }
     try {
       return allocate();
     } catch (const c10::OutOfMemoryError&) {
       bool evicted = false;
+      const GilRelease released;
       for (const auto& account : accounts)
         evicted |= account->evict_refused(allocated_for(bytes));
       if (!evicted)
