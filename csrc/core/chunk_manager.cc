@@ -106,6 +106,7 @@ void ChunkManager::copy_in(ChunkId chunk) {
   slot.ticket = engine_.submit({.source = {data, home.bytes()},
                                 .target = {slot.block.data(), home.bytes()},
                                 .direction = CopyDirection::kHostToDevice,
+                                .behind = device_->stream(),
                                 .await_source = std::move(await_source)});
   counts_.h2d_bytes += home.bytes();
 }
@@ -167,10 +168,10 @@ void ChunkManager::await_copy_in(ChunkId chunk) {
   const std::uint64_t start_ns = clock();
   const std::uint64_t bytes_before = counts_.h2d_bytes;
   Slot& slot = slots_[index(chunk)];
-  engine_.wait(slot.ticket);
+  engine_.order(slot.ticket, device_->stream());
   if (binder_.written_since_snapshot(chunk)) {  // to the home, while the copy was under way
     copy_in(chunk);
-    engine_.wait(slot.ticket);
+    engine_.order(slot.ticket, device_->stream());
   }
   release_source(slot);
   if (recorder_ != nullptr) {
@@ -209,6 +210,25 @@ Pin ChunkManager::pin(ChunkId chunk) {
   return residency_.pin(chunk);
 }
 
+Pin ChunkManager::hold(ChunkId chunk, StreamId stream) {
+  Slot& slot = slots_[index(chunk)];
+  if (!bound(chunk)) {
+    throw UsageError("chunk " + std::to_string(index(chunk)) +
+                     " is held for an operator, but its parameters are not on the device");
+  }
+  if (stream != device_->stream()) {
+    if (slot.block) {
+      slot.block.add_user(stream);
+    }
+    for (const auto& payload : slot.payloads) {
+      if (payload && payload->tier() == TierKind::kDevice) {
+        payload->add_user(stream);
+      }
+    }
+  }
+  return residency_.pin(chunk, PinKind::kOperator);
+}
+
 // Brings what user code wrote on the device home; returns the bytes copied.
 std::size_t ChunkManager::write_back(ChunkId chunk) {
   if (!binder_.written_since_snapshot(chunk)) {
@@ -226,7 +246,9 @@ std::size_t ChunkManager::write_back(ChunkId chunk) {
   binder_.before_write_back(chunk, data, slot.block.data());
   engine_.wait(engine_.submit({.source = {slot.block.data(), home.bytes()},
                                .target = {data, home.bytes()},
-                               .direction = CopyDirection::kDeviceToHost}));
+                               .direction = CopyDirection::kDeviceToHost,
+                               .behind = device_->stream(),
+                               .await_source = {}}));
   counts_.d2h_bytes += home.bytes();
   return home.bytes();
 }
@@ -246,12 +268,13 @@ void ChunkManager::leave(ChunkId chunk) {
     }
   }
   std::size_t copied_bytes = 0;
+  slot.block.await_users();
   if (slot.bound) {
     copied_bytes = write_back(chunk);
     bind_home(chunk);
   } else {
     try {
-      engine_.wait(slot.ticket);  // no copy outlives its target
+      engine_.order(slot.ticket, device_->stream());  // the slot's next user is behind the copy
     } catch (...) {
       drop(chunk);
       throw;

@@ -80,6 +80,11 @@ class ChunkManager {
   /// Throws UsageError if it is not resident. Where its copy failed, rethrows that, and the chunk
   /// is not resident any more; where its update failed, rethrows that.
   [[nodiscard]] Pin pin(ChunkId chunk);
+  /// Pins a chunk that is bound to the device for an operator of `stream`, so that none of its
+  /// payloads moves either. Throws UsageError if it is not bound there.
+  [[nodiscard]] Pin hold(ChunkId chunk, StreamId stream);
+  /// Operators that hold any chunk now.
+  [[nodiscard]] std::size_t num_holds() const noexcept { return residency_.num_holds(); }
   /// Sends a chunk home; user writes on the device are copied back. Throws UsageError if it is
   /// pinned, not resident or in use (TensorState::kCompute). When the copy back fails, rethrows
   /// that, and the chunk stays on the device; evict may be called again.
@@ -113,10 +118,11 @@ class ChunkManager {
   [[nodiscard]] bool try_promote(ChunkId chunk);
   /// Makes a promoted chunk a streamed one: its payloads go home, and its parameters stay where
   /// they are, as a slot that may be pinned, in use, or evicted. Waits for its update. Takes no
-  /// memory. Throws UsageError if it is not promoted; rethrows a copy's failure, nothing changed.
+  /// memory. Throws UsageError if it is not promoted, or held by an operator; rethrows a copy's
+  /// failure, nothing changed.
   void demote(ChunkId chunk);
-  /// Demotes the promoted chunk that is used last of those not pinned, or else of the pinned ones.
-  /// False when there is none.
+  /// Demotes the promoted chunk that is used last of those not pinned, or else of those that
+  /// modules pin, but none that an operator holds. False when there is none.
   bool demote_one();
   [[nodiscard]] bool promoted(ChunkId chunk) const { return residency_.promoted(chunk); }
   /// Device bytes that the chunk takes, or would take, with all its payloads there for good.

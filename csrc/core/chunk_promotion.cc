@@ -88,6 +88,7 @@ bool ChunkManager::try_promote(ChunkId chunk) {
     copies.push_back({.source = {payload->home(), payload->bytes()},
                       .target = {blocks[kind].data(), payload->bytes()},
                       .direction = CopyDirection::kHostToDevice,
+                      .behind = device_->stream(),
                       .await_source = {}});
   }
   auto reservation = device_->ledger().try_reserve(before_bytes(chunk));
@@ -122,6 +123,10 @@ void ChunkManager::demote(ChunkId chunk) {
     throw UsageError("chunk " + std::to_string(index(chunk)) +
                      " cannot be demoted: it is not promoted");
   }
+  if (residency_.holds(chunk) > 0) {
+    throw UsageError("chunk " + std::to_string(index(chunk)) + " cannot be demoted: " +
+                     std::to_string(residency_.holds(chunk)) + " operators use its memory");
+  }
   if (update_pending(chunk)) {
     updates_->wait(chunk);
   }
@@ -131,9 +136,11 @@ void ChunkManager::demote(ChunkId chunk) {
   std::size_t copied_bytes = 0;
   for (const auto& payload : slot.payloads) {
     if (payload) {
+      payload->await_users();
       copies.push_back({.source = {payload->data(), payload->bytes()},
                         .target = {payload->home(), payload->bytes()},
                         .direction = CopyDirection::kDeviceToHost,
+                        .behind = device_->stream(),
                         .await_source = {}});
       copied_bytes += payload->bytes();
     }
@@ -165,7 +172,7 @@ bool ChunkManager::demote_one() {
   };
   for (std::size_t i = 0; i < slots_.size() && promoted_bytes_ > 0; ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    if (promoted(chunk) && (!last || rank(chunk) > rank(*last))) {
+    if (promoted(chunk) && residency_.holds(chunk) == 0 && (!last || rank(chunk) > rank(*last))) {
       last = chunk;
     }
   }

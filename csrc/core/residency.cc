@@ -46,7 +46,7 @@ void Residency::give_up_slot(ChunkId chunk) noexcept {
   entry.in_slot = entry.kept = false;
 }
 
-Pin Residency::pin(ChunkId chunk) {
+Pin Residency::pin(ChunkId chunk, PinKind kind) {
   Chunk& entry = chunks_[index(chunk)];
   assert(resident(chunk));
   if (entry.pins == 0 && entry.in_slot) {
@@ -56,12 +56,21 @@ Pin Residency::pin(ChunkId chunk) {
     entry.kept = entry.placement == Placement::kKeep;
   }
   ++entry.pins;
-  return Pin(*this, chunk);
+  if (kind == PinKind::kOperator) {
+    ++entry.holds;
+    ++num_holds_;
+  }
+  return Pin(*this, chunk, kind);
 }
 
-void Residency::unpin(ChunkId chunk) noexcept {
+void Residency::unpin(ChunkId chunk, PinKind kind) noexcept {
   Chunk& entry = chunks_[index(chunk)];
   assert(entry.pins > 0);
+  if (kind == PinKind::kOperator) {
+    assert(entry.holds > 0);
+    --entry.holds;
+    --num_holds_;
+  }
   if (--entry.pins == 0 && entry.in_slot) {
     pinned_bytes_ -= capacity(chunk);
     held_bytes_ -= entry.kept ? 0 : capacity(chunk);

@@ -18,17 +18,24 @@ class Residency;
 /// Next use of a chunk that this step will not touch again.
 inline constexpr std::uint64_t kNeverUsed = ~std::uint64_t{0};
 
-/// Keeps a chunk on the device while it lives. Move-only; made by Residency::pin.
+/// Who keeps a chunk on the device: a module, or an operator that took the addresses of its memory.
+enum class PinKind : std::uint8_t { kModule, kOperator };
+
+/// Keeps a chunk on the device while it lives, and for an operator all its payloads where they are.
+/// Move-only; made by Residency::pin.
 class Pin {
  public:
   Pin() = default;
   Pin(Pin&& other) noexcept
-      : residency_(std::exchange(other.residency_, nullptr)), chunk_(other.chunk_) {}
+      : residency_(std::exchange(other.residency_, nullptr)),
+        chunk_(other.chunk_),
+        kind_(other.kind_) {}
   Pin& operator=(Pin&& other) noexcept {
     if (this != &other) {
       release();
       residency_ = std::exchange(other.residency_, nullptr);
       chunk_ = other.chunk_;
+      kind_ = other.kind_;
     }
     return *this;
   }
@@ -39,9 +46,11 @@ class Pin {
 
  private:
   friend class Residency;
-  Pin(Residency& residency, ChunkId chunk) noexcept : residency_(&residency), chunk_(chunk) {}
+  Pin(Residency& residency, ChunkId chunk, PinKind kind) noexcept
+      : residency_(&residency), chunk_(chunk), kind_(kind) {}
   Residency* residency_ = nullptr;
   ChunkId chunk_{};
+  PinKind kind_ = PinKind::kModule;
 };
 
 /// Which chunks are on the device, in slots or for good, what pins them, and which leaves next. An
@@ -65,6 +74,9 @@ class Residency {
   [[nodiscard]] bool in_slot(ChunkId chunk) const { return at(chunk).in_slot; }
   [[nodiscard]] bool resident(ChunkId chunk) const { return on_device(chunk) || in_slot(chunk); }
   [[nodiscard]] std::uint32_t pins(ChunkId chunk) const { return at(chunk).pins; }
+  /// Of the pins: those of operators.
+  [[nodiscard]] std::uint32_t holds(ChunkId chunk) const { return at(chunk).holds; }
+  [[nodiscard]] std::size_t num_holds() const noexcept { return num_holds_; }
   [[nodiscard]] std::uint64_t next_use(ChunkId chunk) const { return at(chunk).next_use; }
   /// Device bytes that its slot takes, or would take.
   [[nodiscard]] std::size_t capacity(ChunkId chunk) const { return at(chunk).capacity_bytes; }
@@ -84,7 +96,7 @@ class Residency {
   /// Requires that it is in a slot and not pinned.
   void give_up_slot(ChunkId chunk) noexcept;
   /// Requires that it is resident.
-  [[nodiscard]] Pin pin(ChunkId chunk);
+  [[nodiscard]] Pin pin(ChunkId chunk, PinKind kind = PinKind::kModule);
   /// Lives on the device until it is demoted. Requires that it streams and is in no slot.
   void promote(ChunkId chunk);
   /// From now on it streams, from a slot; its pins stay. Requires that it was promoted.
@@ -117,6 +129,7 @@ class Residency {
     std::size_t capacity_bytes = 0;
     std::uint64_t next_use = kNeverUsed;
     std::uint32_t pins = 0;
+    std::uint32_t holds = 0;
     Placement placement = Placement::kStream;
     bool in_slot = false;
     bool kept = false;  // kKeep, and pinned since it came
@@ -132,18 +145,19 @@ class Residency {
     return at(chunk).in_slot && at(chunk).placement == Placement::kStream && at(chunk).pins == 0;
   }
   [[nodiscard]] const Chunk& at(ChunkId chunk) const { return chunks_[index(chunk)]; }
-  void unpin(ChunkId chunk) noexcept;
+  void unpin(ChunkId chunk, PinKind kind) noexcept;
 
   std::vector<Chunk> chunks_;
   std::set<Key> evictable_;  // those that may leave
   std::size_t slot_bytes_ = 0;
   std::size_t pinned_bytes_ = 0;
   std::size_t held_bytes_ = 0;
+  std::size_t num_holds_ = 0;
 };
 
 inline void Pin::release() noexcept {
   if (residency_ != nullptr) {
-    std::exchange(residency_, nullptr)->unpin(chunk_);
+    std::exchange(residency_, nullptr)->unpin(chunk_, kind_);
   }
 }
 

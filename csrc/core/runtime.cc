@@ -217,14 +217,25 @@ void Runtime::announce_homes() {
   }
 }
 
-std::optional<Pin> Runtime::pin_resident(ChunkId chunk) {
+std::optional<Pin> Runtime::hold(ChunkId chunk, StreamId stream, PayloadKind used) {
   const MutexLock lock(mutex_);
-  return manager_.bound(chunk) ? std::optional(manager_.pin(chunk)) : std::nullopt;
+  const bool there = used == PayloadKind::kParam ? manager_.bound(chunk)
+                                                 : manager_.placement(chunk) == Placement::kDevice;
+  return there ? std::optional(manager_.hold(chunk, stream)) : std::nullopt;
 }
 
 void Runtime::unpin(std::vector<Pin>& pins) noexcept {
-  const MutexLock lock(mutex_);
-  pins.clear();
+  {
+    const MutexLock lock(mutex_);
+    pins.clear();
+  }
+  operators_over_.notify_all();
+}
+
+// Those of other threads: they go on without the runtime's mutex.
+void Runtime::await_operators(MutexLock& lock) {
+  operators_over_.wait(lock.native(),
+                       [this]() CASTOR_REQUIRES(mutex_) { return manager_.num_holds() == 0; });
 }
 
 void Runtime::begin_use(ModuleId module) {
@@ -329,18 +340,21 @@ void Runtime::all_home() {
 }
 
 void Runtime::send_home() {
-  const MutexLock lock(mutex_);
+  MutexLock lock(mutex_);
+  await_operators(lock);
   all_home();
 }
 
 void Runtime::begin_update() {
-  const MutexLock lock(mutex_);
+  MutexLock lock(mutex_);
+  await_operators(lock);
   timeline_.begin_update();
   all_home();
 }
 
 void Runtime::finish_step() {
-  const MutexLock lock(mutex_);
+  MutexLock lock(mutex_);
+  await_operators(lock);
   all_home();
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};

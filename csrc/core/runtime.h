@@ -1,5 +1,6 @@
 #pragma once
 
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -90,10 +91,10 @@ class Runtime final : public Reclaimer {
   /// A parameter's gradient is complete in its chunk's payload, or on its way there. Returns
   /// whether those of the whole chunk are now.
   bool grad_ready(ParamId param, const GradientCopy& copy = {});
-  /// Pins the chunk if it is bound to a device slot now, so that an operator outside its modules
-  /// may read it there. Given back by unpin, before anything else is asked of the runtime for the
-  /// chunk.
-  [[nodiscard]] std::optional<Pin> pin_resident(ChunkId chunk);
+  /// Holds the chunk for an operator of `stream` if what that uses of it, parameters or gradients,
+  /// is in device memory now. Given back by unpin on the same thread.
+  [[nodiscard]] std::optional<Pin> hold(ChunkId chunk, StreamId stream = {},
+                                        PayloadKind used = PayloadKind::kParam);
   void unpin(std::vector<Pin>& pins) noexcept;
   /// Sends a chunk home whose gradients are complete, user writes with it, so that it can be
   /// updated while backward goes on. False, and nothing happened, while a module under way pins it.
@@ -124,10 +125,8 @@ class Runtime final : public Reclaimer {
   [[nodiscard]] RuntimeCounts counts() const;
   /// Of the last finished training step; without events before there is one.
   [[nodiscard]] Timeline timeline() const;
-  /// Highest device bytes of that step.
   [[nodiscard]] std::size_t step_peak_device_bytes() const;
   [[nodiscard]] TransferCounts transfers() const;
-  /// Now, by the runtime's clock.
   [[nodiscard]] std::uint64_t clock_ns() const { return clock_(); }
   /// Whether no module is entered.
   [[nodiscard]] bool idle() const;
@@ -139,6 +138,7 @@ class Runtime final : public Reclaimer {
   void bring_in(ChunkId chunk, EventKind kind, ModuleId module) CASTOR_REQUIRES(mutex_);
   void prefetch() CASTOR_REQUIRES(mutex_);
   [[nodiscard]] bool try_fetch(ChunkId chunk) CASTOR_REQUIRES(mutex_);
+  void await_operators(MutexLock& lock) CASTOR_REQUIRES(mutex_);
   [[nodiscard]] bool evict_more(std::size_t bytes) CASTOR_REQUIRES(mutex_);
   void announce_homes() CASTOR_REQUIRES(mutex_);
   void all_home() CASTOR_REQUIRES(mutex_);
@@ -159,6 +159,7 @@ class Runtime final : public Reclaimer {
       CASTOR_REQUIRES(mutex_);
 
   mutable Mutex mutex_;
+  std::condition_variable operators_over_;
   ChunkManager& manager_ CASTOR_GUARDED_BY(mutex_);
   const ChunkLayout& layout_;
   const std::shared_ptr<NonModelMemory> nonmodel_;
