@@ -58,7 +58,7 @@ PY_SOURCES := $(shell find python -type f -not -name '*.pyc')
 CXX_FORMATTED := find csrc tests/cpp tests/simulated_device tests/simulated_gpu benchmarks examples -type f \
 	\( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0
 
-.PHONY: demo test pages browser lint lint-format lint-ruff lint-mypy lint-layers package cpp pytest docs asan tsan wheel bench bench-storage study install clean help FORCE
+.PHONY: demo test pages browser lint lint-format lint-ruff lint-mypy lint-layers lint-threads package cpp pytest docs asan tsan wheel bench bench-storage study install clean help FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -150,7 +150,7 @@ $(VENV_STAMPS)/docs: $(VENV_STAMPS)/venv
 
 ## Checks ----------------------------------------------------------------------------------------
 
-lint: lint-format lint-ruff lint-mypy lint-layers
+lint: lint-format lint-ruff lint-mypy lint-layers lint-threads
 
 lint-format: $(STAMPS)/system
 	@$(CXX_FORMATTED) | xargs -0 --no-run-if-empty clang-format --dry-run -Werror
@@ -165,6 +165,13 @@ lint-mypy: $(VENV_STAMPS)/venv
 
 lint-layers: $(VENV_STAMPS)/venv
 	@$(BIN)/python scripts/check_layers.py
+
+# Members that name their mutex (core/mutex.h) are used only while it is held.
+THREAD_CHECKED := csrc/core csrc/host csrc/io csrc/parallel
+lint-threads: $(STAMPS)/system
+	@grep -rlE --include='*.cc' 'MutexLock|CASTOR_GUARDED_BY' $(THREAD_CHECKED) | \
+	  xargs -n 1 -P $(JOBS) clang++ -std=c++20 -fsyntax-only -Wthread-safety -Werror -Icsrc
+	@echo "clang's thread-safety analysis: clean"
 
 # What was installed, and that _C.pyi and _cuda.pyi name what the extensions hold.
 package: $(VENV_STAMPS)/castor
