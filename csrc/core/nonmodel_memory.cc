@@ -33,7 +33,7 @@ void NonModelMemory::allocate(std::size_t bytes) {
 }
 
 void NonModelMemory::make_room(std::size_t bytes) {
-  if (device_->ledger().available() >= bytes) {
+  if (fits(bytes)) {
     return;
   }
   const std::lock_guard lock(reclaim_mutex_);

@@ -44,6 +44,10 @@ class NonModelMemory {
   [[nodiscard]] bool try_allocate(std::size_t bytes) noexcept;
   void free(std::size_t bytes) noexcept;
 
+  /// Whether `bytes` more fit the budget as it is.
+  [[nodiscard]] bool fits(std::size_t bytes) const noexcept {
+    return device_->ledger().available() >= bytes;
+  }
   /// Reclaims chunks until `bytes` fit the budget. Throws OutOfMemory as allocate does; no effect
   /// once the model is gone.
   void make_room(std::size_t bytes);

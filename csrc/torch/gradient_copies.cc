@@ -10,6 +10,7 @@ namespace castor {
 GradientCopies::GradientCopies(const ChunkLayout& layout, CopyEngine& engine, MemoryTier& device,
                                NonModelMemory* account)
     : engine_(engine),
+      device_(device),
       window_(device.ledger().reserve(largest_gradient_bytes(layout),
                                       "the largest gradient needs that much on its way to the "
                                       "host; raise device_memory")),
@@ -47,6 +48,7 @@ bool GradientCopies::submit(ChunkId chunk, const at::Tensor& gradient, const at:
   const CopyTicket ticket = engine_.submit({.source = {data, bytes},
                                             .target = target,
                                             .direction = CopyDirection::kDeviceToHost,
+                                            .behind = device_.stream(),
                                             .await_source = {}});
   copies_.push_back({chunk, ticket, gradient});
   used_bytes_ += bytes;

@@ -37,9 +37,9 @@ class GradientCopies {
   GradientCopies(const GradientCopies&) = delete;
   GradientCopies& operator=(const GradientCopies&) = delete;
 
-  /// Sends `gradient`, which nobody else will write, to `target`, and holds its memory until it is
-  /// there. False, and nothing happened, if it is a part of other memory or laid out otherwise than
-  /// `like`.
+  /// Sends `gradient`, which the device's stream has been given to write and nobody else will, to
+  /// `target`, and holds its memory until it is there. False, and nothing happened, if it is a part
+  /// of other memory or laid out otherwise than `like`.
   [[nodiscard]] bool submit(ChunkId chunk, const at::Tensor& gradient, const at::Tensor& like,
                             std::span<std::byte> target);
   /// The ticket of the chunk's latest gradient that is on its way; kNone if there is none.
@@ -61,6 +61,7 @@ class GradientCopies {
   void rethrow_failure() const;
 
   CopyEngine& engine_;
+  const MemoryTier& device_;
   Reservation window_;
   NonModelMemory* const account_;
   mutable std::mutex mutex_;    // guards everything below; held while a copy is waited for

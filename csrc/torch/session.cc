@@ -157,7 +157,7 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
       scaled_precision_(options.precision == ScalarType::kFloat16),
       own_device_(options.backend),
       device_(std::make_shared<MemoryTier>(TierKind::kDevice, options.device_bytes,
-                                           make_device_arena(options))),
+                                           make_device_arena(options), own_device_.stream())),
       host_(std::make_shared<MemoryTier>(TierKind::kHost, options.host_bytes,
                                          make_home_arena(options))),
       nonmodel_(std::make_shared<NonModelMemory>(device_)),
@@ -174,9 +174,9 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
   state_options.device = own_device_.get();
   optimizer_state_ = std::make_unique<OptimizerState>(*manager_, params_, *executor_, state_options,
                                                       weights_.get());
-  storages_->on_write_back([state = optimizer_state_.get()](ChunkId chunk, const std::byte* home,
-                                                            const std::byte* slot) {
-    state->before_write_back(chunk, home, slot);
+  storages_->on_write_back([this](ChunkId chunk, const std::byte* home, const std::byte* slot) {
+    const auto scope = own_device_.run_on_stream();  // an eviction may come from any thread
+    optimizer_state_->before_write_back(chunk, home, slot);
   });
   if (copy_engine_->asynchronous()) {
     gradient_copies_ = std::make_unique<GradientCopies>(layout_, *copy_engine_, *device_,
@@ -196,8 +196,7 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
 
 Session::~Session() {
   if (updates_) {
-    manager_->follow(nullptr);
-    updates_.reset();  // completes what is under way
+    updates_->abandon();  // returns when none is under way
   }
   share_with_children(*manager_, layout_.chunks().size());  // what outlives the session
   gate_.reset();
@@ -256,8 +255,11 @@ void Session::adopt_parameters() {
 void Session::watch_tensors() {
   gate_ = TensorGate::create(
       2 * layout_.chunks().size(), [this](std::size_t group) { settle_group(group); },
-      [this](auto uses) { return visit_groups(uses); });
-  guard_stored_weights();
+      [weak = weak_from_this()](auto uses) {
+        const auto session = weak.lock();  // an operator may be the last that uses the model
+        return session ? session->visit_groups(uses) : nullptr;
+      });
+  guard_weights();
   state_views_ = std::make_unique<StateViews>(params_.size());
   updated_.resize(layout_.chunks().size(), false);
   for (std::size_t i = 0; i < params_.size(); ++i) {
@@ -348,6 +350,7 @@ void Session::check_process() const {
 
 void Session::enter(ModuleId module) {
   check_process();
+  own_device_.follow_stream();
   const bool training = at::GradMode::is_enabled();
   if (module == kRoot && training && ::torch::autograd::get_current_graph_task_id() == -1) {
     check_parameters();
@@ -369,6 +372,7 @@ void Session::exit(ModuleId module) {
   if (in_child_) {
     return;  // enter has thrown
   }
+  own_device_.follow_stream();
   runtime_->exit(module);
   if (!at::GradMode::is_enabled() && runtime_->idle()) {
     charge_allocations_to(std::exchange(account_before_, nullptr));
@@ -376,6 +380,7 @@ void Session::exit(ModuleId module) {
 }
 
 void Session::enter_backward(ModuleId module) {
+  own_device_.follow_stream();
   charge_allocations_to(charged_);
   follow_backward_pass();
   check_not_updated(module);

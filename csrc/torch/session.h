@@ -72,9 +72,8 @@ class Session : public std::enable_shared_from_this<Session> {
   /// Overlap::kBackward: the options with which the coming backward updates what it completes; no
   /// effect in other modes. As in adam_step, which has to be given the same.
   void arm_updates(std::vector<AdamOptions> groups, std::vector<std::int64_t> group_of);
-  /// A checkpoint's weights, or optimizer states, or both are about to be put in place: forgets a
-  /// step that stopped in the middle and sends the parameters home. Until end_load the run counts
-  /// as broken; states on NVMe are zeros from now on if they are to be replaced, or lost anyway.
+  /// A checkpoint comes: forgets a step that stopped in the middle and sends the parameters home.
+  /// The run counts as broken until end_load; states on NVMe that it replaces, or lost, are zeros.
   void begin_load(RunLoad load);
   void end_load(RunLoad load);
   /// Whether weights and states are those of one step. Where they are not, a training forward,
@@ -128,7 +127,9 @@ class Session : public std::enable_shared_from_this<Session> {
   GradientCopy adopt_gradient(ParamId param, at::Tensor& grad, std::size_t max_uses);
   [[nodiscard]] double gradient_norm() const;
   void watch_tensors();
-  void guard_stored_weights();
+  void guard_weights();
+  /// Those that live on the device, for kernels of castor's own.
+  [[nodiscard]] std::shared_ptr<void> hold_on_device(std::span<const ChunkId> chunks) const;
   [[nodiscard]] std::shared_ptr<void> visit_groups(std::span<const TensorGate::Use> uses);
   [[nodiscard]] bool stored(ChunkId chunk) const noexcept;
   void begin_gradients_of(ChunkId chunk);
@@ -167,6 +168,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::shared_ptr<NonModelMemory> nonmodel_;
   const std::shared_ptr<NonModelMemory> charged_;  // for the CPU's allocations; may be nullptr
   std::unique_ptr<Executor> executor_;
+  std::unique_ptr<UpdateQueue> updates_;  // nullptr with Overlap::kNone; outlives copies' waits
   std::unique_ptr<CopyEngine> copy_engine_;
   std::unique_ptr<ChunkStorages> storages_;
   std::unique_ptr<StoredWeights> weights_;
@@ -175,10 +177,8 @@ class Session : public std::enable_shared_from_this<Session> {
   std::unique_ptr<GradientCopies> gradient_copies_;  // nullptr where copies are not asynchronous
   std::unique_ptr<Runtime> runtime_;
   RunIntegrity integrity_;
-  std::unique_ptr<UpdateQueue> updates_;  // nullptr with Overlap::kNone
-  // Group i: parameters and moments of chunk i; gradient_group(i): its gradients.
-  std::shared_ptr<TensorGate> gate_;
-  std::vector<std::size_t> param_uses_;     // per chunk: of its parameters' storage, by castor
+  std::shared_ptr<TensorGate> gate_;     // groups: chunks; from gradient_group on: their gradients
+  std::vector<std::size_t> param_uses_;  // per chunk: of its parameters' storage, by castor
   std::vector<std::size_t> gradient_uses_;  // of its gradients' storage
   std::unique_ptr<StateViews> state_views_;
   std::shared_ptr<NonModelMemory> account_before_;  // of the thread, while inference runs

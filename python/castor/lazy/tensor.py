@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from castor.errors import UsageError
+from castor.lazy import replay
 from castor.lazy.program import Operation, Program, Value, trace
 
 _NEEDS_VALUES = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
@@ -123,7 +124,8 @@ class Recording:
             stacklevel=2,
         )
         tensors = [tensor for tensor in self.tensors.values() if tensor._computed is None]
-        values = self.program.replay([tensor._value for tensor in tensors])
+        values: dict[Value, torch.Tensor] = {}
+        replay.run(self.program, [tensor._value for tensor in tensors], values.__setitem__)
         for tensor in tensors:
             tensor._computed = values[tensor._value]
         self.given_up = True
@@ -205,7 +207,7 @@ def _run_now(func: Any, leaves: list[Any], spec: Any) -> Any:
 
 def _values_of(tensor: LazyTensor, func: Any) -> torch.Tensor:
     if tensor._computed is None:
-        value = tensor._recording.program.compute(tensor._value)
+        value = replay.compute(tensor._recording.program, tensor._value)
         if value is not None:
             return value
         tensor._recording.compute_all(f"{name_of(func)} reads a value that random numbers decide")

@@ -197,7 +197,7 @@ class GeminiPlugin:
     ) -> None:
         _check_not_yet(not_yet)
         chosen = choose_device(device)
-        on_gpu = chosen.type == "cuda"
+        on_gpu = chosen.type != "cpu"
         if pin_memory and not on_gpu:
             raise ValueError("pin_memory=True needs device='cuda'; the CPU device copies nothing")
         if link_bandwidth is not None and on_gpu:
