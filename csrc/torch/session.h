@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "core/run_load.h"
 #include "core/runtime.h"
 #include "optim/adam.h"
 #include "parallel/update_queue.h"
@@ -71,12 +72,10 @@ class Session : public std::enable_shared_from_this<Session> {
   /// Overlap::kBackward: the options with which the coming backward updates what it completes; no
   /// effect in other modes. As in adam_step, which has to be given the same.
   void arm_updates(std::vector<AdamOptions> groups, std::vector<std::int64_t> group_of);
-  /// A checkpoint's weights, or optimizer states, or both are about to be put in place: forgets a
-  /// step that stopped in the middle and sends the parameters home. Until end_load the run counts
-  /// as broken; states on NVMe are zeros from now on if they are to be replaced, or lost anyway.
-  /// `every_weight`: all of the model's will be replaced, so that those on NVMe need not be read.
-  void begin_load(bool weights, bool states, bool every_weight);
-  void end_load(bool weights, bool states);
+  /// A checkpoint comes: forgets a step that stopped in the middle and sends the parameters home.
+  /// The run counts as broken until end_load; states on NVMe that it replaces, or lost, are zeros.
+  void begin_load(RunLoad load);
+  void end_load(RunLoad load);
   /// Whether weights and states are those of one step. Where they are not, a training forward,
   /// step() and settle throw UsageError.
   [[nodiscard]] bool whole() const { return integrity_.whole() && !torn(); }

@@ -92,7 +92,7 @@ def test_a_castor_without_gpu_parts_is_an_import_error(monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("two_gpus")
 def test_defaults_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("castor.runtime.device.load_cuda", lambda: None)
+    monkeypatch.setattr("castor.plugins.machine.load_cuda", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (8 * GIB, 24 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 3 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: GIB)
@@ -105,7 +105,7 @@ def test_defaults_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_other_optimizers_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("castor.runtime.device.load_cuda", lambda: None)
+    monkeypatch.setattr("castor.plugins.machine.load_cuda", lambda: None)
     model = tower()
     plugin = GeminiPlugin(device="cuda:0", device_memory=GIB, precision="fp32")
     with pytest.raises(NotImplementedError, match="a GPU would read over the link"):
