@@ -252,7 +252,7 @@ def make_phases(castor: Castor, work: Path, results: Path, seconds: float) -> li
         ]
         what = f"benchmarks/gpu.py, steps of {tokens} tokens"
         phases.append(Phase(name=f"bench-{tokens}", what=what, parts=parts))
-    large = ["-m", "cuda and slow", "-s", str(ROOT / "tests/python")]
+    large = ["-m", "cuda and slow", "-s", *map(str, test_files())]
     batch = pytest_batch(castor, work, "pytest", large, seconds)
     phases.append(Phase(name="18b", what="a GPT of 18B parameters under 24 GiB", parts=[batch]))
     return phases
