@@ -214,9 +214,9 @@ def make_phases(castor: Castor, work: Path, results: Path, seconds: float) -> li
     ]
 
     def gpu_tests(finished: list[str]) -> list[str]:
-        return [str(castor.gpu_tests), f"--gtest_filter=*-{':'.join(finished)}"]
+        libraries = f"LD_LIBRARY_PATH={cuda_libraries(castor.python)}"
+        return ["env", libraries, str(castor.gpu_tests), f"--gtest_filter=*-{':'.join(finished)}"]
 
-    libraries = cuda_libraries(castor.python) if castor.is_ready() else ""
     phases.append(
         Phase(
             name="cpp",
@@ -226,7 +226,6 @@ def make_phases(castor: Castor, work: Path, results: Path, seconds: float) -> li
                     name="cuda_gpu_tests",
                     argv=gpu_tests,
                     parse=gtest_event,
-                    env={"LD_LIBRARY_PATH": libraries},
                     limit=TEST_SECONDS,
                 )
             ],
@@ -289,7 +288,8 @@ def main(argv: list[str]) -> int:
     else:
         castor = from_source(work)
     seconds = arguments.limit - GRACE_SECONDS
-    names = [phase.name for phase in make_phases(castor, work, folder, seconds)]
+    phases = make_phases(castor, work, folder, seconds)
+    names = [phase.name for phase in phases]
     if arguments.list:
         print("\n".join(names))
         return 0
@@ -297,22 +297,23 @@ def main(argv: list[str]) -> int:
     if unknown := [name for name in wanted if name not in names]:
         raise SystemExit(f"gpu_check: no phase {', '.join(unknown)}; there are {', '.join(names)}")
     results = Results(folder, castor.identity, again=arguments.again)
-
-    def prepare() -> None:
-        results.forget(castor.prepare.name)
-        run_phase(castor.prepare, results, castor.prepare.limit or seconds)
-        if castor.made_by in results.finished(castor.prepare.name, ("passed",)):
-            castor.mark.write_text(castor.identity)
-
-    for name in names:
-        if name not in wanted:
+    tried = False
+    for phase in phases:
+        if phase.name not in wanted:
             continue
-        if not castor.is_ready() and name != "machine":
-            prepare()
-        # Made anew: what has been installed meanwhile may change them.
-        (phase,) = (p for p in make_phases(castor, work, folder, seconds) if p.name == name)
-        run_phase(phase, results, phase.limit or seconds)
-    good = write_summary(make_phases(castor, work, folder, seconds), results)
+        if phase.name != "machine" and not tried and not castor.is_ready():
+            tried = True
+            results.forget(castor.prepare.name)
+            run_phase(castor.prepare, results, castor.prepare.limit or seconds)
+            if castor.made_by in results.finished(castor.prepare.name, ("passed",)):
+                castor.mark.write_text(castor.identity)
+        if phase.name in ("machine", castor.prepare.name) or castor.is_ready():
+            results.replace_failed(phase.name, "(castor)")
+            run_phase(phase, results, phase.limit or seconds)
+        else:
+            error = f"there is no castor to test: the phase {castor.prepare.name} says why"
+            results.add(phase.name, "(castor)", "failed", 0.0, error=error)
+    good = write_summary(phases, results)
     print(f"gpu_check: results in {folder}, {'nothing failed' if good else 'FAILED'}")
     return 0 if good else 1
 

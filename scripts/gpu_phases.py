@@ -133,7 +133,9 @@ class Batch:
     """Makes an event of a line of its output; None: it tells on the descriptor CASTOR_EVENTS_FD."""
     env: Mapping[str, str] = field(default_factory=dict)
     limit: float = 120.0
-    """Seconds of one test, and of the time before the first."""
+    """Seconds of one test."""
+    idle_limit: float = 120.0
+    """Seconds before the first test, and between two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,12 +227,17 @@ class _Run:
         return time.monotonic() >= self._deadline
 
     def run(self, part: Command | Batch) -> None:
-        if isinstance(part, Command):
-            if part.test not in self._results.finished(self._phase):
-                self._command(part)
-            return
-        while not self.time_is_up and self._launch(part):
-            pass
+        """Runs what has no result of a part; a program that cannot be started is a failure."""
+        try:
+            if isinstance(part, Command):
+                if part.test not in self._results.finished(self._phase):
+                    self._command(part)
+                return
+            while not self.time_is_up and self._launch(part):
+                pass
+        except OSError as error:
+            test = part.test if isinstance(part, Command) else f"({part.name})"
+            self._results.add(self._phase, test, "failed", 0.0, error=str(error))
 
     def _overdue(self, test: str, began: float, limit: float, said: str) -> None:
         """Records that a test ran past its limit.
@@ -291,8 +298,10 @@ class _Run:
                 stack.callback(os.close, descriptor)
                 env["CASTOR_EVENTS_FD"] = str(theirs)
                 more = {"stdout": log, "stderr": log, "pass_fds": [theirs]}
-                program = stack.enter_context(_Program(argv, env, **more))
-                os.close(theirs)
+                try:
+                    program = stack.enter_context(_Program(argv, env, **more))
+                finally:
+                    os.close(theirs)
             return self._follow(batch, program, descriptor, log, finished)
 
     def _follow(
@@ -310,7 +319,7 @@ class _Run:
             self._results.add(self._phase, test, outcome, seconds, error=error)
 
         def due() -> float:
-            return min(self._deadline, began + batch.limit)
+            return min(self._deadline, began + (batch.limit if running else batch.idle_limit))
 
         for line in _lines(descriptor, due):
             if line is None:

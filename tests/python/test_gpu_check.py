@@ -119,7 +119,7 @@ def pytest_batch(tmp_path: Path, content: str, **more: Any) -> Batch:
 
 
 def test_every_test_of_a_suite_has_its_result(tmp_path: Path) -> None:
-    results = run(tmp_path, pytest_batch(tmp_path, SUITE, limit=6.0))
+    results = run(tmp_path, pytest_batch(tmp_path, SUITE, limit=3.0))
     found = {test.split("::")[-1]: outcome for test, outcome in outcomes(results).items()}
     assert found == {
         "test_passes": "passed",
@@ -184,6 +184,18 @@ print("[  FAILED  ] C.Fails, where GetParam() = 3")
     expected = {"Kinds/A.Copies/fp32": "passed", "B.Dies": "died", "C.Fails": "failed"}
     assert outcomes(results) == expected
     assert error_of(results, "C.Fails") == "gpu.cc:3: Failure\nno CUDA device: 0 found"
+
+
+def test_a_program_that_is_not_there_is_a_failure(tmp_path: Path) -> None:
+    parts = [
+        Command(test="nothing", argv=["/no/such/program"]),
+        Batch(name="cpp", argv=lambda _: ["/no/such/program"], parse=gtest_event),
+        Batch(name="pytest", argv=lambda _: ["/no/such/program"]),
+    ]
+    results = run(tmp_path, *parts, command("passes", "pass"))
+    expected = {"nothing": "failed", "(cpp)": "failed", "(pytest)": "failed", "passes": "passed"}
+    assert outcomes(results) == expected
+    assert "No such file or directory: '/no/such/program'" in error_of(results, "nothing")
 
 
 def test_a_program_that_repeats_a_finished_test_is_ended(tmp_path: Path) -> None:
