@@ -52,8 +52,10 @@ class Load:
             n_positions=SEQUENCE, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
             bos_token_id=0, eos_token_id=0, use_cache=False,
         )  # fmt: skip
+        config.loss_type = "ForCausalLM"
         model = GPT2LMHeadModel(config).train()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        old_name = model.gradient_checkpointing_enable  # deprecated in later transformers
+        getattr(model, "activation_checkpointing_enable", old_name)({"use_reentrant": False})
         return model
 
     def batch(self, step: int) -> dict[str, Any]:

@@ -32,11 +32,13 @@ MOST_STEPS, FEWEST_STEPS = 6, 3
 
 
 def config(layers: int, width: int = WIDTH) -> transformers.GPT2Config:
-    return transformers.GPT2Config(
+    found = transformers.GPT2Config(
         n_embd=width, n_layer=layers, n_head=width // 128, n_positions=1024, vocab_size=VOCAB,
         eos_token_id=0, bos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         use_cache=False,
     )  # fmt: skip
+    found.loss_type = "ForCausalLM"
+    return found
 
 
 def num_parameters(layers: int, width: int = WIDTH) -> int:
@@ -105,7 +107,8 @@ def train(
 
     with castor.LazyInitContext():
         model: Any = transformers.GPT2LMHeadModel(config(layers, width))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    old_name = model.gradient_checkpointing_enable  # deprecated in later transformers
+    getattr(model, "activation_checkpointing_enable", old_name)({"use_reentrant": False})
     assert sum(p.numel() for p in model.parameters()) == num_parameters(layers, width)
     plugin = GeminiPlugin(
         precision="bf16", optim_state_format="split_int8", max_norm=1.0, max_prefetch=2, **settings
