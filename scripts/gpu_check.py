@@ -42,6 +42,8 @@ from _gpu_session import CONTENDERS, TOKENS  # noqa: E402
 
 PHASE_SECONDS = 540.0
 BUILD_SECONDS = 3600.0
+LARGE = "test_cuda_large.py"
+"""Of tests/python: what a phase of its own runs."""
 TEST_SECONDS = 150.0
 """Of one test, before it counts as hanging."""
 
@@ -232,8 +234,10 @@ def make_phases(castor: Castor, work: Path, results: Path, seconds: float) -> li
         )
     )
     for file in test_files():
+        if file.name == LARGE:
+            continue
         name = file.stem.replace("test_", "pytest-", 1).replace("_", "-")
-        what = ["-m", "cuda and not slow", str(file)]
+        what = ["-m", "cuda", str(file)]
         batch = pytest_batch(castor, work, "pytest", what, TEST_SECONDS)
         phases.append(Phase(name=name, what=f"tests/python/{file.name}", parts=[batch]))
 
@@ -251,7 +255,7 @@ def make_phases(castor: Castor, work: Path, results: Path, seconds: float) -> li
         ]
         what = f"benchmarks/gpu.py, steps of {tokens} tokens"
         phases.append(Phase(name=f"bench-{tokens}", what=what, parts=parts))
-    large = ["-m", "cuda and slow", "-s", *map(str, test_files())]
+    large = ["-m", "cuda", "-s", str(ROOT / "tests/python" / LARGE)]
     batch = pytest_batch(castor, work, "pytest", large, seconds)
     phases.append(Phase(name="18b", what="a GPT of 18B parameters under 24 GiB", parts=[batch]))
     return phases
