@@ -71,7 +71,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     result |= dict(report.user_properties)
     if report.failed:
         result["outcome"] = "failed"
-        result["error"] = f"{report.when}: {report.longreprtext[-ERROR_CHARACTERS:]}"
+        crash = getattr(report.longrepr, "reprcrash", None)
+        message = getattr(crash, "message", "").split("\n")[0]
+        said = report.longreprtext[-ERROR_CHARACTERS:]
+        result["error"] = f"{report.when}: {said}\n{message}".strip()
     elif report.skipped and result["outcome"] == "passed":
         result["outcome"] = "skipped"
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
