@@ -56,9 +56,9 @@ export CCACHE_NOHASHDIR := 1
 # The hub cannot answer in CI, and nothing here needs it.
 export HF_HUB_OFFLINE := 1
 
-CXX_SOURCES := $(shell find csrc cmake tests/simulated_device -type f) CMakeLists.txt
+CXX_SOURCES := $(shell find csrc cmake tests/simulated_device tests/simulated_gpu -type f) CMakeLists.txt
 PY_SOURCES := $(shell find python -type f -not -name '*.pyc')
-CXX_FORMATTED := find csrc tests/cpp tests/simulated_device benchmarks examples -type f \
+CXX_FORMATTED := find csrc tests/cpp tests/simulated_device tests/simulated_gpu benchmarks examples -type f \
 	\( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0
 
 .PHONY: demo test pages browser lint lint-format lint-ruff lint-mypy lint-layers package cpp pytest docs asan tsan wheel gpu-archive bench bench-storage study install clean help FORCE

@@ -33,6 +33,7 @@ def describe_machine() -> dict[str, Any]:
         "load_average_1min": os.getloadavg()[0],
         "kernel": platform.release(),
         "transparent_huge_pages": huge_pages.read_text().strip() if huge_pages.exists() else None,
+        "torch_on_huge_pages": os.environ.get("THP_MEM_ALLOC_ENABLE") == "1",
         "file_system": _output("stat", "--file-system", "--format=%T", str(ROOT)),
         "python": platform.python_version(),
         "versions": {name: _installed(name) for name in _PACKAGES},

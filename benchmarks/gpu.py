@@ -76,7 +76,7 @@ def copies(cuda: Any, num_bytes: int, repetitions: int) -> dict[str, Any]:
     other = torch.cuda.Stream()
 
     def into() -> None:
-        engine.wait(engine.submit(slot, home))
+        engine.order(engine.submit(slot, home))
 
     def out() -> None:
         engine.wait(engine.submit(back, source))
@@ -84,7 +84,7 @@ def copies(cuda: Any, num_bytes: int, repetitions: int) -> dict[str, Any]:
     def both() -> None:
         ticket = engine.submit(slot, home)
         out()
-        engine.wait(ticket)
+        engine.order(ticket)
 
     def peer_both() -> None:
         other.wait_stream(torch.cuda.current_stream())

@@ -170,9 +170,10 @@ def installed_checks(python: Path, env: dict[str, str]) -> list[Command]:
 
 
 def test_files() -> list[Path]:
-    """Those of tests/python with a test that needs a GPU."""
+    """Those of tests/python with a test that needs a GPU: marked, or by the fixture gpu."""
     files = sorted((ROOT / "tests/python").glob("test_*.py"))
-    return [file for file in files if "pytest.mark.cuda" in file.read_text(encoding="utf-8")]
+    needs = re.compile(r"pytest\.mark\.cuda\b|^from accelerator import", re.MULTILINE)
+    return [file for file in files if needs.search(file.read_text(encoding="utf-8"))]
 
 
 def cuda_libraries(python: Path) -> str:

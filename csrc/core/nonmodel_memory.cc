@@ -4,6 +4,18 @@
 
 namespace castor {
 
+bool NonModelMemory::try_allocate(std::size_t bytes) noexcept {
+  if (!device_->ledger().try_take(bytes)) {
+    return false;
+  }
+  note_taken(bytes);
+  return true;
+}
+
+void NonModelMemory::note_taken(std::size_t bytes) noexcept {
+  peaks_.note(bytes_.fetch_add(bytes, std::memory_order_relaxed) + bytes);
+}
+
 void NonModelMemory::allocate(std::size_t bytes) {
   if (!device_->ledger().try_take(bytes)) {
     const std::lock_guard lock(reclaim_mutex_);
@@ -17,12 +29,11 @@ void NonModelMemory::allocate(std::size_t bytes) {
       reclaimer_->reclaim(bytes);
     } while (!device_->ledger().try_take(bytes));
   }
-  const std::size_t now = bytes_.fetch_add(bytes, std::memory_order_relaxed) + bytes;
-  peaks_.note(now);
+  note_taken(bytes);
 }
 
 void NonModelMemory::make_room(std::size_t bytes) {
-  if (device_->ledger().available() >= bytes) {
+  if (fits(bytes)) {
     return;
   }
   const std::lock_guard lock(reclaim_mutex_);
@@ -38,7 +49,7 @@ bool NonModelMemory::evict_refused(std::size_t bytes) {
 
 void NonModelMemory::note_allocated(std::size_t bytes) noexcept {
   device_->ledger().take_anyway(bytes);
-  peaks_.note(bytes_.fetch_add(bytes, std::memory_order_relaxed) + bytes);
+  note_taken(bytes);
 }
 
 void NonModelMemory::free(std::size_t bytes) noexcept {

@@ -40,8 +40,14 @@ class NonModelMemory {
 
   /// Takes `bytes` from the device budget, reclaiming chunks if need be. Throws OutOfMemory.
   void allocate(std::size_t bytes);
+  /// As allocate where there is room as it is; else false, and nothing was taken. Never blocks.
+  [[nodiscard]] bool try_allocate(std::size_t bytes) noexcept;
   void free(std::size_t bytes) noexcept;
 
+  /// Whether `bytes` more fit the budget as it is.
+  [[nodiscard]] bool fits(std::size_t bytes) const noexcept {
+    return device_->ledger().available() >= bytes;
+  }
   /// Reclaims chunks until `bytes` fit the budget. Throws OutOfMemory as allocate does; no effect
   /// once the model is gone.
   void make_room(std::size_t bytes);
@@ -70,6 +76,8 @@ class NonModelMemory {
   [[nodiscard]] std::size_t take_window_peak() noexcept { return peaks_.take_window(bytes()); }
 
  private:
+  void note_taken(std::size_t bytes) noexcept;
+
   std::shared_ptr<MemoryTier> device_;
   // Relaxed: a plain counter; each update is one atomic operation.
   std::atomic<std::size_t> bytes_{0};

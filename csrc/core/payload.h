@@ -76,10 +76,16 @@ class Payload {
 
   [[nodiscard]] bool away() const noexcept { return away_tier_ != nullptr; }
   [[nodiscard]] std::byte* home() const noexcept { return home_.data(); }
+  /// What the payload is on the device, while it is away: as Block::await_users.
+  void await_users() const { away_.await_users(); }
+  /// As Block::add_user, where the bytes are.
+  void add_user(StreamId stream) const { (away() ? away_ : home_).add_user(stream); }
   /// The bytes are in `block` of `tier` now, which has room for them. Requires !away().
   void move_to(std::shared_ptr<MemoryTier> tier, Block block) noexcept;
   /// The bytes are at home now; returns where they were. Requires away().
   Block move_home() noexcept;
+  /// For one that outlives its session: a forked process may use it too, where it is at home.
+  void share_with_children() noexcept { home_.share_with_children(); }
   /// From now on it is told of moves, until it is not alive any more.
   void add_follower(std::unique_ptr<PayloadFollower> follower);
 

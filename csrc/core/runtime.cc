@@ -10,8 +10,6 @@
 namespace castor {
 namespace {
 
-constexpr ModuleId kRoot{0};
-
 void check_options(const RuntimeOptions& options) {
   if (!(options.warmup_nonmodel_ratio >= 0.0 && options.warmup_nonmodel_ratio < 1.0)) {
     throw InvalidArgument("warmup_non_model_data_ratio is " +
@@ -97,7 +95,7 @@ Runtime::Runtime(ChunkManager& manager, std::shared_ptr<NonModelMemory> nonmodel
 Runtime::~Runtime() {
   nonmodel_->set_reclaimer(nullptr);
   const std::lock_guard lock(mutex_);
-  unwind();
+  frames_.release_all();
   manager_.record_into(nullptr);
 }
 
@@ -173,36 +171,20 @@ void Runtime::acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins) {
                 : unplanned_rank();
     manager_.set_next_use(chunks[i], next_use);
   }
-  // What is there already is pinned first, so that making room for the rest cannot evict it.
-  const std::size_t first = pins->size();
-  try {
-    for (const ChunkId chunk : chunks) {
-      if (manager_.resident(chunk)) {
-        pins->push_back(manager_.pin(chunk));
+  pin_all(
+      chunks, manager_.residency(), pins, [&](ChunkId chunk) { bring_in(chunk, kind, module); },
+      [&](ChunkId chunk) {
+        Pin pin = manager_.pin(chunk);
         counts_.prefetch_hits += prefetched_[index(chunk)] ? 1 : 0;
         prefetched_[index(chunk)] = false;
-      }
-    }
-    if (pins->size() - first < chunks.size()) {
-      for (const ChunkId chunk : chunks) {
-        if (!manager_.resident(chunk)) {
-          bring_in(chunk, kind, module);
-          pins->push_back(manager_.pin(chunk));
-          prefetched_[index(chunk)] = false;
-        }
-      }
-    }
-    if (planned) {
-      // The plan's cap leaves room for the non-model bytes until the next access.
-      const CauseScope cause(timeline_, TransferCause::kPlan);
-      static_cast<void>(manager_.make_room(0, slot_cap(), now(), 0));
-      prefetch();
-    }
-  } catch (...) {
-    pins->resize(first);
-    throw;
+        return pin;
+      });
+  if (planned) {
+    // The plan's cap leaves room for the non-model bytes until the next access.
+    const CauseScope cause(timeline_, TransferCause::kPlan);
+    static_cast<void>(manager_.make_room(0, slot_cap()));
+    prefetch();
   }
-  begin_use(module);
 }
 
 void Runtime::prefetch() {
@@ -212,7 +194,7 @@ void Runtime::prefetch() {
       continue;
     }
     manager_.set_next_use(ahead.chunk, ahead.used_at);
-    if (manager_.make_room(layout_.chunk(ahead.chunk).capacity_bytes, ahead.slot_cap_bytes, now(),
+    if (manager_.make_room(layout_.chunk(ahead.chunk).capacity_bytes, ahead.slot_cap_bytes,
                            ahead.used_at + 1)) {
       try {
         prefetched_[index(ahead.chunk)] = manager_.try_fetch(ahead.chunk);
@@ -233,14 +215,24 @@ void Runtime::announce_homes() {
   }
 }
 
-std::optional<Pin> Runtime::pin_resident(ChunkId chunk) {
+std::optional<Pin> Runtime::hold(ChunkId chunk, StreamId stream, PayloadKind used) {
   const std::lock_guard lock(mutex_);
-  return manager_.bound(chunk) ? std::optional(manager_.pin(chunk)) : std::nullopt;
+  const bool there = used == PayloadKind::kParam ? manager_.bound(chunk)
+                                                 : manager_.placement(chunk) == Placement::kDevice;
+  return there ? std::optional(manager_.hold(chunk, stream)) : std::nullopt;
 }
 
 void Runtime::unpin(std::vector<Pin>& pins) noexcept {
-  const std::lock_guard lock(mutex_);
-  pins.clear();
+  {
+    const std::lock_guard lock(mutex_);
+    pins.clear();
+  }
+  operators_over_.notify_all();
+}
+
+// Those of other threads: they go on without the runtime's mutex.
+void Runtime::await_operators(std::unique_lock<std::mutex>& lock) {
+  operators_over_.wait(lock, [this] { return manager_.num_holds() == 0; });
 }
 
 void Runtime::begin_use(ModuleId module) {
@@ -252,7 +244,9 @@ void Runtime::begin_use(ModuleId module) {
   }
 }
 
-void Runtime::end_use(ModuleId module, TensorState after) {
+void Runtime::end_use(ModuleId module, Pass pass) {
+  const TensorState after =
+      pass == Pass::kForward ? TensorState::kHold : TensorState::kHoldAfterBackward;
   for (const ParamId param : layout_.module(module).params) {
     if (--uses_[index(param)] == 0 && manager_.state(param) == TensorState::kCompute) {
       manager_.set_state(param, after);
@@ -262,51 +256,33 @@ void Runtime::end_use(ModuleId module, TensorState after) {
 
 void Runtime::enter(ModuleId module, PassMode mode) {
   const std::lock_guard lock(mutex_);
-  if (module == kRoot) {
-    unwind();  // what an interrupted forward left entered
-  }
-  if (frames_.empty()) {
+  frames_.begin_forward(module);
+  if (frames_.no_forward()) {
     mode_ = mode;
   }
-  leave_backward();
   advance(EventKind::kForwardEnter, module);
-  const std::size_t first_pin = forward_pins_.size();
-  acquire(EventKind::kForwardEnter, module, &forward_pins_);
-  frames_.push_back({module, first_pin});
+  frames_.enter_forward(
+      module, [&](std::vector<Pin>* pins) { acquire(EventKind::kForwardEnter, module, pins); });
+  begin_use(module);
 }
 
 void Runtime::exit(ModuleId module) {
   const std::lock_guard lock(mutex_);
-  const auto is_module = [module](const Frame& frame) { return frame.module == module; };
-  if (std::none_of(frames_.begin(), frames_.end(), is_module)) {
+  if (!frames_.entered(module)) {
     return;  // its enter failed
   }
   advance(EventKind::kForwardExit, module);
-  bool found = false;
-  while (!found) {
-    const Frame frame = frames_.back();
-    frames_.pop_back();
-    end_use(frame.module, TensorState::kHold);
-    forward_pins_.resize(frame.first_pin);
-    found = frame.module == module;
-  }
+  frames_.exit_forward(module);
 }
 
 void Runtime::enter_backward(ModuleId module) {
   const std::lock_guard lock(mutex_);
   mode_ = PassMode::kTraining;
-  leave_backward();
+  frames_.end_backward();
   advance(EventKind::kBackwardEnter, module);
-  acquire(EventKind::kBackwardEnter, module, &backward_pins_);
-  backward_module_ = module;
-}
-
-void Runtime::leave_backward() {
-  if (backward_module_) {
-    end_use(*backward_module_, TensorState::kHoldAfterBackward);
-    backward_pins_.clear();
-    backward_module_.reset();
-  }
+  frames_.enter_backward(
+      module, [&](std::vector<Pin>* pins) { acquire(EventKind::kBackwardEnter, module, pins); });
+  begin_use(module);
 }
 
 bool Runtime::grad_ready(ParamId param, const GradientCopy& copy) {
@@ -351,35 +327,29 @@ bool Runtime::retire(ChunkId chunk) {
   return true;
 }
 
-void Runtime::unwind() {
-  leave_backward();
-  while (!frames_.empty()) {
-    end_use(frames_.back().module, TensorState::kHold);
-    forward_pins_.resize(frames_.back().first_pin);
-    frames_.pop_back();
-  }
-}
-
 void Runtime::all_home() {
   const CauseScope cause(timeline_, TransferCause::kStepEnd);
-  unwind();
+  frames_.release_all();
   manager_.send_home();
   std::fill(prefetched_.begin(), prefetched_.end(), false);
 }
 
 void Runtime::send_home() {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
+  await_operators(lock);
   all_home();
 }
 
 void Runtime::begin_update() {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
+  await_operators(lock);
   timeline_.begin_update();
   all_home();
 }
 
 void Runtime::finish_step() {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
+  await_operators(lock);
   all_home();
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
@@ -489,7 +459,7 @@ TransferCounts Runtime::transfers() const {
 
 bool Runtime::idle() const {
   const std::lock_guard lock(mutex_);
-  return frames_.empty();
+  return frames_.no_forward();
 }
 
 }  // namespace castor

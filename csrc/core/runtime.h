@@ -1,5 +1,6 @@
 #pragma once
 
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "core/chunk_manager.h"
+#include "core/module_frames.h"
 #include "core/nonmodel_memory.h"
 #include "core/planner.h"
 #include "core/timeline.h"
@@ -89,10 +91,10 @@ class Runtime final : public Reclaimer {
   /// A parameter's gradient is complete in its chunk's payload, or on its way there. Returns
   /// whether those of the whole chunk are now.
   bool grad_ready(ParamId param, const GradientCopy& copy = {});
-  /// Pins the chunk if it is bound to a device slot now, so that an operator outside its modules
-  /// may read it there. Given back by unpin, before anything else is asked of the runtime for the
-  /// chunk.
-  [[nodiscard]] std::optional<Pin> pin_resident(ChunkId chunk);
+  /// Holds the chunk for an operator of `stream` if what that uses of it, parameters or gradients,
+  /// is in device memory now. Given back by unpin on the same thread.
+  [[nodiscard]] std::optional<Pin> hold(ChunkId chunk, StreamId stream = {},
+                                        PayloadKind used = PayloadKind::kParam);
   void unpin(std::vector<Pin>& pins) noexcept;
   /// Sends a chunk home whose gradients are complete, user writes with it, so that it can be
   /// updated while backward goes on. False, and nothing happened, while a module under way pins it.
@@ -123,33 +125,25 @@ class Runtime final : public Reclaimer {
   [[nodiscard]] RuntimeCounts counts() const;
   /// Of the last finished training step; without events before there is one.
   [[nodiscard]] Timeline timeline() const;
-  /// Highest device bytes of that step.
   [[nodiscard]] std::size_t step_peak_device_bytes() const;
   [[nodiscard]] TransferCounts transfers() const;
-  /// Now, by the runtime's clock.
   [[nodiscard]] std::uint64_t clock_ns() const { return clock_(); }
   /// Whether no module is entered.
   [[nodiscard]] bool idle() const;
 
  private:
-  struct Frame {
-    ModuleId module;
-    std::size_t first_pin;
-  };
-
   void record(EventKind kind, std::uint32_t id);
   void advance(EventKind kind, ModuleId module);
   void acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins);
   void bring_in(ChunkId chunk, EventKind kind, ModuleId module);
   void prefetch();
   [[nodiscard]] bool try_fetch(ChunkId chunk);
+  void await_operators(std::unique_lock<std::mutex>& lock);
   [[nodiscard]] bool evict_more(std::size_t bytes);
   void announce_homes();
   void all_home();
   void begin_use(ModuleId module);
-  void end_use(ModuleId module, TensorState after);
-  void leave_backward();
-  void unwind();
+  void end_use(ModuleId module, Pass pass);
   void learn_from_step();
   void plan_from(Trace trace);
   [[nodiscard]] PlanOptions plan_options() const;
@@ -159,22 +153,19 @@ class Runtime final : public Reclaimer {
   static constexpr std::size_t kNoCap = ~std::size_t{0};
   [[nodiscard]] std::size_t slot_cap() const noexcept;
   [[nodiscard]] std::uint64_t unplanned_rank();
-  [[nodiscard]] std::uint64_t now() const noexcept { return cursor_ == 0 ? 0 : cursor_ - 1; }
   [[nodiscard]] std::string place_of(EventKind kind, ModuleId module) const;
   [[nodiscard]] std::string place_under_way() const;
   [[noreturn]] void throw_out_of_memory(std::size_t bytes, const std::string& where) const;
 
   mutable std::mutex mutex_;  // guards everything below
+  std::condition_variable operators_over_;
   ChunkManager& manager_;
   const ChunkLayout& layout_;
   const std::shared_ptr<NonModelMemory> nonmodel_;
   const RuntimeOptions options_;
   const Clock clock_;
 
-  std::vector<Frame> frames_;
-  std::vector<Pin> forward_pins_;
-  std::optional<ModuleId> backward_module_;
-  std::vector<Pin> backward_pins_;
+  ModuleFrames frames_{[this](ModuleId module, Pass pass) { end_use(module, pass); }};
   std::vector<std::uint16_t> uses_;           // per parameter: entered modules that own it
   std::vector<std::uint32_t> grads_missing_;  // per chunk
   std::vector<bool> prefetched_;              // per chunk: fetched ahead, not used yet

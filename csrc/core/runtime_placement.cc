@@ -47,7 +47,7 @@ bool Runtime::placement_due() const {
 
 void Runtime::place(const std::vector<bool>& candidates) {
   const std::lock_guard lock(mutex_);
-  if (!tracer_.empty() || !frames_.empty()) {
+  if (!tracer_.empty() || !frames_.no_forward()) {
     throw UsageError("chunks are placed in the middle of a step; finish it first");
   }
   if (!placement_trace_) {

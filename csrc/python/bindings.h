@@ -36,6 +36,14 @@ template <typename Enum>
   throw InvalidArgument("unknown " + what + " '" + name + "'");
 }
 
+/// What `function` returns, computed without Python's global lock: whatever may wait for a mutex of
+/// castor's, or for work under way, gives it up first (torch/gil.h).
+template <typename Function>
+[[nodiscard]] auto without_gil(Function&& function) {
+  const pybind11::gil_scoped_release released;
+  return function();
+}
+
 /// What Python passes to the core; each throws InvalidArgument for what it does not know.
 [[nodiscard]] ScalarType scalar_type(const std::string& name);
 [[nodiscard]] PlacementPolicy placement_policy(const std::string& name);

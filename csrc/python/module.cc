@@ -155,8 +155,10 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
                                       {{"none", Overlap::kNone},
                                        {"forward", Overlap::kForward},
                                        {"backward", Overlap::kBackward}})};
-  return Session::create(std::move(params), std::move(param_names), module_specs(modules),
-                         session_options);
+  return without_gil([&] {
+    return Session::create(std::move(params), std::move(param_names), module_specs(modules),
+                           session_options);
+  });
 }
 
 /// The callables that torch.nn.Module calls around forward: one C++ call each. copy.deepcopy of a
@@ -212,7 +214,9 @@ std::vector<AdamOptions> adam_options(const std::vector<py::dict>& groups) {
 
 void arm_updates(Session& session, const std::vector<py::dict>& groups,
                  const std::vector<std::int64_t>& group_of) {
-  session.arm_updates(adam_options(groups), group_of);
+  std::vector<AdamOptions> options = adam_options(groups);
+  const py::gil_scoped_release release;
+  session.arm_updates(std::move(options), group_of);
 }
 
 void adam_step(Session& session, const std::vector<py::dict>& groups,
@@ -222,32 +226,36 @@ void adam_step(Session& session, const std::vector<py::dict>& groups,
   session.adam_step(options, group_of, grad_scale);
 }
 
-void report_nvme(const Session& session, py::dict& figures) {
+struct NvmeFigures {
+  std::uint64_t bytes = 0;
+  std::uint64_t weight_bytes = 0;
+  ChunkStream::Counts moved;
+  std::string engines;
+};
+
+NvmeFigures nvme_figures(const Session& session) {
   const StoredWeights* const weights = session.stored_weights();
   const NvmeTier* const tiers[] = {weights != nullptr ? &weights->tier() : nullptr,
                                    session.optimizer_state().nvme()};
-  std::uint64_t bytes = 0;
-  ChunkStream::Counts moved;
-  std::string descriptions;
+  NvmeFigures figures;
   for (const NvmeTier* const tier : tiers) {
     if (tier != nullptr) {
       const ChunkStream::Counts counts = tier->stream().counts();
-      bytes += tier->used_bytes();
-      moved.read_bytes += counts.read_bytes;
-      moved.written_bytes += counts.written_bytes;
-      descriptions += (descriptions.empty() ? "" : "; ") + tier->description();
+      figures.bytes += tier->used_bytes();
+      figures.moved.read_bytes += counts.read_bytes;
+      figures.moved.written_bytes += counts.written_bytes;
+      figures.engines += (figures.engines.empty() ? "" : "; ") + tier->description();
     }
   }
-  figures["nvme_bytes"] = bytes;
-  figures["nvme_weight_bytes"] = weights != nullptr ? weights->tier().used_bytes() : 0;
-  figures["nvme_read_bytes"] = moved.read_bytes;
-  figures["nvme_written_bytes"] = moved.written_bytes;
-  figures["nvme_engine"] = descriptions;
+  figures.weight_bytes = weights != nullptr ? weights->tier().used_bytes() : 0;
+  return figures;
 }
 
 py::dict report(Session& session) {
-  const RuntimeCounts counts = session.runtime().counts();
-  const TransferCounts transfers = session.runtime().transfers();
+  const auto [counts, transfers, nvme] = without_gil([&] {
+    return std::tuple(session.runtime().counts(), session.runtime().transfers(),
+                      nvme_figures(session));
+  });
   py::dict figures;
   figures["peak_device_bytes"] = session.device().ledger().peak();
   figures["device_budget_bytes"] = session.device().ledger().budget();
@@ -268,15 +276,19 @@ py::dict report(Session& session) {
   figures["chunk_bytes"] = session.layout().chunk_bytes();
   figures["waste"] = session.layout().waste();
   figures["host_arena"] = session.host().description();
-  report_nvme(session, figures);
+  figures["nvme_bytes"] = nvme.bytes;
+  figures["nvme_weight_bytes"] = nvme.weight_bytes;
+  figures["nvme_read_bytes"] = nvme.moved.read_bytes;
+  figures["nvme_written_bytes"] = nvme.moved.written_bytes;
+  figures["nvme_engine"] = nvme.engines;
   return figures;
 }
 
 /// What a step is accounted by: cheap enough to be read after each.
-py::tuple step_figures(Session& session) {
+std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> step_figures(Session& session) {
   const TransferCounts transfers = session.runtime().transfers();
-  return py::make_tuple(session.runtime().step_peak_device_bytes(), transfers.h2d_bytes,
-                        transfers.d2h_bytes + session.gradient_bytes_moved());
+  return {session.runtime().step_peak_device_bytes(), transfers.h2d_bytes,
+          transfers.d2h_bytes + session.gradient_bytes_moved()};
 }
 
 py::dict memory(Session& session) {
@@ -288,7 +300,7 @@ py::dict memory(Session& session) {
 }
 
 std::optional<py::dict> prediction(Session& session) {
-  const auto predicted = session.runtime().prediction();
+  const auto predicted = without_gil([&] { return session.runtime().prediction(); });
   if (!predicted) {
     return std::nullopt;
   }
@@ -344,7 +356,7 @@ PYBIND11_MODULE(_C, m) {
            py::arg("modules"), py::arg("options"))
       .def("forward_pre_hook", &castor::forward_pre_hook)
       .def("forward_hook", &castor::forward_hook)
-      .def("set_loss_scale", &Session::set_loss_scale)
+      .def("set_loss_scale", &Session::set_loss_scale, released)
       .def("collect_gradients", &Session::collect_gradients, py::arg("with_norm"), released)
       .def("scale_gradients", &Session::scale_gradients, released)
       .def("adam_step", &castor::adam_step, py::arg("groups"), py::arg("group_of"),
@@ -353,8 +365,12 @@ PYBIND11_MODULE(_C, m) {
       .def("begin_load", &Session::begin_load, py::arg("weights"), py::arg("states"),
            py::arg("every_weight"), released)
       .def("end_load", &Session::end_load, py::arg("weights"), py::arg("states"), released)
-      .def_property_readonly("whole", &Session::whole)
-      .def("keep_forever", [](const py::object& self) { self.inc_ref(); })
+      .def_property_readonly("whole", &Session::whole, released)
+      .def("stay_with_parent",
+           [](const py::object& self) {
+             self.inc_ref();  // its destructor would wait for threads
+             self.cast<Session&>().stay_with_parent();
+           })
       .def("await_updates", &Session::await_updates, released)
       .def("finish_step", &Session::finish_step, released)
       .def("settle", py::overload_cast<>(&Session::settle), released)
@@ -363,11 +379,11 @@ PYBIND11_MODULE(_C, m) {
       .def("report", &castor::report)
       .def("memory", &castor::memory)
       .def("prediction", &castor::prediction)
-      .def("trace", &castor::trace)
+      .def("trace", &castor::trace, released)
       .def("timeline", &castor::timeline)
       .def("chunks", &castor::chunks)
-      .def("step_figures", &castor::step_figures)
-      .def("load_trace", &castor::load_trace);
+      .def("step_figures", &castor::step_figures, released)
+      .def("load_trace", &castor::load_trace, released);
   castor::bind_optimizer_state(session);
 
   castor::bind_adam(m);

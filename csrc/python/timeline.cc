@@ -63,7 +63,7 @@ const char* key_of(PayloadKind kind) {
 }  // namespace
 
 std::optional<py::dict> timeline(Session& session) {
-  const Timeline step = session.runtime().timeline();
+  const Timeline step = without_gil([&] { return session.runtime().timeline(); });
   if (step.bytes.empty()) {
     return std::nullopt;
   }

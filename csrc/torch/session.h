@@ -49,6 +49,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void backward_pass_ended(int pass);
   /// No backward will follow the forward that just ended: it failed, or has no result.
   void stop_charging();
+  void stay_with_parent();  ///< In a forked child: what needs memory or threads throws from now on.
   /// Follows AccumulateGrad of a parameter, which was given `incoming`: moves a fresh gradient into
   /// the chunk's payload and makes p.grad a view of it.
   void gradient_arrived(ParamId param, const at::Tensor& incoming);
@@ -127,7 +128,9 @@ class Session : public std::enable_shared_from_this<Session> {
   GradientCopy adopt_gradient(ParamId param, at::Tensor& grad, std::size_t max_uses);
   [[nodiscard]] double gradient_norm() const;
   void watch_tensors();
-  void guard_stored_weights();
+  void guard_weights();
+  /// Those that live on the device, for kernels of castor's own.
+  [[nodiscard]] std::shared_ptr<void> hold_on_device(std::span<const ChunkId> chunks) const;
   [[nodiscard]] std::shared_ptr<void> visit_groups(std::span<const TensorGate::Use> uses);
   [[nodiscard]] bool stored(ChunkId chunk) const noexcept;
   void begin_gradients_of(ChunkId chunk);
@@ -140,10 +143,9 @@ class Session : public std::enable_shared_from_this<Session> {
   void submit_update(ChunkId chunk, std::vector<ParamUpdate> updates);
   void update_completed_chunks();
   void note_torn_payloads();
-  /// Whether a write to NVMe failed.
-  [[nodiscard]] bool torn() const noexcept;
-  /// Throws UsageError unless whole().
-  void check_whole();
+  [[nodiscard]] bool torn() const noexcept;  ///< Whether a write to NVMe failed.
+  void check_whole();                        ///< Throws UsageError unless whole().
+  void check_process() const;                ///< Throws UsageError in a forked child.
   void check_no_update_yet(const std::string& what) const;
   void check_not_updated(ModuleId module) const;
   /// Whether somebody holds another tensor over the chunk's memory, which the gate does not watch.
@@ -167,6 +169,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::shared_ptr<NonModelMemory> nonmodel_;
   const std::shared_ptr<NonModelMemory> charged_;  // for the CPU's allocations; may be nullptr
   std::unique_ptr<Executor> executor_;
+  std::unique_ptr<UpdateQueue> updates_;  // nullptr with Overlap::kNone; outlives copies' waits
   std::unique_ptr<CopyEngine> copy_engine_;
   std::unique_ptr<ChunkStorages> storages_;
   std::unique_ptr<StoredWeights> weights_;
@@ -175,10 +178,8 @@ class Session : public std::enable_shared_from_this<Session> {
   std::unique_ptr<GradientCopies> gradient_copies_;  // nullptr where copies are not asynchronous
   std::unique_ptr<Runtime> runtime_;
   RunIntegrity integrity_;
-  std::unique_ptr<UpdateQueue> updates_;  // nullptr with Overlap::kNone
-  // Group i: parameters and moments of chunk i; gradient_group(i): its gradients.
-  std::shared_ptr<TensorGate> gate_;
-  std::vector<std::size_t> param_uses_;     // per chunk: of its parameters' storage, by castor
+  std::shared_ptr<TensorGate> gate_;     // groups: chunks; from gradient_group on: their gradients
+  std::vector<std::size_t> param_uses_;  // per chunk: of its parameters' storage, by castor
   std::vector<std::size_t> gradient_uses_;  // of its gradients' storage
   std::unique_ptr<StateViews> state_views_;
   std::shared_ptr<NonModelMemory> account_before_;  // of the thread, while inference runs
@@ -193,6 +194,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::vector<ChunkId> completed_;  // gradients complete, update not submitted
   std::vector<bool> updated_;       // per chunk, in this step's backward
   double loss_scale_ = 1.0;
+  bool in_child_ = false;
   std::uint64_t gradient_bytes_moved_ = 0;
 };
 

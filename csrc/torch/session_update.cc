@@ -102,11 +102,13 @@ void Session::note_torn_payloads() {
 }
 
 void Session::check_whole() {
+  check_process();
   note_torn_payloads();
   integrity_.check();
 }
 
 void Session::begin_load(bool weights, bool states, bool every_weight) {
+  own_device_.follow_stream();
   forget_updates();
   if (updates_) {
     updates_->abandon();
@@ -127,6 +129,7 @@ void Session::end_load(bool weights, bool states) { integrity_.loaded(weights, s
 
 void Session::adam_step(std::span<const AdamOptions> groups, std::span<const std::int64_t> group_of,
                         double grad_scale) {
+  own_device_.follow_stream();
   check_groups(groups.size(), group_of, params_.size());
   std::vector<std::vector<ParamUpdate>> updates(layout_.chunks().size());
   for (std::size_t i = 0; i < params_.size(); ++i) {
@@ -186,6 +189,13 @@ void Session::update(std::vector<std::vector<ParamUpdate>> updates) {
 }
 
 void Session::update_now(std::span<const std::vector<ParamUpdate>> updates) {
+  std::vector<ChunkId> chunks;
+  for (std::size_t i = 0; i < updates.size(); ++i) {
+    if (!updates[i].empty()) {
+      chunks.push_back(ChunkId{static_cast<std::uint32_t>(i)});
+    }
+  }
+  const auto held = hold_on_device(chunks);
   std::size_t num_begun = 0;
   try {
     optimizer_state_->update_all(updates, num_begun);
@@ -218,6 +228,7 @@ void Session::submit_update(ChunkId chunk, std::vector<ParamUpdate> updates) {
   };
   if (optimizer_state_->on_device(chunk)) {
     // Behind what the device has been given, and before what it will be: nobody has to wait.
+    const auto held = hold_on_device(std::span(&chunk, 1));
     run(updates, [] {});
     return;
   }
@@ -245,6 +256,7 @@ void Session::submit_update(ChunkId chunk, std::vector<ParamUpdate> updates) {
 }
 
 void Session::finish_step() {
+  own_device_.follow_stream();
   forget_updates();
   runtime_->finish_step();
   account_before_.reset();
@@ -269,6 +281,7 @@ void Session::await_updates() {
 
 // A failure comes out once as what it is; from then on what it did to the run is said instead.
 void Session::settle() {
+  check_process();
   if (whole()) {
     await_updates();
   }
@@ -277,6 +290,7 @@ void Session::settle() {
 }
 
 void Session::settle(ParamId param) {
+  check_process();
   gate_->pass(index(layout_.place(param).chunk));
   own_device_.await();
 }

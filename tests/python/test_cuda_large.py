@@ -16,7 +16,7 @@ import transformers
 
 import castor
 from castor import GeminiPlugin
-from castor.config import available_memory_bytes
+from castor.config.memory import host_memory
 from castor.runtime.engine import engine_of
 from helpers import GIB
 
@@ -182,7 +182,7 @@ def test_18_billion_parameters_train_under_24_gib(
 ) -> None:
     """Or as many as host memory and disk hold in the time there is, which the result says."""
     seconds = float(os.environ.get("CASTOR_TEST_SECONDS", "inf"))
-    host = int(0.85 * available_memory_bytes())
+    host = int(0.85 * host_memory().available_bytes)
     disk = 0 if host >= ALL_BYTES * num_parameters(LAYERS) else disk_bytes(tmp_path, seconds)
     layers = layers_that_fit(host, disk)
     numel = num_parameters(layers)

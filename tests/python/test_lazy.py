@@ -1,6 +1,8 @@
 """LazyInitContext: nothing is allocated before boost, and then the weights are the eager ones."""
 
 import copy
+import re
+import runpy
 import warnings
 
 import pytest
@@ -189,6 +191,36 @@ def test_an_initialiser_that_reads_random_values_is_named_and_run_eagerly():
         lazy = build()
     boost(lazy)
     assert_same_state(lazy, build())
+
+
+def test_an_initialiser_is_named_wherever_its_file_lies_and_whatever_calls_it(tmp_path):
+    """In a folder called castor, or torch, and through decorators of the standard library."""
+    source = """
+import contextlib
+
+import torch
+from torch import nn
+
+@contextlib.contextmanager
+def nothing():
+    yield
+
+@nothing()
+@torch.no_grad()
+def draw():
+    return torch.rand(()).item()
+
+def build():
+    return nn.Linear(2, 2), draw()
+"""
+    for folder in ("castor", "torch"):
+        path = tmp_path / folder / "model.py"
+        path.parent.mkdir()
+        path.write_text(source)
+        module = runpy.run_path(str(path))
+        named = rf"in draw \({re.escape(str(path))}:15\)"
+        with pytest.warns(UserWarning, match=named), LazyInitContext():
+            module["build"]()
 
 
 def test_results_of_tensors_that_were_computed_early_are_ordinary():

@@ -28,7 +28,7 @@ from castor.config import (
 from castor.errors import UsageError
 from castor.optim.boosted import StepDriver, boost_optimizer, check_optimizer, runs_fused_adam
 from castor.optim.boosted_state import choose_state_format
-from castor.runtime.device import choose_device, free_device_bytes
+from castor.runtime.device import choose_budgets, choose_device, warn_of_budgets
 from castor.runtime.engine import Engine, check_not_boosted
 
 # Arguments of Colossal-AI's GeminiPlugin that this version knows but cannot honour: the value that
@@ -70,10 +70,16 @@ class GeminiPlugin:
         device: Where the model computes: "cuda", "cuda:1" or "cpu". Default: "cuda" when there is
             one, else "cpu". Build the model on the CPU: its parameters and buffers are moved, and
             so are the inputs of each forward.
-        device_memory: Budget of the device: bytes or a size such as "24GiB". Default: what is free;
-            on a GPU 95% of what is free or cached by torch. There all that torch allocates counts,
-            and torch.cuda.set_per_process_memory_fraction holds as well.
-        host_memory: Budget of the host tier; on a GPU it is page-locked. Default: what is free.
+        device_memory: Budget of the device: bytes or a size such as "24GiB". Default on a GPU: 95%
+            of what is free or cached by torch; there all that torch allocates counts, and
+            torch.cuda.set_per_process_memory_fraction holds as well. Default of the CPU device: a
+            quarter of the memory that castor may use, or what host_memory leaves of it and an
+            eighth at least. That is what is available now, to the machine and to each cgroup
+            around this process, less a tenth, at most 8 GiB, for the process itself.
+        host_memory: Budget of the host tier; on a GPU it is page-locked. Default: the memory that
+            castor may use; beside the CPU device three quarters of it, or what device_memory leaves
+            and an eighth at least. Budgets above what machine or cgroup have are taken with a
+            RuntimeWarning at boost.
         precision: "fp32", "bf16" or "fp16" (with a dynamic loss scale); the 16-bit ones keep exact
             fp32 master weights. Default: "fp32" on the CPU, "bf16" on CUDA. Parameters are
             converted, and persistent floating-point buffers with them.
@@ -190,7 +196,7 @@ class GeminiPlugin:
     ) -> None:
         _check_not_yet(not_yet)
         chosen = choose_device(device)
-        on_gpu = chosen.type == "cuda"
+        on_gpu = chosen.type != "cpu"
         if pin_memory and not on_gpu:
             raise ValueError("pin_memory=True needs device='cuda'; the CPU device copies nothing")
         if link_bandwidth is not None and on_gpu:
@@ -218,11 +224,16 @@ class GeminiPlugin:
                 "overlap='backward' updates chunks in the first backward of a step; pass "
                 "enable_gradient_accumulation=False, or overlap='forward' to accumulate"
             )
+        device_bytes, host_bytes = choose_budgets(
+            chosen,
+            None if device_memory is None else parse_bytes(device_memory, "device_memory"),
+            None if host_memory is None else parse_bytes(host_memory, "host_memory"),
+        )
         self.config = GeminiConfig(
             placement_policy=cast(PlacementPolicy, policy),
             device=str(chosen),
-            device_bytes=_bytes_or_free(device_memory, "device_memory", chosen),
-            host_bytes=_bytes_or_free(host_memory, "host_memory", torch.device("cpu")),
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
             precision=cast(Precision, precision or ("bf16" if on_gpu else "fp32")),
             overlap=cast(Overlap, overlap or ("forward" if on_gpu else "none")),
             link_bytes_per_second=(
@@ -277,6 +288,9 @@ class GeminiPlugin:
             check_optimizer(optimizer, config)
             _check_same_params(model, optimizer)
             fused = runs_fused_adam(optimizer)
+        warn_of_budgets(
+            torch.device(config.device), config.device_bytes, config.host_bytes, stacklevel=3
+        )
         engine = Engine(model, config, adam_state=fused, optim_state_format=choice.state_format)
         if optimizer is None:
             return engine, None
@@ -328,10 +342,6 @@ def _policy(placement: str | None, tensor_placement: str | None) -> str:
             "contradict each other; give one"
         )
     return placement or tensor_placement or "auto"
-
-
-def _bytes_or_free(value: int | str | None, name: str, where: torch.device) -> int:
-    return free_device_bytes(where) if value is None else parse_bytes(value, name)
 
 
 def _check_same_params(model: nn.Module, optimizer: Optimizer) -> None:

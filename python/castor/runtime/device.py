@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 
 from castor._loader import load_cuda
-from castor.config import available_memory_bytes
+from castor.config.memory import host_memory, share_memory, usable_bytes
 from castor.errors import UsageError
 
 _USABLE_SHARE = 0.95
@@ -67,10 +68,57 @@ def _index(device: torch.device, default: int) -> int:
     return device.index if ":" in str(device) else default
 
 
-def free_device_bytes(device: torch.device) -> int:
-    """What a budget may be by default: of a GPU 95% of what is free or cached by torch."""
+def choose_budgets(
+    device: torch.device, device_bytes: int | None, host_bytes: int | None
+) -> tuple[int, int]:
+    """The budgets of the device and the host, with defaults for those that are None.
+
+    A GPU has 95% of what is free there or cached by torch, and the host what castor.config.memory
+    calls usable. The CPU device shares that with the host.
+    """
+    if device_bytes is not None and host_bytes is not None:
+        return device_bytes, host_bytes
+    usable = usable_bytes(host_memory().available_bytes)
     if device.type == "cpu":
-        return available_memory_bytes()
+        return share_memory(device_bytes, host_bytes, usable_bytes=usable)
+    return (
+        _free_gpu_bytes(device) if device_bytes is None else device_bytes,
+        max(1, usable) if host_bytes is None else host_bytes,
+    )
+
+
+def warn_of_budgets(
+    device: torch.device, device_bytes: int, host_bytes: int, *, stacklevel: int
+) -> None:
+    """Warns of budgets that this process could not fill: the kernel would kill it first.
+
+    Args:
+        device: A CPU device's memory is the host's.
+        device_bytes: Its budget.
+        host_bytes: That of the host tier.
+        stacklevel: As warnings.warn counts, from the caller of this function.
+    """
+    on_cpu = device.type == "cpu"
+    memory = host_memory()
+    asked = host_bytes + (device_bytes if on_cpu else 0)
+    if asked <= memory.grantable_bytes:
+        return
+    granted = memory.limit_bytes is not None and memory.limit_bytes < memory.total_bytes
+    warnings.warn(
+        f"{'device_memory and host_memory come' if on_cpu else 'host_memory comes'} to "
+        f"{_gib(asked)} ({asked} bytes), and this {'cgroup grants' if granted else 'machine has'} "
+        f"{_gib(memory.grantable_bytes)}: a run that fills its budgets is killed by the kernel. "
+        "Give less; what the host then has no room for goes to NVMe, with nvme_path",
+        RuntimeWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _free_gpu_bytes(device: torch.device) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(_USABLE_SHARE * (free + cached))

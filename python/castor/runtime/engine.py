@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from torch import nn
 from castor import _C
 from castor.config import GeminiConfig
 from castor.errors import IoError, UsageError
-from castor.lazy import Materialisation, check_inactive
+from castor.lazy import Materialisation, check_inactive, in_own_pages
 from castor.runtime.device import make_backend
 from castor.runtime.guard import guard
 from castor.runtime.history import StepHistory
@@ -25,9 +24,6 @@ from castor.runtime.spec import ModelSpec, check_distinct_memory
 from castor.runtime.trace_file import read_trace, write_trace
 
 WORKING_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-_OWN_PAGES_BYTES = 2**16
-"""From this size on, values on their way into chunks get pages of their own."""
 
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
@@ -131,7 +127,6 @@ class Engine:
     def _place(self, param: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
         """Chunk memory in which a lazy parameter's initialisers of type `dtype` may run."""
         home, master = self.on_host(param).data, self.session.master_view(self.index_of[param])
-        num_bytes = param.numel() * dtype.itemsize
         if home.device.type != "cpu":  # no memory of the host's
             return None
         if dtype == home.dtype:
@@ -140,10 +135,7 @@ class Engine:
             return master
         if dtype.itemsize < home.element_size():
             return home.view(-1).view(dtype)[: home.numel()]
-        if num_bytes >= _OWN_PAGES_BYTES:
-            # Not from malloc, which would keep the pages of what it is given back.
-            return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype)
-        return None
+        return in_own_pages(param.shape, dtype)
 
     def on_host(self, param: torch.Tensor) -> torch.Tensor:
         """A parameter's values as the host reads and writes them, until the next forward.
@@ -239,12 +231,12 @@ def _telling_what_is_lost(model: nn.Module) -> Iterator[None]:
 
 
 def _leave_sessions_to_the_parent() -> None:
-    """In a forked child (a data loader's worker): no session is ever destroyed there.
+    """In a forked child (a data loader's worker): no session is used, or destroyed, there.
 
-    It would wait for threads that only the parent has.
+    Its memory and its threads are the parent's alone.
     """
     for engine in list(_engines.values()):
-        engine.session.keep_forever()
+        engine.session.stay_with_parent()
 
 
 os.register_at_fork(after_in_child=_leave_sessions_to_the_parent)
