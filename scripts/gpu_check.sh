@@ -5,17 +5,16 @@
 # Usage: gpu_check.sh [--wheel FILE] [--phase NAME]... [--results DIR] [--again] [--list]
 set -euo pipefail
 
+# A pyenv shim is on PATH whether or not its version is switched on; it then fails here.
+has_torch='import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'
 python=${PYTHON:-}
+for candidate in python3.12 python3 python; do
+  if [[ -z $python ]] && "$candidate" -c "$has_torch" 2>/dev/null; then
+    python=$candidate
+  fi
+done
 if [[ -z $python ]]; then
-  for candidate in python3.12 python3; do
-    if command -v "$candidate" >/dev/null; then
-      python=$candidate
-      break
-    fi
-  done
-fi
-if [[ -z $python ]]; then
-  echo "gpu_check: no python3 on PATH; name one that has torch in PYTHON" >&2
+  echo "gpu_check: neither python3.12 nor python3 nor python has torch; name one that has in PYTHON" >&2
   exit 1
 fi
 exec "$python" "${BASH_SOURCE[0]%/*}/gpu_check.py" "$@"
