@@ -101,11 +101,18 @@ std::shared_ptr<DeviceBackend> device_backend(const py::object& backend) {
 std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
                                         std::vector<std::string> param_names,
                                         const std::vector<PythonModuleSpec>& modules,
-                                        SessionOptions options, const py::object& backend) {
+                                         SessionOptions options, const py::object& backend,
+                                         const std::vector<std::uint32_t>& valueless) {
   options.backend = device_backend(backend);
   const std::vector<ModuleSpec> specs = module_specs(modules);
-  return without_gil(
-      [&] { return Session::create(std::move(params), std::move(param_names), specs, options); });
+  std::vector<ParamId> without_values;
+  for (const std::uint32_t param : valueless) {
+    without_values.push_back(ParamId{param});
+  }
+  return without_gil([&] {
+    return Session::create(std::move(params), std::move(param_names), specs, options,
+                           without_values);
+  });
 }
 
 /// The callables that torch.nn.Module calls around forward: one C++ call each. copy.deepcopy of a
@@ -308,7 +315,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Session, std::shared_ptr<Session>> session(m, "Session");
   session
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),
-           py::arg("modules"), py::arg("options"), py::arg("backend"))
+           py::arg("modules"), py::arg("options"), py::arg("backend"), py::arg("valueless"))
       .def("forward_pre_hook", &castor::forward_pre_hook)
       .def("forward_hook", &castor::forward_hook)
       .def("set_loss_scale", &Session::set_loss_scale, released)

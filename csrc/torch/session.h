@@ -27,18 +27,19 @@
 namespace castor {
 
 /// A boosted model: its parameters live in chunks, its module events drive the runtime, its
-/// gradients land in payloads, and Adam runs over them. Owned jointly by the hooks it installs.
-/// One thread at a time runs forward, backward and step; allocations may come from any thread.
+/// gradients land in payloads, and Adam runs over them. Owned jointly by the hooks it installs. One
+/// thread at a time runs forward, backward and step; allocations may come from any thread.
 class Session : public std::enable_shared_from_this<Session> {
  public:
   /// Takes the parameters over: afterwards each is a view of its chunk, in the working precision.
-  /// The layout gets the alignment that the state format needs.
-  /// `params` are the model's distinct parameters in execution order, all on the CPU, float.
-  /// Module 0 is the model itself. Throws before touching a parameter if memory is short.
+  /// The layout gets the alignment that the state format needs. `params` are the model's distinct
+  /// parameters in execution order, all on the CPU, float; module 0 is the model itself. Those of
+  /// `valueless` get values by adopt() later. Throws before touching any if memory is short.
   static std::shared_ptr<Session> create(std::vector<at::Tensor> params,
                                          std::vector<std::string> param_names,
                                          std::vector<ModuleSpec> modules,
-                                         const SessionOptions& options);
+                                         const SessionOptions& options,
+                                         std::span<const ParamId> valueless);
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
@@ -119,7 +120,7 @@ class Session : public std::enable_shared_from_this<Session> {
   Session(std::vector<at::Tensor> params, ChunkLayout layout, std::vector<Placement> placements,
           const SessionOptions& options);
   void add_gradient_payloads();
-  void adopt_parameters();
+  void adopt_parameters(std::span<const ParamId> valueless);
   void install_gradient_hooks();
   void follow_backward_pass();
   void check_parameters() const;

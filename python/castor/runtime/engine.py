@@ -78,7 +78,7 @@ class Engine:
         lazy = Materialisation(model)
         with _telling_what_is_lost(model):
             try:
-                spec = self._take_over(model)
+                spec = self._take_over(model, lazy)
             except BaseException:
                 lazy.cancel()
                 raise
@@ -92,8 +92,8 @@ class Engine:
         guard(model)
         _engines[model] = self
 
-    def _take_over(self, model: nn.Module) -> ModelSpec:
-        """Lays the parameters out in chunks and moves them there."""
+    def _take_over(self, model: nn.Module, lazy: Materialisation) -> ModelSpec:
+        """Lays the parameters out in chunks and moves those there that have values."""
         settings = self.settings
         spec = ModelSpec.of(model, gather_embeddings=settings.gather_embeddings)
         check_distinct_memory(spec)
@@ -107,6 +107,7 @@ class Engine:
             modules=[(m.name, m.params, m.parent) for m in spec.modules],
             options=settings.session,
             backend=make_backend(settings.device),
+            valueless=[self.index_of[param] for param in lazy.params],
         )
         if events is not None:
             self.session.load_trace(events)
