@@ -70,16 +70,18 @@ class BackwardPassEnd {
 };
 
 std::vector<ParamSpec> describe(const std::vector<at::Tensor>& params,
-                                std::vector<std::string> names, ScalarType precision) {
-  if (params.size() != names.size()) {
+                                std::vector<std::string> names, const std::vector<bool>& trained,
+                                ScalarType precision) {
+  if (params.size() != names.size() || params.size() != trained.size()) {
     throw InvalidArgument("there are " + std::to_string(params.size()) + " parameters but " +
-                          std::to_string(names.size()) + " names");
+                          std::to_string(names.size()) + " names and " +
+                          std::to_string(trained.size()) + " marks of what is trained");
   }
   std::vector<ParamSpec> specs;
   specs.reserve(params.size());
   for (std::size_t i = 0; i < params.size(); ++i) {
-    specs.push_back({std::move(names[i]), static_cast<std::size_t>(params[i].numel()), precision,
-                     params[i].requires_grad()});
+    specs.push_back(
+        {std::move(names[i]), static_cast<std::size_t>(params[i].numel()), precision, trained[i]});
   }
   return specs;
 }
@@ -109,10 +111,11 @@ std::unique_ptr<Arena> make_home_arena(const SessionOptions& options) {
 
 std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
                                          std::vector<std::string> param_names,
+                                         const std::vector<bool>& trained,
                                          std::vector<ModuleSpec> modules,
                                          const SessionOptions& options) {
   const at::NoGradGuard no_grad;
-  auto specs = describe(params, std::move(param_names), options.precision);
+  auto specs = describe(params, std::move(param_names), trained, options.precision);
   LayoutOptions layout_options = options.layout;
   layout_options.param_alignment = param_alignment(options.state.format, options.precision);
   ChunkLayout layout(std::move(specs), std::move(modules), layout_options);
@@ -222,6 +225,7 @@ void Session::adopt_parameters() {
     const ParamGeometry geometry = geometry_of(params_[i]);
     const at::Tensor home =
         tensor_over(storages_->storage(place.chunk), to_torch(type), place.offset, geometry);
+    gradients_[i].required = params_[i].requires_grad();
     optimizer_state_->adopt(param, params_[i]);
     params_[i].set_data(home);
     if (trainable(param)) {
@@ -289,12 +293,13 @@ void Session::check_parameters() const {
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
     const ParamSpec& spec = layout_.param(param);
-    if (params_[i].requires_grad() != spec.trainable) {
-      throw UsageError(
-          "parameter '" + spec.name + "' had requires_grad=" + (spec.trainable ? "True" : "False") +
-          " when the model was boosted and has " + (spec.trainable ? "False" : "True") +
-          " now; set it before booster.boost, which lays out gradients and optimizer "
-          "state for the trainable parameters");
+    if (params_[i].requires_grad() != gradients_[i].required) {
+      throw UsageError("parameter '" + spec.name +
+                       "' had requires_grad=" + (gradients_[i].required ? "True" : "False") +
+                       " when the model was boosted and has " +
+                       (gradients_[i].required ? "False" : "True") +
+                       " now; set it before booster.boost, which lays out gradients and optimizer "
+                       "state for the trainable parameters");
     }
     if (params_[i].storage().unsafeGetStorageImpl() !=
         storages_->storage(layout_.place(param).chunk).unsafeGetStorageImpl()) {
