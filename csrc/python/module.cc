@@ -103,8 +103,8 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
                                         std::vector<std::string> param_names,
                                         const std::vector<bool>& trained,
                                         const std::vector<PythonModuleSpec>& modules,
-                                         SessionOptions options, const py::object& backend,
-                                         const std::vector<std::uint32_t>& valueless) {
+                                        SessionOptions options, const py::object& backend,
+                                        const std::vector<std::uint32_t>& valueless) {
   options.backend = device_backend(backend);
   const std::vector<ModuleSpec> specs = module_specs(modules);
   std::vector<ParamId> without_values;
@@ -112,8 +112,8 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
     without_values.push_back(ParamId{param});
   }
   return without_gil([&] {
-    return Session::create(std::move(params), std::move(param_names), trained, specs,
-                           options, without_values);
+    return Session::create(std::move(params), std::move(param_names), trained, specs, options,
+                           without_values);
   });
 }
 
