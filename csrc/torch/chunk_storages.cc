@@ -65,6 +65,11 @@ void forbid_null(const c10::Storage& storage, std::string message) {
   storage.unsafeGetStorageImpl()->get_extra_meta().custom_data_ptr_error_msg_ = std::move(message);
 }
 
+void forbid(const c10::Storage& storage, std::string message) {
+  forbid_null(storage, std::move(message));
+  throws_when_read(*storage.unsafeGetStorageImpl()) = true;
+}
+
 at::ScalarType to_torch(ScalarType type) {
   switch (type) {
     case ScalarType::kFloat32: return at::kFloat;

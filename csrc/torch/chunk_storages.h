@@ -53,6 +53,9 @@ void point(const c10::Storage& storage, std::byte* address) noexcept;
 /// storage points nowhere.
 void forbid_null(const c10::Storage& storage, std::string message);
 
+/// From now on torch throws `message` where it is asked for the storage's address.
+void forbid(const c10::Storage& storage, std::string message);
+
 /// A storage over a payload that keeps the payload alive, and follows it where it moves. `device`:
 /// where torch's operators run on it, wherever its bytes are.
 [[nodiscard]] c10::Storage storage_over(std::shared_ptr<Payload> payload,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -10,12 +11,14 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from simulated import Simulation
+    from simulated import GpuSimulation, Simulation
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import transformers
+
+from accelerator import ACCELERATORS, Accelerator, of_name
 
 transformers.logging.set_verbosity_error()
 # One thread: a second changes nothing on these sizes, and sums are then the same on any machine.
@@ -45,17 +48,46 @@ def cuda() -> ModuleType:
     return load_cuda()
 
 
-@pytest.fixture
-def simulated(monkeypatch: pytest.MonkeyPatch) -> Simulation:
-    """Boosts models on devices of tests/simulated_device."""
-    from simulated import Simulation, load_module
+def pytest_configure() -> None:
+    """Adds the simulated GPU to torch before a backward starts autograd's threads."""
+    import simulated_gpu
 
-    return Simulation(load_module(), monkeypatch)
+    if simulated_gpu.library() is not None:
+        simulated_gpu.install()
+
+
+@pytest.fixture(params=["device", *(f"gpu, seed {seed}" for seed in (1, 2, 3))])
+def simulated(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Simulation | GpuSimulation]:
+    """Boosts models on devices of tests/simulated_device, or on that of tests/simulated_gpu."""
+    from simulated import GpuSimulation, Simulation, load_module
+
+    if request.param == "device":
+        yield Simulation(load_module(), monkeypatch)
+        return
+    simulation = GpuSimulation(monkeypatch)
+    simulation.device.delay(int(request.param.rsplit(" ", 1)[1]))
+    yield simulation
+    simulation.device.delay(0)
+    simulation.device.refuse_tensor(0)
+    simulation.device.refuse_block(0)
+    simulation.device.reset_error()
+
+
+@pytest.fixture(params=ACCELERATORS)
+def gpu(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
+    """A GPU, real or simulated."""
+    yield from of_name(request.param, request)
 
 
 @pytest.fixture(autouse=True)
 def _on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CASTOR_TEST_DEVICE=simulated: every model computes on a device of tests/simulated_device."""
+    """CASTOR_TEST_DEVICE: every model computes on another device than the CPU.
+
+    "simulated": one of tests/simulated_device; "simgpu:1": that of tests/simulated_gpu, with delays
+    of seed 1.
+    """
     wanted = os.environ.get("CASTOR_TEST_DEVICE")
     if wanted == "simulated":
         from castor.runtime import engine
@@ -67,5 +99,11 @@ def _on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
             "make_backend",
             lambda _: module.SimulatedDevice(LINK_BYTES_PER_SECOND).capsule(),
         )
+    elif wanted is not None and wanted.startswith("simgpu:"):
+        from simulated import compute_on_gpu
+        from simulated_gpu import require
+
+        compute_on_gpu(monkeypatch)
+        require().gpu.delay(int(wanted.removeprefix("simgpu:")))
     elif wanted is not None:
-        pytest.fail(f"CASTOR_TEST_DEVICE is {wanted!r}; there is 'simulated'")
+        pytest.fail(f"CASTOR_TEST_DEVICE is {wanted!r}; there are 'simulated' and 'simgpu:SEED'")

@@ -10,7 +10,7 @@ from torch import nn
 
 import castor
 from castor.runtime.engine import engine_of
-from zoo import Case, tower, tower_batch
+from zoo import Batch, Case, tower, tower_batch
 
 GIB = 2**30
 LR = 1e-3
@@ -87,6 +87,12 @@ def boost(
     return Boosted(booster, model, optimizer)
 
 
+def on_device_of(boosted: Boosted, batch: Batch) -> Batch:
+    """The batch where the model computes."""
+    device = engine_of(boosted.model).device
+    return {key: value.to(device) for key, value in batch.items()}
+
+
 def train_on(
     boosted: Boosted, case: Case, *, steps: int = 4, micro_batches: int = 1
 ) -> list[float]:
@@ -94,7 +100,7 @@ def train_on(
     losses = []
     for step in range(steps):
         for k in range(micro_batches):
-            batch = case.batch(step * micro_batches + k)
+            batch = on_device_of(boosted, case.batch(step * micro_batches + k))
             loss = case.loss(boosted.model(**batch), batch) / micro_batches
             boosted.booster.backward(loss, boosted.optimizer)
             losses.append(loss.item())
@@ -174,14 +180,13 @@ def assert_close_weights(model: nn.Module, plain: nn.Module, atol: float | None 
     for name, param in model.named_parameters():
         if param.numel() == 0:
             continue
-        difference = (param.float() - expected[name].float()).abs().max().item()
+        difference = (param.cpu().float() - expected[name].cpu().float()).abs().max().item()
         assert difference <= atol, f"{name} is {difference} away"
 
 
 def assert_same_weights(model: nn.Module, expected: Iterable[torch.Tensor]) -> None:
-    """Bitwise."""
-    for param, value in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(param, value)
+    """Bitwise, wherever they are."""
+    assert_equal([p.detach() for p in model.parameters()], list(expected))
 
 
 def copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -238,6 +243,7 @@ def exact_state(boosted: Boosted) -> list[torch.Tensor]:
 
 
 def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """Wherever they are."""
     assert len(actual) == len(expected)
     for mine, theirs in zip(actual, expected, strict=True):
-        assert torch.equal(mine, theirs)
+        assert torch.equal(mine.cpu(), theirs.cpu())

@@ -1,4 +1,8 @@
-"""A GPU's part of a session, simulated in host memory: tests/simulated_device."""
+"""A GPU's part of a session, simulated in host memory.
+
+Simulation: tests/simulated_device, whose operators are the CPU's, run at once. GpuSimulation:
+tests/simulated_gpu, where streams run all that a GPU's would.
+"""
 
 import functools
 import importlib.util
@@ -13,6 +17,9 @@ import pytest
 import torch
 from torch import nn
 
+import simulated_gpu
+from castor.plugins import gemini
+from castor.runtime import device as device_module
 from castor.runtime import engine
 from helpers import Boosted, boost, exact_state
 
@@ -86,3 +93,45 @@ class Simulation:
         """Weights, masters and float32 moments."""
         with self.beside():
             return exact_state(boosted)
+
+
+def compute_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on every plugin's device is the simulated GPU, whatever it was given."""
+    simulated_gpu.require()
+    monkeypatch.setattr(gemini, "choose_device", lambda _: torch.device(simulated_gpu.NAME, 0))
+    monkeypatch.setattr(device_module, "load_cuda", simulated_gpu.load_cuda)
+
+
+class GpuSimulation:
+    """As Simulation, on the simulated GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self._gpu = simulated_gpu.require().gpu
+        self._before = self._gpu.counts()
+
+    @property
+    def device(self) -> Any:
+        return self._gpu
+
+    def boost(self, model: nn.Module, memory: int | str = 2**30, **settings: Any) -> Boosted:
+        self._before = self._gpu.counts()
+        with self._monkeypatch.context() as patch:
+            compute_on_gpu(patch)
+            return boost(model, memory, **settings)
+
+    def counts(self) -> dict[str, int]:
+        now = self._gpu.counts()
+        return {name: now[name] - self._before[name] for name in now}
+
+    def refuse_allocation(self, n: int) -> int:
+        self._gpu.refuse_tensor(n)
+        refusals: int = self._gpu.refusals()
+        return refusals
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        yield
+
+    def state(self, boosted: Boosted) -> list[torch.Tensor]:
+        return exact_state(boosted)

@@ -1,13 +1,13 @@
 """The GPU parts over torch's own streams and allocator. Their C++ tests are in tests/cpp/cuda."""
 
 import os
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 import castor
+from accelerator import Accelerator
 from castor import _loader
 from castor._loader import BUILD_INFO, load_cuda
 
@@ -56,47 +56,43 @@ def test_cpu_tensors_are_refused_by_name() -> None:
         module.adam_update([entry(torch.zeros(3), torch.zeros(3))])
 
 
-@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_adam_gives_the_bits_of_the_cpu(cuda: ModuleType, dtype: torch.dtype) -> None:
+def test_adam_gives_the_bits_of_the_cpu(gpu: Accelerator, dtype: torch.dtype) -> None:
     param, grad = torch.randn(100_003).to(dtype), torch.randn(100_003).to(dtype)
     on_cpu = entry(param.clone(), grad)
-    on_gpu = entry(param.cuda(), grad.cuda())
+    on_gpu = entry(param.to(gpu.device), grad.to(gpu.device))
     for step in range(1, 4):
         castor._C.adam_update([on_cpu | {"step": step}])
-        cuda.adam_update([on_gpu | {"step": step}])
+        gpu.castor.adam_update([on_gpu | {"step": step}])
     for name in ("param", "master", "exp_avg", "exp_avg_sq"):
         assert torch.equal(on_gpu[name].cpu(), on_cpu[name]), name
 
 
-@pytest.mark.cuda
-def test_square_norms_agree_with_float64(cuda: ModuleType) -> None:
-    tensors = [torch.randn(n, device="cuda") for n in (0, 1, 4097, 300_001)]
+def test_square_norms_agree_with_float64(gpu: Accelerator) -> None:
+    tensors = [torch.randn(n, device=gpu.device) for n in (0, 1, 4097, 300_001)]
     expected = torch.stack([t.double().square().sum() for t in tensors])
-    torch.testing.assert_close(cuda.square_norms(tensors), expected, rtol=1e-13, atol=0)
+    torch.testing.assert_close(gpu.castor.square_norms(tensors), expected, rtol=1e-13, atol=0)
 
 
-@pytest.mark.cuda
-def test_a_copy_is_ordered_with_the_current_stream(cuda: ModuleType) -> None:
-    engine, pinned = cuda.CopyEngine(0), cuda.PinnedArena(0)
+def test_a_copy_is_ordered_with_the_current_stream(gpu: Accelerator) -> None:
+    engine, pinned = gpu.castor.CopyEngine(0), gpu.castor.PinnedArena(0)
     home, back = pinned.empty(1 << 24), pinned.empty(1 << 24)
-    slot = cuda.DeviceArena(0).empty(1 << 24)
-    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
-        with torch.cuda.stream(stream):
+    slot = gpu.castor.DeviceArena(0).empty(1 << 24)
+    for stream in (gpu.torch.current_stream(), gpu.torch.Stream()):
+        with gpu.torch.stream(stream):
             for value in range(1, 20):
                 home.fill_(value)
                 slot.fill_(0)
                 ticket = engine.submit(slot, home)
-                engine.wait(ticket)
+                engine.order(ticket)
                 slot.add_(1)
                 engine.wait(engine.submit(back, slot))
                 assert engine.done(ticket)
                 assert bool((back == value + 1).all())
 
 
-@pytest.mark.cuda
-def test_pinned_memory_is_page_locked_and_readable_in_place(cuda: ModuleType) -> None:
-    arena = cuda.PinnedArena(0)
+def test_pinned_memory_is_page_locked_and_readable_in_place(gpu: Accelerator) -> None:
+    arena = gpu.castor.PinnedArena(0)
     home = arena.empty((5 << 20) + 1)
     assert home.is_pinned()
     assert arena.registered_bytes == (5 << 20) + os.sysconf("SC_PAGE_SIZE")
@@ -104,26 +100,24 @@ def test_pinned_memory_is_page_locked_and_readable_in_place(cuda: ModuleType) ->
     assert arena.registered_bytes == 0
 
 
-@pytest.mark.cuda
-def test_slots_are_the_caching_allocators(cuda: ModuleType) -> None:
-    arena = cuda.DeviceArena(0)
-    before = torch.cuda.memory_allocated()
+def test_slots_are_the_caching_allocators(gpu: Accelerator) -> None:
+    arena = gpu.castor.DeviceArena(0)
+    before = gpu.torch.memory_allocated()
     slot = arena.empty(1 << 20)
-    assert torch.cuda.memory_allocated() - before == 1 << 20
-    assert arena.statistics()["allocated"] == torch.cuda.memory_allocated()
+    assert gpu.torch.memory_allocated() - before == 1 << 20
+    assert arena.statistics()["allocated"] == gpu.torch.memory_allocated()
     del slot
-    assert torch.cuda.memory_allocated() == before
+    assert gpu.torch.memory_allocated() == before
 
 
-@pytest.mark.cuda
-def test_a_slot_beyond_the_process_fraction_is_refused(cuda: ModuleType) -> None:
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(0.1)
+def test_a_slot_beyond_the_process_fraction_is_refused(gpu: Accelerator) -> None:
+    total = gpu.torch.get_device_properties(0).total_memory
+    gpu.torch.set_per_process_memory_fraction(0.1)
     try:
         with pytest.raises(
             castor.OutOfMemoryError, match="torch's CUDA allocator refused"
         ) as raised:
-            cuda.DeviceArena(0).empty(total // 5)
+            gpu.castor.DeviceArena(0).empty(total // 5)
         assert (raised.value.tier, raised.value.requested) == ("device", total // 5)
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        gpu.torch.set_per_process_memory_fraction(1.0)

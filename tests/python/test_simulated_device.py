@@ -353,7 +353,7 @@ def test_a_state_dict_goes_in_and_out(simulated: Simulation) -> None:
     boosted.model.load_state_dict(weights)
     boosted.optimizer.load_state_dict(state)
     for key, value in boosted.model.state_dict().items():
-        assert torch.equal(value, weights[key])
+        assert torch.equal(value.cpu(), weights[key])
     mine = boosted.optimizer.state_dict()["state"]
     for i, entry in state["state"].items():
         assert torch.equal(mine[i]["exp_avg"], entry["exp_avg"])

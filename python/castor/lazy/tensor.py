@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import sys
 import traceback
 import warnings
 import weakref
@@ -24,6 +24,9 @@ _NEEDS_MEMORY = {
     torch.Tensor.storage,
     torch.Tensor.share_memory_,
 }
+_NOT_THE_USERS = {"torch", "castor", *sys.stdlib_module_names}
+"""Packages whose functions call back into a user's, or are called by them."""
+
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -219,12 +222,12 @@ def name_of(func: Any) -> str:
 
 
 def _user_line() -> str:
-    """The innermost line under way that is neither torch's nor castor's."""
-    for frame in reversed(traceback.extract_stack()):
-        if not any(
-            f"{os.sep}{package}{os.sep}" in frame.filename for package in ("torch", "castor")
-        ):
-            return f", in {frame.name} ({frame.filename}:{frame.lineno})"
+    """The innermost line under way that is not torch's, castor's or the standard library's."""
+    for frame, line in traceback.walk_stack(None):  # from the inside out
+        # By module, not by path: a user's script may lie in a folder called castor.
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in _NOT_THE_USERS:
+            return f", in {frame.f_code.co_name} ({frame.f_code.co_filename}:{line})"
     return ""
 
 

@@ -1,0 +1,158 @@
+"""A GPU simulated by threads, known to torch as the device "simgpu": tests/simulated_gpu.
+
+install() makes `torch.simgpu`, which has of `torch.cuda` what torch and the tests ask for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.machinery
+import importlib.util
+import os
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+BUILD = Path(__file__).resolve().parents[2] / "build"
+NAME = "simgpu"
+SEEDS = (1, 2, 3)
+"""Of the delays that tests run under."""
+
+
+@functools.cache
+def library() -> Path | None:
+    """The newest build; None: there is none."""
+    name = f"_simulated_gpu{sysconfig.get_config_var('EXT_SUFFIX')}"
+    built = sorted(
+        BUILD.glob(f"*/tests/simulated_gpu/{name}"), key=lambda path: path.stat().st_mtime
+    )
+    return built[-1] if built else None
+
+
+def _load(name: str) -> Any:
+    path = library()
+    assert path is not None
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def load_cuda() -> ModuleType:
+    """castor._cuda, compiled for the simulated GPU."""
+    module: ModuleType = _load("_cuda")
+    return module
+
+
+@functools.cache
+def install() -> None:
+    """Adds the device to torch, for the rest of the process.
+
+    Before the first backward: autograd starts its devices' threads then.
+    """
+    gpu = _load("_simulated_gpu")
+    torch.utils.rename_privateuse1_backend(NAME)
+    module = _device_module(gpu)
+    torch._register_device_module(NAME, module)
+    torch.utils.generate_methods_for_privateuse1_backend()
+    atexit.register(gpu.close)
+
+
+def require() -> Any:
+    """torch.simgpu; CASTOR_REQUIRE_SIMULATED_DEVICE=1 makes its absence a failure, not a skip."""
+    if library() is None:
+        problem = f"no _simulated_gpu in {BUILD}: configure with -DCASTOR_BUILD_SIMULATED_DEVICE=ON"
+        if os.environ.get("CASTOR_REQUIRE_SIMULATED_DEVICE") == "1":
+            pytest.fail(problem)
+        pytest.skip(problem)
+    install()
+    return torch.simgpu  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Properties:
+    total_memory: int
+    name: str = "simulated GPU"
+
+
+class Stream(torch.Stream):
+    """As torch.cuda.Stream."""
+
+    def __new__(cls, **kwargs: Any) -> Stream:
+        return super().__new__(cls, device=torch.device(NAME, 0), **kwargs)
+
+
+class Event(torch.Event):
+    """As torch.cuda.Event, without times."""
+
+    def __new__(cls, **kwargs: Any) -> Event:
+        return super().__new__(cls, device=torch.device(NAME, 0), **kwargs)
+
+
+def _device_module(gpu: Any) -> ModuleType:
+    """What torch.cuda is for a GPU."""
+    module: Any = ModuleType(f"torch.{NAME}")
+
+    @contextmanager
+    def stream(stream: torch.Stream | None) -> Iterator[None]:
+        if stream is None:
+            yield
+            return
+        before = torch.accelerator.current_stream()
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+    @contextmanager
+    def device(_: Any) -> Iterator[None]:
+        yield
+
+    def figure(name: str) -> Any:
+        return lambda device=None: gpu.memory()[name]
+
+    module.gpu = gpu
+    module.Stream, module.Event, module.stream, module.device = Stream, Event, stream, device
+    module.current_stream = lambda device=None: torch.accelerator.current_stream()
+    module.set_stream = torch.accelerator.set_stream
+    module.synchronize = lambda device=None: gpu.synchronize()
+    module.is_available = lambda: True
+    module.is_initialized = lambda: True
+    module.device_count = lambda: 1
+    module.current_device = lambda: 0
+    module.set_device = lambda device: None
+    module._lazy_init = lambda: None
+    module._is_in_bad_fork = lambda: False
+    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+    module.is_bf16_supported = lambda: True
+    # Random numbers are the CPU's, and torch seeds those by itself.
+    module.manual_seed = module.manual_seed_all = lambda seed: None
+    module.get_rng_state = lambda device=None: torch.get_rng_state()
+    module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    module.memory_allocated = figure("allocated")
+    module.max_memory_allocated = figure("peak_allocated")
+    module.memory_reserved = figure("reserved")
+    module.max_memory_reserved = figure("peak_reserved")
+    module.reset_peak_memory_stats = lambda device=None: gpu.reset_peaks()
+    module.empty_cache = gpu.empty_cache
+    module.mem_get_info = lambda device=None: (
+        gpu.memory()["capacity"] - gpu.memory()["reserved"],
+        gpu.memory()["capacity"],
+    )
+    module.set_per_process_memory_fraction = lambda fraction, device=None: gpu.limit(fraction)
+    module.get_device_properties = lambda device=None: Properties(gpu.memory()["capacity"])
+    module._sleep = gpu.sleep
+    """Microseconds that the current stream sleeps."""
+    return module

@@ -1,0 +1,69 @@
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Stream.h>
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+
+#include "device_memory.h"
+
+namespace castor::simulated {
+
+/// Of the simulated GPU of the process: 4 GiB.
+[[nodiscard]] DeviceMemory& device_memory();
+
+/// The calling thread's current stream, as torch and as the simulated GPU name it.
+[[nodiscard]] c10::Stream current_stream();
+[[nodiscard]] std::shared_ptr<Stream> current_queue();
+/// Returns the one before.
+c10::Stream exchange_stream(c10::Stream stream);
+[[nodiscard]] c10::Stream torch_stream(std::uint64_t id);
+[[nodiscard]] std::shared_ptr<Stream> queue_of(const c10::Stream& stream);
+
+/// Refuses the n-th request from now on, whatever room there is; 0: none. Thread-safe.
+class Refusals {
+ public:
+  void refuse(std::size_t n) { until_ = n; }
+  [[nodiscard]] std::size_t count() const { return count_; }
+  [[nodiscard]] bool now() {
+    std::size_t left = until_.load();
+    const bool refused = left > 0 && until_.compare_exchange_strong(left, left - 1) && left == 1;
+    count_ += refused ? 1 : 0;
+    return refused;
+  }
+
+ private:
+  std::atomic<std::size_t> until_{0};
+  std::atomic<std::size_t> count_{0};
+};
+
+struct AllocatorRefusals {
+  Refusals tensors;  ///< what torch asks for a tensor
+  Refusals blocks;   ///< what is asked for with a stream: castor's slots and payloads
+};
+[[nodiscard]] AllocatorRefusals& refusals();
+
+/// What the device has been given since the process began.
+struct Counts {
+  std::atomic<std::size_t> adam_numel{0};
+  std::atomic<std::size_t> adam_calls{0};
+  std::atomic<std::size_t> norm_numel{0};
+  std::atomic<std::size_t> copies_in{0};
+  std::atomic<std::size_t> copies_out{0};
+};
+[[nodiscard]] Counts& counts();
+
+/// torch's record_stream: no effect on memory that is not the caching allocator's.
+void record_stream(const c10::DataPtr& data, const c10::Stream& stream);
+
+/// Registers streams, events and host memory with torch. Once.
+void add_device_to_torch();
+/// The operators. Once.
+void add_operators_to_torch();
+
+/// Throws RuntimeError with the sticky error of the device, if there is one.
+void check_device();
+
+}  // namespace castor::simulated

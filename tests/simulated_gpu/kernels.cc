@@ -1,0 +1,77 @@
+// castor's kernels on the simulated GPU: the bodies that the GPU runs, in a task of the stream.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "allocator.h"
+#include "core/error.h"
+#include "cuda/adam_kernel.h"
+#include "cuda/host_kernels.h"
+#include "cuda/norm_kernel.h"
+#include "optim/adam_check.h"
+
+namespace castor::cuda {
+namespace {
+
+std::shared_ptr<simulated::Stream> queue(cudaStream_t stream) {
+  return simulated::Gpu::instance().stream(reinterpret_cast<std::uintptr_t>(stream));
+}
+
+void check_address(const void* data, std::size_t bytes, const char* what) {
+  if (data == nullptr || bytes == 0)
+    return;
+  if (!simulated::device_memory().contains(data) &&
+      !simulated::Gpu::instance().is_registered(data)) {
+    throw Error(std::string("a kernel of the simulated GPU was given ") + what +
+                " that is neither in its memory nor page-locked");
+  }
+}
+
+double square_norm(const NormSegment& segment) {
+  switch (segment.type) {
+    case ScalarType::kFloat32:
+      return testing::norm_kernels_on_host<ScalarType::kFloat32>(
+          static_cast<const float*>(segment.data), segment.numel);
+    case ScalarType::kBFloat16:
+      return testing::norm_kernels_on_host<ScalarType::kBFloat16>(
+          static_cast<const std::uint16_t*>(segment.data), segment.numel);
+    case ScalarType::kFloat16: break;
+  }
+  return testing::norm_kernels_on_host<ScalarType::kFloat16>(
+      static_cast<const std::uint16_t*>(segment.data), segment.numel);
+}
+
+}  // namespace
+
+void adam_update(std::span<const AdamSegment> segments, cudaStream_t stream) {
+  ++simulated::counts().adam_calls;
+  for (const AdamSegment& segment : segments) {
+    castor::detail::check_segment(segment);
+    const std::size_t bytes = segment.numel * size_of(segment.type);
+    check_address(segment.grad, bytes, "a gradient");
+    check_address(segment.param, bytes, "a parameter");
+    check_address(segment.master, segment.numel, "a master");
+    check_address(segment.remainder, segment.numel, "a remainder");
+    check_address(segment.exp_avg, segment.numel, "exp_avg");
+    check_address(segment.exp_avg_sq, segment.numel, "exp_avg_sq");
+    simulated::counts().adam_numel += segment.numel;
+    queue(stream)->enqueue([segment] { testing::adam_kernels_on_host(std::span(&segment, 1)); });
+  }
+}
+
+std::size_t norm_workspace_doubles(std::span<const NormSegment> segments) noexcept {
+  return segments.size();
+}
+
+void square_norms(std::span<const NormSegment> segments, double* sums, double* /*workspace*/,
+                  cudaStream_t stream) {
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    check_address(segments[i].data, segments[i].numel, "a tensor");
+    simulated::counts().norm_numel += segments[i].numel;
+    queue(stream)->enqueue(
+        [segment = segments[i], sum = sums + i] { *sum = square_norm(segment); });
+  }
+}
+
+}  // namespace castor::cuda

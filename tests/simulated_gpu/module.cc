@@ -1,0 +1,80 @@
+// _simulated_gpu: torch's side of the simulated GPU. The same file holds castor._cuda
+// (csrc/python/cuda) compiled for it.
+#include <pybind11/pybind11.h>
+
+#include "allocator.h"
+#include "device_memory.h"
+#include "gpu.h"
+
+namespace py = pybind11;
+using namespace castor::simulated;
+
+namespace {
+
+py::dict memory_figures() {
+  const DeviceMemory::Figures figures = device_memory().figures();
+  py::dict result;
+  result["allocated"] = figures.allocated;
+  result["peak_allocated"] = figures.peak_allocated;
+  result["reserved"] = figures.reserved;
+  result["peak_reserved"] = figures.peak_reserved;
+  result["capacity"] = device_memory().capacity();
+  return result;
+}
+
+py::dict count_figures() {
+  py::dict figures;
+  figures["adam_numel"] = counts().adam_numel.load();
+  figures["adam_calls"] = counts().adam_calls.load();
+  figures["norm_numel"] = counts().norm_numel.load();
+  figures["copies_in"] = counts().copies_in.load();
+  figures["copies_out"] = counts().copies_out.load();
+  return figures;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_simulated_gpu, m) {
+  add_device_to_torch();
+  add_operators_to_torch();
+  const auto release = py::call_guard<py::gil_scoped_release>();
+  m.def(
+      "synchronize",
+      [] {
+        Gpu::instance().synchronize();
+        check_device();
+      },
+      release);
+  m.def(
+      "close", [] { Gpu::instance().close(); }, release);
+  m.def(
+      "delay",
+      [](std::uint64_t seed, std::int64_t longest, std::uint64_t one_in) {
+        Gpu::instance().delay(
+            {.seed = seed, .longest = std::chrono::microseconds(longest), .one_in = one_in});
+      },
+      py::arg("seed"), py::arg("longest_us") = 200, py::arg("one_in") = 8);
+  m.def(
+      "sleep",
+      [](std::int64_t microseconds) {
+        current_queue()->enqueue([microseconds] {
+          std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
+        });
+      },
+      py::arg("microseconds"));
+  m.def("begin_capture", [] { Gpu::instance().capture(current_stream().id()); });
+  m.def("end_capture", [] { Gpu::instance().capture(-1); });
+  m.def("reset_error", [] { Gpu::instance().error().reset(); });
+  m.def("memory", &memory_figures);
+  m.def("reset_peaks", [] { device_memory().reset_peaks(); });
+  m.def(
+      "empty_cache", [] { device_memory().release_cached(); }, release);
+  m.def(
+      "limit", [](double fraction) { device_memory().limit(fraction); }, py::arg("fraction"));
+  m.def(
+      "refuse_tensor", [](std::size_t n) { refusals().tensors.refuse(n); }, py::arg("n"));
+  m.def(
+      "refuse_block", [](std::size_t n) { refusals().blocks.refuse(n); }, py::arg("n"));
+  m.def("refusals", [] { return refusals().tensors.count() + refusals().blocks.count(); });
+  m.def("counts", &count_figures);
+}
