@@ -22,15 +22,14 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Any]:
     module = simulated_gpu.require()
     module.gpu.delay(request.param)
     yield module
-    module.gpu.reset_error()
-    module.gpu.delay(0)
-    module.set_per_process_memory_fraction(1.0)
+    simulated_gpu.rest()
 
 
 @pytest.fixture
-def at_once() -> Any:
+def at_once() -> Iterator[Any]:
     """torch.simgpu, whose streams do not dawdle."""
-    return simulated_gpu.require()
+    yield simulated_gpu.require()
+    simulated_gpu.rest()
 
 
 def there(value: Any) -> Any:
