@@ -33,6 +33,7 @@ def describe_machine() -> dict[str, Any]:
         "load_average_1min": os.getloadavg()[0],
         "kernel": platform.release(),
         "transparent_huge_pages": huge_pages.read_text().strip() if huge_pages.exists() else None,
+        "torch_on_huge_pages": os.environ.get("THP_MEM_ALLOC_ENABLE") == "1",
         "file_system": _output("stat", "--file-system", "--format=%T", str(ROOT)),
         "python": platform.python_version(),
         "versions": {name: _installed(name) for name in _PACKAGES},
@@ -50,7 +51,10 @@ def _installed(package: str) -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:  # no git, say
+        return None
     return done.stdout.strip() if done.returncode == 0 else None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from _svg import COLOURS, Bar, Bars, Line, Panel, inline
+from _plots import COLOURS, Bar, Bars, Line, Panel, inline
 
 Record = dict[str, Any]
 MIB = 1 << 20
@@ -57,9 +57,18 @@ RATIO_HEADINGS = ("paired within a run", "median", "quartiles", "target", "")
 def step(record: Record) -> list[str]:
     results = record["results"].values()
     bars = [bar(result["name"], result["seconds"], i) for i, result in enumerate(results)]
+    memory = [
+        [
+            result["name"],
+            f"{result['peak_resident_bytes'] / MIB:.0f}",
+            f"{device / MIB:.0f}" if (device := result.get("peak_device_bytes")) else "",
+        ]
+        for result in results
+    ]
     return [
         inline(Bars(title="one training step, median and quartiles", unit="s", bars=bars)),
         table(RATIO_HEADINGS, ratio_rows(record["ratios"])),
+        table(("peak of", "the process's resident MiB", "device MiB"), memory),
     ]
 
 

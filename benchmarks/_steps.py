@@ -12,6 +12,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+# Everyone's memory on huge pages, as castor's chunks are: read by torch when it is imported.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
 WIDTH, HEADS, VOCAB, BATCH, SEQUENCE = 512, 8, 8192, 4, 128
 LR, MAX_NORM, SEED = 3e-4, 1.0, 0
 WARMUP_STEPS = 3  # castor and DeepSpeed trace the first step and plan from it

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from _machine import RESULTS, ROOT, describe_machine, write_record
-from _svg import COLOURS, Line, Panel, write_panels
+from _plots import COLOURS, Line, Panel, write_panels
 from rich.console import Console
 from rich.table import Table
 

@@ -105,7 +105,16 @@ def main() -> int:
 
     title = f"GPT-2 42.5M, {BATCH} x {SEQUENCE}, fp32: {arguments.rounds} x {arguments.steps} steps"
     table = Table(title=title)
-    for heading in ("", "median s", "quartiles", "tokens/s", "loss vs plain"):
+    headings = (
+        "",
+        "median s",
+        "quartiles",
+        "tokens/s",
+        "resident MiB",
+        "device MiB",
+        "loss vs plain",
+    )
+    for heading in headings:
         table.add_column(heading, justify="left" if not heading else "right")
     results = {}
     for key, contender in found.items():
@@ -116,13 +125,17 @@ def main() -> int:
             "round_medians": contender.medians,
             "tokens_per_second": BATCH * SEQUENCE / seconds["median"],
             "peak_resident_bytes": reports[key]["peak_resident_bytes"],
+            "peak_device_bytes": reports[key].get("peak_device_bytes"),
             "largest_relative_loss_difference": differences[key],
         }
+        device = results[key]["peak_device_bytes"]
         table.add_row(
             contender.name,
             f"{seconds['median']:.3f}",
             f"{seconds['lower_quartile']:.3f} - {seconds['upper_quartile']:.3f}",
             f"{results[key]['tokens_per_second']:.0f}",
+            f"{results[key]['peak_resident_bytes'] / 2**20:.0f}",
+            "" if device is None else f"{device / 2**20:.0f}",
             f"{differences[key]:.1e}",
         )
     console.print(table)

@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 
 from chromium import Chromium, find
-from png import repacked
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
@@ -55,7 +54,6 @@ def main(arguments: list[str]) -> int:
                     return 1
                 shot = folder / f"report-{name}-{'dark' if dark else 'light'}.png"
                 browser.screenshot(shot)
-                shot.write_bytes(repacked(shot.read_bytes()))
                 size = shot.stat().st_size
                 print(f"{shot}: {size:,} bytes")
                 if size > MAX_BYTES:

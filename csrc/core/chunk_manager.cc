@@ -10,25 +10,7 @@
 
 namespace castor {
 
-Pin::Pin(Pin&& other) noexcept
-    : manager_(std::exchange(other.manager_, nullptr)), chunk_(other.chunk_) {}
-
-Pin& Pin::operator=(Pin&& other) noexcept {
-  if (this != &other) {
-    release();
-    manager_ = std::exchange(other.manager_, nullptr);
-    chunk_ = other.chunk_;
-  }
-  return *this;
-}
-
-void Pin::release() noexcept {
-  if (manager_ != nullptr) {
-    std::exchange(manager_, nullptr)->unpin(chunk_);
-  }
-}
-
-ChunkManager::ChunkManager(const ChunkLayout& layout, std::vector<Placement> placements,
+ChunkManager::ChunkManager(const ChunkLayout& layout, const std::vector<Placement>& placements,
                            std::shared_ptr<MemoryTier> device, std::shared_ptr<MemoryTier> host,
                            CopyEngine& engine, ParamBinder& binder, HomeStore* homes)
     : layout_(layout),
@@ -37,16 +19,11 @@ ChunkManager::ChunkManager(const ChunkLayout& layout, std::vector<Placement> pla
       engine_(engine),
       binder_(binder),
       homes_(homes),
+      residency_(layout, placements),
       slots_(layout.chunks().size()),
-      states_(layout.params().size(), TensorState::kFree),
-      evictable_(layout.chunks().size()) {
-  if (placements.size() != slots_.size()) {
-    throw InvalidArgument("there are " + std::to_string(slots_.size()) + " chunks but " +
-                          std::to_string(placements.size()) + " placements");
-  }
+      states_(layout.params().size(), TensorState::kFree) {
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    slots_[i].placement = placements[i];
     add_payload(chunk, PayloadKind::kParam, layout.chunk(chunk).used_bytes);
     if (placements[i] == Placement::kDevice) {
       for (const ParamId param : layout.chunk(chunk).params) {
@@ -58,11 +35,11 @@ ChunkManager::ChunkManager(const ChunkLayout& layout, std::vector<Placement> pla
 
 ChunkManager::~ChunkManager() {
   for (std::size_t i = 0; i < slots_.size(); ++i) {
-    assert(slots_[i].pins == 0 && "a pin outlived its chunk manager");
-    if (!slots_[i].block) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    assert(pins(chunk) == 0 && "a pin outlived its chunk manager");
+    if (!residency_.in_slot(chunk)) {
       continue;
     }
-    const ChunkId chunk{static_cast<std::uint32_t>(i)};
     try {
       leave(chunk);
     } catch (...) {  // nobody is left to tell; the home is readable all the same
@@ -93,11 +70,6 @@ void ChunkManager::add_payload(ChunkId chunk, PayloadKind kind, std::size_t byte
 
 const std::shared_ptr<Payload>& ChunkManager::payload(ChunkId chunk, PayloadKind kind) const {
   return slots_[index(chunk)].payloads[static_cast<std::size_t>(kind)];
-}
-
-bool ChunkManager::resident(ChunkId chunk) const {
-  const Slot& slot = slots_[index(chunk)];
-  return slot.placement == Placement::kDevice || slot.block;
 }
 
 bool ChunkManager::fetch_blocks(ChunkId chunk) const {
@@ -134,6 +106,7 @@ void ChunkManager::copy_in(ChunkId chunk) {
   slot.ticket = engine_.submit({.source = {data, home.bytes()},
                                 .target = {slot.block.data(), home.bytes()},
                                 .direction = CopyDirection::kHostToDevice,
+                                .behind = device_->stream(),
                                 .await_source = std::move(await_source)});
   counts_.h2d_bytes += home.bytes();
 }
@@ -178,7 +151,7 @@ bool ChunkManager::try_fetch(ChunkId chunk) {
     release_source(slot);
     throw;
   }
-  slot_bytes_ += bytes;
+  residency_.take_slot(chunk);
   ++counts_.fetches;
   if (recorder_ != nullptr) {
     recorder_->fetched(chunk, payload(chunk, PayloadKind::kParam)->bytes(), start_ns);
@@ -188,9 +161,6 @@ bool ChunkManager::try_fetch(ChunkId chunk) {
       set_state(param, TensorState::kHold);
     }
   }
-  if (slot.placement == Placement::kStream) {
-    evictable_.put(chunk, slot.next_use);
-  }
   return true;
 }
 
@@ -198,10 +168,10 @@ void ChunkManager::await_copy_in(ChunkId chunk) {
   const std::uint64_t start_ns = clock();
   const std::uint64_t bytes_before = counts_.h2d_bytes;
   Slot& slot = slots_[index(chunk)];
-  engine_.wait(slot.ticket);
+  engine_.order(slot.ticket, device_->stream());
   if (binder_.written_since_snapshot(chunk)) {  // to the home, while the copy was under way
     copy_in(chunk);
-    engine_.wait(slot.ticket);
+    engine_.order(slot.ticket, device_->stream());
   }
   release_source(slot);
   if (recorder_ != nullptr) {
@@ -237,22 +207,26 @@ Pin ChunkManager::pin(ChunkId chunk) {
       slot.before_taken = true;
     }
   }
-  if (slot.pins++ == 0) {
-    evictable_.remove(chunk);
-    pinned_bytes_ += slot.block.bytes();
-  }
-  return Pin(*this, chunk);
+  return residency_.pin(chunk);
 }
 
-void ChunkManager::unpin(ChunkId chunk) noexcept {
+Pin ChunkManager::hold(ChunkId chunk, StreamId stream) {
   Slot& slot = slots_[index(chunk)];
-  assert(slot.pins > 0);
-  if (--slot.pins == 0) {
-    pinned_bytes_ -= slot.block.bytes();
-    if (slot.placement == Placement::kStream) {
-      evictable_.put(chunk, slot.next_use);
+  if (!bound(chunk)) {
+    throw UsageError("chunk " + std::to_string(index(chunk)) +
+                     " is held for an operator, but its parameters are not on the device");
+  }
+  if (stream != device_->stream()) {
+    if (slot.block) {
+      slot.block.add_user(stream);
+    }
+    for (const auto& payload : slot.payloads) {
+      if (payload && payload->tier() == TierKind::kDevice) {
+        payload->add_user(stream);
+      }
     }
   }
+  return residency_.pin(chunk, PinKind::kOperator);
 }
 
 // Brings what user code wrote on the device home; returns the bytes copied.
@@ -272,7 +246,9 @@ std::size_t ChunkManager::write_back(ChunkId chunk) {
   binder_.before_write_back(chunk, data, slot.block.data());
   engine_.wait(engine_.submit({.source = {slot.block.data(), home.bytes()},
                                .target = {data, home.bytes()},
-                               .direction = CopyDirection::kDeviceToHost}));
+                               .direction = CopyDirection::kDeviceToHost,
+                               .behind = device_->stream(),
+                               .await_source = {}}));
   counts_.d2h_bytes += home.bytes();
   return home.bytes();
 }
@@ -280,9 +256,9 @@ std::size_t ChunkManager::write_back(ChunkId chunk) {
 void ChunkManager::leave(ChunkId chunk) {
   const std::uint64_t start_ns = clock();
   Slot& slot = slots_[index(chunk)];
-  if (slot.pins > 0) {
+  if (pins(chunk) > 0) {
     throw UsageError("chunk " + std::to_string(index(chunk)) + " cannot leave the device: it has " +
-                     std::to_string(slot.pins) + " pins");
+                     std::to_string(pins(chunk)) + " pins");
   }
   for (const ParamId param : layout_.chunk(chunk).params) {
     if (states_[index(param)] == TensorState::kCompute) {
@@ -292,12 +268,13 @@ void ChunkManager::leave(ChunkId chunk) {
     }
   }
   std::size_t copied_bytes = 0;
+  slot.block.await_users();
   if (slot.bound) {
     copied_bytes = write_back(chunk);
     bind_home(chunk);
   } else {
     try {
-      engine_.wait(slot.ticket);  // no copy outlives its target
+      engine_.order(slot.ticket, device_->stream());  // the slot's next user is behind the copy
     } catch (...) {
       drop(chunk);
       throw;
@@ -317,8 +294,7 @@ void ChunkManager::drop(ChunkId chunk) noexcept {
     TensorState& state = states_[index(param)];
     state = state == TensorState::kReadyForReduce ? state : TensorState::kFree;
   }
-  evictable_.remove(chunk);
-  slot_bytes_ -= slot.block.bytes();
+  residency_.give_up_slot(chunk);
   slot.block.reset();
   release_source(slot);
   slot.bound = false;
@@ -326,45 +302,32 @@ void ChunkManager::drop(ChunkId chunk) noexcept {
 }
 
 void ChunkManager::evict(ChunkId chunk) {
-  if (slots_[index(chunk)].placement == Placement::kDevice || !resident(chunk)) {
+  if (!residency_.in_slot(chunk)) {
     throw UsageError("chunk " + std::to_string(index(chunk)) + " has no device copy to evict");
   }
   leave(chunk);
   ++counts_.evictions;
 }
 
-bool ChunkManager::make_room(std::size_t bytes, std::size_t cap_bytes, std::uint64_t now,
-                             std::uint64_t horizon) {
-  for (;;) {
+bool ChunkManager::make_room(std::size_t bytes, std::size_t cap_bytes, std::uint64_t horizon) {
+  bool fits = false;
+  const auto enough = [&] {
     // Read once: other threads take and give back non-model memory all the time, and "it did not
     // fit" may only be said of a moment when nothing was left to evict.
-    const bool fits = device_->ledger().available() >= bytes;
-    if (fits && slot_bytes_ + bytes <= cap_bytes) {
-      return true;
-    }
-    const auto victim = evictable_.victim_from(now, horizon);
-    if (!victim) {
-      return fits;
-    }
-    evict(*victim);
-  }
+    fits = device_->ledger().available() >= bytes;
+    return fits && residency_.slots_fit(bytes, cap_bytes);
+  };
+  residency_.evict_until(enough, horizon, [this](ChunkId victim) { evict(victim); });
+  return fits;
 }
 
 void ChunkManager::send_home() {
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    if (slots_[i].block) {
+    if (residency_.in_slot(chunk)) {
       leave(chunk);
     }
     settle_writes(chunk);
-  }
-}
-
-void ChunkManager::set_next_use(ChunkId chunk, std::uint64_t next_use) {
-  Slot& slot = slots_[index(chunk)];
-  slot.next_use = next_use;
-  if (evictable_.contains(chunk)) {
-    evictable_.put(chunk, next_use);
   }
 }
 

@@ -8,13 +8,12 @@
 
 #include "core/chunk_layout.h"
 #include "core/copy_engine.h"
-#include "core/eviction_order.h"
 #include "core/home_store.h"
 #include "core/param_binder.h"
 #include "core/payload.h"
 #include "core/pending_updates.h"
-#include "core/pin.h"
 #include "core/placement.h"
+#include "core/residency.h"
 #include "core/tensor_state.h"
 #include "core/timeline.h"
 
@@ -31,8 +30,8 @@ struct TransferCounts {
 };
 
 /// Owns every chunk's payloads and device slot, and moves parameters between the two, or whole
-/// chunks. Tells nobody when to move: the runtime decides. Not thread-safe: the runtime's mutex
-/// guards it.
+/// chunks, as its account of them (Residency) says. Tells nobody when to move: the runtime decides.
+/// Not thread-safe: the runtime's mutex guards it.
 /// Invariants: a pinned chunk is resident; a parameter is bound to readable memory at every moment
 /// (device slot when resident, home otherwise), unless a HomeStore has its home; a write made by
 /// user code through either is never lost; device bytes are reserved before they are used.
@@ -41,7 +40,7 @@ class ChunkManager {
   /// Allocates the kParam home of every chunk: on the device tier for Placement::kDevice, else on
   /// the host tier; none for what `homes` has (nullptr: there is none). Throws OutOfMemory.
   /// `layout`, `engine`, `binder` and `homes` outlive the manager.
-  ChunkManager(const ChunkLayout& layout, std::vector<Placement> placements,
+  ChunkManager(const ChunkLayout& layout, const std::vector<Placement>& placements,
                std::shared_ptr<MemoryTier> device, std::shared_ptr<MemoryTier> host,
                CopyEngine& engine, ParamBinder& binder, HomeStore* homes = nullptr);
   ChunkManager(const ChunkManager&) = delete;
@@ -62,13 +61,14 @@ class ChunkManager {
   /// nullptr when the chunk has none of that kind.
   [[nodiscard]] const std::shared_ptr<Payload>& payload(ChunkId chunk, PayloadKind kind) const;
 
-  [[nodiscard]] Placement placement(ChunkId chunk) const { return slots_[index(chunk)].placement; }
-  [[nodiscard]] bool resident(ChunkId chunk) const;
+  [[nodiscard]] const Residency& residency() const noexcept { return residency_; }
+  [[nodiscard]] Placement placement(ChunkId chunk) const { return residency_.placement(chunk); }
+  [[nodiscard]] bool resident(ChunkId chunk) const { return residency_.resident(chunk); }
   /// Whether the chunk's parameters are bound to memory on the device.
   [[nodiscard]] bool bound(ChunkId chunk) const {
-    return placement(chunk) == Placement::kDevice || slots_[index(chunk)].bound;
+    return residency_.on_device(chunk) || slots_[index(chunk)].bound;
   }
-  [[nodiscard]] std::uint32_t pins(ChunkId chunk) const { return slots_[index(chunk)].pins; }
+  [[nodiscard]] std::uint32_t pins(ChunkId chunk) const { return residency_.pins(chunk); }
 
   /// Starts bringing a chunk in. The caller has made room: throws OutOfMemory when there is none.
   /// No effect on a resident chunk.
@@ -80,6 +80,11 @@ class ChunkManager {
   /// Throws UsageError if it is not resident. Where its copy failed, rethrows that, and the chunk
   /// is not resident any more; where its update failed, rethrows that.
   [[nodiscard]] Pin pin(ChunkId chunk);
+  /// Pins a chunk that is bound to the device for an operator of `stream`, so that none of its
+  /// payloads moves either. Throws UsageError if it is not bound there.
+  [[nodiscard]] Pin hold(ChunkId chunk, StreamId stream);
+  /// Operators that hold any chunk now.
+  [[nodiscard]] std::size_t num_holds() const noexcept { return residency_.num_holds(); }
   /// Sends a chunk home; user writes on the device are copied back. Throws UsageError if it is
   /// pinned, not resident or in use (TensorState::kCompute). When the copy back fails, rethrows
   /// that, and the chunk stays on the device; evict may be called again.
@@ -87,8 +92,7 @@ class ChunkManager {
   /// Evicts in order until `bytes` fit the device budget and streamed chunks stay within
   /// `cap_bytes` after adding them; only chunks whose next use is `horizon` or later.
   /// Returns whether `bytes` fit the budget: the cap is a wish, the budget is not.
-  bool make_room(std::size_t bytes, std::size_t cap_bytes, std::uint64_t now,
-                 std::uint64_t horizon);
+  bool make_room(std::size_t bytes, std::size_t cap_bytes, std::uint64_t horizon = 0);
   [[nodiscard]] bool update_pending(ChunkId chunk) const {
     return updates_ != nullptr && updates_->pending(chunk);
   }
@@ -114,36 +118,37 @@ class ChunkManager {
   [[nodiscard]] bool try_promote(ChunkId chunk);
   /// Makes a promoted chunk a streamed one: its payloads go home, and its parameters stay where
   /// they are, as a slot that may be pinned, in use, or evicted. Waits for its update. Takes no
-  /// memory. Throws UsageError if it is not promoted; rethrows a copy's failure, nothing changed.
+  /// memory. Throws UsageError if it is not promoted, or held by an operator; rethrows a copy's
+  /// failure, nothing changed.
   void demote(ChunkId chunk);
-  /// Demotes the promoted chunk that is used last of those not pinned, or else of the pinned ones.
-  /// False when there is none.
+  /// Demotes the promoted chunk that is used last of those not pinned, or else of those that
+  /// modules pin, but none that an operator holds. False when there is none.
   bool demote_one();
-  [[nodiscard]] bool promoted(ChunkId chunk) const;
+  [[nodiscard]] bool promoted(ChunkId chunk) const { return residency_.promoted(chunk); }
   /// Device bytes that the chunk takes, or would take, with all its payloads there for good.
   [[nodiscard]] std::size_t on_device_bytes(ChunkId chunk) const;
   /// Of the chunks that are promoted now.
   [[nodiscard]] std::size_t promoted_bytes() const noexcept { return promoted_bytes_; }
 
   /// When the chunk will be used next: orders evictions once it is unpinned.
-  void set_next_use(ChunkId chunk, std::uint64_t next_use);
+  void set_next_use(ChunkId chunk, std::uint64_t next_use) {
+    residency_.set_next_use(chunk, next_use);
+  }
 
   [[nodiscard]] TensorState state(ParamId param) const { return states_[index(param)]; }
   /// Throws UsageError on an edge that the transition table lacks. A no-op on the same state.
   void set_state(ParamId param, TensorState state);
 
   /// Device bytes taken by slots that come and go (kStream, kKeep).
-  [[nodiscard]] std::size_t slot_bytes() const noexcept { return slot_bytes_; }
-  [[nodiscard]] std::size_t pinned_bytes() const noexcept { return pinned_bytes_; }
+  [[nodiscard]] std::size_t slot_bytes() const noexcept { return residency_.slot_bytes(); }
+  [[nodiscard]] std::size_t pinned_bytes() const noexcept { return residency_.pinned_bytes(); }
   [[nodiscard]] const TransferCounts& counts() const noexcept { return counts_; }
   [[nodiscard]] const ChunkLayout& layout() const noexcept { return layout_; }
   [[nodiscard]] MemoryTier& device() noexcept { return *device_; }
   [[nodiscard]] MemoryTier& host() noexcept { return *host_; }
 
  private:
-  friend class Pin;
   struct Slot {
-    Placement placement = Placement::kStream;
     Block block;
     CopyTicket ticket = CopyTicket::kNone;
     std::unique_ptr<HomeHold> source;  // of a stored chunk, while it is copied in
@@ -152,12 +157,9 @@ class ChunkManager {
     // since the last update, so that what user code has written since can be told.
     Block before;
     bool before_taken = false;
-    std::uint32_t pins = 0;
-    std::uint64_t next_use = kNeverUsed;
     PayloadSet payloads;
   };
 
-  void unpin(ChunkId chunk) noexcept;
   void copy_in(ChunkId chunk);
   void release_source(Slot& slot) noexcept;
   void bind_home(ChunkId chunk) noexcept;
@@ -175,11 +177,9 @@ class ChunkManager {
   CopyEngine& engine_;
   ParamBinder& binder_;
   HomeStore* const homes_;
+  Residency residency_;
   std::vector<Slot> slots_;
   std::vector<TensorState> states_;
-  EvictionOrder evictable_;
-  std::size_t slot_bytes_ = 0;
-  std::size_t pinned_bytes_ = 0;
   std::size_t promoted_bytes_ = 0;
   std::size_t num_sources_ = 0;  // slots whose source is held
   TransferCounts counts_;

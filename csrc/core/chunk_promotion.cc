@@ -14,10 +14,6 @@ constexpr std::size_t kParam = static_cast<std::size_t>(PayloadKind::kParam);
 
 }  // namespace
 
-bool ChunkManager::promoted(ChunkId chunk) const {
-  return slots_[index(chunk)].payloads[kParam]->away();
-}
-
 // The parameters of a promoted chunk take a whole slot, which they become when it is demoted.
 std::size_t ChunkManager::on_device_bytes(ChunkId chunk) const {
   const bool for_good = placement(chunk) == Placement::kDevice && !promoted(chunk);
@@ -68,8 +64,8 @@ void ChunkManager::copy_and_wait(std::span<const CopyRequest> requests) {
 
 bool ChunkManager::try_promote(ChunkId chunk) {
   Slot& slot = slots_[index(chunk)];
-  if (slot.placement != Placement::kStream || slot.block || update_pending(chunk) ||
-      stored(chunk)) {
+  if (placement(chunk) != Placement::kStream || residency_.in_slot(chunk) ||
+      update_pending(chunk) || stored(chunk)) {
     throw UsageError(
         "chunk " + std::to_string(index(chunk)) +
         " cannot be promoted: it is not a streamed chunk at home, its home is on NVMe, "
@@ -92,6 +88,7 @@ bool ChunkManager::try_promote(ChunkId chunk) {
     copies.push_back({.source = {payload->home(), payload->bytes()},
                       .target = {blocks[kind].data(), payload->bytes()},
                       .direction = CopyDirection::kHostToDevice,
+                      .behind = device_->stream(),
                       .await_source = {}});
   }
   auto reservation = device_->ledger().try_reserve(before_bytes(chunk));
@@ -111,7 +108,7 @@ bool ChunkManager::try_promote(ChunkId chunk) {
     }
   }
   binder_.bind(chunk, slot.payloads[kParam]->data());
-  slot.placement = Placement::kDevice;
+  residency_.promote(chunk);
   promoted_bytes_ += on_device_bytes(chunk);
   for (const ParamId param : layout_.chunk(chunk).params) {
     TensorState& state = states_[index(param)];
@@ -126,6 +123,10 @@ void ChunkManager::demote(ChunkId chunk) {
     throw UsageError("chunk " + std::to_string(index(chunk)) +
                      " cannot be demoted: it is not promoted");
   }
+  if (residency_.holds(chunk) > 0) {
+    throw UsageError("chunk " + std::to_string(index(chunk)) + " cannot be demoted: " +
+                     std::to_string(residency_.holds(chunk)) + " operators use its memory");
+  }
   if (update_pending(chunk)) {
     updates_->wait(chunk);
   }
@@ -135,9 +136,11 @@ void ChunkManager::demote(ChunkId chunk) {
   std::size_t copied_bytes = 0;
   for (const auto& payload : slot.payloads) {
     if (payload) {
+      payload->await_users();
       copies.push_back({.source = {payload->data(), payload->bytes()},
                         .target = {payload->home(), payload->bytes()},
                         .direction = CopyDirection::kDeviceToHost,
+                        .behind = device_->stream(),
                         .await_source = {}});
       copied_bytes += payload->bytes();
     }
@@ -156,30 +159,25 @@ void ChunkManager::demote(ChunkId chunk) {
   slot.block = slot.payloads[kParam]->move_home();
   slot.bound = true;
   slot.ticket = CopyTicket::kNone;
-  slot.placement = Placement::kStream;
-  slot_bytes_ += slot.block.bytes();
-  if (slot.pins > 0) {
-    pinned_bytes_ += slot.block.bytes();
-  } else {
-    evictable_.put(chunk, slot.next_use);
-  }
+  residency_.demote(chunk);
   if (recorder_ != nullptr) {
     recorder_->evicted(chunk, copied_bytes, start_ns);
   }
 }
 
 bool ChunkManager::demote_one() {
-  std::optional<std::size_t> last;
-  const auto rank = [this](std::size_t i) {
-    return std::pair(slots_[i].pins == 0, slots_[i].next_use);
+  std::optional<ChunkId> last;
+  const auto rank = [this](ChunkId chunk) {
+    return std::pair(pins(chunk) == 0, residency_.next_use(chunk));
   };
   for (std::size_t i = 0; i < slots_.size() && promoted_bytes_ > 0; ++i) {
-    if (promoted(ChunkId{static_cast<std::uint32_t>(i)}) && (!last || rank(i) > rank(*last))) {
-      last = i;
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    if (promoted(chunk) && residency_.holds(chunk) == 0 && (!last || rank(chunk) > rank(*last))) {
+      last = chunk;
     }
   }
   if (last) {
-    demote(ChunkId{static_cast<std::uint32_t>(*last)});
+    demote(*last);
   }
   return last.has_value();
 }

@@ -5,6 +5,8 @@
 #include <functional>
 #include <span>
 
+#include "core/compute_stream.h"
+
 namespace castor {
 
 enum class CopyDirection { kHostToDevice, kDeviceToHost };
@@ -14,6 +16,9 @@ struct CopyRequest {
   std::span<const std::byte> source;
   std::span<std::byte> target;
   CopyDirection direction = CopyDirection::kHostToDevice;
+  /// The copy is behind all that this stream had been given when it was submitted: what wrote the
+  /// device's side, or still uses it.
+  StreamId behind{};
   /// Called before the source is read, where something still writes it: returns when that is done,
   /// and what it throws is the copy's failure. Empty: the source is ready.
   std::function<void()> await_source;
@@ -24,14 +29,18 @@ struct CopyRequest {
 enum class CopyTicket : std::uint64_t { kNone = 0 };
 
 /// Seam for moving chunk payloads between device and host. Copies of one direction complete in the
-/// order of submission. The caller keeps both buffers alive until the ticket is done.
-/// Destruction waits for every copy in flight. Thread-safe.
+/// order of submission. The caller keeps both buffers alive until the ticket is done, or until
+/// those who may reuse them are behind the copy. Destruction waits for every copy in flight.
+/// Thread-safe.
 class CopyEngine {
  public:
   virtual ~CopyEngine() = default;
   [[nodiscard]] virtual CopyTicket submit(const CopyRequest& request) = 0;
-  /// Returns when the copy is visible to the compute work that follows; rethrows its failure.
+  /// Returns when the copy is done; rethrows its failure.
   virtual void wait(CopyTicket ticket) = 0;
+  /// What `stream` is given from now on comes behind the copy; rethrows its failure, as far as that
+  /// is known. Returns at once where the device waits by itself.
+  virtual void order(CopyTicket ticket, StreamId /*stream*/) { wait(ticket); }
   [[nodiscard]] virtual bool done(CopyTicket ticket) = 0;
   /// Whether submit() returns before the copy, and before await_source.
   [[nodiscard]] virtual bool asynchronous() const noexcept = 0;

@@ -4,9 +4,21 @@
 
 namespace castor {
 
+bool NonModelMemory::try_allocate(std::size_t bytes) noexcept {
+  if (!device_->ledger().try_take(bytes)) {
+    return false;
+  }
+  note_taken(bytes);
+  return true;
+}
+
+void NonModelMemory::note_taken(std::size_t bytes) noexcept {
+  peaks_.note(bytes_.fetch_add(bytes, std::memory_order_relaxed) + bytes);
+}
+
 void NonModelMemory::allocate(std::size_t bytes) {
   if (!device_->ledger().try_take(bytes)) {
-    const std::lock_guard lock(reclaim_mutex_);
+    const MutexLock lock(reclaim_mutex_);
     // Another thread may take what was reclaimed for this one: try until there is nothing to give.
     do {
       if (reclaimer_ == nullptr) {
@@ -17,28 +29,27 @@ void NonModelMemory::allocate(std::size_t bytes) {
       reclaimer_->reclaim(bytes);
     } while (!device_->ledger().try_take(bytes));
   }
-  const std::size_t now = bytes_.fetch_add(bytes, std::memory_order_relaxed) + bytes;
-  peaks_.note(now);
+  note_taken(bytes);
 }
 
 void NonModelMemory::make_room(std::size_t bytes) {
-  if (device_->ledger().available() >= bytes) {
+  if (fits(bytes)) {
     return;
   }
-  const std::lock_guard lock(reclaim_mutex_);
+  const MutexLock lock(reclaim_mutex_);
   if (reclaimer_ != nullptr) {
     reclaimer_->reclaim(bytes);
   }
 }
 
 bool NonModelMemory::evict_refused(std::size_t bytes) {
-  const std::lock_guard lock(reclaim_mutex_);
+  const MutexLock lock(reclaim_mutex_);
   return reclaimer_ != nullptr && reclaimer_->evict_refused(bytes);
 }
 
 void NonModelMemory::note_allocated(std::size_t bytes) noexcept {
   device_->ledger().take_anyway(bytes);
-  peaks_.note(bytes_.fetch_add(bytes, std::memory_order_relaxed) + bytes);
+  note_taken(bytes);
 }
 
 void NonModelMemory::free(std::size_t bytes) noexcept {
@@ -47,7 +58,7 @@ void NonModelMemory::free(std::size_t bytes) noexcept {
 }
 
 void NonModelMemory::set_reclaimer(Reclaimer* reclaimer) {
-  const std::lock_guard lock(reclaim_mutex_);
+  const MutexLock lock(reclaim_mutex_);
   orphaned_.store(reclaimer == nullptr, std::memory_order_relaxed);
   reclaimer_ = reclaimer;
 }

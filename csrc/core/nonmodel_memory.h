@@ -3,10 +3,10 @@
 #include <atomic>
 #include <cstddef>
 #include <memory>
-#include <mutex>
 #include <utility>
 
 #include "core/memory_tier.h"
+#include "core/mutex.h"
 #include "core/peaks.h"
 
 namespace castor {
@@ -40,8 +40,14 @@ class NonModelMemory {
 
   /// Takes `bytes` from the device budget, reclaiming chunks if need be. Throws OutOfMemory.
   void allocate(std::size_t bytes);
+  /// As allocate where there is room as it is; else false, and nothing was taken. Never blocks.
+  [[nodiscard]] bool try_allocate(std::size_t bytes) noexcept;
   void free(std::size_t bytes) noexcept;
 
+  /// Whether `bytes` more fit the budget as it is.
+  [[nodiscard]] bool fits(std::size_t bytes) const noexcept {
+    return device_->ledger().available() >= bytes;
+  }
   /// Reclaims chunks until `bytes` fit the budget. Throws OutOfMemory as allocate does; no effect
   /// once the model is gone.
   void make_room(std::size_t bytes);
@@ -70,13 +76,15 @@ class NonModelMemory {
   [[nodiscard]] std::size_t take_window_peak() noexcept { return peaks_.take_window(bytes()); }
 
  private:
+  void note_taken(std::size_t bytes) noexcept;
+
   std::shared_ptr<MemoryTier> device_;
   // Relaxed: a plain counter; each update is one atomic operation.
   std::atomic<std::size_t> bytes_{0};
   Peaks peaks_;
   std::atomic<bool> orphaned_{false};
-  std::mutex reclaim_mutex_;  // guards reclaimer_; taken before the runtime's mutex
-  Reclaimer* reclaimer_ = nullptr;
+  Mutex reclaim_mutex_;  // taken before the runtime's
+  Reclaimer* reclaimer_ CASTOR_GUARDED_BY(reclaim_mutex_) = nullptr;
 };
 
 }  // namespace castor

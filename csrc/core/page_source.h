@@ -27,6 +27,12 @@ class PageSource {
   /// for small ones on the rest of [data, data + mapped), so that touching the last used byte does
   /// not make pages behind it resident. Refusal is tolerated and shows in description().
   virtual void advise_huge(std::byte* data, std::size_t used, std::size_t mapped) noexcept = 0;
+  /// Processes that this one forks from now on do not get these pages. Else each page that is
+  /// written while such a child lives is copied, and the child keeps the old one. A refusal shows
+  /// in description().
+  virtual void withhold_from_children(std::byte* data, std::size_t bytes) noexcept = 0;
+  /// They get them again.
+  virtual void share_with_children(std::byte* data, std::size_t bytes) noexcept = 0;
 
   /// "mmap, huge pages of 2.00 MiB (2097152 bytes) advised".
   [[nodiscard]] virtual std::string description() const = 0;

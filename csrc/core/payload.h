@@ -3,13 +3,13 @@
 #include <array>
 #include <cstddef>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "core/memory_tier.h"
+#include "core/mutex.h"
 
 namespace castor {
 
@@ -76,10 +76,16 @@ class Payload {
 
   [[nodiscard]] bool away() const noexcept { return away_tier_ != nullptr; }
   [[nodiscard]] std::byte* home() const noexcept { return home_.data(); }
+  /// What the payload is on the device, while it is away: as Block::await_users.
+  void await_users() const { away_.await_users(); }
+  /// As Block::add_user, where the bytes are.
+  void add_user(StreamId stream) const { (away() ? away_ : home_).add_user(stream); }
   /// The bytes are in `block` of `tier` now, which has room for them. Requires !away().
   void move_to(std::shared_ptr<MemoryTier> tier, Block block) noexcept;
   /// The bytes are at home now; returns where they were. Requires away().
   Block move_home() noexcept;
+  /// For one that outlives its session: a forked process may use it too, where it is at home.
+  void share_with_children() noexcept { home_.share_with_children(); }
   /// From now on it is told of moves, until it is not alive any more.
   void add_follower(std::unique_ptr<PayloadFollower> follower);
 
@@ -92,8 +98,8 @@ class Payload {
   std::shared_ptr<MemoryTier> away_tier_;  // destroyed after away_; nullptr: at home
   Block away_;
   std::byte* data_;
-  std::mutex mutex_;  // guards followers_
-  std::vector<std::unique_ptr<PayloadFollower>> followers_;
+  Mutex mutex_;
+  std::vector<std::unique_ptr<PayloadFollower>> followers_ CASTOR_GUARDED_BY(mutex_);
 };
 
 using PayloadSet = std::array<std::shared_ptr<Payload>, kNumPayloadKinds>;

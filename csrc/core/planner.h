@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "core/chunk_layout.h"
-#include "core/eviction_order.h"
 #include "core/placement.h"
 #include "core/trace.h"
 
@@ -78,8 +77,8 @@ class Plan {
 };
 
 /// Turns a trace into a plan. A pure function: no clock, no I/O, no threads; equal inputs give
-/// equal plans. O(accesses log chunks). Eviction is Belady's rule weighted by cost (EvictionOrder);
-/// a chunk is prefetched as early as max_prefetch and the budget of all accesses in between allow.
+/// equal plans. O(accesses log chunks). Pins and evictions are a DryRun's; a chunk is prefetched as
+/// early as max_prefetch and the budget of all accesses in between allow.
 /// An access that cannot fit is planned as if it could: running it raises OutOfMemory, and
 /// prediction().smallest_budget_bytes says what would do.
 /// Throws InvalidArgument when the trace names a module that the layout lacks.

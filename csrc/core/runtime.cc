@@ -10,8 +10,6 @@
 namespace castor {
 namespace {
 
-constexpr ModuleId kRoot{0};
-
 void check_options(const RuntimeOptions& options) {
   if (!(options.warmup_nonmodel_ratio >= 0.0 && options.warmup_nonmodel_ratio < 1.0)) {
     throw InvalidArgument("warmup_non_model_data_ratio is " +
@@ -96,8 +94,8 @@ Runtime::Runtime(ChunkManager& manager, std::shared_ptr<NonModelMemory> nonmodel
 
 Runtime::~Runtime() {
   nonmodel_->set_reclaimer(nullptr);
-  const std::lock_guard lock(mutex_);
-  unwind();
+  const MutexLock lock(mutex_);
+  frames_.release_all();
   manager_.record_into(nullptr);
 }
 
@@ -173,36 +171,21 @@ void Runtime::acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins) {
                 : unplanned_rank();
     manager_.set_next_use(chunks[i], next_use);
   }
-  // What is there already is pinned first, so that making room for the rest cannot evict it.
-  const std::size_t first = pins->size();
-  try {
-    for (const ChunkId chunk : chunks) {
-      if (manager_.resident(chunk)) {
-        pins->push_back(manager_.pin(chunk));
+  pin_all(
+      chunks, manager_.residency(), pins,
+      [&](ChunkId chunk) CASTOR_REQUIRES(mutex_) { bring_in(chunk, kind, module); },
+      [&](ChunkId chunk) CASTOR_REQUIRES(mutex_) {
+        Pin pin = manager_.pin(chunk);
         counts_.prefetch_hits += prefetched_[index(chunk)] ? 1 : 0;
         prefetched_[index(chunk)] = false;
-      }
-    }
-    if (pins->size() - first < chunks.size()) {
-      for (const ChunkId chunk : chunks) {
-        if (!manager_.resident(chunk)) {
-          bring_in(chunk, kind, module);
-          pins->push_back(manager_.pin(chunk));
-          prefetched_[index(chunk)] = false;
-        }
-      }
-    }
-    if (planned) {
-      // The plan's cap leaves room for the non-model bytes until the next access.
-      const CauseScope cause(timeline_, TransferCause::kPlan);
-      static_cast<void>(manager_.make_room(0, slot_cap(), now(), 0));
-      prefetch();
-    }
-  } catch (...) {
-    pins->resize(first);
-    throw;
+        return pin;
+      });
+  if (planned) {
+    // The plan's cap leaves room for the non-model bytes until the next access.
+    const CauseScope cause(timeline_, TransferCause::kPlan);
+    static_cast<void>(manager_.make_room(0, slot_cap()));
+    prefetch();
   }
-  begin_use(module);
 }
 
 void Runtime::prefetch() {
@@ -212,7 +195,7 @@ void Runtime::prefetch() {
       continue;
     }
     manager_.set_next_use(ahead.chunk, ahead.used_at);
-    if (manager_.make_room(layout_.chunk(ahead.chunk).capacity_bytes, ahead.slot_cap_bytes, now(),
+    if (manager_.make_room(layout_.chunk(ahead.chunk).capacity_bytes, ahead.slot_cap_bytes,
                            ahead.used_at + 1)) {
       try {
         prefetched_[index(ahead.chunk)] = manager_.try_fetch(ahead.chunk);
@@ -227,20 +210,32 @@ void Runtime::prefetch() {
 // Homes on NVMe come into memory further ahead than slots are fetched.
 void Runtime::announce_homes() {
   if (HomeStore* const homes = manager_.homes()) {
-    homes->announce(upcoming_chunks(
-        *plan_, layout_, cursor_, homes->max_held(),
-        [this](ChunkId chunk) { return manager_.stored(chunk) && !manager_.resident(chunk); }));
+    homes->announce(upcoming_chunks(*plan_, layout_, cursor_, homes->max_held(),
+                                    [this](ChunkId chunk) CASTOR_REQUIRES(mutex_) {
+                                      return manager_.stored(chunk) && !manager_.resident(chunk);
+                                    }));
   }
 }
 
-std::optional<Pin> Runtime::pin_resident(ChunkId chunk) {
-  const std::lock_guard lock(mutex_);
-  return manager_.bound(chunk) ? std::optional(manager_.pin(chunk)) : std::nullopt;
+std::optional<Pin> Runtime::hold(ChunkId chunk, StreamId stream, PayloadKind used) {
+  const MutexLock lock(mutex_);
+  const bool there = used == PayloadKind::kParam ? manager_.bound(chunk)
+                                                 : manager_.placement(chunk) == Placement::kDevice;
+  return there ? std::optional(manager_.hold(chunk, stream)) : std::nullopt;
 }
 
 void Runtime::unpin(std::vector<Pin>& pins) noexcept {
-  const std::lock_guard lock(mutex_);
-  pins.clear();
+  {
+    const MutexLock lock(mutex_);
+    pins.clear();
+  }
+  operators_over_.notify_all();
+}
+
+// Those of other threads: they go on without the runtime's mutex.
+void Runtime::await_operators(MutexLock& lock) {
+  operators_over_.wait(lock.native(),
+                       [this]() CASTOR_REQUIRES(mutex_) { return manager_.num_holds() == 0; });
 }
 
 void Runtime::begin_use(ModuleId module) {
@@ -252,7 +247,9 @@ void Runtime::begin_use(ModuleId module) {
   }
 }
 
-void Runtime::end_use(ModuleId module, TensorState after) {
+void Runtime::end_use(ModuleId module, Pass pass) {
+  const TensorState after =
+      pass == Pass::kForward ? TensorState::kHold : TensorState::kHoldAfterBackward;
   for (const ParamId param : layout_.module(module).params) {
     if (--uses_[index(param)] == 0 && manager_.state(param) == TensorState::kCompute) {
       manager_.set_state(param, after);
@@ -261,56 +258,40 @@ void Runtime::end_use(ModuleId module, TensorState after) {
 }
 
 void Runtime::enter(ModuleId module, PassMode mode) {
-  const std::lock_guard lock(mutex_);
-  if (module == kRoot) {
-    unwind();  // what an interrupted forward left entered
-  }
-  if (frames_.empty()) {
+  const MutexLock lock(mutex_);
+  frames_.begin_forward(module);
+  if (frames_.no_forward()) {
     mode_ = mode;
   }
-  leave_backward();
   advance(EventKind::kForwardEnter, module);
-  const std::size_t first_pin = forward_pins_.size();
-  acquire(EventKind::kForwardEnter, module, &forward_pins_);
-  frames_.push_back({module, first_pin});
+  frames_.enter_forward(module, [&](std::vector<Pin>* pins) CASTOR_REQUIRES(mutex_) {
+    acquire(EventKind::kForwardEnter, module, pins);
+  });
+  begin_use(module);
 }
 
 void Runtime::exit(ModuleId module) {
-  const std::lock_guard lock(mutex_);
-  const auto is_module = [module](const Frame& frame) { return frame.module == module; };
-  if (std::none_of(frames_.begin(), frames_.end(), is_module)) {
+  const MutexLock lock(mutex_);
+  if (!frames_.entered(module)) {
     return;  // its enter failed
   }
   advance(EventKind::kForwardExit, module);
-  bool found = false;
-  while (!found) {
-    const Frame frame = frames_.back();
-    frames_.pop_back();
-    end_use(frame.module, TensorState::kHold);
-    forward_pins_.resize(frame.first_pin);
-    found = frame.module == module;
-  }
+  frames_.exit_forward(module);
 }
 
 void Runtime::enter_backward(ModuleId module) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   mode_ = PassMode::kTraining;
-  leave_backward();
+  frames_.end_backward();
   advance(EventKind::kBackwardEnter, module);
-  acquire(EventKind::kBackwardEnter, module, &backward_pins_);
-  backward_module_ = module;
-}
-
-void Runtime::leave_backward() {
-  if (backward_module_) {
-    end_use(*backward_module_, TensorState::kHoldAfterBackward);
-    backward_pins_.clear();
-    backward_module_.reset();
-  }
+  frames_.enter_backward(module, [&](std::vector<Pin>* pins) CASTOR_REQUIRES(mutex_) {
+    acquire(EventKind::kBackwardEnter, module, pins);
+  });
+  begin_use(module);
 }
 
 bool Runtime::grad_ready(ParamId param, const GradientCopy& copy) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const ChunkId chunk = layout_.place(param).chunk;
   if (copy.bytes > 0) {
     timeline_.gradient_copied(chunk, copy.bytes, copy.start_ns, copy.end_ns);
@@ -337,7 +318,7 @@ bool Runtime::grad_ready(ParamId param, const GradientCopy& copy) {
 }
 
 bool Runtime::retire(ChunkId chunk) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (manager_.pins(chunk) > 0) {
     return false;
   }
@@ -351,35 +332,29 @@ bool Runtime::retire(ChunkId chunk) {
   return true;
 }
 
-void Runtime::unwind() {
-  leave_backward();
-  while (!frames_.empty()) {
-    end_use(frames_.back().module, TensorState::kHold);
-    forward_pins_.resize(frames_.back().first_pin);
-    frames_.pop_back();
-  }
-}
-
 void Runtime::all_home() {
   const CauseScope cause(timeline_, TransferCause::kStepEnd);
-  unwind();
+  frames_.release_all();
   manager_.send_home();
   std::fill(prefetched_.begin(), prefetched_.end(), false);
 }
 
 void Runtime::send_home() {
-  const std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
+  await_operators(lock);
   all_home();
 }
 
 void Runtime::begin_update() {
-  const std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
+  await_operators(lock);
   timeline_.begin_update();
   all_home();
 }
 
 void Runtime::finish_step() {
-  const std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
+  await_operators(lock);
   all_home();
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
@@ -445,7 +420,7 @@ void Runtime::learn_from_step() {
 }
 
 void Runtime::load_trace(Trace trace) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (!tracer_.empty()) {
     throw UsageError("a trace is loaded in the middle of a step; load it before the first forward");
   }
@@ -453,17 +428,17 @@ void Runtime::load_trace(Trace trace) {
 }
 
 std::optional<Trace> Runtime::trace() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return trace_;
 }
 
 std::optional<Prediction> Runtime::prediction() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return plan_ ? std::optional(plan_->prediction()) : std::nullopt;
 }
 
 RuntimeCounts Runtime::counts() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   RuntimeCounts counts = counts_;
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     counts.promoted_chunks += manager_.promoted(ChunkId{static_cast<std::uint32_t>(i)}) ? 1 : 0;
@@ -473,23 +448,23 @@ RuntimeCounts Runtime::counts() const {
 }
 
 Timeline Runtime::timeline() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return timeline_.last();
 }
 
 std::size_t Runtime::step_peak_device_bytes() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return timeline_.last().peak_device_bytes;
 }
 
 TransferCounts Runtime::transfers() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return manager_.counts();
 }
 
 bool Runtime::idle() const {
-  const std::lock_guard lock(mutex_);
-  return frames_.empty();
+  const MutexLock lock(mutex_);
+  return frames_.no_forward();
 }
 
 }  // namespace castor

@@ -9,20 +9,18 @@
 namespace castor {
 
 void Runtime::bring_in(ChunkId chunk, EventKind kind, ModuleId module) {
-  if (manager_.resident(chunk)) {
-    return;
-  }
   const CauseScope cause(timeline_, TransferCause::kDemand);
   const std::size_t bytes = layout_.chunk(chunk).capacity_bytes;
   // Another thread's allocation may take what was made for this chunk: try until there is nothing
   // to give.
   do {
-    while (!manager_.make_room(bytes, slot_cap(), now(), 0)) {
+    while (!manager_.make_room(bytes, slot_cap())) {
       if (!manager_.demote_one()) {
         throw_out_of_memory(bytes, place_of(kind, module));
       }
     }
   } while (!try_fetch(chunk));
+  prefetched_[index(chunk)] = false;
   ++counts_.demand_fetches;
 }
 
@@ -42,31 +40,31 @@ bool Runtime::try_fetch(ChunkId chunk) {
 bool Runtime::evict_more(std::size_t bytes) {
   const TransferCounts before = manager_.counts();
   const std::size_t wanted = manager_.device().ledger().available() + bytes;
-  bool fits = manager_.make_room(wanted, kNoCap, now(), 0);
+  bool fits = manager_.make_room(wanted, kNoCap);
   while (!fits && manager_.demote_one()) {
-    fits = manager_.make_room(wanted, kNoCap, now(), 0);
+    fits = manager_.make_room(wanted, kNoCap);
   }
   return manager_.counts().evictions != before.evictions ||
          manager_.counts().demotions != before.demotions;
 }
 
 void Runtime::reclaim(std::size_t bytes) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const CauseScope cause(timeline_, TransferCause::kPressure);
   const std::uint64_t before = manager_.counts().evictions;
-  bool fits = manager_.make_room(bytes, kNoCap, now(), 0);
+  bool fits = manager_.make_room(bytes, kNoCap);
   const std::string where = fits ? std::string() : place_under_way();
   // What was promoted into spare memory gives it back: no allocation fails that would not have
   // failed without promotions.
   while (!fits && manager_.demote_one()) {
-    fits = manager_.make_room(bytes, kNoCap, now(), 0);
+    fits = manager_.make_room(bytes, kNoCap);
   }
-  if (!fits && !backward_pins_.empty() && options_.freed_slots == FreedSlots::kKeepTheirBytes) {
+  if (!fits && frames_.backward_pins() && options_.freed_slots == FreedSlots::kKeepTheirBytes) {
     // Backward may run on from the home copies: slower, but it runs. An operator that took the
     // slot's address before this allocation still reads the right bytes: freed slots keep them
     // until the next fetch (SlotArena), and no fetch happens inside an operator.
-    leave_backward();
-    fits = manager_.make_room(bytes, kNoCap, now(), 0);
+    frames_.end_backward();
+    fits = manager_.make_room(bytes, kNoCap);
   }
   counts_.pressure_evictions += manager_.counts().evictions - before;
   if (!fits) {
@@ -75,7 +73,7 @@ void Runtime::reclaim(std::size_t bytes) {
 }
 
 bool Runtime::evict_refused(std::size_t bytes) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const CauseScope cause(timeline_, TransferCause::kPressure);
   const std::uint64_t before = manager_.counts().evictions;
   const bool any = evict_more(bytes);
@@ -89,11 +87,11 @@ std::string Runtime::place_of(EventKind kind, ModuleId module) const {
 }
 
 std::string Runtime::place_under_way() const {
-  if (!frames_.empty()) {
-    return place_of(EventKind::kForwardEnter, frames_.back().module);
+  if (const auto module = frames_.innermost()) {
+    return place_of(EventKind::kForwardEnter, *module);
   }
-  if (backward_module_) {
-    return place_of(EventKind::kBackwardEnter, *backward_module_);
+  if (const auto module = frames_.backward()) {
+    return place_of(EventKind::kBackwardEnter, *module);
   }
   return "outside any module";
 }

@@ -78,9 +78,9 @@ bool SimulatedNvme::fetch_blocks(ChunkId chunk, CopyMode parameter_copies) const
 }
 
 std::vector<ChunkId> SimulatedNvme::announced(const Plan& plan, std::size_t first,
-                                              const std::vector<bool>& resident) const {
+                                              const Residency& residency) const {
   return upcoming_chunks(plan, layout_, first, stored_.max_held, [&](ChunkId chunk) {
-    return stores_weights(chunk) && !resident[index(chunk)];
+    return stores_weights(chunk) && !residency.resident(chunk);
   });
 }
 

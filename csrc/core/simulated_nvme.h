@@ -9,6 +9,7 @@
 #include "core/hardware.h"
 #include "core/placement.h"
 #include "core/planner.h"
+#include "core/residency.h"
 #include "core/service_queue.h"
 
 namespace castor {
@@ -49,9 +50,9 @@ class SimulatedNvme {
   /// As ChunkManager::fetch_blocks: who fetches ahead of a use would wait for NVMe.
   [[nodiscard]] bool fetch_blocks(ChunkId chunk, CopyMode parameter_copies) const;
   /// As Runtime::announce_homes: what the accesses from `first` on need next, and the device
-  /// (`resident`, per chunk) lacks. To be read ahead, in this order.
+  /// lacks. To be read ahead, in this order.
   [[nodiscard]] std::vector<ChunkId> announced(const Plan& plan, std::size_t first,
-                                               const std::vector<bool>& resident) const;
+                                               const Residency& residency) const;
   /// Reads the chunk's parameters, unless they have been since the last fetch; returns when they
   /// are in memory.
   double read_ahead(ChunkId chunk, double now);

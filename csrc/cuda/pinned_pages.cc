@@ -54,6 +54,7 @@ std::byte* PinnedPages::map(std::size_t bytes, std::size_t alignment) noexcept {
   if (data == nullptr)
     return nullptr;
   upstream_->advise_huge(data, bytes, bytes);
+  upstream_->withhold_from_children(data, bytes);
   cudaError_t error = register_pages(data, bytes, device_);
   if (error == cudaSuccess && !add(data, bytes)) {
     static_cast<void>(unregister_pages(data, device_));
@@ -123,6 +124,10 @@ bool PinnedPages::discard(std::byte* /*data*/, std::size_t /*bytes*/) noexcept {
 
 void PinnedPages::advise_huge(std::byte* /*data*/, std::size_t /*used*/,
                               std::size_t /*mapped*/) noexcept {}
+
+void PinnedPages::withhold_from_children(std::byte* /*data*/, std::size_t /*bytes*/) noexcept {}
+
+void PinnedPages::share_with_children(std::byte* /*data*/, std::size_t /*bytes*/) noexcept {}
 
 std::string PinnedPages::description() const {
   std::string text = upstream_->description() + ", registered with CUDA";

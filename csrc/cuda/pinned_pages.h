@@ -19,9 +19,12 @@ namespace castor::cuda {
 /// so exactly what map() was asked for is registered. On top of a source that binds to a NUMA node:
 /// registering touches the pages.
 ///
-/// Two rules follow from registration. discard() refuses: the device would keep the old physical
-/// pages, and the host see new ones. A part of what one map() gave cannot be unregistered: unmap()
-/// of a part succeeds, and its pages stay until the rest of them is unmapped too (held_bytes()).
+/// Three rules follow from registration. discard() refuses: the device would keep the old physical
+/// pages, and the host see new ones. Forked processes never get the pages: with a child that shares
+/// them the host's next write goes to a copy, and the device keeps the old page (or, in Linux from
+/// 5.12 on, each fork copies all that is registered). A part of what one map() gave cannot be
+/// unregistered: unmap() of a part succeeds, and its pages stay until the rest of them is unmapped
+/// too (held_bytes()).
 ///
 /// Registration can be refused: RLIMIT_MEMLOCK, a container, too little free memory. map() then
 /// gives nullptr (errno ENOMEM), and description() has CUDA's reason. Thread-safe.
@@ -36,6 +39,10 @@ class PinnedPages final : public PageSource {
   [[nodiscard]] bool discard(std::byte* data, std::size_t bytes) noexcept override;
   /// Nothing: huge pages have to be asked for before the pages exist, and map() does.
   void advise_huge(std::byte* data, std::size_t used, std::size_t mapped) noexcept override;
+  /// Nothing: map() withholds them.
+  void withhold_from_children(std::byte* data, std::size_t bytes) noexcept override;
+  /// Nothing: they stay withheld as long as they are registered.
+  void share_with_children(std::byte* data, std::size_t bytes) noexcept override;
   [[nodiscard]] std::string description() const override;
 
   /// Registered now.

@@ -10,6 +10,7 @@
 #include "core/units.h"
 #include "cuda/cuda_error.h"
 #include "cuda/scoped_device.h"
+#include "cuda/stream_order.h"
 
 namespace castor::cuda {
 namespace {
@@ -43,10 +44,8 @@ cudaPointerAttributes attributes_of(const std::byte* data) {
 
 }  // namespace
 
-StreamCopyEngine::StreamCopyEngine(StreamCopyOptions options) : options_(std::move(options)) {
-  if (!options_.compute_stream)
-    throw InvalidArgument("StreamCopyEngine needs a compute stream to order its copies with");
-  const ScopedDevice device(options_.device);
+StreamCopyEngine::StreamCopyEngine(int device) : device_(device) {
+  const ScopedDevice current(device_);
   try {
     for (Lane& lane : lanes_) {
       check(cudaStreamCreateWithFlags(&lane.stream, cudaStreamNonBlocking), "cudaStreamCreate");
@@ -61,16 +60,15 @@ StreamCopyEngine::~StreamCopyEngine() {
   {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] {
-      return std::all_of(lanes_.begin(), lanes_.end(), [](const Lane& lane) {
-        return lane.num_enqueued == lane.num_submitted();
-      });
+      return lanes_[0].num_enqueued == num_submitted(0) &&
+             lanes_[1].num_enqueued == num_submitted(1);
     });
   }
   for (Lane& lane : lanes_)
     lane.worker = {};  // stops and joins
   int before = 0;
   const bool known = cudaGetDevice(&before) == cudaSuccess;
-  static_cast<void>(cudaSetDevice(options_.device));
+  static_cast<void>(cudaSetDevice(device_));
   // A failure here was, or will be, reported by whatever else uses the device.
   for (const Lane& lane : lanes_) {
     static_cast<void>(cudaStreamSynchronize(lane.stream));
@@ -91,9 +89,9 @@ void StreamCopyEngine::check_memory(const CopyRequest& request) const {
                           "arena with pinned pages");
   }
   const auto on_device = attributes_of(to_device ? request.target.data() : request.source.data());
-  if (on_device.type != cudaMemoryTypeDevice || on_device.device != options_.device) {
+  if (on_device.type != cudaMemoryTypeDevice || on_device.device != device_) {
     throw InvalidArgument(name_of(request) + " needs memory of CUDA device " +
-                          std::to_string(options_.device) + " on the device's side; it is " +
+                          std::to_string(device_) + " on the device's side; it is " +
                           (on_device.type == cudaMemoryTypeDevice
                                ? "memory of device " + std::to_string(on_device.device)
                                : "no device memory"));
@@ -103,13 +101,13 @@ void StreamCopyEngine::check_memory(const CopyRequest& request) const {
 CopyTicket StreamCopyEngine::submit(const CopyRequest& request) {
   check_copy(request);
   const auto direction = static_cast<std::size_t>(request.direction);
-  const ScopedDevice device(options_.device);
+  const ScopedDevice current(device_);
   if (!request.source.empty())
     check_memory(request);
   const std::lock_guard lock(mutex_);
   Lane& lane = lanes_[direction];
-  reap(lane);
-  reap(lanes_[1 - direction]);
+  reap(direction);
+  reap(1 - direction);
   Copy& copy = lane.pending.emplace_back();
   try {
     copy.request = request;
@@ -117,9 +115,9 @@ CopyTicket StreamCopyEngine::submit(const CopyRequest& request) {
     if (direction == kToDevice)
       copy.behind = take_releases(request.target);
     if (copy.behind.empty())
-      copy.behind.push_back(record_compute());
+      copy.behind.push_back(record(request.behind));
     const Copy* const other = conflict(copy, direction);
-    const bool first = lane.num_enqueued + 1 == lane.num_submitted();
+    const bool first = lane.num_enqueued + 1 == num_submitted(direction);
     if (first && !request.await_source && (other == nullptr || other->enqueued)) {
       enqueue(copy, direction);
     } else if (!lane.worker.joinable()) {
@@ -132,14 +130,13 @@ CopyTicket StreamCopyEngine::submit(const CopyRequest& request) {
     throw;
   }
   changed_.notify_all();
-  return CopyTicket{2 * lane.num_submitted() + direction};
+  return tickets_.give(direction);
 }
 
-// What stands for all that has been submitted to the compute stream.
-cudaEvent_t StreamCopyEngine::record_compute() {
+// What stands for all that the stream has been given.
+cudaEvent_t StreamCopyEngine::record(StreamId stream) {
   const cudaEvent_t event = events_.take();
-  if (const cudaError_t error = cudaEventRecord(event, options_.compute_stream());
-      error != cudaSuccess) {
+  if (const cudaError_t error = cudaEventRecord(event, handle_of(stream)); error != cudaSuccess) {
     events_.give_back(event);
     throw CudaError(error, "recording what the compute stream has been given");
   }
@@ -222,12 +219,12 @@ void StreamCopyEngine::forget_events(Copy& copy) noexcept {
 // Enqueues what submit() could not: behind a source that is still written, or behind such a copy.
 // Goes on until there is nothing left, so that destruction completes what was submitted.
 void StreamCopyEngine::work(const std::stop_token& stop, std::size_t direction) {
-  static_cast<void>(cudaSetDevice(options_.device));  // of this thread, which has no other use
+  static_cast<void>(cudaSetDevice(device_));  // of this thread, which has no other use
   Lane& lane = lanes_[direction];
   std::unique_lock lock(mutex_);
-  while (changed_.wait(lock, stop, [&] { return lane.num_enqueued < lane.num_submitted(); })) {
+  while (changed_.wait(lock, stop, [&] { return lane.num_enqueued < num_submitted(direction); })) {
     // Those before it are enqueued, so it stays pending, and where it is.
-    Copy& copy = lane.pending[lane.num_enqueued - lane.num_done];
+    Copy& copy = lane.pending[lane.num_enqueued - tickets_.num_done(direction)];
     const std::uint64_t number = lane.num_enqueued + 1;
     std::exception_ptr failure;
     try {
@@ -248,25 +245,15 @@ void StreamCopyEngine::work(const std::stop_token& stop, std::size_t direction) 
       forget_events(copy);
       copy.enqueued = true;
       ++lane.num_enqueued;
-      lane.failures.emplace(number, std::current_exception());
+      tickets_.fail({.direction = direction, .number = number}, std::current_exception());
     }
     copy.request.await_source = nullptr;
     changed_.notify_all();
   }
 }
 
-StreamCopyEngine::Place StreamCopyEngine::place_of(CopyTicket ticket) const {
-  const auto value = static_cast<std::uint64_t>(ticket);
-  const Place place{.direction = value % 2, .number = value / 2};
-  const std::uint64_t last = lanes_[place.direction].num_submitted();
-  if (place.number > last || value == 1) {
-    throw InvalidArgument("copy ticket " + std::to_string(value) + " was never given out; copy " +
-                          std::to_string(last) + " is the last of its direction");
-  }
-  return place;
-}
-
-void StreamCopyEngine::reap(Lane& lane) {
+void StreamCopyEngine::reap(std::size_t direction) {
+  Lane& lane = lanes_[direction];
   while (!lane.pending.empty() && lane.pending.front().enqueued) {
     Copy& copy = lane.pending.front();
     const cudaError_t state = copy.event == nullptr ? cudaSuccess : cudaEventQuery(copy.event);
@@ -278,44 +265,37 @@ void StreamCopyEngine::reap(Lane& lane) {
       throw CudaError(state, name_of(copy.request));
     forget_events(copy);
     lane.pending.pop_front();
-    ++lane.num_done;
+    tickets_.complete(direction);
   }
 }
 
-const StreamCopyEngine::Copy* StreamCopyEngine::find(Place place) {
-  Lane& lane = lanes_[place.direction];
-  reap(lane);
-  if (const auto failure = lane.failures.find(place.number); failure != lane.failures.end())
-    std::rethrow_exception(failure->second);
-  return place.number <= lane.num_done ? nullptr : &lane.pending[place.number - lane.num_done - 1];
+const StreamCopyEngine::Copy* StreamCopyEngine::find(CopyNumber copy) {
+  reap(copy.direction);
+  tickets_.rethrow(copy);
+  return tickets_.done(copy)
+             ? nullptr
+             : &lanes_[copy.direction].pending[copy.number - tickets_.num_done(copy.direction) - 1];
 }
 
-const StreamCopyEngine::Copy* StreamCopyEngine::find_enqueued(Place place,
+const StreamCopyEngine::Copy* StreamCopyEngine::find_enqueued(CopyNumber copy,
                                                               std::unique_lock<std::mutex>& lock) {
-  changed_.wait(lock, [&] { return lanes_[place.direction].num_enqueued >= place.number; });
-  return find(place);
+  changed_.wait(lock, [&] { return lanes_[copy.direction].num_enqueued >= copy.number; });
+  return find(copy);
+}
+
+void StreamCopyEngine::order(CopyTicket ticket, StreamId stream) {
+  const ScopedDevice current(device_);
+  std::unique_lock lock(mutex_);
+  if (const Copy* copy = find_enqueued(tickets_.find(ticket), lock)) {
+    check(cudaStreamWaitEvent(handle_of(stream), copy->event, 0),
+          "making the compute stream wait for a copy");
+  }
 }
 
 void StreamCopyEngine::wait(CopyTicket ticket) {
-  {
-    std::unique_lock lock(mutex_);
-    const Place place = place_of(ticket);
-    if (place.direction == kToDevice) {
-      const ScopedDevice device(options_.device);
-      if (const Copy* copy = find_enqueued(place, lock)) {
-        check(cudaStreamWaitEvent(options_.compute_stream(), copy->event, 0),
-              "making the compute stream wait for a copy");
-      }
-      return;
-    }
-  }
-  synchronize(ticket);
-}
-
-void StreamCopyEngine::synchronize(CopyTicket ticket) {
-  const ScopedDevice device(options_.device);
+  const ScopedDevice current(device_);
   std::unique_lock lock(mutex_);
-  const Copy* const copy = find_enqueued(place_of(ticket), lock);
+  const Copy* const copy = find_enqueued(tickets_.find(ticket), lock);
   if (copy == nullptr)
     return;
   // Unlocked while it waits. If somebody reaps the copy and its event is recorded again, the wait
@@ -328,17 +308,17 @@ void StreamCopyEngine::synchronize(CopyTicket ticket) {
 }
 
 void StreamCopyEngine::synchronize_readers(Bytes source) {
-  const ScopedDevice device(options_.device);
+  const ScopedDevice current(device_);
   std::unique_lock lock(mutex_);
+  reap(kToDevice);
   Lane& lane = lanes_[kToDevice];
-  reap(lane);
   // Copies of a lane are over in order: the last reader stands for all.
   const auto last = std::find_if(lane.pending.rbegin(), lane.pending.rend(), [&](const Copy& copy) {
     return copy.enqueued && copy.event != nullptr && touch(copy.request.source, source);
   });
   if (last == lane.pending.rend())
     return;
-  const cudaEvent_t event = last->event;  // as in synchronize()
+  const cudaEvent_t event = last->event;  // as in wait()
   const std::string name = name_of(last->request);
   lock.unlock();
   if (const cudaError_t error = cudaEventSynchronize(event); error != cudaSuccess)
@@ -347,18 +327,16 @@ void StreamCopyEngine::synchronize_readers(Bytes source) {
 
 bool StreamCopyEngine::done(CopyTicket ticket) {
   const std::lock_guard lock(mutex_);
-  const ScopedDevice device(options_.device);
-  const Place place = place_of(ticket);
-  if (lanes_[place.direction].failures.contains(place.number))
-    return true;
-  return find(place) == nullptr;
+  const ScopedDevice current(device_);
+  const CopyNumber copy = tickets_.find(ticket);
+  return tickets_.failed(copy) || find(copy) == nullptr;
 }
 
-void StreamCopyEngine::release(Bytes slot) {
+void StreamCopyEngine::release(Bytes slot, StreamId stream) {
   const std::lock_guard lock(mutex_);
-  const ScopedDevice device(options_.device);
+  const ScopedDevice current(device_);
   releases_.reserve(releases_.size() + 1);
-  releases_.push_back({slot, record_compute()});
+  releases_.push_back({slot, record(stream)});
 }
 
 void StreamCopyEngine::forget(Bytes slot) {

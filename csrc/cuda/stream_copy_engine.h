@@ -7,41 +7,32 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <exception>
 #include <functional>
-#include <map>
 #include <mutex>
 #include <span>
 #include <stop_token>
 #include <thread>
 #include <vector>
 
-#include "core/copy_engine.h"
+#include "core/copy_tickets.h"
 #include "cuda/event_pool.h"
 
 namespace castor::cuda {
 
-struct StreamCopyOptions {
-  int device = 0;
-  /// The stream whose kernels use the device's side of the copies; asked in every call, on the
-  /// calling thread (torch has a current stream for each). Its streams are of `device`.
-  std::function<cudaStream_t()> compute_stream;
-};
-
-/// The copy engine of a GPU: one stream from host to device and one back, beside the compute
-/// stream. submit() enqueues and returns. What orders the copies:
+/// The copy engine of a GPU: one stream from host to device and one back, beside the streams that
+/// compute. Streams are named by cuda::stream_id and belong to the device. submit() enqueues and
+/// returns. What orders the copies:
 ///
-/// - A copy to the host starts when the compute stream has done what was submitted to it before.
-/// - A copy to the device starts when the compute stream is done with the bytes it overwrites:
-///   where release() said so, at what had been submitted then; else at what was submitted before
-///   the copy.
+/// - A copy starts when CopyRequest::behind has done what it had been given before submit(); one to
+///   the device whose target was given to release() does so when that stream has done what it had
+///   been given then.
 /// - Copies of the two directions that touch the same bytes run in the order of submission.
 /// - A copy whose source is still written (CopyRequest::await_source) is handed to CUDA by a thread
 ///   of the engine, once it has waited; so are the copies behind it, in order. Which compute they
 ///   are behind is settled in submit() all the same.
-/// - wait() for a copy to the device makes the compute stream wait and returns at once; the host
-///   waits for a copy to the host, and until a copy has been handed to CUDA. synchronize() makes
-///   the host wait for either: before it writes, or gives back, the source of a copy to the device.
+/// - order() makes a stream wait and returns at once, or when the copy has been handed to CUDA.
+///   wait() is the host's: before it reads the target of a copy to the host, and before it writes,
+///   or gives back, the source of a copy to the device.
 ///
 /// The host's side must be page-locked, the device's side memory of `device`. A failure of the
 /// device (an illegal address in any kernel included) spoils its context: every later call throws.
@@ -49,8 +40,8 @@ struct StreamCopyOptions {
 /// it rethrows. Thread-safe. Destruction waits for every copy in flight.
 class StreamCopyEngine final : public CopyEngine {
  public:
-  /// Throws CudaError if there is no such device; InvalidArgument without a compute stream.
-  explicit StreamCopyEngine(StreamCopyOptions options);
+  /// Throws CudaError if there is no such device.
+  explicit StreamCopyEngine(int device);
   ~StreamCopyEngine() override;
   StreamCopyEngine(const StreamCopyEngine&) = delete;
   StreamCopyEngine& operator=(const StreamCopyEngine&) = delete;
@@ -60,16 +51,17 @@ class StreamCopyEngine final : public CopyEngine {
   [[nodiscard]] CopyTicket submit(const CopyRequest& request) override;
   /// These throw InvalidArgument for a ticket that was never given out, CudaError for a failure.
   void wait(CopyTicket ticket) override;
+  void order(CopyTicket ticket, StreamId stream) override;
   [[nodiscard]] bool done(CopyTicket ticket) override;
-  void synchronize(CopyTicket ticket);
   /// Of every copy to the device that reads these bytes, but for those that are not enqueued yet:
   /// they wait for their source. Throws CudaError.
   void synchronize_readers(std::span<const std::byte> source);
   [[nodiscard]] bool asynchronous() const noexcept override { return true; }
+  [[nodiscard]] int device() const noexcept { return device_; }
 
-  /// All that the compute stream does with these bytes of the device has been submitted to it: the
-  /// next copy into them need not wait for what is submitted later.
-  void release(std::span<const std::byte> slot);
+  /// All that `stream` does with these bytes of the device has been given to it: the next copy into
+  /// them need not wait for what it is given later.
+  void release(std::span<const std::byte> slot, StreamId stream);
   /// Takes release() back. Required before released memory goes to an allocator that may lend it to
   /// others in between: what they submit is not in what release() saw.
   void forget(std::span<const std::byte> slot);
@@ -78,19 +70,16 @@ class StreamCopyEngine final : public CopyEngine {
   struct Copy {
     CopyRequest request;
     std::uint64_t order = 0;          // among those of both directions
-    std::vector<cudaEvent_t> behind;  // of the compute stream: what it has to wait for
+    std::vector<cudaEvent_t> behind;  // what it has to wait for
     cudaEvent_t event = nullptr;      // recorded behind it, once it is enqueued
     bool enqueued = false;            // or failed
   };
 
   struct Lane {
     cudaStream_t stream = nullptr;
-    std::deque<Copy> pending;  // those after num_done, in order; elements stay where they are
-    std::uint64_t num_done = 0;
+    std::deque<Copy> pending;  // those not done, in order; elements stay where they are
     std::uint64_t num_enqueued = 0;
-    std::map<std::uint64_t, std::exception_ptr> failures;  // by number
     std::jthread worker;  // started by the first copy that cannot be enqueued at once
-    [[nodiscard]] std::uint64_t num_submitted() const noexcept { return num_done + pending.size(); }
   };
 
   struct Release {
@@ -98,14 +87,8 @@ class StreamCopyEngine final : public CopyEngine {
     cudaEvent_t event = nullptr;
   };
 
-  /// A ticket: which copy of its direction it is, the first being 1.
-  struct Place {
-    std::size_t direction;
-    std::uint64_t number;
-  };
-
   void check_memory(const CopyRequest& request) const;
-  [[nodiscard]] cudaEvent_t record_compute();
+  [[nodiscard]] cudaEvent_t record(StreamId stream);
   [[nodiscard]] std::vector<cudaEvent_t> take_releases(std::span<const std::byte> target);
   /// The last copy of the other direction before `copy` that touches the same bytes and is neither
   /// done nor failed.
@@ -113,19 +96,22 @@ class StreamCopyEngine final : public CopyEngine {
   void enqueue(Copy& copy, std::size_t direction);
   void work(const std::stop_token& stop, std::size_t direction);
   void forget_events(Copy& copy) noexcept;
-  [[nodiscard]] Place place_of(CopyTicket ticket) const;
+  [[nodiscard]] std::uint64_t num_submitted(std::size_t direction) const noexcept {
+    return tickets_.num_done(direction) + lanes_[direction].pending.size();
+  }
   /// The copy, if it is not done yet. Rethrows its failure.
-  [[nodiscard]] const Copy* find(Place place);
+  [[nodiscard]] const Copy* find(CopyNumber copy);
   /// Returns when the copy has been handed to CUDA, and the copy as find() does.
-  [[nodiscard]] const Copy* find_enqueued(Place place, std::unique_lock<std::mutex>& lock);
-  void reap(Lane& lane);
+  [[nodiscard]] const Copy* find_enqueued(CopyNumber copy, std::unique_lock<std::mutex>& lock);
+  void reap(std::size_t direction);
 
-  const StreamCopyOptions options_;
+  const int device_;
   std::mutex mutex_;                     // guards all below
   std::condition_variable_any changed_;  // a copy was submitted, or enqueued
   EventPool events_;
   std::uint64_t num_copies_ = 0;
   std::vector<Release> releases_;
+  CopyTickets tickets_;
   std::array<Lane, 2> lanes_;
 };
 

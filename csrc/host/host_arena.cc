@@ -36,6 +36,9 @@ class FallbackArena final : public Arena {
   void discard(std::byte* data, std::size_t bytes) noexcept override {
     arena_.discard(data, bytes);
   }
+  void share_with_children(std::byte* data, std::size_t bytes) noexcept override {
+    arena_.share_with_children(data, bytes);
+  }
   [[nodiscard]] std::string description() const override {
     return arena_.description() + " (built without jemalloc)";
   }

@@ -153,6 +153,7 @@ std::byte* JemallocArena::allocate(std::size_t bytes) {
   if (sizes_.huge > 0 && bytes >= sizes_.huge) {
     hooks_->pages->advise_huge(data, bytes, je_sallocx(data, flags));
   }
+  withhold_whole_pages(*hooks_->pages, data, bytes);
   return data;
 }
 
@@ -162,6 +163,10 @@ void JemallocArena::deallocate(std::byte* data, std::size_t bytes) noexcept {
 
 void JemallocArena::discard(std::byte* data, std::size_t bytes) noexcept {
   discard_whole_pages(*hooks_->pages, data, bytes);
+}
+
+void JemallocArena::share_with_children(std::byte* data, std::size_t bytes) noexcept {
+  share_whole_pages(*hooks_->pages, data, bytes);
 }
 
 std::string JemallocArena::description() const {

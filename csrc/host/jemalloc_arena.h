@@ -25,6 +25,9 @@ namespace castor {
 /// jemalloc arena, with all its extents; jemalloc keeps its own metadata, a few KiB per arena
 /// index, for the next arena.
 ///
+/// Forks: children do not get the whole pages of blocks. They do get jemalloc's metadata, which it
+/// looks at in every fork and which comes through the same hooks.
+///
 /// Owned by its MemoryTier; every block must be given back before it is destroyed. Thread-safe.
 class JemallocArena final : public Arena {
  public:
@@ -36,6 +39,7 @@ class JemallocArena final : public Arena {
   [[nodiscard]] std::byte* allocate(std::size_t bytes) override;
   void deallocate(std::byte* data, std::size_t bytes) noexcept override;
   void discard(std::byte* data, std::size_t bytes) noexcept override;
+  void share_with_children(std::byte* data, std::size_t bytes) noexcept override;
   [[nodiscard]] std::string description() const override;
 
   /// Bytes mapped for this arena now: size classes of live blocks and the arena's own metadata.

@@ -34,6 +34,7 @@ std::byte* MmapArena::allocate(std::size_t bytes) {
   if (huge) {
     pages_->advise_huge(data, bytes, mapped);
   }
+  pages_->withhold_from_children(data, mapped);
   mapped_bytes_.fetch_add(mapped, std::memory_order_relaxed);
   return data;
 }
@@ -52,6 +53,10 @@ void MmapArena::deallocate(std::byte* data, std::size_t bytes) noexcept {
 
 void MmapArena::discard(std::byte* data, std::size_t bytes) noexcept {
   discard_whole_pages(*pages_, data, bytes);
+}
+
+void MmapArena::share_with_children(std::byte* data, std::size_t bytes) noexcept {
+  pages_->share_with_children(data, align_up(bytes, sizes_.page));
 }
 
 std::string MmapArena::description() const {

@@ -12,7 +12,8 @@ namespace castor {
 
 /// One mapping per block. A block of at least a huge page starts on a huge-page boundary; every
 /// size is rounded up to whole pages, and no more than that can become resident. A freed block goes
-/// back to the operating system at once, so resident memory follows the budget's figures.
+/// back to the operating system at once, so resident memory follows the budget's figures. Processes
+/// that this one forks do not get the blocks.
 ///
 /// Meant for chunk-sized blocks: each costs system calls and page faults. Owned by its MemoryTier;
 /// every block must be given back before the arena is destroyed. Thread-safe.
@@ -25,6 +26,7 @@ class MmapArena final : public Arena {
   [[nodiscard]] std::byte* allocate(std::size_t bytes) override;
   void deallocate(std::byte* data, std::size_t bytes) noexcept override;
   void discard(std::byte* data, std::size_t bytes) noexcept override;
+  void share_with_children(std::byte* data, std::size_t bytes) noexcept override;
   [[nodiscard]] std::string description() const override;
 
   /// Bytes mapped now: the live blocks, each rounded up to whole pages.

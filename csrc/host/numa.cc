@@ -130,6 +130,14 @@ void BoundPages::advise_huge(std::byte* data, std::size_t used, std::size_t mapp
   upstream_->advise_huge(data, used, mapped);
 }
 
+void BoundPages::withhold_from_children(std::byte* data, std::size_t bytes) noexcept {
+  upstream_->withhold_from_children(data, bytes);
+}
+
+void BoundPages::share_with_children(std::byte* data, std::size_t bytes) noexcept {
+  upstream_->share_with_children(data, bytes);
+}
+
 std::string BoundPages::description() const {
   std::string text = upstream_->description() + ", bound to NUMA node " + std::to_string(os_index_);
   if (const std::size_t refusals = num_refusals_.load(std::memory_order_relaxed); refusals > 0) {

@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstdint>
 #include <fstream>
+#include <span>
 #include <system_error>
 
 #include "core/error.h"
@@ -24,6 +25,14 @@ std::size_t system_value(int name) {
 
 std::uintptr_t address_of(const std::byte* data) { return reinterpret_cast<std::uintptr_t>(data); }
 
+/// The pages that lie wholly in these bytes.
+std::span<std::byte> whole_pages(std::byte* data, std::size_t bytes) {
+  static const std::size_t page = system_page_sizes().page;
+  const std::size_t head = (page - address_of(data) % page) % page;
+  return bytes < head + page ? std::span<std::byte>()
+                             : std::span(data + head, (bytes - head) / page * page);
+}
+
 }  // namespace
 
 PageSizes system_page_sizes() {
@@ -35,7 +44,9 @@ PageSizes system_page_sizes() {
   return sizes;
 }
 
-OsPages::OsPages() : sizes_(system_page_sizes()) {}
+OsPages::OsPages() : process_(::getpid()), sizes_(system_page_sizes()) {}
+
+bool OsPages::in_child() const noexcept { return ::getpid() != process_; }
 
 std::byte* OsPages::map(std::size_t bytes, std::size_t alignment) noexcept {
   const std::size_t slack = alignment > sizes_.page ? alignment - sizes_.page : 0;
@@ -69,7 +80,7 @@ std::byte* OsPages::map(std::size_t bytes, std::size_t alignment) noexcept {
 }
 
 bool OsPages::unmap(std::byte* data, std::size_t bytes) noexcept {
-  if (::munmap(data, bytes) == 0) {
+  if (in_child() || ::munmap(data, bytes) == 0) {
     return true;
   }
   note_refusal(errno);
@@ -77,7 +88,7 @@ bool OsPages::unmap(std::byte* data, std::size_t bytes) noexcept {
 }
 
 bool OsPages::discard(std::byte* data, std::size_t bytes) noexcept {
-  if (::madvise(data, bytes, MADV_DONTNEED) == 0) {
+  if (in_child() || ::madvise(data, bytes, MADV_DONTNEED) == 0) {
     return true;
   }
   note_refusal(errno);
@@ -85,7 +96,7 @@ bool OsPages::discard(std::byte* data, std::size_t bytes) noexcept {
 }
 
 void OsPages::advise_huge(std::byte* data, std::size_t used, std::size_t mapped) noexcept {
-  if (sizes_.huge == 0) {
+  if (sizes_.huge == 0 || in_child()) {
     return;
   }
   const std::size_t head = (sizes_.huge - address_of(data) % sizes_.huge) % sizes_.huge;
@@ -99,6 +110,20 @@ void OsPages::advise_huge(std::byte* data, std::size_t used, std::size_t mapped)
     return;
   }
   if (tail > 0 && ::madvise(data + head + whole, tail, MADV_NOHUGEPAGE) != 0) {
+    note_refusal(errno);
+  }
+}
+
+void OsPages::withhold_from_children(std::byte* data, std::size_t bytes) noexcept {
+  advise(data, bytes, MADV_DONTFORK);
+}
+
+void OsPages::share_with_children(std::byte* data, std::size_t bytes) noexcept {
+  advise(data, bytes, MADV_DOFORK);
+}
+
+void OsPages::advise(std::byte* data, std::size_t bytes, int advice) noexcept {
+  if (!in_child() && ::madvise(data, bytes, advice) != 0) {
     note_refusal(errno);
   }
 }
@@ -120,10 +145,20 @@ void OsPages::note_refusal(int error_number) noexcept {
 }
 
 void discard_whole_pages(PageSource& pages, std::byte* data, std::size_t bytes) noexcept {
-  static const std::size_t page = system_page_sizes().page;
-  const std::size_t head = (page - address_of(data) % page) % page;
-  if (bytes >= head + page) {
-    static_cast<void>(pages.discard(data + head, (bytes - head) / page * page));
+  if (const auto whole = whole_pages(data, bytes); !whole.empty()) {
+    static_cast<void>(pages.discard(whole.data(), whole.size()));
+  }
+}
+
+void withhold_whole_pages(PageSource& pages, std::byte* data, std::size_t bytes) noexcept {
+  if (const auto whole = whole_pages(data, bytes); !whole.empty()) {
+    pages.withhold_from_children(whole.data(), whole.size());
+  }
+}
+
+void share_whole_pages(PageSource& pages, std::byte* data, std::size_t bytes) noexcept {
+  if (const auto whole = whole_pages(data, bytes); !whole.empty()) {
+    pages.share_with_children(whole.data(), whole.size());
   }
 }
 

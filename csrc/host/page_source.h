@@ -17,7 +17,8 @@ struct PageSizes {
 
 [[nodiscard]] PageSizes system_page_sizes();
 
-/// Private anonymous mappings of the operating system. Owns no memory: the arenas do.
+/// Private anonymous mappings of the operating system. Owns no memory: the arenas do. In a forked
+/// child it changes no mapping: what is withheld is not there, and something else may be.
 class OsPages final : public PageSource {
  public:
   OsPages();
@@ -26,11 +27,16 @@ class OsPages final : public PageSource {
   [[nodiscard]] bool unmap(std::byte* data, std::size_t bytes) noexcept override;
   [[nodiscard]] bool discard(std::byte* data, std::size_t bytes) noexcept override;
   void advise_huge(std::byte* data, std::size_t used, std::size_t mapped) noexcept override;
+  void withhold_from_children(std::byte* data, std::size_t bytes) noexcept override;
+  void share_with_children(std::byte* data, std::size_t bytes) noexcept override;
   [[nodiscard]] std::string description() const override;
 
  private:
+  [[nodiscard]] bool in_child() const noexcept;
+  void advise(std::byte* data, std::size_t bytes, int advice) noexcept;
   void note_refusal(int error_number) noexcept;
 
+  const int process_;  // that made it
   const PageSizes sizes_;
   // Relaxed: figures for reports, they order nothing.
   std::atomic<std::size_t> num_refusals_{0};
@@ -40,6 +46,11 @@ class OsPages final : public PageSource {
 /// Gives back the physical memory of the pages that lie wholly in [data, data + bytes); what the
 /// source refuses (pinned pages) stays.
 void discard_whole_pages(PageSource& pages, std::byte* data, std::size_t bytes) noexcept;
+
+/// As PageSource::withhold_from_children and share_with_children, for the whole pages among these
+/// bytes: who else has a part of a page is not to lose it.
+void withhold_whole_pages(PageSource& pages, std::byte* data, std::size_t bytes) noexcept;
+void share_whole_pages(PageSource& pages, std::byte* data, std::size_t bytes) noexcept;
 
 /// The error of every host arena when the operating system refuses `bytes`. Its figures are those
 /// of the machine: free physical memory as `available`, installed memory as `budget`.

@@ -2,21 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
-#include <string>
 #include <utility>
 
 #include "core/check_copy.h"
-#include "core/error.h"
 
 namespace castor {
-namespace {
-
-// A ticket is 2 * number + direction, the first number being 1: 0 stays "nothing".
-CopyTicket ticket_of(std::size_t direction, std::uint64_t number) {
-  return CopyTicket{2 * number + direction};
-}
-
-}  // namespace
 
 AsyncCopyEngine::AsyncCopyEngine(AsyncCopyOptions options) : options_(std::move(options)) {
   for (std::size_t direction = 0; direction < workers_.size(); ++direction) {
@@ -26,61 +16,42 @@ AsyncCopyEngine::AsyncCopyEngine(AsyncCopyOptions options) : options_(std::move(
 }
 
 AsyncCopyEngine::~AsyncCopyEngine() {
-  std::unique_lock lock(mutex_);
-  completed_.wait(lock, [this] {
-    return std::all_of(queues_.begin(), queues_.end(),
-                       [](const Queue& queue) { return queue.num_done == queue.num_submitted; });
-  });
+  MutexLock lock(mutex_);
+  completed_.wait(lock.native(), [this]() CASTOR_REQUIRES(mutex_) { return tickets_.all_done(); });
 }
 
 CopyTicket AsyncCopyEngine::submit(const CopyRequest& request) {
   check_copy(request);
   const auto direction = static_cast<std::size_t>(request.direction);
-  std::uint64_t number = 0;
+  CopyTicket ticket = CopyTicket::kNone;
   {
-    const std::lock_guard lock(mutex_);
-    Queue& queue = queues_[direction];
-    queue.requests.push_back(request);
-    number = ++queue.num_submitted;
+    const MutexLock lock(mutex_);
+    queues_[direction].push_back(request);
+    ticket = tickets_.give(direction);
   }
   submitted_.notify_all();
-  return ticket_of(direction, number);
-}
-
-AsyncCopyEngine::Place AsyncCopyEngine::place_of(CopyTicket ticket) const {
-  const auto value = static_cast<std::uint64_t>(ticket);
-  const Place place{.direction = value % 2, .number = value / 2};
-  const std::uint64_t last = queues_[place.direction].num_submitted;
-  if (place.number > last || value == 1) {
-    throw InvalidArgument("copy ticket " + std::to_string(value) + " was never given out; copy " +
-                          std::to_string(last) + " is the last of its direction");
-  }
-  return place;
+  return ticket;
 }
 
 void AsyncCopyEngine::wait(CopyTicket ticket) {
-  std::unique_lock lock(mutex_);
-  const Place place = place_of(ticket);
-  Queue& queue = queues_[place.direction];
-  completed_.wait(lock, [&] { return queue.num_done >= place.number; });
-  if (const auto failure = queue.failures.find(place.number); failure != queue.failures.end()) {
-    std::rethrow_exception(failure->second);
-  }
+  MutexLock lock(mutex_);
+  const CopyNumber copy = tickets_.find(ticket);
+  completed_.wait(lock.native(), [&]() CASTOR_REQUIRES(mutex_) { return tickets_.done(copy); });
+  tickets_.rethrow(copy);
 }
 
 bool AsyncCopyEngine::done(CopyTicket ticket) {
-  const std::lock_guard lock(mutex_);
-  const Place place = place_of(ticket);
-  return queues_[place.direction].num_done >= place.number;
+  const MutexLock lock(mutex_);
+  return tickets_.done(tickets_.find(ticket));
 }
 
 void AsyncCopyEngine::work(const std::stop_token& stop, std::size_t direction) {
   Clock::time_point link_free;
-  Queue& queue = queues_[direction];
-  std::unique_lock lock(mutex_);
-  while (submitted_.wait(lock, stop, [&] { return !queue.requests.empty(); })) {
-    const CopyRequest request = std::move(queue.requests.front());
-    queue.requests.pop_front();
+  MutexLock lock(mutex_);
+  auto& queue = queues_[direction];
+  while (submitted_.wait(lock.native(), stop, [&] { return !queue.empty(); })) {
+    const CopyRequest request = std::move(queue.front());
+    queue.pop_front();
     lock.unlock();
     std::exception_ptr failure;
     try {
@@ -92,10 +63,11 @@ void AsyncCopyEngine::work(const std::stop_token& stop, std::size_t direction) {
       failure = std::current_exception();
     }
     lock.lock();
-    ++queue.num_done;
     if (failure) {
-      queue.failures.emplace(queue.num_done, std::move(failure));
+      tickets_.fail({.direction = direction, .number = tickets_.num_done(direction) + 1},
+                    std::move(failure));
     }
+    tickets_.complete(direction);
     completed_.notify_all();
   }
 }

@@ -6,14 +6,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <exception>
 #include <functional>
-#include <map>
-#include <mutex>
 #include <stop_token>
 #include <thread>
 
-#include "core/copy_engine.h"
+#include "core/copy_tickets.h"
+#include "core/mutex.h"
 
 namespace castor {
 
@@ -50,28 +48,16 @@ class AsyncCopyEngine final : public CopyEngine {
  private:
   using Clock = std::chrono::steady_clock;
 
-  struct Queue {
-    std::deque<CopyRequest> requests;  // not taken by the worker yet
-    std::uint64_t num_submitted = 0;
-    std::uint64_t num_done = 0;
-    std::map<std::uint64_t, std::exception_ptr> failures;  // by number
-  };
-
-  /// A ticket: which copy of its direction it is.
-  struct Place {
-    std::size_t direction;
-    std::uint64_t number;
-  };
-
-  [[nodiscard]] Place place_of(CopyTicket ticket) const;
   void work(const std::stop_token& stop, std::size_t direction);
   void copy(const CopyRequest& request, Clock::time_point* link_free) const;
 
   const AsyncCopyOptions options_;
-  std::mutex mutex_;  // guards queues_
+  Mutex mutex_;
   std::condition_variable_any submitted_;
   std::condition_variable completed_;
-  std::array<Queue, 2> queues_;
+  CopyTickets tickets_ CASTOR_GUARDED_BY(mutex_);
+  // Not taken by the worker yet.
+  std::array<std::deque<CopyRequest>, 2> queues_ CASTOR_GUARDED_BY(mutex_);
   // Last: their destructors stop and join them while everything above is still alive.
   std::array<std::jthread, 2> workers_;
 };

@@ -13,8 +13,9 @@
 #include <utility>
 #include <vector>
 
+#include "python/adam_entries.h"
 #include "python/bindings.h"
-#include "python/state_tensors.h"
+#include "python/names.h"
 #include "torch/chunk_storages.h"
 #include "torch/module_hooks.h"
 #include "torch/session.h"
@@ -53,24 +54,6 @@ void translate(std::exception_ptr pending) {
 
 }  // namespace
 
-ScalarType scalar_type(const std::string& name) {
-  for (const ScalarType type :
-       {ScalarType::kFloat32, ScalarType::kBFloat16, ScalarType::kFloat16}) {
-    if (name == to_string(type)) {
-      return type;
-    }
-  }
-  throw InvalidArgument("unknown element type '" + name + "'");
-}
-
-PlacementPolicy placement_policy(const std::string& name) {
-  return value_named<PlacementPolicy>(name, "placement policy",
-                                      {{"auto", PlacementPolicy::kAuto},
-                                       {"cpu", PlacementPolicy::kCpu},
-                                       {"cuda", PlacementPolicy::kCuda},
-                                       {"static", PlacementPolicy::kStatic}});
-}
-
 std::vector<ModuleSpec> module_specs(const std::vector<PythonModuleSpec>& modules) {
   std::vector<ModuleSpec> specs;
   specs.reserve(modules.size());
@@ -102,17 +85,6 @@ Trace trace_of(const std::vector<PythonEvent>& events) {
 
 namespace {
 
-std::optional<NvmeOptions> nvme_options(const py::dict& options) {
-  auto directories = options["nvme_paths"].cast<std::vector<std::string>>();
-  if (directories.empty()) {
-    return std::nullopt;
-  }
-  return NvmeOptions{
-      .directories = std::move(directories),
-      .budget_bytes = options["nvme_bytes"].cast<std::uint64_t>(),
-      .verification = options["nvme_verify"].cast<bool>() ? Verification::kOn : Verification::kOff};
-}
-
 /// Of the capsule that castor._cuda makes; nullptr of None.
 std::shared_ptr<DeviceBackend> device_backend(const py::object& backend) {
   if (backend.is_none()) {
@@ -129,34 +101,20 @@ std::shared_ptr<DeviceBackend> device_backend(const py::object& backend) {
 
 std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
                                         std::vector<std::string> param_names,
+                                        const std::vector<bool>& trained,
                                         const std::vector<PythonModuleSpec>& modules,
-                                        const py::dict& options) {
-  const auto get = [&options](const char* key) { return options[key]; };
-  const SessionOptions session_options{
-      .precision = scalar_type(get("precision").cast<std::string>()),
-      .layout = {.chunk_bytes = get("chunk_bytes").cast<std::size_t>(), .world_size = 1},
-      .placement = {.policy = placement_policy(get("policy").cast<std::string>()),
-                    .offload_optim_frac = get("offload_optim_frac").cast<double>(),
-                    .offload_param_frac = get("offload_param_frac").cast<double>()},
-      .runtime = {.policy = placement_policy(get("policy").cast<std::string>()),
-                  .max_prefetch = get("max_prefetch").cast<std::size_t>(),
-                  .warmup_nonmodel_ratio = get("warmup_nonmodel_ratio").cast<double>(),
-                  .steady_cap_ratio = get("steady_cap_ratio").cast<double>(),
-                  .margin_ratio = get("margin_ratio").cast<double>()},
-      .device_bytes = get("device_bytes").cast<std::size_t>(),
-      .host_bytes = get("host_bytes").cast<std::size_t>(),
-      .link_bytes_per_second = get("link_bytes_per_second").cast<std::uint64_t>(),
-      .backend = device_backend(options["backend"]),
-      .state = {.format = state_format_of(get("optim_state_format").cast<std::string>()),
-                .moments = get("adam_state").cast<bool>(),
-                .nvme = nvme_options(options),
-                .nvme_fraction = get("nvme_fraction").cast<double>()},
-      .overlap = value_named<Overlap>(get("overlap").cast<std::string>(), "overlap",
-                                      {{"none", Overlap::kNone},
-                                       {"forward", Overlap::kForward},
-                                       {"backward", Overlap::kBackward}})};
-  return Session::create(std::move(params), std::move(param_names), module_specs(modules),
-                         session_options);
+                                        SessionOptions options, const py::object& backend,
+                                        const std::vector<std::uint32_t>& valueless) {
+  options.backend = device_backend(backend);
+  const std::vector<ModuleSpec> specs = module_specs(modules);
+  std::vector<ParamId> without_values;
+  for (const std::uint32_t param : valueless) {
+    without_values.push_back(ParamId{param});
+  }
+  return without_gil([&] {
+    return Session::create(std::move(params), std::move(param_names), trained, specs, options,
+                           without_values);
+  });
 }
 
 /// The callables that torch.nn.Module calls around forward: one C++ call each. copy.deepcopy of a
@@ -192,27 +150,11 @@ py::cpp_function forward_hook(const std::shared_ptr<Session>& session, std::uint
   }};
 }
 
-AdamOptions adam_options(const py::dict& group) {
-  return {
-      .lr = group["lr"].cast<double>(),
-      .beta1 = group["beta1"].cast<double>(),
-      .beta2 = group["beta2"].cast<double>(),
-      .eps = group["eps"].cast<double>(),
-      .weight_decay = group["weight_decay"].cast<double>(),
-      .mode = group["decoupled"].cast<bool>() ? WeightDecayMode::kDecoupled : WeightDecayMode::kL2};
-}
-
-std::vector<AdamOptions> adam_options(const std::vector<py::dict>& groups) {
-  std::vector<AdamOptions> options;
-  for (const py::dict& group : groups) {
-    options.push_back(adam_options(group));
-  }
-  return options;
-}
-
 void arm_updates(Session& session, const std::vector<py::dict>& groups,
                  const std::vector<std::int64_t>& group_of) {
-  session.arm_updates(adam_options(groups), group_of);
+  std::vector<AdamOptions> options = adam_options(groups);
+  const py::gil_scoped_release release;
+  session.arm_updates(std::move(options), group_of);
 }
 
 void adam_step(Session& session, const std::vector<py::dict>& groups,
@@ -222,32 +164,36 @@ void adam_step(Session& session, const std::vector<py::dict>& groups,
   session.adam_step(options, group_of, grad_scale);
 }
 
-void report_nvme(const Session& session, py::dict& figures) {
+struct NvmeFigures {
+  std::uint64_t bytes = 0;
+  std::uint64_t weight_bytes = 0;
+  ChunkStream::Counts moved;
+  std::string engines;
+};
+
+NvmeFigures nvme_figures(const Session& session) {
   const StoredWeights* const weights = session.stored_weights();
   const NvmeTier* const tiers[] = {weights != nullptr ? &weights->tier() : nullptr,
                                    session.optimizer_state().nvme()};
-  std::uint64_t bytes = 0;
-  ChunkStream::Counts moved;
-  std::string descriptions;
+  NvmeFigures figures;
   for (const NvmeTier* const tier : tiers) {
     if (tier != nullptr) {
       const ChunkStream::Counts counts = tier->stream().counts();
-      bytes += tier->used_bytes();
-      moved.read_bytes += counts.read_bytes;
-      moved.written_bytes += counts.written_bytes;
-      descriptions += (descriptions.empty() ? "" : "; ") + tier->description();
+      figures.bytes += tier->used_bytes();
+      figures.moved.read_bytes += counts.read_bytes;
+      figures.moved.written_bytes += counts.written_bytes;
+      figures.engines += (figures.engines.empty() ? "" : "; ") + tier->description();
     }
   }
-  figures["nvme_bytes"] = bytes;
-  figures["nvme_weight_bytes"] = weights != nullptr ? weights->tier().used_bytes() : 0;
-  figures["nvme_read_bytes"] = moved.read_bytes;
-  figures["nvme_written_bytes"] = moved.written_bytes;
-  figures["nvme_engine"] = descriptions;
+  figures.weight_bytes = weights != nullptr ? weights->tier().used_bytes() : 0;
+  return figures;
 }
 
 py::dict report(Session& session) {
-  const RuntimeCounts counts = session.runtime().counts();
-  const TransferCounts transfers = session.runtime().transfers();
+  const auto [counts, transfers, nvme] = without_gil([&] {
+    return std::tuple(session.runtime().counts(), session.runtime().transfers(),
+                      nvme_figures(session));
+  });
   py::dict figures;
   figures["peak_device_bytes"] = session.device().ledger().peak();
   figures["device_budget_bytes"] = session.device().ledger().budget();
@@ -268,15 +214,19 @@ py::dict report(Session& session) {
   figures["chunk_bytes"] = session.layout().chunk_bytes();
   figures["waste"] = session.layout().waste();
   figures["host_arena"] = session.host().description();
-  report_nvme(session, figures);
+  figures["nvme_bytes"] = nvme.bytes;
+  figures["nvme_weight_bytes"] = nvme.weight_bytes;
+  figures["nvme_read_bytes"] = nvme.moved.read_bytes;
+  figures["nvme_written_bytes"] = nvme.moved.written_bytes;
+  figures["nvme_engine"] = nvme.engines;
   return figures;
 }
 
 /// What a step is accounted by: cheap enough to be read after each.
-py::tuple step_figures(Session& session) {
+std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> step_figures(Session& session) {
   const TransferCounts transfers = session.runtime().transfers();
-  return py::make_tuple(session.runtime().step_peak_device_bytes(), transfers.h2d_bytes,
-                        transfers.d2h_bytes + session.gradient_bytes_moved());
+  return {session.runtime().step_peak_device_bytes(), transfers.h2d_bytes,
+          transfers.d2h_bytes + session.gradient_bytes_moved()};
 }
 
 py::dict memory(Session& session) {
@@ -288,7 +238,7 @@ py::dict memory(Session& session) {
 }
 
 std::optional<py::dict> prediction(Session& session) {
-  const auto predicted = session.runtime().prediction();
+  const auto predicted = without_gil([&] { return session.runtime().prediction(); });
   if (!predicted) {
     return std::nullopt;
   }
@@ -315,6 +265,13 @@ std::optional<std::vector<PythonEvent>> trace(Session& session) {
   return events;
 }
 
+/// A method that takes a RunLoad, with its parts as arguments.
+auto with_run_load(void (Session::*method)(RunLoad)) {
+  return [method](Session& session, LoadedWeights weights, bool states) {
+    (session.*method)({.weights = weights, .states = states});
+  };
+}
+
 void load_trace(Session& session, const std::vector<PythonEvent>& events) {
   session.runtime().load_trace(trace_of(events));
 }
@@ -337,24 +294,31 @@ PYBIND11_MODULE(_C, m) {
       .def_readonly("scale", &castor::GradientSummary::scale)
       .def_readonly("num_gradients", &castor::GradientSummary::num_gradients);
 
+  castor::bind_options(m);
   const auto released = py::call_guard<py::gil_scoped_release>();
   py::class_<Session, std::shared_ptr<Session>> session(m, "Session");
   session
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),
-           py::arg("modules"), py::arg("options"))
+           py::arg("trained"), py::arg("modules"), py::arg("options"), py::arg("backend"),
+           py::arg("valueless"))
       .def("forward_pre_hook", &castor::forward_pre_hook)
       .def("forward_hook", &castor::forward_hook)
-      .def("set_loss_scale", &Session::set_loss_scale)
+      .def("set_loss_scale", &Session::set_loss_scale, released)
       .def("collect_gradients", &Session::collect_gradients, py::arg("with_norm"), released)
       .def("scale_gradients", &Session::scale_gradients, released)
       .def("adam_step", &castor::adam_step, py::arg("groups"), py::arg("group_of"),
            py::arg("grad_scale"))
       .def("arm_updates", &castor::arm_updates, py::arg("groups"), py::arg("group_of"))
-      .def("begin_load", &Session::begin_load, py::arg("weights"), py::arg("states"),
-           py::arg("every_weight"), released)
-      .def("end_load", &Session::end_load, py::arg("weights"), py::arg("states"), released)
-      .def_property_readonly("whole", &Session::whole)
-      .def("keep_forever", [](const py::object& self) { self.inc_ref(); })
+      .def("begin_load", castor::with_run_load(&Session::begin_load), py::kw_only(),
+           py::arg("weights"), py::arg("states"), released)
+      .def("end_load", castor::with_run_load(&Session::end_load), py::kw_only(), py::arg("weights"),
+           py::arg("states"), released)
+      .def_property_readonly("whole", py::cpp_function(&Session::whole, released))
+      .def("stay_with_parent",
+           [](const py::object& self) {
+             self.inc_ref();  // its destructor would wait for threads
+             self.cast<Session&>().stay_with_parent();
+           })
       .def("await_updates", &Session::await_updates, released)
       .def("finish_step", &Session::finish_step, released)
       .def("settle", py::overload_cast<>(&Session::settle), released)
@@ -363,11 +327,11 @@ PYBIND11_MODULE(_C, m) {
       .def("report", &castor::report)
       .def("memory", &castor::memory)
       .def("prediction", &castor::prediction)
-      .def("trace", &castor::trace)
+      .def("trace", &castor::trace, released)
       .def("timeline", &castor::timeline)
       .def("chunks", &castor::chunks)
-      .def("step_figures", &castor::step_figures)
-      .def("load_trace", &castor::load_trace);
+      .def("step_figures", &castor::step_figures, released)
+      .def("load_trace", &castor::load_trace, released);
   castor::bind_optimizer_state(session);
 
   castor::bind_adam(m);

@@ -47,7 +47,7 @@ void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session
           [](Session& self, std::uint64_t seed, std::vector<std::uint64_t> streams) {
             self.optimizer_state().set_rounding(seed, std::move(streams));
           },
-          py::arg("seed"), py::arg("streams"))
+          py::arg("seed"), py::arg("streams"), released)
       .def(
           "adopt",
           [](Session& self, std::uint32_t param, const at::Tensor& values) {
@@ -67,19 +67,26 @@ void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session
             self.optimizer_state().before_overwrite(id(param), values);
           },
           released)
-      .def("stored",
-           [](Session& self, std::uint32_t param) {
-             return self.optimizer_state().stored(self.layout().place(id(param)).chunk);
-           })
-      .def("home", [](Session& self, std::uint32_t param) { return self.home(id(param)); })
-      .def("shown",
-           [](Session& self, std::uint32_t param) {
-             return self.optimizer_state().shown(self.layout().place(id(param)).chunk);
-           })
-      .def("weight_stored",
-           [](Session& self, std::uint32_t param) {
-             return self.chunks().stored(self.layout().place(id(param)).chunk);
-           })
+      .def(
+          "stored",
+          [](Session& self, std::uint32_t param) {
+            return self.optimizer_state().stored(self.layout().place(id(param)).chunk);
+          },
+          released)
+      .def(
+          "home", [](Session& self, std::uint32_t param) { return self.home(id(param)); }, released)
+      .def(
+          "shown",
+          [](Session& self, std::uint32_t param) {
+            return self.optimizer_state().shown(self.layout().place(id(param)).chunk);
+          },
+          released)
+      .def(
+          "weight_stored",
+          [](Session& self, std::uint32_t param) {
+            return self.chunks().stored(self.layout().place(id(param)).chunk);
+          },
+          released)
       .def(
           "read_moments",
           [](Session& self, std::uint32_t param) {
@@ -92,13 +99,19 @@ void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session
             settled(self, param).write_moments(id(param), moments);
           },
           released)
-      .def("moments", [](Session& self, std::uint32_t param) { return self.moments(id(param)); })
-      .def("moment_scales",
-           [](Session& self, std::uint32_t param) { return self.moment_scales(id(param)); })
-      .def("master_view",
-           [](Session& self, std::uint32_t param) {
-             return settled(self, param).master_view(id(param));
-           })
+      .def(
+          "moments", [](Session& self, std::uint32_t param) { return self.moments(id(param)); },
+          released)
+      .def(
+          "moment_scales",
+          [](Session& self, std::uint32_t param) { return self.moment_scales(id(param)); },
+          released)
+      .def(
+          "master_view",
+          [](Session& self, std::uint32_t param) {
+            return settled(self, param).master_view(id(param));
+          },
+          released)
       .def(
           "master",
           [](Session& self, std::uint32_t param) {

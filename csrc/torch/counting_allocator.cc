@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "torch/gil.h"
 #include "torch/torch_error.h"
 
 namespace castor {
@@ -81,7 +82,12 @@ class CountingAllocator final : public c10::Allocator {
     if (!account || bytes == 0) {
       return base_->allocate(bytes);
     }
-    for_torch([&] { account->allocate(bytes); });
+    if (!account->try_allocate(bytes)) {
+      for_torch([&] {
+        const GilRelease released;  // torch.tensor() allocates with it
+        account->allocate(bytes);
+      });
+    }
     void* data = nullptr;
     try {
       data = base_->raw_allocate(bytes);

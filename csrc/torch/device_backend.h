@@ -30,7 +30,16 @@ class DeviceAccount {
   virtual void freed(std::size_t bytes) noexcept = 0;
 };
 
-/// What the compute stream had been given when it was made. Thread-safe.
+/// This thread's choice of a stream, until it goes, on the thread that made it.
+class StreamScope {
+ public:
+  StreamScope() = default;
+  virtual ~StreamScope() = default;
+  StreamScope(const StreamScope&) = delete;
+  StreamScope& operator=(const StreamScope&) = delete;
+};
+
+/// What a stream had been given when it was made. Thread-safe.
 class ComputeFence {
  public:
   virtual ~ComputeFence() = default;
@@ -42,10 +51,11 @@ class ComputeFence {
 /// castor._cuda implements it for a GPU and hands it to castor._C as a capsule; between the two
 /// modules go virtual calls only, so that castor._C names no CUDA library.
 ///
-/// The *compute stream* is that of the calling thread: what torch's operators, called there, run
-/// on. Homes are memory that the device reads and writes at its host address; so a tensor of
-/// device() over a home is slow, not wrong. Each backend serves one session, which owns it together
-/// with the arenas' users; its functions may be called from any thread. All throw Error.
+/// What it does is ordered by streams, which the caller names (docs/design/0021): mostly the
+/// session's ComputeStream. Homes are memory that the device reads and writes at its host address;
+/// so a tensor of device() over a home is slow, not wrong. Each backend serves one session, which
+/// owns it together with the arenas' users; its functions may be called from any thread. All throw
+/// Error.
 class DeviceBackend {
  public:
   virtual ~DeviceBackend() = default;
@@ -53,10 +63,17 @@ class DeviceBackend {
   /// Of the parameters, gradients and activations.
   [[nodiscard]] virtual c10::Device device() const noexcept = 0;
 
-  /// Called once. Copies in are ordered with the compute stream: they
-  /// start behind what it had been given, and wait() makes it wait, not the host.
+  /// What torch's operators, called by this thread now, run on. Throws UsageError while that is
+  /// recorded into a graph, which would replay the addresses of this step.
+  [[nodiscard]] virtual StreamId current_stream() = 0;
+  /// As ComputeStream::Order.
+  virtual void order(StreamId first, StreamId then) = 0;
+  /// While it lives, torch's operators that this thread calls run on `stream`.
+  [[nodiscard]] virtual std::unique_ptr<StreamScope> run_on(StreamId stream) = 0;
+
+  /// Called once.
   [[nodiscard]] virtual std::unique_ptr<CopyEngine> make_copy_engine() = 0;
-  /// Slots and payloads; may outlive the backend.
+  /// Slots and payloads, ordered by the streams they are used on; may outlive the backend.
   [[nodiscard]] virtual std::unique_ptr<Arena> make_device_arena() = 0;
   /// Homes, in memory that the device addresses; may outlive the backend.
   [[nodiscard]] virtual std::unique_ptr<Arena> make_host_arena() = 0;
@@ -64,14 +81,16 @@ class DeviceBackend {
   /// are there already; until it is gone.
   virtual void follow(const std::shared_ptr<DeviceAccount>& account) = 0;
 
-  /// Enqueues one Adam step of each segment, all of the device, on the compute stream. The bits are
-  /// those of castor::adam_update, so that a chunk may change sides between steps.
-  virtual void adam_update(std::span<const AdamSegment> segments) = 0;
+  /// Gives `stream` one Adam step of each segment, all of the device. The bits are those of
+  /// castor::adam_update, so that a chunk may change sides between steps.
+  virtual void adam_update(std::span<const AdamSegment> segments, StreamId stream) = 0;
   /// sums[i] = sum of squares of segments[i], with the bits of copy_and_square_norm; all are
-  /// memory of the device. Waits for the sums.
-  virtual void square_norms(std::span<const NormSegment> segments, std::span<double> sums) = 0;
+  /// memory of the device, behind what `stream` has been given. Waits for the sums. May allocate,
+  /// and so evict: the segments are held.
+  virtual void square_norms(std::span<const NormSegment> segments, std::span<double> sums,
+                            StreamId stream) = 0;
 
-  [[nodiscard]] virtual std::unique_ptr<ComputeFence> fence() = 0;
+  [[nodiscard]] virtual std::unique_ptr<ComputeFence> fence(StreamId stream) = 0;
   /// Before the host writes these bytes, or gives them back: returns when no copy in reads them any
   /// more. Copies that wait for their source (CopyRequest::await_source) read it afterwards.
   virtual void host_writes(std::span<const std::byte> home) = 0;
@@ -79,6 +98,6 @@ class DeviceBackend {
 
 /// What the capsule is called that carries a std::shared_ptr<DeviceBackend>. Both modules come from
 /// one build: the name changes with the interface.
-inline constexpr const char* kDeviceBackendCapsule = "castor.DeviceBackend.1";
+inline constexpr const char* kDeviceBackendCapsule = "castor.DeviceBackend.2";
 
 }  // namespace castor

@@ -10,6 +10,7 @@ namespace castor {
 GradientCopies::GradientCopies(const ChunkLayout& layout, CopyEngine& engine, MemoryTier& device,
                                NonModelMemory* account)
     : engine_(engine),
+      device_(device),
       window_(device.ledger().reserve(largest_gradient_bytes(layout),
                                       "the largest gradient needs that much on its way to the "
                                       "host; raise device_memory")),
@@ -29,6 +30,7 @@ GradientCopies::~GradientCopies() {
 
 bool GradientCopies::submit(ChunkId chunk, const at::Tensor& gradient, const at::Tensor& like,
                             std::span<std::byte> target) {
+  std::vector<Copy> arrived;
   const std::lock_guard lock(mutex_);
   rethrow_failure();
   const std::size_t bytes = gradient.nbytes();
@@ -40,12 +42,13 @@ bool GradientCopies::submit(ChunkId chunk, const at::Tensor& gradient, const at:
   }
   while (!copies_.empty() &&
          (used_bytes_ + bytes > window_.bytes() || engine_.done(copies_.front().ticket))) {
-    complete_first();
+    complete_first(arrived);
   }
   auto* data = static_cast<std::byte*>(gradient.mutable_data_ptr());
   const CopyTicket ticket = engine_.submit({.source = {data, bytes},
                                             .target = target,
                                             .direction = CopyDirection::kDeviceToHost,
+                                            .behind = device_.stream(),
                                             .await_source = {}});
   copies_.push_back({chunk, ticket, gradient});
   used_bytes_ += bytes;
@@ -63,8 +66,8 @@ void GradientCopies::pay_by_window(const at::Tensor& gradient) noexcept {
   }
 }
 
-void GradientCopies::complete_first() {
-  const Copy copy = std::move(copies_.front());
+void GradientCopies::complete_first(std::vector<Copy>& arrived) {
+  const Copy& copy = arrived.emplace_back(std::move(copies_.front()));
   copies_.pop_front();
   used_bytes_ -= copy.gradient.nbytes();
   if (account_ != nullptr) {
@@ -95,12 +98,13 @@ CopyTicket GradientCopies::last_of(ChunkId chunk) const {
 
 // Copies of one direction complete in order: what was sent before the chunk's last has arrived too.
 void GradientCopies::wait(ChunkId chunk) {
+  std::vector<Copy> arrived;
   const std::lock_guard lock(mutex_);
   rethrow_failure();
   const auto is_of_chunk = [chunk](const Copy& copy) { return copy.chunk == chunk; };
   const auto last = std::find_if(copies_.rbegin(), copies_.rend(), is_of_chunk);
   for (auto left = copies_.rend() - last; left > 0; --left) {
-    complete_first();
+    complete_first(arrived);
   }
 }
 

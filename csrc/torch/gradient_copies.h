@@ -8,6 +8,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "core/chunk_layout.h"
 #include "core/copy_engine.h"
@@ -36,9 +37,9 @@ class GradientCopies {
   GradientCopies(const GradientCopies&) = delete;
   GradientCopies& operator=(const GradientCopies&) = delete;
 
-  /// Sends `gradient`, which nobody else will write, to `target`, and holds its memory until it is
-  /// there. False, and nothing happened, if it is a part of other memory or laid out otherwise than
-  /// `like`.
+  /// Sends `gradient`, which the device's stream has been given to write and nobody else will, to
+  /// `target`, and holds its memory until it is there. False, and nothing happened, if it is a part
+  /// of other memory or laid out otherwise than `like`.
   [[nodiscard]] bool submit(ChunkId chunk, const at::Tensor& gradient, const at::Tensor& like,
                             std::span<std::byte> target);
   /// The ticket of the chunk's latest gradient that is on its way; kNone if there is none.
@@ -53,11 +54,14 @@ class GradientCopies {
     at::Tensor gradient;
   };
 
-  void complete_first();
+  /// The copy goes to `arrived`, for its gradient to be dropped without the mutex: one that Python
+  /// knows takes Python's global lock.
+  void complete_first(std::vector<Copy>& arrived);
   void pay_by_window(const at::Tensor& gradient) noexcept;
   void rethrow_failure() const;
 
   CopyEngine& engine_;
+  const MemoryTier& device_;
   Reservation window_;
   NonModelMemory* const account_;
   mutable std::mutex mutex_;    // guards everything below; held while a copy is waited for

@@ -59,7 +59,7 @@ OptimizerState::Memory OptimizerState::in_place(ChunkId chunk) const {
 
 void OptimizerState::update_on_device(std::span<const AdamSegment> segments) const {
   if (!segments.empty()) {
-    device_->adam_update(segments);
+    device_->adam_update(segments, manager_.device().stream());
   }
 }
 

@@ -17,6 +17,7 @@
 #include "parallel/async_copy_engine.h"
 #include "parallel/tbb_executor.h"
 #include "torch/counting_allocator.h"
+#include "torch/gil.h"
 #include "torch/torch_copy_engine.h"
 #include "torch/torch_error.h"
 
@@ -24,6 +25,11 @@ namespace castor {
 namespace {
 
 constexpr ModuleId kRoot{0};
+
+const std::string kInChild =
+    "this process was forked from the one that boosted the model, which keeps the memory of its "
+    "parameters, gradients and optimizer states to itself; compute with them there, give the child "
+    "a .clone() made before the fork, or start it with the 'spawn' method";
 
 std::uint64_t monotonic_ns() {
   return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(
@@ -70,16 +76,18 @@ class BackwardPassEnd {
 };
 
 std::vector<ParamSpec> describe(const std::vector<at::Tensor>& params,
-                                std::vector<std::string> names, ScalarType precision) {
-  if (params.size() != names.size()) {
+                                std::vector<std::string> names, const std::vector<bool>& trained,
+                                ScalarType precision) {
+  if (params.size() != names.size() || params.size() != trained.size()) {
     throw InvalidArgument("there are " + std::to_string(params.size()) + " parameters but " +
-                          std::to_string(names.size()) + " names");
+                          std::to_string(names.size()) + " names and " +
+                          std::to_string(trained.size()) + " marks of what is trained");
   }
   std::vector<ParamSpec> specs;
   specs.reserve(params.size());
   for (std::size_t i = 0; i < params.size(); ++i) {
-    specs.push_back({std::move(names[i]), static_cast<std::size_t>(params[i].numel()), precision,
-                     params[i].requires_grad()});
+    specs.push_back(
+        {std::move(names[i]), static_cast<std::size_t>(params[i].numel()), precision, trained[i]});
   }
   return specs;
 }
@@ -105,22 +113,38 @@ std::unique_ptr<Arena> make_home_arena(const SessionOptions& options) {
   return options.backend ? options.backend->make_host_arena() : make_host_arena();
 }
 
+void share_with_children(const ChunkManager& manager, std::size_t num_chunks) {
+  for (std::size_t i = 0; i < num_chunks * kNumPayloadKinds; ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i / kNumPayloadKinds)};
+    if (const auto& payload =
+            manager.payload(chunk, static_cast<PayloadKind>(i % kNumPayloadKinds))) {
+      payload->share_with_children();
+    }
+  }
+}
+
 }  // namespace
 
 std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
                                          std::vector<std::string> param_names,
+                                         const std::vector<bool>& trained,
                                          std::vector<ModuleSpec> modules,
-                                         const SessionOptions& options) {
+                                         const SessionOptions& options,
+                                         std::span<const ParamId> valueless) {
   const at::NoGradGuard no_grad;
-  auto specs = describe(params, std::move(param_names), options.precision);
+  auto specs = describe(params, std::move(param_names), trained, options.precision);
   LayoutOptions layout_options = options.layout;
   layout_options.param_alignment = param_alignment(options.state.format, options.precision);
   ChunkLayout layout(std::move(specs), std::move(modules), layout_options);
   std::vector<Placement> placements = place_chunks(layout, options.placement);
-  // Not make_shared: the constructor is private.
+  // Not make_shared: the constructor is private, and the destructor waits for copies and updates.
   std::shared_ptr<Session> session(
-      new Session(std::move(params), std::move(layout), std::move(placements), options));
-  session->adopt_parameters();
+      new Session(std::move(params), std::move(layout), std::move(placements), options),
+      [](const Session* ended) {
+        const GilRelease released;
+        delete ended;
+      });
+  session->adopt_parameters(valueless);
   session->install_gradient_hooks();
   session->watch_tensors();
   if (!options.backend) {
@@ -137,7 +161,7 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
       scaled_precision_(options.precision == ScalarType::kFloat16),
       own_device_(options.backend),
       device_(std::make_shared<MemoryTier>(TierKind::kDevice, options.device_bytes,
-                                           make_device_arena(options))),
+                                           make_device_arena(options), own_device_.stream())),
       host_(std::make_shared<MemoryTier>(TierKind::kHost, options.host_bytes,
                                          make_home_arena(options))),
       nonmodel_(std::make_shared<NonModelMemory>(device_)),
@@ -154,9 +178,9 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
   state_options.device = own_device_.get();
   optimizer_state_ = std::make_unique<OptimizerState>(*manager_, params_, *executor_, state_options,
                                                       weights_.get());
-  storages_->on_write_back([state = optimizer_state_.get()](ChunkId chunk, const std::byte* home,
-                                                            const std::byte* slot) {
-    state->before_write_back(chunk, home, slot);
+  storages_->on_write_back([this](ChunkId chunk, const std::byte* home, const std::byte* slot) {
+    const auto scope = own_device_.run_on_stream();  // an eviction may come from any thread
+    optimizer_state_->before_write_back(chunk, home, slot);
   });
   if (copy_engine_->asynchronous()) {
     gradient_copies_ = std::make_unique<GradientCopies>(layout_, *copy_engine_, *device_,
@@ -176,9 +200,9 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
 
 Session::~Session() {
   if (updates_) {
-    manager_->follow(nullptr);
-    updates_.reset();  // completes what is under way
+    updates_->abandon();  // returns when none is under way
   }
+  share_with_children(*manager_, layout_.chunks().size());  // what outlives the session
   gate_.reset();
   gradient_copies_.reset();
   runtime_.reset();
@@ -203,7 +227,11 @@ void Session::add_gradient_payloads() {
 }
 
 // Nothing here allocates payload memory: once the first parameter moves, all will.
-void Session::adopt_parameters() {
+void Session::adopt_parameters(std::span<const ParamId> valueless) {
+  std::vector<bool> has_values(params_.size(), true);
+  for (const ParamId param : valueless) {
+    has_values[index(param)] = false;
+  }
   std::vector<c10::Storage> grad_storages;
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
@@ -222,7 +250,10 @@ void Session::adopt_parameters() {
     const ParamGeometry geometry = geometry_of(params_[i]);
     const at::Tensor home =
         tensor_over(storages_->storage(place.chunk), to_torch(type), place.offset, geometry);
-    optimizer_state_->adopt(param, params_[i]);
+    gradients_[i].required = params_[i].requires_grad();
+    if (has_values[i]) {
+      optimizer_state_->adopt(param, params_[i]);
+    }
     params_[i].set_data(home);
     if (trainable(param)) {
       gradients_[i].view =
@@ -235,8 +266,11 @@ void Session::adopt_parameters() {
 void Session::watch_tensors() {
   gate_ = TensorGate::create(
       2 * layout_.chunks().size(), [this](std::size_t group) { settle_group(group); },
-      [this](auto uses) { return visit_groups(uses); });
-  guard_stored_weights();
+      [weak = weak_from_this()](auto uses) {
+        const auto session = weak.lock();  // an operator may be the last that uses the model
+        return session ? session->visit_groups(uses) : nullptr;
+      });
+  guard_weights();
   state_views_ = std::make_unique<StateViews>(params_.size());
   updated_.resize(layout_.chunks().size(), false);
   for (std::size_t i = 0; i < params_.size(); ++i) {
@@ -289,12 +323,13 @@ void Session::check_parameters() const {
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
     const ParamSpec& spec = layout_.param(param);
-    if (params_[i].requires_grad() != spec.trainable) {
-      throw UsageError(
-          "parameter '" + spec.name + "' had requires_grad=" + (spec.trainable ? "True" : "False") +
-          " when the model was boosted and has " + (spec.trainable ? "False" : "True") +
-          " now; set it before booster.boost, which lays out gradients and optimizer "
-          "state for the trainable parameters");
+    if (params_[i].requires_grad() != gradients_[i].required) {
+      throw UsageError("parameter '" + spec.name +
+                       "' had requires_grad=" + (gradients_[i].required ? "True" : "False") +
+                       " when the model was boosted and has " +
+                       (gradients_[i].required ? "False" : "True") +
+                       " now; set it before booster.boost, which lays out gradients and optimizer "
+                       "state for the trainable parameters");
     }
     if (params_[i].storage().unsafeGetStorageImpl() !=
         storages_->storage(layout_.place(param).chunk).unsafeGetStorageImpl()) {
@@ -305,7 +340,29 @@ void Session::check_parameters() const {
   }
 }
 
+void Session::stay_with_parent() {
+  in_child_ = true;
+  const auto leave = [](const c10::Storage& storage) { forbid(storage, kInChild); };
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    leave(storages_->storage(ChunkId{static_cast<std::uint32_t>(i)}));
+  }
+  for (const Gradient& gradient : gradients_) {
+    if (gradient.view.defined()) {
+      leave(gradient.view.storage());
+    }
+  }
+  state_views_->for_each_storage(leave);
+}
+
+void Session::check_process() const {
+  if (in_child_) {
+    throw UsageError(kInChild);
+  }
+}
+
 void Session::enter(ModuleId module) {
+  check_process();
+  own_device_.follow_stream();
   const bool training = at::GradMode::is_enabled();
   if (module == kRoot && training && ::torch::autograd::get_current_graph_task_id() == -1) {
     check_parameters();
@@ -316,6 +373,7 @@ void Session::enter(ModuleId module) {
     account_before_ = charged_account();
     charge_allocations_to(charged_);
   }
+  notice_new_operators();
   check_not_updated(module);
   runtime_->enter(module, training ? PassMode::kTraining : PassMode::kInference);
   for (const ChunkId chunk : layout_.chunks_of(module)) {
@@ -324,6 +382,10 @@ void Session::enter(ModuleId module) {
 }
 
 void Session::exit(ModuleId module) {
+  if (in_child_) {
+    return;  // enter has thrown
+  }
+  own_device_.follow_stream();
   runtime_->exit(module);
   if (!at::GradMode::is_enabled() && runtime_->idle()) {
     charge_allocations_to(std::exchange(account_before_, nullptr));
@@ -331,6 +393,7 @@ void Session::exit(ModuleId module) {
 }
 
 void Session::enter_backward(ModuleId module) {
+  own_device_.follow_stream();
   charge_allocations_to(charged_);
   follow_backward_pass();
   check_not_updated(module);
@@ -360,7 +423,7 @@ void Session::backward_pass_ended(int pass) {
 }
 
 void Session::stop_charging() {
-  if (runtime_->idle() && charged_account() == charged_) {
+  if (!in_child_ && runtime_->idle() && charged_account() == charged_) {
     charge_allocations_to(nullptr);
   }
 }

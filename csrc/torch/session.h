@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "core/run_load.h"
 #include "core/runtime.h"
 #include "optim/adam.h"
 #include "parallel/update_queue.h"
@@ -26,18 +27,22 @@
 namespace castor {
 
 /// A boosted model: its parameters live in chunks, its module events drive the runtime, its
-/// gradients land in payloads, and Adam runs over them. Owned jointly by the hooks it installs.
-/// One thread at a time runs forward, backward and step; allocations may come from any thread.
+/// gradients land in payloads, and Adam runs over them. Owned jointly by the hooks it installs. One
+/// thread at a time runs forward, backward and step; allocations may come from any thread.
 class Session : public std::enable_shared_from_this<Session> {
  public:
   /// Takes the parameters over: afterwards each is a view of its chunk, in the working precision.
-  /// The layout gets the alignment that the state format needs.
-  /// `params` are the model's distinct parameters in execution order, all on the CPU, float.
-  /// Module 0 is the model itself. Throws before touching a parameter if memory is short.
+  /// The layout gets the alignment that the state format needs. `params` are the model's distinct
+  /// parameters in execution order, all on the CPU, float; module 0 is the model itself.
+  /// `trained[i]`: parameter i gets updates, and memory for them; a gradient of others is torch's.
+  /// Those of `valueless` get values by adopt() later. Throws before touching any if memory is
+  /// short.
   static std::shared_ptr<Session> create(std::vector<at::Tensor> params,
                                          std::vector<std::string> param_names,
+                                         const std::vector<bool>& trained,
                                          std::vector<ModuleSpec> modules,
-                                         const SessionOptions& options);
+                                         const SessionOptions& options,
+                                         std::span<const ParamId> valueless);
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
@@ -49,6 +54,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void backward_pass_ended(int pass);
   /// No backward will follow the forward that just ended: it failed, or has no result.
   void stop_charging();
+  void stay_with_parent();  ///< In a forked child: what needs memory or threads throws from now on.
   /// Follows AccumulateGrad of a parameter, which was given `incoming`: moves a fresh gradient into
   /// the chunk's payload and makes p.grad a view of it.
   void gradient_arrived(ParamId param, const at::Tensor& incoming);
@@ -63,19 +69,18 @@ class Session : public std::enable_shared_from_this<Session> {
   void scale_gradients(double factor);
   /// One Adam step over the parameters that have a gradient. `group_of[i]` is parameter i's entry
   /// of `groups`. With Overlap::kForward it may still be under way on return: torch's operators
-  /// wait for what they read, anything else calls settle first.
+  /// wait for what they read, anything else calls settle first. If it throws, nothing has moved, or
+  /// the run counts as broken.
   void adam_step(std::span<const AdamOptions> groups, std::span<const std::int64_t> group_of,
                  double grad_scale);
   void finish_step();
   /// Overlap::kBackward: the options with which the coming backward updates what it completes; no
   /// effect in other modes. As in adam_step, which has to be given the same.
   void arm_updates(std::vector<AdamOptions> groups, std::vector<std::int64_t> group_of);
-  /// A checkpoint's weights, or optimizer states, or both are about to be put in place: forgets a
-  /// step that stopped in the middle and sends the parameters home. Until end_load the run counts
-  /// as broken; states on NVMe are zeros from now on if they are to be replaced, or lost anyway.
-  /// `every_weight`: all of the model's will be replaced, so that those on NVMe need not be read.
-  void begin_load(bool weights, bool states, bool every_weight);
-  void end_load(bool weights, bool states);
+  /// A checkpoint comes: forgets a step that stopped in the middle and sends the parameters home.
+  /// The run counts as broken until end_load; states on NVMe that it replaces, or lost, are zeros.
+  void begin_load(RunLoad load);
+  void end_load(RunLoad load);
   /// Whether weights and states are those of one step. Where they are not, a training forward,
   /// step() and settle throw UsageError.
   [[nodiscard]] bool whole() const { return integrity_.whole() && !torn(); }
@@ -119,7 +124,7 @@ class Session : public std::enable_shared_from_this<Session> {
   Session(std::vector<at::Tensor> params, ChunkLayout layout, std::vector<Placement> placements,
           const SessionOptions& options);
   void add_gradient_payloads();
-  void adopt_parameters();
+  void adopt_parameters(std::span<const ParamId> valueless);
   void install_gradient_hooks();
   void follow_backward_pass();
   void check_parameters() const;
@@ -127,23 +132,24 @@ class Session : public std::enable_shared_from_this<Session> {
   GradientCopy adopt_gradient(ParamId param, at::Tensor& grad, std::size_t max_uses);
   [[nodiscard]] double gradient_norm() const;
   void watch_tensors();
-  void guard_stored_weights();
+  void guard_weights();
+  /// Those that live on the device, for kernels of castor's own.
+  [[nodiscard]] std::shared_ptr<void> hold_on_device(std::span<const ChunkId> chunks) const;
   [[nodiscard]] std::shared_ptr<void> visit_groups(std::span<const TensorGate::Use> uses);
   [[nodiscard]] bool stored(ChunkId chunk) const noexcept;
   void begin_gradients_of(ChunkId chunk);
-  /// The update of parameter i, which is in its next step from now on.
-  [[nodiscard]] ParamUpdate begin_step(std::size_t i, const AdamOptions& options,
-                                       double grad_scale);
-  /// Runs, or begins to run, the updates of each chunk.
-  void update(std::vector<std::vector<ParamUpdate>> updates);
+  /// The update that takes parameter i to its next step; changes nothing.
+  [[nodiscard]] ParamUpdate next_update(std::size_t i, const AdamOptions& options,
+                                        double grad_scale) const;
+  void count_steps(std::span<const ParamUpdate> updates);  // which are made, or under way
+  void update(std::span<const std::vector<ParamUpdate>> updates);
   void update_now(std::span<const std::vector<ParamUpdate>> updates);
-  void submit_update(ChunkId chunk, std::vector<ParamUpdate> updates);
+  void submit_update(ChunkId chunk, const std::vector<ParamUpdate>& updates);
   void update_completed_chunks();
   void note_torn_payloads();
-  /// Whether a write to NVMe failed.
-  [[nodiscard]] bool torn() const noexcept;
-  /// Throws UsageError unless whole().
-  void check_whole();
+  [[nodiscard]] bool torn() const noexcept;  ///< Whether a write to NVMe failed.
+  void check_whole();                        ///< Throws UsageError unless whole().
+  void check_process() const;                ///< Throws UsageError in a forked child.
   void check_no_update_yet(const std::string& what) const;
   void check_not_updated(ModuleId module) const;
   /// Whether somebody holds another tensor over the chunk's memory, which the gate does not watch.
@@ -167,6 +173,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::shared_ptr<NonModelMemory> nonmodel_;
   const std::shared_ptr<NonModelMemory> charged_;  // for the CPU's allocations; may be nullptr
   std::unique_ptr<Executor> executor_;
+  std::unique_ptr<UpdateQueue> updates_;  // nullptr with Overlap::kNone; outlives copies' waits
   std::unique_ptr<CopyEngine> copy_engine_;
   std::unique_ptr<ChunkStorages> storages_;
   std::unique_ptr<StoredWeights> weights_;
@@ -175,10 +182,8 @@ class Session : public std::enable_shared_from_this<Session> {
   std::unique_ptr<GradientCopies> gradient_copies_;  // nullptr where copies are not asynchronous
   std::unique_ptr<Runtime> runtime_;
   RunIntegrity integrity_;
-  std::unique_ptr<UpdateQueue> updates_;  // nullptr with Overlap::kNone
-  // Group i: parameters and moments of chunk i; gradient_group(i): its gradients.
-  std::shared_ptr<TensorGate> gate_;
-  std::vector<std::size_t> param_uses_;     // per chunk: of its parameters' storage, by castor
+  std::shared_ptr<TensorGate> gate_;     // groups: chunks; from gradient_group on: their gradients
+  std::vector<std::size_t> param_uses_;  // per chunk: of its parameters' storage, by castor
   std::vector<std::size_t> gradient_uses_;  // of its gradients' storage
   std::unique_ptr<StateViews> state_views_;
   std::shared_ptr<NonModelMemory> account_before_;  // of the thread, while inference runs
@@ -193,6 +198,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::vector<ChunkId> completed_;  // gradients complete, update not submitted
   std::vector<bool> updated_;       // per chunk, in this step's backward
   double loss_scale_ = 1.0;
+  bool in_child_ = false;
   std::uint64_t gradient_bytes_moved_ = 0;
 };
 

@@ -16,22 +16,56 @@ namespace {
 /// What a device's allocator does for torch, as the model's non-model memory.
 class NonModelAccount final : public DeviceAccount {
  public:
-  explicit NonModelAccount(std::shared_ptr<NonModelMemory> memory) : memory_(std::move(memory)) {}
+  NonModelAccount(std::shared_ptr<NonModelMemory> memory, std::shared_ptr<DeviceBackend> backend)
+      : memory_(std::move(memory)), backend_(std::move(backend)) {}
 
   void make_room(std::size_t bytes) override {
-    for_torch([&] { memory_->make_room(bytes); });
+    for_torch([&] {
+      if (!memory_->fits(bytes)) {
+        refuse_in_capture();
+        memory_->make_room(bytes);
+      }
+    });
   }
   [[nodiscard]] bool evict_refused(std::size_t bytes) override {
-    return for_torch([&] { return memory_->evict_refused(bytes); });
+    return for_torch([&] {
+      refuse_in_capture();
+      return memory_->evict_refused(bytes);
+    });
   }
   void allocated(std::size_t bytes) noexcept override { memory_->note_allocated(bytes); }
   void freed(std::size_t bytes) noexcept override { memory_->note_freed(bytes); }
 
  private:
+  /// An eviction waits for copies, which would spoil the capture.
+  void refuse_in_capture() const { static_cast<void>(backend_->current_stream()); }
+
   const std::shared_ptr<NonModelMemory> memory_;
+  const std::shared_ptr<DeviceBackend> backend_;
 };
 
+std::shared_ptr<ComputeStream> compute_stream_of(const std::shared_ptr<DeviceBackend>& backend) {
+  return backend == nullptr
+             ? nullptr
+             : std::make_shared<ComputeStream>(
+                   backend->current_stream(),
+                   [backend](StreamId first, StreamId then) { backend->order(first, then); });
+}
+
 }  // namespace
+
+SessionDevice::SessionDevice(std::shared_ptr<DeviceBackend> backend)
+    : backend_(std::move(backend)), stream_(compute_stream_of(backend_)) {}
+
+void SessionDevice::follow_stream() const {
+  if (backend_) {
+    stream_->move_to(backend_->current_stream());
+  }
+}
+
+std::unique_ptr<StreamScope> SessionDevice::run_on_stream() const {
+  return backend_ ? backend_->run_on(stream_->id()) : nullptr;
+}
 
 c10::Device SessionDevice::torch_device() const {
   return backend_ ? backend_->device() : c10::Device(c10::kCPU);
@@ -39,19 +73,20 @@ c10::Device SessionDevice::torch_device() const {
 
 void SessionDevice::follow(const std::shared_ptr<NonModelMemory>& memory) {
   if (backend_) {
-    account_ = std::make_shared<NonModelAccount>(memory);
+    account_ = std::make_shared<NonModelAccount>(memory, backend_);
     backend_->follow(account_);
   }
 }
 
 void SessionDevice::await() const {
   if (backend_) {
-    backend_->fence()->wait();
+    follow_stream();
+    fence()->wait();
   }
 }
 
 std::shared_ptr<ComputeFence> SessionDevice::fence() const {
-  return backend_ ? backend_->fence() : nullptr;
+  return backend_ ? backend_->fence(stream_->id()) : nullptr;
 }
 
 void SessionDevice::host_writes(std::span<const std::byte> home) const {
@@ -62,7 +97,9 @@ void SessionDevice::host_writes(std::span<const std::byte> home) const {
 
 void SessionDevice::leave(std::span<const std::shared_ptr<Payload>> homes) const noexcept {
   try {
-    await();
+    if (backend_) {
+      fence()->wait();  // whatever stream this thread, perhaps a garbage collector's, is on
+    }
     for (const auto& home : homes) {
       host_writes({home->data(), home->bytes()});
     }
@@ -88,7 +125,7 @@ void SessionDevice::square_norms(const OptimizerState& state, const ChunkLayout&
     return;
   }
   std::vector<double> sums(segments.size());
-  backend_->square_norms(segments, sums);
+  backend_->square_norms(segments, sums, stream_->id());
   for (std::size_t i = 0; i < params.size(); ++i) {
     squares[params[i]] = sums[i];
   }

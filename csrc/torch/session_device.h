@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "core/compute_stream.h"
 #include "core/nonmodel_memory.h"
 #include "core/payload.h"
 #include "torch/device_backend.h"
@@ -19,7 +20,7 @@ namespace castor {
 class SessionDevice {
  public:
   /// nullptr: the CPU device.
-  explicit SessionDevice(std::shared_ptr<DeviceBackend> backend) : backend_(std::move(backend)) {}
+  explicit SessionDevice(std::shared_ptr<DeviceBackend> backend);
 
   [[nodiscard]] explicit operator bool() const noexcept { return backend_ != nullptr; }
   [[nodiscard]] DeviceBackend* get() const noexcept { return backend_.get(); }
@@ -27,9 +28,20 @@ class SessionDevice {
 
   /// What torch takes of the device from now on is `memory`'s.
   void follow(const std::shared_ptr<NonModelMemory>& memory);
-  /// Returns when the host sees what the device has been given to write so far.
+  /// What orders the session's device memory; nullptr on the CPU device.
+  [[nodiscard]] const std::shared_ptr<ComputeStream>& stream() const noexcept { return stream_; }
+  /// The model runs on this thread's current stream from now on: a module event, a step, or
+  /// somebody who reads what the device wrote.
+  void follow_stream() const;
+  /// Of this thread; the one there is on the CPU device. Throws as DeviceBackend's.
+  [[nodiscard]] StreamId current_stream() const {
+    return backend_ ? backend_->current_stream() : StreamId{};
+  }
+  /// As DeviceBackend::run_on, of stream(); nullptr on the CPU device.
+  [[nodiscard]] std::unique_ptr<StreamScope> run_on_stream() const;
+  /// Returns when the host sees what the device has been given to write so far, by this thread too.
   void await() const;
-  /// nullptr on the CPU device.
+  /// Of stream(); nullptr on the CPU device.
   [[nodiscard]] std::shared_ptr<ComputeFence> fence() const;
   /// Before the host writes these bytes, or gives them back: returns when no copy in reads them.
   void host_writes(std::span<const std::byte> home) const;
@@ -43,6 +55,7 @@ class SessionDevice {
 
  private:
   const std::shared_ptr<DeviceBackend> backend_;
+  const std::shared_ptr<ComputeStream> stream_;
   std::shared_ptr<DeviceAccount> account_;
 };
 

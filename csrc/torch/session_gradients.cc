@@ -66,6 +66,7 @@ GradientCopy Session::adopt_gradient(ParamId param, at::Tensor& grad, std::size_
 }
 
 void Session::gradient_arrived(ParamId param, const at::Tensor& incoming) {
+  own_device_.follow_stream();
   follow_backward_pass();
   at::Tensor& grad = params_[index(param)].mutable_grad();
   Gradient& gradient = gradients_[index(param)];
@@ -116,6 +117,7 @@ void Session::await_gradients() {
 
 GradientSummary Session::collect_gradients(bool with_norm) {
   check_whole();
+  own_device_.follow_stream();
   runtime_->begin_update();
   completed_.clear();  // adam_step updates what is left
   await_gradients();
@@ -157,6 +159,11 @@ GradientSummary Session::collect_gradients(bool with_norm) {
 double Session::gradient_norm() const {
   constexpr std::size_t kParallelNumel = std::size_t{1} << 18;
   std::vector<double> squares(params_.size(), 0.0);
+  std::vector<ChunkId> chunks;
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    chunks.push_back(ChunkId{static_cast<std::uint32_t>(i)});
+  }
+  const auto held = hold_on_device(chunks);
   own_device_.square_norms(*optimizer_state_, layout_, gradients_, squares);
   const auto on_host = [&](std::size_t i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
@@ -213,6 +220,7 @@ double Session::gradient_norm() const {
 }
 
 void Session::scale_gradients(double factor) {
+  own_device_.follow_stream();
   for (Gradient& gradient : gradients_) {
     if (gradient.present) {
       const at::NoGradGuard no_grad;

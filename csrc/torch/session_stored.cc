@@ -5,15 +5,15 @@
 
 #include "torch/session.h"
 
-// The part of Session that brings parameters and gradients on NVMe into memory for whoever reads
-// them (docs/design/0018).
+// The part of Session that keeps parameters and gradients in place for the operators that use them,
+// and brings those on NVMe into memory (docs/design/0018, 0021).
 namespace castor {
 namespace {
 
-/// What an operator needs in memory, until it is over. Parts in the window come back before chunks
+/// What an operator uses, until it is over. Parts in the window come back before chunks
 /// on the device may leave it.
 struct OperatorVisit {
-  explicit OperatorVisit(Runtime& of) : runtime(of) {}
+  OperatorVisit(std::shared_ptr<Session> of, Runtime& its) : session(std::move(of)), runtime(its) {}
   ~OperatorVisit() {
     home.reset();
     runtime.unpin(pins);
@@ -21,6 +21,7 @@ struct OperatorVisit {
   OperatorVisit(const OperatorVisit&) = delete;
   OperatorVisit& operator=(const OperatorVisit&) = delete;
 
+  const std::shared_ptr<Session> session;  // whoever drops it meanwhile
   Runtime& runtime;
   std::vector<Pin> pins;
   std::unique_ptr<StoredWeights::Visit> home;
@@ -34,12 +35,17 @@ bool Session::torn() const noexcept {
   return optimizer_state_->torn() || (weights_ && weights_->torn());
 }
 
-void Session::guard_stored_weights() {
+// On a device whose freed memory is lent out at once, what an operator has the address of must not
+// leave before its kernel is given to a stream (docs/design/0021).
+void Session::guard_weights() {
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    if (stored(chunk)) {
-      gate_->guard(index(chunk));
-      gate_->guard(gradient_group(chunk));
+    const auto guard = stored(chunk) ? TensorGate::Guard::kBrought
+                       : own_device_ ? TensorGate::Guard::kHeld
+                                     : TensorGate::Guard::kNone;
+    if (guard != TensorGate::Guard::kNone) {
+      gate_->guard(index(chunk), guard);
+      gate_->guard(gradient_group(chunk), guard);
     }
   }
   if (weights_) {
@@ -49,21 +55,36 @@ void Session::guard_stored_weights() {
 
 // The gate's groups are numbered as the parts of StoredWeights.
 std::shared_ptr<void> Session::visit_groups(std::span<const TensorGate::Use> uses) {
-  auto visit = std::make_shared<OperatorVisit>(*runtime_);
+  check_process();
+  const StreamId stream = own_device_.current_stream();
+  auto visit = std::make_shared<OperatorVisit>(shared_from_this(), *runtime_);
   std::vector<WeightUse> parts;
   for (const TensorGate::Use& use : uses) {
-    if (use.group < layout_.chunks().size()) {
-      if (auto pin = runtime_->pin_resident(ChunkId{static_cast<std::uint32_t>(use.group)})) {
-        visit->pins.push_back(std::move(*pin));
-        continue;
-      }
+    const ChunkId chunk{static_cast<std::uint32_t>(use.group % layout_.chunks().size())};
+    const auto used = use.group == index(chunk) ? PayloadKind::kParam : PayloadKind::kGrad;
+    if (auto pin = runtime_->hold(chunk, stream, used)) {
+      visit->pins.push_back(std::move(*pin));
+    } else if (stored(chunk)) {
+      parts.push_back({.part = use.group, .writes = use.writes});
     }
-    parts.push_back({.part = use.group, .writes = use.writes});
   }
   if (!parts.empty()) {
     visit->home = weights_->visit(parts);
   }
   return visit;
+}
+
+std::shared_ptr<void> Session::hold_on_device(std::span<const ChunkId> chunks) const {
+  if (!own_device_) {
+    return nullptr;  // freed memory keeps its bytes
+  }
+  auto held = std::make_shared<OperatorVisit>(nullptr, *runtime_);
+  for (const ChunkId chunk : chunks) {
+    if (auto pin = runtime_->hold(chunk, own_device_.current_stream(), PayloadKind::kGrad)) {
+      held->pins.push_back(std::move(*pin));
+    }
+  }
+  return held;
 }
 
 std::shared_ptr<void> Session::visit(ParamId param, bool writes) {

@@ -20,6 +20,17 @@ const StateViews::Views& StateViews::of(ParamId param, const OptimizerState& sta
   return views;
 }
 
+void StateViews::for_each_storage(const std::function<void(const c10::Storage&)>& visit) const {
+  for (const Views& views : views_) {
+    for (const at::Tensor& moment : views.moments) {
+      visit(moment.storage());
+    }
+    if (views.scales) {
+      visit(views.scales->storage());
+    }
+  }
+}
+
 bool StateViews::aliased(ParamId param) const {
   const auto in_use = [](const at::Tensor& tensor) { return tensor.storage().use_count() > 1; };
   const Views& views = views_[index(param)];

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -23,6 +24,8 @@ class StateViews {
 
   /// Made at the first call; the gate watches them from then on, in `group`.
   const Views& of(ParamId param, const OptimizerState& state, TensorGate& gate, std::size_t group);
+  /// Of the views that were shown.
+  void for_each_storage(const std::function<void(const c10::Storage&)>& visit) const;
   /// Whether somebody else refers to the memory of views that were shown.
   [[nodiscard]] bool aliased(ParamId param) const;
 

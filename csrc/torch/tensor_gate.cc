@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "torch/gil.h"
 #include "torch/torch_error.h"
 
 namespace castor {
@@ -63,7 +64,9 @@ class WatchedStorages {
 /// The guarded groups that an operator uses, by gate.
 class Uses {
  public:
-  void add(std::shared_ptr<TensorGate> gate, std::size_t group, bool writes) {
+  void add(std::shared_ptr<TensorGate> gate, std::size_t group, TensorGate::Guard guard,
+           bool writes) {
+    brought_ = brought_ || guard == TensorGate::Guard::kBrought;
     auto of_gate = std::find_if(uses_.begin(), uses_.end(),
                                 [&](const auto& entry) { return entry.first == gate; });
     if (of_gate == uses_.end()) {
@@ -80,6 +83,8 @@ class Uses {
     }
   }
   [[nodiscard]] bool empty() const noexcept { return uses_.empty(); }
+  /// Whether one of them is brought into memory.
+  [[nodiscard]] bool brought() const noexcept { return brought_; }
   [[nodiscard]] std::vector<std::shared_ptr<void>> visit() const {
     std::vector<std::shared_ptr<void>> visits;
     for (const auto& [gate, uses] : uses_) {
@@ -90,6 +95,7 @@ class Uses {
 
  private:
   std::vector<std::pair<std::shared_ptr<TensorGate>, std::vector<TensorGate::Use>>> uses_;
+  bool brought_ = false;
 };
 
 void pass(const at::Tensor& tensor, bool writes, Uses& uses) {
@@ -99,8 +105,8 @@ void pass(const at::Tensor& tensor, bool writes, Uses& uses) {
   const WatchedStorages::Watcher watcher = WatchedStorages::instance().find(tensor);
   if (auto gate = watcher.gate.lock()) {
     gate->pass(watcher.group);
-    if (gate->guarded(watcher.group)) {
-      uses.add(std::move(gate), watcher.group, writes);
+    if (const auto guard = gate->guard_of(watcher.group); guard != TensorGate::Guard::kNone) {
+      uses.add(std::move(gate), watcher.group, guard, writes);
       return;
     }
   }
@@ -122,7 +128,8 @@ c10::DispatchKeySet with_kernels_of_cpu(c10::DispatchKeySet keys) {
 // A collective goes on when its operator has returned, and the memory may be another chunk's then.
 void check_synchronous(const c10::OperatorHandle& op) {
   const std::string& name = op.schema().name();
-  if (name.starts_with("c10d::")) {
+  if (name.starts_with("c10d::") || name.starts_with("_c10d_functional::") ||
+      name.starts_with("_c10d_functional_autograd::")) {
     throw UsageError(name + " was given a parameter or gradient on NVMe, whose memory it would " +
                      "use after the call: give it a .clone() and copy the result back");
   }
@@ -133,6 +140,7 @@ void pass_arguments(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   std::vector<std::shared_ptr<void>> visits;
   c10::DispatchKeySet rest = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   for_torch([&] {
+    const GilRelease released;  // some of torch's functions keep it
     Uses uses;
     const auto& arguments = op.schema().arguments();
     const auto values = ::torch::jit::last(*stack, arguments.size());
@@ -152,11 +160,13 @@ void pass_arguments(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     if (uses.empty()) {
       return;
     }
-    if (goes_one_by_one(op)) {
+    if (uses.brought() && goes_one_by_one(op)) {
       rest = with_kernels_of_cpu(rest);
       return;
     }
-    check_synchronous(op);
+    if (uses.brought()) {
+      check_synchronous(op);
+    }
     visits = uses.visit();
   });
   op.redispatchBoxed(rest, stack);
@@ -179,7 +189,7 @@ TensorGate::TensorGate(std::size_t num_groups, Settle settle, Visit visit)
 
 TensorGate::~TensorGate() {
   for (Group& group : groups_) {
-    if (group.closed || group.guarded) {
+    if (group.closed || group.guard != Guard::kNone) {
       for (const at::Tensor& tensor : group.tensors) {
         WatchedStorages::instance().remove(tensor);
         unmark(tensor);
@@ -193,19 +203,19 @@ void TensorGate::hold_back(std::size_t group, const at::Tensor& tensor) {
   mark(tensor);
 }
 
-void TensorGate::guard(std::size_t group) {
+void TensorGate::guard(std::size_t group, Guard guard) {
   const std::lock_guard lock(mutex_);
-  groups_[group].guarded = true;
+  groups_[group].guard = guard;
 }
 
-bool TensorGate::guarded(std::size_t group) {
+TensorGate::Guard TensorGate::guard_of(std::size_t group) {
   const std::lock_guard lock(mutex_);
-  return groups_[group].guarded;
+  return groups_[group].guard;
 }
 
 void TensorGate::watch(std::size_t group, at::Tensor tensor) {
   const std::lock_guard lock(mutex_);
-  if (groups_[group].closed || groups_[group].guarded) {
+  if (groups_[group].closed || groups_[group].guard != Guard::kNone) {
     hold_back(group, tensor);
   }
   groups_[group].tensors.push_back(std::move(tensor));
@@ -227,7 +237,7 @@ void TensorGate::open_locked(std::size_t group) {
     return;
   }
   --num_closed_;
-  if (groups_[group].guarded) {
+  if (groups_[group].guard != Guard::kNone) {
     return;
   }
   for (const at::Tensor& tensor : groups_[group].tensors) {

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -24,12 +25,18 @@ namespace castor {
 /// carries it, and its kernel for every operator is the wait. What reads memory without an operator
 /// (data_ptr(), a storage) is not held back: call settle first.
 ///
-/// Tensors whose memory is not there all the time are guarded: every operator on one, or on any
-/// tensor that shares its memory, is run within a visit, which has the memory there and keeps it.
+/// Tensors whose memory is not there all the time, or may become another's while an operator runs,
+/// are guarded: every operator on one, or on any tensor that shares its memory, is run within a
+/// visit, which has the memory there and keeps it.
 ///
 /// Owned by the session. Thread-safe; settle and visit must not come back to the gate.
 class TensorGate : public std::enable_shared_from_this<TensorGate> {
  public:
+  enum class Guard : std::uint8_t {
+    kNone,
+    kHeld,     ///< a visit costs no memory
+    kBrought,  ///< a visit may have to bring it in, and then nothing may use it afterwards
+  };
   using Settle = std::function<void(std::size_t group)>;
   /// What an operator does with a guarded group.
   struct Use {
@@ -46,8 +53,8 @@ class TensorGate : public std::enable_shared_from_this<TensorGate> {
   TensorGate(const TensorGate&) = delete;
   TensorGate& operator=(const TensorGate&) = delete;
 
-  /// The group is guarded, now and for good. Before tensors are watched.
-  void guard(std::size_t group);
+  /// The group is guarded so, now and for good. Before tensors are watched.
+  void guard(std::size_t group, Guard guard);
   /// `tensor` belongs to the group from now on. Its storage belongs to no other group.
   void watch(std::size_t group, at::Tensor tensor);
   void close(std::size_t group);
@@ -58,7 +65,7 @@ class TensorGate : public std::enable_shared_from_this<TensorGate> {
   void pass(std::size_t group);
   /// As pass, for every group. Costs next to nothing while all are open.
   void pass_all();
-  [[nodiscard]] bool guarded(std::size_t group);
+  [[nodiscard]] Guard guard_of(std::size_t group);
   [[nodiscard]] std::shared_ptr<void> visit(std::span<const Use> uses) { return visit_(uses); }
 
  private:
@@ -67,7 +74,7 @@ class TensorGate : public std::enable_shared_from_this<TensorGate> {
   struct Group {
     std::vector<at::Tensor> tensors;
     bool closed = false;
-    bool guarded = false;
+    Guard guard = Guard::kNone;
   };
   void hold_back(std::size_t group, const at::Tensor& tensor);
   void open_locked(std::size_t group);

@@ -84,7 +84,7 @@ def test_a_copy_is_ordered_with_the_current_stream(gpu: Accelerator) -> None:
                 home.fill_(value)
                 slot.fill_(0)
                 ticket = engine.submit(slot, home)
-                engine.wait(ticket)
+                engine.order(ticket)
                 slot.add_(1)
                 engine.wait(engine.submit(back, slot))
                 assert engine.done(ticket)

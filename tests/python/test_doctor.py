@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 
 from castor import doctor
+from castor.config.memory import host_memory
 from castor.doctor import Facts, Finding, Gpu, NumaNode, NvmePath
-from castor.doctor.facts import cgroup_limits, chosen, cpu_name, io_uring_error
+from castor.doctor.facts import chosen, cpu_name, cpu_quota, io_uring_error
 from castor.doctor.nvme import measure_nvme
 
 GIB = 1 << 30
@@ -40,6 +41,7 @@ GOOD = Facts(
     memory_bytes=128 * GIB,
     available_bytes=120 * GIB,
     memory_limit_bytes=None,
+    usable_bytes=112 * GIB,
     numa_nodes=(NumaNode(os_index=0, memory_bytes=128 * GIB, num_cpus=16),),
     host_arena="jemalloc arena 1 over mmap",
     huge_pages="madvise",
@@ -183,10 +185,19 @@ def write(folder: Path, **texts: str) -> None:
         (folder / name.replace("__", ".")).write_text(text + "\n", encoding="utf-8")
 
 
+def limits(tmp_path: Path, membership: str) -> tuple[float | None, int | None]:
+    """Time and memory that cgroups below `tmp_path` grant a process of theirs."""
+    proc = tmp_path / "proc"
+    write(proc / "self", cgroup=membership)
+    write(proc, meminfo="MemTotal: 1024 kB\nMemAvailable: 512 kB")
+    found = host_memory(proc=proc, cgroups=tmp_path)
+    return cpu_quota(proc=proc, cgroups=tmp_path), found.limit_bytes
+
+
 def test_cgroup_2_limits_are_the_smallest_on_the_way_up(tmp_path: Path) -> None:
     write(tmp_path / "a", cpu__max="300000 100000", memory__max="4096")
     write(tmp_path / "a" / "b", cpu__max="max 100000", memory__max="8192")
-    assert cgroup_limits(tmp_path, "0::/a/b\n") == (3.0, 4096)
+    assert limits(tmp_path, "0::/a/b\n") == (3.0, 4096)
 
 
 def test_cgroup_1_limits_are_read_by_controller(tmp_path: Path) -> None:
@@ -195,12 +206,12 @@ def test_cgroup_1_limits_are_read_by_controller(tmp_path: Path) -> None:
     write(tmp_path / "memory", memory__limit_in_bytes=str((1 << 63) - 4096))
     write(tmp_path / "memory" / "hidden" / "c", memory__limit_in_bytes="65536")
     membership = "5:cpu,cpuacct:/a\n4:memory:/hidden/c\n1:name=systemd:/\n0::/\n"
-    assert cgroup_limits(tmp_path, membership) == (1.5, 65536)
+    assert limits(tmp_path, membership) == (1.5, 65536)
 
 
 def test_no_cgroup_limit_is_none(tmp_path: Path) -> None:
     write(tmp_path / "memory", memory__limit_in_bytes=str((1 << 63) - 4096))
-    assert cgroup_limits(tmp_path, "4:memory:/\n0::/elsewhere\n") == (None, None)
+    assert limits(tmp_path, "4:memory:/\n0::/elsewhere\n") == (None, None)
 
 
 def test_kernel_setting_and_processor_are_read_from_their_texts() -> None:

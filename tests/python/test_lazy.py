@@ -1,6 +1,10 @@
 """LazyInitContext: nothing is allocated before boost, and then the weights are the eager ones."""
 
 import copy
+import re
+import runpy
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -191,6 +195,36 @@ def test_an_initialiser_that_reads_random_values_is_named_and_run_eagerly():
     assert_same_state(lazy, build())
 
 
+def test_an_initialiser_is_named_wherever_its_file_lies_and_whatever_calls_it(tmp_path):
+    """In a folder called castor, or torch, and through decorators of the standard library."""
+    source = """
+import contextlib
+
+import torch
+from torch import nn
+
+@contextlib.contextmanager
+def nothing():
+    yield
+
+@nothing()
+@torch.no_grad()
+def draw():
+    return torch.rand(()).item()
+
+def build():
+    return nn.Linear(2, 2), draw()
+"""
+    for folder in ("castor", "torch"):
+        path = tmp_path / folder / "model.py"
+        path.parent.mkdir()
+        path.write_text(source)
+        module = runpy.run_path(str(path))
+        named = rf"in draw \({re.escape(str(path))}:14\)"
+        with pytest.warns(UserWarning, match=named), LazyInitContext():
+            module["build"]()
+
+
 def test_results_of_tensors_that_were_computed_early_are_ordinary():
     with LazyInitContext():
         layer = nn.Linear(2, 2)
@@ -303,6 +337,41 @@ def test_from_pretrained_reads_into_the_chunks(name, precision, tmp_path, monkey
     boost(lazy, precision=precision)
     boost(eager, precision=precision)
     assert_same_state(lazy, eager)
+
+
+@pytest.mark.parametrize("imported", ["before", "inside"])
+def test_from_pretrained_is_lazy_in_a_process_that_has_seen_no_model_class(imported, tmp_path):
+    gpt2().save_pretrained(tmp_path)
+    script = """
+import sys
+from contextlib import nullcontext
+
+import safetensors
+import torch
+from castor import Booster, GeminiPlugin, LazyInitContext
+from castor.lazy.tensor import LazyTensor
+
+path, imported = sys.argv[1:]
+own = safetensors.safe_open
+if imported == "before":
+    import transformers
+assert "transformers.modeling_utils" not in sys.modules
+with LazyInitContext():
+    if imported == "inside":
+        import transformers
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    bystander = safetensors.safe_open(path + "/model.safetensors", framework="pt")
+    assert type(bystander.get_tensor("transformer.ln_f.weight")) is torch.Tensor
+assert all(isinstance(param, LazyTensor) for param in model.parameters())
+assert safetensors.safe_open is own is transformers.modeling_utils.safe_open
+eager = transformers.AutoModelForCausalLM.from_pretrained(path)
+Booster(GeminiPlugin(device="cpu", device_memory="64MiB")).boost(model)
+for param, other in zip(model.parameters(), eager.parameters(), strict=True):
+    assert type(other) is torch.nn.Parameter and torch.equal(param, other)
+"""
+    arguments = [sys.executable, "-c", script, str(tmp_path), imported]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_from_pretrained_initialises_what_the_checkpoint_lacks(tmp_path):

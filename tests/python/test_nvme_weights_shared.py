@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 
 import castor
 from helpers import assert_equal, copies
@@ -105,6 +106,9 @@ def test_a_collective_is_refused(tmp_path: Path) -> None:
         param = next(stored.model.parameters())
         with pytest.raises(castor.UsageError, match=r"on NVMe.*\.clone\(\)"):
             dist.all_reduce(param.detach())
+        # What DTensor and torch.compile make of it.
+        with pytest.raises(castor.UsageError, match=r"_c10d_functional::all_reduce.*on NVMe"):
+            functional.all_reduce(param.detach(), "sum", dist.group.WORLD)
         values = param.detach().clone()
         dist.all_reduce(values)
         with torch.no_grad():

@@ -3,6 +3,9 @@
 import copy
 import io
 import itertools
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -489,3 +492,10 @@ def test_overlap_needs_the_fused_adam() -> None:
 
 def test_an_unknown_mode_is_refused() -> None:
     assert_boost_fails(ValueError, "overlap is 'sideways'", overlap="sideways")
+
+
+def test_a_model_may_go_while_copies_wait_for_its_updates() -> None:
+    """A copy that the link has not come to asks for its update when the model is on its way out."""
+    script = Path(__file__).with_name("dropped_model.py")
+    environment = os.environ | {"MALLOC_PERTURB_": "165"}
+    subprocess.run([sys.executable, str(script)], env=environment, check=True, timeout=120)

@@ -5,7 +5,7 @@ On the simulated GPU (tests/simulated_gpu), whose streams run by themselves and 
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -262,6 +262,76 @@ def test_a_whole_step_may_run_on_a_side_stream(
         gpu.current_stream().wait_stream(stream)
         assert losses == expected
     assert_equal(exact_state(boosted), exact_state(reference))
+
+
+# --- memory that an operator has the address of -------------------------------------------------
+
+
+def small_tensors(count: int) -> list[torch.Tensor]:
+    return [torch.empty(512, dtype=torch.uint8, device="simgpu") for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda p: p, lambda p: p.data, lambda p: p.detach().view(-1), lambda p: p[3:]],
+    ids=["parameter", "data", "view", "slice"],
+)
+def test_an_operator_keeps_the_weight_that_it_has_the_address_of(
+    simulation: GpuSimulation, gpu: Any, view: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Outside its module nothing pins a weight. The operator takes its address, then a workspace,
+    which could be the weight's own memory, and then gives the kernel to the stream."""
+    boosted = simulation.boost(tower(), 64 * 1024, **STAY)
+    layer = boosted.model.layers[0]
+    x = torch.ones(1, 32, device="simgpu")
+    seen = view(layer.weight)
+    refused = 0
+    with torch.no_grad():
+        expected = 2 * seen.cpu()
+        layer(x)
+        before = boosted.report().evictions
+        taken: list[torch.Tensor] = []
+        while boosted.report().evictions == before:  # until the weight leaves
+            taken += small_tensors(1)
+        spare = len(taken) - 1 - seen.numel() * 4 // 512
+        for workspace in range(512, 8192, 512):
+            taken.clear()
+            layer(x)
+            taken += small_tensors(spare)
+            try:
+                doubled = torch.ops.simulated_gpu.doubled_with_workspace(seen, workspace)
+            except castor.OutOfMemoryError:
+                refused += 1
+                continue
+            assert torch.equal(doubled.cpu(), expected), workspace
+            del doubled
+    assert refused > 0
+
+
+# --- graphs -------------------------------------------------------------------------------------
+
+
+def test_a_capture_is_refused_by_name(simulation: GpuSimulation, gpu: Any) -> None:
+    boosted = simulation.boost(tower(), MIB)
+    expected = go_on(boost(tower()), steps=2)
+    losses = go_on(boosted, steps=1)
+    batch = on_gpu(tower_batch(1))
+    weight = next(iter(boosted.model.parameters()))
+    simulation.device.begin_capture()
+    try:
+        with pytest.raises(castor.UsageError, match="CUDA graph"):
+            boosted.model(**batch)
+        with torch.no_grad(), pytest.raises(castor.UsageError, match=r"torch\.cuda\.graph"):
+            weight.norm()
+        with pytest.raises(castor.UsageError, match="CUDA graph"):
+            boosted.optimizer.step()
+        with pytest.raises(castor.UsageError, match="make room"):
+            torch.empty(2 * MIB, device="simgpu")
+        torch.empty(512, device="simgpu")  # there is room
+    finally:
+        simulation.device.end_capture()
+    losses += go_on(boosted, first=1, steps=1)
+    assert losses == expected
 
 
 # --- backward on its own thread -----------------------------------------------------------------

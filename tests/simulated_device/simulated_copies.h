@@ -27,6 +27,7 @@ class SimulatedCopies final : public CopyEngine {
 
   [[nodiscard]] CopyTicket submit(const CopyRequest& request) override;
   void wait(CopyTicket ticket) override;
+  void order(CopyTicket ticket, StreamId stream) override;
   [[nodiscard]] bool done(CopyTicket ticket) override { return inner_.done(ticket); }
   [[nodiscard]] bool asynchronous() const noexcept override { return true; }
 

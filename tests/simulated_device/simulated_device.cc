@@ -102,7 +102,7 @@ void SimulatedDevice::check(const void* data, std::size_t bytes, const char* wha
   }
 }
 
-void SimulatedDevice::adam_update(std::span<const AdamSegment> segments) {
+void SimulatedDevice::adam_update(std::span<const AdamSegment> segments, StreamId /*stream*/) {
   counts_.adam_calls.fetch_add(1);
   for (const AdamSegment& segment : segments) {
     const std::size_t bytes = segment.numel * size_of(segment.type);
@@ -117,7 +117,8 @@ void SimulatedDevice::adam_update(std::span<const AdamSegment> segments) {
   }
 }
 
-void SimulatedDevice::square_norms(std::span<const NormSegment> segments, std::span<double> sums) {
+void SimulatedDevice::square_norms(std::span<const NormSegment> segments, std::span<double> sums,
+                                   StreamId /*stream*/) {
   for (std::size_t i = 0; i < segments.size(); ++i) {
     const NormSegment& segment = segments[i];
     check(segment.data, segment.numel * size_of(segment.type), "a gradient");
@@ -139,7 +140,7 @@ void SimulatedDevice::square_norms(std::span<const NormSegment> segments, std::s
   }
 }
 
-std::unique_ptr<ComputeFence> SimulatedDevice::fence() {
+std::unique_ptr<ComputeFence> SimulatedDevice::fence(StreamId /*stream*/) {
   counts_.fences.fetch_add(1);
   return std::make_unique<Fence>(*copies_, copies_->waited());
 }

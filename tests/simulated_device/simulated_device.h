@@ -48,13 +48,19 @@ class SimulatedDevice final : public DeviceBackend {
   explicit SimulatedDevice(std::uint64_t bytes_per_second);
 
   [[nodiscard]] c10::Device device() const noexcept override { return c10::kCPU; }
+  [[nodiscard]] StreamId current_stream() override { return StreamId{}; }
+  void order(StreamId /*first*/, StreamId /*then*/) override {}  // there is one
+  [[nodiscard]] std::unique_ptr<StreamScope> run_on(StreamId) override {
+    return std::make_unique<StreamScope>();
+  }
   [[nodiscard]] std::unique_ptr<CopyEngine> make_copy_engine() override;
   [[nodiscard]] std::unique_ptr<Arena> make_device_arena() override;
   [[nodiscard]] std::unique_ptr<Arena> make_host_arena() override;
   void follow(const std::shared_ptr<DeviceAccount>& account) override;
-  void adam_update(std::span<const AdamSegment> segments) override;
-  void square_norms(std::span<const NormSegment> segments, std::span<double> sums) override;
-  [[nodiscard]] std::unique_ptr<ComputeFence> fence() override;
+  void adam_update(std::span<const AdamSegment> segments, StreamId stream) override;
+  void square_norms(std::span<const NormSegment> segments, std::span<double> sums,
+                    StreamId stream) override;
+  [[nodiscard]] std::unique_ptr<ComputeFence> fence(StreamId stream) override;
   void host_writes(std::span<const std::byte> home) override;
 
   [[nodiscard]] const DeviceCounts& counts() const noexcept { return counts_; }

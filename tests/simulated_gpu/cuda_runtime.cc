@@ -69,6 +69,18 @@ cudaError_t cudaMemGetInfo(std::size_t* available, std::size_t* total) {
   return cudaSuccess;
 }
 
+cudaError_t cudaDeviceSynchronize() {
+  Gpu::instance().synchronize();
+  return state();
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  *status = Gpu::instance().capturing() == static_cast<std::int64_t>(id_of(stream))
+                ? cudaStreamCaptureStatusActive
+                : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned /*flags*/) {
   *stream = reinterpret_cast<cudaStream_t>(
       static_cast<std::uintptr_t>(Gpu::instance().new_stream()->id()));

@@ -124,6 +124,10 @@ class Gpu {
   [[nodiscard]] bool unregister_host(const std::byte* data);
   [[nodiscard]] bool is_registered(const void* data) const;
 
+  /// The stream that says it is captured into a graph, which records nothing; -1: none.
+  void capture(std::int64_t stream) noexcept { capturing_ = stream; }
+  [[nodiscard]] std::int64_t capturing() const noexcept { return capturing_; }
+
   [[nodiscard]] DeviceError& error() noexcept { return *error_; }
 
  private:
@@ -131,6 +135,7 @@ class Gpu {
   [[nodiscard]] std::vector<std::shared_ptr<Stream>> streams() const;
 
   const std::shared_ptr<DeviceError> error_ = std::make_shared<DeviceError>();
+  std::atomic<std::int64_t> capturing_{-1};
   mutable std::mutex mutex_;  // guards all below
   std::map<std::uint64_t, std::shared_ptr<Stream>> streams_;
   std::uint64_t next_stream_ = 0;

@@ -62,6 +62,8 @@ PYBIND11_MODULE(_simulated_gpu, m) {
         });
       },
       py::arg("microseconds"));
+  m.def("begin_capture", [] { Gpu::instance().capture(current_stream().id()); });
+  m.def("end_capture", [] { Gpu::instance().capture(-1); });
   m.def("reset_error", [] { Gpu::instance().error().reset(); });
   m.def("memory", &memory_figures);
   m.def("reset_peaks", [] { device_memory().reset_peaks(); });

@@ -468,6 +468,34 @@ bool compatible(const at::Tensor& self, const at::Tensor& other) {
 
 }  // namespace
 
+namespace {
+
+/// As a matrix product of cuBLAS: takes addresses, then a workspace, then gives the kernel to the
+/// stream, which writes the workspace before it has read its argument. float32, contiguous.
+at::Tensor doubled_with_workspace(const at::Tensor& input, std::int64_t workspace_bytes) {
+  at::Tensor result = at::empty_like(input);
+  const auto* const from = input.const_data_ptr<float>();
+  auto* const to = result.mutable_data_ptr<float>();
+  const at::Tensor workspace = at::empty({workspace_bytes}, input.options().dtype(at::kByte));
+  void* const scratch = workspace.mutable_data_ptr();
+  current_queue()->enqueue([=, numel = input.numel()] {
+    std::memset(scratch, 0xff, static_cast<std::size_t>(workspace_bytes));
+    for (std::int64_t i = 0; i < numel; ++i)
+      to[i] = 2 * from[i];
+  });
+  return result;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(simulated_gpu, m) {
+  m.def("doubled_with_workspace(Tensor input, int workspace_bytes) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(simulated_gpu, PrivateUse1, m) {
+  m.impl("doubled_with_workspace", &doubled_with_workspace);
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);

@@ -9,6 +9,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,6 +20,7 @@
 #include "cuda/norm_kernel.h"
 #include "cuda/pinned_pages.h"
 #include "cuda/stream_copy_engine.h"
+#include "cuda/stream_order.h"
 #include "host/mmap_arena.h"
 #include "python/adam_entries.h"
 #include "python/state_tensors.h"
@@ -44,10 +46,8 @@ c10::DeviceIndex index_of(const at::Tensor& tensor) {
   return tensor.device().index();
 }
 
-cuda::StreamCopyOptions copy_options(int device) {
-  return {.device = device, .compute_stream = [device] {
-            return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
-          }};
+StreamId current_stream(c10::DeviceIndex device) {
+  return cuda::stream_id(c10::cuda::getCurrentCUDAStream(device).stream());
 }
 
 std::uint64_t submit(cuda::StreamCopyEngine& engine, const at::Tensor& target,
@@ -56,11 +56,14 @@ std::uint64_t submit(cuda::StreamCopyEngine& engine, const at::Tensor& target,
     throw InvalidArgument("a copy goes from host to device or back; both tensors are on " +
                           target.device().str());
   }
-  return static_cast<std::uint64_t>(
-      engine.submit({.source = bytes_of(source),
-                     .target = bytes_of(target),
-                     .direction = target.is_cuda() ? CopyDirection::kHostToDevice
-                                                   : CopyDirection::kDeviceToHost}));
+  const CopyRequest request{
+      .source = bytes_of(source),
+      .target = bytes_of(target),
+      .direction = target.is_cuda() ? CopyDirection::kHostToDevice : CopyDirection::kDeviceToHost,
+      .behind = current_stream(index_of(target.is_cuda() ? target : source)),
+      .await_source = {}};
+  const py::gil_scoped_release release;
+  return static_cast<std::uint64_t>(engine.submit(request));
 }
 
 void adam_update_tensors(const std::vector<py::dict>& entries) {
@@ -185,9 +188,7 @@ PYBIND11_MODULE(_cuda, module) {
   py::register_local_exception_translator(&translate);
   const auto release = py::call_guard<py::gil_scoped_release>();
   py::class_<cuda::StreamCopyEngine>(module, "CopyEngine")
-      .def(py::init([](int device) {
-             return std::make_unique<cuda::StreamCopyEngine>(copy_options(device));
-           }),
+      .def(py::init([](int device) { return std::make_unique<cuda::StreamCopyEngine>(device); }),
            py::arg("device"))
       .def("submit", &submit, py::arg("target"), py::arg("source"))
       .def(
@@ -197,9 +198,10 @@ PYBIND11_MODULE(_cuda, module) {
           },
           py::arg("ticket"), release)
       .def(
-          "synchronize",
+          "order",
           [](cuda::StreamCopyEngine& engine, std::uint64_t ticket) {
-            engine.synchronize(CopyTicket{ticket});
+            engine.order(CopyTicket{ticket},
+                         current_stream(static_cast<c10::DeviceIndex>(engine.device())));
           },
           py::arg("ticket"), release)
       .def(
@@ -211,13 +213,18 @@ PYBIND11_MODULE(_cuda, module) {
       .def(
           "release",
           [](cuda::StreamCopyEngine& engine, const at::Tensor& slot) {
-            engine.release(bytes_of(slot));
+            const std::span<std::byte> bytes = bytes_of(slot);
+            const auto stream = current_stream(index_of(slot));
+            const py::gil_scoped_release released;
+            engine.release(bytes, stream);
           },
           py::arg("slot"))
       .def(
           "forget",
           [](cuda::StreamCopyEngine& engine, const at::Tensor& slot) {
-            engine.forget(bytes_of(slot));
+            const std::span<std::byte> bytes = bytes_of(slot);
+            const py::gil_scoped_release released;
+            engine.forget(bytes);
           },
           py::arg("slot"));
   py::class_<PinnedArena>(module, "PinnedArena")

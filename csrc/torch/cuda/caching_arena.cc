@@ -7,9 +7,10 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <utility>
 
 #include "core/error.h"
+#include "cuda/block_streams.h"
+#include "cuda/stream_order.h"
 #include "torch/cuda/torch_allocations.h"
 
 namespace castor {
@@ -37,8 +38,7 @@ const c10::CachingAllocator::Stat& aggregate(const c10::CachingAllocator::StatAr
 
 }  // namespace
 
-CachingArena::CachingArena(c10::DeviceIndex device, Leaving leaving)
-    : device_(device), leaving_(std::move(leaving)) {
+CachingArena::CachingArena(c10::DeviceIndex device) : device_(device) {
   const int count = c10::cuda::device_count();
   if (device < 0 || device >= count) {
     throw InvalidArgument("there is no CUDA device " + std::to_string(device) + "; torch sees " +
@@ -47,12 +47,21 @@ CachingArena::CachingArena(c10::DeviceIndex device, Leaving leaving)
 }
 
 std::byte* CachingArena::allocate(std::size_t bytes) {
+  return allocate_on(bytes, cuda::stream_id(c10::cuda::getCurrentCUDAStream(device_).stream()));
+}
+
+void CachingArena::deallocate(std::byte* data, std::size_t bytes) noexcept {
+  deallocate_behind(data, bytes,
+                    cuda::stream_id(c10::cuda::getCurrentCUDAStream(device_).stream()));
+}
+
+std::byte* CachingArena::allocate_on(std::size_t bytes, StreamId stream) {
   const c10::cuda::CUDAGuard guard(device_);
-  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(device_);
   try {
     const OwnAllocation own;
     auto* const data =
-        static_cast<std::byte*>(allocator::raw_alloc_with_stream(bytes, stream.stream()));
+        static_cast<std::byte*>(allocator::raw_alloc_with_stream(bytes, cuda::handle_of(stream)));
+    own_blocks(device_).add(data, bytes, stream);
     count_own_bytes(device_, static_cast<std::ptrdiff_t>(allocated_for(bytes)));
     return data;
   } catch (const c10::OutOfMemoryError& error) {
@@ -60,12 +69,19 @@ std::byte* CachingArena::allocate(std::size_t bytes) {
   }
 }
 
-void CachingArena::deallocate(std::byte* data, std::size_t bytes) noexcept {
-  if (leaving_)
-    leaving_({data, bytes});
+void CachingArena::deallocate_behind(std::byte* data, std::size_t bytes, StreamId stream) noexcept {
+  own_blocks(device_).remove(data, stream);
   const OwnAllocation own;
   allocator::raw_delete(data);
   count_own_bytes(device_, -static_cast<std::ptrdiff_t>(allocated_for(bytes)));
+}
+
+void CachingArena::add_user(const std::byte* data, StreamId stream) {
+  static_cast<void>(own_blocks(device_).record(data, stream));
+}
+
+void CachingArena::await_users(const std::byte* data, StreamId stream) {
+  own_blocks(device_).await_users(data, stream);
 }
 
 std::string CachingArena::description() const {

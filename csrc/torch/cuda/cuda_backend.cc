@@ -22,6 +22,7 @@
 #include "cuda/pinned_pages.h"
 #include "cuda/scoped_device.h"
 #include "cuda/stream_copy_engine.h"
+#include "cuda/stream_order.h"
 #include "host/host_arena.h"
 #include "host/numa.h"
 #include "torch/cuda/caching_arena.h"
@@ -76,17 +77,45 @@ class EventFence final : public ComputeFence {
   cudaEvent_t event_ = nullptr;
 };
 
+/// Torch's current stream of this thread, which may be of torch's pool or anybody's.
+class CurrentStream final : public StreamScope {
+ public:
+  CurrentStream(c10::DeviceIndex device, StreamId stream)
+      : guard_(c10::cuda::getStreamFromExternal(cuda::handle_of(stream), device)) {}
+
+ private:
+  const c10::cuda::CUDAStreamGuard guard_;
+};
+
 class CudaBackend final : public DeviceBackend {
  public:
   explicit CudaBackend(c10::DeviceIndex device) : device_(device) {}
 
   [[nodiscard]] c10::Device device() const noexcept override { return {c10::kCUDA, device_}; }
 
+  [[nodiscard]] StreamId current_stream() override {
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_).stream();
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    cuda::check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
+    if (capture != cudaStreamCaptureStatusNone) {
+      throw UsageError(
+          "a boosted model was run, stepped or read, or had to make room, while a CUDA graph is "
+          "captured (torch.cuda.graph, make_graphed_callables): castor moves weights between "
+          "device and host, and the graph would replay the addresses of this one time. Capture "
+          "what does not belong to the boosted model, within the memory that it leaves, or run it "
+          "without a graph");
+    }
+    return cuda::stream_id(stream);
+  }
+
+  void order(StreamId first, StreamId then) override { cuda::order_streams(device_, first, then); }
+
+  [[nodiscard]] std::unique_ptr<StreamScope> run_on(StreamId stream) override {
+    return std::make_unique<CurrentStream>(device_, stream);
+  }
+
   [[nodiscard]] std::unique_ptr<CopyEngine> make_copy_engine() override {
-    auto engine = std::make_unique<cuda::StreamCopyEngine>(
-        cuda::StreamCopyOptions{.device = device_, .compute_stream = [device = device_] {
-                                  return c10::cuda::getCurrentCUDAStream(device).stream();
-                                }});
+    auto engine = std::make_unique<cuda::StreamCopyEngine>(device_);
     copies_ = engine.get();
     return engine;
   }
@@ -107,34 +136,32 @@ class CudaBackend final : public DeviceBackend {
     follow_torch_allocations(device_, account);
   }
 
-  void adam_update(std::span<const AdamSegment> segments) override {
+  void adam_update(std::span<const AdamSegment> segments, StreamId stream) override {
     const c10::cuda::CUDAGuard guard(device_);
-    cuda::adam_update(segments, stream());
+    cuda::adam_update(segments, cuda::handle_of(stream));
   }
 
-  void square_norms(std::span<const NormSegment> segments, std::span<double> sums) override {
+  void square_norms(std::span<const NormSegment> segments, std::span<double> sums,
+                    StreamId stream) override {
     const at::NoGradGuard no_grad;
-    const c10::cuda::CUDAGuard guard(device_);
+    const CurrentStream current(device_, stream);
     const auto options = at::TensorOptions().dtype(at::kDouble).device(device());
     const auto count = static_cast<std::int64_t>(cuda::norm_workspace_doubles(segments));
     const at::Tensor workspace = at::empty({count}, options);
     const at::Tensor result = at::empty({static_cast<std::int64_t>(segments.size())}, options);
-    cuda::square_norms(segments, result.data_ptr<double>(), workspace.data_ptr<double>(), stream());
+    cuda::square_norms(segments, result.data_ptr<double>(), workspace.data_ptr<double>(),
+                       cuda::handle_of(stream));
     const at::Tensor home = result.cpu();  // waits
     std::copy_n(home.const_data_ptr<double>(), sums.size(), sums.begin());
   }
 
-  [[nodiscard]] std::unique_ptr<ComputeFence> fence() override {
-    return std::make_unique<EventFence>(device_, stream());
+  [[nodiscard]] std::unique_ptr<ComputeFence> fence(StreamId stream) override {
+    return std::make_unique<EventFence>(device_, cuda::handle_of(stream));
   }
 
   void host_writes(std::span<const std::byte> home) override { copies_->synchronize_readers(home); }
 
  private:
-  [[nodiscard]] cudaStream_t stream() const {
-    return c10::cuda::getCurrentCUDAStream(device_).stream();
-  }
-
   const c10::DeviceIndex device_;
   cuda::StreamCopyEngine* copies_ = nullptr;  // the session's, which uses this no longer than that
 };

@@ -14,7 +14,8 @@
 namespace castor::detail {
 
 /// torch's CUDA allocator with something before and after each allocation; the rest is handed on.
-/// `Around` is called with the bytes and a function that allocates, and returns what that does.
+/// `Around` is called with the bytes and a function that allocates, and returns what that does; it
+/// may take what is recorded of memory for itself.
 template <typename Around>
 class FollowedAllocator final : public c10::cuda::CUDACachingAllocator::CUDAAllocator {
   using Base = c10::cuda::CUDACachingAllocator::CUDAAllocator;
@@ -71,7 +72,9 @@ class FollowedAllocator final : public c10::cuda::CUDACachingAllocator::CUDAAllo
   }
   using Base::recordStream;
   void recordStream(const c10::DataPtr& data, c10::cuda::CUDAStream stream) override {
-    base_->recordStream(data, stream);
+    if (!around_.record_stream(data, stream)) {
+      base_->recordStream(data, stream);
+    }
   }
   c10::cuda::CUDACachingAllocator::SnapshotInfo snapshot(Pool pool, bool traces) override {
     return base_->snapshot(pool, traces);

@@ -5,13 +5,16 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "core/error.h"
+#include "cuda/stream_order.h"
 #include "torch/cuda/caching_arena.h"
+#include "torch/gil.h"
 
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR == 11
 #include "torch/cuda/followed_allocator.h"
@@ -33,9 +36,10 @@ class Accounts {
  public:
   using Pointers = std::vector<std::shared_ptr<DeviceAccount>>;
 
+  /// Never destroyed: the allocator tells of what is freed until the process ends.
   static Accounts& instance() {
-    static Accounts accounts;
-    return accounts;
+    static Accounts* const accounts = new Accounts;
+    return *accounts;
   }
   void add(c10::DeviceIndex device, const std::shared_ptr<DeviceAccount>& account) {
     const std::lock_guard lock(mutex_);
@@ -68,6 +72,12 @@ namespace allocator = c10::cuda::CUDACachingAllocator;
 
 /// Room before, and a second try after evicting what chunks may leave.
 struct WithRoom {
+  /// Whether `data` is castor's, and the stream is known to use it now.
+  [[nodiscard]] static bool record_stream(const c10::DataPtr& data, c10::cuda::CUDAStream stream) {
+    return own_blocks(stream.device_index())
+        .record(static_cast<const std::byte*>(data.get()), cuda::stream_id(stream.stream()));
+  }
+
   template <typename Allocate>
   auto operator()(std::size_t bytes, const Allocate& allocate) const -> decltype(allocate()) {
     if (OwnAllocation::under_way() || bytes == 0)
@@ -75,12 +85,16 @@ struct WithRoom {
     const auto accounts = Accounts::instance().find(c10::cuda::current_device());
     if (accounts.empty())
       return allocate();
-    for (const auto& account : accounts)
-      account->make_room(allocated_for(bytes));
+    {
+      const GilRelease released;  // torch.tensor() allocates with it
+      for (const auto& account : accounts)
+        account->make_room(allocated_for(bytes));
+    }
     try {
       return allocate();
     } catch (const c10::OutOfMemoryError&) {
       bool evicted = false;
+      const GilRelease released;
       for (const auto& account : accounts)
         evicted |= account->evict_refused(allocated_for(bytes));
       if (!evicted)
@@ -147,6 +161,17 @@ void follow_torch_allocations(c10::DeviceIndex device,
 OwnAllocation::OwnAllocation() noexcept { ++own_depth; }
 OwnAllocation::~OwnAllocation() { --own_depth; }
 bool OwnAllocation::under_way() noexcept { return own_depth > 0; }
+
+cuda::BlockStreams& own_blocks(c10::DeviceIndex device) noexcept {
+  // Never destroyed: blocks may go back until the process ends.
+  static auto* const blocks = [] {
+    auto* const made = new std::vector<std::unique_ptr<cuda::BlockStreams>>;
+    for (std::size_t i = 0; i < kMaxDevices; ++i)
+      made->push_back(std::make_unique<cuda::BlockStreams>(static_cast<int>(i)));
+    return made;
+  }();
+  return *(*blocks)[static_cast<std::size_t>(device)];
+}
 
 void count_own_bytes(c10::DeviceIndex device, std::ptrdiff_t bytes) noexcept {
   own_bytes[static_cast<std::size_t>(device)].fetch_add(bytes, std::memory_order_relaxed);

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <memory>
 
+#include "cuda/block_streams.h"
 #include "torch/device_backend.h"
 
 namespace castor {
@@ -15,7 +16,8 @@ namespace castor {
 /// first follower on, for the rest of the process. Before an allocation it has the accounts of the
 /// device make room, and when the device refuses one it has them evict and tries once more. What
 /// was taken and given back, and where, the allocator's own trace tells (it needs no recording
-/// switched on).
+/// switched on). Tensor.record_stream on castor's blocks, which the allocator would not take for
+/// its own, goes to own_blocks.
 ///
 /// Throws Error for a torch whose allocator has another interface than that of torch 2.11, and for
 /// an allocator that is not torch's own.
@@ -32,6 +34,9 @@ class OwnAllocation {
   /// On this thread, now.
   [[nodiscard]] static bool under_way() noexcept;
 };
+
+/// Castor's blocks on a device, of all sessions.
+[[nodiscard]] cuda::BlockStreams& own_blocks(c10::DeviceIndex device) noexcept;
 
 /// Castor's own bytes on a device rose by that much (or fell): allocated_bytes of torch's
 /// statistics holds them too.

@@ -9,7 +9,6 @@ import os
 import platform
 import resource
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,14 @@ import torch
 
 from castor import _C
 from castor._loader import BUILD_INFO
-from castor.config import available_memory_bytes
+from castor.config.memory import (
+    CGROUPS,
+    PROC,
+    cgroup_folders,
+    host_memory,
+    read_small,
+    usable_bytes,
+)
 from castor.doctor.nvme import NvmePath, measure_nvme
 
 _MEASURED_BYTES, _LEAST_BYTES = 512 << 20, 32 << 20
@@ -26,7 +32,6 @@ _REPETITIONS = 5
 _IO_URING_SETUP = 425  # the same on every architecture
 _IO_URING_PARAMS_BYTES = 120
 _CAP_IPC_LOCK = 14
-_UNLIMITED_V1 = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +86,11 @@ class Facts:
     """Of the last minute, before anything was measured."""
     memory_bytes: int
     available_bytes: int
+    """That the machine could give now."""
     memory_limit_bytes: int | None
     """That the cgroup grants."""
+    usable_bytes: int
+    """That GeminiPlugin's budgets come to by default, in this memory."""
     numa_nodes: tuple[NumaNode, ...] | None
     """None without hwloc."""
     host_arena: str
@@ -120,11 +128,8 @@ def gather(*, nvme: str | os.PathLike[str] | None = None) -> Facts:
     """
     load = os.getloadavg()[0]
     nvme_path = None if nvme is None else measure_nvme(nvme)  # first: it is what may be refused
-    available = available_memory_bytes()
-    size = max(_LEAST_BYTES, min(_MEASURED_BYTES, available // _MEMORY_SHARE))
-    quota, memory_limit = cgroup_limits(
-        Path("/sys/fs/cgroup"), Path("/proc/self/cgroup").read_text(encoding="utf-8")
-    )
+    memory = host_memory()
+    size = max(_LEAST_BYTES, min(_MEASURED_BYTES, memory.available_bytes // _MEMORY_SHARE))
     nodes = _C.numa_nodes()
     h2d, d2h = _gpu_link(size) if torch.cuda.is_available() else (None, None)
     return Facts(
@@ -143,17 +148,18 @@ def gather(*, nvme: str | os.PathLike[str] | None = None) -> Facts:
         adam_isa=_C.adam_isa(),
         num_cpus=os.cpu_count() or 1,
         num_usable_cpus=len(os.sched_getaffinity(0)),
-        cpu_quota=quota,
+        cpu_quota=cpu_quota(),
         torch_threads=torch.get_num_threads(),
         load=load,
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        available_bytes=available,
-        memory_limit_bytes=memory_limit,
+        memory_bytes=memory.total_bytes,
+        available_bytes=memory.machine_available_bytes,
+        memory_limit_bytes=memory.limit_bytes,
+        usable_bytes=usable_bytes(memory.available_bytes),
         numa_nodes=None
         if nodes is None
         else tuple(NumaNode(os_index=i, memory_bytes=b, num_cpus=n) for i, b, n in nodes),
         host_arena=_C.host_arena(),
-        huge_pages=chosen(_read(Path("/sys/kernel/mm/transparent_hugepage/enabled"))),
+        huge_pages=chosen(read_small(Path("/sys/kernel/mm/transparent_hugepage/enabled"))),
         io_uring=io_uring_error(),
         memlock_bytes=_memlock_bytes(),
         may_exceed_memlock=_has_capability(_CAP_IPC_LOCK),
@@ -204,53 +210,25 @@ def chosen(setting: str | None) -> str | None:
     return setting.split("[", 1)[1].split("]", 1)[0]
 
 
-def cgroup_limits(mount: Path, membership: str) -> tuple[float | None, int | None]:
-    """What the cgroups of a process grant it, of version 1 and 2.
+def cpu_quota(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:
+    """Cores' worth of time that the cgroups of this process grant, of version 1 and 2.
 
     Args:
-        mount: Where cgroups are mounted, /sys/fs/cgroup.
-        membership: The text of /proc/self/cgroup.
+        proc: Where the proc file system is.
+        cgroups: Where cgroups are mounted.
 
     Returns:
-        Cores' worth of time and bytes of memory; None where no group has a limit.
+        The least; None where no group has a limit.
     """
     quotas: list[float] = []
-    limits: list[int] = []
-    for line in membership.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2; beside version 1 it is mounted one level deeper
-            for folder in (*_upwards(mount, path), *_upwards(mount / "unified", path)):
-                quota = (_read(folder / "cpu.max") or "max").split()
-                if quota[0] != "max":
-                    quotas.append(int(quota[0]) / int(quota[1]))
-                limit = _read(folder / "memory.max") or "max"
-                if limit != "max":
-                    limits.append(int(limit))
-        for controller in controllers.split(","):
-            for folder in _upwards(mount / controller, path) if controller else ():
-                if (us := int(_read(folder / "cpu.cfs_quota_us") or -1)) > 0:
-                    quotas.append(us / int(_read(folder / "cpu.cfs_period_us") or 100_000))
-                if (size := int(_read(folder / "memory.limit_in_bytes") or 0)) > 0:
-                    limits += [size] if size < _UNLIMITED_V1 else []
-    return min(quotas, default=None), min(limits, default=None)
-
-
-def _upwards(mount: Path, path: str) -> Iterator[Path]:
-    """The folder of a group and those above it; in a container some are not to be seen."""
-    folder = mount / path.strip("/")
-    while True:
-        yield folder
-        if folder == mount:
-            return
-        folder = folder.parent
-
-
-def _read(path: Path) -> str | None:
-    """The text of a small file; None if it does not exist or may not be read."""
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
+    for version, folder in cgroup_folders("cpu", proc=proc, cgroups=cgroups):
+        if version == 2:
+            quota = (read_small(folder / "cpu.max") or "max").split()
+            if quota[0] != "max":
+                quotas.append(int(quota[0]) / int(quota[1]))
+        elif (us := int(read_small(folder / "cpu.cfs_quota_us") or -1)) > 0:
+            quotas.append(us / int(read_small(folder / "cpu.cfs_period_us") or 100_000))
+    return min(quotas, default=None)
 
 
 def io_uring_error() -> str | None:
@@ -272,7 +250,7 @@ def _memlock_bytes() -> int | None:
 
 
 def _has_capability(number: int) -> bool:
-    for line in (_read(Path("/proc/self/status")) or "").splitlines():
+    for line in (read_small(Path("/proc/self/status")) or "").splitlines():
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> number & 1)
     return False

@@ -121,15 +121,18 @@ def _load(facts: Facts) -> Finding:
 
 
 def _memory(facts: Facts) -> Finding:
-    value = f"{_gib(facts.memory_bytes)}, {_gib(facts.available_bytes)} available"
+    value = (
+        f"{_gib(facts.memory_bytes)}, {_gib(facts.available_bytes)} available, "
+        f"{_gib(facts.usable_bytes)} for budgets"
+    )
     change = None
     if facts.memory_limit_bytes is not None and facts.memory_limit_bytes < facts.memory_bytes:
         value += f", cgroup grants {_gib(facts.memory_limit_bytes)}"
         if facts.memory_limit_bytes < facts.available_bytes:
             change = (
-                "GeminiPlugin's host_memory is by default what the machine has available, and the "
-                f"cgroup grants {_gib(facts.memory_limit_bytes)}: give host_memory below that, or "
-                "raise the limit (docker run --memory)"
+                f"the cgroup grants {_gib(facts.memory_limit_bytes)}, less than the machine has "
+                "available, and device_memory and host_memory stay inside by default: raise the "
+                "limit (docker run --memory) for a larger model or fewer bytes on NVMe"
             )
     return Finding(name="memory", value=value, change=change)
 

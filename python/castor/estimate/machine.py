@@ -12,6 +12,7 @@ from importlib import resources
 from typing import Any
 
 from castor.config import Precision, parse_bandwidth, parse_bytes
+from castor.config.memory import usable_bytes
 
 _RATE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([GTP]?)(?:FLOPS?(?:/s)?)?\s*", re.IGNORECASE)
 _PREFIXES = {"": 1.0, "G": 1e9, "T": 1e12, "P": 1e15}
@@ -64,6 +65,8 @@ def preset_names() -> list[str]:
 def preset(name: str, precision: Precision) -> Machine:
     """A machine of presets.json: peaks of vendors times the sustained fractions there.
 
+    Of the host's memory it has what GeminiPlugin's budget would be by default.
+
     Args:
         name: One of `preset_names`.
         precision: Of the matrix products.
@@ -81,7 +84,7 @@ def preset(name: str, precision: Precision) -> Machine:
     return Machine(
         name=f"{entry['device']}, {host['description']}",
         device_bytes=entry["device_memory_bytes"] - reserve,
-        host_bytes=host["memory_bytes"],
+        host_bytes=usable_bytes(host["memory_bytes"]),
         h2d=link,
         d2h=link,
         dram=host["dram_bytes_per_second"] * sustained["dram"]["value"],

@@ -2,5 +2,6 @@
 
 from castor.lazy.context import LazyInitContext, check_inactive
 from castor.lazy.materialise import Materialisation
+from castor.lazy.replay import in_own_pages
 
-__all__ = ["LazyInitContext", "Materialisation", "check_inactive"]
+__all__ = ["LazyInitContext", "Materialisation", "check_inactive", "in_own_pages"]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import swap_tensors
 
+from castor.lazy import replay
 from castor.lazy.program import Value
 from castor.lazy.tensor import LazyTensor, Recording
 
@@ -35,6 +37,11 @@ class Materialisation:
         self._params = [_disguise(t) for t in tensors if isinstance(t, nn.Parameter)]
         self._others = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
 
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Those that are to get values."""
+        return [param for param, _ in self._params]
+
     def cancel(self) -> None:
         """Makes the parameters lazy again."""
         for param, lazy in self._params:
@@ -45,8 +52,8 @@ class Materialisation:
     def run(self, place: Place, finish: Finish) -> None:
         """Replays what was recorded.
 
-        Besides the memory that `place` gives, only temporaries are held, and parameters it gave
-        None for.
+        A parameter is finished as soon as it has its values. Besides the memory that `place` gives,
+        only what is under way is held.
 
         Args:
             place: Asked once for each lazy parameter whose values fill memory of their own.
@@ -60,23 +67,31 @@ class Materialisation:
     def _run(self, recording: Recording, place: Place, finish: Finish) -> None:
         params = [(param, lazy) for param, lazy in self._params if lazy._recording is recording]
         others = [tensor for tensor in self._others if tensor._recording is recording]
-        pending = [t for t in (*(lazy for _, lazy in params), *others) if t._computed is None]
         owner = _sole_owners([(p, lazy._value) for p, lazy in params if lazy._computed is None])
 
         def place_value(value: Value) -> torch.Tensor | None:
             param = owner.get(value.memory)
-            if param is None or not _fills_its_memory(value):
-                return None
-            target = place(param, value.meta.dtype)
-            return None if target is None else target.view(value.meta.shape)
+            return None if param is None else place(param, value.meta.dtype)
 
-        values = recording.program.replay([t._value for t in pending], place=place_value)
-        for param, lazy in params:
-            finish(param, values[lazy._value] if lazy._computed is None else lazy._computed)
-        for tensor in others:
-            value = values[tensor._value] if tensor._computed is None else tensor._computed
+        def settle(tensor: LazyTensor, value: torch.Tensor) -> None:
             recording.tensors.pop(id(tensor), None)
             swap_tensors(tensor, _dressed(value.requires_grad_(tensor.requires_grad), tensor))
+
+        users: dict[Value, list[Callable[[torch.Tensor], None]]] = {}
+        for lazy, use in [
+            *((lazy, partial(finish, param)) for param, lazy in params),
+            *((tensor, partial(settle, tensor)) for tensor in others),
+        ]:
+            if lazy._computed is None:
+                users.setdefault(lazy._value, []).append(use)
+            else:
+                use(lazy._computed)
+
+        def done(value: Value, tensor: torch.Tensor) -> None:
+            for use in users[value]:
+                use(tensor)
+
+        replay.run(recording.program, users, done, place=place_value)
 
 
 def materialise(model: nn.Module) -> None:
@@ -129,10 +144,5 @@ def _sole_owners(params: list[tuple[nn.Parameter, Value]]) -> dict[int, nn.Param
     return {
         value.memory: param
         for param, value in params
-        if counts[value.memory] == 1 and _fills_its_memory(value)
+        if counts[value.memory] == 1 and value.fills_its_memory
     }
-
-
-def _fills_its_memory(value: Value) -> bool:
-    meta = value.meta
-    return meta.is_contiguous() and meta.nbytes == meta.untyped_storage().nbytes()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from castor.errors import UsageError
 
@@ -22,6 +23,13 @@ class Value:
     def memory(self) -> int:
         """Equal for values that are views of the same memory."""
         return int(self.meta.untyped_storage()._cdata)
+
+    @property
+    def fills_its_memory(self) -> bool:
+        """Whether it is all of its memory, in order."""
+        return (
+            self.meta.is_contiguous() and self.meta.nbytes == self.meta.untyped_storage().nbytes()
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +63,14 @@ class Operation:
         """All memory it reads, writes or makes."""
         values = [*self.inputs, *(out for out in self.outputs if out is not None)]
         return {value.memory for value in values} | self.writes
+
+    def replaces(self) -> Value | None:
+        """The value that it makes anew, all of its memory, without reading what was there."""
+        target = self.args[0] if self.function in _REPLACING else None
+        if not isinstance(target, Value) or not target.fills_its_memory:
+            return None
+        others = self.inputs - {target}
+        return None if any(value.memory == target.memory for value in others) else target
 
 
 @dataclass(kw_only=True, eq=False)
@@ -95,108 +111,61 @@ class Program:
                         "of its own (tensor.clone())"
                     )
 
-    def needed_for(self, memories: set[int]) -> list[Operation]:
-        """The operations that give this memory its values, in order."""
+    def needed_for(self, memories: set[int], *, draws: bool = False) -> list[Operation]:
+        """The operations that give this memory its values, in order.
+
+        Not those whose work a later one replaces wholly, except, with `draws`, whatever draws
+        random numbers, and what that depends on.
+        """
+        replaced = self.replaced()
         needed, wanted = [], set(memories)
         for operation in reversed(self.operations):
             made = {out.memory for out in operation.outputs if out is not None}
-            if (made | operation.writes) & wanted:
+            if (made | operation.writes) & wanted or (draws and operation.random):
                 needed.append(operation)
                 wanted |= operation.memories()
+                wanted.discard(replaced.get(operation, 0))
         return needed[::-1]
 
-    def replay(
-        self,
-        results: Iterable[Value],
-        *,
-        place: Callable[[Value], torch.Tensor | None] = lambda _: None,
-    ) -> dict[Value, torch.Tensor]:
-        """Computes values.
+    def replaced(self) -> dict[Operation, int]:
+        """Operations that give some memory new values, whatever it held, and that memory."""
+        dtypes: dict[int, set[torch.dtype]] = {}
+        for operation in self.operations:
+            for value in (*operation.inputs, *operation.outputs):
+                if value is not None:
+                    dtypes.setdefault(value.memory, set()).add(value.meta.dtype)
+        found = {operation: operation.replaces() for operation in self.operations}
+        return {
+            operation: value.memory
+            for operation, value in found.items()
+            if value is not None and len(dtypes[value.memory]) == 1
+        }
+
+    @contextmanager
+    def generators_followed(self) -> Iterator[None]:
+        """Inside, everything random is run.
 
         Generators stand afterwards where eager execution would have left them if nobody drew from
         them since the recording, and where they stood before otherwise.
-
-        Args:
-            results: What to compute. Everything random is computed too, for its place in the
-                stream, and forgotten at once.
-            place: Gives a tensor to hold a value that is about to be made, of the same shape,
-                strides and dtype; None to allocate. Only asked for values that are no views.
-
-        Returns:
-            The results. Besides them at most the values that a later operation reads are in memory.
         """
-        self.check_constants()
-        wanted = list(results)
-        operations = self._needed_in_order(wanted)
-        last_use = {v: i for i, op in enumerate(operations) for v in (*op.inputs, *op.outputs) if v}
         before = {gen: gen.get_state() for gen in self._markers}
-        known: dict[Value, torch.Tensor] = {}
-        kept = set(wanted)
-        with torch.no_grad():
-            for i, operation in enumerate(operations):
-                _run(operation, known, place)
-                for value in (*operation.inputs, *operation.outputs):
-                    if value is not None and value not in kept and last_use[value] == i:
-                        known.pop(value, None)
+        yield
         for generator, marker in self._markers.items():
             if not torch.equal(before[generator], marker):
                 generator.set_state(before[generator])
-        return {value: known[value] for value in wanted}
-
-    def compute(self, value: Value) -> torch.Tensor | None:
-        """The value, from nothing but what it depends on; None if that draws random numbers."""
-        self.check_constants()
-        operations = self.needed_for({value.memory})
-        if any(operation.random for operation in operations):
-            return None
-        known: dict[Value, torch.Tensor] = {}
-        with torch.no_grad():
-            for operation in operations:
-                _run(operation, known, lambda _: None)
-        return known[value]
-
-    def _needed_in_order(self, wanted: list[Value]) -> list[Operation]:
-        """What `wanted` and whatever draws random numbers depend on."""
-        memories = {value.memory for value in wanted}
-        for operation in self.operations:
-            if operation.random:
-                memories |= operation.memories()
-        return self.needed_for(memories)
 
 
-def _run(
-    operation: Operation,
-    known: dict[Value, torch.Tensor],
-    place: Callable[[Value], torch.Tensor | None],
-) -> None:
-    if operation.random and operation.random.state is not None:
-        operation.random.generator.set_state(operation.random.state)
-    made = operation.outputs[0] if len(operation.outputs) == 1 else None
-    is_new = made is not None and all(made.memory != value.memory for value in operation.inputs)
-    target = place(made) if made is not None and is_new else None
-    if target is not None and operation.function in _UNINITIALISED:
-        result: Any = target
-    else:
-        args, kwargs = tree_map_only(
-            Value, lambda value: known[value], (operation.args, operation.kwargs)
-        )
-        result = operation.function(*args, **kwargs)
-        if target is not None:
-            result = target.copy_(result)
-    for value, tensor in zip(operation.outputs, tree_flatten(result)[0], strict=True):
-        if value is not None:
-            known[value] = tensor
-
-
-_UNINITIALISED = frozenset(
+_REPLACING = frozenset(
     {
-        torch.ops.aten.empty.memory_format,
-        torch.ops.aten.empty_like.default,
-        torch.ops.aten.empty_strided.default,
-        torch.ops.aten.new_empty.default,
-        torch.ops.aten.new_empty_strided.default,
+        torch.ops.aten.copy_.default,
+        torch.ops.aten.fill_.Scalar,
+        torch.ops.aten.fill_.Tensor,
+        torch.ops.aten.normal_.default,
+        torch.ops.aten.uniform_.default,
+        torch.ops.aten.zero_.default,
     }
 )
+"""What gives its first argument new values, whatever it held."""
 
 
 def trace(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:

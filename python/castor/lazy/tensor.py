@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import sys
 import traceback
 import warnings
 import weakref
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from castor.errors import UsageError
+from castor.lazy import replay
 from castor.lazy.program import Operation, Program, Value, trace
 
 _NEEDS_VALUES = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
@@ -23,6 +24,9 @@ _NEEDS_MEMORY = {
     torch.Tensor.storage,
     torch.Tensor.share_memory_,
 }
+_NOT_THE_USERS = {"torch", "castor", *sys.stdlib_module_names}
+"""Packages whose functions call back into a user's, or are called by them."""
+
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -120,7 +124,8 @@ class Recording:
             stacklevel=2,
         )
         tensors = [tensor for tensor in self.tensors.values() if tensor._computed is None]
-        values = self.program.replay([tensor._value for tensor in tensors])
+        values: dict[Value, torch.Tensor] = {}
+        replay.run(self.program, [tensor._value for tensor in tensors], values.__setitem__)
         for tensor in tensors:
             tensor._computed = values[tensor._value]
         self.given_up = True
@@ -202,7 +207,7 @@ def _run_now(func: Any, leaves: list[Any], spec: Any) -> Any:
 
 def _values_of(tensor: LazyTensor, func: Any) -> torch.Tensor:
     if tensor._computed is None:
-        value = tensor._recording.program.compute(tensor._value)
+        value = replay.compute(tensor._recording.program, tensor._value)
         if value is not None:
             return value
         tensor._recording.compute_all(f"{name_of(func)} reads a value that random numbers decide")
@@ -217,12 +222,12 @@ def name_of(func: Any) -> str:
 
 
 def _user_line() -> str:
-    """The innermost line under way that is neither torch's nor castor's."""
-    for frame in reversed(traceback.extract_stack()):
-        if not any(
-            f"{os.sep}{package}{os.sep}" in frame.filename for package in ("torch", "castor")
-        ):
-            return f", in {frame.name} ({frame.filename}:{frame.lineno})"
+    """The innermost line under way that is not torch's, castor's or the standard library's."""
+    for frame, line in traceback.walk_stack(None):  # from the inside out
+        # By module, not by path: a user's script may lie in a folder called castor.
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in _NOT_THE_USERS:
+            return f", in {frame.f_code.co_name} ({frame.f_code.co_filename}:{line})"
     return ""
 
 

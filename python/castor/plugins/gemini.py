@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,8 +29,11 @@ from castor.config import (
 from castor.errors import UsageError
 from castor.optim.boosted import StepDriver, boost_optimizer, check_optimizer, runs_fused_adam
 from castor.optim.boosted_state import choose_state_format
-from castor.runtime.device import choose_device, free_device_bytes
+from castor.plugins.engine_settings import engine_settings
+from castor.plugins.machine import choose_budgets, choose_device, warn_of_budgets
 from castor.runtime.engine import Engine, check_not_boosted
+from castor.runtime.hooks import ModuleHook
+from castor.runtime.ranks import check_one_process
 
 # Arguments of Colossal-AI's GeminiPlugin that this version knows but cannot honour: the value that
 # asks for nothing, and what to do instead.
@@ -56,6 +60,9 @@ _NOT_YET: dict[str, tuple[object, str]] = {
     "nvme_dir": (None, "give nvme_path"),
 }
 
+_NAMED = 3
+"""Parameters that a warning names, of many."""
+
 
 class GeminiPlugin:
     """Trains a model inside a device budget smaller than itself.
@@ -70,10 +77,16 @@ class GeminiPlugin:
         device: Where the model computes: "cuda", "cuda:1" or "cpu". Default: "cuda" when there is
             one, else "cpu". Build the model on the CPU: its parameters and buffers are moved, and
             so are the inputs of each forward.
-        device_memory: Budget of the device: bytes or a size such as "24GiB". Default: what is free;
-            on a GPU 95% of what is free or cached by torch. There all that torch allocates counts,
-            and torch.cuda.set_per_process_memory_fraction holds as well.
-        host_memory: Budget of the host tier; on a GPU it is page-locked. Default: what is free.
+        device_memory: Budget of the device: bytes or a size such as "24GiB". Default on a GPU: 95%
+            of what is free or cached by torch; there all that torch allocates counts, and
+            torch.cuda.set_per_process_memory_fraction holds as well. Default of the CPU device: a
+            quarter of the memory that castor may use, or what host_memory leaves of it and an
+            eighth at least. That is what is available now, to the machine and to each cgroup
+            around this process, less a tenth, at most 8 GiB, for the process itself.
+        host_memory: Budget of the host tier; on a GPU it is page-locked. Default: the memory that
+            castor may use; beside the CPU device three quarters of it, or what device_memory leaves
+            and an eighth at least. Budgets above what machine or cgroup have are taken with a
+            RuntimeWarning at boost.
         precision: "fp32", "bf16" or "fp16" (with a dynamic loss scale); the 16-bit ones keep exact
             fp32 master weights. Default: "fp32" on the CPU, "bf16" on CUDA. Parameters are
             converted, and persistent floating-point buffers with them.
@@ -218,11 +231,16 @@ class GeminiPlugin:
                 "overlap='backward' updates chunks in the first backward of a step; pass "
                 "enable_gradient_accumulation=False, or overlap='forward' to accumulate"
             )
+        device_bytes, host_bytes = choose_budgets(
+            chosen,
+            None if device_memory is None else parse_bytes(device_memory, "device_memory"),
+            None if host_memory is None else parse_bytes(host_memory, "host_memory"),
+        )
         self.config = GeminiConfig(
             placement_policy=cast(PlacementPolicy, policy),
             device=str(chosen),
-            device_bytes=_bytes_or_free(device_memory, "device_memory", chosen),
-            host_bytes=_bytes_or_free(host_memory, "host_memory", torch.device("cpu")),
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
             precision=cast(Precision, precision or ("bf16" if on_gpu else "fp32")),
             overlap=cast(Overlap, overlap or ("forward" if on_gpu else "none")),
             link_bytes_per_second=(
@@ -256,6 +274,11 @@ class GeminiPlugin:
             nvme_verify=nvme_verify,
         )
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the precision needs a loss scale."""
+        return self.config.precision == "fp16"
+
     def configure(
         self, model: nn.Module, optimizer: Optimizer | None
     ) -> tuple[Engine, StepDriver | None]:
@@ -264,31 +287,34 @@ class GeminiPlugin:
         Raises:
             UsageError: The model or optimizer cannot be boosted; neither is changed.
             OutOfMemoryError: A budget is too small; neither is changed.
-            NotImplementedError: The optimizer is not supported in this precision.
+            NotImplementedError: The optimizer is not supported in this precision, or there are
+                several processes.
             ValueError: HybridAdam's optim_state_format, seed or nvme_offload_dir contradicts the
                 plugin's, or the precision does not have the format.
             IoError: The NVMe tier's files cannot be made; model and optimizer are unchanged.
         """
+        check_one_process()
         check_not_boosted(model)
         choice = choose_state_format(optimizer, self.config)
         config = self._with_nvme_of(optimizer)
-        fused = False
+        fused, held = False, None
         if optimizer is not None:
             check_optimizer(optimizer, config)
-            _check_same_params(model, optimizer)
+            held = _held_params(model, optimizer)
             fused = runs_fused_adam(optimizer)
-        engine = Engine(model, config, adam_state=fused, optim_state_format=choice.state_format)
+        warn_of_budgets(
+            torch.device(config.device), config.device_bytes, config.host_bytes, stacklevel=3
+        )
+        engine = Engine(
+            model,
+            engine_settings(config, adam_state=fused, state_format=choice.state_format),
+            updated=held,
+        )
         if optimizer is None:
             return engine, None
-        driver = boost_optimizer(optimizer, engine, fused=fused, seed=choice.seed)
+        driver = boost_optimizer(optimizer, engine, config, fused=fused, seed=choice.seed)
         if self.config.overlap == "backward":
-            held = weakref.ref(optimizer)
-
-            def arm(*_: Any) -> None:
-                if torch.is_grad_enabled() and (optimizer := held()) is not None:
-                    driver.arm(optimizer)
-
-            model.register_forward_pre_hook(arm)
+            model.register_forward_pre_hook(ModuleHook(_arm, driver, weakref.ref(optimizer)))
         return engine, driver
 
     def _with_nvme_of(self, optimizer: Optimizer | None) -> GeminiConfig:
@@ -330,11 +356,18 @@ def _policy(placement: str | None, tensor_placement: str | None) -> str:
     return placement or tensor_placement or "auto"
 
 
-def _bytes_or_free(value: int | str | None, name: str, where: torch.device) -> int:
-    return free_device_bytes(where) if value is None else parse_bytes(value, name)
+def _arm(driver: StepDriver, held: weakref.ref[Optimizer], *_: Any) -> None:
+    """A pre-hook of a model whose backward may update chunks."""
+    if torch.is_grad_enabled() and (optimizer := held()) is not None:
+        driver.arm(optimizer)
 
 
-def _check_same_params(model: nn.Module, optimizer: Optimizer) -> None:
+def _held_params(model: nn.Module, optimizer: Optimizer) -> set[torch.Tensor]:
+    """What the optimizer updates; warns of what it does not.
+
+    Raises:
+        UsageError: It holds parameters that the model lacks.
+    """
     names = {param: name for name, param in model.named_parameters()}
     held = {param for group in optimizer.param_groups for param in group["params"]}
     foreign = [tuple(param.shape) for param in held if param not in names]
@@ -343,9 +376,16 @@ def _check_same_params(model: nn.Module, optimizer: Optimizer) -> None:
             f"the optimizer holds {len(foreign)} parameters that the model lacks, the first of "
             f"shape {foreign[0]}; build the optimizer from this model's parameters()"
         )
-    missing = [name for param, name in names.items() if param.requires_grad and param not in held]
-    if missing:
-        raise UsageError(
-            f"{len(missing)} trainable parameters are not in the optimizer, the first is "
-            f"'{missing[0]}'; add them to it, or freeze them with requires_grad_(False)"
+    missing = [
+        f"'{name}'" for param, name in names.items() if param.requires_grad and param not in held
+    ]
+    if missing:  # before anything is changed: warnings may be errors
+        listed = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
+        warnings.warn(
+            f"the optimizer does not hold {len(missing)} parameters that require a gradient "
+            f"({listed}): as in plain PyTorch they get gradients, which model.zero_grad() clears, "
+            "and no update. Add them to it, or freeze them with requires_grad_(False), which saves "
+            "the gradients",
+            stacklevel=4,  # past configure and boost
         )
+    return held

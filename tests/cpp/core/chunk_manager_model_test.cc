@@ -387,7 +387,7 @@ class Walk {
     const std::size_t bytes = below(1200);
     const std::size_t cap = below(2) == 0 ? kNoCap : below(rig_.device->ledger().budget());
     const std::uint64_t horizon = below(2) == 0 ? 0 : below(64);
-    const bool fits = rig_.manager->make_room(bytes, cap, 0, horizon);
+    const bool fits = rig_.manager->make_room(bytes, cap, horizon);
     EXPECT_EQ(fits, model_makes_room(bytes, cap, horizon));
   }
 
@@ -397,7 +397,7 @@ class Walk {
     if (on_device(chunk) || model(chunk).resident) {
       return pin(chunk);
     }
-    const bool fits = rig_.manager->make_room(capacity(chunk), kNoCap, 0, 0);
+    const bool fits = rig_.manager->make_room(capacity(chunk), kNoCap);
     EXPECT_EQ(fits, model_makes_room(capacity(chunk), kNoCap, 0));
     if (fits) {
       fetch(chunk);

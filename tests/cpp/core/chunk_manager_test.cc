@@ -99,7 +99,7 @@ TEST_F(ChunkManagerTest, PinnedChunkIsNeverEvicted) {
   EXPECT_THROW(manager().evict(kA), UsageError);
   EXPECT_THROW(manager().send_home(), UsageError);
   EXPECT_TRUE(manager().resident(kA));
-  EXPECT_TRUE(manager().make_room(kChunk, kNoCap, 0, 0));
+  EXPECT_TRUE(manager().make_room(kChunk, kNoCap));
   EXPECT_TRUE(manager().resident(kA)) << "the other one left";
   EXPECT_FALSE(manager().resident(kB));
   pin.release();
@@ -131,9 +131,9 @@ TEST_F(ChunkManagerTest, EverythingPinnedLeavesNoRoom) {
   manager().fetch(kB);
   const Pin a = manager().pin(kA);
   const Pin b = manager().pin(kB);
-  EXPECT_FALSE(manager().make_room(1, kNoCap, 0, 0));
+  EXPECT_FALSE(manager().make_room(1, kNoCap));
   EXPECT_EQ(manager().counts().evictions, 0u);
-  EXPECT_TRUE(manager().make_room(0, 0, 0, 0)) << "nothing always fits: the cap is a wish";
+  EXPECT_TRUE(manager().make_room(0, 0)) << "nothing always fits: the cap is a wish";
 }
 
 TEST_F(ChunkManagerTest, FetchWithoutRoomThrowsAndLeavesTheAccountsExact) {
@@ -163,12 +163,12 @@ TEST_F(ChunkManagerTest, MakeRoomEvictsNoMoreThanItMust) {
     manager().set_next_use(chunk_id(i), 10 + i);
     manager().fetch(chunk_id(i));
   }
-  EXPECT_TRUE(manager().make_room(kChunk, kNoCap, 0, 0));
+  EXPECT_TRUE(manager().make_room(kChunk, kNoCap));
   EXPECT_EQ(used(), 2 * kChunk);
   EXPECT_FALSE(manager().resident(kC)) << "the furthest next use";
-  EXPECT_TRUE(manager().make_room(kChunk, kNoCap, 0, 0)) << "exact fit";
+  EXPECT_TRUE(manager().make_room(kChunk, kNoCap)) << "exact fit";
   EXPECT_EQ(manager().counts().evictions, 1u);
-  EXPECT_TRUE(manager().make_room(0, kChunk, 0, 0));
+  EXPECT_TRUE(manager().make_room(0, kChunk));
   EXPECT_EQ(used(), kChunk) << "down to the cap";
   EXPECT_TRUE(manager().resident(kA));
 }
@@ -179,10 +179,10 @@ TEST_F(ChunkManagerTest, MakeRoomSparesWhatIsUsedBeforeTheHorizon) {
   manager().set_next_use(kB, 6);
   manager().fetch(kA);
   manager().fetch(kB);
-  EXPECT_FALSE(manager().make_room(kChunk, kNoCap, 0, 7));
-  EXPECT_TRUE(manager().make_room(kChunk, kNoCap, 0, 5));
+  EXPECT_FALSE(manager().make_room(kChunk, kNoCap, 7));
+  EXPECT_TRUE(manager().make_room(kChunk, kNoCap, 5));
   EXPECT_TRUE(manager().resident(kA));
-  EXPECT_FALSE(manager().make_room(2 * kChunk, kNoCap, 0, 5));
+  EXPECT_FALSE(manager().make_room(2 * kChunk, kNoCap, 5));
 }
 
 TEST_F(ChunkManagerTest, NextUseOfAPinnedChunkCountsOnceItIsUnpinned) {
@@ -195,7 +195,7 @@ TEST_F(ChunkManagerTest, NextUseOfAPinnedChunkCountsOnceItIsUnpinned) {
   manager().set_next_use(kA, 100);
   EXPECT_TRUE(manager().resident(kA));
   a.release();
-  EXPECT_TRUE(manager().make_room(kChunk, kNoCap, 0, 0));
+  EXPECT_TRUE(manager().make_room(kChunk, kNoCap));
   EXPECT_FALSE(manager().resident(kA));
   EXPECT_TRUE(manager().resident(kB));
 }
@@ -299,11 +299,11 @@ TEST_F(ChunkManagerTest, KeptChunkStaysUntilItIsSentHome) {
   start(3, 2, {Placement::kKeep});
   manager().fetch(kA);
   manager().fetch(kB);
-  EXPECT_TRUE(manager().make_room(kChunk, kNoCap, 0, 0));
-  EXPECT_FALSE(manager().make_room(2 * kChunk, kNoCap, 0, 0));
+  EXPECT_TRUE(manager().make_room(kChunk, kNoCap));
+  EXPECT_FALSE(manager().make_room(2 * kChunk, kNoCap));
   EXPECT_TRUE(manager().resident(kA));
   { const Pin pin = manager().pin(kA); }
-  EXPECT_FALSE(manager().make_room(2 * kChunk, kNoCap, 0, 0)) << "unpinning changes nothing";
+  EXPECT_FALSE(manager().make_room(2 * kChunk, kNoCap)) << "unpinning changes nothing";
   rig_->binder.write(param_id(0), 42);
   manager().send_home();
   EXPECT_TRUE(rig_->home_holds(param_id(0), 42));
@@ -323,7 +323,7 @@ TEST_F(ChunkManagerTest, DeviceChunkLivesThereAndTakesNoSlot) {
   EXPECT_EQ(manager().slot_bytes(), 0u);
   EXPECT_EQ(manager().counts().h2d_bytes, 0u);
   EXPECT_THROW(manager().evict(kA), UsageError);
-  EXPECT_FALSE(manager().make_room(2 * kChunk, kNoCap, 0, 0));
+  EXPECT_FALSE(manager().make_room(2 * kChunk, kNoCap));
   manager().send_home();
   EXPECT_TRUE(manager().resident(kA));
 }
@@ -529,7 +529,7 @@ TEST_F(ChunkManagerTest, FailedCopyBackKeepsTheOnlyCopyOnTheDevice) {
     EXPECT_EQ(manager().counts().d2h_bytes, 0u);
     EXPECT_EQ(manager().counts().evictions, 0u);
     rig_->expect_consistent();
-    EXPECT_TRUE(manager().make_room(kChunk, kNoCap, 0, 0)) << "it may still be evicted";
+    EXPECT_TRUE(manager().make_room(kChunk, kNoCap)) << "it may still be evicted";
     EXPECT_TRUE(rig_->home_holds(param_id(0), 33));
   }
 }
@@ -622,7 +622,7 @@ TEST_F(ChunkManagerTest, FailureAtTheNthCopyLeavesItUsable) {
         const ChunkId chunk = chunk_id(step % 4);
         const auto value = static_cast<std::uint8_t>(100 + step);
         try {
-          ASSERT_TRUE(manager().make_room(kChunk, kNoCap, 0, 0));
+          ASSERT_TRUE(manager().make_room(kChunk, kNoCap));
           manager().fetch(chunk);
           const Pin pin = manager().pin(chunk);
           rig_->binder.write(param_id(step % 4), value);

@@ -157,11 +157,11 @@ TEST_F(ChunkPromotionTest, APinnedChunkInUseMayBeDemotedAndStaysPinned) {
   manager().demote(kA);
   EXPECT_EQ(manager().pinned_bytes(), kChunk);
   EXPECT_EQ(manager().state(param_id(0)), TensorState::kCompute);
-  EXPECT_FALSE(manager().make_room(kWhole, kNoCap, 0, 0)) << "it is in use";
+  EXPECT_FALSE(manager().make_room(kWhole, kNoCap)) << "it is in use";
   manager().set_state(param_id(0), TensorState::kHold);
   pin.release();
   EXPECT_EQ(manager().pinned_bytes(), 0u);
-  EXPECT_TRUE(manager().make_room(kWhole, kNoCap, 0, 0));
+  EXPECT_TRUE(manager().make_room(kWhole, kNoCap));
 }
 
 TEST_F(ChunkPromotionTest, DemotionPrefersTheChunkNeededLastAndSparesPinnedOnes) {

@@ -300,10 +300,10 @@ TEST_F(AnnouncedHomesTest, AResidentChunkIsPinnedForWhoReadsItOutsideItsModule) 
   machine_.act(testing::enter(0));
   {
     std::vector<Pin> pins;
-    std::optional<Pin> pin = machine_.runtime->pin_resident(kA);
+    std::optional<Pin> pin = machine_.runtime->hold(kA);
     ASSERT_TRUE(pin);
     pins.push_back(std::move(*pin));
-    EXPECT_FALSE(machine_.runtime->pin_resident(kB)) << "it is at home";
+    EXPECT_FALSE(machine_.runtime->hold(kB)) << "it is at home";
     machine_.act(testing::exit(0));
     EXPECT_EQ(machine_.rig.manager->pins(kA), 1u);
     EXPECT_THROW(machine_.rig.manager->evict(kA), UsageError);
@@ -311,7 +311,7 @@ TEST_F(AnnouncedHomesTest, AResidentChunkIsPinnedForWhoReadsItOutsideItsModule) 
   }
   EXPECT_EQ(machine_.rig.manager->pins(kA), 0u);
   machine_.rig.manager->fetch(kB);
-  EXPECT_FALSE(machine_.runtime->pin_resident(kB)) << "its copy is under way: it is read at home";
+  EXPECT_FALSE(machine_.runtime->hold(kB)) << "its copy is under way: it is read at home";
   finish();
 }
 

@@ -247,6 +247,17 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   return cudaSuccess;
 }
 
+cudaError_t cudaDeviceSynchronize() {
+  FAKE_CALL(cudaDeviceSynchronize);
+  if (state->device_error != cudaSuccess)
+    return state->device_error;
+  run_until([] {
+    return std::ranges::all_of(state->streams,
+                               [](const auto& stream) { return stream->items.empty(); });
+  });
+  return cudaSuccess;
+}
+
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned /*flags*/) {
   FAKE_CALL(cudaStreamWaitEvent);
   // The latest record at the time of this call; later ones do not matter.

@@ -12,6 +12,7 @@
 #include "cuda/gpu_test.h"
 #include "cuda/pinned_pages.h"
 #include "cuda/stream_copy_engine.h"
+#include "cuda/stream_order.h"
 #include "host/mmap_arena.h"
 
 namespace castor::cuda {
@@ -37,8 +38,7 @@ class GpuCopyTest : public GpuTest {
     for (auto& slot : slots_)
       slot = std::make_unique<DeviceBuffer>(kBytes);
     compute_ = std::make_unique<ScopedStream>();
-    engine_ = std::make_unique<StreamCopyEngine>(
-        StreamCopyOptions{.device = 0, .compute_stream = [this] { return compute_->get(); }});
+    engine_ = std::make_unique<StreamCopyEngine>(0);
   }
   void TearDown() override {
     engine_.reset();
@@ -51,13 +51,18 @@ class GpuCopyTest : public GpuTest {
   CopyTicket copy_in(std::size_t slot, std::size_t host) {
     return engine_->submit({.source = hosts_[host],
                             .target = slots_[slot]->span(),
-                            .direction = CopyDirection::kHostToDevice});
+                            .direction = CopyDirection::kHostToDevice,
+                            .behind = compute(),
+                            .await_source = {}});
   }
   CopyTicket copy_out(std::size_t host, std::size_t slot) {
     return engine_->submit({.source = slots_[slot]->span(),
                             .target = hosts_[host],
-                            .direction = CopyDirection::kDeviceToHost});
+                            .direction = CopyDirection::kDeviceToHost,
+                            .behind = compute(),
+                            .await_source = {}});
   }
+  [[nodiscard]] StreamId compute() const { return stream_id(compute_->get()); }
   /// A kernel of the compute stream, as far as ordering goes.
   void fill_slot(std::size_t slot, int value) {
     check(cudaMemsetAsync(slots_[slot]->data(), value, kBytes, compute_->get()), "cudaMemsetAsync");
@@ -81,7 +86,7 @@ class GpuCopyTest : public GpuTest {
 
 TEST_F(GpuCopyTest, WhatGoesInComesOut) {
   fill_host(0, 7);
-  engine_->wait(copy_in(0, 0));
+  engine_->order(copy_in(0, 0), compute());
   engine_->wait(copy_out(1, 0));
   EXPECT_TRUE(host_holds(1, 7));
 }
@@ -89,7 +94,7 @@ TEST_F(GpuCopyTest, WhatGoesInComesOut) {
 TEST_F(GpuCopyTest, ASlotIsReusedOnlyAfterComputeIsDoneWithIt) {
   for (int round = 0; round < 50; ++round) {
     fill_host(0, round);
-    engine_->wait(copy_in(0, 0));
+    engine_->order(copy_in(0, 0), compute());
     // The slot's user: reads it late, into a slot of its own.
     for (int i = 0; i < 10; ++i)
       fill_slot(2, i);
@@ -97,12 +102,12 @@ TEST_F(GpuCopyTest, ASlotIsReusedOnlyAfterComputeIsDoneWithIt) {
                           compute_->get()),
           "cudaMemcpyAsync");
     if (round % 2 == 0)
-      engine_->release(slots_[0]->span());
+      engine_->release(slots_[0]->span(), compute());
     fill_host(1, 255);
     const CopyTicket overwrite = copy_in(0, 1);
     engine_->wait(copy_out(2, 1));
     ASSERT_TRUE(host_holds(2, round)) << round;
-    engine_->synchronize(overwrite);  // before the host writes its source again
+    engine_->wait(overwrite);  // before the host writes its source again
   }
 }
 
@@ -111,11 +116,11 @@ TEST_F(GpuCopyTest, CopiesOfBothDirectionsKeepTheirOrderOnTheSameBytes) {
     fill_host(1, 255);
     fill_slot(0, round);
     (void)copy_out(0, 0);
-    engine_->release(slots_[0]->span());
+    engine_->release(slots_[0]->span(), compute());
     const CopyTicket last = copy_in(0, 1);
     (void)copy_in(1, 0);
     engine_->wait(copy_out(2, 1));
-    engine_->synchronize(last);
+    engine_->wait(last);
     ASSERT_TRUE(host_holds(2, round)) << round;
   }
 }
@@ -124,7 +129,9 @@ TEST_F(GpuCopyTest, PageableMemoryIsRefused) {
   std::vector<std::byte> pageable(kBytes);
   EXPECT_THROW((void)engine_->submit({.source = pageable,
                                       .target = slots_[0]->span(),
-                                      .direction = CopyDirection::kHostToDevice}),
+                                      .direction = CopyDirection::kHostToDevice,
+                                      .behind = compute(),
+                                      .await_source = {}}),
                InvalidArgument);
 }
 

@@ -12,6 +12,7 @@
 #include "core/error.h"
 #include "cuda/fake_cuda_runtime.h"
 #include "host/adversary_pages.h"
+#include "host/forks.h"
 #include "host/host_arena.h"
 #include "host/mmap_arena.h"
 
@@ -24,6 +25,8 @@ namespace {
 
 using testing::AdversaryPages;
 using testing::FakeCuda;
+using testing::in_forked_child;
+using testing::is_mapped;
 using testing::PageControls;
 
 class PinnedPagesTest : public ::testing::Test {
@@ -103,6 +106,17 @@ TEST_F(PinnedPagesTest, RegisteredPagesAreNotDiscarded) {
   EXPECT_EQ(data[0], std::byte{5});
   EXPECT_EQ(controls_->num_discards, 0u);
   EXPECT_TRUE(pages_->unmap(data, page_));
+}
+
+TEST_F(PinnedPagesTest, ForkedChildrenNeverGetRegisteredPages) {
+  std::byte* const data = pages_->map(2 * page_, page_);
+  ASSERT_NE(data, nullptr);
+  const auto mapped = [&] { return is_mapped(data, page_) || is_mapped(data + page_, page_); };
+  EXPECT_TRUE(mapped());
+  EXPECT_EQ(in_forked_child([&] { return mapped() ? 1 : 0; }), 0);
+  pages_->share_with_children(data, 2 * page_);  // who owns them may: registered they stay
+  EXPECT_EQ(in_forked_child([&] { return mapped() ? 1 : 0; }), 0);
+  EXPECT_TRUE(pages_->unmap(data, 2 * page_));
 }
 
 TEST_F(PinnedPagesTest, PagesThatCudaKeepsAreNeitherUnmappedNorReused) {

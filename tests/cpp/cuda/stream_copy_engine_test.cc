@@ -16,6 +16,7 @@
 #include "core/error.h"
 #include "cuda/cuda_error.h"
 #include "cuda/fake_cuda_runtime.h"
+#include "cuda/stream_order.h"
 
 namespace castor::cuda {
 namespace {
@@ -41,17 +42,25 @@ class StreamCopyEngineTest : public ::testing::Test {
       fake_.add_pinned_memory(buffer.span());
     for (Buffer& buffer : slots_)
       fake_.add_device_memory(buffer.span(), 0);
-    engine_.emplace(StreamCopyOptions{.device = 0, .compute_stream = [this] { return compute_; }});
+    engine_.emplace(0);
   }
 
   CopyTicket copy_in(Buffer& slot, Buffer& host) {
-    return engine_->submit(
-        {.source = host.span(), .target = slot.span(), .direction = CopyDirection::kHostToDevice});
+    return engine_->submit({.source = host.span(),
+                            .target = slot.span(),
+                            .direction = CopyDirection::kHostToDevice,
+                            .behind = stream_id(compute_),
+                            .await_source = {}});
   }
   CopyTicket copy_out(Buffer& host, Buffer& slot) {
-    return engine_->submit(
-        {.source = slot.span(), .target = host.span(), .direction = CopyDirection::kDeviceToHost});
+    return engine_->submit({.source = slot.span(),
+                            .target = host.span(),
+                            .direction = CopyDirection::kDeviceToHost,
+                            .behind = stream_id(compute_),
+                            .await_source = {}});
   }
+  void order(CopyTicket ticket) { engine_->order(ticket, stream_id(compute_)); }
+  void release(std::span<const std::byte> slot) { engine_->release(slot, stream_id(compute_)); }
   /// Lets the copy streams go as far as they can, while the compute stream stands still.
   void run_copies() {
     for (bool moved = true; moved;) {
@@ -72,10 +81,10 @@ class StreamCopyEngineTest : public ::testing::Test {
   std::optional<StreamCopyEngine> engine_;
 };
 
-TEST_F(StreamCopyEngineTest, AWaitForACopyInHoldsTheComputeStreamAndNotTheHost) {
+TEST_F(StreamCopyEngineTest, OrderingACopyInHoldsTheComputeStreamAndNotTheHost) {
   hosts_[0].fill(7);
   const CopyTicket ticket = copy_in(slots_[0], hosts_[0]);
-  engine_->wait(ticket);
+  order(ticket);
   EXPECT_FALSE(engine_->done(ticket));  // the host did not wait
   bool saw = false;
   fake_.enqueue(compute_, [&] { saw = slots_[0].holds(7); });
@@ -93,7 +102,7 @@ TEST_F(StreamCopyEngineTest, AWaitForACopyOutIsTheHosts) {
 TEST_F(StreamCopyEngineTest, ACopyInWaitsForTheComputeSubmittedBefore) {
   hosts_[0].fill(1);
   hosts_[1].fill(2);
-  engine_->wait(copy_in(slots_[0], hosts_[0]));
+  order(copy_in(slots_[0], hosts_[0]));
   bool saw = false;
   fake_.enqueue(compute_, [&] { saw = slots_[0].holds(1); });
   const CopyTicket next = copy_in(slots_[0], hosts_[1]);  // the slot's next user
@@ -106,7 +115,7 @@ TEST_F(StreamCopyEngineTest, ACopyInWaitsForTheComputeSubmittedBefore) {
 
 TEST_F(StreamCopyEngineTest, AReleasedSlotDoesNotWaitForLaterCompute) {
   fake_.enqueue(compute_, [] {});
-  engine_->release(slots_[0].span());
+  release(slots_[0].span());
   run_compute();
   fake_.enqueue(compute_, [] {});  // somebody else's
   const CopyTicket ticket = copy_in(slots_[0], hosts_[0]);
@@ -119,7 +128,7 @@ TEST_F(StreamCopyEngineTest, AReleasedSlotWaitsForItsOwnCompute) {
   slots_[0].fill(1);
   bool saw = false;
   fake_.enqueue(compute_, [&] { saw = slots_[0].holds(1); });
-  engine_->release(slots_[0].span());
+  release(slots_[0].span());
   const CopyTicket ticket = copy_in(slots_[0], hosts_[0]);
   run_copies();
   EXPECT_FALSE(engine_->done(ticket));
@@ -128,7 +137,7 @@ TEST_F(StreamCopyEngineTest, AReleasedSlotWaitsForItsOwnCompute) {
 }
 
 TEST_F(StreamCopyEngineTest, AReleaseServesOneCopy) {
-  engine_->release(slots_[0].span());
+  release(slots_[0].span());
   const CopyTicket first = copy_in(slots_[0], hosts_[0]);
   fake_.enqueue(compute_, [] {});
   const CopyTicket second = copy_in(slots_[0], hosts_[1]);
@@ -142,7 +151,7 @@ TEST_F(StreamCopyEngineTest, AReleaseServesOneCopy) {
 }
 
 TEST_F(StreamCopyEngineTest, AForgottenReleaseDoesNotCount) {
-  engine_->release(slots_[0].span());
+  release(slots_[0].span());
   run_compute();
   engine_->forget(slots_[0].span());
   fake_.enqueue(compute_, [] {});  // of whoever had the memory in between
@@ -152,7 +161,7 @@ TEST_F(StreamCopyEngineTest, AForgottenReleaseDoesNotCount) {
 }
 
 TEST_F(StreamCopyEngineTest, AReleaseOfAPartDoesNotServeTheWhole) {
-  engine_->release(slots_[0].span().first(kBytes / 2));
+  release(slots_[0].span().first(kBytes / 2));
   run_compute();
   fake_.enqueue(compute_, [] {});
   const CopyTicket ticket = copy_in(slots_[0], hosts_[0]);
@@ -164,7 +173,7 @@ TEST_F(StreamCopyEngineTest, CopiesOfTheSameBytesKeepTheirOrderAcrossDirections)
   hosts_[1].fill(5);
   fake_.enqueue(compute_, [&] { slots_[0].fill(4); });
   (void)copy_out(hosts_[0], slots_[0]);
-  engine_->release(slots_[0].span());
+  release(slots_[0].span());
   (void)copy_in(slots_[0], hosts_[1]);  // overwrites what the copy out reads
   (void)copy_in(slots_[1], hosts_[0]);  // reads what the copy out writes
   fake_.run_all();
@@ -173,17 +182,17 @@ TEST_F(StreamCopyEngineTest, CopiesOfTheSameBytesKeepTheirOrderAcrossDirections)
   EXPECT_TRUE(slots_[1].holds(4));
 }
 
-TEST_F(StreamCopyEngineTest, SynchronizeIsTheHostsForACopyIn) {
+TEST_F(StreamCopyEngineTest, AWaitForACopyInIsTheHosts) {
   hosts_[0].fill(3);
   const CopyTicket ticket = copy_in(slots_[0], hosts_[0]);
-  engine_->synchronize(ticket);
+  engine_->wait(ticket);
   EXPECT_TRUE(slots_[0].holds(3));
-  engine_->synchronize(CopyTicket::kNone);
+  engine_->wait(CopyTicket::kNone);
 }
 
 TEST_F(StreamCopyEngineTest, NothingIsDoneFromTheStart) {
   EXPECT_TRUE(engine_->done(CopyTicket::kNone));
-  engine_->wait(CopyTicket::kNone);
+  order(CopyTicket::kNone);
   EXPECT_EQ(fake_.num_queued(compute_), 0u);
 }
 
@@ -191,11 +200,12 @@ TEST_F(StreamCopyEngineTest, ATicketNeverGivenOutIsRefused) {
   (void)copy_in(slots_[0], hosts_[0]);
   EXPECT_THROW(engine_->wait(CopyTicket{4}), InvalidArgument);
   EXPECT_THROW((void)engine_->done(CopyTicket{3}), InvalidArgument);
-  EXPECT_THROW(engine_->synchronize(CopyTicket{1}), InvalidArgument);
+  EXPECT_THROW(order(CopyTicket{1}), InvalidArgument);
 }
 
 TEST_F(StreamCopyEngineTest, ZeroBytesAreACopyToo) {
-  const CopyTicket ticket = engine_->submit({});
+  const CopyTicket ticket = engine_->submit(
+      {.source = {}, .target = {}, .behind = stream_id(compute_), .await_source = {}});
   fake_.run_all();
   EXPECT_TRUE(engine_->done(ticket));
 }
@@ -232,7 +242,7 @@ TEST_F(StreamCopyEngineTest, ARefusedCopyIsNamedAndLeavesNothingBehind) {
     }
   }
   hosts_[0].fill(6);
-  engine_->synchronize(copy_in(slots_[0], hosts_[0]));  // the engine is as good as before
+  engine_->wait(copy_in(slots_[0], hosts_[0]));  // the engine is as good as before
   EXPECT_TRUE(slots_[0].holds(6));
 }
 
@@ -240,6 +250,7 @@ TEST_F(StreamCopyEngineTest, AFailureOfTheDeviceReachesEveryWait) {
   const CopyTicket in = copy_in(slots_[0], hosts_[0]);
   const CopyTicket out = copy_out(hosts_[1], slots_[1]);
   fake_.break_device(cudaErrorIllegalAddress);
+  EXPECT_THROW(order(in), CudaError);
   EXPECT_THROW(engine_->wait(in), CudaError);
   EXPECT_THROW(engine_->wait(out), CudaError);
   EXPECT_THROW((void)engine_->done(in), CudaError);
@@ -259,27 +270,56 @@ TEST_F(StreamCopyEngineTest, DestructionDrainsAndFreesEverything) {
 
 TEST_F(StreamCopyEngineTest, EventsAreReused) {
   for (int i = 0; i < 200; ++i)
-    engine_->synchronize(copy_in(slots_[0], hosts_[0]));
+    engine_->wait(copy_in(slots_[0], hosts_[0]));
   EXPECT_LE(fake_.num_live_events(), 3u);
 }
 
 TEST_F(StreamCopyEngineTest, KeepsTheCallersDevice) {
   ASSERT_EQ(cudaSetDevice(1), cudaSuccess);
-  engine_->wait(copy_in(slots_[0], hosts_[0]));
-  engine_->release(slots_[0].span());
+  order(copy_in(slots_[0], hosts_[0]));
+  release(slots_[0].span());
   int device = 0;
   ASSERT_EQ(cudaGetDevice(&device), cudaSuccess);
   EXPECT_EQ(device, 1);
 }
 
-TEST_F(StreamCopyEngineTest, NeedsAComputeStreamAndADevice) {
-  EXPECT_THROW(StreamCopyEngine({}), InvalidArgument);
-  EXPECT_THROW(StreamCopyEngine({.device = 9, .compute_stream = [] { return nullptr; }}),
-               CudaError);
+TEST_F(StreamCopyEngineTest, NeedsADevice) {
+  EXPECT_THROW(StreamCopyEngine(9), CudaError);
   fake_.fail_call("cudaStreamCreateWithFlags", 2, cudaErrorMemoryAllocation);
-  EXPECT_THROW(StreamCopyEngine({.device = 0, .compute_stream = [] { return nullptr; }}),
-               CudaError);
+  EXPECT_THROW(StreamCopyEngine(0), CudaError);
   EXPECT_EQ(fake_.num_live_streams(), 3u);  // of the one made refused, none is left
+}
+
+TEST_F(StreamCopyEngineTest, CopiesAreBehindTheStreamTheyName) {
+  // An eviction by a thread on another stream: what counts is where the slot was used.
+  const cudaStream_t side = fake_.new_stream();
+  fake_.enqueue(compute_, [&] { slots_[0].fill(9); });
+  const CopyTicket out = copy_out(hosts_[0], slots_[0]);
+  while (fake_.step(side)) {
+  }
+  for (bool moved = true; moved;) {
+    moved = false;
+    for (const cudaStream_t stream : fake_.streams())
+      moved |= stream != compute_ && fake_.step(stream);
+  }
+  EXPECT_FALSE(engine_->done(out)) << "the slot was read before it was written";
+  engine_->wait(out);
+  EXPECT_TRUE(hosts_[0].holds(9));
+}
+
+TEST_F(StreamCopyEngineTest, OrderHoldsTheStreamThatItNamesAlone) {
+  const cudaStream_t side = fake_.new_stream();
+  hosts_[0].fill(4);
+  engine_->order(copy_in(slots_[0], hosts_[0]), stream_id(side));
+  bool saw = false;
+  bool free = false;
+  fake_.enqueue(side, [&] { saw = slots_[0].holds(4); });
+  fake_.enqueue(compute_, [&] { free = true; });
+  run_compute();
+  EXPECT_TRUE(free);
+  EXPECT_FALSE(fake_.step(side)) << "the copy has not run";
+  fake_.run_all();
+  EXPECT_TRUE(saw);
 }
 
 class StreamCopyEngineSourceTest : public StreamCopyEngineTest {
@@ -289,6 +329,7 @@ class StreamCopyEngineSourceTest : public StreamCopyEngineTest {
     return engine_->submit({.source = host.span(),
                             .target = slot.span(),
                             .direction = CopyDirection::kHostToDevice,
+                            .behind = stream_id(compute_),
                             .await_source = [this] { written_.wait(); }});
   }
   void finish_source() { writer_.set_value(); }
@@ -305,7 +346,7 @@ TEST_F(StreamCopyEngineSourceTest, ASourceThatIsStillWrittenHoldsUpNeitherSubmit
   EXPECT_FALSE(engine_->done(late));
   hosts_[0].fill(9);
   finish_source();
-  engine_->synchronize(late);
+  engine_->wait(late);
   EXPECT_TRUE(slots_[0].holds(9));
 }
 
@@ -315,7 +356,7 @@ TEST_F(StreamCopyEngineSourceTest, CopiesBehindItKeepTheirOrder) {
   const CopyTicket second = copy_in(slots_[0], hosts_[1]);
   hosts_[0].fill(1);
   finish_source();
-  engine_->synchronize(second);
+  engine_->wait(second);
   EXPECT_TRUE(slots_[0].holds(2));
 }
 
@@ -329,13 +370,13 @@ TEST_F(StreamCopyEngineSourceTest, ACopyBackOfTheSlotWaitsForIt) {
   EXPECT_TRUE(hosts_[1].holds(6));
 }
 
-TEST_F(StreamCopyEngineSourceTest, AWaitHoldsTheHostUntilTheCopyIsEnqueuedAndThenTheComputeStream) {
+TEST_F(StreamCopyEngineSourceTest, OrderHoldsTheHostUntilTheCopyIsEnqueuedAndThenTheComputeStream) {
   const CopyTicket late = copy_in_later(slots_[0], hosts_[0]);
   std::jthread writer([this] {
     hosts_[0].fill(3);
     finish_source();
   });
-  engine_->wait(late);
+  order(late);
   bool saw = false;
   fake_.enqueue(compute_, [&] { saw = slots_[0].holds(3); });
   fake_.run_all();
@@ -356,14 +397,15 @@ TEST_F(StreamCopyEngineSourceTest, ASourceThatFailsIsTheCopysFailureAndNotTheNex
   const CopyTicket failed = engine_->submit({.source = hosts_[0].span(),
                                              .target = slots_[0].span(),
                                              .direction = CopyDirection::kHostToDevice,
+                                             .behind = stream_id(compute_),
                                              .await_source = [] { throw Error("no update"); }});
   hosts_[1].fill(5);
-  engine_->synchronize(copy_in(slots_[0], hosts_[1]));
+  engine_->wait(copy_in(slots_[0], hosts_[1]));
   EXPECT_TRUE(slots_[0].holds(5));
   EXPECT_TRUE(engine_->done(failed));
   for (int i = 0; i < 2; ++i)
-    EXPECT_THROW(engine_->wait(failed), Error);
-  EXPECT_THROW(engine_->synchronize(failed), Error);
+    EXPECT_THROW(order(failed), Error);
+  EXPECT_THROW(engine_->wait(failed), Error);
 }
 
 TEST_F(StreamCopyEngineSourceTest, DestructionCompletesIt) {
@@ -390,12 +432,13 @@ TEST_F(StreamCopyEngineTest, AnyScheduleOfTheStreamsGivesTheSameValues) {
       Buffer& slot = slots_[random() % 4];
       const std::size_t h = random() % 4;
       if (random() % 4 == 0) {
-        engine_->wait(engine_->submit({.source = hosts_[h].span(),
-                                       .target = slot.span(),
-                                       .direction = CopyDirection::kHostToDevice,
-                                       .await_source = [] {}}));
+        order(engine_->submit({.source = hosts_[h].span(),
+                               .target = slot.span(),
+                               .direction = CopyDirection::kHostToDevice,
+                               .behind = stream_id(compute_),
+                               .await_source = [] {}}));
       } else {
-        engine_->wait(copy_in(slot, hosts_[h]));
+        order(copy_in(slot, hosts_[h]));
       }
       fake_.enqueue(compute_, [&wrong, &slot, want = home[h]] { wrong += !slot.holds(want); });
       if (random() % 3 == 0) {
@@ -404,7 +447,7 @@ TEST_F(StreamCopyEngineTest, AnyScheduleOfTheStreamsGivesTheSameValues) {
         (void)copy_out(hosts_[h], slot);  // not waited for: later copies in are ordered behind it
       }
       if (random() % 2 == 0)
-        engine_->release(slot.span());
+        release(slot.span());
       const auto streams = fake_.streams();
       for (std::size_t steps = random() % 8; steps > 0; --steps)
         (void)fake_.step(streams[random() % streams.size()]);
@@ -420,7 +463,7 @@ TEST_F(StreamCopyEngineTest, TheHostWaitsForWhoeverReadsWhatItWrites) {
   hosts_[0].fill(7);
   const CopyTicket reader = copy_in(slots_[0], hosts_[0]);
   const CopyTicket other = copy_in(slots_[1], hosts_[1]);
-  engine_->wait(reader);
+  order(reader);
   engine_->synchronize_readers(hosts_[2].span());
   EXPECT_FALSE(engine_->done(reader)) << "nobody reads those bytes";
   engine_->synchronize_readers(std::span(hosts_[0].bytes).subspan(8, 4));
@@ -435,6 +478,7 @@ TEST_F(StreamCopyEngineTest, AReaderThatWaitsForItsSourceIsNotWaitedFor) {
   (void)engine_->submit({.source = hosts_[0].span(),
                          .target = slots_[0].span(),
                          .direction = CopyDirection::kHostToDevice,
+                         .behind = stream_id(compute_),
                          .await_source = [&] { written.get_future().wait(); }});
   engine_->synchronize_readers(hosts_[0].span());  // as the writer does
   hosts_[0].fill(3);
@@ -449,11 +493,11 @@ TEST_F(StreamCopyEngineTest, ManyThreadsMaySubmitAndWait) {
     threads[t] = std::jthread([this, t] {
       for (int i = 0; i < 200; ++i) {
         const CopyTicket in = copy_in(slots_[t], hosts_[t]);
-        engine_->release(slots_[t].span());
+        release(slots_[t].span());
         if (i % 2 == 0) {
-          engine_->wait(in);
+          order(in);
         } else {
-          engine_->synchronize(in);
+          engine_->wait(in);
         }
         engine_->wait(copy_out(hosts_[t], slots_[t]));
       }

@@ -76,6 +76,14 @@ class AdversaryPages final : public PageSource {
     os_.advise_huge(data, used, mapped);
   }
 
+  void withhold_from_children(std::byte* data, std::size_t bytes) noexcept override {
+    os_.withhold_from_children(data, bytes);
+  }
+
+  void share_with_children(std::byte* data, std::size_t bytes) noexcept override {
+    os_.share_with_children(data, bytes);
+  }
+
   std::string description() const override { return "adversary over " + os_.description(); }
 
  private:

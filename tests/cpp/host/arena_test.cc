@@ -19,6 +19,7 @@
 #include "core/memory_tier.h"
 #include "core/units.h"
 #include "host/adversary_pages.h"
+#include "host/forks.h"
 #include "host/mmap_arena.h"
 #include "host/residency.h"
 #include "host/slot_arena.h"
@@ -31,6 +32,8 @@ namespace castor {
 namespace {
 
 using testing::AdversaryPages;
+using testing::in_forked_child;
+using testing::is_mapped;
 using testing::PageControls;
 using testing::process_resident_bytes;
 using testing::resident_bytes;
@@ -130,6 +133,59 @@ TEST_P(ArenaTest, BlocksOfAHugePageStartOnAHugePage) {
     arena->deallocate(data, bytes);
     arena->deallocate(small, 4096);
   }
+}
+
+TEST_P(ArenaTest, ForkedChildrenGetNoWholePageOfABlock) {
+  const std::size_t page = system_page_sizes().page;
+  const auto arena = make();
+  for (const std::size_t bytes : {page, 5 * page + 100, 4 * kMiB, 4 * kMiB + 100}) {
+    std::byte* const data = arena->allocate(bytes);
+    std::memset(data, 7, bytes);
+    std::byte* const first = data + (page - reinterpret_cast<std::uintptr_t>(data) % page) % page;
+    const std::size_t whole = static_cast<std::size_t>(data + bytes - first) / page;
+    const int mapped = in_forked_child([&] {
+      int count = 0;
+      for (std::size_t i = 0; i < std::min<std::size_t>(whole, 50); ++i) {
+        count += is_mapped(first + i * page, page) ? 1 : 0;
+      }
+      return count;
+    });
+    EXPECT_EQ(mapped, 0) << bytes;
+    EXPECT_TRUE(std::all_of(data, data + bytes, [](std::byte b) { return b == std::byte{7}; }));
+    arena->deallocate(data, bytes);
+  }
+}
+
+TEST_P(ArenaTest, AChildNeitherLosesNorGivesBackWhatItDoesNotHave) {
+  const std::size_t bytes = 4 * kMiB;
+  const auto arena = make();
+  std::byte* const data = arena->allocate(bytes);
+  const int lost = in_forked_child([&] {
+    void* const own = ::mmap(data, bytes, PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+    if (own != data) {
+      return 1;  // it was inherited
+    }
+    data[0] = std::byte{9};
+    arena->deallocate(data, bytes);
+    arena->discard(data, bytes);
+    return data[0] == std::byte{9} ? 0 : 2;
+  });
+  EXPECT_EQ(lost, 0);
+  arena->deallocate(data, bytes);
+}
+
+TEST_P(ArenaTest, ASharedBlockIsInherited) {
+  const std::size_t bytes = 4 * kMiB;
+  const auto arena = GetParam().make(std::make_unique<OsPages>());
+  if (dynamic_cast<SlotArena*>(arena.get()) != nullptr) {
+    GTEST_SKIP() << "slots are never shared";
+  }
+  std::byte* const data = arena->allocate(bytes);
+  data[bytes - 1] = std::byte{3};
+  arena->share_with_children(data, bytes);
+  EXPECT_EQ(in_forked_child([&] { return std::to_integer<int>(data[bytes - 1]); }), 3);
+  arena->deallocate(data, bytes);
 }
 
 TEST_P(ArenaTest, ZeroBytesAreRefusedAsAnArgument) {

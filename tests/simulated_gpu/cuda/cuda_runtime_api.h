@@ -27,6 +27,10 @@ enum cudaError_t {
   cudaErrorUnknown = 999,
 };
 
+enum cudaStreamCaptureStatus {
+  cudaStreamCaptureStatusNone = 0,
+  cudaStreamCaptureStatusActive = 1,
+};
 enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2 };
 enum cudaMemoryType {
   cudaMemoryTypeUnregistered = 0,
@@ -55,6 +59,8 @@ cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetPCIBusId(char* name, int bytes, int device);
 cudaError_t cudaMemGetInfo(std::size_t* available, std::size_t* total);
 
+cudaError_t cudaDeviceSynchronize();
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);

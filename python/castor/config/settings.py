@@ -2,104 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
-PlacementPolicy = Literal["auto", "cpu", "cuda", "static"]
-Precision = Literal["fp32", "bf16", "fp16"]
-Overlap = Literal["none", "forward", "backward"]
-NonFinite = Literal["skip", "raise", "ignore"]
-StateFormat = Literal["fp32", "split", "split_bf16", "split_int8"]
-
-_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
-_BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
-
-
-def parse_bytes(value: int | str, name: str) -> int:
-    """Reads a size.
-
-    Args:
-        value: Bytes, or a string such as "300MiB", "24GiB", "2GB".
-        name: The argument's name, for errors.
-
-    Returns:
-        Bytes, at least 1.
-
-    Raises:
-        TypeError: `value` is neither an int nor a string.
-        ValueError: The string is no size, or the size is not positive.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError(f"{name} is {value!r}; give bytes as an int, or a string such as '24GiB'")
-    if isinstance(value, int):
-        size = value
-    else:
-        match = _SIZE.fullmatch(value)
-        if match is None:
-            raise ValueError(
-                f"{name} is {value!r}; write a size such as '300MiB', '24GiB' or '2GB'"
-            )
-        unit = (match[2] or "").capitalize()
-        size = int(float(match[1]) * (_UNITS | _BINARY_UNITS)[unit])
-    if size <= 0:
-        raise ValueError(f"{name} is {value!r}; it must be more than 0 bytes")
-    return size
-
-
-def parse_bandwidth(value: int | str, name: str) -> int:
-    """Reads a bandwidth.
-
-    Args:
-        value: Bytes per second, or a string such as "25GB/s".
-        name: The argument's name, for errors.
-
-    Returns:
-        Bytes per second, at least 1.
-
-    Raises:
-        TypeError: `value` is neither an int nor a string.
-        ValueError: The string is no bandwidth, or it is not positive.
-    """
-    size = value.strip().removesuffix("/s") if isinstance(value, str) else value
-    if isinstance(value, str) and (size == value.strip() or _SIZE.fullmatch(str(size)) is None):
-        raise ValueError(f"{name} is {value!r}; write a bandwidth such as '25GB/s'")
-    return parse_bytes(size, name)
-
-
-def parse_paths(value: str | Path | Sequence[str | Path] | None, name: str) -> tuple[Path, ...]:
-    """Reads one directory or several.
-
-    Args:
-        value: A path, a sequence of paths, or None for none.
-        name: The argument's name, for errors.
-
-    Returns:
-        The paths, absolute.
-
-    Raises:
-        TypeError: `value` is neither a path nor a sequence of paths.
-        ValueError: The sequence is empty.
-    """
-    if value is None:
-        return ()
-    paths = [value] if isinstance(value, str | Path) else value
-    if not isinstance(paths, list | tuple) or not all(isinstance(p, str | Path) for p in paths):
-        raise TypeError(f"{name} is {value!r}; give a directory, or a list of directories")
-    if not paths:
-        raise ValueError(f"{name} is empty; give a directory, or leave it out")
-    return tuple(Path(path).absolute() for path in paths)
-
-
-def available_memory_bytes() -> int:
-    """Bytes of host memory that can be taken without swapping (MemAvailable)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo has no MemAvailable line; give device_memory and host_memory")
+from castor.config.names import NonFinite, Overlap, PlacementPolicy, Precision, StateFormat
 
 
 def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <Python.h>
+
+namespace castor {
+
+/// Gives Python's global lock up where this thread holds it, until the end of the scope. Whoever
+/// may wait for a mutex of castor's, or for a copy or an update, does so without it: under such a
+/// mutex tensors that Python knows may be dropped, which takes it. The mutexes that destructors of
+/// tensors take while they hold it are leaves: nothing else is waited for under them.
+class GilRelease {
+ public:
+  GilRelease() noexcept
+      : state_(Py_IsInitialized() != 0 && PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr) {
+  }
+  ~GilRelease() {
+    if (state_ != nullptr) {
+      PyEval_RestoreThread(state_);
+    }
+  }
+  GilRelease(const GilRelease&) = delete;
+  GilRelease& operator=(const GilRelease&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
+
+}  // namespace castor

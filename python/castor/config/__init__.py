@@ -1,0 +1,25 @@
+"""What is told to castor, and what it finds out about the machine: settings, units, memory."""
+
+from castor.config.names import NonFinite, Overlap, PlacementPolicy, Precision, StateFormat
+from castor.config.settings import (
+    GeminiConfig,
+    LossScalerConfig,
+    check_format_of_precision,
+    check_fraction,
+)
+from castor.config.units import parse_bandwidth, parse_bytes, parse_paths
+
+__all__ = [
+    "GeminiConfig",
+    "LossScalerConfig",
+    "NonFinite",
+    "Overlap",
+    "PlacementPolicy",
+    "Precision",
+    "StateFormat",
+    "check_format_of_precision",
+    "check_fraction",
+    "parse_bandwidth",
+    "parse_bytes",
+    "parse_paths",
+]
