@@ -52,6 +52,4 @@ def of_name(name: str, request: pytest.FixtureRequest) -> Iterator[Accelerator]:
     module.gpu.delay(int(name.rsplit(" ", 1)[1]))
     device = torch.device(simulated_gpu.NAME, 0)
     yield Accelerator(device, module, simulated_gpu.load_cuda(), real=False)
-    module.gpu.delay(0)
-    module.gpu.reset_error()
-    module.set_per_process_memory_fraction(1.0)
+    simulated_gpu.rest()

@@ -18,6 +18,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import transformers
 
+import simulated_gpu
 from accelerator import ACCELERATORS, Accelerator, of_name
 
 transformers.logging.set_verbosity_error()
@@ -50,8 +51,6 @@ def cuda() -> ModuleType:
 
 def pytest_configure() -> None:
     """Adds the simulated GPU to torch before a backward starts autograd's threads."""
-    import simulated_gpu
-
     if simulated_gpu.library() is not None:
         simulated_gpu.install()
 
@@ -69,10 +68,7 @@ def simulated(
     simulation = GpuSimulation(monkeypatch)
     simulation.device.delay(int(request.param.rsplit(" ", 1)[1]))
     yield simulation
-    simulation.device.delay(0)
-    simulation.device.refuse_tensor(0)
-    simulation.device.refuse_block(0)
-    simulation.device.reset_error()
+    simulated_gpu.rest()
 
 
 @pytest.fixture(params=ACCELERATORS)

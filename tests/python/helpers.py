@@ -190,7 +190,8 @@ def assert_same_weights(model: nn.Module, expected: Iterable[torch.Tensor]) -> N
 
 
 def copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.detach().clone() for tensor in tensors]
+    """On the CPU: they take nothing of a device's memory."""
+    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
 
 def assert_boost_fails(
@@ -236,9 +237,9 @@ def exact_state(boosted: Boosted) -> list[torch.Tensor]:
     state = copies(boosted.model.parameters())
     for i in range(len(engine.params)):
         master = engine.session.master(i)
-        state += [] if master is None else [master.clone()]
+        state += [] if master is None else copies([master])
     for entry in boosted.optimizer.state_dict()["state"].values():
-        state += [entry["exp_avg"].clone(), entry["exp_avg_sq"].clone()]
+        state += copies([entry["exp_avg"], entry["exp_avg_sq"]])
     return state
 
 

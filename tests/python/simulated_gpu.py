@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib.machinery
 import importlib.util
 import os
+import sys
 import sysconfig
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,6 +81,22 @@ def require() -> Any:
         pytest.skip(problem)
     install()
     return torch.simgpu  # type: ignore[attr-defined]
+
+
+def rest() -> None:
+    """After a test: no delays, no error, and nothing of it left on the device.
+
+    What a failed test held would be on the device, and count there, until another one fails.
+    """
+    gpu = require().gpu
+    gpu.delay(0)
+    gpu.reset_error()
+    gpu.refuse_tensor(0)
+    gpu.refuse_block(0)
+    gpu.limit(1.0)
+    if (failed := getattr(sys, "last_traceback", None)) is not None:
+        traceback.clear_frames(failed)
+    gc.collect()
 
 
 @dataclass(frozen=True)

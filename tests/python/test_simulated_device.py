@@ -240,7 +240,7 @@ def test_a_model_that_goes_while_copies_run_leaves_its_weights(simulated: Simula
     del model, boosted
     gc.collect()
     for param, value in zip(held, expected, strict=True):
-        assert torch.equal(param, value)
+        assert torch.equal(param.cpu(), value)
 
 
 # --- what users do ------------------------------------------------------------------------------

@@ -22,15 +22,14 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Any]:
     module = simulated_gpu.require()
     module.gpu.delay(request.param)
     yield module
-    module.gpu.reset_error()
-    module.gpu.delay(0)
-    module.set_per_process_memory_fraction(1.0)
+    simulated_gpu.rest()
 
 
 @pytest.fixture
-def at_once() -> Any:
+def at_once() -> Iterator[Any]:
     """torch.simgpu, whose streams do not dawdle."""
-    return simulated_gpu.require()
+    yield simulated_gpu.require()
+    simulated_gpu.rest()
 
 
 def there(value: Any) -> Any:
@@ -300,7 +299,7 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] =
     "norm": (lambda x: (x.norm(), torch.linalg.vector_norm(x, dim=1)), lambda: (numbers(*X),)),
     "any all": (lambda x: ((x > 1).any(), (x > 1).all(-1)), lambda: (numbers(*X),)),
     "sort": (lambda x: tuple(x.sort(-1)), lambda: (numbers(*X),)),
-    "argsort": (lambda x: x.argsort(-1, stable=True), lambda: (numbers(*X),)),
+    "argsort": (lambda x: x.argsort(dim=-1, stable=True), lambda: (numbers(*X),)),
     "topk": (lambda x: tuple(x.topk(3, -1)), lambda: (numbers(*X),)),
     "count nonzero": (lambda x: (x > 0).count_nonzero(), lambda: (numbers(*X),)),
     # shapes
@@ -352,6 +351,7 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] =
     ),
     "embedding": (lambda w, i: F.embedding(i, w), lambda: (numbers(9, 8), index(4, 5, below=9))),
     "one hot": (lambda i: F.one_hot(i, 7), lambda: (index(5, below=7),)),
+    "histc": (lambda x: x.histc(4, 0, 9), lambda: (numbers(*X, grad=False),)),
     "nonzero": (lambda x: (x > 0).nonzero(), lambda: (numbers(*X),)),
     "unique": (lambda x: x.unique(), lambda: (index(*X, below=9),)),
     "bincount": (lambda x: x.flatten().bincount(), lambda: (index(*X, below=9),)),
@@ -493,6 +493,12 @@ def test_values_that_the_host_asks_for(gpu: Any) -> None:
     assert torch.allclose(x.float(), x.double().float())
     assert "device='simgpu:0'" in repr(x)
     assert x.tolist() == list(range(6))
+
+
+def test_integers_are_counted_as_a_gpu_counts_them(gpu: Any) -> None:
+    counts = torch.tensor([0, 3, 3, 1], device="simgpu", dtype=torch.int32).histc(4, 0, 3)
+    assert counts.dtype == torch.int32
+    assert counts.tolist() == [1, 1, 0, 2]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "opt", "bert", "t5", "vit", "mixtral"])

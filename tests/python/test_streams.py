@@ -26,10 +26,8 @@ MIB = 2**20
 @pytest.fixture
 def simulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuSimulation]:
     """Of a GPU whose streams do what they are given at once."""
-    simulation = GpuSimulation(monkeypatch)
-    yield simulation
-    simulation.device.delay(0)
-    simulation.device.reset_error()
+    yield GpuSimulation(monkeypatch)
+    simulated_gpu.rest()
 
 
 @pytest.fixture(params=simulated_gpu.SEEDS, ids="seed {}".format)

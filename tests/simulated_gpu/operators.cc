@@ -447,6 +447,20 @@ void record_stream_of(at::Tensor& self, c10::Stream stream) {
   record_stream(self.storage().data_ptr(), stream);
 }
 
+// A GPU counts integers, the CPU's kernel does not.
+at::Tensor histc(const at::Tensor& self, std::int64_t bins, const at::Scalar& low,
+                 const at::Scalar& high) {
+  const at::Tensor input =
+      at::isIntegralType(self.scalar_type(), true) ? self.to(at::kDouble) : self;
+  at::Tensor counts = at::empty({bins}, input.options());
+  const at::Tensor from = host_view(input);
+  current_queue()->enqueue([to = host_view(counts), from, bins, low, high] {
+    const at::AutoDispatchBelowAutograd below;
+    to.copy_(at::histc(from, bins, low, high));
+  });
+  return counts.to(self.scalar_type());
+}
+
 // A parameter goes to a GPU by set_data, to a device of PrivateUse1 as well.
 bool compatible(const at::Tensor& self, const at::Tensor& other) {
   return self.layout() == at::kStrided && other.layout() == at::kStrided;
@@ -491,6 +505,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", &set_tensor);
   m.impl("copy_", &copy_);
   m.impl("_copy_from", &copy_from);
+  m.impl("histc", &histc);
   m.impl("record_stream", &record_stream_of);
   m.impl("_has_compatible_shallow_copy_type", &compatible);
 }
