@@ -81,6 +81,8 @@ PY_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
     frozenset({"__init__", "__main__"}),
 )
+# The runtime is told what to do by EngineSettings, and knows no plugin's arguments.
+PLUGIN_SETTINGS = re.compile(r"castor\.config\.(settings|\w+Config)\b")
 # Who may import what castor otherwise never does.
 OWNED_IMPORTS = {"transformers": frozenset({"estimate"})}
 DYNAMIC_IMPORTS = frozenset({"import_module", "__import__"})
@@ -204,6 +206,8 @@ def import_problem(unit: str, name: str) -> tuple[str, str] | None:
         return "no-transformers", f"castor works on any model: it never imports {parts[0]}"
     if parts[0] != "castor":
         return None
+    if unit == "runtime" and PLUGIN_SETTINGS.match(name):
+        return "runtime-knows-no-plugin", f"castor.runtime may not import {name}, a plugin's"
     target = parts[1] if len(parts) > 1 else "__init__"
     if target == unit:
         return None

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "core/error.h"
+#include "python/names.h"
 #include "python/state_tensors.h"
 
 namespace py = pybind11;
@@ -69,7 +70,7 @@ AdamEntries::AdamEntries(const std::vector<py::dict>& entries, c10::Device devic
 void AdamEntries::append(const py::dict& entry, c10::Device device) {
   const Tensors& tensors = tensors_.emplace_back(tensors_of(entry));
   const ScalarType type = scalar_type_of(tensors.param);
-  const StateFormat format = state_format_of(entry["format"].cast<std::string>());
+  const StateFormat format = entry["format"].cast<StateFormat>();
   if (tensors.grad.scalar_type() != tensors.param.scalar_type()) {
     throw InvalidArgument("HybridAdam needs a gradient of the parameter's type");
   }

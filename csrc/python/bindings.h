@@ -3,18 +3,13 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "core/chunk_layout.h"
-#include "core/error.h"
-#include "core/placement.h"
-#include "core/scalar_type.h"
 #include "core/trace.h"
 
 namespace castor {
@@ -24,18 +19,6 @@ using PythonModuleSpec = std::tuple<std::string, std::vector<std::uint32_t>, std
 /// (kind, id, nonmodel_bytes, time_ns).
 using PythonEvent = std::tuple<std::uint8_t, std::uint32_t, std::uint64_t, std::uint64_t>;
 
-/// The value that Python calls `name`. Throws InvalidArgument that says what (`what`) is not known.
-template <typename Enum>
-[[nodiscard]] Enum value_named(const std::string& name, const std::string& what,
-                               std::initializer_list<std::pair<const char*, Enum>> known) {
-  for (const auto& [spelling, value] : known) {
-    if (name == spelling) {
-      return value;
-    }
-  }
-  throw InvalidArgument("unknown " + what + " '" + name + "'");
-}
-
 /// What `function` returns, computed without Python's global lock: whatever may wait for a mutex of
 /// castor's, or for work under way, gives it up first (torch/gil.h).
 template <typename Function>
@@ -44,11 +27,12 @@ template <typename Function>
   return function();
 }
 
-/// What Python passes to the core; each throws InvalidArgument for what it does not know.
-[[nodiscard]] ScalarType scalar_type(const std::string& name);
-[[nodiscard]] PlacementPolicy placement_policy(const std::string& name);
+/// What Python passes to the core; throws InvalidArgument for what it does not know.
 [[nodiscard]] std::vector<ModuleSpec> module_specs(const std::vector<PythonModuleSpec>& modules);
 [[nodiscard]] Trace trace_of(const std::vector<PythonEvent>& events);
+
+/// castor._C.SessionOptions and its parts, and NAMES.
+void bind_options(pybind11::module_& module);
 
 /// castor._C.AdamArrays: the fused Adam over ordinary CPU tensors, for HybridAdam used alone.
 void bind_adam(pybind11::module_& module);

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "python/bindings.h"
-#include "python/state_tensors.h"
+#include "python/names.h"
 #include "torch/chunk_storages.h"
 #include "torch/module_hooks.h"
 #include "torch/session.h"
@@ -53,24 +53,6 @@ void translate(std::exception_ptr pending) {
 
 }  // namespace
 
-ScalarType scalar_type(const std::string& name) {
-  for (const ScalarType type :
-       {ScalarType::kFloat32, ScalarType::kBFloat16, ScalarType::kFloat16}) {
-    if (name == to_string(type)) {
-      return type;
-    }
-  }
-  throw InvalidArgument("unknown element type '" + name + "'");
-}
-
-PlacementPolicy placement_policy(const std::string& name) {
-  return value_named<PlacementPolicy>(name, "placement policy",
-                                      {{"auto", PlacementPolicy::kAuto},
-                                       {"cpu", PlacementPolicy::kCpu},
-                                       {"cuda", PlacementPolicy::kCuda},
-                                       {"static", PlacementPolicy::kStatic}});
-}
-
 std::vector<ModuleSpec> module_specs(const std::vector<PythonModuleSpec>& modules) {
   std::vector<ModuleSpec> specs;
   specs.reserve(modules.size());
@@ -102,17 +84,6 @@ Trace trace_of(const std::vector<PythonEvent>& events) {
 
 namespace {
 
-std::optional<NvmeOptions> nvme_options(const py::dict& options) {
-  auto directories = options["nvme_paths"].cast<std::vector<std::string>>();
-  if (directories.empty()) {
-    return std::nullopt;
-  }
-  return NvmeOptions{
-      .directories = std::move(directories),
-      .budget_bytes = options["nvme_bytes"].cast<std::uint64_t>(),
-      .verification = options["nvme_verify"].cast<bool>() ? Verification::kOn : Verification::kOff};
-}
-
 /// Of the capsule that castor._cuda makes; nullptr of None.
 std::shared_ptr<DeviceBackend> device_backend(const py::object& backend) {
   if (backend.is_none()) {
@@ -130,34 +101,17 @@ std::shared_ptr<DeviceBackend> device_backend(const py::object& backend) {
 std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
                                         std::vector<std::string> param_names,
                                         const std::vector<PythonModuleSpec>& modules,
-                                        const py::dict& options) {
-  const auto get = [&options](const char* key) { return options[key]; };
-  const SessionOptions session_options{
-      .precision = scalar_type(get("precision").cast<std::string>()),
-      .layout = {.chunk_bytes = get("chunk_bytes").cast<std::size_t>(), .world_size = 1},
-      .placement = {.policy = placement_policy(get("policy").cast<std::string>()),
-                    .offload_optim_frac = get("offload_optim_frac").cast<double>(),
-                    .offload_param_frac = get("offload_param_frac").cast<double>()},
-      .runtime = {.policy = placement_policy(get("policy").cast<std::string>()),
-                  .max_prefetch = get("max_prefetch").cast<std::size_t>(),
-                  .warmup_nonmodel_ratio = get("warmup_nonmodel_ratio").cast<double>(),
-                  .steady_cap_ratio = get("steady_cap_ratio").cast<double>(),
-                  .margin_ratio = get("margin_ratio").cast<double>()},
-      .device_bytes = get("device_bytes").cast<std::size_t>(),
-      .host_bytes = get("host_bytes").cast<std::size_t>(),
-      .link_bytes_per_second = get("link_bytes_per_second").cast<std::uint64_t>(),
-      .backend = device_backend(options["backend"]),
-      .state = {.format = state_format_of(get("optim_state_format").cast<std::string>()),
-                .moments = get("adam_state").cast<bool>(),
-                .nvme = nvme_options(options),
-                .nvme_fraction = get("nvme_fraction").cast<double>()},
-      .overlap = value_named<Overlap>(get("overlap").cast<std::string>(), "overlap",
-                                      {{"none", Overlap::kNone},
-                                       {"forward", Overlap::kForward},
-                                       {"backward", Overlap::kBackward}})};
+                                         SessionOptions options, const py::object& backend,
+                                         const std::vector<std::uint32_t>& valueless) {
+  options.backend = device_backend(backend);
+  const std::vector<ModuleSpec> specs = module_specs(modules);
+  std::vector<ParamId> without_values;
+  for (const std::uint32_t param : valueless) {
+    without_values.push_back(ParamId{param});
+  }
   return without_gil([&] {
-    return Session::create(std::move(params), std::move(param_names), module_specs(modules),
-                           session_options);
+    return Session::create(std::move(params), std::move(param_names), specs, options,
+                           without_values);
   });
 }
 
@@ -327,6 +281,13 @@ std::optional<std::vector<PythonEvent>> trace(Session& session) {
   return events;
 }
 
+/// A method that takes a RunLoad, with its parts as arguments.
+auto with_run_load(void (Session::*method)(RunLoad)) {
+  return [method](Session& session, LoadedWeights weights, bool states) {
+    (session.*method)({.weights = weights, .states = states});
+  };
+}
+
 void load_trace(Session& session, const std::vector<PythonEvent>& events) {
   session.runtime().load_trace(trace_of(events));
 }
@@ -349,11 +310,12 @@ PYBIND11_MODULE(_C, m) {
       .def_readonly("scale", &castor::GradientSummary::scale)
       .def_readonly("num_gradients", &castor::GradientSummary::num_gradients);
 
+  castor::bind_options(m);
   const auto released = py::call_guard<py::gil_scoped_release>();
   py::class_<Session, std::shared_ptr<Session>> session(m, "Session");
   session
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),
-           py::arg("modules"), py::arg("options"))
+           py::arg("modules"), py::arg("options"), py::arg("backend"), py::arg("valueless"))
       .def("forward_pre_hook", &castor::forward_pre_hook)
       .def("forward_hook", &castor::forward_hook)
       .def("set_loss_scale", &Session::set_loss_scale, released)
@@ -362,10 +324,11 @@ PYBIND11_MODULE(_C, m) {
       .def("adam_step", &castor::adam_step, py::arg("groups"), py::arg("group_of"),
            py::arg("grad_scale"))
       .def("arm_updates", &castor::arm_updates, py::arg("groups"), py::arg("group_of"))
-      .def("begin_load", &Session::begin_load, py::arg("weights"), py::arg("states"),
-           py::arg("every_weight"), released)
-      .def("end_load", &Session::end_load, py::arg("weights"), py::arg("states"), released)
-      .def_property_readonly("whole", &Session::whole, released)
+      .def("begin_load", castor::with_run_load(&Session::begin_load), py::kw_only(),
+           py::arg("weights"), py::arg("states"), released)
+      .def("end_load", castor::with_run_load(&Session::end_load), py::kw_only(), py::arg("weights"),
+           py::arg("states"), released)
+      .def_property_readonly("whole", py::cpp_function(&Session::whole, released))
       .def("stay_with_parent",
            [](const py::object& self) {
              self.inc_ref();  // its destructor would wait for threads

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -21,6 +20,7 @@
 #include "optim/state_format.h"
 #include "python/bindings.h"
 #include "python/host_places.h"
+#include "python/names.h"
 #include "python/state_tensors.h"
 #include "torch/optimizer_state.h"
 
@@ -33,9 +33,7 @@ namespace {
 using PythonParamSpec = std::tuple<std::string, std::size_t, bool>;
 
 CopyMode copy_mode(const py::dict& options, const char* key) {
-  return value_named<CopyMode>(
-      options[key].cast<std::string>(), key,
-      {{"overlapped", CopyMode::kOverlapped}, {"synchronous", CopyMode::kSynchronous}});
+  return options[key].cast<CopyMode>();
 }
 
 /// An fp32 parameter is its own master: its state is the moments alone.
@@ -59,10 +57,10 @@ double state_bytes_per_element(ScalarType type, StateFormat format) {
 class Simulator {
  public:
   Simulator(const std::vector<PythonParamSpec>& params,
-            const std::vector<PythonModuleSpec>& modules, const std::string& precision,
-            std::size_t chunk_bytes, const std::string& state_format)
-      : type_(scalar_type(precision)),
-        format_(state_format_of(state_format)),
+            const std::vector<PythonModuleSpec>& modules, ScalarType precision,
+            std::size_t chunk_bytes, StateFormat state_format)
+      : type_(precision),
+        format_(state_format),
         state_bytes_per_element_(state_bytes_per_element(type_, format_)),
         layout_(param_specs(params, type_), module_specs(modules),
                 {.chunk_bytes = chunk_bytes,
@@ -99,9 +97,7 @@ class Simulator {
         .nvme_bytes_per_second = speed("nvme_bytes_per_second"),
         .parameter_copies = copy_mode(options, "parameter_copies"),
         .gradient_copies = copy_mode(options, "gradient_copies"),
-        .update_cores = value_named<UpdateCores>(
-            get("update_cores").cast<std::string>(), "update_cores",
-            {{"own", UpdateCores::kOwn}, {"shared", UpdateCores::kShared}}),
+        .update_cores = get("update_cores").cast<UpdateCores>(),
         .gradient_window_bytes = copy_mode(options, "gradient_copies") == CopyMode::kOverlapped
                                      ? largest_gradient_bytes(layout_)
                                      : 0};
@@ -141,7 +137,7 @@ class Simulator {
   };
 
   static PlacementPolicy policy_of(const py::dict& options) {
-    return placement_policy(options["policy"].cast<std::string>());
+    return options["policy"].cast<PlacementPolicy>();
   }
 
   [[nodiscard]] std::vector<Placement> placements(const py::dict& options) const {
@@ -202,12 +198,14 @@ class Simulator {
 
   [[nodiscard]] OptimizerCost optimizer_cost(const py::dict& options) const {
     const auto element = static_cast<double>(size_of(type_));
+    const auto overlap = options["overlap"].cast<Overlap>();
+    if (overlap == Overlap::kBackward) {
+      throw InvalidArgument("overlap 'backward' is not simulated; there are 'none' and 'forward'");
+    }
     return {.state_bytes_per_element = state_bytes_per_element_,
             .moved_bytes_per_element = 2.0 * state_bytes_per_element_ + 3.0 * element,
             .norm_bytes_per_element = options["with_norm"].cast<bool>() ? element : 0.0,
-            .overlap =
-                value_named<Overlap>(options["overlap"].cast<std::string>(), "overlap",
-                                     {{"none", Overlap::kNone}, {"forward", Overlap::kForward}})};
+            .overlap = overlap};
   }
 
   [[nodiscard]] py::dict figures(const SimulatedStep& step, const Prediction& streamed,
@@ -242,7 +240,7 @@ class Simulator {
 void bind_simulator(py::module_& m) {
   py::class_<Simulator>(m, "Simulator")
       .def(py::init<const std::vector<PythonParamSpec>&, const std::vector<PythonModuleSpec>&,
-                    const std::string&, std::size_t, const std::string&>(),
+                    ScalarType, std::size_t, StateFormat>(),
            py::arg("params"), py::arg("modules"), py::arg("precision"), py::arg("chunk_bytes"),
            py::arg("state_format"))
       .def("chunk_of", &Simulator::chunk_of)

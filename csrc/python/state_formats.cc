@@ -11,6 +11,7 @@
 #include "optim/state_convert.h"
 #include "parallel/tbb_executor.h"
 #include "python/bindings.h"
+#include "python/names.h"
 #include "python/state_tensors.h"
 #include "torch/tensor_gate.h"
 
@@ -61,21 +62,21 @@ at::Tensor join_master(const at::Tensor& param, const at::Tensor& remainder) {
   return master;
 }
 
-std::tuple<at::Tensor, at::Tensor> load_moment_tensors(const std::string& format,
+std::tuple<at::Tensor, at::Tensor> load_moment_tensors(StateFormat format,
                                                        const at::Tensor& exp_avg,
                                                        const at::Tensor& exp_avg_sq,
                                                        const std::optional<at::Tensor>& scales) {
-  const MomentArrays from = arrays_of(state_format_of(format), exp_avg, exp_avg_sq, scales);
+  const MomentArrays from = arrays_of(format, exp_avg, exp_avg_sq, scales);
   at::Tensor m = at::empty_like(exp_avg, at::kFloat);
   at::Tensor v = at::empty_like(exp_avg_sq, at::kFloat);
   load_moments(&shared_executor(), from, m.data_ptr<float>(), v.data_ptr<float>());
   return {m, v};
 }
 
-void store_moment_tensors(const std::string& format, const at::Tensor& exp_avg,
+void store_moment_tensors(StateFormat format, const at::Tensor& exp_avg,
                           const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& scales,
                           const at::Tensor& from_exp_avg, const at::Tensor& from_exp_avg_sq) {
-  const MomentArrays to = arrays_of(state_format_of(format), exp_avg, exp_avg_sq, scales);
+  const MomentArrays to = arrays_of(format, exp_avg, exp_avg_sq, scales);
   check(from_exp_avg, at::kFloat, exp_avg, "the exp_avg to store");
   check(from_exp_avg_sq, at::kFloat, exp_avg, "the exp_avg_sq to store");
   store_moments(&shared_executor(), to, from_exp_avg.data_ptr<float>(),

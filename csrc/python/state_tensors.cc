@@ -3,12 +3,6 @@
 #include "core/error.h"
 
 namespace castor {
-namespace {
-
-constexpr StateFormat kFormats[] = {StateFormat::kFp32, StateFormat::kSplit,
-                                    StateFormat::kSplitBf16, StateFormat::kSplitInt8};
-
-}  // namespace
 
 ScalarType scalar_type_of(const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
@@ -20,15 +14,6 @@ ScalarType scalar_type_of(const at::Tensor& tensor) {
                                         "parameters, not ") +
                             toString(tensor.scalar_type()));
   }
-}
-
-StateFormat state_format_of(const std::string& name) {
-  for (const StateFormat format : kFormats) {
-    if (name == to_string(format))
-      return format;
-  }
-  throw InvalidArgument("unknown optimizer state format '" + name +
-                        "'; there are fp32, split, split_bf16 and split_int8");
 }
 
 at::ScalarType moment_type(StateFormat format) {

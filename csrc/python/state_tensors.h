@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <optional>
-#include <string>
 
 #include "core/scalar_type.h"
 #include "optim/state_format.h"
@@ -15,9 +14,6 @@ namespace castor {
 
 /// Throws InvalidArgument for a type that Adam does not update.
 [[nodiscard]] ScalarType scalar_type_of(const at::Tensor& tensor);
-
-/// Throws InvalidArgument for a name that is none of the formats'.
-[[nodiscard]] StateFormat state_format_of(const std::string& name);
 
 /// Element type of exp_avg and exp_avg_sq.
 [[nodiscard]] at::ScalarType moment_type(StateFormat format);

@@ -10,57 +10,12 @@
 #include "core/payload.h"
 #include "core/timeline.h"
 #include "python/bindings.h"
+#include "python/names.h"
 #include "torch/session.h"
 
 namespace py = pybind11;
 
 namespace castor {
-namespace {
-
-const char* name_of(TransferKind kind) {
-  switch (kind) {
-    case TransferKind::kFetch: return "fetch";
-    case TransferKind::kEviction: return "eviction";
-    case TransferKind::kGradient: return "gradient";
-  }
-  return "unknown";
-}
-
-const char* name_of(TransferCause cause) {
-  switch (cause) {
-    case TransferCause::kDemand: return "demand";
-    case TransferCause::kPrefetch: return "prefetch";
-    case TransferCause::kPlan: return "plan";
-    case TransferCause::kPressure: return "pressure";
-    case TransferCause::kStepEnd: return "step_end";
-    case TransferCause::kBackward: return "backward";
-  }
-  return "unknown";
-}
-
-const char* name_of(Guidance guidance) {
-  switch (guidance) {
-    case Guidance::kDemand: return "demand";
-    case Guidance::kPlan: return "plan";
-    case Guidance::kDiverged: return "diverged";
-  }
-  return "unknown";
-}
-
-const char* key_of(PayloadKind kind) {
-  switch (kind) {
-    case PayloadKind::kParam: return "param";
-    case PayloadKind::kMaster: return "master";
-    case PayloadKind::kGrad: return "grad";
-    case PayloadKind::kExpAvg: return "exp_avg";
-    case PayloadKind::kExpAvgSq: return "exp_avg_sq";
-    case PayloadKind::kRemainder: return "remainder";
-    case PayloadKind::kMomentScales: return "moment_scales";
-  }
-  return "unknown";
-}
-
-}  // namespace
 
 std::optional<py::dict> timeline(Session& session) {
   const Timeline step = without_gil([&] { return session.runtime().timeline(); });
@@ -113,12 +68,13 @@ py::list chunks(Session& session) {
     py::dict payloads;
     for (std::size_t kind = 0; kind < kNumPayloadKinds; ++kind) {
       if (const auto& payload = session.chunks().payload(id, static_cast<PayloadKind>(kind))) {
-        payloads[key_of(static_cast<PayloadKind>(kind))] =
+        payloads[py::str(name_of(static_cast<PayloadKind>(kind)))] =
             py::make_tuple(std::string(to_string(payload->tier())), payload->bytes());
       }
     }
     for (const auto& [kind, bytes] : session.optimizer_state().stored_payloads(id)) {
-      payloads[key_of(kind)] = py::make_tuple(std::string(to_string(TierKind::kNvme)), bytes);
+      payloads[py::str(name_of(kind))] =
+          py::make_tuple(std::string(to_string(TierKind::kNvme)), bytes);
     }
     py::dict chunk;
     chunk["params"] = params;

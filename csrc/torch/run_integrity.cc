@@ -19,22 +19,22 @@ void RunIntegrity::broke(const std::string& why) {
   note(states_lost_, why);
 }
 
-void RunIntegrity::loading(bool weights, bool states) {
+void RunIntegrity::loading(RunLoad load) {
   const std::lock_guard lock(mutex_);
-  if (weights) {
+  if (load.weights != LoadedWeights::kNone) {
     note(weights_lost_, "a load of the weights did not come to its end");
   }
-  if (states) {
+  if (load.states) {
     note(states_lost_, "a load of the optimizer states did not come to its end");
   }
 }
 
-void RunIntegrity::loaded(bool weights, bool states) {
+void RunIntegrity::loaded(RunLoad load) {
   const std::lock_guard lock(mutex_);
-  if (weights) {
+  if (load.weights != LoadedWeights::kNone) {
     weights_lost_.clear();
   }
-  if (states) {
+  if (load.states) {
     states_lost_.clear();
   }
 }

@@ -3,6 +3,8 @@
 #include <mutex>
 #include <string>
 
+#include "core/run_load.h"
+
 namespace castor {
 
 /// Whether weights and optimizer states are those of one step. A step that fails when it has
@@ -13,9 +15,9 @@ class RunIntegrity {
   /// `why`: "optimizer.step() failed when it had changed 3 of 12 chunks (...)".
   void broke(const std::string& why);
   /// A load has begun to replace them.
-  void loading(bool weights, bool states);
+  void loading(RunLoad load);
   /// All of them were replaced by a checkpoint's.
-  void loaded(bool weights, bool states);
+  void loaded(RunLoad load);
   [[nodiscard]] bool whole() const;
   /// Throws UsageError unless whole().
   void check() const;

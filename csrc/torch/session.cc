@@ -126,7 +126,8 @@ void share_with_children(const ChunkManager& manager, std::size_t num_chunks) {
 std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
                                          std::vector<std::string> param_names,
                                          std::vector<ModuleSpec> modules,
-                                         const SessionOptions& options) {
+                                         const SessionOptions& options,
+                                         std::span<const ParamId> valueless) {
   const at::NoGradGuard no_grad;
   auto specs = describe(params, std::move(param_names), options.precision);
   LayoutOptions layout_options = options.layout;
@@ -140,7 +141,7 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
         const GilRelease released;
         delete ended;
       });
-  session->adopt_parameters();
+  session->adopt_parameters(valueless);
   session->install_gradient_hooks();
   session->watch_tensors();
   if (!options.backend) {
@@ -223,7 +224,11 @@ void Session::add_gradient_payloads() {
 }
 
 // Nothing here allocates payload memory: once the first parameter moves, all will.
-void Session::adopt_parameters() {
+void Session::adopt_parameters(std::span<const ParamId> valueless) {
+  std::vector<bool> has_values(params_.size(), true);
+  for (const ParamId param : valueless) {
+    has_values[index(param)] = false;
+  }
   std::vector<c10::Storage> grad_storages;
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
@@ -242,7 +247,9 @@ void Session::adopt_parameters() {
     const ParamGeometry geometry = geometry_of(params_[i]);
     const at::Tensor home =
         tensor_over(storages_->storage(place.chunk), to_torch(type), place.offset, geometry);
-    optimizer_state_->adopt(param, params_[i]);
+    if (has_values[i]) {
+      optimizer_state_->adopt(param, params_[i]);
+    }
     params_[i].set_data(home);
     if (trainable(param)) {
       gradients_[i].view =
@@ -361,6 +368,7 @@ void Session::enter(ModuleId module) {
     account_before_ = charged_account();
     charge_allocations_to(charged_);
   }
+  notice_new_operators();
   check_not_updated(module);
   runtime_->enter(module, training ? PassMode::kTraining : PassMode::kInference);
   for (const ChunkId chunk : layout_.chunks_of(module)) {

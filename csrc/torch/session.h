@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "core/run_load.h"
 #include "core/runtime.h"
 #include "optim/adam.h"
 #include "parallel/update_queue.h"
@@ -26,18 +27,19 @@
 namespace castor {
 
 /// A boosted model: its parameters live in chunks, its module events drive the runtime, its
-/// gradients land in payloads, and Adam runs over them. Owned jointly by the hooks it installs.
-/// One thread at a time runs forward, backward and step; allocations may come from any thread.
+/// gradients land in payloads, and Adam runs over them. Owned jointly by the hooks it installs. One
+/// thread at a time runs forward, backward and step; allocations may come from any thread.
 class Session : public std::enable_shared_from_this<Session> {
  public:
   /// Takes the parameters over: afterwards each is a view of its chunk, in the working precision.
-  /// The layout gets the alignment that the state format needs.
-  /// `params` are the model's distinct parameters in execution order, all on the CPU, float.
-  /// Module 0 is the model itself. Throws before touching a parameter if memory is short.
+  /// The layout gets the alignment that the state format needs. `params` are the model's distinct
+  /// parameters in execution order, all on the CPU, float; module 0 is the model itself. Those of
+  /// `valueless` get values by adopt() later. Throws before touching any if memory is short.
   static std::shared_ptr<Session> create(std::vector<at::Tensor> params,
                                          std::vector<std::string> param_names,
                                          std::vector<ModuleSpec> modules,
-                                         const SessionOptions& options);
+                                         const SessionOptions& options,
+                                         std::span<const ParamId> valueless);
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
@@ -71,12 +73,10 @@ class Session : public std::enable_shared_from_this<Session> {
   /// Overlap::kBackward: the options with which the coming backward updates what it completes; no
   /// effect in other modes. As in adam_step, which has to be given the same.
   void arm_updates(std::vector<AdamOptions> groups, std::vector<std::int64_t> group_of);
-  /// A checkpoint's weights, or optimizer states, or both are about to be put in place: forgets a
-  /// step that stopped in the middle and sends the parameters home. Until end_load the run counts
-  /// as broken; states on NVMe are zeros from now on if they are to be replaced, or lost anyway.
-  /// `every_weight`: all of the model's will be replaced, so that those on NVMe need not be read.
-  void begin_load(bool weights, bool states, bool every_weight);
-  void end_load(bool weights, bool states);
+  /// A checkpoint comes: forgets a step that stopped in the middle and sends the parameters home.
+  /// The run counts as broken until end_load; states on NVMe that it replaces, or lost, are zeros.
+  void begin_load(RunLoad load);
+  void end_load(RunLoad load);
   /// Whether weights and states are those of one step. Where they are not, a training forward,
   /// step() and settle throw UsageError.
   [[nodiscard]] bool whole() const { return integrity_.whole() && !torn(); }
@@ -120,7 +120,7 @@ class Session : public std::enable_shared_from_this<Session> {
   Session(std::vector<at::Tensor> params, ChunkLayout layout, std::vector<Placement> placements,
           const SessionOptions& options);
   void add_gradient_payloads();
-  void adopt_parameters();
+  void adopt_parameters(std::span<const ParamId> valueless);
   void install_gradient_hooks();
   void follow_backward_pass();
   void check_parameters() const;

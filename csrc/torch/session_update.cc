@@ -107,25 +107,25 @@ void Session::check_whole() {
   integrity_.check();
 }
 
-void Session::begin_load(bool weights, bool states, bool every_weight) {
+void Session::begin_load(RunLoad load) {
   own_device_.follow_stream();
   forget_updates();
   if (updates_) {
     updates_->abandon();
   }
   note_torn_payloads();
-  if (states || !integrity_.whole()) {
+  if (load.states || !integrity_.whole()) {
     optimizer_state_->discard_stored();
   }
-  integrity_.loading(weights, states);
+  integrity_.loading(load);
   gate_->pass_all();
   runtime_->send_home();
-  if (weights_ && every_weight) {
+  if (weights_ && load.weights == LoadedWeights::kAll) {
     weights_->discard_parameters();
   }
 }
 
-void Session::end_load(bool weights, bool states) { integrity_.loaded(weights, states); }
+void Session::end_load(RunLoad load) { integrity_.loaded(load); }
 
 void Session::adam_step(std::span<const AdamOptions> groups, std::span<const std::int64_t> group_of,
                         double grad_scale) {

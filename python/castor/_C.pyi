@@ -4,8 +4,54 @@ from typing import Any
 from torch import Tensor, dtype
 from torch.nn import Module
 
+from castor.config.names import LoadedWeights, Overlap, PlacementPolicy, ScalarType, StateFormat
+
 __version__: str
 MOMENT_BLOCK: int
+NAMES: dict[str, tuple[str, ...]]
+
+class PlacementOptions:
+    def __init__(
+        self, *, policy: PlacementPolicy, offload_optim_frac: float, offload_param_frac: float
+    ) -> None: ...
+
+class RuntimeOptions:
+    def __init__(
+        self,
+        *,
+        max_prefetch: int,
+        warmup_nonmodel_ratio: float,
+        steady_cap_ratio: float,
+        margin_ratio: float,
+    ) -> None: ...
+
+class NvmeOptions:
+    def __init__(self, *, directories: Sequence[str], budget_bytes: int, verify: bool) -> None: ...
+
+class StateOptions:
+    def __init__(
+        self,
+        *,
+        state_format: StateFormat,
+        moments: bool,
+        nvme: NvmeOptions | None,
+        nvme_fraction: float,
+    ) -> None: ...
+
+class SessionOptions:
+    def __init__(
+        self,
+        *,
+        precision: ScalarType,
+        chunk_bytes: int,
+        placement: PlacementOptions,
+        runtime: RuntimeOptions,
+        device_bytes: int,
+        host_bytes: int,
+        link_bytes_per_second: int,
+        state: StateOptions,
+        overlap: Overlap,
+    ) -> None: ...
 
 class GradientSummary:
     @property
@@ -32,7 +78,9 @@ class Session:
         params: Sequence[Tensor],
         param_names: Sequence[str],
         modules: Sequence[tuple[str, Sequence[int], int]],
-        options: Mapping[str, object],
+        options: SessionOptions,
+        backend: object | None,
+        valueless: Sequence[int],
     ) -> None: ...
     def forward_pre_hook(self, module: int, owner: Module) -> Callable[..., None]: ...
     def forward_hook(self, module: int, owner: Module) -> Callable[..., None]: ...
@@ -48,8 +96,8 @@ class Session:
     def arm_updates(
         self, groups: Sequence[Mapping[str, float | bool]], group_of: Sequence[int]
     ) -> None: ...
-    def begin_load(self, weights: bool, states: bool, every_weight: bool) -> None: ...
-    def end_load(self, weights: bool, states: bool) -> None: ...
+    def begin_load(self, *, weights: LoadedWeights, states: bool) -> None: ...
+    def end_load(self, *, weights: LoadedWeights, states: bool) -> None: ...
     @property
     def whole(self) -> bool: ...
     def stay_with_parent(self) -> None: ...
@@ -58,7 +106,7 @@ class Session:
     def settle(self) -> None: ...
     def send_home(self) -> None: ...
     @property
-    def optim_state_format(self) -> str: ...
+    def optim_state_format(self) -> StateFormat: ...
     def zero_moments(self) -> None: ...
     def set_rounding(self, seed: int, streams: Sequence[int]) -> None: ...
     def adopt(self, param: int, values: Tensor) -> None: ...
@@ -90,9 +138,9 @@ class Simulator:
         self,
         params: Sequence[tuple[str, int, bool]],
         modules: Sequence[tuple[str, Sequence[int], int]],
-        precision: str,
+        precision: ScalarType,
         chunk_bytes: int,
-        state_format: str,
+        state_format: StateFormat,
     ) -> None: ...
     def chunk_of(self) -> list[int]: ...
     def places(self, options: Mapping[str, object]) -> dict[str, int]: ...

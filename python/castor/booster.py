@@ -15,7 +15,7 @@ from castor import checkpoint
 from castor.config import parse_bytes
 from castor.errors import UsageError
 from castor.optim.boosted import StepDriver
-from castor.plugins.gemini import GeminiPlugin
+from castor.plugins.protocol import Plugin
 from castor.runtime.engine import Engine, engine_of
 from castor.runtime.report import MemoryReport, MemoryUse
 
@@ -32,8 +32,8 @@ class Booster:
         TypeError: `plugin` is not a plugin.
     """
 
-    def __init__(self, plugin: GeminiPlugin) -> None:
-        if not isinstance(plugin, GeminiPlugin):
+    def __init__(self, plugin: Plugin) -> None:
+        if isinstance(plugin, type) or not isinstance(plugin, Plugin):
             raise TypeError(f"plugin is a {type(plugin).__name__}; give a GeminiPlugin")
         self.plugin = plugin
         self._latest: Engine | None = None
@@ -87,7 +87,7 @@ class Booster:
         if optimizer is not None and not isinstance(driver, StepDriver):
             raise UsageError("booster.backward was given an optimizer that is not boosted")
         if driver is None:
-            if self.plugin.config.precision == "fp16":
+            if self.plugin.scales_loss:
                 raise UsageError(
                     "fp16 needs the loss scale: call booster.backward(loss, optimizer)"
                 )

@@ -116,8 +116,8 @@ def estimate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict whether a model trains on a machine, how fast, and what bounds it."""
-    from castor.config import Precision
-    from castor.estimate.estimator import Estimator, Overlap, StateFormat, Workload
+    from castor.config import Precision, StateFormat
+    from castor.estimate.estimator import Estimator, Overlap, Workload
     from castor.estimate.machine import machine
     from castor.estimate.render import render
 

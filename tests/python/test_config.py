@@ -1,14 +1,14 @@
 """Arguments: sizes as people write them; each bad one a named exception that names it."""
 
 from dataclasses import FrozenInstanceError
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import nn
 
-from castor import GeminiPlugin, HybridAdam
-from castor.config import parse_bytes
+from castor import _C, GeminiPlugin, HybridAdam
+from castor.config import names, parse_bytes
 from helpers import boost, plugin
 from zoo import tower
 
@@ -166,6 +166,27 @@ def test_unknown_argument_is_a_type_error() -> None:
         GeminiPlugin(device="cpu", devce_memory="1GiB")
     with pytest.raises(TypeError):
         GeminiPlugin("cpu")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("literal", "kind"),
+    [
+        (names.PlacementPolicy, "placement_policy"),
+        (names.Overlap, "overlap"),
+        (names.StateFormat, "state_format"),
+        (names.ScalarType, "scalar_type"),
+        (names.LoadedWeights, "loaded_weights"),
+    ],
+)
+def test_names_are_those_of_the_core(literal: Any, kind: str) -> None:
+    assert get_args(literal) == _C.NAMES[kind]
+
+
+def test_name_that_the_core_does_not_know_is_a_value_error_with_those_it_does() -> None:
+    with pytest.raises(ValueError, match="unknown placement_policy 'gpu'; there are 'auto', 'cpu'"):
+        _C.PlacementOptions(policy="gpu", offload_optim_frac=0.0, offload_param_frac=0.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        _C.PlacementOptions(policy=1, offload_optim_frac=0.0, offload_param_frac=0.0)  # type: ignore[arg-type]
 
 
 def test_settings_are_frozen() -> None:

@@ -35,7 +35,7 @@ def state_bytes(boosted: Boosted) -> int:
     element = {"fp32": 8, "split": 10, "split_bf16": 6, "split_int8": 4}
     engine = engine_of(boosted.model)
     per_param = element[engine.session.optim_state_format]
-    if engine.session.optim_state_format == "fp32" and engine.config.precision != "fp32":
+    if engine.session.optim_state_format == "fp32" and engine.settings.precision != "fp32":
         per_param = 12
     return sum(p.numel() for p in engine.params if p.requires_grad) * per_param
 

@@ -17,6 +17,7 @@ from castor.checkpoint.container import StoredTensor, read_headers
 from castor.checkpoint.manifest import PART_MANIFEST, verify
 from castor.checkpoint.model import state_of, weight_files
 from castor.checkpoint.staging import recover
+from castor.config.names import LoadedWeights
 from castor.errors import CheckpointError
 from castor.runtime.engine import Engine, being_loaded, engines_holding
 
@@ -76,15 +77,14 @@ class ModelLoad:
         loaded = set(self.targets.values())
         for engine in self.engines:
             every_weight = not self.incompatible.missing_keys and loaded.issuperset(engine.params)
-            engine.session.begin_load(
-                weights=True, states=with_optimizer, every_weight=every_weight
-            )
+            weights: LoadedWeights = "all" if every_weight else "some"
+            engine.session.begin_load(weights=weights, states=with_optimizer)
         for key, source in self.sources():
             self._assign(self.targets[key], source)
         for engine, before in zip(self.engines, whole, strict=True):
             # Parameters that the checkpoint lacks are still those of a step that failed.
             if before or not self.incompatible.missing_keys:
-                engine.session.end_load(weights=True, states=False)
+                engine.session.end_load(weights="some", states=False)
         return self.incompatible
 
     def _assign(self, target: torch.Tensor, source: torch.Tensor) -> None:

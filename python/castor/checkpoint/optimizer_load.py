@@ -48,7 +48,7 @@ class OptimizerLoad:
         """Puts state, options, masters and loss scale in place."""
         driver = driver_of(self.optimizer)
         if driver is not None:
-            driver.engine.session.begin_load(weights=False, states=True, every_weight=False)
+            driver.engine.session.begin_load(weights="none", states=True)
         with ExitStack() as stack:
             files = {
                 path: stack.enter_context(safe_open(path, framework="pt"))
@@ -71,7 +71,7 @@ class OptimizerLoad:
         ):
             self.optimizer.rounding_seed = self.rounding_seed  # type: ignore[attr-defined]
         if driver is not None:
-            driver.engine.session.end_load(weights=False, states=True)
+            driver.engine.session.end_load(weights="none", states=True)
 
     def _load_state(self, entries: dict[str, dict[str, Any]]) -> None:
         driver = driver_of(self.optimizer)

@@ -1,13 +1,9 @@
 """What is told to castor, and what it finds out about the machine: settings, units, memory."""
 
+from castor.config.names import NonFinite, Overlap, PlacementPolicy, Precision, StateFormat
 from castor.config.settings import (
     GeminiConfig,
     LossScalerConfig,
-    NonFinite,
-    Overlap,
-    PlacementPolicy,
-    Precision,
-    StateFormat,
     check_format_of_precision,
     check_fraction,
 )

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
-PlacementPolicy = Literal["auto", "cpu", "cuda", "static"]
-Precision = Literal["fp32", "bf16", "fp16"]
-Overlap = Literal["none", "forward", "backward"]
-NonFinite = Literal["skip", "raise", "ignore"]
-StateFormat = Literal["fp32", "split", "split_bf16", "split_int8"]
+from castor.config.names import NonFinite, Overlap, PlacementPolicy, Precision, StateFormat
 
 
 def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:

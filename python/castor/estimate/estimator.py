@@ -11,16 +11,15 @@ from typing import Any, Literal, get_args
 import torch
 
 from castor import _C
-from castor.config import Precision
+from castor.config import Precision, StateFormat
+from castor.config.names import SCALAR_TYPES
 from castor.estimate.machine import Machine
 from castor.estimate.metatrace import Step, record_step
 from castor.estimate.model import build, make_inputs, quiet
 from castor.runtime.spec import ModelSpec
 
-StateFormat = Literal["fp32", "split", "split_bf16", "split_int8"]
 Overlap = Literal["none", "forward"]
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MAX_BATCH = 2**20
 """Where the search for the largest batch ends."""
 
@@ -120,7 +119,7 @@ class Estimator:
             ModuleNotFoundError: transformers is not installed.
         """
         self.workload = workload
-        dtype = _DTYPES[workload.precision]
+        dtype: torch.dtype = getattr(torch, SCALAR_TYPES[workload.precision])
         self._model = build(
             config, dtype=dtype, gradient_checkpointing=workload.gradient_checkpointing
         )
@@ -129,12 +128,12 @@ class Estimator:
         self._chunk_of = self._simulator.chunk_of()
         self._steps: dict[int, Step] = {}
 
-    def _lay_out(self, state_format: str) -> _C.Simulator:
+    def _lay_out(self, state_format: StateFormat) -> _C.Simulator:
         params = zip(self._spec.names, self._spec.params, strict=True)
         return _C.Simulator(
             params=[(name, param.numel(), param.requires_grad) for name, param in params],
             modules=[(m.name, m.params, m.parent) for m in self._spec.modules],
-            precision=str(_DTYPES[self.workload.precision]).removeprefix("torch."),
+            precision=SCALAR_TYPES[self.workload.precision],
             chunk_bytes=0,
             state_format=state_format,
         )

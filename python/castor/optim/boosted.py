@@ -78,10 +78,18 @@ def check_optimizer(optimizer: Optimizer, config: GeminiConfig) -> None:
 class StepDriver:
     """Turns the gradients of a step into an update: unscale, check, clip, Adam."""
 
-    def __init__(self, optimizer: Optimizer, engine: Engine, *, fused: bool, seed: int) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        engine: Engine,
+        config: GeminiConfig,
+        *,
+        fused: bool,
+        seed: int,
+    ) -> None:
         self.engine = engine
+        self.config = config
         self.fused = fused
-        config = engine.config
         self.scaler = LossScaler(config.loss_scaler) if config.precision == "fp16" else None
         self._warned = False
         self.num_trainable = sum(param.requires_grad for param in engine.params)
@@ -113,7 +121,7 @@ class StepDriver:
 
     def step(self, optimizer: Optimizer, generic_step: Callable[[], Any]) -> None:
         """Updates the parameters from the gradients held now, or skips the step."""
-        session, config = self.engine.session, self.engine.config
+        session, config = self.engine.session, self.config
         check = config.nonfinite != "ignore" or self.scaler is not None
         gradients = session.collect_gradients(with_norm=check or config.max_norm > 0)
         skipped_before = self.engine.skipped_steps
@@ -147,7 +155,7 @@ class StepDriver:
 
     def _refuse_update(self, norm: float) -> bool:
         """Handles a gradient that is not finite; says whether the update must be left out."""
-        policy = self.engine.config.nonfinite
+        policy = self.config.nonfinite
         if policy == "ignore" and self.scaler is None:
             return False
         self.engine.skipped_steps += 1
@@ -317,11 +325,13 @@ def _boosted_class(base: type[Optimizer]) -> type[Optimizer]:
     return type(base.__name__, (BoostedOptimizer, base), {"__module__": base.__module__})
 
 
-def boost_optimizer(optimizer: Optimizer, engine: Engine, *, fused: bool, seed: int) -> StepDriver:
+def boost_optimizer(
+    optimizer: Optimizer, engine: Engine, config: GeminiConfig, *, fused: bool, seed: int
+) -> StepDriver:
     """Makes `optimizer` step the chunks of `engine`, in place: references to it stay valid."""
     old_state = [(param, dict(entry)) for param, entry in optimizer.state.items()]
     own_step = optimizer.__dict__.pop("step", None)
-    driver = StepDriver(optimizer, engine, fused=fused, seed=seed)
+    driver = StepDriver(optimizer, engine, config, fused=fused, seed=seed)
     base: Any = type(optimizer)
     optimizer.__class__ = _boosted_class(base)
     optimizer.__dict__["_castor"] = driver

@@ -11,12 +11,12 @@ import torch
 from torch.optim import Optimizer
 
 from castor import _C
-from castor.config import GeminiConfig, check_format_of_precision
+from castor.config import GeminiConfig, Precision, StateFormat, check_format_of_precision
 from castor.optim.state_formats import ROUNDING_FORMATS, to_portable
 from castor.runtime.engine import Engine
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_DEFAULT_FORMATS = {"fp32": "fp32", "bf16": "split", "fp16": "fp32"}
+_DEFAULT_FORMATS: dict[Precision, StateFormat] = {"fp32": "fp32", "bf16": "split", "fp16": "fp32"}
 
 Entries = list[tuple[torch.Tensor, dict[str, Any]]]
 """Parameters, each with its state in any format, or what a file holds of it."""
@@ -26,7 +26,7 @@ Entries = list[tuple[torch.Tensor, dict[str, Any]]]
 class StateChoice:
     """What plugin, optimizer and precision come to."""
 
-    state_format: str
+    state_format: StateFormat
     seed: int
 
 

@@ -1,5 +1,6 @@
 """Ways to train: each plugin sets a model and its optimizer up for one."""
 
 from castor.plugins.gemini import GeminiPlugin
+from castor.plugins.protocol import Plugin
 
-__all__ = ["GeminiPlugin"]
+__all__ = ["GeminiPlugin", "Plugin"]

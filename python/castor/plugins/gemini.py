@@ -28,7 +28,8 @@ from castor.config import (
 from castor.errors import UsageError
 from castor.optim.boosted import StepDriver, boost_optimizer, check_optimizer, runs_fused_adam
 from castor.optim.boosted_state import choose_state_format
-from castor.runtime.device import choose_budgets, choose_device, warn_of_budgets
+from castor.plugins.engine_settings import engine_settings
+from castor.plugins.machine import choose_budgets, choose_device, warn_of_budgets
 from castor.runtime.engine import Engine, check_not_boosted
 
 # Arguments of Colossal-AI's GeminiPlugin that this version knows but cannot honour: the value that
@@ -267,6 +268,11 @@ class GeminiPlugin:
             nvme_verify=nvme_verify,
         )
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the precision needs a loss scale."""
+        return self.config.precision == "fp16"
+
     def configure(
         self, model: nn.Module, optimizer: Optimizer | None
     ) -> tuple[Engine, StepDriver | None]:
@@ -291,10 +297,12 @@ class GeminiPlugin:
         warn_of_budgets(
             torch.device(config.device), config.device_bytes, config.host_bytes, stacklevel=3
         )
-        engine = Engine(model, config, adam_state=fused, optim_state_format=choice.state_format)
+        engine = Engine(
+            model, engine_settings(config, adam_state=fused, state_format=choice.state_format)
+        )
         if optimizer is None:
             return engine, None
-        driver = boost_optimizer(optimizer, engine, fused=fused, seed=choice.seed)
+        driver = boost_optimizer(optimizer, engine, config, fused=fused, seed=choice.seed)
         if self.config.overlap == "backward":
             held = weakref.ref(optimizer)
 

@@ -14,11 +14,10 @@ from torch import nn
 from castor._C import __version__
 from castor.booster import Booster
 from castor.checkpoint.files import write_file
+from castor.config.names import EVENT_KINDS, TRANSFER_CAUSES
 from castor.report.source import GUIDANCE, PAYLOAD_NAMES, Source, source_of
-from castor.report.timeline import MOMENT_KINDS
 
 KINDS = ("fetch", "eviction", "gradient")
-CAUSES = ("demand", "prefetch", "plan", "pressure", "step_end", "backward")
 _SCRIPTS = ("base.js", "step.js", "transfers.js", "training.js", "page.js")
 
 
@@ -98,7 +97,7 @@ def page_data(source: Source) -> dict[str, Any]:
             }
             for i, chunk in enumerate(step.chunks)
         ],
-        "momentKinds": [kind.replace("_", " ") for kind in MOMENT_KINDS],
+        "momentKinds": [kind.replace("_", " ") for kind in EVENT_KINDS],
         "moments": {
             "kind": [moment.kind for moment in step.moments],
             "id": [moment.id for moment in step.moments],
@@ -113,10 +112,10 @@ def page_data(source: Source) -> dict[str, Any]:
         },
         "residency": [[time for interval in row for time in interval] for row in step.residency()],
         "kinds": KINDS,
-        "causes": CAUSES,
+        "causes": TRANSFER_CAUSES,
         "transfers": {
             "kind": [KINDS.index(transfer.kind) for transfer in step.transfers],
-            "cause": [CAUSES.index(transfer.cause) for transfer in step.transfers],
+            "cause": [TRANSFER_CAUSES.index(transfer.cause) for transfer in step.transfers],
             "moment": [transfer.moment for transfer in step.transfers],
             "chunk": [transfer.chunk for transfer in step.transfers],
             "time": [transfer.start_ns for transfer in step.transfers],

@@ -6,8 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-MOMENT_KINDS = ("forward_enter", "forward_exit", "backward_enter", "grad_ready")
-FORWARD_ENTER, FORWARD_EXIT, BACKWARD_ENTER, GRAD_READY = range(4)
+from castor.config.names import EVENT_KINDS
+
+FORWARD_ENTER, FORWARD_EXIT, BACKWARD_ENTER, GRAD_READY = map(
+    EVENT_KINDS.index, ("forward_enter", "forward_exit", "backward_enter", "grad_ready")
+)
 ROOT = 0
 
 Phase = Literal["forward", "backward", "optimizer"]
@@ -17,7 +20,7 @@ class Moment(NamedTuple):
     """An event of the step. Times are ns since the first one, sizes bytes."""
 
     kind: int
-    """Position in MOMENT_KINDS."""
+    """Position in EVENT_KINDS."""
     id: int
     """A module; for grad_ready, a chunk."""
     time_ns: int

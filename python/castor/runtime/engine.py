@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from castor import _C
-from castor.config import GeminiConfig
+from castor.config.names import SCALAR_TYPES, Precision
 from castor.errors import IoError, UsageError
 from castor.lazy import Materialisation, check_inactive, in_own_pages
 from castor.runtime.device import make_backend
@@ -23,9 +24,26 @@ from castor.runtime.report import MemoryReport
 from castor.runtime.spec import ModelSpec, check_distinct_memory
 from castor.runtime.trace_file import read_trace, write_trace
 
-WORKING_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WORKING_DTYPES: dict[Precision, torch.dtype] = {
+    precision: getattr(torch, name) for precision, name in SCALAR_TYPES.items()
+}
 
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What an engine is to be. A plugin makes it of its arguments."""
+
+    session: _C.SessionOptions
+    precision: Precision
+    """That of `session`, as users say it."""
+    device: torch.device
+    """Where the model computes."""
+    gather_embeddings: bool = False
+    """Whether embeddings stay at home, where forward reads the rows that it looks up."""
+    trace_file: Path | None = None
+    """A trace of this model from an earlier run."""
 
 
 class Engine:
@@ -35,16 +53,12 @@ class Engine:
     engine.
     """
 
-    def __init__(
-        self, model: nn.Module, config: GeminiConfig, *, adam_state: bool, optim_state_format: str
-    ) -> None:
+    def __init__(self, model: nn.Module, settings: EngineSettings) -> None:
         """Takes the model's parameters over and installs the hooks.
 
         Args:
             model: The model.
-            config: Settings; its optim_state_format is what the user said, not what was chosen.
-            adam_state: Whether there are moments; the fused Adam needs them.
-            optim_state_format: How masters and moments are kept.
+            settings: What it is to be.
 
         Raises:
             UsageError: The model is boosted already, or cannot be.
@@ -54,8 +68,8 @@ class Engine:
         """
         check_not_boosted(model)
         check_inactive()
-        self.config = config
-        self.device = torch.device(config.device)
+        self.settings = settings
+        self.device = settings.device
         self.skipped_steps = 0
         self.being_loaded = False
         """Whether state_dict is asked for names and places only, whatever the values are."""
@@ -64,9 +78,7 @@ class Engine:
         lazy = Materialisation(model)
         with _telling_what_is_lost(model):
             try:
-                spec = self._take_over(
-                    model, adam_state=adam_state, optim_state_format=optim_state_format
-                )
+                spec = self._take_over(model, lazy)
             except BaseException:
                 lazy.cancel()
                 raise
@@ -76,18 +88,16 @@ class Engine:
         self.modules = [module.name for module in spec.modules]
         self.history = StepHistory()
         self._install_hooks(model, spec)
-        _convert_buffers(model, WORKING_DTYPES[config.precision], self.device)
+        _convert_buffers(model, WORKING_DTYPES[settings.precision], self.device)
         guard(model)
         _engines[model] = self
 
-    def _take_over(
-        self, model: nn.Module, *, adam_state: bool, optim_state_format: str
-    ) -> ModelSpec:
-        """Lays the parameters out in chunks and moves them there."""
-        config = self.config
-        spec = ModelSpec.of(model, gather_embeddings=config.gather_embeddings)
+    def _take_over(self, model: nn.Module, lazy: Materialisation) -> ModelSpec:
+        """Lays the parameters out in chunks and moves those there that have values."""
+        settings = self.settings
+        spec = ModelSpec.of(model, gather_embeddings=settings.gather_embeddings)
         check_distinct_memory(spec)
-        events = read_trace(config.trace_file, spec) if config.trace_file else None
+        events = read_trace(settings.trace_file, spec) if settings.trace_file else None
         self.names = spec.names
         self.params = spec.params
         self.index_of = {param: i for i, param in enumerate(spec.params)}
@@ -95,30 +105,9 @@ class Engine:
             params=spec.params,
             param_names=spec.names,
             modules=[(m.name, m.params, m.parent) for m in spec.modules],
-            options={
-                "precision": str(WORKING_DTYPES[config.precision]).removeprefix("torch."),
-                "chunk_bytes": config.chunk_bytes,
-                "policy": config.placement_policy,
-                "offload_optim_frac": config.offload_optim_frac,
-                "offload_param_frac": config.offload_param_frac,
-                "max_prefetch": config.max_prefetch,
-                "warmup_nonmodel_ratio": config.warmup_non_model_data_ratio,
-                "steady_cap_ratio": config.steady_cuda_cap_ratio,
-                "margin_ratio": (
-                    1.0 if config.gpu_margin_mem_ratio is None else config.gpu_margin_mem_ratio
-                ),
-                "device_bytes": config.device_bytes,
-                "host_bytes": config.host_bytes,
-                "link_bytes_per_second": config.link_bytes_per_second,
-                "backend": make_backend(self.device),
-                "adam_state": adam_state,
-                "overlap": config.overlap if adam_state else "none",
-                "optim_state_format": optim_state_format,
-                "nvme_paths": [str(path) for path in config.nvme_paths],
-                "nvme_bytes": 2**63 if config.nvme_bytes is None else config.nvme_bytes,
-                "nvme_fraction": config.nvme_offload_fraction or 0.0,
-                "nvme_verify": config.nvme_verify,
-            },
+            options=settings.session,
+            backend=make_backend(settings.device),
+            valueless=[self.index_of[param] for param in lazy.params],
         )
         if events is not None:
             self.session.load_trace(events)
@@ -157,9 +146,9 @@ class Engine:
         self.session.adopt(self.index_of[param], values)
 
     def _install_hooks(self, model: nn.Module, spec: ModelSpec) -> None:
-        if self.config.precision != "fp32" or self.device.type != "cpu":
+        if self.settings.precision != "fp32" or self.device.type != "cpu":
             model.register_forward_pre_hook(
-                _input_cast(WORKING_DTYPES[self.config.precision], self.device), with_kwargs=True
+                _input_cast(WORKING_DTYPES[self.settings.precision], self.device), with_kwargs=True
             )
         for i, owner in enumerate(spec.modules):
             module = owner.module

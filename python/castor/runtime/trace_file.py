@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from castor.config.names import EVENT_KINDS
 from castor.errors import UsageError
 from castor.runtime.spec import ModelSpec
 
 _FORMAT = "castor-trace-1"
-_KINDS = ("forward_enter", "forward_exit", "backward_enter", "grad_ready")
 
 Events = list[tuple[int, int, int, int]]
 
@@ -19,7 +19,7 @@ def write_trace(path: Path, events: Events, spec: ModelSpec) -> None:
     document = {
         "format": _FORMAT,
         "modules": [module.name for module in spec.modules],
-        "kinds": _KINDS,
+        "kinds": EVENT_KINDS,
         "columns": ["kind", "id", "nonmodel_bytes", "time_ns"],
         "events": events,
     }
@@ -54,9 +54,9 @@ def read_trace(path: Path, spec: ModelSpec) -> Events:
 
 def _is_event(event: tuple[int, int, int, int], num_modules: int) -> bool:
     kind, position, nonmodel_bytes, time_ns = event
-    if not 0 <= kind < len(_KINDS) or min(position, nonmodel_bytes, time_ns) < 0:
+    if not 0 <= kind < len(EVENT_KINDS) or min(position, nonmodel_bytes, time_ns) < 0:
         return False
     if max(nonmodel_bytes, time_ns) >= 2**63:
         return False
     # A grad_ready event names a chunk, the others a module.
-    return position < (2**32 if _KINDS[kind] == "grad_ready" else num_modules)
+    return position < (2**32 if EVENT_KINDS[kind] == "grad_ready" else num_modules)

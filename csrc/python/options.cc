@@ -1,0 +1,104 @@
+// The settings of a session, as typed classes: castor._C.SessionOptions and its parts.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "python/bindings.h"
+#include "python/names.h"
+#include "torch/session_options.h"
+
+namespace py = pybind11;
+
+namespace castor {
+namespace {
+
+template <typename... Enums>
+py::dict names_of() {
+  py::dict names;
+  const auto add = [&names]<typename Enum>(Names<Enum>) {
+    py::list known;
+    for (const auto& [value, name] : Names<Enum>::kAll) {
+      known.append(py::str(std::string(name)));
+    }
+    names[py::str(std::string(Names<Enum>::kName))] = py::tuple(known);
+  };
+  (add(Names<Enums>()), ...);
+  return names;
+}
+
+void bind_parts(py::module_& module) {
+  py::class_<PlacementOptions>(module, "PlacementOptions")
+      .def(py::init(
+               [](PlacementPolicy policy, double offload_optim_frac, double offload_param_frac) {
+                 return PlacementOptions{.policy = policy,
+                                         .offload_optim_frac = offload_optim_frac,
+                                         .offload_param_frac = offload_param_frac};
+               }),
+           py::kw_only(), py::arg("policy"), py::arg("offload_optim_frac"),
+           py::arg("offload_param_frac"));
+  py::class_<RuntimeOptions>(module, "RuntimeOptions")
+      .def(py::init([](std::size_t max_prefetch, double warmup_nonmodel_ratio,
+                       double steady_cap_ratio, double margin_ratio) {
+             return RuntimeOptions{.max_prefetch = max_prefetch,
+                                   .warmup_nonmodel_ratio = warmup_nonmodel_ratio,
+                                   .steady_cap_ratio = steady_cap_ratio,
+                                   .margin_ratio = margin_ratio};
+           }),
+           py::kw_only(), py::arg("max_prefetch"), py::arg("warmup_nonmodel_ratio"),
+           py::arg("steady_cap_ratio"), py::arg("margin_ratio"));
+  py::class_<NvmeOptions>(module, "NvmeOptions")
+      .def(py::init([](std::vector<std::string> directories, std::uint64_t budget_bytes,
+                       bool verify) {
+             return NvmeOptions{.directories = std::move(directories),
+                                .budget_bytes = budget_bytes,
+                                .verification = verify ? Verification::kOn : Verification::kOff};
+           }),
+           py::kw_only(), py::arg("directories"), py::arg("budget_bytes"), py::arg("verify"));
+  py::class_<OptimizerStateOptions>(module, "StateOptions")
+      .def(py::init([](StateFormat state_format, bool moments, std::optional<NvmeOptions> nvme,
+                       double nvme_fraction) {
+             return OptimizerStateOptions{.format = state_format,
+                                          .moments = moments,
+                                          .nvme = std::move(nvme),
+                                          .nvme_fraction = nvme_fraction};
+           }),
+           py::kw_only(), py::arg("state_format"), py::arg("moments"), py::arg("nvme"),
+           py::arg("nvme_fraction"));
+}
+
+}  // namespace
+
+void bind_options(py::module_& module) {
+  module.attr("NAMES") =
+      names_of<ScalarType, StateFormat, PlacementPolicy, Overlap, LoadedWeights, EventKind,
+               TransferKind, TransferCause, Guidance, PayloadKind, CopyMode, UpdateCores>();
+  bind_parts(module);
+  py::class_<SessionOptions>(module, "SessionOptions")
+      .def(py::init([](ScalarType precision, std::size_t chunk_bytes,
+                       const PlacementOptions& placement, RuntimeOptions runtime,
+                       std::size_t device_bytes, std::size_t host_bytes,
+                       std::uint64_t link_bytes_per_second, OptimizerStateOptions state,
+                       Overlap overlap) {
+             runtime.policy = placement.policy;
+             return SessionOptions{.precision = precision,
+                                   .layout = {.chunk_bytes = chunk_bytes, .world_size = 1},
+                                   .placement = placement,
+                                   .runtime = runtime,
+                                   .device_bytes = device_bytes,
+                                   .host_bytes = host_bytes,
+                                   .link_bytes_per_second = link_bytes_per_second,
+                                   .state = std::move(state),
+                                   .overlap = overlap};
+           }),
+           py::kw_only(), py::arg("precision"), py::arg("chunk_bytes"), py::arg("placement"),
+           py::arg("runtime"), py::arg("device_bytes"), py::arg("host_bytes"),
+           py::arg("link_bytes_per_second"), py::arg("state"), py::arg("overlap"));
+}
+
+}  // namespace castor

@@ -1,0 +1,30 @@
+"""Names of choices, as users write them and as castor._C takes and gives them.
+
+Those of which a type checker should know are spelled here; tests/python/test_config.py holds them
+against the C++ enums (csrc/python/names.h), where all others come from.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from castor import _C
+
+PlacementPolicy = Literal["auto", "cpu", "cuda", "static"]
+Precision = Literal["fp32", "bf16", "fp16"]
+ScalarType = Literal["float32", "bfloat16", "float16"]
+Overlap = Literal["none", "forward", "backward"]
+NonFinite = Literal["skip", "raise", "ignore"]
+StateFormat = Literal["fp32", "split", "split_bf16", "split_int8"]
+LoadedWeights = Literal["none", "some", "all"]
+
+SCALAR_TYPES: dict[Precision, ScalarType] = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+}
+"""Of the parameters, by precision."""
+
+EVENT_KINDS = _C.NAMES["event_kind"]
+"""Moments of a step; traces and timelines have positions in it."""
+TRANSFER_CAUSES = _C.NAMES["transfer_cause"]

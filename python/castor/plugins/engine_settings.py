@@ -1,0 +1,63 @@
+"""What GeminiPlugin's settings mean to the runtime."""
+
+from __future__ import annotations
+
+import torch
+
+from castor import _C
+from castor.config import GeminiConfig
+from castor.config.names import SCALAR_TYPES, StateFormat
+from castor.runtime.engine import EngineSettings
+
+_ALL_OF_THE_DISKS = 2**63
+"""More than any disk holds."""
+
+
+def engine_settings(
+    config: GeminiConfig, *, adam_state: bool, state_format: StateFormat
+) -> EngineSettings:
+    """What the engine is told.
+
+    Args:
+        config: Its optim_state_format is what the user said, not what was chosen.
+        adam_state: Whether there are moments; the fused Adam needs them.
+        state_format: How masters and moments are kept.
+    """
+    margin = config.gpu_margin_mem_ratio
+    nvme = _C.NvmeOptions(
+        directories=[str(path) for path in config.nvme_paths],
+        budget_bytes=_ALL_OF_THE_DISKS if config.nvme_bytes is None else config.nvme_bytes,
+        verify=config.nvme_verify,
+    )
+    session = _C.SessionOptions(
+        precision=SCALAR_TYPES[config.precision],
+        chunk_bytes=config.chunk_bytes,
+        placement=_C.PlacementOptions(
+            policy=config.placement_policy,
+            offload_optim_frac=config.offload_optim_frac,
+            offload_param_frac=config.offload_param_frac,
+        ),
+        runtime=_C.RuntimeOptions(
+            max_prefetch=config.max_prefetch,
+            warmup_nonmodel_ratio=config.warmup_non_model_data_ratio,
+            steady_cap_ratio=config.steady_cuda_cap_ratio,
+            margin_ratio=1.0 if margin is None else margin,
+        ),
+        device_bytes=config.device_bytes,
+        host_bytes=config.host_bytes,
+        link_bytes_per_second=config.link_bytes_per_second,
+        state=_C.StateOptions(
+            state_format=state_format,
+            moments=adam_state,
+            nvme=nvme if config.nvme_paths else None,
+            nvme_fraction=config.nvme_offload_fraction or 0.0,
+        ),
+        overlap=config.overlap if adam_state else "none",
+    )
+    return EngineSettings(
+        session=session,
+        precision=config.precision,
+        device=torch.device(config.device),
+        gather_embeddings=config.gather_embeddings,
+        trace_file=config.trace_file,
+    )

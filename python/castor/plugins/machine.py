@@ -1,0 +1,123 @@
+"""What the arguments `device`, `device_memory` and `host_memory` of a plugin mean here."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from castor._loader import load_cuda
+from castor.config.memory import host_memory, share_memory, usable_bytes
+from castor.errors import UsageError
+
+_USABLE_SHARE = 0.95
+"""Of the free memory of a GPU: what its allocator cannot use for fragmentation is in the rest."""
+
+
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """The device that GeminiPlugin(device=...) means.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:1"; None: the GPU if there is one, else the CPU.
+
+    Returns:
+        One with an index if it is a GPU.
+
+    Raises:
+        UsageError: There is no such GPU, or this torch has no CUDA.
+        ImportError: castor was built without its GPU parts, or for another CUDA than torch.
+        NotImplementedError: A device of another kind.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = torch.device(device)
+    if chosen.type == "cpu":
+        return torch.device("cpu")
+    if chosen.type != "cuda":
+        raise NotImplementedError(
+            f"device={str(device)!r} is not supported; castor computes on 'cuda' and 'cpu'"
+        )
+    check_cuda(chosen)
+    load_cuda()
+    return torch.device("cuda", _index(chosen, torch.cuda.current_device()))
+
+
+def check_cuda(device: torch.device) -> None:
+    """Raises UsageError unless torch has this GPU."""
+    instead = "; pass device='cpu' to train inside a budgeted host arena"
+    if torch.version.cuda is None:
+        raise UsageError(
+            f"device='{device}' needs a torch with CUDA, and torch {torch.__version__} has none: "
+            f"install a CUDA build of torch {torch.__version__.split('+')[0]}{instead}"
+        )
+    if not torch.cuda.is_available():
+        raise UsageError(
+            f"device='{device}' needs a GPU, and torch {torch.__version__} finds none: check that "
+            f"nvidia-smi lists one and that CUDA_VISIBLE_DEVICES does not hide it{instead}"
+        )
+    count = torch.cuda.device_count()
+    if _index(device, 0) >= count:
+        raise UsageError(
+            f"device='{device}' is not there: torch finds {count} GPUs, 'cuda:0' to "
+            f"'cuda:{count - 1}'"
+        )
+
+
+def _index(device: torch.device, default: int) -> int:
+    return device.index if ":" in str(device) else default
+
+
+def choose_budgets(
+    device: torch.device, device_bytes: int | None, host_bytes: int | None
+) -> tuple[int, int]:
+    """The budgets of the device and the host, with defaults for those that are None.
+
+    A GPU has 95% of what is free there or cached by torch, and the host what castor.config.memory
+    calls usable. The CPU device shares that with the host.
+    """
+    if device_bytes is not None and host_bytes is not None:
+        return device_bytes, host_bytes
+    usable = usable_bytes(host_memory().available_bytes)
+    if device.type == "cpu":
+        return share_memory(device_bytes, host_bytes, usable_bytes=usable)
+    return (
+        _free_gpu_bytes(device) if device_bytes is None else device_bytes,
+        max(1, usable) if host_bytes is None else host_bytes,
+    )
+
+
+def warn_of_budgets(
+    device: torch.device, device_bytes: int, host_bytes: int, *, stacklevel: int
+) -> None:
+    """Warns of budgets that this process could not fill: the kernel would kill it first.
+
+    Args:
+        device: A CPU device's memory is the host's.
+        device_bytes: Its budget.
+        host_bytes: That of the host tier.
+        stacklevel: As warnings.warn counts, from the caller of this function.
+    """
+    on_cpu = device.type == "cpu"
+    memory = host_memory()
+    asked = host_bytes + (device_bytes if on_cpu else 0)
+    if asked <= memory.grantable_bytes:
+        return
+    granted = memory.limit_bytes is not None and memory.limit_bytes < memory.total_bytes
+    warnings.warn(
+        f"{'device_memory and host_memory come' if on_cpu else 'host_memory comes'} to "
+        f"{_gib(asked)} ({asked} bytes), and this {'cgroup grants' if granted else 'machine has'} "
+        f"{_gib(memory.grantable_bytes)}: a run that fills its budgets is killed by the kernel. "
+        "Give less; what the host then has no room for goes to NVMe, with nvme_path",
+        RuntimeWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _free_gpu_bytes(device: torch.device) -> int:
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(_USABLE_SHARE * (free + cached))
