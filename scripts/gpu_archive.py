@@ -37,7 +37,12 @@ def call(*command: str | Path) -> str:
 
 def build_gpu_tests(build: Path, definitions: list[str]) -> Path:
     """Compiles the C++ tests that need a GPU; what they load is glibc, libstdc++ and libcudart."""
-    fixed = ("CASTOR_CUDA=ON", "CASTOR_BUILD_TESTS=ON", "CASTOR_BUILD_PYTHON=OFF")
+    fixed = (
+        "CASTOR_CUDA=ON",
+        "CASTOR_WERROR=ON",
+        "CASTOR_BUILD_TESTS=ON",
+        "CASTOR_BUILD_PYTHON=OFF",
+    )
     options = [f"-D{definition}" for definition in (*fixed, "CASTOR_BUILD_SIMULATED_DEVICE=OFF")]
     call("cmake", "-S", ROOT, "-B", build, *options, "-DCMAKE_BUILD_TYPE=Release", *definitions)
     call("cmake", "--build", build, "--target", "cuda_gpu_tests")

@@ -31,9 +31,9 @@ LEARNING_RATE = 2e-5
 MOST_STEPS, FEWEST_STEPS = 6, 3
 
 
-def config(layers: int, width: int = WIDTH) -> transformers.GPT2Config:
+def config(layers: int, width: int = WIDTH, vocab: int = VOCAB) -> transformers.GPT2Config:
     found = transformers.GPT2Config(
-        n_embd=width, n_layer=layers, n_head=width // 128, n_positions=1024, vocab_size=VOCAB,
+        n_embd=width, n_layer=layers, n_head=width // 128, n_positions=1024, vocab_size=vocab,
         eos_token_id=0, bos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         use_cache=False,
     )  # fmt: skip
@@ -41,8 +41,8 @@ def config(layers: int, width: int = WIDTH) -> transformers.GPT2Config:
     return found
 
 
-def num_parameters(layers: int, width: int = WIDTH) -> int:
-    return layers * (12 * width**2 + 13 * width) + (VOCAB + 1024) * width + 2 * width
+def num_parameters(layers: int) -> int:
+    return layers * (12 * WIDTH**2 + 13 * WIDTH) + (VOCAB + 1024) * WIDTH + 2 * WIDTH
 
 
 def layers_that_fit(host: float, disk: float) -> int:
@@ -97,7 +97,7 @@ def tiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def train(
-    layers: int, width: int, seconds: float, rows: int = 4, **settings: Any
+    shape: transformers.GPT2Config, tokens: tuple[int, int], seconds: float, **settings: Any
 ) -> tuple[Any, castor.Booster, list[float]]:
     """MOST_STEPS steps on one batch, or as many as there is time for, but FEWEST_STEPS at least."""
     start = time.perf_counter()
@@ -106,25 +106,24 @@ def train(
         print(f"{time.perf_counter() - start:6.1f} s: {what}", flush=True)
 
     with castor.LazyInitContext():
-        model: Any = transformers.GPT2LMHeadModel(config(layers, width))
+        model: Any = transformers.GPT2LMHeadModel(shape)
     old_name = model.gradient_checkpointing_enable  # deprecated in later transformers
     getattr(model, "activation_checkpointing_enable", old_name)({"use_reentrant": False})
-    assert sum(p.numel() for p in model.parameters()) == num_parameters(layers, width)
     plugin = GeminiPlugin(
         precision="bf16", optim_state_format="split_int8", max_norm=1.0, max_prefetch=2, **settings
     )
     optimizer = castor.HybridAdam(model.parameters(), lr=LEARNING_RATE)
     booster = castor.Booster(plugin=plugin)
     model, optimizer, *_ = booster.boost(model, optimizer)
-    say(f"boosted {layers} layers")
-    tokens = torch.randint(VOCAB, (rows, 1024), device=settings["device"])
+    say(f"boosted {sum(p.numel() for p in model.parameters())} parameters")
+    batch = torch.randint(shape.vocab_size, tokens, device=settings["device"])
     losses: list[float] = []
     before = time.perf_counter()
     longest = 0.0
     for step in range(MOST_STEPS):
         if step >= FEWEST_STEPS and time.perf_counter() - start + longest > seconds:
             break
-        loss = model(input_ids=tokens, labels=tokens).loss
+        loss = model(input_ids=batch, labels=batch).loss
         booster.backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
@@ -164,7 +163,12 @@ def test_the_largest_model_that_host_and_disk_hold(host: float, disk: float, lay
 @pytest.mark.parametrize(("seconds", "steps"), [(0.0, FEWEST_STEPS), (600.0, MOST_STEPS)])
 def test_the_large_run_on_a_small_model(seconds: float, steps: int) -> None:
     _, booster, losses = train(
-        1, 128, seconds, rows=1, device="cpu", device_memory="1GiB", host_memory="1GiB"
+        config(2, 128, vocab=512),
+        (2, 64),
+        seconds,
+        device="cpu",
+        device_memory="1GiB",
+        host_memory="1GiB",
     )
     assert_falling(losses)
     assert len(losses) == steps
@@ -200,8 +204,8 @@ def test_18_billion_parameters_train_under_24_gib(
     settings: dict[str, Any] = {} if host >= ALL_BYTES * numel else {"nvme_path": tmp_path}
     try:
         model, booster, losses = train(
-            layers, WIDTH, seconds, device="cuda", device_memory=CAP - GIB, host_memory=host,
-            **settings,
+            config(layers), (4, 1024), seconds,
+            device="cuda", device_memory=CAP - GIB, host_memory=host, **settings,
         )  # fmt: skip
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
