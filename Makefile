@@ -7,6 +7,7 @@
 #   make study    loss curves of the optimizer state formats: 13 minutes on two cores
 #   make docs     the documentation, in build/docs/index.html
 #   make wheel    wheels in dist/ for each Python and torch asked for, tried in clean environments
+#   make gpu-archive    what scripts/gpu_check.sh --wheel needs on a machine with a GPU, torch and nothing else
 #   make pages    train a small GPT and take the screenshots of docs/images
 #   make lint | package | cpp | pytest | docs | asan | tsan | wheel | bench | bench-storage | study | clean
 #
@@ -26,6 +27,8 @@ CASTOR_TORCH ?= 2.11.*
 WHEEL_PYTHONS ?= 3.11 3.12
 WHEEL_TORCHES ?= 2.11
 WHEEL_ARGS ?=
+# The Python of the machine that `make gpu-archive` packs for; its torch is WHEEL_TORCHES.
+GPU_PYTHON ?= 3.12
 # Where `make pages` writes its screenshots; `make test` leaves the committed ones alone.
 PAGES ?= docs/images
 # More arguments for pytest and for ctest.
@@ -58,7 +61,7 @@ PY_SOURCES := $(shell find python -type f -not -name '*.pyc')
 CXX_FORMATTED := find csrc tests/cpp tests/simulated_device tests/simulated_gpu benchmarks examples -type f \
 	\( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0
 
-.PHONY: demo test pages browser lint lint-format lint-ruff lint-mypy lint-layers package cpp pytest docs asan tsan wheel bench bench-storage study install clean help FORCE
+.PHONY: demo test pages browser lint lint-format lint-ruff lint-mypy lint-layers lint-threads package cpp pytest docs asan tsan wheel gpu-archive bench bench-storage study install clean help FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -150,7 +153,7 @@ $(VENV_STAMPS)/docs: $(VENV_STAMPS)/venv
 
 ## Checks ----------------------------------------------------------------------------------------
 
-lint: lint-format lint-ruff lint-mypy lint-layers
+lint: lint-format lint-ruff lint-mypy lint-layers lint-threads
 
 lint-format: $(STAMPS)/system
 	@$(CXX_FORMATTED) | xargs -0 --no-run-if-empty clang-format --dry-run -Werror
@@ -165,6 +168,13 @@ lint-mypy: $(VENV_STAMPS)/venv
 
 lint-layers: $(VENV_STAMPS)/venv
 	@$(BIN)/python scripts/check_layers.py
+
+# Members that name their mutex (core/mutex.h) are used only while it is held.
+THREAD_CHECKED := csrc/core csrc/host csrc/io csrc/parallel
+lint-threads: $(STAMPS)/system
+	@grep -rlE --include='*.cc' 'MutexLock|CASTOR_GUARDED_BY' $(THREAD_CHECKED) | \
+	  xargs -n 1 -P $(JOBS) clang++ -std=c++20 -fsyntax-only -Wthread-safety -Werror -Icsrc
+	@echo "clang's thread-safety analysis: clean"
 
 # What was installed, and that _C.pyi and _cuda.pyi name what the extensions hold.
 package: $(VENV_STAMPS)/castor
@@ -214,6 +224,14 @@ wheel: $(VENV_STAMPS)/venv $(STAMPS)/jemalloc $(STAMPS)/hwloc
 	@$(BIN)/python scripts/wheel_matrix.py --python $(WHEEL_PYTHONS) --torch $(WHEEL_TORCHES) \
 	  --jemalloc $(JEMALLOC) --hwloc $(HWLOC) --dist dist --work $(BUILD) --werror $(WHEEL_ARGS)
 
+# With kernels, or not at all; git is asked which tests there are.
+gpu-archive: $(VENV_STAMPS)/venv
+	@$(MAKE) --no-print-directory wheel WHEEL_PYTHONS=$(GPU_PYTHON) WHEEL_ARGS="--require --cuda $(WHEEL_ARGS)"
+	@$(BIN)/python scripts/gpu_archive.py --output dist/castor-gpu.tar.gz \
+	  --wheel dist/castor_torch-*+torch$(WHEEL_TORCHES)-cp$(subst .,,$(GPU_PYTHON))-*.whl \
+	  --python $(BUILD)/py$(GPU_PYTHON)-torch$(WHEEL_TORCHES)-env/venv/bin/python \
+	  -DCASTOR_HWLOC_ROOT=$(HWLOC) $(jemalloc_definition)
+
 pytest: $(VENV_STAMPS)/castor
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
@@ -223,7 +241,7 @@ docs: $(VENV_STAMPS)/castor $(VENV_STAMPS)/docs
 	@echo "documentation: $(BUILD)/docs/index.html"
 
 # About 20 minutes on two cores; the first run also compiles DeepSpeed's CPU Adam, 4 minutes more.
-STORAGE_BENCHMARKS := $(addprefix benchmarks/,beyond.py build.py io.py nvme.py)
+STORAGE_BENCHMARKS := $(addprefix benchmarks/,beyond.py build.py io.py llama8b.py nvme.py)
 BENCHMARKS := $(filter-out benchmarks/formats.py benchmarks/page.py $(STORAGE_BENCHMARKS), \
 	$(wildcard benchmarks/[!_]*.py))
 

@@ -51,7 +51,10 @@ def _installed(package: str) -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:  # no git, say
+        return None
     return done.stdout.strip() if done.returncode == 0 else None
 
 

@@ -6,15 +6,20 @@
 # Bytes: copies, what is copied; Adam, what the algorithm must move, each once: 28 per parameter in
 #     fp32, 30 for a bf16 parameter with its fp32 master; the norm 4 and 2.
 #     And does a training step that streams everything run as fast as one with all on the GPU?
-#     (3) The same GPT-2 in bf16 resident on the GPU, and DeepSpeed ZeRO-3 with offload, each in a
-#     process of its own, at three numbers of tokens a step.
+#     (3) The same GPT-2 in bf16 with fp32 masters and moments, resident on the GPU, and under FSDP2
+#     and DeepSpeed ZeRO-2 and ZeRO-3 with offload where they are installed, each in a process of
+#     its own, at three numbers of tokens a step. Losses are held against the resident model's.
 # Targets: copies >= 0.90 of the baseline; Adam >= 0.90 of the in-place bandwidth, no slower than
 #     torch's; the streamed step >= 0.9 of the resident one's compute at 16k tokens and more.
-"""Copies, kernels and training steps on a GPU: `python benchmarks/gpu.py [--numel N] ...`."""
+"""Copies, kernels and training steps on a GPU: `python benchmarks/gpu.py [--numel N] ...`.
+
+Parts may run one by one: what the output file holds of the same castor, torch and GPU is kept.
+"""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -23,16 +28,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _gpu_session import session
-from _machine import RESULTS, describe_machine, paired, spread
+from _gpu_session import CONTENDERS, TOKENS, Load, compare, train
+from _machine import RESULTS, describe_machine, paired, spread, write_record
 from rich.console import Console
 from rich.table import Table
 
-from castor._loader import load_cuda
+from castor._loader import extension_path, load_cuda
 
 HYPER = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01}
 BETA1, BETA2 = 0.9, 0.999
 CHECKED = 1 << 20
+PARTS = ["copies", "kernels", "steps"]
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -193,77 +199,113 @@ def kernels(cuda: Any, numel: int, repetitions: int) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any], console: Console) -> None:
+    """Prints what the file holds."""
     table = Table("what", "GB/s", "of its baseline")
-    for name in ("in", "out", "both"):
+    for name in ("in", "out", "both") if "copies" in result else ():
         rate = result["copies"]["bytes_per_second"][name]
         ratio = result["copies"][f"{name}_over_torch"]["median"]
         table.add_row(f"copy {name}", f"{rate / 1e9:.1f}", f"{ratio:.2f}")
-    for name, fraction in result["kernels"]["fraction_of_in_place"].items():
-        rate = result["kernels"]["bytes_per_second"][name]["median"]
-        table.add_row(name, f"{rate / 1e9:.1f}", f"{fraction['median']:.2f}")
-    over = result["kernels"]["adam_fp32_over_torch"]["median"]
-    table.add_row("adam_fp32, times torch's fused", "", f"{over:.2f}")
-    console.print(table)
-    link = result["copies"]["bytes_per_second"]
-    steps = Table("tokens a step", "contender", "tokens/s", "of compute", "GB/s in", "of the link")
-    for tokens, found in result["session"].items():
-        if tokens == "parameters":
-            continue
+    if "kernels" in result:
+        for name, fraction in result["kernels"]["fraction_of_in_place"].items():
+            rate = result["kernels"]["bytes_per_second"][name]["median"]
+            table.add_row(name, f"{rate / 1e9:.1f}", f"{fraction['median']:.2f}")
+        over = result["kernels"]["adam_fp32_over_torch"]["median"]
+        table.add_row("adam_fp32, times torch's fused", "", f"{over:.2f}")
+    if table.row_count:
+        console.print(table)
+    steps = Table("tokens a step", "contender", "tokens/s", "of compute", "GB/s in", "loss differs")
+    for tokens, found in result.get("steps", {}).items():
         for name, one in found.items():
-            if "error" in one:
-                steps.add_row(tokens, name, one["error"][:60], "", "", "")
+            if "seconds" not in one:
+                why = one.get("error") or f"{one['missing']} is not installed"
+                steps.add_row(tokens, name, why[:60], "", "", "")
                 continue
             rate = one["of_a_step"].get("h2d_bytes", 0) / one["median_seconds"]
             share = f"{one['fraction_of_compute']:.2f}" if "fraction_of_compute" in one else ""
+            differs = f"{one['loss_difference']:.1e}" if "loss_difference" in one else ""
             steps.add_row(
-                tokens, name, f"{one['tokens_per_second']:.0f}", share,
-                f"{rate / 1e9:.1f}", f"{rate / link['in']:.2f}",
+                tokens, name, f"{one['tokens_per_second']:.0f}", share, f"{rate / 1e9:.1f}", differs
             )  # fmt: skip
-    console.print(steps)
+    if steps.row_count:
+        console.print(steps)
+
+
+def build_of_castor() -> str:
+    """Tells builds apart: of what castor's modules hold."""
+    modules = sorted(extension_path().parent.glob("_*.so"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in modules)).hexdigest()[:16]
+
+
+def kept_of(path: Path, machine: dict[str, Any]) -> dict[str, Any]:
+    """The parts that a file holds, if they are of this castor, these versions and this GPU."""
+    if not path.is_file():
+        return {}
+    found = json.loads(path.read_text())
+    same = ("castor_build", "versions", "gpu", "cuda_runtime")
+    if any(found["machine"].get(key) != machine[key] for key in same):
+        return {}
+    return {key: found[key] for key in ("copies", "kernels", "steps") if key in found}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--mebibytes", type=int, default=256, help="bytes of one copy")
     parser.add_argument("--numel", type=int, default=1 << 27, help="parameters of one Adam step")
     parser.add_argument("--repetitions", type=int, default=21)
     parser.add_argument("--width", type=int, default=2048, help="of the GPT-2 that is trained")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--steps", type=int, default=5, help="that are timed, of each contender")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 65536])
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    names = list(CONTENDERS)
+    parser.add_argument("--contenders", nargs="+", choices=names, default=names)
     parser.add_argument("--output", type=Path, default=RESULTS / "gpu.json")
     arguments = parser.parse_args()
     console = Console()
     if not torch.cuda.is_available():
+        problem = "benchmarks/gpu.py: no CUDA device that torch can use"
         if os.environ.get("CASTOR_REQUIRE_CUDA") == "1":
-            raise SystemExit(
-                "benchmarks/gpu.py: torch finds no CUDA device (CASTOR_REQUIRE_CUDA=1)"
-            )
-        console.print("[yellow]SKIPPED: benchmarks/gpu.py: torch finds no CUDA device")
+            raise SystemExit(f"{problem} (CASTOR_REQUIRE_CUDA is 1)")
+        print(f"SKIPPED: {problem}")
         return
     cuda = load_cuda()
     device = torch.cuda.get_device_properties(0)
-    result = {
-        "benchmark": "gpu",
-        "machine": describe_machine()
-        | {
-            "gpu": device.name,
-            "gpu_memory_bytes": device.total_memory,
-            "gpu_capability": f"{device.major}.{device.minor}",
-            "cuda_runtime": cuda.runtime_version(),
-        },
-        "copies": copies(cuda, arguments.mebibytes << 20, arguments.repetitions),
-        "kernels": kernels(cuda, arguments.numel, arguments.repetitions),
+    machine = describe_machine() | {
+        "castor_build": build_of_castor(),
+        "gpu": device.name,
+        "gpu_memory_bytes": device.total_memory,
+        "gpu_capability": f"{device.major}.{device.minor}",
+        "cuda_runtime": cuda.runtime_version(),
     }
-    # Written before and after the steps: whatever ends those, the rest is there.
-    arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+    result = kept_of(arguments.output, machine)
+
+    def write() -> None:
+        # After each part: whatever ends the next, what was measured is there.
+        write_record(arguments.output, "gpu", result, machine=machine)
+
+    if "copies" in arguments.part:
+        result["copies"] = copies(cuda, arguments.mebibytes << 20, arguments.repetitions)
+        write()
+    if "kernels" in arguments.part:
+        result["kernels"] = kernels(cuda, arguments.numel, arguments.repetitions)
+        write()
     torch.cuda.empty_cache()
-    result["session"] = session(
-        arguments.width, arguments.layers, arguments.steps, arguments.tokens
-    )
+    problems, missing = [], []
+    for tokens in arguments.tokens if "steps" in arguments.part else ():
+        size = {"width": arguments.width, "layers": arguments.layers}
+        load = Load(tokens=tokens, steps=arguments.steps, **size)
+        found = result.setdefault("steps", {}).setdefault(str(tokens), {})
+        for name in arguments.contenders:
+            found[name] = train(name, load) | {"parameters": load.parameters}
+            compare(found)
+            write()
+            problems += [f"{name}: {found[name]['error']}"] if "error" in found[name] else []
+            missing += [f"{name}: no {found[name]['missing']}"] if "missing" in found[name] else []
     show(result, console)
-    arguments.output.write_text(json.dumps(result, indent=2) + "\n")
-    console.print(f"written: {arguments.output}")
+    if problems:
+        raise SystemExit("benchmarks/gpu.py: " + "; ".join(problems))
+    if missing:
+        print(f"SKIPPED: {'; '.join(missing)}")
 
 
 if __name__ == "__main__":

@@ -40,11 +40,10 @@ if(NOT CASTOR_HAVE_NVCC)
   return()
 endif()
 
-# Machine code of one architecture runs on later ones of the same generation: 8.0 serves A100, the RTX
-# 30 and 40 series and L40 (8.0 to 8.9), 10.0 serves B200 and B300. The kernels wait for memory and use
-# nothing newer, so that more variants would be the same code again. PTX of the last one, for what comes.
+# A100, RTX 30, RTX 40 and L40, H100 and H200, B200 and B300, RTX 50 (scripts/wheel_check.py asks for
+# each). PTX of the last one, for what comes.
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-  set(CMAKE_CUDA_ARCHITECTURES "80-real;90-real;100-real;120"
+  set(CMAKE_CUDA_ARCHITECTURES "80-real;86-real;89-real;90-real;100-real;120"
       CACHE STRING "GPU architectures to compile kernels for")
 endif()
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)

@@ -6,7 +6,7 @@
 set -euo pipefail
 
 packages=(
-  build-essential ca-certificates ccache clang-format cmake dpkg-dev git gpgv libgtest-dev
+  build-essential ca-certificates ccache clang clang-format cmake dpkg-dev git gpgv libgtest-dev
   libhwloc-dev libtbb-dev liburing-dev libxxhash-dev ninja-build pkg-config python3-dev python3-venv
   "$@"
 )

@@ -6,6 +6,7 @@ Usage: wheel_check.py WHEEL...; exits 1 and names what is wrong.
 import io
 import json
 import re
+import struct
 import subprocess
 import sys
 import zipfile
@@ -21,6 +22,11 @@ SYSTEM = {"libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1", "ld-linux
 TORCH = {"libtorch.so", "libtorch_cpu.so", "libtorch_python.so", "libc10.so"}
 # castor._cuda, and nothing else, asks for torch's CUDA libraries; castor imports it on demand.
 TORCH_CUDA = re.compile(r"libc10_cuda\.so|libcudart\.so\.\d+")
+# What castor._cuda holds of each kernel: machine code for these architectures, and the PTX of the
+# last one for later GPUs. The kinds are those of the entries of CUDA's fat binaries.
+PTX, MACHINE_CODE = 1, 2
+KERNELS = {(MACHINE_CODE, arch) for arch in (80, 86, 89, 90, 100, 120)} | {(PTX, 120)}
+FATBIN_MAGIC = 0xBA55ED50
 # The glibc of Debian 12, on which wheels are built.
 NEWEST_GLIBC = 36
 LICENSES = ("hwloc.txt", "jemalloc.txt", "liburing.txt", "onetbb.txt", "xxhash.txt")
@@ -78,6 +84,36 @@ def problems_of_libraries(wheel: zipfile.ZipFile) -> list[str]:
     return found
 
 
+def kernels_of(library: bytes) -> list[set[tuple[int, int]]]:
+    """(kind, architecture) of what each fat binary of a shared library holds."""
+    section = ELFFile(io.BytesIO(library)).get_section_by_name(".nv_fatbin")
+    data = b"" if section is None else section.data()
+    found, at = [], 0
+    while at + 16 <= len(data):
+        magic, _, header, size = struct.unpack_from("<IHHQ", data, at)
+        if magic != FATBIN_MAGIC:  # padding between two
+            at += 8
+            continue
+        end, at, entries = at + header + size, at + header, set()
+        while at < end:
+            kind, _, header, size = struct.unpack_from("<HHIQ", data, at)
+            entries.add((kind, struct.unpack_from("<I", data, at + 28)[0]))
+            at += header + size
+        found.append(entries)
+    return found
+
+
+def problems_of_kernels(library: bytes) -> list[str]:
+    """GPUs that castor._cuda would not run on."""
+    binaries = kernels_of(library)
+    lacking = {lack for entries in binaries for lack in KERNELS - entries}
+    found = [] if binaries else ["castor._cuda holds no kernels"]
+    for kind, arch in sorted(lacking):
+        what = "machine code" if kind == MACHINE_CODE else "PTX"
+        found.append(f"castor._cuda has kernels without {what} for sm_{arch}")
+    return found
+
+
 def problems_of_wheel(path: Path) -> list[str]:
     """What is wrong with a wheel file, one line each."""
     found = []
@@ -88,6 +124,11 @@ def problems_of_wheel(path: Path) -> list[str]:
         metadata = wheel.read(metadata_name).decode()
         info = json.loads(wheel.read("castor/_build_info.json"))
         found += problems_of_libraries(wheel)
+        cuda = [name for name in names if name.startswith("castor/_cuda.") and ".so" in name]
+        if bool(cuda) != (info["cuda"] != "none"):
+            found.append(f"its record says CUDA {info['cuda']}, and it holds {cuda or 'no _cuda'}")
+        for name in cuda:
+            found += problems_of_kernels(wheel.read(name))
     torch = ".".join(info["torch"].split(".")[:2])
     if version.local != f"torch{torch}" or f"\nVersion: {version}\n" not in metadata:
         found.append(f"its version is {version}, and it was built for torch {torch}")

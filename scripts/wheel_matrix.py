@@ -95,6 +95,7 @@ def build(pair: Pair, python: Path, work: Path, arguments: argparse.Namespace) -
         f"cmake.define.CASTOR_JEMALLOC_ROOT={arguments.jemalloc.resolve()}",
         f"cmake.define.CASTOR_HWLOC_ROOT={arguments.hwloc.resolve()}",
         f"cmake.define.CASTOR_WERROR={'ON' if arguments.werror else 'OFF'}",
+        f"cmake.define.CASTOR_CUDA={'ON' if arguments.cuda else 'AUTO'}",
     ]
     call(
         [
@@ -198,6 +199,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="where wheels go")
     parser.add_argument("--work", type=Path, default=ROOT / "build", help="where it builds")
     parser.add_argument("--werror", action="store_true", help="compiler warnings are errors")
+    parser.add_argument("--cuda", action="store_true", help="no CUDA toolkit is an error")
     parser.add_argument("--require", action="store_true", help="a pair that is skipped fails")
     parser.add_argument(
         "--discard",

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/ids.h"
+#include "core/mutex.h"
 #include "core/residency.h"
 
 namespace castor {
@@ -65,7 +66,7 @@ class ModuleFrames {
   };
 
   template <typename Acquire>
-  static std::size_t acquired(std::vector<Pin>* pins, Acquire&& acquire) {
+  static std::size_t acquired(std::vector<Pin>* pins, Acquire&& acquire) CASTOR_NOT_ANALYZED {
     const std::size_t first = pins->size();
     try {
       acquire(pins);

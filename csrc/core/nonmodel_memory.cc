@@ -18,7 +18,7 @@ void NonModelMemory::note_taken(std::size_t bytes) noexcept {
 
 void NonModelMemory::allocate(std::size_t bytes) {
   if (!device_->ledger().try_take(bytes)) {
-    const std::lock_guard lock(reclaim_mutex_);
+    const MutexLock lock(reclaim_mutex_);
     // Another thread may take what was reclaimed for this one: try until there is nothing to give.
     do {
       if (reclaimer_ == nullptr) {
@@ -36,14 +36,14 @@ void NonModelMemory::make_room(std::size_t bytes) {
   if (fits(bytes)) {
     return;
   }
-  const std::lock_guard lock(reclaim_mutex_);
+  const MutexLock lock(reclaim_mutex_);
   if (reclaimer_ != nullptr) {
     reclaimer_->reclaim(bytes);
   }
 }
 
 bool NonModelMemory::evict_refused(std::size_t bytes) {
-  const std::lock_guard lock(reclaim_mutex_);
+  const MutexLock lock(reclaim_mutex_);
   return reclaimer_ != nullptr && reclaimer_->evict_refused(bytes);
 }
 
@@ -58,7 +58,7 @@ void NonModelMemory::free(std::size_t bytes) noexcept {
 }
 
 void NonModelMemory::set_reclaimer(Reclaimer* reclaimer) {
-  const std::lock_guard lock(reclaim_mutex_);
+  const MutexLock lock(reclaim_mutex_);
   orphaned_.store(reclaimer == nullptr, std::memory_order_relaxed);
   reclaimer_ = reclaimer;
 }

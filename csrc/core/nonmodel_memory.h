@@ -3,10 +3,10 @@
 #include <atomic>
 #include <cstddef>
 #include <memory>
-#include <mutex>
 #include <utility>
 
 #include "core/memory_tier.h"
+#include "core/mutex.h"
 #include "core/peaks.h"
 
 namespace castor {
@@ -83,8 +83,8 @@ class NonModelMemory {
   std::atomic<std::size_t> bytes_{0};
   Peaks peaks_;
   std::atomic<bool> orphaned_{false};
-  std::mutex reclaim_mutex_;  // guards reclaimer_; taken before the runtime's mutex
-  Reclaimer* reclaimer_ = nullptr;
+  Mutex reclaim_mutex_;  // taken before the runtime's
+  Reclaimer* reclaimer_ CASTOR_GUARDED_BY(reclaim_mutex_) = nullptr;
 };
 
 }  // namespace castor

@@ -22,13 +22,13 @@ Block Payload::move_home() noexcept {
 }
 
 void Payload::add_follower(std::unique_ptr<PayloadFollower> follower) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   std::erase_if(followers_, [](const auto& known) { return !known->alive(); });
   followers_.push_back(std::move(follower));
 }
 
 void Payload::tell_followers() noexcept {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (const auto& follower : followers_) {
     follower->moved(data_);
   }

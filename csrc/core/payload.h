@@ -3,13 +3,13 @@
 #include <array>
 #include <cstddef>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "core/memory_tier.h"
+#include "core/mutex.h"
 
 namespace castor {
 
@@ -98,8 +98,8 @@ class Payload {
   std::shared_ptr<MemoryTier> away_tier_;  // destroyed after away_; nullptr: at home
   Block away_;
   std::byte* data_;
-  std::mutex mutex_;  // guards followers_
-  std::vector<std::unique_ptr<PayloadFollower>> followers_;
+  Mutex mutex_;
+  std::vector<std::unique_ptr<PayloadFollower>> followers_ CASTOR_GUARDED_BY(mutex_);
 };
 
 using PayloadSet = std::array<std::shared_ptr<Payload>, kNumPayloadKinds>;

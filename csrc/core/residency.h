@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/chunk_layout.h"
+#include "core/mutex.h"
 #include "core/placement.h"
 
 namespace castor {
@@ -164,7 +165,7 @@ inline void Pin::release() noexcept {
 /// cannot evict it; then brings in and pins each of the others.
 template <typename BringIn, typename MakePin>
 void pin_all(std::span<const ChunkId> needed, const Residency& residency, std::vector<Pin>* pins,
-             BringIn&& bring_in, MakePin&& pin) {
+             BringIn&& bring_in, MakePin&& pin) CASTOR_NOT_ANALYZED {
   const std::size_t first = pins->size();
   for (const ChunkId chunk : needed) {
     if (residency.resident(chunk)) {

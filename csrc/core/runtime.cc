@@ -94,7 +94,7 @@ Runtime::Runtime(ChunkManager& manager, std::shared_ptr<NonModelMemory> nonmodel
 
 Runtime::~Runtime() {
   nonmodel_->set_reclaimer(nullptr);
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   frames_.release_all();
   manager_.record_into(nullptr);
 }
@@ -172,8 +172,9 @@ void Runtime::acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins) {
     manager_.set_next_use(chunks[i], next_use);
   }
   pin_all(
-      chunks, manager_.residency(), pins, [&](ChunkId chunk) { bring_in(chunk, kind, module); },
-      [&](ChunkId chunk) {
+      chunks, manager_.residency(), pins,
+      [&](ChunkId chunk) CASTOR_REQUIRES(mutex_) { bring_in(chunk, kind, module); },
+      [&](ChunkId chunk) CASTOR_REQUIRES(mutex_) {
         Pin pin = manager_.pin(chunk);
         counts_.prefetch_hits += prefetched_[index(chunk)] ? 1 : 0;
         prefetched_[index(chunk)] = false;
@@ -209,14 +210,15 @@ void Runtime::prefetch() {
 // Homes on NVMe come into memory further ahead than slots are fetched.
 void Runtime::announce_homes() {
   if (HomeStore* const homes = manager_.homes()) {
-    homes->announce(upcoming_chunks(
-        *plan_, layout_, cursor_, homes->max_held(),
-        [this](ChunkId chunk) { return manager_.stored(chunk) && !manager_.resident(chunk); }));
+    homes->announce(upcoming_chunks(*plan_, layout_, cursor_, homes->max_held(),
+                                    [this](ChunkId chunk) CASTOR_REQUIRES(mutex_) {
+                                      return manager_.stored(chunk) && !manager_.resident(chunk);
+                                    }));
   }
 }
 
 std::optional<Pin> Runtime::hold(ChunkId chunk, StreamId stream, PayloadKind used) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const bool there = used == PayloadKind::kParam ? manager_.bound(chunk)
                                                  : manager_.placement(chunk) == Placement::kDevice;
   return there ? std::optional(manager_.hold(chunk, stream)) : std::nullopt;
@@ -224,15 +226,16 @@ std::optional<Pin> Runtime::hold(ChunkId chunk, StreamId stream, PayloadKind use
 
 void Runtime::unpin(std::vector<Pin>& pins) noexcept {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     pins.clear();
   }
   operators_over_.notify_all();
 }
 
 // Those of other threads: they go on without the runtime's mutex.
-void Runtime::await_operators(std::unique_lock<std::mutex>& lock) {
-  operators_over_.wait(lock, [this] { return manager_.num_holds() == 0; });
+void Runtime::await_operators(MutexLock& lock) {
+  operators_over_.wait(lock.native(),
+                       [this]() CASTOR_REQUIRES(mutex_) { return manager_.num_holds() == 0; });
 }
 
 void Runtime::begin_use(ModuleId module) {
@@ -255,19 +258,20 @@ void Runtime::end_use(ModuleId module, Pass pass) {
 }
 
 void Runtime::enter(ModuleId module, PassMode mode) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   frames_.begin_forward(module);
   if (frames_.no_forward()) {
     mode_ = mode;
   }
   advance(EventKind::kForwardEnter, module);
-  frames_.enter_forward(
-      module, [&](std::vector<Pin>* pins) { acquire(EventKind::kForwardEnter, module, pins); });
+  frames_.enter_forward(module, [&](std::vector<Pin>* pins) CASTOR_REQUIRES(mutex_) {
+    acquire(EventKind::kForwardEnter, module, pins);
+  });
   begin_use(module);
 }
 
 void Runtime::exit(ModuleId module) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (!frames_.entered(module)) {
     return;  // its enter failed
   }
@@ -276,17 +280,18 @@ void Runtime::exit(ModuleId module) {
 }
 
 void Runtime::enter_backward(ModuleId module) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   mode_ = PassMode::kTraining;
   frames_.end_backward();
   advance(EventKind::kBackwardEnter, module);
-  frames_.enter_backward(
-      module, [&](std::vector<Pin>* pins) { acquire(EventKind::kBackwardEnter, module, pins); });
+  frames_.enter_backward(module, [&](std::vector<Pin>* pins) CASTOR_REQUIRES(mutex_) {
+    acquire(EventKind::kBackwardEnter, module, pins);
+  });
   begin_use(module);
 }
 
 bool Runtime::grad_ready(ParamId param, const GradientCopy& copy) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const ChunkId chunk = layout_.place(param).chunk;
   if (copy.bytes > 0) {
     timeline_.gradient_copied(chunk, copy.bytes, copy.start_ns, copy.end_ns);
@@ -313,7 +318,7 @@ bool Runtime::grad_ready(ParamId param, const GradientCopy& copy) {
 }
 
 bool Runtime::retire(ChunkId chunk) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (manager_.pins(chunk) > 0) {
     return false;
   }
@@ -335,20 +340,20 @@ void Runtime::all_home() {
 }
 
 void Runtime::send_home() {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   await_operators(lock);
   all_home();
 }
 
 void Runtime::begin_update() {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   await_operators(lock);
   timeline_.begin_update();
   all_home();
 }
 
 void Runtime::finish_step() {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   await_operators(lock);
   all_home();
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
@@ -415,7 +420,7 @@ void Runtime::learn_from_step() {
 }
 
 void Runtime::load_trace(Trace trace) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (!tracer_.empty()) {
     throw UsageError("a trace is loaded in the middle of a step; load it before the first forward");
   }
@@ -423,17 +428,17 @@ void Runtime::load_trace(Trace trace) {
 }
 
 std::optional<Trace> Runtime::trace() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return trace_;
 }
 
 std::optional<Prediction> Runtime::prediction() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return plan_ ? std::optional(plan_->prediction()) : std::nullopt;
 }
 
 RuntimeCounts Runtime::counts() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   RuntimeCounts counts = counts_;
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     counts.promoted_chunks += manager_.promoted(ChunkId{static_cast<std::uint32_t>(i)}) ? 1 : 0;
@@ -443,22 +448,22 @@ RuntimeCounts Runtime::counts() const {
 }
 
 Timeline Runtime::timeline() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return timeline_.last();
 }
 
 std::size_t Runtime::step_peak_device_bytes() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return timeline_.last().peak_device_bytes;
 }
 
 TransferCounts Runtime::transfers() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return manager_.counts();
 }
 
 bool Runtime::idle() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return frames_.no_forward();
 }
 

@@ -4,13 +4,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "core/chunk_manager.h"
 #include "core/module_frames.h"
+#include "core/mutex.h"
 #include "core/nonmodel_memory.h"
 #include "core/planner.h"
 #include "core/timeline.h"
@@ -132,59 +132,64 @@ class Runtime final : public Reclaimer {
   [[nodiscard]] bool idle() const;
 
  private:
-  void record(EventKind kind, std::uint32_t id);
-  void advance(EventKind kind, ModuleId module);
-  void acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins);
-  void bring_in(ChunkId chunk, EventKind kind, ModuleId module);
-  void prefetch();
-  [[nodiscard]] bool try_fetch(ChunkId chunk);
-  void await_operators(std::unique_lock<std::mutex>& lock);
-  [[nodiscard]] bool evict_more(std::size_t bytes);
-  void announce_homes();
-  void all_home();
-  void begin_use(ModuleId module);
-  void end_use(ModuleId module, Pass pass);
-  void learn_from_step();
-  void plan_from(Trace trace);
-  [[nodiscard]] PlanOptions plan_options() const;
-  [[nodiscard]] std::vector<Placement> placements() const;
-  void begin_next_step() noexcept;
-  [[nodiscard]] bool on_plan() const noexcept;
+  void record(EventKind kind, std::uint32_t id) CASTOR_REQUIRES(mutex_);
+  void advance(EventKind kind, ModuleId module) CASTOR_REQUIRES(mutex_);
+  void acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins) CASTOR_REQUIRES(mutex_);
+  void bring_in(ChunkId chunk, EventKind kind, ModuleId module) CASTOR_REQUIRES(mutex_);
+  void prefetch() CASTOR_REQUIRES(mutex_);
+  [[nodiscard]] bool try_fetch(ChunkId chunk) CASTOR_REQUIRES(mutex_);
+  void await_operators(MutexLock& lock) CASTOR_REQUIRES(mutex_);
+  [[nodiscard]] bool evict_more(std::size_t bytes) CASTOR_REQUIRES(mutex_);
+  void announce_homes() CASTOR_REQUIRES(mutex_);
+  void all_home() CASTOR_REQUIRES(mutex_);
+  void begin_use(ModuleId module) CASTOR_REQUIRES(mutex_);
+  void end_use(ModuleId module, Pass pass) CASTOR_REQUIRES(mutex_);
+  void learn_from_step() CASTOR_REQUIRES(mutex_);
+  void plan_from(Trace trace) CASTOR_REQUIRES(mutex_);
+  [[nodiscard]] PlanOptions plan_options() const CASTOR_REQUIRES(mutex_);
+  [[nodiscard]] std::vector<Placement> placements() const CASTOR_REQUIRES(mutex_);
+  void begin_next_step() noexcept CASTOR_REQUIRES(mutex_);
+  [[nodiscard]] bool on_plan() const noexcept CASTOR_REQUIRES(mutex_);
   static constexpr std::size_t kNoCap = ~std::size_t{0};
-  [[nodiscard]] std::size_t slot_cap() const noexcept;
-  [[nodiscard]] std::uint64_t unplanned_rank();
+  [[nodiscard]] std::size_t slot_cap() const noexcept CASTOR_REQUIRES(mutex_);
+  [[nodiscard]] std::uint64_t unplanned_rank() CASTOR_REQUIRES(mutex_);
   [[nodiscard]] std::string place_of(EventKind kind, ModuleId module) const;
-  [[nodiscard]] std::string place_under_way() const;
-  [[noreturn]] void throw_out_of_memory(std::size_t bytes, const std::string& where) const;
+  [[nodiscard]] std::string place_under_way() const CASTOR_REQUIRES(mutex_);
+  [[noreturn]] void throw_out_of_memory(std::size_t bytes, const std::string& where) const
+      CASTOR_REQUIRES(mutex_);
 
-  mutable std::mutex mutex_;  // guards everything below
+  mutable Mutex mutex_;
   std::condition_variable operators_over_;
-  ChunkManager& manager_;
+  ChunkManager& manager_ CASTOR_GUARDED_BY(mutex_);
   const ChunkLayout& layout_;
   const std::shared_ptr<NonModelMemory> nonmodel_;
   const RuntimeOptions options_;
   const Clock clock_;
 
-  ModuleFrames frames_{[this](ModuleId module, Pass pass) { end_use(module, pass); }};
-  std::vector<std::uint16_t> uses_;           // per parameter: entered modules that own it
-  std::vector<std::uint32_t> grads_missing_;  // per chunk
-  std::vector<bool> prefetched_;              // per chunk: fetched ahead, not used yet
-  std::uint64_t use_counter_ = 0;
+  ModuleFrames frames_ CASTOR_GUARDED_BY(mutex_){
+      [this](ModuleId module, Pass pass) CASTOR_REQUIRES(mutex_) { end_use(module, pass); }};
+  // Per parameter: entered modules that own it.
+  std::vector<std::uint16_t> uses_ CASTOR_GUARDED_BY(mutex_);
+  std::vector<std::uint32_t> grads_missing_ CASTOR_GUARDED_BY(mutex_);  // per chunk
+  // Per chunk: fetched ahead, not used yet.
+  std::vector<bool> prefetched_ CASTOR_GUARDED_BY(mutex_);
+  std::uint64_t use_counter_ CASTOR_GUARDED_BY(mutex_) = 0;
   std::size_t fixed_device_bytes_ = 0;
 
-  PassMode mode_ = PassMode::kInference;
-  Tracer tracer_;
-  TimelineRecorder timeline_;
-  std::optional<Trace> trace_;
-  std::optional<Plan> plan_;
-  std::size_t cursor_ = 0;  // accesses of this step so far
-  bool diverged_ = false;
-  std::uint64_t pressure_at_step_start_ = 0;
-  std::uint64_t demotions_at_step_start_ = 0;
-  std::optional<std::uint64_t> last_divergent_;  // signature
-  std::optional<Trace> placement_trace_;         // what place() is to decide from
-  bool placed_ = false;                          // since the first plan
-  RuntimeCounts counts_;
+  PassMode mode_ CASTOR_GUARDED_BY(mutex_) = PassMode::kInference;
+  Tracer tracer_ CASTOR_GUARDED_BY(mutex_);
+  TimelineRecorder timeline_ CASTOR_GUARDED_BY(mutex_);
+  std::optional<Trace> trace_ CASTOR_GUARDED_BY(mutex_);
+  std::optional<Plan> plan_ CASTOR_GUARDED_BY(mutex_);
+  std::size_t cursor_ CASTOR_GUARDED_BY(mutex_) = 0;  // accesses of this step so far
+  bool diverged_ CASTOR_GUARDED_BY(mutex_) = false;
+  std::uint64_t pressure_at_step_start_ CASTOR_GUARDED_BY(mutex_) = 0;
+  std::uint64_t demotions_at_step_start_ CASTOR_GUARDED_BY(mutex_) = 0;
+  std::optional<std::uint64_t> last_divergent_ CASTOR_GUARDED_BY(mutex_);  // signature
+  // What place() is to decide from.
+  std::optional<Trace> placement_trace_ CASTOR_GUARDED_BY(mutex_);
+  bool placed_ CASTOR_GUARDED_BY(mutex_) = false;  // since the first plan
+  RuntimeCounts counts_ CASTOR_GUARDED_BY(mutex_);
 };
 
 }  // namespace castor

@@ -40,13 +40,13 @@ void Runtime::plan_from(Trace trace) {
 }
 
 bool Runtime::placement_due() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return placement_trace_ && options_.policy == PlacementPolicy::kAuto &&
          options_.margin_ratio > 0.0;
 }
 
 void Runtime::place(const std::vector<bool>& candidates) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (!tracer_.empty() || !frames_.no_forward()) {
     throw UsageError("chunks are placed in the middle of a step; finish it first");
   }

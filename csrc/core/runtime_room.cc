@@ -49,7 +49,7 @@ bool Runtime::evict_more(std::size_t bytes) {
 }
 
 void Runtime::reclaim(std::size_t bytes) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const CauseScope cause(timeline_, TransferCause::kPressure);
   const std::uint64_t before = manager_.counts().evictions;
   bool fits = manager_.make_room(bytes, kNoCap);
@@ -73,7 +73,7 @@ void Runtime::reclaim(std::size_t bytes) {
 }
 
 bool Runtime::evict_refused(std::size_t bytes) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const CauseScope cause(timeline_, TransferCause::kPressure);
   const std::uint64_t before = manager_.counts().evictions;
   const bool any = evict_more(bytes);

@@ -22,7 +22,7 @@ SlotArena::~SlotArena() {
 
 std::byte* SlotArena::allocate(std::size_t bytes) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     Slots& slots = slots_[bytes];
     if (!slots.free.empty()) {
       std::byte* const data = slots.free.back();
@@ -37,7 +37,7 @@ std::byte* SlotArena::allocate(std::size_t bytes) {
   try {
     return new_block(bytes);
   } catch (...) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     --slots_.find(bytes)->second.num_blocks;
     throw;
   }
@@ -54,7 +54,7 @@ std::byte* SlotArena::new_block(std::size_t bytes) {
 }
 
 void SlotArena::deallocate(std::byte* data, std::size_t bytes) noexcept {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = slots_.find(bytes);
   assert(found != slots_.end() && "the size of a block changed between allocate and deallocate");
   Slots& slots = found->second;
@@ -64,7 +64,7 @@ void SlotArena::deallocate(std::byte* data, std::size_t bytes) noexcept {
 
 std::size_t SlotArena::trim() noexcept {
   std::size_t trimmed = 0;
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   for (auto& [bytes, slots] : slots_) {
     while (!slots.free.empty()) {
       std::byte* const data = slots.free.back();
@@ -80,7 +80,7 @@ std::size_t SlotArena::trim() noexcept {
 }
 
 std::size_t SlotArena::free_bytes() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   std::size_t total = 0;
   for (const auto& [bytes, slots] : slots_) {
     total += bytes * slots.free.size();

@@ -3,11 +3,11 @@
 #include <cstddef>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "core/memory_tier.h"
+#include "core/mutex.h"
 
 namespace castor {
 
@@ -52,8 +52,8 @@ class SlotArena final : public Arena {
 
   const std::unique_ptr<Arena> upstream_;
   const TierKind tier_;
-  mutable std::mutex mutex_;
-  std::map<std::size_t, Slots> slots_;  // guarded by mutex_; an entry, once made, stays
+  mutable Mutex mutex_;
+  std::map<std::size_t, Slots> slots_ CASTOR_GUARDED_BY(mutex_);  // an entry, once made, stays
 };
 
 }  // namespace castor

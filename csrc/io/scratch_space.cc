@@ -83,7 +83,7 @@ ScratchSpace::ScratchSpace(const ScratchOptions& options)
 }
 
 ScratchExtent ScratchSpace::allocate(std::uint64_t bytes, const std::string& remedy) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto extent = allocator_.try_allocate(bytes);
   if (!extent) {
     throw OutOfMemory(TierKind::kNvme, bytes, allocator_.largest_free(), allocator_.capacity(),
@@ -93,7 +93,7 @@ ScratchExtent ScratchSpace::allocate(std::uint64_t bytes, const std::string& rem
 }
 
 void ScratchSpace::free(const Extent& extent) noexcept {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   allocator_.free(extent);
 }
 
@@ -140,13 +140,18 @@ std::vector<TransferFile> ScratchSpace::transfer_files() const {
   return found;
 }
 
+std::uint64_t ScratchSpace::capacity() const {
+  const MutexLock lock(mutex_);
+  return allocator_.capacity();
+}
+
 std::uint64_t ScratchSpace::used_bytes() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return allocator_.used_bytes();
 }
 
 std::uint64_t ScratchSpace::peak_bytes() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return allocator_.peak_bytes();
 }
 

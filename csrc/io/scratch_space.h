@@ -2,12 +2,12 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <mutex>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "core/mutex.h"
 #include "io/extent_allocator.h"
 #include "io/io_file.h"
 #include "io/scratch_file.h"
@@ -71,7 +71,7 @@ class ScratchSpace {
   [[nodiscard]] std::vector<TransferFile> transfer_files() const;
   /// What sizes and buffers of transfers are multiples of.
   [[nodiscard]] std::size_t alignment() const noexcept { return alignment_; }
-  [[nodiscard]] std::uint64_t capacity() const noexcept { return allocator_.capacity(); }
+  [[nodiscard]] std::uint64_t capacity() const;
   [[nodiscard]] std::uint64_t used_bytes() const;
   [[nodiscard]] std::uint64_t peak_bytes() const;
   [[nodiscard]] std::span<const ScratchFile> files() const noexcept { return files_; }
@@ -88,8 +88,8 @@ class ScratchSpace {
   const std::uint64_t stripe_bytes_;
   std::vector<ScratchFile> files_;
   std::size_t alignment_;
-  mutable std::mutex mutex_;
-  ExtentAllocator allocator_;  // guarded by mutex_
+  mutable Mutex mutex_;
+  ExtentAllocator allocator_ CASTOR_GUARDED_BY(mutex_);
 };
 
 }  // namespace castor

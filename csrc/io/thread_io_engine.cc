@@ -45,8 +45,8 @@ ThreadIoEngine::ThreadIoEngine(std::vector<IoFile> files, std::size_t queue_dept
 }
 
 ThreadIoEngine::~ThreadIoEngine() {
-  std::unique_lock lock(mutex_);
-  completion_ready_.wait(lock, [&] {
+  MutexLock lock(mutex_);
+  completion_ready_.wait(lock.native(), [&]() CASTOR_REQUIRES(mutex_) {
     wanted_ = in_flight_;
     return completions_.size() == in_flight_;
   });
@@ -55,7 +55,7 @@ ThreadIoEngine::~ThreadIoEngine() {
 void ThreadIoEngine::submit(std::span<const IoRequest> requests) {
   check_requests(requests, files_.size(), in_flight_, queue_depth_);
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     requests_.insert(requests_.end(), requests.begin(), requests.end());
   }
   in_flight_ += requests.size();
@@ -67,9 +67,11 @@ void ThreadIoEngine::submit(std::span<const IoRequest> requests) {
 }
 
 void ThreadIoEngine::collect(std::size_t at_least, std::vector<IoCompletion>& completions) {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   wanted_ = std::min(at_least, in_flight_);
-  completion_ready_.wait(lock, [&] { return completions_.size() >= wanted_ || woken_; });
+  completion_ready_.wait(lock.native(), [&]() CASTOR_REQUIRES(mutex_) {
+    return completions_.size() >= wanted_ || woken_;
+  });
   woken_ = false;
   in_flight_ -= completions_.size();
   completions.insert(completions.end(), completions_.begin(), completions_.end());
@@ -78,7 +80,7 @@ void ThreadIoEngine::collect(std::size_t at_least, std::vector<IoCompletion>& co
 
 void ThreadIoEngine::wake() noexcept {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     woken_ = true;
   }
   completion_ready_.notify_one();
@@ -89,8 +91,9 @@ std::string ThreadIoEngine::description() const {
 }
 
 void ThreadIoEngine::work(const std::stop_token& stop) {
-  std::unique_lock lock(mutex_);
-  while (request_ready_.wait(lock, stop, [&] { return !requests_.empty(); })) {
+  MutexLock lock(mutex_);
+  while (request_ready_.wait(lock.native(), stop,
+                             [&]() CASTOR_REQUIRES(mutex_) { return !requests_.empty(); })) {
     const IoRequest request = requests_.front();
     requests_.pop_front();
     lock.unlock();

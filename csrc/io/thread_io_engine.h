@@ -3,12 +3,12 @@
 #include <condition_variable>
 #include <cstddef>
 #include <deque>
-#include <mutex>
 #include <stop_token>
 #include <thread>
 #include <vector>
 
 #include "core/io_engine.h"
+#include "core/mutex.h"
 #include "io/io_file.h"
 
 namespace castor {
@@ -39,13 +39,13 @@ class ThreadIoEngine final : public IoEngine {
   const std::size_t queue_depth_;
   std::size_t in_flight_ = 0;  // of the calling thread alone
 
-  std::mutex mutex_;
+  Mutex mutex_;
   std::condition_variable_any request_ready_;
   std::condition_variable completion_ready_;
-  std::deque<IoRequest> requests_;         // guarded by mutex_
-  std::vector<IoCompletion> completions_;  // guarded by mutex_
-  std::size_t wanted_ = 0;                 // guarded by mutex_; what collect() waits for
-  bool woken_ = false;                     // guarded by mutex_
+  std::deque<IoRequest> requests_ CASTOR_GUARDED_BY(mutex_);
+  std::vector<IoCompletion> completions_ CASTOR_GUARDED_BY(mutex_);
+  std::size_t wanted_ CASTOR_GUARDED_BY(mutex_) = 0;  // what collect() waits for
+  bool woken_ CASTOR_GUARDED_BY(mutex_) = false;
   // Last: their destructors stop and join them while everything above is still alive.
   std::vector<std::jthread> threads_;
 };

@@ -27,18 +27,18 @@ struct IoFailure {
 
 /// Shared by the handle and the blocks of a transfer.
 struct IoTransfer::State {
-  std::mutex mutex;
+  Mutex mutex;
   std::condition_variable finished;
-  std::size_t num_blocks = 0;        // guarded by mutex; those that have not ended
-  std::optional<IoFailure> failure;  // guarded by mutex; the first one
+  std::size_t num_blocks CASTOR_GUARDED_BY(mutex) = 0;        // those that have not ended
+  std::optional<IoFailure> failure CASTOR_GUARDED_BY(mutex);  // the first one
 
   [[nodiscard]] bool failed() {
-    const std::lock_guard lock(mutex);
+    const MutexLock lock(mutex);
     return failure.has_value();
   }
 
   void end_block(std::optional<IoFailure> of_block) {
-    const std::lock_guard lock(mutex);
+    const MutexLock lock(mutex);
     if (of_block && !failure) {
       failure = std::move(of_block);
     }
@@ -61,8 +61,9 @@ void IoTransfer::wait() {
     return;
   }
   const std::shared_ptr<State> state = std::exchange(state_, nullptr);
-  std::unique_lock lock(state->mutex);
-  state->finished.wait(lock, [&] { return state->num_blocks == 0; });
+  MutexLock lock(state->mutex);
+  state->finished.wait(lock.native(),
+                       [&]() CASTOR_REQUIRES(state->mutex) { return state->num_blocks == 0; });
   if (state->failure) {
     state->failure->raise();
   }
@@ -70,8 +71,9 @@ void IoTransfer::wait() {
 
 void IoTransfer::drain() noexcept {
   if (state_) {
-    std::unique_lock lock(state_->mutex);
-    state_->finished.wait(lock, [&] { return state_->num_blocks == 0; });
+    MutexLock lock(state_->mutex);
+    state_->finished.wait(lock.native(),
+                          [&]() CASTOR_REQUIRES(state_->mutex) { return state_->num_blocks == 0; });
   }
   state_.reset();
 }
@@ -152,7 +154,7 @@ TransferQueue::TransferQueue(std::unique_ptr<IoEngine> engine, std::vector<Trans
 
 TransferQueue::~TransferQueue() {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     stopping_ = true;
     if (driver_collects_) {
       engine_->wake();
@@ -167,7 +169,7 @@ std::string TransferQueue::description() const {
 }
 
 TransferQueue::Counts TransferQueue::counts() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return counts_;
 }
 
@@ -199,9 +201,12 @@ IoTransfer TransferQueue::submit(IoOperation operation, std::span<const Transfer
           {state, operation, piece.file, piece.offset + done, piece.buffer.subspan(done, bytes)});
     }
   }
-  state->num_blocks = blocks.size();
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(state->mutex);
+    state->num_blocks = blocks.size();
+  }
+  {
+    const MutexLock lock(mutex_);
     if (broken_) {
       failure_of(*broken_).raise();
     }
@@ -239,10 +244,11 @@ IoFailure TransferQueue::failure_of(const Broken& broken) const {
 
 /// Sleeps while there is nothing to do at all; false at the end.
 bool TransferQueue::take_incoming(Driver& driver) {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   driver_collects_ = false;
   if (driver.idle()) {
-    work_ready_.wait(lock, [&] { return !incoming_.empty() || stopping_; });
+    work_ready_.wait(lock.native(),
+                     [&]() CASTOR_REQUIRES(mutex_) { return !incoming_.empty() || stopping_; });
     if (incoming_.empty()) {
       return false;
     }
@@ -321,7 +327,7 @@ void TransferQueue::finish(Driver& driver, Block block, const IoCompletion& comp
       error_number != 0 ? 0 : completion.transferred_bytes / file.alignment * file.alignment;
   block.fruitless = progress > 0 ? 0 : block.fruitless + 1;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     ++(error_number == 0 ? counts_.short_transfers : counts_.retries);
   }
   if (block.fruitless > kMaxFruitless) {
@@ -348,7 +354,7 @@ void TransferQueue::fail_everything(Driver& driver, const Broken& broken) noexce
   }
   std::vector<Block> incoming;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     broken_ = broken;
     driver_collects_ = false;
     incoming.swap(incoming_);

@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -14,6 +13,7 @@
 
 #include "core/error.h"
 #include "core/io_engine.h"
+#include "core/mutex.h"
 
 namespace castor {
 
@@ -115,13 +115,14 @@ class TransferQueue {
   const std::size_t block_bytes_;
 
   // Never held together with the mutex of a IoTransfer::State.
-  mutable std::mutex mutex_;
+  mutable Mutex mutex_;
   std::condition_variable work_ready_;
-  std::vector<Block> incoming_;   // guarded by mutex_
-  bool driver_collects_ = false;  // guarded by mutex_; it may then have to be woken
-  bool stopping_ = false;         // guarded by mutex_
-  std::optional<Broken> broken_;  // guarded by mutex_
-  Counts counts_;                 // guarded by mutex_
+  std::vector<Block> incoming_ CASTOR_GUARDED_BY(mutex_);
+  // It may then have to be woken.
+  bool driver_collects_ CASTOR_GUARDED_BY(mutex_) = false;
+  bool stopping_ CASTOR_GUARDED_BY(mutex_) = false;
+  std::optional<Broken> broken_ CASTOR_GUARDED_BY(mutex_);
+  Counts counts_ CASTOR_GUARDED_BY(mutex_);
   std::thread thread_;
 };
 

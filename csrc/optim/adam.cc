@@ -114,6 +114,16 @@ void update(Isa isa, const AdamSegment& segment, std::size_t begin, std::size_t 
 
 }  // namespace
 
+void check_options(std::span<const AdamOptions> groups) {
+  for (std::size_t i = 0; i < groups.size(); ++i) {
+    try {
+      static_cast<void>(AdamCoefficients(groups[i], 1, 1.0));
+    } catch (const InvalidArgument& error) {
+      throw InvalidArgument("param_groups[" + std::to_string(i) + "]: " + error.what());
+    }
+  }
+}
+
 AdamCoefficients::AdamCoefficients(const AdamOptions& options, std::int64_t step,
                                    double grad_scale_value) {
   const auto check_beta = [](double beta, const char* name) {

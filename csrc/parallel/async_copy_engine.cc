@@ -16,8 +16,8 @@ AsyncCopyEngine::AsyncCopyEngine(AsyncCopyOptions options) : options_(std::move(
 }
 
 AsyncCopyEngine::~AsyncCopyEngine() {
-  std::unique_lock lock(mutex_);
-  completed_.wait(lock, [this] { return tickets_.all_done(); });
+  MutexLock lock(mutex_);
+  completed_.wait(lock.native(), [this]() CASTOR_REQUIRES(mutex_) { return tickets_.all_done(); });
 }
 
 CopyTicket AsyncCopyEngine::submit(const CopyRequest& request) {
@@ -25,7 +25,7 @@ CopyTicket AsyncCopyEngine::submit(const CopyRequest& request) {
   const auto direction = static_cast<std::size_t>(request.direction);
   CopyTicket ticket = CopyTicket::kNone;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     queues_[direction].push_back(request);
     ticket = tickets_.give(direction);
   }
@@ -34,22 +34,22 @@ CopyTicket AsyncCopyEngine::submit(const CopyRequest& request) {
 }
 
 void AsyncCopyEngine::wait(CopyTicket ticket) {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   const CopyNumber copy = tickets_.find(ticket);
-  completed_.wait(lock, [&] { return tickets_.done(copy); });
+  completed_.wait(lock.native(), [&]() CASTOR_REQUIRES(mutex_) { return tickets_.done(copy); });
   tickets_.rethrow(copy);
 }
 
 bool AsyncCopyEngine::done(CopyTicket ticket) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return tickets_.done(tickets_.find(ticket));
 }
 
 void AsyncCopyEngine::work(const std::stop_token& stop, std::size_t direction) {
   Clock::time_point link_free;
+  MutexLock lock(mutex_);
   auto& queue = queues_[direction];
-  std::unique_lock lock(mutex_);
-  while (submitted_.wait(lock, stop, [&] { return !queue.empty(); })) {
+  while (submitted_.wait(lock.native(), stop, [&] { return !queue.empty(); })) {
     const CopyRequest request = std::move(queue.front());
     queue.pop_front();
     lock.unlock();

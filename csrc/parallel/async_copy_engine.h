@@ -7,11 +7,11 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <mutex>
 #include <stop_token>
 #include <thread>
 
 #include "core/copy_tickets.h"
+#include "core/mutex.h"
 
 namespace castor {
 
@@ -52,11 +52,12 @@ class AsyncCopyEngine final : public CopyEngine {
   void copy(const CopyRequest& request, Clock::time_point* link_free) const;
 
   const AsyncCopyOptions options_;
-  std::mutex mutex_;  // guards tickets_ and queues_
+  Mutex mutex_;
   std::condition_variable_any submitted_;
   std::condition_variable completed_;
-  CopyTickets tickets_;
-  std::array<std::deque<CopyRequest>, 2> queues_;  // not taken by the worker yet
+  CopyTickets tickets_ CASTOR_GUARDED_BY(mutex_);
+  // Not taken by the worker yet.
+  std::array<std::deque<CopyRequest>, 2> queues_ CASTOR_GUARDED_BY(mutex_);
   // Last: their destructors stop and join them while everything above is still alive.
   std::array<std::jthread, 2> workers_;
 };

@@ -39,16 +39,16 @@ void ThreadExecutor::parallel_for(std::size_t count, const std::function<void(st
   Loop loop{.count = count, .body = body};
   if (count > 1 && !workers_.empty()) {
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       loops_.push_back(&loop);
     }
     loop_ready_.notify_all();
   }
   run(loop);
   {
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     retire(loop);
-    loop_left_.wait(lock, [&] { return loop.num_workers == 0; });
+    loop_left_.wait(lock.native(), [&] { return loop.num_workers == 0; });
   }
   if (loop.error) {
     std::rethrow_exception(loop.error);
@@ -56,8 +56,9 @@ void ThreadExecutor::parallel_for(std::size_t count, const std::function<void(st
 }
 
 void ThreadExecutor::work(const std::stop_token& stop) {
-  std::unique_lock lock(mutex_);
-  while (loop_ready_.wait(lock, stop, [&] { return !loops_.empty(); })) {
+  MutexLock lock(mutex_);
+  while (loop_ready_.wait(lock.native(), stop,
+                          [&]() CASTOR_REQUIRES(mutex_) { return !loops_.empty(); })) {
     Loop& loop = *loops_.front();
     ++loop.num_workers;
     lock.unlock();
@@ -80,7 +81,7 @@ void ThreadExecutor::run(Loop& loop) noexcept {
       loop.body(i);
     } catch (...) {
       loop.next.store(loop.count, std::memory_order_relaxed);  // skip what nobody has taken
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       if (!loop.error) {
         loop.error = std::current_exception();
       }

@@ -4,12 +4,12 @@
 #include <cstddef>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <stop_token>
 #include <thread>
 #include <vector>
 
 #include "core/executor.h"
+#include "core/mutex.h"
 
 namespace castor {
 
@@ -35,12 +35,13 @@ class ThreadExecutor final : public Executor {
 
   void work(const std::stop_token& stop);
   void run(Loop& loop) noexcept;
-  void retire(const Loop& loop);
+  void retire(const Loop& loop) CASTOR_REQUIRES(mutex_);
 
-  std::mutex mutex_;
+  Mutex mutex_;
   std::condition_variable_any loop_ready_;
   std::condition_variable loop_left_;
-  std::deque<Loop*> loops_;  // guarded by mutex_; those with calls that nobody has taken yet
+  // Those with calls that nobody has taken yet.
+  std::deque<Loop*> loops_ CASTOR_GUARDED_BY(mutex_);
   // Last: their destructors stop and join them while everything above is still alive.
   std::vector<std::jthread> workers_;
 };

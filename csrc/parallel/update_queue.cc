@@ -26,7 +26,7 @@ void UpdateQueue::rethrow_failure() const {
 
 void UpdateQueue::submit(ChunkId chunk, UpdateFunction update) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     rethrow_failure();
     if (pending_[index(chunk)]) {
       throw UsageError("chunk " + std::to_string(index(chunk)) +
@@ -40,12 +40,12 @@ void UpdateQueue::submit(ChunkId chunk, UpdateFunction update) {
 }
 
 bool UpdateQueue::pending(ChunkId chunk) const noexcept {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return pending_[index(chunk)];
 }
 
 void UpdateQueue::wait(ChunkId chunk) {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   if (pending_[index(chunk)]) {
     const auto found =
         std::find_if(updates_.begin(), updates_.end(),
@@ -53,27 +53,29 @@ void UpdateQueue::wait(ChunkId chunk) {
     if (found != updates_.end()) {
       std::rotate(updates_.begin(), found, found + 1);
     }
-    completed_.wait(lock, [&] { return !pending_[index(chunk)]; });
+    completed_.wait(lock.native(),
+                    [&]() CASTOR_REQUIRES(mutex_) { return !pending_[index(chunk)]; });
   }
   rethrow_failure();
 }
 
 void UpdateQueue::drain() {
-  std::unique_lock lock(mutex_);
-  completed_.wait(lock, [&] { return num_pending_ == 0; });
+  MutexLock lock(mutex_);
+  completed_.wait(lock.native(), [&]() CASTOR_REQUIRES(mutex_) { return num_pending_ == 0; });
   rethrow_failure();
 }
 
 void UpdateQueue::abandon() {
-  std::unique_lock lock(mutex_);
-  completed_.wait(lock, [&] { return num_pending_ == 0; });
+  MutexLock lock(mutex_);
+  completed_.wait(lock.native(), [&]() CASTOR_REQUIRES(mutex_) { return num_pending_ == 0; });
   failure_ = nullptr;
 }
 
 // A stop request ends the wait for more, not the work that is there.
 void UpdateQueue::work(const std::stop_token& stop) {
-  std::unique_lock lock(mutex_);
-  while (submitted_.wait(lock, stop, [&] { return !updates_.empty(); })) {
+  MutexLock lock(mutex_);
+  while (submitted_.wait(lock.native(), stop,
+                         [&]() CASTOR_REQUIRES(mutex_) { return !updates_.empty(); })) {
     Update update = std::move(updates_.front());
     updates_.pop_front();
     std::vector<ChunkId> next;

@@ -5,12 +5,12 @@
 #include <deque>
 #include <exception>
 #include <functional>
-#include <mutex>
 #include <span>
 #include <stop_token>
 #include <thread>
 #include <vector>
 
+#include "core/mutex.h"
 #include "core/pending_updates.h"
 
 namespace castor {
@@ -47,15 +47,15 @@ class UpdateQueue final : public PendingUpdates {
   };
 
   void work(const std::stop_token& stop);
-  void rethrow_failure() const;
+  void rethrow_failure() const CASTOR_REQUIRES(mutex_);
 
-  mutable std::mutex mutex_;  // guards everything below
+  mutable Mutex mutex_;
   std::condition_variable_any submitted_;
   std::condition_variable completed_;
-  std::deque<Update> updates_;  // not taken by the worker yet
-  std::vector<bool> pending_;   // per chunk
-  std::size_t num_pending_ = 0;
-  std::exception_ptr failure_;
+  std::deque<Update> updates_ CASTOR_GUARDED_BY(mutex_);  // not taken by the worker yet
+  std::vector<bool> pending_ CASTOR_GUARDED_BY(mutex_);   // per chunk
+  std::size_t num_pending_ CASTOR_GUARDED_BY(mutex_) = 0;
+  std::exception_ptr failure_ CASTOR_GUARDED_BY(mutex_);
   // Last: its destructor stops and joins while everything above is still alive.
   std::jthread worker_;
 };

@@ -38,6 +38,24 @@ void check_type(const at::Tensor& state, at::ScalarType type, const char* name) 
 
 }  // namespace
 
+AdamOptions adam_options(const py::dict& group) {
+  return {
+      .lr = group["lr"].cast<double>(),
+      .beta1 = group["beta1"].cast<double>(),
+      .beta2 = group["beta2"].cast<double>(),
+      .eps = group["eps"].cast<double>(),
+      .weight_decay = group["weight_decay"].cast<double>(),
+      .mode = group["decoupled"].cast<bool>() ? WeightDecayMode::kDecoupled : WeightDecayMode::kL2};
+}
+
+std::vector<AdamOptions> adam_options(const std::vector<py::dict>& groups) {
+  std::vector<AdamOptions> options;
+  for (const py::dict& group : groups) {
+    options.push_back(adam_options(group));
+  }
+  return options;
+}
+
 AdamEntries::Tensors AdamEntries::tensors_of(const py::dict& entry) {
   const auto tensor = [&entry](const char* name) { return entry[name].cast<at::Tensor>(); };
   return {.param = tensor("param"),
@@ -45,13 +63,7 @@ AdamEntries::Tensors AdamEntries::tensors_of(const py::dict& entry) {
           .exp_avg = tensor("exp_avg"),
           .exp_avg_sq = tensor("exp_avg_sq"),
           .master = entry["master"].cast<std::optional<at::Tensor>>(),
-          .options = {.lr = entry["lr"].cast<double>(),
-                      .beta1 = entry["beta1"].cast<double>(),
-                      .beta2 = entry["beta2"].cast<double>(),
-                      .eps = entry["eps"].cast<double>(),
-                      .weight_decay = entry["weight_decay"].cast<double>(),
-                      .mode = entry["decoupled"].cast<bool>() ? WeightDecayMode::kDecoupled
-                                                              : WeightDecayMode::kL2},
+          .options = adam_options(entry),
           .step = entry["step"].cast<std::int64_t>()};
 }
 

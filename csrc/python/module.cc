@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "python/adam_entries.h"
 #include "python/bindings.h"
 #include "python/names.h"
 #include "torch/chunk_storages.h"
@@ -100,12 +101,20 @@ std::shared_ptr<DeviceBackend> device_backend(const py::object& backend) {
 
 std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
                                         std::vector<std::string> param_names,
+                                        const std::vector<bool>& trained,
                                         const std::vector<PythonModuleSpec>& modules,
-                                        SessionOptions options, const py::object& backend) {
+                                        SessionOptions options, const py::object& backend,
+                                        const std::vector<std::uint32_t>& valueless) {
   options.backend = device_backend(backend);
   const std::vector<ModuleSpec> specs = module_specs(modules);
-  return without_gil(
-      [&] { return Session::create(std::move(params), std::move(param_names), specs, options); });
+  std::vector<ParamId> without_values;
+  for (const std::uint32_t param : valueless) {
+    without_values.push_back(ParamId{param});
+  }
+  return without_gil([&] {
+    return Session::create(std::move(params), std::move(param_names), trained, specs, options,
+                           without_values);
+  });
 }
 
 /// The callables that torch.nn.Module calls around forward: one C++ call each. copy.deepcopy of a
@@ -139,24 +148,6 @@ py::cpp_function forward_hook(const std::shared_ptr<Session>& session, std::uint
       session->stop_charging();
     }
   }};
-}
-
-AdamOptions adam_options(const py::dict& group) {
-  return {
-      .lr = group["lr"].cast<double>(),
-      .beta1 = group["beta1"].cast<double>(),
-      .beta2 = group["beta2"].cast<double>(),
-      .eps = group["eps"].cast<double>(),
-      .weight_decay = group["weight_decay"].cast<double>(),
-      .mode = group["decoupled"].cast<bool>() ? WeightDecayMode::kDecoupled : WeightDecayMode::kL2};
-}
-
-std::vector<AdamOptions> adam_options(const std::vector<py::dict>& groups) {
-  std::vector<AdamOptions> options;
-  for (const py::dict& group : groups) {
-    options.push_back(adam_options(group));
-  }
-  return options;
 }
 
 void arm_updates(Session& session, const std::vector<py::dict>& groups,
@@ -308,7 +299,8 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Session, std::shared_ptr<Session>> session(m, "Session");
   session
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),
-           py::arg("modules"), py::arg("options"), py::arg("backend"))
+           py::arg("trained"), py::arg("modules"), py::arg("options"), py::arg("backend"),
+           py::arg("valueless"))
       .def("forward_pre_hook", &castor::forward_pre_hook)
       .def("forward_hook", &castor::forward_hook)
       .def("set_loss_scale", &Session::set_loss_scale, released)

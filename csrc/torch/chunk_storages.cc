@@ -127,14 +127,22 @@ c10::Storage storage_over(std::shared_ptr<Payload> payload, c10::Device device) 
 }
 
 ChunkStorages::ChunkStorages(const ChunkLayout& layout, c10::Device device)
-    : layout_(layout), device_(device), versions_(layout.params().size(), 0) {
+    : layout_(layout), device_(device) {
   storages_.reserve(layout.chunks().size());
   for (const ChunkSpec& chunk : layout.chunks()) {
     storages_.push_back(empty_storage(chunk.used_bytes, device_));
   }
 }
 
-void ChunkStorages::watch(std::vector<at::Tensor> params) { params_ = std::move(params); }
+void ChunkStorages::watch(std::span<const at::Tensor> params) {
+  for (const c10::Storage& storage : storages_) {
+    writes_.push_back(std::make_unique<StorageWrites>(storage));
+  }
+  for (std::size_t i = 0; i < params.size(); ++i) {
+    const ChunkId chunk = layout_.place(ParamId{static_cast<std::uint32_t>(i)}).chunk;
+    writes_[index(chunk)]->follow(params[i]);
+  }
+}
 
 void ChunkStorages::bind(ChunkId chunk, std::byte* address) noexcept {
   point(storages_[index(chunk)], address);
@@ -149,19 +157,10 @@ void ChunkStorages::copy_on_device(std::span<const std::byte> source, std::byte*
   bytes_at(target, source.size(), device_).copy_(bytes_at(source.data(), source.size(), device_));
 }
 
-void ChunkStorages::snapshot(ChunkId chunk) noexcept {
-  for (const ParamId param : layout_.chunk(chunk).params) {
-    versions_[index(param)] = version_of(params_[index(param)]);
-  }
-}
+void ChunkStorages::snapshot(ChunkId chunk) noexcept { writes_[index(chunk)]->snapshot(); }
 
 bool ChunkStorages::written_since_snapshot(ChunkId chunk) const noexcept {
-  for (const ParamId param : layout_.chunk(chunk).params) {
-    if (versions_[index(param)] != version_of(params_[index(param)])) {
-      return true;
-    }
-  }
-  return false;
+  return writes_[index(chunk)]->since_snapshot();
 }
 
 void ChunkStorages::release_to_homes(const std::vector<std::shared_ptr<Payload>>& homes) {

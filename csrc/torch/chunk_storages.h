@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/chunk_manager.h"
+#include "torch/storage_writes.h"
 
 namespace castor {
 
@@ -69,8 +70,9 @@ class ChunkStorages final : public ParamBinder {
   /// Makes the storages, of `device`, pointing nowhere until bind.
   ChunkStorages(const ChunkLayout& layout, c10::Device device);
 
-  /// The parameters whose version counters tell of user writes, in ParamId order.
-  void watch(std::vector<at::Tensor> params);
+  /// From now on writes are seen, by whoever they come: to these, the parameters in ParamId order,
+  /// and to whatever else lies over their storages.
+  void watch(std::span<const at::Tensor> params);
   using WriteBack = std::function<void(ChunkId, const std::byte* home, const std::byte* slot)>;
   /// Who is told before user writes on the device overwrite a home; see ParamBinder.
   void on_write_back(WriteBack callback) { on_write_back_ = std::move(callback); }
@@ -93,9 +95,8 @@ class ChunkStorages final : public ParamBinder {
   const ChunkLayout& layout_;
   const c10::Device device_;
   std::vector<c10::Storage> storages_;
-  std::vector<at::Tensor> params_;
+  std::vector<std::unique_ptr<StorageWrites>> writes_;  // per chunk; empty before watch()
   WriteBack on_write_back_;
-  std::vector<std::uint32_t> versions_;  // per parameter, at the last snapshot
 };
 
 }  // namespace castor

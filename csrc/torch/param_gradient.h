@@ -24,6 +24,7 @@ struct GradientSummary {
 
 /// A trainable parameter's gradient: a view of its payload, which p.grad becomes.
 struct Gradient {
+  bool required = false;  ///< requires_grad of the parameter, when it was taken over
   at::Tensor view;
   std::uint32_t version = 0;       ///< of `view` when castor last touched it
   double scale = 0.0;              ///< loss scale it was made with

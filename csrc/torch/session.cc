@@ -76,16 +76,18 @@ class BackwardPassEnd {
 };
 
 std::vector<ParamSpec> describe(const std::vector<at::Tensor>& params,
-                                std::vector<std::string> names, ScalarType precision) {
-  if (params.size() != names.size()) {
+                                std::vector<std::string> names, const std::vector<bool>& trained,
+                                ScalarType precision) {
+  if (params.size() != names.size() || params.size() != trained.size()) {
     throw InvalidArgument("there are " + std::to_string(params.size()) + " parameters but " +
-                          std::to_string(names.size()) + " names");
+                          std::to_string(names.size()) + " names and " +
+                          std::to_string(trained.size()) + " marks of what is trained");
   }
   std::vector<ParamSpec> specs;
   specs.reserve(params.size());
   for (std::size_t i = 0; i < params.size(); ++i) {
-    specs.push_back({std::move(names[i]), static_cast<std::size_t>(params[i].numel()), precision,
-                     params[i].requires_grad()});
+    specs.push_back(
+        {std::move(names[i]), static_cast<std::size_t>(params[i].numel()), precision, trained[i]});
   }
   return specs;
 }
@@ -125,10 +127,12 @@ void share_with_children(const ChunkManager& manager, std::size_t num_chunks) {
 
 std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
                                          std::vector<std::string> param_names,
+                                         const std::vector<bool>& trained,
                                          std::vector<ModuleSpec> modules,
-                                         const SessionOptions& options) {
+                                         const SessionOptions& options,
+                                         std::span<const ParamId> valueless) {
   const at::NoGradGuard no_grad;
-  auto specs = describe(params, std::move(param_names), options.precision);
+  auto specs = describe(params, std::move(param_names), trained, options.precision);
   LayoutOptions layout_options = options.layout;
   layout_options.param_alignment = param_alignment(options.state.format, options.precision);
   ChunkLayout layout(std::move(specs), std::move(modules), layout_options);
@@ -140,7 +144,7 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
         const GilRelease released;
         delete ended;
       });
-  session->adopt_parameters();
+  session->adopt_parameters(valueless);
   session->install_gradient_hooks();
   session->watch_tensors();
   if (!options.backend) {
@@ -223,7 +227,11 @@ void Session::add_gradient_payloads() {
 }
 
 // Nothing here allocates payload memory: once the first parameter moves, all will.
-void Session::adopt_parameters() {
+void Session::adopt_parameters(std::span<const ParamId> valueless) {
+  std::vector<bool> has_values(params_.size(), true);
+  for (const ParamId param : valueless) {
+    has_values[index(param)] = false;
+  }
   std::vector<c10::Storage> grad_storages;
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
@@ -242,7 +250,10 @@ void Session::adopt_parameters() {
     const ParamGeometry geometry = geometry_of(params_[i]);
     const at::Tensor home =
         tensor_over(storages_->storage(place.chunk), to_torch(type), place.offset, geometry);
-    optimizer_state_->adopt(param, params_[i]);
+    gradients_[i].required = params_[i].requires_grad();
+    if (has_values[i]) {
+      optimizer_state_->adopt(param, params_[i]);
+    }
     params_[i].set_data(home);
     if (trainable(param)) {
       gradients_[i].view =
@@ -312,12 +323,13 @@ void Session::check_parameters() const {
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
     const ParamSpec& spec = layout_.param(param);
-    if (params_[i].requires_grad() != spec.trainable) {
-      throw UsageError(
-          "parameter '" + spec.name + "' had requires_grad=" + (spec.trainable ? "True" : "False") +
-          " when the model was boosted and has " + (spec.trainable ? "False" : "True") +
-          " now; set it before booster.boost, which lays out gradients and optimizer "
-          "state for the trainable parameters");
+    if (params_[i].requires_grad() != gradients_[i].required) {
+      throw UsageError("parameter '" + spec.name +
+                       "' had requires_grad=" + (gradients_[i].required ? "True" : "False") +
+                       " when the model was boosted and has " +
+                       (gradients_[i].required ? "False" : "True") +
+                       " now; set it before booster.boost, which lays out gradients and optimizer "
+                       "state for the trainable parameters");
     }
     if (params_[i].storage().unsafeGetStorageImpl() !=
         storages_->storage(layout_.place(param).chunk).unsafeGetStorageImpl()) {
@@ -361,6 +373,7 @@ void Session::enter(ModuleId module) {
     account_before_ = charged_account();
     charge_allocations_to(charged_);
   }
+  notice_new_operators();
   check_not_updated(module);
   runtime_->enter(module, training ? PassMode::kTraining : PassMode::kInference);
   for (const ChunkId chunk : layout_.chunks_of(module)) {

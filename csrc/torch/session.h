@@ -27,18 +27,22 @@
 namespace castor {
 
 /// A boosted model: its parameters live in chunks, its module events drive the runtime, its
-/// gradients land in payloads, and Adam runs over them. Owned jointly by the hooks it installs.
-/// One thread at a time runs forward, backward and step; allocations may come from any thread.
+/// gradients land in payloads, and Adam runs over them. Owned jointly by the hooks it installs. One
+/// thread at a time runs forward, backward and step; allocations may come from any thread.
 class Session : public std::enable_shared_from_this<Session> {
  public:
   /// Takes the parameters over: afterwards each is a view of its chunk, in the working precision.
-  /// The layout gets the alignment that the state format needs.
-  /// `params` are the model's distinct parameters in execution order, all on the CPU, float.
-  /// Module 0 is the model itself. Throws before touching a parameter if memory is short.
+  /// The layout gets the alignment that the state format needs. `params` are the model's distinct
+  /// parameters in execution order, all on the CPU, float; module 0 is the model itself.
+  /// `trained[i]`: parameter i gets updates, and memory for them; a gradient of others is torch's.
+  /// Those of `valueless` get values by adopt() later. Throws before touching any if memory is
+  /// short.
   static std::shared_ptr<Session> create(std::vector<at::Tensor> params,
                                          std::vector<std::string> param_names,
+                                         const std::vector<bool>& trained,
                                          std::vector<ModuleSpec> modules,
-                                         const SessionOptions& options);
+                                         const SessionOptions& options,
+                                         std::span<const ParamId> valueless);
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
@@ -65,7 +69,8 @@ class Session : public std::enable_shared_from_this<Session> {
   void scale_gradients(double factor);
   /// One Adam step over the parameters that have a gradient. `group_of[i]` is parameter i's entry
   /// of `groups`. With Overlap::kForward it may still be under way on return: torch's operators
-  /// wait for what they read, anything else calls settle first.
+  /// wait for what they read, anything else calls settle first. If it throws, nothing has moved, or
+  /// the run counts as broken.
   void adam_step(std::span<const AdamOptions> groups, std::span<const std::int64_t> group_of,
                  double grad_scale);
   void finish_step();
@@ -119,7 +124,7 @@ class Session : public std::enable_shared_from_this<Session> {
   Session(std::vector<at::Tensor> params, ChunkLayout layout, std::vector<Placement> placements,
           const SessionOptions& options);
   void add_gradient_payloads();
-  void adopt_parameters();
+  void adopt_parameters(std::span<const ParamId> valueless);
   void install_gradient_hooks();
   void follow_backward_pass();
   void check_parameters() const;
@@ -133,13 +138,13 @@ class Session : public std::enable_shared_from_this<Session> {
   [[nodiscard]] std::shared_ptr<void> visit_groups(std::span<const TensorGate::Use> uses);
   [[nodiscard]] bool stored(ChunkId chunk) const noexcept;
   void begin_gradients_of(ChunkId chunk);
-  /// The update of parameter i, which is in its next step from now on.
-  [[nodiscard]] ParamUpdate begin_step(std::size_t i, const AdamOptions& options,
-                                       double grad_scale);
-  /// Runs, or begins to run, the updates of each chunk.
-  void update(std::vector<std::vector<ParamUpdate>> updates);
+  /// The update that takes parameter i to its next step; changes nothing.
+  [[nodiscard]] ParamUpdate next_update(std::size_t i, const AdamOptions& options,
+                                        double grad_scale) const;
+  void count_steps(std::span<const ParamUpdate> updates);  // which are made, or under way
+  void update(std::span<const std::vector<ParamUpdate>> updates);
   void update_now(std::span<const std::vector<ParamUpdate>> updates);
-  void submit_update(ChunkId chunk, std::vector<ParamUpdate> updates);
+  void submit_update(ChunkId chunk, const std::vector<ParamUpdate>& updates);
   void update_completed_chunks();
   void note_torn_payloads();
   [[nodiscard]] bool torn() const noexcept;  ///< Whether a write to NVMe failed.

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <exception>
-#include <functional>
 #include <string>
 #include <utility>
 
@@ -12,16 +11,17 @@
 namespace castor {
 namespace {
 
-void check_groups(std::size_t num_groups, std::span<const std::int64_t> group_of,
+void check_groups(std::span<const AdamOptions> groups, std::span<const std::int64_t> group_of,
                   std::size_t num_params) {
+  check_options(groups);
   if (group_of.size() != num_params) {
     throw InvalidArgument("group_of has " + std::to_string(group_of.size()) + " entries for " +
                           std::to_string(num_params) + " parameters");
   }
   for (const std::int64_t group : group_of) {
-    if (group < 0 || static_cast<std::size_t>(group) >= num_groups) {
+    if (group < 0 || static_cast<std::size_t>(group) >= groups.size()) {
       throw InvalidArgument("group_of names group " + std::to_string(group) + " of " +
-                            std::to_string(num_groups));
+                            std::to_string(groups.size()));
     }
   }
 }
@@ -32,7 +32,7 @@ bool Session::updated(ParamId param) const { return updated_[index(layout_.place
 
 void Session::arm_updates(std::vector<AdamOptions> groups, std::vector<std::int64_t> group_of) {
   if (overlap_ == Overlap::kBackward) {
-    check_groups(groups.size(), group_of, params_.size());
+    check_groups(groups, group_of, params_.size());
     armed_groups_ = std::move(groups);
     armed_group_of_ = std::move(group_of);
   }
@@ -49,10 +49,10 @@ void Session::update_completed_chunks() {
     std::vector<ParamUpdate> updates;
     for (const ParamId param : layout_.chunk(chunk).params) {
       const auto group = static_cast<std::size_t>(armed_group_of_[index(param)]);
-      updates.push_back(begin_step(index(param), armed_groups_[group], 1.0));
+      updates.push_back(next_update(index(param), armed_groups_[group], 1.0));
     }
     updated_[index(chunk)] = true;
-    submit_update(chunk, std::move(updates));
+    submit_update(chunk, updates);
     return true;
   });
 }
@@ -130,7 +130,7 @@ void Session::end_load(RunLoad load) { integrity_.loaded(load); }
 void Session::adam_step(std::span<const AdamOptions> groups, std::span<const std::int64_t> group_of,
                         double grad_scale) {
   own_device_.follow_stream();
-  check_groups(groups.size(), group_of, params_.size());
+  check_groups(groups, group_of, params_.size());
   std::vector<std::vector<ParamUpdate>> updates(layout_.chunks().size());
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
@@ -139,10 +139,11 @@ void Session::adam_step(std::span<const AdamOptions> groups, std::span<const std
       check_used_gradient(i, groups[group]);
     } else if (gradients_[i].present) {
       updates[index(layout_.place(param).chunk)].push_back(
-          begin_step(i, groups[group], grad_scale));
+          next_update(i, groups[group], grad_scale));
     }
   }
-  update(std::move(updates));
+  update(updates);
+  forget_updates();
 }
 
 // The update is over or under way: it has to be the one that step() would make now.
@@ -164,26 +165,30 @@ void Session::check_used_gradient(std::size_t i, const AdamOptions& options) con
   }
 }
 
-ParamUpdate Session::begin_step(std::size_t i, const AdamOptions& options, double grad_scale) {
-  auto* steps = steps_.data_ptr<float>();
-  const auto step = static_cast<std::int64_t>(steps[i]) + 1;
-  const ParamUpdate update = optimizer_state_->update_of(ParamId{static_cast<std::uint32_t>(i)},
-                                                         options, step, grad_scale);
-  steps[i] = static_cast<float>(step);
-  // As torch's in-place update does: a graph that saved the old weights must not be replayed.
-  params_[i].unsafeGetTensorImpl()->bump_version();
-  return update;
+ParamUpdate Session::next_update(std::size_t i, const AdamOptions& options,
+                                 double grad_scale) const {
+  const auto step = static_cast<std::int64_t>(steps_.const_data_ptr<float>()[i]) + 1;
+  return optimizer_state_->update_of(ParamId{static_cast<std::uint32_t>(i)}, options, step,
+                                     grad_scale);
+}
+
+void Session::count_steps(std::span<const ParamUpdate> updates) {
+  for (const ParamUpdate& update : updates) {
+    steps_.data_ptr<float>()[index(update.param)] += 1.0f;
+    // As torch's in-place update does: a graph that saved the old weights must not be replayed.
+    params_[index(update.param)].unsafeGetTensorImpl()->bump_version();
+  }
 }
 
 // In the order of the chunks, which is the order in which the next forward needs them.
-void Session::update(std::vector<std::vector<ParamUpdate>> updates) {
+void Session::update(std::span<const std::vector<ParamUpdate>> updates) {
   if (!updates_) {
     update_now(updates);
     return;
   }
   for (std::size_t i = 0; i < updates.size(); ++i) {
     if (!updates[i].empty()) {
-      submit_update(ChunkId{static_cast<std::uint32_t>(i)}, std::move(updates[i]));
+      submit_update(ChunkId{static_cast<std::uint32_t>(i)}, updates[i]);
     }
   }
 }
@@ -203,23 +208,19 @@ void Session::update_now(std::span<const std::vector<ParamUpdate>> updates) {
     if (num_begun > 0) {
       integrity_.broke("optimizer.step() failed when it had changed " + std::to_string(num_begun) +
                        " of " + std::to_string(updates.size()) + " chunks (" + error.what() + ")");
-    } else {  // step() may be called again
-      for (const auto& of_chunk : updates) {
-        for (const ParamUpdate& update : of_chunk) {
-          steps_.data_ptr<float>()[index(update.param)] -= 1.0f;
-        }
-      }
     }
     throw;
   }
+  for (const auto& of_chunk : updates) {
+    count_steps(of_chunk);
+  }
 }
 
-void Session::submit_update(ChunkId chunk, std::vector<ParamUpdate> updates) {
-  const auto run = [this, chunk](std::span<const ParamUpdate> of_chunk,
-                                 const std::function<void()>& prepare) {
+void Session::submit_update(ChunkId chunk, const std::vector<ParamUpdate>& updates) {
+  // Other chunks may be in the next step already, so that a failure leaves a mixture.
+  const auto attempt = [this, chunk](const auto& work) {
     try {
-      prepare();
-      optimizer_state_->update(chunk, of_chunk);
+      work();
     } catch (const std::exception& error) {
       integrity_.broke("the optimizer's update of chunk " + std::to_string(index(chunk)) +
                        " failed (" + error.what() + ")");
@@ -229,7 +230,8 @@ void Session::submit_update(ChunkId chunk, std::vector<ParamUpdate> updates) {
   if (optimizer_state_->on_device(chunk)) {
     // Behind what the device has been given, and before what it will be: nobody has to wait.
     const auto held = hold_on_device(std::span(&chunk, 1));
-    run(updates, [] {});
+    attempt([&] { optimizer_state_->update(chunk, updates); });
+    count_steps(updates);
     return;
   }
   gate_->close(index(chunk));
@@ -238,18 +240,22 @@ void Session::submit_update(ChunkId chunk, std::vector<ParamUpdate> updates) {
       gradient_copies_ ? gradient_copies_->last_of(chunk) : CopyTicket::kNone;
   // The device may have written gradients where they are, beside those that were copied.
   const std::shared_ptr<ComputeFence> fence = own_device_.fence();
-  updates_->submit(chunk, [this, run, chunk, gradients, fence,
-                           of_chunk = std::move(updates)](std::span<const ChunkId> next) {
-    run(of_chunk, [&] {
-      std::vector<ChunkId> ahead = {chunk};
-      ahead.insert(ahead.end(), next.begin(), next.end());
-      optimizer_state_->announce(ahead);
-      copy_engine_->wait(gradients);
-      if (fence) {
-        fence->wait();
-      }
-    });
+  attempt([&] {
+    updates_->submit(
+        chunk, [this, attempt, chunk, gradients, fence, updates](std::span<const ChunkId> next) {
+          attempt([&] {
+            std::vector<ChunkId> ahead = {chunk};
+            ahead.insert(ahead.end(), next.begin(), next.end());
+            optimizer_state_->announce(ahead);
+            copy_engine_->wait(gradients);
+            if (fence) {
+              fence->wait();
+            }
+            optimizer_state_->update(chunk, updates);
+          });
+        });
   });
+  count_steps(updates);
   if (aliased(chunk)) {
     updates_->wait(chunk);  // nothing would hold its readers back
   }
@@ -257,7 +263,6 @@ void Session::submit_update(ChunkId chunk, std::vector<ParamUpdate> updates) {
 
 void Session::finish_step() {
   own_device_.follow_stream();
-  forget_updates();
   runtime_->finish_step();
   account_before_.reset();
   if (charged_account() == charged_) {

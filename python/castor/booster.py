@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +37,7 @@ class Booster:
         if isinstance(plugin, type) or not isinstance(plugin, Plugin):
             raise TypeError(f"plugin is a {type(plugin).__name__}; give a GeminiPlugin")
         self.plugin = plugin
-        self._latest: Engine | None = None
+        self._latest: weakref.ref[nn.Module] | None = None
 
     def boost(
         self,
@@ -52,7 +53,8 @@ class Booster:
             model: Any module on the CPU.
             optimizer: An optimizer over the model's trainable parameters. Adam, AdamW and
                 HybridAdam run fused on the chunks; others run their own step on the host copies
-                (float32 only).
+                (float32 only). Parameters that it does not hold get gradients and no update, as in
+                plain PyTorch, and a warning names them.
             criterion: Returned as it is.
             dataloader: A torch DataLoader learns to tell its position (state_dict), for
                 checkpoints; anything else is returned as it is.
@@ -62,14 +64,15 @@ class Booster:
             (model, optimizer, criterion, dataloader, lr_scheduler), None for what was not given.
 
         Raises:
-            UsageError: See GeminiPlugin.configure.
+            UsageError, NotImplementedError: See GeminiPlugin.configure; several optimizers, or
+                several ranks, are not supported.
             OutOfMemoryError: A budget is too small; nothing was changed.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
-        if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a torch Optimizer")
-        self._latest, _ = self.plugin.configure(model, optimizer)
+        _check_optimizer(optimizer)
+        self.plugin.configure(model, optimizer)
+        self._latest = weakref.ref(model)
         checkpoint.make_resumable(dataloader)
         return model, optimizer, criterion, dataloader, lr_scheduler
 
@@ -156,6 +159,9 @@ class Booster:
         directory appears as a whole; a kill at any moment leaves what was there before. Files in
         it that castor did not write stay.
 
+        Of a peft.PeftModel the adapters are written, one file each, as its own save_pretrained
+        does; PEFT reads them.
+
         Args:
             model: Boosted or plain.
             directory: Created or replaced; its parent must exist.
@@ -167,7 +173,8 @@ class Booster:
             use_async: Only False is supported.
 
         Raises:
-            CheckpointError: The model holds something other than dense tensors.
+            CheckpointError: The model holds something other than dense tensors, or PEFT's adapters
+                without being a PeftModel.
             IoError: Not enough room (checked before), a read-only disk, a missing parent.
             NotImplementedError: An argument asks for what this version lacks.
         """
@@ -191,7 +198,8 @@ class Booster:
 
         Args:
             model: Boosted or plain.
-            directory: Holds model.safetensors, or shards and their index.
+            directory: Holds model.safetensors, or shards and their index; for a peft.PeftModel,
+                or adapter_model.safetensors and adapter_config.json of the same adapters.
             strict: Whether missing and unexpected keys are errors.
 
         Returns:
@@ -352,7 +360,22 @@ class Booster:
             return engine_of(model)
         if self._latest is None:
             raise UsageError("nothing has been boosted yet")
-        return self._latest
+        latest = self._latest()
+        if latest is None:
+            raise UsageError("the model boosted last is gone; give report and memory a model")
+        return engine_of(latest)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, list | tuple):
+        names = ", ".join(type(one).__name__ for one in optimizer)
+        raise NotImplementedError(
+            f"castor steps one optimizer a model, and was given {len(optimizer)} ({names}): give "
+            "one with param_groups, or boost with one and step the others, over the parameters "
+            "that it does not hold, yourself"
+        )
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a torch Optimizer")
 
 
 def _path(path: str | Path) -> Path:

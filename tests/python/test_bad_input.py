@@ -106,12 +106,22 @@ def test_optimizer_of_other_parameters_is_refused() -> None:
     losses_of_boosted(boost(model), tower_loss, steps=2)
 
 
-def test_optimizer_that_misses_parameters_is_refused_and_frozen_ones_are_not_missed() -> None:
+def test_parameters_in_no_optimizer_are_named_once() -> None:
     model = tower()
-    with pytest.raises(castor.UsageError, match=r"12 trainable.*'layers\.0\.weight'.*freeze"):
-        Booster(plugin=plugin()).boost(model, AdamW(model.head.parameters()))
+    with pytest.warns(UserWarning, match=r"not hold 12 parameters .*'layers\.0\.weight', .*freeze"):
+        boosted = boost(model, optimizer=AdamW(model.head.parameters()))
+    losses_of_boosted(boosted, tower_loss, steps=2)  # warnings are errors here
+    model = tower()
     model.layers.requires_grad_(False)
     losses_of_boosted(boost(model, optimizer=AdamW(model.head.parameters())), tower_loss, steps=2)
+
+
+def test_several_optimizers_are_refused_by_name() -> None:
+    model = tower()
+    halves = [AdamW(model.layers.parameters()), torch.optim.SGD(model.head.parameters())]
+    with pytest.raises(NotImplementedError, match=r"given 2 \(AdamW, SGD\).*param_groups"):
+        Booster(plugin=plugin()).boost(model, halves)  # type: ignore[arg-type]
+    losses_of_boosted(boost(model), tower_loss, steps=2)
 
 
 def test_boosting_twice_is_refused() -> None:

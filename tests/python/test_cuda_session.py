@@ -5,21 +5,17 @@ What can be seen without a GPU is in test_simulated_device.py.
 
 import dataclasses
 import gc
-import itertools
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import castor
 from accelerator import ON_A_REAL_ONE, Accelerator
 from castor import GeminiPlugin, _loader
-from castor.config.memory import host_memory
-from castor.runtime.engine import engine_of
 from helpers import (
     FORMATS,
     FP32_TOLERANCE,
@@ -388,47 +384,3 @@ def test_prefetching_hides_copies(gpu: Accelerator) -> None:
     budget = 3 * GIB
     alone, ahead = seconds(0, memory=budget, **STAY), seconds(2, memory=budget, **STAY)
     assert ahead < alone
-
-
-@ON_A_REAL_ONE
-@pytest.mark.slow
-def test_18_billion_parameters_train_under_24_gib(gpu: Accelerator, tmp_path: Path) -> None:
-    """8 bytes a parameter on the host, or 4 there and as many on NVMe."""
-    numel = 18 * 10**9
-    host = int(0.9 * host_memory().available_bytes)
-    if host < 4.4 * numel:
-        pytest.skip(f"{host / GIB:.0f} GiB of host memory are free, 75 are needed at least")
-    cap, total = 24 * GIB, gpu.torch.get_device_properties(0).total_memory
-    if total < cap:
-        pytest.skip(f"the GPU has {total / GIB:.0f} GiB")
-    gpu.torch.set_per_process_memory_fraction(cap / total)
-    gpu.torch.reset_peak_memory_stats()
-    config = transformers.GPT2Config(
-        n_embd=6144, n_layer=40, n_head=48, n_positions=1024, eos_token_id=0, bos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
-    )  # fmt: skip
-    with castor.LazyInitContext():
-        model: Any = transformers.GPT2LMHeadModel(config)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert sum(p.numel() for p in model.parameters()) >= numel
-    settings: dict[str, Any] = {} if host > 8.2 * numel else {"nvme_path": tmp_path}
-    plugin = GeminiPlugin(
-        device="cuda", device_memory=cap - GIB, host_memory=host, precision="bf16",
-        optim_state_format="split_int8", max_norm=1.0, max_prefetch=2, **settings,
-    )  # fmt: skip
-    optimizer = castor.HybridAdam(model.parameters(), lr=1e-4)
-    booster = castor.Booster(plugin=plugin)
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    tokens = torch.randint(config.vocab_size, (4, 1024), device=gpu.device)
-    losses = []
-    for _ in range(6):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        booster.backward(loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        print(f"loss {losses[-1]:.4f}", flush=True)
-    assert all(later < earlier for earlier, later in itertools.pairwise(losses))
-    assert gpu.torch.max_memory_reserved() <= cap
-    assert booster.report().peak_device_bytes <= cap - GIB
-    assert engine_of(model).device == gpu.device

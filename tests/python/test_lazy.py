@@ -3,6 +3,8 @@
 import copy
 import re
 import runpy
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -218,7 +220,7 @@ def build():
         path.parent.mkdir()
         path.write_text(source)
         module = runpy.run_path(str(path))
-        named = rf"in draw \({re.escape(str(path))}:15\)"
+        named = rf"in draw \({re.escape(str(path))}:14\)"
         with pytest.warns(UserWarning, match=named), LazyInitContext():
             module["build"]()
 
@@ -335,6 +337,41 @@ def test_from_pretrained_reads_into_the_chunks(name, precision, tmp_path, monkey
     boost(lazy, precision=precision)
     boost(eager, precision=precision)
     assert_same_state(lazy, eager)
+
+
+@pytest.mark.parametrize("imported", ["before", "inside"])
+def test_from_pretrained_is_lazy_in_a_process_that_has_seen_no_model_class(imported, tmp_path):
+    gpt2().save_pretrained(tmp_path)
+    script = """
+import sys
+from contextlib import nullcontext
+
+import safetensors
+import torch
+from castor import Booster, GeminiPlugin, LazyInitContext
+from castor.lazy.tensor import LazyTensor
+
+path, imported = sys.argv[1:]
+own = safetensors.safe_open
+if imported == "before":
+    import transformers
+assert "transformers.modeling_utils" not in sys.modules
+with LazyInitContext():
+    if imported == "inside":
+        import transformers
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    bystander = safetensors.safe_open(path + "/model.safetensors", framework="pt")
+    assert type(bystander.get_tensor("transformer.ln_f.weight")) is torch.Tensor
+assert all(isinstance(param, LazyTensor) for param in model.parameters())
+assert safetensors.safe_open is own is transformers.modeling_utils.safe_open
+eager = transformers.AutoModelForCausalLM.from_pretrained(path)
+Booster(GeminiPlugin(device="cpu", device_memory="64MiB")).boost(model)
+for param, other in zip(model.parameters(), eager.parameters(), strict=True):
+    assert type(other) is torch.nn.Parameter and torch.equal(param, other)
+"""
+    arguments = [sys.executable, "-c", script, str(tmp_path), imported]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_from_pretrained_initialises_what_the_checkpoint_lacks(tmp_path):

@@ -58,11 +58,14 @@ def fill_budget(boosted: Boosted) -> list[torch.Tensor]:
     return taken
 
 
-def with_room_for(simulation: GpuSimulation, spare: int, **settings: Any) -> Boosted:
-    """A tower that has run one step, in a budget of what it takes and `spare`."""
-    probe = simulation.boost(tower(), **settings)
+def in_little_room(simulation: GpuSimulation, spare: int = 0, **settings: Any) -> Boosted:
+    """A tower whose chunks have to take turns on the device."""
+    probe = simulation.boost(tower(), **(settings | STAY))
     go_on(probe, steps=2)
-    return simulation.boost(tower(), probe.report().peak_device_bytes + spare, **settings)
+    report = probe.report()
+    largest = max(p.numel() for p in probe.model.parameters()) * 4
+    room = max(4 * largest, report.host_bytes // 16)  # one for a gradient on its way
+    return simulation.boost(tower(), report.peak_nonmodel_bytes + room + spare, **settings)
 
 
 # --- under pressure from a side stream ----------------------------------------------------------
@@ -133,7 +136,7 @@ def test_batches_that_a_side_stream_brings_change_nothing(
     """The prefetching loader of many training scripts, in a budget where its copies evict."""
     reference = boost(tower(), **place)
     expected = go_on(reference, steps=6)
-    boosted = with_room_for(dawdling, 4096, **place)
+    boosted = in_little_room(dawdling, 4096, **place)
     side = gpu.Stream()
 
     def bring(seed: int) -> dict[str, torch.Tensor]:
@@ -158,7 +161,7 @@ def test_batches_that_a_side_stream_brings_change_nothing(
 def test_another_thread_may_take_the_memory(dawdling: GpuSimulation, gpu: Any) -> None:
     reference = boost(tower())
     expected = go_on(reference, steps=6)
-    boosted = with_room_for(dawdling, 8192)
+    boosted = in_little_room(dawdling, 8192)
     stop = threading.Event()
     failures: list[Exception] = []
 
@@ -230,7 +233,7 @@ def test_an_evaluation_may_run_on_a_side_stream(
     dawdling: GpuSimulation, gpu: Any, place: dict[str, Any]
 ) -> None:
     reference = boost(tower(), **place)
-    boosted = with_room_for(dawdling, 4096, **place)
+    boosted = in_little_room(dawdling, 4096, **place)
     side = gpu.Stream()
     for seed in range(5):
         expected, losses = go_on(reference, seed, 1), go_on(boosted, seed, 1)
@@ -251,7 +254,7 @@ def test_a_whole_step_may_run_on_a_side_stream(
 ) -> None:
     settings = {**place, "overlap": overlap}
     reference = boost(tower(), **settings)
-    boosted = with_room_for(dawdling, 4096, **settings)
+    boosted = in_little_room(dawdling, 4096, **settings)
     for seed in range(6):
         expected = go_on(reference, seed, 1)
         stream = gpu.Stream() if seed % 2 else gpu.current_stream()
@@ -344,7 +347,7 @@ def test_backward_beside_the_host(dawdling: GpuSimulation, gpu: Any, overlap: st
         settings |= {"nonfinite": "ignore", "enable_gradient_accumulation": False}
     reference = boost(tower(), **settings)
     go_on(reference, steps=8)
-    boosted = with_room_for(dawdling, 0, **settings)
+    boosted = in_little_room(dawdling, **settings)
     for seed in range(8):
         loss = boosted.model(**tower_batch(seed))
         boosted.booster.backward(loss, boosted.optimizer)

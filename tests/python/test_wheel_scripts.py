@@ -73,6 +73,22 @@ def test_wheel_for_a_newer_glibc_than_its_build_machine_is_refused(
     assert "its platform is manylinux_2_39_x86_64" in found
 
 
+def test_kernels_for_every_gpu_are_asked_for(
+    tmp_path: Path, script: Callable[[str], ModuleType]
+) -> None:
+    check = script("wheel_check")
+    path = write_wheel(tmp_path, "0.1.0+torch2.11", "manylinux_2_35_x86_64", cuda="13.0.88")
+    found = check.problems_of_wheel(path)
+    assert "its record says CUDA 13.0.88, and it holds no _cuda" in found
+    extension = _loader.extension_path()
+    assert check.problems_of_kernels(extension.read_bytes()) == ["castor._cuda holds no kernels"]
+    for module in extension.parent.glob("_cuda.*.so"):  # where castor was built with a toolkit
+        binaries = check.kernels_of(module.read_bytes())
+        assert binaries
+        assert all(entries == check.KERNELS for entries in binaries)
+        assert check.problems_of_kernels(module.read_bytes()) == []
+
+
 def test_python_that_is_not_there_is_named(script: Callable[[str], ModuleType]) -> None:
     torch_env = script("torch_env")
     with pytest.raises(torch_env.UnavailableError, match=r"no Python 3\.99"):

@@ -124,7 +124,7 @@ Counts& counts() {
 }
 
 c10::Stream torch_stream(std::uint64_t id) {
-  return {c10::Stream::UNSAFE, c10::Device(kType, 0), static_cast<c10::StreamId>(id)};
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, 0), static_cast<c10::StreamId>(id));
 }
 
 c10::Stream current_stream() { return torch_stream(static_cast<std::uint64_t>(current_id)); }

@@ -1,7 +1,6 @@
 // _simulated_gpu: torch's side of the simulated GPU. The same file holds castor._cuda
 // (csrc/python/cuda) compiled for it.
 #include <pybind11/pybind11.h>
-#include <torch/extension.h>
 
 #include "allocator.h"
 #include "device_memory.h"
@@ -73,5 +72,9 @@ PYBIND11_MODULE(_simulated_gpu, m) {
   m.def(
       "limit", [](double fraction) { device_memory().limit(fraction); }, py::arg("fraction"));
   m.def(
-      "refuse", [](std::size_t n) { device_memory().refuse(n); }, py::arg("n"));
+      "refuse_tensor", [](std::size_t n) { refusals().tensors.refuse(n); }, py::arg("n"));
+  m.def(
+      "refuse_block", [](std::size_t n) { refusals().blocks.refuse(n); }, py::arg("n"));
+  m.def("refusals", [] { return refusals().tensors.count() + refusals().blocks.count(); });
+  m.def("counts", &count_figures);
 }

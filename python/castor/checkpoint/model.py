@@ -13,6 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from castor.checkpoint.adapters import (
+    WEIGHTS,
+    adapter_tensors,
+    check_no_loose_adapters,
+    folder_of,
+    is_peft_model,
+    write_adapter_config,
+)
 from castor.checkpoint.container import (
     ComputedTensor,
     SavedTensor,
@@ -32,13 +40,15 @@ from castor.checkpoint.manifest import PART_MANIFEST, read_manifest, write_manif
 from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.staging import carry_over, staged
 from castor.errors import CheckpointError
-from castor.runtime.engine import engines_holding
+from castor.runtime.engine import compiled_from, engines_holding
+from castor.runtime.spec import COMPILED_PREFIX
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _OURS = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
     r"|config\.json|generation_config\.json|castor-manifest\.json"
+    r"|adapter_model\.safetensors|adapter_config\.json"
 )
 
 
@@ -48,7 +58,11 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: The state dict holds something that no safetensors file can.
     """
-    state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    # Where torch.compile has wrapped a part, files have the names that it had before.
+    state: dict[str, torch.Tensor] = {
+        key.replace(COMPILED_PREFIX, ""): tensor
+        for key, tensor in model.state_dict(keep_vars=True).items()
+    }
     for key in state:
         if key.endswith("_extra_state"):
             raise CheckpointError(
@@ -91,8 +105,33 @@ def save_model(
         CheckpointError: The model holds what cannot be saved.
         IoError: The disk refuses; what was there before is untouched.
     """
+    model = compiled_from(model)
+    check_no_loose_adapters(model)
+    if is_peft_model(model):
+        _save_adapters(model, directory, tokenizer)
+        return
     with staged(directory, model_bytes(model)) as staging:
         write_model(model, staging, directory, max_bytes=max_bytes, tokenizer=tokenizer)
+
+
+def _save_adapters(model: nn.Module, directory: Path, tokenizer: Any) -> None:
+    """Writes the adapters of a PeftModel, one file each, without the base model."""
+    adapters = adapter_tensors(model, state_of(model))
+    for tensors in adapters.values():
+        check_savable(tensors)
+    for engine in engines_holding(model):
+        engine.session.send_home()
+    with staged(directory, OVERHEAD_BYTES + sum(map(bytes_of, adapters.values()))) as staging:
+        entries: dict[str, FileEntry] = {}
+        for adapter, tensors in adapters.items():
+            folder = staging / folder_of(adapter)
+            folder.mkdir(exist_ok=True)
+            file = folder / WEIGHTS
+            entries[str(file.relative_to(staging))] = write_tensors(file, _in_turn(model, tensors))
+            write_adapter_config(model, adapter, folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(staging)
+        seal_part(staging, directory, entries, _is_ours)
 
 
 def write_model(
@@ -103,6 +142,7 @@ def write_model(
     Raises:
         OSError: The disk refuses.
     """
+    model = compiled_from(model)
     for engine in engines_holding(model):
         engine.session.send_home()
     state = _in_turn(model, without_ties(model, state_of(model)))
@@ -115,7 +155,11 @@ def write_model(
         index = {"metadata": {"total_size": bytes_of(state)}, "weight_map": weight_map}
         entries[INDEX] = write_file(staging / INDEX, [canonical(index)])
     _write_configs(model, staging, tokenizer)
-    return seal_part(staging, previous, entries, lambda name: _OURS.fullmatch(name) is not None)
+    return seal_part(staging, previous, entries, _is_ours)
+
+
+def _is_ours(name: str) -> bool:
+    return _OURS.fullmatch(name) is not None
 
 
 def _in_turn(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, SavedTensor]:
@@ -138,7 +182,8 @@ def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
 def _write_configs(model: nn.Module, staging: Path, tokenizer: Any) -> None:
     """What from_pretrained needs beside the weights, for models that have it."""
     config: Any = getattr(model, "config", None)
-    if hasattr(config, "save_pretrained"):
+    # A PeftModel has that of its base, whose keys are others.
+    if hasattr(config, "save_pretrained") and not is_peft_model(model):
         config = copy.deepcopy(config)
         config.architectures = [type(model).__name__]
         config.dtype = str(getattr(model, "dtype", torch.float32)).removeprefix("torch.")

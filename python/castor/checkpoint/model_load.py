@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from safetensors import safe_open
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from castor.checkpoint import adapters
 from castor.checkpoint.container import StoredTensor, read_headers
 from castor.checkpoint.manifest import PART_MANIFEST, verify
-from castor.checkpoint.model import state_of, weight_files
+from castor.checkpoint.model import INDEX, SINGLE_FILE, state_of, weight_files
 from castor.checkpoint.staging import recover
 from castor.config.names import LoadedWeights
 from castor.errors import CheckpointError
-from castor.runtime.engine import Engine, being_loaded, engines_holding
+from castor.runtime.engine import Engine, being_loaded, compiled_from, engines_holding
 
 Sources = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
@@ -83,7 +85,8 @@ class ModelLoad:
             self._assign(self.targets[key], source)
         for engine, before in zip(self.engines, whole, strict=True):
             # Parameters that the checkpoint lacks are still those of a step that failed.
-            if before or not self.incompatible.missing_keys:
+            trained = (p for p, t in zip(engine.params, engine.trained, strict=True) if t)
+            if before or (not self.incompatible.missing_keys and loaded.issuperset(trained)):
                 engine.session.end_load(weights="some", states=False)
         return self.incompatible
 
@@ -116,14 +119,20 @@ def prepare_model(model: nn.Module, directory: Path, *, strict: bool) -> ModelLo
     Raises:
         CheckpointError: They do not match, or a file's structure is not sound.
     """
-    stored = read_headers(weight_files(directory))
+    model = compiled_from(model)
     engines = engines_holding(model)
     with being_loaded(engines):
         targets = state_of(model)
     _check_targets(model, targets)
+    of_peft = adapters.is_peft_model(model)
+    if of_peft and not any((directory / name).exists() for name in (SINGLE_FILE, INDEX)):
+        stored, targets = adapters.read_adapters(model, directory, targets)
+        sources: Sources = partial(adapters.stored_adapters, stored, targets, directory)
+    else:
+        stored = read_headers(weight_files(directory))
+        sources = _from_files(stored, targets)
     comparison = _compare(stored, targets)
-    sources = _from_files(stored, targets)
-    if (comparison.missing or comparison.unexpected) and _can_convert(model):
+    if not of_peft and (comparison.missing or comparison.unexpected) and _can_convert(model):
         try:
             comparison, sources = _through_transformers(model, directory, stored, targets)
         except Exception as error:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import safetensors
 import torch
 
 from castor.lazy.program import Operation, Value
@@ -40,24 +41,33 @@ def lazy_files(recording: Recording) -> Iterator[None]:
 
     Its renaming, fusing and casting of tensors are then recorded like initialisers.
     """
-    transformers: Any = sys.modules.get("transformers.modeling_utils")
-    if transformers is None:  # from_pretrained cannot be called before it is imported
-        yield
-        return
-    safe_open = transformers.safe_open
+    safe_open = safetensors.safe_open
 
     def open_lazily(
         filename: Any, framework: str = "pt", device: Any = "cpu", **options: Any
     ) -> Any:
         file = safe_open(filename, framework=framework, device=device, **options)
         on_cpu = framework in ("pt", "torch") and torch.device(device).type == "cpu"
-        return LazyFile(recording, file) if on_cpu else file
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        of_transformers = caller.partition(".")[0] == "transformers"
+        return LazyFile(recording, file) if on_cpu and of_transformers else file
 
-    transformers.safe_open = open_lazily
+    _replace(safe_open, open_lazily)
     try:
         yield
     finally:
-        transformers.safe_open = safe_open
+        _replace(open_lazily, safe_open)
+
+
+def _replace(old: Any, new: Any) -> None:
+    """Exchanges `safe_open` in safetensors itself and in every module that has imported it.
+
+    transformers imports its model classes when they are first used, which may be inside.
+    """
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        if names.get("safe_open") is old:
+            names["safe_open"] = new
 
 
 class LazyFile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import warnings
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from castor.config import GeminiConfig
 from castor.errors import NonFiniteGradientError, UsageError
+from castor.optim.boosted_copy import ordinary_copy
 from castor.optim.boosted_state import (
     MOMENTS,
     Entries,
@@ -21,7 +23,7 @@ from castor.optim.boosted_state import (
     state_entry,
     write_entries,
 )
-from castor.optim.hybrid_adam import HybridAdam, adam_options
+from castor.optim.hybrid_adam import HybridAdam, checked_options
 from castor.optim.loss_scaler import LossScaler
 from castor.optim.state_formats import ROUNDING_FORMATS, to_portable
 from castor.runtime.engine import Engine
@@ -92,7 +94,7 @@ class StepDriver:
         self.fused = fused
         self.scaler = LossScaler(config.loss_scaler) if config.precision == "fp16" else None
         self._warned = False
-        self.num_trainable = sum(param.requires_grad for param in engine.params)
+        self.num_trained = sum(engine.trained)
         self.group_of = [0] * len(engine.params)
         self._streams = [0] * len(engine.params)
         position = 0
@@ -120,46 +122,47 @@ class StepDriver:
         return self.scaler.scale if self.scaler else 1.0
 
     def step(self, optimizer: Optimizer, generic_step: Callable[[], Any]) -> None:
-        """Updates the parameters from the gradients held now, or skips the step."""
+        """Updates the parameters from the gradients held now, or skips the step.
+
+        Where it raises something else than NonFiniteGradientError, no step is counted: nothing has
+        moved, and it may be called again, or the run is broken.
+        """
         session, config = self.engine.session, self.config
+        groups = checked_options(optimizer) if self.fused else []
         check = config.nonfinite != "ignore" or self.scaler is not None
         gradients = session.collect_gradients(with_norm=check or config.max_norm > 0)
-        skipped_before = self.engine.skipped_steps
-        try:
-            norm = gradients.norm / gradients.scale
-            overflow = check and not math.isfinite(norm)
-            if self.scaler and gradients.num_gradients:
-                self.scaler.update(overflow=overflow)
-            if overflow and self._refuse_update(norm):
-                return
-            scale = 1.0 / gradients.scale
-            if config.max_norm > 0:
-                scale *= min(1.0, config.max_norm / (norm + 1e-6))
-            if self.fused:
-                groups = [adam_options(group) for group in optimizer.param_groups]
-                session.adam_step(groups, self.group_of, scale)
-            else:
-                if scale != 1.0:
-                    session.scale_gradients(scale)
-                generic_step()
-        finally:
-            session.finish_step()
-            self.engine.history.step_ended(
-                session.step_figures(), skipped=self.engine.skipped_steps > skipped_before
-            )
+        norm = gradients.norm / gradients.scale
+        overflow = check and not math.isfinite(norm)
+        if self.scaler and gradients.num_gradients:
+            self.scaler.update(overflow=overflow)
+        if overflow:
+            self._skip(norm)
+            return
+        scale = 1.0 / gradients.scale
+        if config.max_norm > 0:
+            scale *= min(1.0, config.max_norm / (norm + 1e-6))
+        if self.fused:
+            session.adam_step(groups, self.group_of, scale)
+        else:
+            if scale != 1.0:
+                session.scale_gradients(scale)
+            generic_step()
+        self._finish(skipped=False)
+
+    def _finish(self, *, skipped: bool) -> None:
+        session = self.engine.session
+        session.finish_step()
+        self.engine.history.step_ended(session.step_figures(), skipped=skipped)
 
     def arm(self, optimizer: Optimizer) -> None:
         """Before a forward whose backward may update chunks: tells the options of now."""
-        groups = [adam_options(group) for group in optimizer.param_groups]
-        self.engine.session.arm_updates(groups, self.group_of)
+        self.engine.session.arm_updates(checked_options(optimizer), self.group_of)
 
-    def _refuse_update(self, norm: float) -> bool:
-        """Handles a gradient that is not finite; says whether the update must be left out."""
-        policy = self.config.nonfinite
-        if policy == "ignore" and self.scaler is None:
-            return False
+    def _skip(self, norm: float) -> None:
+        """Leaves the update out: a gradient is not finite."""
         self.engine.skipped_steps += 1
-        if policy == "raise" and self.scaler is None:
+        self._finish(skipped=True)
+        if self.config.nonfinite == "raise" and self.scaler is None:
             raise NonFiniteGradientError(
                 f"the gradient of parameter '{self._first_nonfinite()}' is not finite (total "
                 f"norm {norm}); no weight was changed. Lower the learning rate, check the batch, "
@@ -175,7 +178,6 @@ class StepDriver:
                 RuntimeWarning,
                 stacklevel=6,  # past this class, step and the two decorators that torch puts on it
             )
-        return True
 
     def _first_nonfinite(self) -> str:
         for name, param in zip(self.engine.names, self.engine.params, strict=True):
@@ -214,7 +216,7 @@ class BoostedOptimizer(Optimizer):
 
     def _show_state(self) -> None:
         """Makes `state` entries of the parameters that have taken their first step."""
-        if len(self.state) == self._castor.num_trainable:
+        if len(self.state) == self._castor.num_trained:
             return
         session = self._castor.engine.session
         for group in self.param_groups:
@@ -294,6 +296,38 @@ class BoostedOptimizer(Optimizer):
             if entry:
                 self.state[param] = state_entry(engine, engine.index_of[param])  # type: ignore[index]
 
+    def __copy__(self) -> Optimizer:
+        """As torch's: another object over the same parameters, groups and state."""
+        twin = type(self).__new__(type(self))
+        own = self.__getstate__()
+        own["_castor"] = self._castor
+        own["_step_supports_amp_scaling"] = False
+        twin.__setstate__(own)
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
+        """An ordinary optimizer over copies of the parameters, in memory.
+
+        copy.deepcopy((model, optimizer)) gives an ordinary model and its optimizer, as in torch.
+
+        Raises:
+            UsageError: The precision is bf16 or fp16, and torch's class cannot hold the masters;
+                HybridAdam's can.
+        """
+        driver = self._castor
+        return ordinary_copy(
+            self, _class_before(type(self)), driver.engine, fused=driver.fused, memo=memo
+        )
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        """For pickle and torch.save: as copy.deepcopy(optimizer), with parameters of its own.
+
+        Raises:
+            UsageError: As in copy.deepcopy.
+        """
+        # An expression that gives the copy, which may then be read where castor is not installed.
+        return operator.itemgetter(0), ((self.__deepcopy__({}),),)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the optimizer state of the model was laid out by booster.boost."""
         raise UsageError("add parameter groups before booster.boost: chunks are laid out there")
@@ -313,9 +347,15 @@ def _check_entry(engine: Engine, param: torch.Tensor, entry: dict[str, Any]) -> 
             )
 
 
-def _unhooked_step(boosted: type) -> Callable[..., Any]:
+def _class_before(boosted: type[Optimizer]) -> type[Optimizer]:
+    """The class that BoostedOptimizer was mixed into."""
+    base: type[Optimizer] = boosted.__mro__[2]
+    return base
+
+
+def _unhooked_step(boosted: type[Optimizer]) -> Callable[..., Any]:
     """The step of the class that BoostedOptimizer was mixed into, without torch's step hooks."""
-    step = boosted.__mro__[2].step  # type: ignore[attr-defined]
+    step = _class_before(boosted).step
     unwrapped: Callable[..., Any] = getattr(step, "__wrapped__", step)
     return unwrapped
 

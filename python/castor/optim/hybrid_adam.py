@@ -132,7 +132,8 @@ class HybridAdam(Optimizer):
         Raises:
             TypeError: A parameter is not float32, bfloat16 or float16, not on the CPU, or its
                 gradient is sparse.
-            ValueError: A parameter is not bfloat16 and optim_state_format is not "fp32".
+            ValueError: A parameter is not bfloat16 and optim_state_format is not "fp32", or an
+                option of a group is out of range; nothing was changed.
             UsageError: nvme_offload_fraction was given, and the optimizer is not boosted.
         """
         if self.requested_nvme[1] is not None:
@@ -146,13 +147,14 @@ class HybridAdam(Optimizer):
                 loss = closure()
         entries = []
         stream = 0
-        for group in self.param_groups:
-            options = adam_options(group)
+        for group, options in zip(self.param_groups, checked_options(self), strict=True):
             for param in group["params"]:
                 if param.grad is not None:
                     entries.append(self._entry(param, stream) | options)
                 stream += 1
         _C.adam_update(entries)
+        for entry in entries:  # not before: a step that raises has changed nothing
+            self.state[entry["param"]]["step"] += 1
         return loss
 
     def _entry(self, param: torch.Tensor, stream: int) -> dict[str, Any]:
@@ -186,7 +188,6 @@ class HybridAdam(Optimizer):
             for key in ("exp_avg", "exp_avg_sq"):
                 if key not in state:
                     state[key] = _C.zero_state_like(param, torch.float32)
-        state["step"] += 1
         grad = param.grad
         if grad.stride() != param.stride():
             grad = torch.empty_like(param).copy_(grad)
@@ -198,7 +199,7 @@ class HybridAdam(Optimizer):
             "exp_avg": state["exp_avg"],
             "exp_avg_sq": state["exp_avg_sq"],
             "scales": state.get("scales"),
-            "step": int(state["step"]),
+            "step": int(state["step"]) + 1,
             "format": self.optim_state_format,
             "seed": self.seed,
             "stream": stream,
@@ -265,6 +266,17 @@ class HybridAdam(Optimizer):
             "requested_nvme": self.requested_nvme,
         }
         return super().__getstate__() | own
+
+
+def checked_options(optimizer: Optimizer) -> list[dict[str, float | bool]]:
+    """adam_options of every group.
+
+    Raises:
+        ValueError: An option is out of range; the message says in which group.
+    """
+    groups = [adam_options(group) for group in optimizer.param_groups]
+    _C.check_adam_options(groups)
+    return groups
 
 
 def adam_options(group: dict[str, Any]) -> dict[str, float | bool]:

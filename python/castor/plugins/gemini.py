@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,6 +32,8 @@ from castor.optim.boosted_state import choose_state_format
 from castor.plugins.engine_settings import engine_settings
 from castor.plugins.machine import choose_budgets, choose_device, warn_of_budgets
 from castor.runtime.engine import Engine, check_not_boosted
+from castor.runtime.hooks import ModuleHook
+from castor.runtime.ranks import check_one_process
 
 # Arguments of Colossal-AI's GeminiPlugin that this version knows but cannot honour: the value that
 # asks for nothing, and what to do instead.
@@ -56,6 +59,9 @@ _NOT_YET: dict[str, tuple[object, str]] = {
     "fp8_communication": (False, "there is one process"),
     "nvme_dir": (None, "give nvme_path"),
 }
+
+_NAMED = 3
+"""Parameters that a warning names, of many."""
 
 
 class GeminiPlugin:
@@ -281,36 +287,34 @@ class GeminiPlugin:
         Raises:
             UsageError: The model or optimizer cannot be boosted; neither is changed.
             OutOfMemoryError: A budget is too small; neither is changed.
-            NotImplementedError: The optimizer is not supported in this precision.
+            NotImplementedError: The optimizer is not supported in this precision, or there are
+                several processes.
             ValueError: HybridAdam's optim_state_format, seed or nvme_offload_dir contradicts the
                 plugin's, or the precision does not have the format.
             IoError: The NVMe tier's files cannot be made; model and optimizer are unchanged.
         """
+        check_one_process()
         check_not_boosted(model)
         choice = choose_state_format(optimizer, self.config)
         config = self._with_nvme_of(optimizer)
-        fused = False
+        fused, held = False, None
         if optimizer is not None:
             check_optimizer(optimizer, config)
-            _check_same_params(model, optimizer)
+            held = _held_params(model, optimizer)
             fused = runs_fused_adam(optimizer)
         warn_of_budgets(
             torch.device(config.device), config.device_bytes, config.host_bytes, stacklevel=3
         )
         engine = Engine(
-            model, engine_settings(config, adam_state=fused, state_format=choice.state_format)
+            model,
+            engine_settings(config, adam_state=fused, state_format=choice.state_format),
+            updated=held,
         )
         if optimizer is None:
             return engine, None
         driver = boost_optimizer(optimizer, engine, config, fused=fused, seed=choice.seed)
         if self.config.overlap == "backward":
-            held = weakref.ref(optimizer)
-
-            def arm(*_: Any) -> None:
-                if torch.is_grad_enabled() and (optimizer := held()) is not None:
-                    driver.arm(optimizer)
-
-            model.register_forward_pre_hook(arm)
+            model.register_forward_pre_hook(ModuleHook(_arm, driver, weakref.ref(optimizer)))
         return engine, driver
 
     def _with_nvme_of(self, optimizer: Optimizer | None) -> GeminiConfig:
@@ -352,7 +356,18 @@ def _policy(placement: str | None, tensor_placement: str | None) -> str:
     return placement or tensor_placement or "auto"
 
 
-def _check_same_params(model: nn.Module, optimizer: Optimizer) -> None:
+def _arm(driver: StepDriver, held: weakref.ref[Optimizer], *_: Any) -> None:
+    """A pre-hook of a model whose backward may update chunks."""
+    if torch.is_grad_enabled() and (optimizer := held()) is not None:
+        driver.arm(optimizer)
+
+
+def _held_params(model: nn.Module, optimizer: Optimizer) -> set[torch.Tensor]:
+    """What the optimizer updates; warns of what it does not.
+
+    Raises:
+        UsageError: It holds parameters that the model lacks.
+    """
     names = {param: name for name, param in model.named_parameters()}
     held = {param for group in optimizer.param_groups for param in group["params"]}
     foreign = [tuple(param.shape) for param in held if param not in names]
@@ -361,9 +376,16 @@ def _check_same_params(model: nn.Module, optimizer: Optimizer) -> None:
             f"the optimizer holds {len(foreign)} parameters that the model lacks, the first of "
             f"shape {foreign[0]}; build the optimizer from this model's parameters()"
         )
-    missing = [name for param, name in names.items() if param.requires_grad and param not in held]
-    if missing:
-        raise UsageError(
-            f"{len(missing)} trainable parameters are not in the optimizer, the first is "
-            f"'{missing[0]}'; add them to it, or freeze them with requires_grad_(False)"
+    missing = [
+        f"'{name}'" for param, name in names.items() if param.requires_grad and param not in held
+    ]
+    if missing:  # before anything is changed: warnings may be errors
+        listed = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
+        warnings.warn(
+            f"the optimizer does not hold {len(missing)} parameters that require a gradient "
+            f"({listed}): as in plain PyTorch they get gradients, which model.zero_grad() clears, "
+            "and no update. Add them to it, or freeze them with requires_grad_(False), which saves "
+            "the gradients",
+            stacklevel=4,  # past configure and boost
         )
+    return held

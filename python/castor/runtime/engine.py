@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from castor.lazy import Materialisation, check_inactive, in_own_pages
 from castor.runtime.device import make_backend
 from castor.runtime.guard import guard
 from castor.runtime.history import StepHistory
+from castor.runtime.hooks import ModuleHook
 from castor.runtime.report import MemoryReport
 from castor.runtime.spec import ModelSpec, check_distinct_memory
 from castor.runtime.trace_file import read_trace, write_trace
@@ -49,16 +50,23 @@ class EngineSettings:
 class Engine:
     """One boosted model: its C++ session and what Python knows of it.
 
-    Holds the parameters, not the model: the model's hooks hold the session, those of state_dict the
-    engine.
+    Holds the parameters, not the model: the hooks of the model's modules and its optimizer hold the
+    engine and the session, which go when the last of these is gone.
     """
 
-    def __init__(self, model: nn.Module, settings: EngineSettings) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: EngineSettings,
+        *,
+        updated: Collection[torch.Tensor] | None = None,
+    ) -> None:
         """Takes the model's parameters over and installs the hooks.
 
         Args:
             model: The model.
             settings: What it is to be.
+            updated: What the optimizer holds; None: all parameters.
 
         Raises:
             UsageError: The model is boosted already, or cannot be.
@@ -75,10 +83,11 @@ class Engine:
         """Whether state_dict is asked for names and places only, whatever the values are."""
         self.resumed_steps = 0
         """Steps that were taken before this process, by the checkpoint it resumed from."""
+        self._updated = None if updated is None else set(updated)
         lazy = Materialisation(model)
         with _telling_what_is_lost(model):
             try:
-                spec = self._take_over(model)
+                spec = self._take_over(model, lazy)
             except BaseException:
                 lazy.cancel()
                 raise
@@ -92,8 +101,8 @@ class Engine:
         guard(model)
         _engines[model] = self
 
-    def _take_over(self, model: nn.Module) -> ModelSpec:
-        """Lays the parameters out in chunks and moves them there."""
+    def _take_over(self, model: nn.Module, lazy: Materialisation) -> ModelSpec:
+        """Lays the parameters out in chunks and moves those there that have values."""
         settings = self.settings
         spec = ModelSpec.of(model, gather_embeddings=settings.gather_embeddings)
         check_distinct_memory(spec)
@@ -101,12 +110,20 @@ class Engine:
         self.names = spec.names
         self.params = spec.params
         self.index_of = {param: i for i, param in enumerate(spec.params)}
+        self.trained = [
+            param.requires_grad and (self._updated is None or param in self._updated)
+            for param in spec.params
+        ]
+        """Per parameter, whether it has a gradient and a state in chunks; of the others that
+        require a gradient, p.grad is torch's own."""
         self.session = _C.Session(
             params=spec.params,
             param_names=spec.names,
+            trained=self.trained,
             modules=[(m.name, m.params, m.parent) for m in spec.modules],
             options=settings.session,
             backend=make_backend(settings.device),
+            valueless=[self.index_of[param] for param in lazy.params],
         )
         if events is not None:
             self.session.load_trace(events)
@@ -147,21 +164,22 @@ class Engine:
     def _install_hooks(self, model: nn.Module, spec: ModelSpec) -> None:
         if self.settings.precision != "fp32" or self.device.type != "cpu":
             model.register_forward_pre_hook(
-                _input_cast(WORKING_DTYPES[self.settings.precision], self.device), with_kwargs=True
+                InputCast(WORKING_DTYPES[self.settings.precision], self.device), with_kwargs=True
             )
         for i, owner in enumerate(spec.modules):
             module = owner.module
             # keep_vars=True hands out the parameters themselves, whose storages are read without an
             # operator.
-            module.register_state_dict_pre_hook(_settle(self))
+            module.register_state_dict_pre_hook(ModuleHook(_settle, self))
             enter, leave = (
-                self.session.forward_pre_hook(i, module),
-                self.session.forward_hook(i, module),
+                ModuleHook(self.session.forward_pre_hook(i, module)),
+                ModuleHook(self.session.forward_hook(i, module)),
             )
             module.register_forward_pre_hook(enter, prepend=True)
             module.register_forward_hook(leave, always_call=True)
             if self.session.optim_state_format != "fp32":
-                module.register_load_state_dict_pre_hook(_before_load(self, module))
+                before_load = ModuleHook(_before_load, self, weakref.ref(module))
+                module.register_load_state_dict_pre_hook(before_load)
         self.history.watch(model)
 
     @property
@@ -236,10 +254,16 @@ def engine_of(model: nn.Module) -> Engine:
     Raises:
         UsageError: The model is not boosted.
     """
-    engine = _engines.get(model)
+    engine = _engines.get(model) or _engines.get(compiled_from(model))
     if engine is None:
         raise UsageError(f"this {type(model).__name__} is not boosted; call booster.boost first")
     return engine
+
+
+def compiled_from(model: nn.Module) -> nn.Module:
+    """The model that torch.compile has wrapped; another one as it is."""
+    inner: nn.Module = model._modules.get("_orig_mod") or model
+    return inner
 
 
 @contextmanager
@@ -277,37 +301,34 @@ def check_not_boosted(model: nn.Module) -> None:
             )
 
 
-def _settle(engine: Engine) -> Callable[..., None]:
+def _settle(engine: Engine, *_: Any) -> None:
     """A state_dict hook: no update is under way when the values are read."""
-
-    def settle(*_: Any) -> None:
-        if not engine.being_loaded:
-            engine.session.settle()
-
-    return settle
+    if not engine.being_loaded:
+        engine.session.settle()
 
 
-def _before_load(engine: Engine, owner: nn.Module) -> Any:
+def _before_load(
+    engine: Engine,
+    owner: weakref.ref[nn.Module],
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    *_: Any,
+) -> None:
     """A pre-hook of load_state_dict: weights that are about to change become their own masters.
 
     A master of which the weight is the upper half cannot tell afterwards that it was replaced.
     """
-    reference, owner_reference = weakref.ref(engine), weakref.ref(owner)
-
-    def pre_hook(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        own = reference()
-        if own is None or module is not owner_reference():  # copies of a model take its hooks along
-            return
-        for name, param in module._parameters.items():
-            values = state.get(prefix + name)
-            if (
-                param in own.index_of
-                and isinstance(values, torch.Tensor)
-                and values.shape == param.shape  # others are refused
-            ):
-                own.session.before_overwrite(own.index_of[param], values.detach())
-
-    return pre_hook
+    if module is not owner():  # copy.copy of a module takes its hooks along
+        return
+    for name, param in module._parameters.items():
+        values = state.get(prefix + name)
+        if (
+            param in engine.index_of
+            and isinstance(values, torch.Tensor)
+            and values.shape == param.shape  # others are refused
+        ):
+            engine.session.before_overwrite(engine.index_of[param], values.detach())
 
 
 def _convert_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -325,25 +346,29 @@ def _convert_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device)
             module._buffers[name] = buffer.to(device=device, dtype=working)
 
 
-def _input_cast(dtype: torch.dtype, device: torch.device) -> Any:
+class InputCast:
     """A pre-hook of the model: inputs come to its device, floating-point ones in its precision.
 
-    In fp32 types stay as they are, so that a model may be called with any.
+    In fp32 types stay as they are, so that a model may be called with any. Copies of the model keep
+    it: their weights have that precision.
     """
 
-    def cast(value: Any) -> Any:
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Gives the inputs of a forward as the model takes them."""
+        return self._cast(args), {key: self._cast(value) for key, value in kwargs.items()}
+
+    def _cast(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            keep = dtype == torch.float32 or not value.is_floating_point()
-            return value.to(device=device, dtype=value.dtype if keep else dtype)
+            keep = self._dtype == torch.float32 or not value.is_floating_point()
+            return value.to(device=self._device, dtype=value.dtype if keep else self._dtype)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(cast, value))
+            return type(value)(*map(self._cast, value))
         if isinstance(value, list | tuple):
-            return type(value)(map(cast, value))
+            return type(value)(map(self._cast, value))
         if isinstance(value, dict) and type(value) is dict:
-            return {key: cast(item) for key, item in value.items()}
+            return {key: self._cast(item) for key, item in value.items()}
         return value
-
-    def pre_hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return cast(args), {key: cast(value) for key, value in kwargs.items()}
-
-    return pre_hook

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from castor.runtime.hooks import ModuleHook
+
 MAX_RECORDS = 10_000
 RECENT_RECORDS = 2_000
 _MAX_UNREAD = 256
@@ -96,8 +98,8 @@ class StepHistory:
                 if loss is not None:
                     self._returned.append(_reading(loss))
 
-        model.register_forward_pre_hook(before, with_kwargs=True)
-        model.register_forward_hook(after)
+        model.register_forward_pre_hook(ModuleHook(before), with_kwargs=True)
+        model.register_forward_hook(ModuleHook(after))
 
     def loss_given(self, loss: torch.Tensor) -> None:
         """Notes the loss that a backward pass is about to differentiate, unscaled."""

@@ -11,6 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from castor.errors import UsageError
 
+COMPILED_PREFIX = "_orig_mod."
+"""What torch.compile puts before the names in a module that it wraps."""
+
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -71,6 +74,7 @@ class ModelSpec:
                     continue
                 if param not in known:
                     full_name = f"{name}.{short_name}" if name else short_name
+                    full_name = full_name.replace(COMPILED_PREFIX, "")
                     known[param] = len(spec.params)
                     spec.params.append(param)
                     spec.names.append(full_name)

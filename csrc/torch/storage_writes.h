@@ -1,0 +1,58 @@
+#pragma once
+
+#include <ATen/core/TensorBase.h>
+#include <c10/core/Storage.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace castor {
+
+/// Tells whether torch's operators have written to a storage.
+///
+/// An operator counts its write in the version counter of the tensor that it is given, which views
+/// and detach() share. The counters of all tensors over the storage are followed: of those that are
+/// given to follow(), and of those that are made later with a counter of their own (`.data`,
+/// `tensor.data = parameter`, `set_`). Operators that count nothing (the fused optimizers of torch,
+/// most operators of C++ extensions) are known by what their schemas say they write.
+///
+/// Not seen is what writes without an operator: to an address, through numpy or DLPack.
+///
+/// Owned by ChunkStorages. Thread-safe.
+class StorageWrites {
+ public:
+  /// Watches the storage, which may not be resizable, while this lives.
+  explicit StorageWrites(const c10::Storage& storage);
+  ~StorageWrites();
+  StorageWrites(const StorageWrites&) = delete;
+  StorageWrites& operator=(const StorageWrites&) = delete;
+
+  /// Follows a tensor over the storage, and those that share its version counter.
+  void follow(const at::TensorBase& tensor);
+  void snapshot() noexcept;
+  [[nodiscard]] bool since_snapshot() const noexcept;
+
+ private:
+  friend class WatchedWrites;
+  struct Counter {
+    c10::VariableVersion version;
+    std::uint32_t at_snapshot = 0;
+
+    [[nodiscard]] bool changed() const noexcept { return version.current_version() != at_snapshot; }
+  };
+  void follow_locked(const at::TensorBase& tensor);
+  /// Forgets tensors that are gone, and remembers whether they were written.
+  void prune() noexcept;
+
+  const c10::StorageImpl* const storage_;
+  std::vector<Counter> counters_;
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> uncounted_;  // made in inference mode
+  std::size_t prune_at_ = 0;                                         // counters
+  bool written_ = false;  // since the snapshot, as others than counters_ tell
+};
+
+/// Operators that torch has got to know since the last call, and that count none of their writes,
+/// are told of from now on. Costs next to nothing while there are none.
+void notice_new_operators();
+
+}  // namespace castor

@@ -1,0 +1,154 @@
+"""Adapters of PEFT models, in the layout that PeftModel.save_pretrained writes and PEFT reads."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from castor.checkpoint.container import StoredTensor, read_header
+from castor.errors import CheckpointError
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+
+_SCALES = ("peft_type", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out")
+"""What decides, beside names and shapes, over what an adapter's weights mean."""
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Whether it is a peft.PeftModel."""
+    peft: Any = sys.modules.get("peft")  # whoever has one has imported it
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def check_no_loose_adapters(model: nn.Module) -> None:
+    """Raises CheckpointError where adapter layers would be written as if they were the model's.
+
+    Raises:
+        CheckpointError: A transformers model holds layers of PEFT without being a PeftModel.
+    """
+    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is None or is_peft_model(model) or not hasattr(model, "save_pretrained"):
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, tuners.BaseTunerLayer):
+            raise CheckpointError(
+                f"module '{name}' of this {type(model).__name__} is an adapter layer of PEFT "
+                f"({type(module).__name__}), which from_pretrained would not read back; make the "
+                "adapters with peft.get_peft_model and save the PeftModel, or merge them first"
+            )
+
+
+@torch.no_grad()
+def adapter_tensors(
+    model: Any, state: dict[str, torch.Tensor]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """What PEFT would write, by adapter and key in its file.
+
+    Args:
+        model: A PeftModel.
+        state: Its state dict, of the model's own objects; most of the result are some of these.
+    """
+    peft: Any = sys.modules["peft"]
+    return {
+        adapter: peft.get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
+        for adapter in model.peft_config
+    }
+
+
+def folder_of(adapter: str) -> str:
+    """Where PEFT puts an adapter, below the model's directory."""
+    return "." if adapter == "default" else adapter
+
+
+def write_adapter_config(model: Any, adapter: str, directory: Path) -> None:
+    """Writes adapter_config.json as PeftModel.save_pretrained does."""
+    config = copy.deepcopy(model.peft_config[adapter])
+    prompts = config.is_prompt_learning
+    if config.base_model_name_or_path is None:
+        base = model.base_model if prompts else model.base_model.model
+        config.base_model_name_or_path = vars(base).get("name_or_path") or None
+    config.inference_mode = True
+    mapping = None
+    if config.task_type is None:
+        base_class = model._get_base_model_class(is_prompt_tuning=prompts)
+        mapping = {
+            "base_model_class": base_class.__name__,
+            "parent_library": base_class.__module__,
+        }
+    config.save_pretrained(directory, auto_mapping_dict=mapping)
+
+
+def read_adapters(
+    model: Any, directory: Path, state: dict[str, torch.Tensor]
+) -> tuple[dict[str, StoredTensor], dict[str, torch.Tensor]]:
+    """Matches an adapter directory with a PeftModel that has the same adapters.
+
+    Args:
+        model: A PeftModel.
+        directory: castor's, or what PeftModel.save_pretrained wrote.
+        state: The model's state dict, of its own objects.
+
+    Returns:
+        What is stored and the model's tensors, by the same keys: those of the files, behind
+        "<adapter>/" for other adapters than "default".
+
+    Raises:
+        CheckpointError: An adapter's files are missing or damaged, it is another kind of adapter,
+            or of a kind whose weights PEFT computes when it writes them.
+    """
+    own = {id(tensor) for tensor in state.values()}
+    stored: dict[str, StoredTensor] = {}
+    targets: dict[str, torch.Tensor] = {}
+    for adapter, tensors in adapter_tensors(model, state).items():
+        _check_config(model.peft_config[adapter], adapter, directory / folder_of(adapter) / CONFIG)
+        prefix = "" if adapter == "default" else f"{adapter}/"
+        for key, entry in read_header(directory / folder_of(adapter) / WEIGHTS).items():
+            stored[prefix + key] = entry
+        for key, tensor in tensors.items():
+            if id(tensor) not in own:
+                raise CheckpointError(
+                    f"'{key}' of adapter '{adapter}' is made of other tensors when PEFT writes it, "
+                    "so that it cannot be read back into a model that has it; load this adapter "
+                    "with PeftModel.from_pretrained, before boost"
+                )
+            targets[prefix + key] = tensor
+    return stored, targets
+
+
+def stored_adapters(
+    stored: dict[str, StoredTensor], targets: dict[str, torch.Tensor], directory: Path
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the files, one by one, by the keys of read_adapters."""
+    for path in sorted({entry.path for entry in stored.values()}):
+        folder = path.parent.relative_to(directory)
+        prefix = "" if folder == Path() else f"{folder}/"
+        with safe_open(path, framework="pt") as file:
+            for key, entry in stored.items():
+                if entry.path == path and key in targets:
+                    yield key, file.get_tensor(key.removeprefix(prefix))
+
+
+def _check_config(config: Any, adapter: str, path: Path) -> None:
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    mine = json.loads(json.dumps(config.to_dict(), default=str))
+    for key in _SCALES:
+        if key in found and found[key] != mine.get(key):
+            raise CheckpointError(
+                f"{path} is of an adapter with {key}={found[key]!r}, and adapter '{adapter}' of "
+                f"the model has {mine.get(key)!r}; make it with the same LoraConfig, or with "
+                "PeftModel.from_pretrained, before boost"
+            )

@@ -1,0 +1,83 @@
+"""Copies of a boosted optimizer: ordinary ones, over ordinary parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from castor.errors import UsageError
+from castor.optim.boosted_state import StoredState
+from castor.optim.hybrid_adam import HybridAdam
+from castor.optim.state_formats import from_portable, to_portable
+from castor.runtime.engine import Engine
+
+
+@torch.no_grad()
+def ordinary_copy(
+    optimizer: Optimizer,
+    base: type[Optimizer],
+    engine: Engine,
+    *,
+    fused: bool,
+    memo: dict[int, Any],
+) -> Optimizer:
+    """What copy.deepcopy makes of a boosted optimizer.
+
+    Args:
+        optimizer: The boosted one.
+        base: The class that it had before; that of the copy.
+        engine: Of its model.
+        fused: Whether its state lies in chunks.
+        memo: As copy.deepcopy has it: parameters that were copied already (with their model) are
+            those of the copy.
+
+    Returns:
+        An optimizer in memory, with the same groups and state, over copies of the parameters.
+
+    Raises:
+        UsageError: It could not hold the float32 masters, or the run is broken.
+    """
+    precision = engine.settings.precision
+    if fused and precision != "fp32" and not issubclass(base, HybridAdam):
+        raise UsageError(
+            f"a copy of this boosted {base.__name__} would lose the float32 masters of its "
+            f"{precision} parameters, which torch's {base.__name__} cannot hold: boost "
+            "castor.HybridAdam, whose copies keep them, or write the state with "
+            "booster.save_optimizer"
+        )
+    engine.session.settle()
+    twin = base.__new__(base)
+    memo[id(optimizer)] = twin
+    own: dict[str, Any] = base.__getstate__(optimizer)
+    state = own.pop("state")
+    if issubclass(base, HybridAdam):
+        own["requested_nvme"] = (0.0, None)  # its state is in memory
+    twin.__setstate__({**copy.deepcopy(own, memo), "state": defaultdict(dict)})
+    for param, entry in state.items():
+        if fused:
+            mine = copy.deepcopy(param, memo)
+            twin.state[mine] = _entry(twin, mine, engine, engine.index_of[param], entry)
+        else:
+            twin.state[copy.deepcopy(param, memo)] = copy.deepcopy(entry, memo)
+    return twin
+
+
+def _entry(
+    twin: Optimizer, param: torch.Tensor, engine: Engine, index: int, entry: dict[str, Any]
+) -> dict[str, Any]:
+    """The state of the copy's `param`, from that of the boosted model's parameter `index`."""
+    held = entry.loaded() if isinstance(entry, StoredState) else entry
+    if not isinstance(twin, HybridAdam):
+        return {
+            key: value.detach().to(value.device if key == "step" else param.device, copy=True)
+            for key, value in held.items()
+        }
+    portable = to_portable(param, held)
+    master = engine.session.master(index) if param.dtype != torch.float32 else None
+    if master is not None:
+        portable["master"] = master
+    return from_portable(param, portable, twin.optim_state_format)

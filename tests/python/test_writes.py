@@ -1,0 +1,274 @@
+"""Every operator that writes a parameter on the device counts, whatever version counters say."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from helpers import (
+    LR,
+    Boosted,
+    assert_close_losses,
+    assert_close_weights,
+    boost,
+    copies,
+    losses_of_boosted,
+    losses_of_plain,
+    tight_memory,
+)
+from stored_tower import WIDTH, go_on_wide, wide
+from zoo import Tower, tower, tower_batch, tower_loss
+
+# --- the reproduction -----------------------------------------------------------------------------
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=6,
+            num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64,
+            use_cache=False,
+        )
+    )  # fmt: skip
+
+
+def test_weights_restored_through_data_after_an_evaluation_stay() -> None:
+    """An exponential average is put in place to be evaluated, and the weights are put back."""
+    ids = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(1))
+
+    def run(model: Any, step: Callable[[torch.Tensor], float]) -> list[float]:
+        average = [torch.zeros_like(param) for param in model.parameters()]
+        losses = []
+        for _ in range(3):
+            losses.append(step(model(input_ids=ids, labels=ids).loss))
+            kept = [param.detach().clone() for param in model.parameters()]
+            for param, value in zip(model.parameters(), average, strict=True):
+                param.data.copy_(value)
+            with torch.no_grad():
+                losses.append(model(input_ids=ids, labels=ids).loss.item())
+            for param, value in zip(model.parameters(), kept, strict=True):
+                param.data.copy_(value)
+        return losses
+
+    plain = llama()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=LR)
+
+    def plain_step(loss: torch.Tensor) -> float:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    expected = run(plain, plain_step)
+    boosted = boost(llama(), "4600KiB")
+    assert_close_losses(run(boosted.model, boosted.step), expected)
+    assert boosted.report().evictions > 0
+
+
+# --- every way to write ---------------------------------------------------------------------------
+
+EXTENSION = torch.library.Library("castor_test_writes", "DEF")
+EXTENSION.define("halve_(Tensor(a!) x) -> ()")
+EXTENSION.define("halve_each_(Tensor(a!)[] xs) -> ()")
+EXTENSION.define("halve_composite_(Tensor(a!) x) -> ()")
+
+
+def halve_uncounted(x: torch.Tensor) -> None:
+    with torch.autograd._unsafe_preserve_version_counter(x):
+        x.detach().mul_(0.5)
+
+
+def halve_each_uncounted(xs: list[torch.Tensor]) -> None:
+    for x in xs:
+        halve_uncounted(x)
+
+
+def add_product(x: torch.Tensor, y: torch.Tensor) -> None:
+    x.add_(2 * y)
+
+
+EXTENSION.impl("halve_", halve_uncounted, "CPU")
+EXTENSION.impl("halve_each_", halve_each_uncounted, "CPU")
+EXTENSION.define("add_product_(Tensor(a!) x, Tensor y) -> ()")
+EXTENSION.impl("add_product_", add_product, "CompositeImplicitAutograd")
+EXTENSION.impl("halve_composite_", halve_uncounted, "CompositeImplicitAutograd")
+
+
+def through_set(param: nn.Parameter) -> None:
+    other = torch.empty(0)
+    other.set_(param.untyped_storage(), param.storage_offset(), param.shape, param.stride())
+    other.mul_(0.5)
+
+
+def through_set_of_a_tensor(param: nn.Parameter) -> None:
+    torch.empty(0).set_(param.detach()).mul_(0.5)
+
+
+def through_assigned_data(param: nn.Parameter) -> None:
+    other = torch.empty(0)
+    other.data = param
+    other.mul_(0.5)
+
+
+def in_inference_mode(write: Callable[[Any], object]) -> Callable[[Any], object]:
+    def run(param: nn.Parameter) -> None:
+        with torch.inference_mode():
+            write(param)
+
+    return run
+
+
+def storage_made_in_inference_mode(param: nn.Parameter) -> None:
+    with torch.inference_mode():
+        through_set(param)
+
+
+def fused_sgd(param: nn.Parameter) -> None:
+    torch._fused_sgd_(
+        [param.detach()], [param.detach() * 0.5], [], weight_decay=0.0, momentum=0.0, lr=1.0,
+        dampening=0.0, nesterov=False, maximize=False, is_first_step=True,
+    )  # fmt: skip
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "in place": lambda p: p.mul_(0.5),
+    "data": lambda p: p.data.mul_(0.5),
+    "view of data": lambda p: p.data.view(-1)[:].mul_(0.5),
+    "data of detached data": lambda p: p.detach().data.detach().data.mul_(0.5),
+    "detach": lambda p: p.detach().mul_(0.5),
+    "another parameter": lambda p: nn.Parameter(p.data).mul_(0.5),
+    "subclass": lambda p: p.data.as_subclass(nn.Buffer).mul_(0.5),
+    "out": lambda p: torch.mul(p.detach(), 0.5, out=p.data),
+    "foreach": lambda p: torch._foreach_mul_([p], 0.5),
+    "foreach of data": lambda p: torch._foreach_mul_([p.data], 0.5),
+    "fused optimizer": fused_sgd,
+    "set_ of a storage": through_set,
+    "set_ of a tensor": through_set_of_a_tensor,
+    "assigned data": through_assigned_data,
+    "inference mode": in_inference_mode(lambda p: p.mul_(0.5)),
+    "data in inference mode": in_inference_mode(lambda p: p.data.mul_(0.5)),
+    "set_ in inference mode": storage_made_in_inference_mode,
+    "extension": torch.ops.castor_test_writes.halve_,
+    "extension with a list": lambda p: torch.ops.castor_test_writes.halve_each_([p]),
+    "extension for every device": torch.ops.castor_test_writes.halve_composite_,
+    "extension in inference mode": in_inference_mode(torch.ops.castor_test_writes.halve_composite_),
+    "extension on data": lambda p: torch.ops.castor_test_writes.halve_(p.data),
+}
+
+
+def assert_halved(boosted: Boosted, evaluate: Callable[[], object], name: str) -> None:
+    """Writes to every parameter, of which some are on the device, which then pass through it."""
+    with torch.no_grad():
+        evaluate()
+    before, evictions = copies(boosted.model.parameters()), boosted.report().evictions
+    with torch.no_grad():
+        evaluate()  # reading may have brought some home
+        for param in boosted.model.parameters():
+            WRITES[name](param)
+        evaluate()
+        evaluate()
+    assert boosted.report().evictions > evictions
+    for param, value in zip(boosted.model.parameters(), before, strict=True):
+        assert torch.equal(param, value * 0.5)
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_on_the_device_is_kept(name: str) -> None:
+    boosted = boost(tower(), tight_memory(tower, tower_loss))
+    losses_of_boosted(boosted, tower_loss, steps=2)
+    assert_halved(boosted, lambda: tower_loss(boosted.model, 0), name)
+
+
+@pytest.mark.parametrize("name", ["in place", "data", "fused optimizer", "extension"])
+def test_a_write_on_the_device_is_kept_where_homes_are_on_nvme(name: str, tmp_path: Path) -> None:
+    boosted = wide(tmp_path, memory=2**18)
+    go_on_wide(boosted, 0, 2)
+    batch = tower_batch(3, width=WIDTH)
+    assert_halved(boosted, lambda: boosted.model(**batch), name)
+
+
+@pytest.mark.parametrize("state_format", ["fp32", "split", "split_int8"])
+def test_the_master_follows_a_write_through_data(state_format: str) -> None:
+    boosted = boost(
+        tower(width=64),
+        "40KiB",
+        precision="bf16",
+        optim_state_format=state_format,
+        chunk_bytes=8192,
+    )
+    batch = tower_batch(0, width=64)
+    boosted.step(boosted.model(**batch))
+    with torch.no_grad():
+        boosted.model(**batch)
+        for param in boosted.model.parameters():
+            param.data.fill_(0.25)
+        boosted.model(**batch)
+    boosted.step(boosted.model(**batch))
+    for param in boosted.model.parameters():
+        # One step moves a weight by LR, and then it is rounded.
+        assert (param.float() - 0.25).abs().max() <= 1.1 * LR + 1e-3
+
+
+class Clamped(Tower):
+    """Writes to its weights in its forward, as weight clipping and normalisation do."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        for layer in self.layers:
+            layer.weight.data.clamp_(-0.1, 0.1)
+            x = torch.tanh(layer(x))
+            layer.weight.data.mul_(0.999)
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+
+def clamped() -> Tower:
+    torch.manual_seed(7)
+    return Clamped()
+
+
+def test_a_write_through_data_inside_forward_is_kept() -> None:
+    plain = clamped()
+    expected = losses_of_plain(plain, tower_loss)
+    boosted = boost(clamped(), tight_memory(clamped, tower_loss))
+    assert_close_losses(losses_of_boosted(boosted, tower_loss), expected)
+    assert_close_weights(boosted.model, plain)
+
+
+# --- what does not change ---------------------------------------------------------------------
+
+
+def test_data_keeps_its_own_version_counter() -> None:
+    """As in torch: autograd does not see what is written through it."""
+    boosted = boost(tower())
+    weight = boosted.model.layers[0].weight
+    version, data = weight._version, weight.data
+    data.mul_(1.0)
+    assert (data._version, weight.data._version, weight._version) == (1, 0, version)
+    assert data.new(3).shape == (3,)
+    assert data.type() == "torch.FloatTensor"
+
+
+def test_an_evaluation_without_writes_copies_nothing_back() -> None:
+    boosted = boost(tower(), tight_memory(tower, tower_loss))
+    losses_of_boosted(boosted, tower_loss, steps=2)
+    before = boosted.report().d2h_bytes
+    views = [param.data for param in boosted.model.parameters()]  # looked at, not written
+    with torch.no_grad():
+        for _ in range(3):
+            tower_loss(boosted.model, 0)
+    assert all(view.isfinite().all() for view in views)
+    assert boosted.report().d2h_bytes == before
+
+
+def test_an_operator_of_an_extension_trains_through_autograd_as_before() -> None:
+    """One kernel for every device may call operators that autograd records."""
+    weight = torch.ones(3, requires_grad=True)
+    buffer = torch.zeros(3)
+    boost(tower())
+    torch.ops.castor_test_writes.add_product_(buffer, weight)
+    buffer.sum().backward()
+    assert torch.equal(weight.grad, torch.full((3,), 2.0))
