@@ -81,13 +81,7 @@ class StepDriver:
     """Turns the gradients of a step into an update: unscale, check, clip, Adam."""
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        engine: Engine,
-        config: GeminiConfig,
-        *,
-        fused: bool,
-        seed: int,
+        self, optimizer: Optimizer, engine: Engine, config: GeminiConfig, *, fused: bool, seed: int
     ) -> None:
         self.engine = engine
         self.config = config
