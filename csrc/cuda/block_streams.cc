@@ -11,12 +11,12 @@
 namespace castor::cuda {
 
 void BlockStreams::add(const std::byte* data, std::size_t bytes, StreamId stream) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   blocks_.insert_or_assign(data, Block{.bytes = bytes, .pool = stream, .users = {}});
 }
 
 bool BlockStreams::record(const std::byte* data, StreamId stream) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   auto found = blocks_.upper_bound(data);
   if (found == blocks_.begin())
     return false;
@@ -30,7 +30,7 @@ bool BlockStreams::record(const std::byte* data, StreamId stream) {
 }
 
 void BlockStreams::await_users(const std::byte* data, StreamId stream) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = blocks_.find(data);
   if (found == blocks_.end())
     return;
@@ -40,7 +40,7 @@ void BlockStreams::await_users(const std::byte* data, StreamId stream) {
 }
 
 void BlockStreams::remove(const std::byte* data, StreamId stream) noexcept {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = blocks_.find(data);
   assert(found != blocks_.end() && "a block went back that was never taken");
   const Block& block = found->second;

@@ -2,10 +2,10 @@
 
 #include <cstddef>
 #include <map>
-#include <mutex>
 #include <vector>
 
 #include "core/compute_stream.h"
+#include "core/mutex.h"
 
 namespace castor::cuda {
 
@@ -37,8 +37,8 @@ class BlockStreams {
   };
 
   const int device_;
-  std::mutex mutex_;  // guards blocks_
-  std::map<const std::byte*, Block> blocks_;
+  Mutex mutex_;
+  std::map<const std::byte*, Block> blocks_ CASTOR_GUARDED_BY(mutex_);
 };
 
 }  // namespace castor::cuda

@@ -93,6 +93,7 @@ void bind_options(py::module_& module) {
                                    .device_bytes = device_bytes,
                                    .host_bytes = host_bytes,
                                    .link_bytes_per_second = link_bytes_per_second,
+                                   .backend = nullptr,  // given to the session
                                    .state = std::move(state),
                                    .overlap = overlap};
            }),

@@ -133,7 +133,6 @@ class Session : public std::enable_shared_from_this<Session> {
   [[nodiscard]] double gradient_norm() const;
   void watch_tensors();
   void guard_weights();
-  /// Those that live on the device, for kernels of castor's own.
   [[nodiscard]] std::shared_ptr<void> hold_on_device(std::span<const ChunkId> chunks) const;
   [[nodiscard]] std::shared_ptr<void> visit_groups(std::span<const TensorGate::Use> uses);
   [[nodiscard]] bool stored(ChunkId chunk) const noexcept;

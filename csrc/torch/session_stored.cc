@@ -74,6 +74,7 @@ std::shared_ptr<void> Session::visit_groups(std::span<const TensorGate::Use> use
   return visit;
 }
 
+// Those that live on the device, for kernels of castor's own.
 std::shared_ptr<void> Session::hold_on_device(std::span<const ChunkId> chunks) const {
   if (!own_device_) {
     return nullptr;  // freed memory keeps its bytes

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import castor
 from castor import GeminiPlugin, LazyInitContext
 
-WIDTH, LAYERS, VOCABULARY = 512, 16, 4096
-HOST_MEMORY = 96 * 2**20
-CHUNK = 8 * 2**20
+WIDTH, LAYERS, VOCABULARY = 512, 10, 2048
+HOST_MEMORY = 32 * 2**20
+CHUNK = 3 * 2**20
 
 
 def config(layers: int = LAYERS) -> LlamaConfig:
@@ -33,12 +33,14 @@ def build(building: str, folder: Path, layers: int = LAYERS) -> Any:
     torch.manual_seed(3)
     if building == "from_pretrained":
         return LlamaForCausalLM.from_pretrained(folder / "pretrained")
+    if building == "bf16":
+        return AutoModelForCausalLM.from_config(config(layers), dtype=torch.bfloat16)
     return LlamaForCausalLM(config(layers))
 
 
 def boost(model: Any, folder: Path) -> castor.Booster:
     plugin = GeminiPlugin(
-        device="cpu", device_memory=2 * HOST_MEMORY, host_memory=HOST_MEMORY, nvme_path=folder,
+        device="cpu", device_memory="64MiB", host_memory=HOST_MEMORY, nvme_path=folder,
         precision="bf16", optim_state_format="split_int8", chunk_bytes=CHUNK,
     )  # fmt: skip
     booster = castor.Booster(plugin=plugin)

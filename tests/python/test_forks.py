@@ -1,5 +1,6 @@
 """Data loaders' workers, and other forks of a process that trains: what they get of a model."""
 
+import gc
 import os
 import re
 import signal
@@ -76,7 +77,8 @@ def test_a_worker_holds_no_copy_of_what_the_parent_rewrites() -> None:
     for _ in range(2):
         step()
     os.write(tell, b"!")
-    held = kib("Pss", os.read(reading, 10_000).decode()) * 1024
+    # Pages that the parent has rewritten are the child's own from then on.
+    held = kib("Private_Dirty", os.read(reading, 10_000).decode()) * 1024
     os.waitpid(child, 0)
     for descriptor in (reading, writing, told, tell):
         os.close(descriptor)
@@ -118,6 +120,7 @@ def test_what_outlives_its_session_is_ordinary_memory() -> None:
     kept = boosted.model.state_dict()
     total = sum(float(value.sum()) for value in kept.values())
     del boosted
+    gc.collect()
     assert in_child(lambda: sum(float(value.sum()) for value in kept.values())) == str(total)
 
 

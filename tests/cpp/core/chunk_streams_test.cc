@@ -103,7 +103,7 @@ struct Machine {
   }
   void use(std::size_t i) {
     if (!manager->resident(chunk(i))) {
-      static_cast<void>(manager->make_room(kBytes, ~std::size_t{0}, 0, 0));
+      static_cast<void>(manager->make_room(kBytes, ~std::size_t{0}));
       manager->fetch(chunk(i));
     }
     const Pin pin = manager->pin(chunk(i));
@@ -220,7 +220,7 @@ TEST(ChunkStreamsTest, AnyScheduleOfTheStreamsGivesTheSameValues) {
           machine.write(i, machine.compute->id());
           break;
         case 4:  // ahead
-          if (machine.manager->make_room(kBytes, ~std::size_t{0}, 0, 0)) {
+          if (machine.manager->make_room(kBytes, ~std::size_t{0})) {
             machine.manager->fetch(machine.chunk(i));
           }
           break;
