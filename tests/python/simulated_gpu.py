@@ -96,7 +96,7 @@ def rest() -> None:
     gpu.limit(1.0)
     if (failed := getattr(sys, "last_traceback", None)) is not None:
         traceback.clear_frames(failed)
-    gc.collect()
+        gc.collect()
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def test_operators_return_before_they_are_done(at_once: Any) -> None:
     x = torch.zeros(8, device="simgpu")
     at_once.synchronize()
     stream = at_once.current_stream()
-    at_once._sleep(50 * MILLISECOND)
+    at_once._sleep(500 * MILLISECOND)
     y = x + 1
     assert not stream.query()
     assert y.tolist() == [1.0] * 8, "what the host reads is waited for"
@@ -535,9 +535,9 @@ def test_a_step_of_the_host_takes_less_time_than_the_device(at_once: Any) -> Non
     (x @ x).sum()
     at_once.synchronize()
     start = time.perf_counter()
-    at_once._sleep(200 * MILLISECOND)
+    at_once._sleep(1000 * MILLISECOND)
     for _ in range(10):
         x = (x @ x).clamp(max=1.0)
     host = time.perf_counter() - start
     at_once.synchronize()
-    assert host < 0.1 < time.perf_counter() - start
+    assert host < 0.5 < time.perf_counter() - start
