@@ -72,6 +72,12 @@ def install() -> None:
     atexit.register(gpu.close)
 
 
+@functools.cache
+def _warm_up() -> None:
+    """The first operator imports torch's shape functions, which takes seconds."""
+    torch.zeros(1, device=NAME).add(1)
+
+
 def require() -> Any:
     """torch.simgpu; CASTOR_REQUIRE_SIMULATED_DEVICE=1 makes its absence a failure, not a skip."""
     if library() is None:
@@ -80,6 +86,7 @@ def require() -> Any:
             pytest.fail(problem)
         pytest.skip(problem)
     install()
+    _warm_up()
     return torch.simgpu  # type: ignore[attr-defined]
 
 
@@ -96,7 +103,7 @@ def rest() -> None:
     gpu.limit(1.0)
     if (failed := getattr(sys, "last_traceback", None)) is not None:
         traceback.clear_frames(failed)
-    gc.collect()
+        gc.collect()
 
 
 @dataclass(frozen=True)

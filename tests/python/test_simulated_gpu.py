@@ -58,7 +58,7 @@ def test_operators_return_before_they_are_done(at_once: Any) -> None:
     x = torch.zeros(8, device="simgpu")
     at_once.synchronize()
     stream = at_once.current_stream()
-    at_once._sleep(50 * MILLISECOND)
+    at_once._sleep(500 * MILLISECOND)
     y = x + 1
     assert not stream.query()
     assert y.tolist() == [1.0] * 8, "what the host reads is waited for"
@@ -226,7 +226,9 @@ def test_shapes_that_do_not_fit_are_told_at_once(at_once: Any) -> None:
 def test_an_error_of_a_kernel_is_told_at_the_next_synchronisation_and_stays(at_once: Any) -> None:
     weight, index = torch.ones(3, 4, device="simgpu"), torch.tensor([5], device="simgpu")
     row = F.embedding(index, weight)
-    with pytest.raises(RuntimeError, match="failed in an earlier operation: index out of range"):
+    with pytest.raises(
+        RuntimeError, match="failed in an earlier operation: aten::index_select: index out of range"
+    ):
         row.sum().item()
     with pytest.raises(RuntimeError, match="failed in an earlier operation"):
         at_once.synchronize()
@@ -389,6 +391,10 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] =
     "relu silu": (lambda x: F.relu(x) + F.silu(x) + F.leaky_relu(x), lambda: (numbers(*X),)),
     "softplus elu": (lambda x: F.softplus(x) + F.elu(x), lambda: (numbers(*X),)),
     "layer norm": (normalised, lambda: (numbers(*X), numbers(16), numbers(16))),
+    "layer norm bf16": (
+        normalised,
+        lambda: tuple(numbers(*shape, dtype=torch.bfloat16) for shape in (X, (16,), (16,))),
+    ),
     "rms norm": (lambda x, w: F.rms_norm(x, (16,), w), lambda: (numbers(*X), numbers(16))),
     "group norm": (
         lambda x, w, b: F.group_norm(x, 2, w, b),
@@ -529,9 +535,9 @@ def test_a_step_of_the_host_takes_less_time_than_the_device(at_once: Any) -> Non
     (x @ x).sum()
     at_once.synchronize()
     start = time.perf_counter()
-    at_once._sleep(200 * MILLISECOND)
+    at_once._sleep(1000 * MILLISECOND)
     for _ in range(10):
         x = (x @ x).clamp(max=1.0)
     host = time.perf_counter() - start
     at_once.synchronize()
-    assert host < 0.1 < time.perf_counter() - start
+    assert host < 0.5 < time.perf_counter() - start

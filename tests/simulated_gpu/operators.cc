@@ -12,6 +12,7 @@
 
 #include <cstring>
 #include <optional>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -192,11 +193,25 @@ class Call {
     made_.assign(results().size(), IValue());
     for (std::size_t i = 0; i < results().size(); ++i) {
       if (!writes(results()[i]))
-        made_[i] = with_tensors(shapes[i], [](const at::Tensor& shape) {
-          return at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(kDevice));
+        made_[i] = with_tensors(shapes[i], [&](const at::Tensor& shape) {
+          return at::empty_strided(
+              shape.sizes(), shape.strides(),
+              at::TensorOptions().dtype(type_of_result(i, shape.scalar_type())).device(kDevice));
         });
     }
     return true;
+  }
+
+  /// The CPU's layer norm keeps its statistics in the type of what it is given, where a GPU's,
+  /// whose shapes these are, keeps them in float32.
+  [[nodiscard]] at::ScalarType type_of_result(std::size_t i, at::ScalarType inferred) const {
+    if (op_.schema().name() != "aten::native_layer_norm" || i == 0)
+      return inferred;
+    const at::ScalarType input = arguments_[0].toTensor().scalar_type();
+    const IValue& weight = arguments_[2];
+    const bool mixed = weight.isTensor() && weight.toTensor().defined() &&
+                       weight.toTensor().scalar_type() != input;
+    return mixed ? inferred : input;
   }
 
   static void resize(const at::Tensor& out, at::IntArrayRef sizes) {
@@ -226,7 +241,11 @@ class Call {
                               targets = std::move(targets)]() mutable {
       const at::NoGradGuard no_grad;
       const at::AutoDispatchBelowAutograd below;
-      op.callBoxed(&stack);
+      try {
+        op.callBoxed(&stack);
+      } catch (const c10::Error& error) {
+        throw std::runtime_error(op.schema().name() + ": " + error.what_without_backtrace());
+      }
       for (std::size_t i = 0; i < targets.size(); ++i)
         copy_results(stack[i], targets[i]);
     });
@@ -239,8 +258,9 @@ class Call {
     std::size_t next = 0;
     for_each_tensor(targets, [&](const at::Tensor& target) {
       const at::Tensor& source = from.at(next++);
-      TORCH_CHECK(source.sizes() == target.sizes(), "a kernel gave ", source.sizes(),
-                  " where its shapes said ", target.sizes());
+      TORCH_CHECK(source.sizes() == target.sizes() && source.dtype() == target.dtype(),
+                  "a kernel gave ", source.sizes(), " of ", source.dtype(),
+                  " where its shapes said ", target.sizes(), " of ", target.dtype());
       target.copy_(source);
     });
   }
