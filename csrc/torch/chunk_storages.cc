@@ -68,6 +68,7 @@ void forbid_null(const c10::Storage& storage, std::string message) {
 void forbid(const c10::Storage& storage, std::string message) {
   forbid_null(storage, std::move(message));
   throws_when_read(*storage.unsafeGetStorageImpl()) = true;
+  storage.unsafeGetStorageImpl()->set_throw_on_mutable_data_ptr();  // has both flags looked at
 }
 
 at::ScalarType to_torch(ScalarType type) {

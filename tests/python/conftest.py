@@ -55,7 +55,7 @@ def pytest_configure() -> None:
         simulated_gpu.install()
 
 
-@pytest.fixture(params=["device", *(f"gpu, seed {seed}" for seed in (1, 2, 3))])
+@pytest.fixture(params=["device", *(f"gpu, seed {seed}" for seed in simulated_gpu.SEEDS)])
 def simulated(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Simulation | GpuSimulation]:

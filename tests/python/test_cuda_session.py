@@ -179,6 +179,7 @@ def test_gathered_embeddings_give_the_same_bits(name: str, overlap: str) -> None
     assert moved_less < moved
 
 
+@ON_A_REAL_ONE
 @pytest.mark.parametrize("room", ["tight", "ample"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
 def test_fp32_matches_plain_torch_on_the_gpu(gpu: Accelerator, name: str, room: str) -> None:
@@ -272,6 +273,7 @@ def test_lazy_models_get_the_weights_of_eager_ones(gpu: Accelerator) -> None:
     assert go_on(boosted) == go_on(reference)
 
 
+@ON_A_REAL_ONE
 @pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "promoted"])
 def test_edits_reach_the_masters(gpu: Accelerator, place: dict[str, Any]) -> None:
     results = []
@@ -329,6 +331,7 @@ def layer_bytes(gpu: Accelerator) -> int:
     return 4 * gpu.width**2
 
 
+@ON_A_REAL_ONE
 def test_a_fraction_of_the_gpu_is_enough_where_the_budget_says_so(gpu: Accelerator) -> None:
     layer = layer_bytes(gpu)
     expected = train_wide(on_gpu(Wide(gpu.width), 128 * layer))
@@ -344,6 +347,7 @@ def test_a_fraction_of_the_gpu_is_enough_where_the_budget_says_so(gpu: Accelerat
     assert gpu.torch.max_memory_allocated() <= budget + layer // 2
 
 
+@ON_A_REAL_ONE
 def test_what_the_gpu_refuses_comes_from_chunks(gpu: Accelerator) -> None:
     """The budget is more than the GPU has left, so that only evicting makes room."""
     layer = layer_bytes(gpu)
@@ -359,6 +363,7 @@ def test_what_the_gpu_refuses_comes_from_chunks(gpu: Accelerator) -> None:
     assert all(loss == loss for loss in train_wide(boosted))
 
 
+@ON_A_REAL_ONE
 def test_an_allocation_beyond_the_budget_is_castors_error(gpu: Accelerator) -> None:
     layer = layer_bytes(gpu)
     boosted = on_gpu(Wide(gpu.width), 8 * layer)

@@ -98,7 +98,7 @@ def test_a_child_that_touches_a_parameter_is_told(settings: dict[str, Any]) -> N
     touches: list[Callable[[], Any]] = [
         lambda: weight.sum(),
         lambda: weight.data.clone(),
-        lambda: weight.detach().numpy().sum(),
+        lambda: weight.detach().view(torch.uint8).numpy().sum(),
         lambda: state.sum(),
         lambda: model(**tower_batch(0)),
         lambda: model.eval()(**tower_batch(0)),

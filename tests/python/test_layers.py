@@ -58,7 +58,7 @@ BROKEN = [
     ("csrc/torch/a.cc", "#include <pybind11/pybind11.h>\n", 1, "one-includer"),
     ("csrc/optim/a.cc", "#include <Python.h>\n", 1, "one-includer"),
     ("csrc/extra/a.cc", "#include <vector>\n", 1, "known-layer"),
-    ("csrc/core/long.h", "\n" * 201, 201, "file-length"),
+    ("csrc/core/long.h", "\n" * 251, 251, "file-length"),
     ("python/castor/config.py", "import castor.runtime\n", 1, "import-order"),
     ("python/castor/errors.py", "from castor.config import Config\n", 1, "import-order"),
     ("python/castor/runtime/a.py", "from ..plugins import Plugin\n", 1, "import-order"),

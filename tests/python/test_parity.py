@@ -126,7 +126,9 @@ def check(setting: Setting, tolerance: float) -> castor.MemoryReport:
     memory = tight(setting, 0.35)
     run = train(setting, memory)
     assert run.report is not None
-    assert_close_losses(run.losses, expected.losses, tolerance)
+    # BERT gives its loss in bf16, whose neighbours are up to eps apart.
+    resolution = torch.finfo(DTYPES[setting.precision]).eps
+    assert_close_losses(run.losses, expected.losses, max(tolerance, resolution))
     assert expected.losses[-1] != expected.losses[0]
     assert weight_error(setting, run, expected) <= WEIGHT_TOLERANCE[setting.precision]
     assert run.report.peak_device_bytes <= run.report.device_budget_bytes == memory

@@ -78,15 +78,13 @@ def test_they_get_no_update_and_keep_their_gradient_until_it_is_cleared(
 @pytest.mark.parametrize(("precision", "state_format"), FORMATS)
 def test_they_take_no_memory_for_updates(precision: str, state_format: str) -> None:
     model, frozen = tower(), tower()
-    in_part = boosted_in_part(model, precision=precision, optim_state_format=state_format)
+    settings: dict[str, Any] = {
+        "precision": precision, "optim_state_format": state_format, "initial_scale": 2.0**8,
+    }  # fmt: skip
+    in_part = boosted_in_part(model, **settings)
     for param in others(frozen):
         param.requires_grad_(False)
-    reference = boost(
-        frozen,
-        optimizer=AdamW(some(frozen), lr=LR),
-        precision=precision,
-        optim_state_format=state_format,
-    )
+    reference = boost(frozen, optimizer=AdamW(some(frozen), lr=LR), **settings)
     for each in (in_part, reference):
         for seed in range(3):
             each.step(tower_loss(each.model, seed))

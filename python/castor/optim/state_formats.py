@@ -56,7 +56,7 @@ def to_portable(param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
     portable = {key: value for key, value in state.items() if key != "remainder"}
     if "remainder" in state:
         remainder = _as(state["remainder"], param, torch.int16)
-        portable["master"] = _C.join_master(param.detach(), remainder)
+        portable["master"] = _C.join_master(param.detach().to(remainder.device), remainder)
     if all(key in state for key in _MOMENTS):
         exp_avg, exp_avg_sq = (state[key] for key in _MOMENTS)
         if exp_avg.dtype == torch.uint8:
@@ -117,5 +117,5 @@ def from_portable(param: torch.Tensor, state: dict[str, Any], state_format: str)
 
 
 def _as(value: torch.Tensor, param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy in the parameter's shape and strides."""
-    return torch.empty_like(param, dtype=dtype).copy_(value)
+    """A copy in the parameter's shape and strides, on the device of the values."""
+    return torch.empty_like(param, dtype=dtype, device=value.device).copy_(value)
