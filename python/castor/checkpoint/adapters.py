@@ -42,7 +42,7 @@ def check_no_loose_adapters(model: nn.Module) -> None:
         if isinstance(module, tuners.BaseTunerLayer):
             raise CheckpointError(
                 f"module '{name}' of this {type(model).__name__} is an adapter layer of PEFT "
-                f"({type(module).__name__}), which from_pretrained would not read back; make the "
+                f"({type(module).__name__}), which from_pretrained would not read back; create the "
                 "adapters with peft.get_peft_model and save the PeftModel, or merge them first"
             )
 
@@ -149,6 +149,6 @@ def _check_config(config: Any, adapter: str, path: Path) -> None:
         if key in found and found[key] != mine.get(key):
             raise CheckpointError(
                 f"{path} is of an adapter with {key}={found[key]!r}, and adapter '{adapter}' of "
-                f"the model has {mine.get(key)!r}; make it with the same LoraConfig, or with "
+                f"the model has {mine.get(key)!r}; create it with the same LoraConfig, or with "
                 "PeftModel.from_pretrained, before boost"
             )
