@@ -385,7 +385,9 @@ void Session::exit(ModuleId module) {
   if (in_child_) {
     return;  // enter has thrown
   }
-  own_device_.follow_stream();
+  if (!runtime_->idle()) {  // else enter has thrown, and said why
+    own_device_.follow_stream();
+  }
   runtime_->exit(module);
   if (!at::GradMode::is_enabled() && runtime_->idle()) {
     charge_allocations_to(std::exchange(account_before_, nullptr));
