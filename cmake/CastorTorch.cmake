@@ -49,7 +49,8 @@ target_link_libraries(castor_torch_deps INTERFACE Python::Module)
 # csrc/torch and of torch, without linking Python.
 function(castor_link_torch_copies target)
   set(sources "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../csrc/torch")
-  target_sources(${target} PRIVATE "${sources}/chunk_storages.cc" "${sources}/torch_copy_engine.cc")
+  target_sources(${target} PRIVATE "${sources}/chunk_storages.cc" "${sources}/storage_writes.cc"
+                                   "${sources}/torch_copy_engine.cc")
   target_include_directories(
     ${target} SYSTEM PRIVATE $<TARGET_PROPERTY:castor::torch,INTERFACE_INCLUDE_DIRECTORIES>)
   target_compile_definitions(
