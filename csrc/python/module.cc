@@ -113,6 +113,12 @@ std::optional<NvmeOptions> nvme_options(const py::dict& options) {
       .verification = options["nvme_verify"].cast<bool>() ? Verification::kOn : Verification::kOff};
 }
 
+/// nullptr of None: another optimizer updates the parameters.
+std::shared_ptr<const UpdateRule> update_rule(const py::object& name, const std::string& format) {
+  return name.is_none() ? nullptr
+                        : make_update_rule(name.cast<std::string>(), state_format_of(format));
+}
+
 /// Of the capsule that castor._cuda makes; nullptr of None.
 std::shared_ptr<DeviceBackend> device_backend(const py::object& backend) {
   if (backend.is_none()) {
@@ -147,8 +153,7 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
       .host_bytes = get("host_bytes").cast<std::size_t>(),
       .link_bytes_per_second = get("link_bytes_per_second").cast<std::uint64_t>(),
       .backend = device_backend(options["backend"]),
-      .state = {.format = state_format_of(get("optim_state_format").cast<std::string>()),
-                .moments = get("adam_state").cast<bool>(),
+      .state = {.rule = update_rule(get("rule"), get("optim_state_format").cast<std::string>()),
                 .nvme = nvme_options(options),
                 .nvme_fraction = get("nvme_fraction").cast<double>()},
       .overlap = value_named<Overlap>(get("overlap").cast<std::string>(), "overlap",
@@ -192,40 +197,35 @@ py::cpp_function forward_hook(const std::shared_ptr<Session>& session, std::uint
   }};
 }
 
-AdamOptions adam_options(const py::dict& group) {
-  return {
-      .lr = group["lr"].cast<double>(),
-      .beta1 = group["beta1"].cast<double>(),
-      .beta2 = group["beta2"].cast<double>(),
-      .eps = group["eps"].cast<double>(),
-      .weight_decay = group["weight_decay"].cast<double>(),
-      .mode = group["decoupled"].cast<bool>() ? WeightDecayMode::kDecoupled : WeightDecayMode::kL2};
-}
-
-std::vector<AdamOptions> adam_options(const std::vector<py::dict>& groups) {
-  std::vector<AdamOptions> options;
+GroupOptions group_options(const Session& session, const std::vector<py::dict>& groups,
+                           std::vector<std::int64_t> group_of) {
+  GroupOptions options{.groups = {}, .group_of = std::move(group_of)};
   for (const py::dict& group : groups) {
-    options.push_back(adam_options(group));
+    RuleOptions& values = options.groups.emplace_back();
+    std::size_t i = 0;
+    for (const std::string_view name : session.rule()->option_names()) {
+      values.at(i++) = group[py::str(std::string(name))].cast<double>();
+    }
   }
   return options;
 }
 
 void arm_updates(Session& session, const std::vector<py::dict>& groups,
-                 const std::vector<std::int64_t>& group_of) {
-  session.arm_updates(adam_options(groups), group_of);
+                 std::vector<std::int64_t> group_of) {
+  session.arm_updates(group_options(session, groups, std::move(group_of)));
 }
 
-void adam_step(Session& session, const std::vector<py::dict>& groups,
-               const std::vector<std::int64_t>& group_of, double grad_scale) {
-  const std::vector<AdamOptions> options = adam_options(groups);
+void update(Session& session, const std::vector<py::dict>& groups,
+            std::vector<std::int64_t> group_of, double grad_scale) {
+  const GroupOptions options = group_options(session, groups, std::move(group_of));
   const py::gil_scoped_release release;
-  session.adam_step(options, group_of, grad_scale);
+  session.update(options, grad_scale);
 }
 
 void report_nvme(const Session& session, py::dict& figures) {
   const StoredWeights* const weights = session.stored_weights();
   const NvmeTier* const tiers[] = {weights != nullptr ? &weights->tier() : nullptr,
-                                   session.optimizer_state().nvme()};
+                                   session.optimizer_state().places().nvme()};
   std::uint64_t bytes = 0;
   ChunkStream::Counts moved;
   std::string descriptions;
@@ -347,8 +347,7 @@ PYBIND11_MODULE(_C, m) {
       .def("set_loss_scale", &Session::set_loss_scale)
       .def("collect_gradients", &Session::collect_gradients, py::arg("with_norm"), released)
       .def("scale_gradients", &Session::scale_gradients, released)
-      .def("adam_step", &castor::adam_step, py::arg("groups"), py::arg("group_of"),
-           py::arg("grad_scale"))
+      .def("update", &castor::update, py::arg("groups"), py::arg("group_of"), py::arg("grad_scale"))
       .def("arm_updates", &castor::arm_updates, py::arg("groups"), py::arg("group_of"))
       .def("begin_load", &Session::begin_load, py::arg("weights"), py::arg("states"),
            py::arg("every_weight"), released)

@@ -35,19 +35,16 @@ void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session
                              [](const Session& self) {
                                return std::string(to_string(self.optimizer_state().format()));
                              })
+      .def_property_readonly("state_names",
+                             [](const Session& self) { return self.optimizer_state().names(); })
       .def(
-          "zero_moments",
+          "zero_states",
           [](Session& self) {
             self.settle();
-            self.optimizer_state().zero_moments();
+            self.optimizer_state().zero();
           },
           released)
-      .def(
-          "set_rounding",
-          [](Session& self, std::uint64_t seed, std::vector<std::uint64_t> streams) {
-            self.optimizer_state().set_rounding(seed, std::move(streams));
-          },
-          py::arg("seed"), py::arg("streams"))
+      .def("set_rounding", &Session::set_rounding, py::arg("seed"), py::arg("streams"))
       .def(
           "adopt",
           [](Session& self, std::uint32_t param, const at::Tensor& values) {
@@ -69,32 +66,28 @@ void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session
           released)
       .def("stored",
            [](Session& self, std::uint32_t param) {
-             return self.optimizer_state().stored(self.layout().place(id(param)).chunk);
+             return self.optimizer_state().places().stored(self.layout().place(id(param)).chunk);
            })
       .def("home", [](Session& self, std::uint32_t param) { return self.home(id(param)); })
       .def("shown",
            [](Session& self, std::uint32_t param) {
-             return self.optimizer_state().shown(self.layout().place(id(param)).chunk);
+             return self.optimizer_state().places().shown(self.layout().place(id(param)).chunk);
            })
       .def("weight_stored",
            [](Session& self, std::uint32_t param) {
              return self.chunks().stored(self.layout().place(id(param)).chunk);
            })
       .def(
-          "read_moments",
-          [](Session& self, std::uint32_t param) {
-            return settled(self, param).read_moments(id(param));
-          },
+          "read_states",
+          [](Session& self, std::uint32_t param) { return settled(self, param).read(id(param)); },
           released)
       .def(
-          "write_moments",
-          [](Session& self, std::uint32_t param, const std::vector<at::Tensor>& moments) {
-            settled(self, param).write_moments(id(param), moments);
+          "write_states",
+          [](Session& self, std::uint32_t param, const std::vector<at::Tensor>& states) {
+            settled(self, param).write(id(param), states);
           },
           released)
-      .def("moments", [](Session& self, std::uint32_t param) { return self.moments(id(param)); })
-      .def("moment_scales",
-           [](Session& self, std::uint32_t param) { return self.moment_scales(id(param)); })
+      .def("states", [](Session& self, std::uint32_t param) { return self.states(id(param)); })
       .def("master_view",
            [](Session& self, std::uint32_t param) {
              return settled(self, param).master_view(id(param));

@@ -47,19 +47,6 @@ const char* name_of(Guidance guidance) {
   return "unknown";
 }
 
-const char* key_of(PayloadKind kind) {
-  switch (kind) {
-    case PayloadKind::kParam: return "param";
-    case PayloadKind::kMaster: return "master";
-    case PayloadKind::kGrad: return "grad";
-    case PayloadKind::kExpAvg: return "exp_avg";
-    case PayloadKind::kExpAvgSq: return "exp_avg_sq";
-    case PayloadKind::kRemainder: return "remainder";
-    case PayloadKind::kMomentScales: return "moment_scales";
-  }
-  return "unknown";
-}
-
 }  // namespace
 
 std::optional<py::dict> timeline(Session& session) {
@@ -102,6 +89,10 @@ std::optional<py::dict> timeline(Session& session) {
 }
 
 py::list chunks(Session& session) {
+  const StatePlaces& places = session.optimizer_state().places();
+  const auto key_of = [&places](PayloadKind kind) {
+    return py::str(std::string(places.name_of(kind)));
+  };
   py::list result;
   for (std::size_t i = 0; i < session.layout().chunks().size(); ++i) {
     const ChunkId id{static_cast<std::uint32_t>(i)};
@@ -117,7 +108,7 @@ py::list chunks(Session& session) {
             py::make_tuple(std::string(to_string(payload->tier())), payload->bytes());
       }
     }
-    for (const auto& [kind, bytes] : session.optimizer_state().stored_payloads(id)) {
+    for (const auto& [kind, bytes] : places.stored_payloads(id)) {
       payloads[key_of(kind)] = py::make_tuple(std::string(to_string(TierKind::kNvme)), bytes);
     }
     py::dict chunk;

@@ -52,7 +52,8 @@ class SimulatedDevice final : public DeviceBackend {
   [[nodiscard]] std::unique_ptr<Arena> make_device_arena() override;
   [[nodiscard]] std::unique_ptr<Arena> make_host_arena() override;
   void follow(const std::shared_ptr<DeviceAccount>& account) override;
-  void adam_update(std::span<const AdamSegment> segments) override;
+  [[nodiscard]] bool has_kernels(std::string_view rule) const noexcept override;
+  void update(const UpdateRule& rule, std::span<const UpdateSegment> segments) override;
   void square_norms(std::span<const NormSegment> segments, std::span<double> sums) override;
   [[nodiscard]] std::unique_ptr<ComputeFence> fence() override;
   void host_writes(std::span<const std::byte> home) override;

@@ -26,8 +26,9 @@ from castor.config import (
     parse_paths,
 )
 from castor.errors import UsageError
-from castor.optim.boosted import StepDriver, boost_optimizer, check_optimizer, runs_fused_adam
+from castor.optim.boosted import StepDriver, boost_optimizer, check_optimizer
 from castor.optim.boosted_state import choose_state_format
+from castor.optim.rules import rule_of
 from castor.runtime.device import choose_device, free_device_bytes
 from castor.runtime.engine import Engine, check_not_boosted
 
@@ -272,15 +273,20 @@ class GeminiPlugin:
         check_not_boosted(model)
         choice = choose_state_format(optimizer, self.config)
         config = self._with_nvme_of(optimizer)
-        fused = False
+        rule = None
         if optimizer is not None:
             check_optimizer(optimizer, config)
             _check_same_params(model, optimizer)
-            fused = runs_fused_adam(optimizer)
-        engine = Engine(model, config, adam_state=fused, optim_state_format=choice.state_format)
+            rule = rule_of(optimizer)
+        engine = Engine(
+            model,
+            config,
+            rule=None if rule is None else rule.name,
+            optim_state_format=choice.state_format,
+        )
         if optimizer is None:
             return engine, None
-        driver = boost_optimizer(optimizer, engine, fused=fused, seed=choice.seed)
+        driver = boost_optimizer(optimizer, engine, rule=rule, seed=choice.seed)
         if self.config.overlap == "backward":
             held = weakref.ref(optimizer)
 

@@ -40,15 +40,15 @@ class Engine:
     """
 
     def __init__(
-        self, model: nn.Module, config: GeminiConfig, *, adam_state: bool, optim_state_format: str
+        self, model: nn.Module, config: GeminiConfig, *, rule: str | None, optim_state_format: str
     ) -> None:
         """Takes the model's parameters over and installs the hooks.
 
         Args:
             model: The model.
             config: Settings; its optim_state_format is what the user said, not what was chosen.
-            adam_state: Whether there are moments; the fused Adam needs them.
-            optim_state_format: How masters and moments are kept.
+            rule: The fused optimizer's (castor.optim.rules); None: its own step updates.
+            optim_state_format: How masters and the rule's states are kept.
 
         Raises:
             UsageError: The model is boosted already, or cannot be.
@@ -68,14 +68,12 @@ class Engine:
         lazy = Materialisation(model)
         with _telling_what_is_lost(model):
             try:
-                spec = self._take_over(
-                    model, adam_state=adam_state, optim_state_format=optim_state_format
-                )
+                spec = self._take_over(model, rule=rule, optim_state_format=optim_state_format)
             except BaseException:
                 lazy.cancel()
                 raise
             lazy.run(self._place, self._finish)
-            self.session.zero_moments()  # last: memory holds no moments while values are made
+            self.session.zero_states()  # last: memory holds no states while values are made
         self.model_name = type(model).__name__
         self.modules = [module.name for module in spec.modules]
         self.history = StepHistory()
@@ -85,7 +83,7 @@ class Engine:
         _engines[model] = self
 
     def _take_over(
-        self, model: nn.Module, *, adam_state: bool, optim_state_format: str
+        self, model: nn.Module, *, rule: str | None, optim_state_format: str
     ) -> ModelSpec:
         """Lays the parameters out in chunks and moves them there."""
         config = self.config
@@ -115,8 +113,8 @@ class Engine:
                 "host_bytes": config.host_bytes,
                 "link_bytes_per_second": config.link_bytes_per_second,
                 "backend": make_backend(self.device),
-                "adam_state": adam_state,
-                "overlap": config.overlap if adam_state else "none",
+                "rule": rule,
+                "overlap": "none" if rule is None else config.overlap,
                 "optim_state_format": optim_state_format,
                 "nvme_paths": [str(path) for path in config.nvme_paths],
                 "nvme_bytes": 2**63 if config.nvme_bytes is None else config.nvme_bytes,
