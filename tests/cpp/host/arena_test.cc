@@ -136,6 +136,9 @@ TEST_P(ArenaTest, BlocksOfAHugePageStartOnAHugePage) {
 }
 
 TEST_P(ArenaTest, ForkedChildrenGetNoWholePageOfABlock) {
+  if (!testing::kMappingsTell) {
+    GTEST_SKIP() << "a sanitizer maps memory of its own";
+  }
   const std::size_t page = system_page_sizes().page;
   const auto arena = make();
   for (const std::size_t bytes : {page, 5 * page + 100, 4 * kMiB, 4 * kMiB + 100}) {
@@ -157,6 +160,9 @@ TEST_P(ArenaTest, ForkedChildrenGetNoWholePageOfABlock) {
 }
 
 TEST_P(ArenaTest, AChildNeitherLosesNorGivesBackWhatItDoesNotHave) {
+  if (!testing::kMappingsTell) {
+    GTEST_SKIP() << "a sanitizer maps memory of its own";
+  }
   const std::size_t bytes = 4 * kMiB;
   const auto arena = make();
   std::byte* const data = arena->allocate(bytes);

@@ -11,6 +11,14 @@
 
 namespace castor::testing {
 
+/// A sanitizer's own memory may lie, in a child, where a block was: what is mapped there then says
+/// nothing about the block.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr bool kMappingsTell = false;
+#else
+inline constexpr bool kMappingsTell = true;
+#endif
+
 /// What `body` returns in a child that is forked now: 0 to 99.
 inline int in_forked_child(const std::function<int()>& body) {
   const pid_t child = ::fork();
