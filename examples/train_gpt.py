@@ -162,7 +162,8 @@ class Run:
     peak_nonmodel_bytes: int | None = None
     budget_bytes: int | None = None
     host_bytes: int | None = None
-    booster: Booster | None = None
+    boosted: nn.Module | None = None
+    """What the report is written of: it reads a model, which has to be there still."""
 
     def tokens_per_second(self, settings: Settings) -> float:
         """Of the median step."""
@@ -207,7 +208,7 @@ def train(
         booster = Booster(plugin=plugin)
         model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
 
-    run = Run(booster=booster)
+    run = Run(boosted=model if booster else None)
     for step in range(settings.steps):
         start = time.perf_counter()
         loss = model(**batches[step]).loss
@@ -364,9 +365,9 @@ def load(settings: Settings, console: Console) -> Batches:
 def write_report(run: Run, folder: Path, console: Console) -> None:
     """Writes report.html and trace.json, says where, and prints the summary."""
     folder.mkdir(parents=True, exist_ok=True)
-    page = report.write_html(folder / "report.html", run.booster)
-    trace = report.write_trace(folder / "trace.json", run.booster)
-    console.print(report.summary(run.booster, width=console.width), markup=False, highlight=False)
+    page = report.write_html(folder / "report.html", run.boosted)
+    trace = report.write_trace(folder / "trace.json", run.boosted)
+    console.print(report.summary(run.boosted, width=console.width), markup=False, highlight=False)
     console.print(f"a page to look into the last step: {page}", soft_wrap=True)
     console.print(f"the same for https://ui.perfetto.dev: {trace}", soft_wrap=True)
 

@@ -30,7 +30,7 @@ def write_page(path: Path) -> None:
     nonmodel = train_gpt.train(probe, batches, device_memory="1GiB").peak_nonmodel_bytes
     budget = train_gpt.tight_budget(train_gpt.build_model(SETTINGS), nonmodel, train_gpt.SHARE)
     run = train_gpt.train(SETTINGS, batches, device_memory=budget)
-    castor.report.write_html(path, run.booster)
+    castor.report.write_html(path, run.boosted)
 
 
 def main(arguments: list[str]) -> int:

@@ -196,12 +196,15 @@ class DelayedCopyEngine : public CopyEngine {
 };
 
 /// Adversary: a delayed engine whose n-th submit is refused, or whose n-th wait for a copy copies
-/// half of it and throws. Counts run from 1, from the moment fail_* is called.
+/// half of it and throws. Counts run from 1, from the moment fail_* is called, by any thread.
 class FailingCopyEngine final : public DelayedCopyEngine {
  public:
   void fail_submit(std::size_t call) { submits_left_ = call; }
   void fail_wait(std::size_t call) { waits_left_ = call; }
-  void never_fail() { submits_left_ = waits_left_ = kNever; }
+  void never_fail() {
+    submits_left_ = kNever;
+    waits_left_ = kNever;
+  }
 
   CopyTicket submit(const CopyRequest& request) override {
     if (--submits_left_ == 0) {
@@ -226,8 +229,8 @@ class FailingCopyEngine final : public DelayedCopyEngine {
   }
 
  private:
-  std::size_t submits_left_ = kNever;
-  std::size_t waits_left_ = kNever;
+  std::atomic<std::size_t> submits_left_ = kNever;
+  std::atomic<std::size_t> waits_left_ = kNever;
 };
 
 /// Updates that happen when somebody waits for them, never before.
