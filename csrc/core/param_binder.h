@@ -13,7 +13,7 @@ class ParamBinder {
  public:
   virtual ~ParamBinder() = default;
   virtual void bind(ChunkId chunk, std::byte* address) noexcept = 0;
-  /// Remembers the parameters' version counters ...
+  /// Remembers how often the parameters were written, so far as the binder sees it ...
   virtual void snapshot(ChunkId chunk) noexcept = 0;
   /// ... and tells whether somebody wrote to one of them since.
   [[nodiscard]] virtual bool written_since_snapshot(ChunkId chunk) const noexcept = 0;

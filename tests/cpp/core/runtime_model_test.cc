@@ -1,7 +1,7 @@
 // A seeded random walk over the runtime, with other threads that take and give back device memory
-// all the while, copies that fail and a device that refuses: modules come and go in any order, and
-// whatever happened, the modules under way have their chunks on the device, with the right bytes,
-// nothing else is pinned, and no byte passes the budget.
+// all the while, and copies that fail: modules come and go in any order, and whatever happened, the
+// modules under way have their chunks on the device, with the right bytes, nothing else is pinned,
+// and no byte passes the budget.
 
 #include <gtest/gtest.h>
 
