@@ -1,5 +1,6 @@
 """The simulated GPU is a GPU to torch: asynchronous, with the bits of the CPU's kernels."""
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,8 +28,12 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture
 def at_once() -> Iterator[Any]:
-    """torch.simgpu, whose streams do not dawdle."""
-    yield simulated_gpu.require()
+    """torch.simgpu, whose streams do not dawdle, with nothing of earlier tests left to be freed."""
+    gpu = simulated_gpu.require()
+    gc.collect()
+    gpu.synchronize()
+    gpu.empty_cache()
+    yield gpu
     simulated_gpu.rest()
 
 
