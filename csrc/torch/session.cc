@@ -272,6 +272,7 @@ void Session::watch_tensors() {
       });
   guard_weights();
   state_views_ = std::make_unique<StateViews>(params_.size());
+  in_parts_.resize(layout_.chunks().size(), false);
   updated_.resize(layout_.chunks().size(), false);
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ChunkId chunk = layout_.place(ParamId{static_cast<std::uint32_t>(i)}).chunk;
@@ -364,14 +365,21 @@ void Session::enter(ModuleId module) {
   check_process();
   own_device_.follow_stream();
   const bool training = at::GradMode::is_enabled();
-  if (module == kRoot && training && ::torch::autograd::get_current_graph_task_id() == -1) {
+  if (::torch::autograd::get_current_graph_task_id() != -1) {
+    follow_backward_pass();  // a checkpoint is recomputed: before a pass of its own, if it has one
+  } else if (module == kRoot && training) {
     check_parameters();
     check_whole();
     check_no_update_yet("the next forward began");
   }
-  if (runtime_->idle() && charged_account() != charged_) {
-    account_before_ = charged_account();
-    charge_allocations_to(charged_);
+  if (runtime_->idle()) {
+    forward_trains_ = training;
+    if (charged_account() != charged_) {
+      account_before_ = charged_account();
+      charge_allocations_to(charged_);
+    }
+  } else if (forward_trains_ && !training) {
+    expect_parts(layout_.chunks_of(module));
   }
   notice_new_operators();
   check_not_updated(module);

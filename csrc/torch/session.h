@@ -145,6 +145,8 @@ class Session : public std::enable_shared_from_this<Session> {
   void update_now(std::span<const std::vector<ParamUpdate>> updates);
   void submit_update(ChunkId chunk, const std::vector<ParamUpdate>& updates);
   void update_completed_chunks();
+  /// Several passes of this step's backward may bring gradients of these chunks.
+  void expect_parts(std::span<const ChunkId> chunks);
   void note_torn_payloads();
   [[nodiscard]] bool torn() const noexcept;  ///< Whether a write to NVMe failed.
   void check_whole();                        ///< Throws UsageError unless whole().
@@ -186,6 +188,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::vector<std::size_t> gradient_uses_;  // of its gradients' storage
   std::unique_ptr<StateViews> state_views_;
   std::shared_ptr<NonModelMemory> account_before_;  // of the thread, while inference runs
+  bool forward_trains_ = false;       // the outermost module was entered with gradients on
   std::vector<int> backward_passes_;  // under way, as autograd numbers them; nested ones last
 
   std::vector<Gradient> gradients_;
@@ -195,6 +198,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::vector<AdamOptions> armed_groups_;  // empty: nothing is updated before step()
   std::vector<std::int64_t> armed_group_of_;
   std::vector<ChunkId> completed_;  // gradients complete, update not submitted
+  std::vector<bool> in_parts_;      // per chunk: complete when backward is over, not before
   std::vector<bool> updated_;       // per chunk, in this step's backward
   double loss_scale_ = 1.0;
   bool in_child_ = false;

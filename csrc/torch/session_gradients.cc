@@ -99,8 +99,12 @@ void Session::gradient_arrived(ParamId param, const at::Tensor& incoming) {
                      "between steps");
   }
   gradient.version = version_of(gradient.view);
+  const ChunkId chunk = layout_.place(param).chunk;
+  if (backward_passes_.size() > 1) {
+    expect_parts(std::span(&chunk, 1));
+  }
   if (runtime_->grad_ready(param, copy) && !armed_groups_.empty()) {
-    completed_.push_back(layout_.place(param).chunk);
+    completed_.push_back(chunk);
     update_completed_chunks();
   }
 }

@@ -40,8 +40,9 @@ void Session::arm_updates(std::vector<AdamOptions> groups, std::vector<std::int6
 
 void Session::update_completed_chunks() {
   std::erase_if(completed_, [this](ChunkId chunk) {
-    if (aliased(chunk)) {
-      return true;  // an alias may be read in what is left of backward: step() updates the chunk
+    if (in_parts_[index(chunk)] || aliased(chunk)) {
+      // More may come, or an alias be read, in what is left of backward: step() updates the chunk.
+      return true;
     }
     if (!runtime_->retire(chunk)) {
       return false;
@@ -55,6 +56,14 @@ void Session::update_completed_chunks() {
     submit_update(chunk, updates);
     return true;
   });
+}
+
+// A reentrant checkpoint has a backward pass of its own for each of its segments, which brings what
+// the segment has of a gradient. In forward its modules run without gradients.
+void Session::expect_parts(std::span<const ChunkId> chunks) {
+  for (const ChunkId chunk : chunks) {
+    in_parts_[index(chunk)] = true;
+  }
 }
 
 void Session::check_no_update_yet(const std::string& what) const {
@@ -88,6 +97,7 @@ bool Session::aliased(ChunkId chunk) const {
 
 void Session::forget_updates() {
   std::fill(updated_.begin(), updated_.end(), false);
+  std::fill(in_parts_.begin(), in_parts_.end(), false);
   armed_groups_.clear();
   completed_.clear();
 }
