@@ -274,6 +274,7 @@ void Session::guard_weights() {
 }
 
 void Session::settle_group(std::size_t group) {
+  check_process();  // the threads that update and copy did not come along
   const ChunkId chunk{static_cast<std::uint32_t>(group % layout_.chunks().size())};
   const bool of_gradients = group == gradients_->group(chunk);
   if (updater_->updated(chunk)) {
