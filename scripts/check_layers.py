@@ -27,8 +27,9 @@ MAX_PYTHON_LINES = 400
 ELEMENT_HEADERS = frozenset(
     f"optim/{name}.h"
     for name in (
-        *("adam", "adam_check", "adam_element", "block_moments", "elementwise", "gradient"),
-        *("moment_codec", "pairs", "rounding", "split_master", "state_format", "stochastic"),
+        *("adam", "adam_check", "adam_element", "adam_rule", "block_moments", "elementwise"),
+        *("gradient", "moment_codec", "pairs", "rounding", "split_master", "state_format"),
+        *("stochastic", "update_rule"),
     )
 )
 

@@ -48,11 +48,12 @@ ChunkManager::~ChunkManager() {
   }
 }
 
-void ChunkManager::add_payload(ChunkId chunk, PayloadKind kind, std::size_t bytes) {
+void ChunkManager::add_payload(ChunkId chunk, PayloadKind kind, std::size_t bytes,
+                               std::string_view name) {
+  const std::string what(name.empty() ? to_string(kind) : name);
   auto& place = slots_[index(chunk)].payloads[static_cast<std::size_t>(kind)];
   if (place) {
-    throw UsageError("chunk " + std::to_string(index(chunk)) + " already has " +
-                     std::string(to_string(kind)));
+    throw UsageError("chunk " + std::to_string(index(chunk)) + " already has " + what);
   }
   if (stored(chunk) && (kind == PayloadKind::kParam || kind == PayloadKind::kGrad)) {
     place = std::make_shared<Payload>(bytes);
@@ -61,8 +62,7 @@ void ChunkManager::add_payload(ChunkId chunk, PayloadKind kind, std::size_t byte
   const bool on_device = placement(chunk) == Placement::kDevice;
   place = std::make_shared<Payload>(
       on_device ? device_ : host_, bytes,
-      "the " + std::string(to_string(kind)) + " of chunk " + std::to_string(index(chunk)) +
-          " have no room there; " +
+      "the " + what + " of chunk " + std::to_string(index(chunk)) + " have no room there; " +
           (on_device ? "raise device_memory, or let them leave the device with "
                        "placement_policy=\"auto\""
                      : "raise host_memory, or train a smaller model"));

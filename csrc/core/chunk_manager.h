@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "core/chunk_layout.h"
@@ -56,8 +57,12 @@ class ChunkManager {
   /// Homes are read only after their updates from now on; nullptr: there are none. Borrowed.
   void follow(PendingUpdates* updates) noexcept { updates_ = updates; }
 
-  /// Adds a payload of `bytes` at the chunk's home tier. Throws OutOfMemory; UsageError if present.
-  void add_payload(ChunkId chunk, PayloadKind kind, std::size_t bytes);
+  /// Adds a payload of `bytes` at the chunk's home tier; errors call it `name`, or by its kind.
+  /// Throws OutOfMemory; UsageError if present.
+  void add_payload(ChunkId chunk, PayloadKind kind, std::size_t bytes, std::string_view name = {});
+  /// From now on ParamBinder::before_write_back is told what user code wrote to the chunk also
+  /// where it is promoted. Before it is.
+  void follow_writes(ChunkId chunk) { slots_[index(chunk)].writes_followed = true; }
   /// nullptr when the chunk has none of that kind.
   [[nodiscard]] const std::shared_ptr<Payload>& payload(ChunkId chunk, PayloadKind kind) const;
 
@@ -153,7 +158,8 @@ class ChunkManager {
     CopyTicket ticket = CopyTicket::kNone;
     std::unique_ptr<HomeHold> source;  // of a stored chunk, while it is copied in
     bool bound = false;
-    // Of a promoted chunk whose masters are in part its parameters: what they were at the first use
+    bool writes_followed = false;
+    // Of a promoted chunk whose writes are followed: what the parameters were at the first use
     // since the last update, so that what user code has written since can be told.
     Block before;
     bool before_taken = false;

@@ -28,7 +28,7 @@ std::size_t ChunkManager::on_device_bytes(ChunkId chunk) const {
 }
 
 std::size_t ChunkManager::before_bytes(ChunkId chunk) const {
-  return payload(chunk, PayloadKind::kRemainder) ? layout_.chunk(chunk).used_bytes : 0;
+  return slots_[index(chunk)].writes_followed ? layout_.chunk(chunk).used_bytes : 0;
 }
 
 void ChunkManager::settle_writes(ChunkId chunk) {

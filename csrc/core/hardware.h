@@ -41,7 +41,7 @@ inline constexpr std::size_t kNumResources = 5;
 struct Hardware {
   double h2d_bytes_per_second = 0.0;
   double d2h_bytes_per_second = 0.0;
-  /// Of host memory, reads and writes together: what the host's Adam and the links share.
+  /// Of host memory, reads and writes together: what updates on the host and the links share.
   double dram_bytes_per_second = 0.0;
   /// Of the device's memory: what the update of a chunk that lives there is bound by.
   double device_memory_bytes_per_second = 0.0;

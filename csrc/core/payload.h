@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -13,30 +14,25 @@
 
 namespace castor {
 
-/// What a chunk owns besides its device slot.
-enum class PayloadKind {
-  kParam,
-  kMaster,
-  kGrad,
-  kExpAvg,
-  kExpAvgSq,
-  kRemainder,     ///< low halves of masters whose upper halves are the parameters
-  kMomentScales,  ///< of moments that are quantised in blocks
-};
+/// What a chunk owns besides its device slot: parameters, gradients, and what the optimizer keeps
+/// of them, by number (state_payload). What a number means is the optimizer's affair.
+enum class PayloadKind : std::uint8_t { kParam, kGrad, kFirstState };
 
-inline constexpr std::size_t kNumPayloadKinds = 7;
+inline constexpr std::size_t kMaxStatePayloads = 6;
+inline constexpr std::size_t kNumPayloadKinds = 2 + kMaxStatePayloads;
+
+/// Requires number < kMaxStatePayloads.
+[[nodiscard]] constexpr PayloadKind state_payload(std::size_t number) noexcept {
+  return static_cast<PayloadKind>(static_cast<std::size_t>(PayloadKind::kFirstState) + number);
+}
 
 [[nodiscard]] constexpr std::string_view to_string(PayloadKind kind) noexcept {
   switch (kind) {
     case PayloadKind::kParam: return "parameters";
-    case PayloadKind::kMaster: return "fp32 master weights";
     case PayloadKind::kGrad: return "gradients";
-    case PayloadKind::kExpAvg: return "exp_avg";
-    case PayloadKind::kExpAvgSq: return "exp_avg_sq";
-    case PayloadKind::kRemainder: return "low halves of the master weights";
-    case PayloadKind::kMomentScales: return "scales of the moments";
+    case PayloadKind::kFirstState: break;
   }
-  return "unknown";
+  return "optimizer states";
 }
 
 /// Refers to a payload's memory and keeps up with it. Seam: torch storages in csrc/torch.

@@ -79,7 +79,8 @@ class HostFiller {
     std::vector<std::size_t> bytes(placements_.size(), 0);
     for (std::size_t i = 0; i < payloads.size(); ++i) {
       if (on_host(i)) {
-        for (const std::size_t payload : state_payload_bytes(layout_.chunks()[i], states_)) {
+        for (const std::size_t payload :
+             state_payload_bytes(layout_.chunks()[i], states_.rule.get())) {
           payloads[i].push_back({"", payload});
           bytes[i] += payload;
         }

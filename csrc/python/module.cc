@@ -13,7 +13,6 @@
 #include <utility>
 #include <vector>
 
-#include "python/adam_entries.h"
 #include "python/bindings.h"
 #include "python/names.h"
 #include "torch/chunk_storages.h"
@@ -150,18 +149,32 @@ py::cpp_function forward_hook(const std::shared_ptr<Session>& session, std::uint
   }};
 }
 
-void arm_updates(Session& session, const std::vector<py::dict>& groups,
-                 const std::vector<std::int64_t>& group_of) {
-  std::vector<AdamOptions> options = adam_options(groups);
-  const py::gil_scoped_release release;
-  session.arm_updates(std::move(options), group_of);
+/// By the rule's names. Throws UsageError where another optimizer updates the parameters.
+GroupOptions group_options(const Session& session, const std::vector<py::dict>& groups,
+                           std::vector<std::int64_t> group_of) {
+  GroupOptions options{.groups = {}, .group_of = std::move(group_of)};
+  for (const py::dict& group : groups) {
+    RuleOptions& values = options.groups.emplace_back();
+    std::size_t i = 0;
+    for (const std::string_view name : session.rule().option_names()) {
+      values.at(i++) = group[py::str(std::string(name))].cast<double>();
+    }
+  }
+  return options;
 }
 
-void adam_step(Session& session, const std::vector<py::dict>& groups,
-               const std::vector<std::int64_t>& group_of, double grad_scale) {
-  const std::vector<AdamOptions> options = adam_options(groups);
+void arm_updates(Session& session, const std::vector<py::dict>& groups,
+                 std::vector<std::int64_t> group_of) {
+  GroupOptions options = group_options(session, groups, std::move(group_of));
   const py::gil_scoped_release release;
-  session.adam_step(options, group_of, grad_scale);
+  session.arm_updates(std::move(options));
+}
+
+void update(Session& session, const std::vector<py::dict>& groups,
+            std::vector<std::int64_t> group_of, double grad_scale) {
+  const GroupOptions options = group_options(session, groups, std::move(group_of));
+  const py::gil_scoped_release release;
+  session.update(options, grad_scale);
 }
 
 struct NvmeFigures {
@@ -174,7 +187,7 @@ struct NvmeFigures {
 NvmeFigures nvme_figures(const Session& session) {
   const StoredWeights* const weights = session.stored_weights();
   const NvmeTier* const tiers[] = {weights != nullptr ? &weights->tier() : nullptr,
-                                   session.optimizer_state().nvme()};
+                                   session.optimizer_state().places().nvme()};
   NvmeFigures figures;
   for (const NvmeTier* const tier : tiers) {
     if (tier != nullptr) {
@@ -306,8 +319,7 @@ PYBIND11_MODULE(_C, m) {
       .def("set_loss_scale", &Session::set_loss_scale, released)
       .def("collect_gradients", &Session::collect_gradients, py::arg("with_norm"), released)
       .def("scale_gradients", &Session::scale_gradients, released)
-      .def("adam_step", &castor::adam_step, py::arg("groups"), py::arg("group_of"),
-           py::arg("grad_scale"))
+      .def("update", &castor::update, py::arg("groups"), py::arg("group_of"), py::arg("grad_scale"))
       .def("arm_updates", &castor::arm_updates, py::arg("groups"), py::arg("group_of"))
       .def("begin_load", castor::with_run_load(&Session::begin_load), py::kw_only(),
            py::arg("weights"), py::arg("states"), released)

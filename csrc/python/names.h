@@ -10,7 +10,6 @@
 #include "core/error.h"
 #include "core/hardware.h"
 #include "core/overlap.h"
-#include "core/payload.h"
 #include "core/placement.h"
 #include "core/run_load.h"
 #include "core/scalar_type.h"
@@ -101,19 +100,6 @@ struct Names<Guidance> {
   static constexpr std::string_view kName = "guidance";
   static constexpr std::pair<Guidance, std::string_view> kAll[] = {
       {Guidance::kDemand, "demand"}, {Guidance::kPlan, "plan"}, {Guidance::kDiverged, "diverged"}};
-};
-
-template <>
-struct Names<PayloadKind> {
-  static constexpr std::string_view kName = "payload_kind";
-  static constexpr std::pair<PayloadKind, std::string_view> kAll[] = {
-      {PayloadKind::kParam, "param"},
-      {PayloadKind::kMaster, "master"},
-      {PayloadKind::kGrad, "grad"},
-      {PayloadKind::kExpAvg, "exp_avg"},
-      {PayloadKind::kExpAvgSq, "exp_avg_sq"},
-      {PayloadKind::kRemainder, "remainder"},
-      {PayloadKind::kMomentScales, "moment_scales"}};
 };
 
 template <>

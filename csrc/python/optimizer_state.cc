@@ -35,19 +35,16 @@ void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session
                              [](const Session& self) {
                                return std::string(to_string(self.optimizer_state().format()));
                              })
+      .def_property_readonly("state_names",
+                             [](const Session& self) { return self.optimizer_state().names(); })
       .def(
-          "zero_moments",
+          "zero_states",
           [](Session& self) {
             self.settle();
-            self.optimizer_state().zero_moments();
+            self.optimizer_state().zero();
           },
           released)
-      .def(
-          "set_rounding",
-          [](Session& self, std::uint64_t seed, std::vector<std::uint64_t> streams) {
-            self.optimizer_state().set_rounding(seed, std::move(streams));
-          },
-          py::arg("seed"), py::arg("streams"), released)
+      .def("set_rounding", &Session::set_rounding, py::arg("seed"), py::arg("streams"), released)
       .def(
           "adopt",
           [](Session& self, std::uint32_t param, const at::Tensor& values) {
@@ -70,7 +67,7 @@ void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session
       .def(
           "stored",
           [](Session& self, std::uint32_t param) {
-            return self.optimizer_state().stored(self.layout().place(id(param)).chunk);
+            return self.optimizer_state().places().stored(self.layout().place(id(param)).chunk);
           },
           released)
       .def(
@@ -78,7 +75,7 @@ void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session
       .def(
           "shown",
           [](Session& self, std::uint32_t param) {
-            return self.optimizer_state().shown(self.layout().place(id(param)).chunk);
+            return self.optimizer_state().places().shown(self.layout().place(id(param)).chunk);
           },
           released)
       .def(
@@ -88,23 +85,17 @@ void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session
           },
           released)
       .def(
-          "read_moments",
-          [](Session& self, std::uint32_t param) {
-            return settled(self, param).read_moments(id(param));
+          "read_states",
+          [](Session& self, std::uint32_t param) { return settled(self, param).read(id(param)); },
+          released)
+      .def(
+          "write_states",
+          [](Session& self, std::uint32_t param, const std::vector<at::Tensor>& states) {
+            settled(self, param).write(id(param), states);
           },
           released)
       .def(
-          "write_moments",
-          [](Session& self, std::uint32_t param, const std::vector<at::Tensor>& moments) {
-            settled(self, param).write_moments(id(param), moments);
-          },
-          released)
-      .def(
-          "moments", [](Session& self, std::uint32_t param) { return self.moments(id(param)); },
-          released)
-      .def(
-          "moment_scales",
-          [](Session& self, std::uint32_t param) { return self.moment_scales(id(param)); },
+          "states", [](Session& self, std::uint32_t param) { return self.states(id(param)); },
           released)
       .def(
           "master_view",

@@ -61,14 +61,14 @@ void bind_parts(py::module_& module) {
            }),
            py::kw_only(), py::arg("directories"), py::arg("budget_bytes"), py::arg("verify"));
   py::class_<OptimizerStateOptions>(module, "StateOptions")
-      .def(py::init([](StateFormat state_format, bool moments, std::optional<NvmeOptions> nvme,
-                       double nvme_fraction) {
-             return OptimizerStateOptions{.format = state_format,
-                                          .moments = moments,
-                                          .nvme = std::move(nvme),
-                                          .nvme_fraction = nvme_fraction};
+      .def(py::init([](const std::optional<std::string>& rule, StateFormat state_format,
+                       std::optional<NvmeOptions> nvme, double nvme_fraction) {
+             return OptimizerStateOptions{
+                 .rule = rule ? make_update_rule(*rule, state_format) : nullptr,
+                 .nvme = std::move(nvme),
+                 .nvme_fraction = nvme_fraction};
            }),
-           py::kw_only(), py::arg("state_format"), py::arg("moments"), py::arg("nvme"),
+           py::kw_only(), py::arg("rule"), py::arg("state_format"), py::arg("nvme"),
            py::arg("nvme_fraction"));
 }
 
@@ -77,7 +77,7 @@ void bind_parts(py::module_& module) {
 void bind_options(py::module_& module) {
   module.attr("NAMES") =
       names_of<ScalarType, StateFormat, PlacementPolicy, Overlap, LoadedWeights, EventKind,
-               TransferKind, TransferCause, Guidance, PayloadKind, CopyMode, UpdateCores>();
+               TransferKind, TransferCause, Guidance, CopyMode, UpdateCores>();
   bind_parts(module);
   py::class_<SessionOptions>(module, "SessionOptions")
       .def(py::init([](ScalarType precision, std::size_t chunk_bytes,

@@ -36,21 +36,26 @@ CopyMode copy_mode(const py::dict& options, const char* key) {
   return options[key].cast<CopyMode>();
 }
 
-/// An fp32 parameter is its own master: its state is the moments alone.
-double state_bytes_per_element(ScalarType type, StateFormat format) {
-  const StateBytes bytes = state_bytes(format);
-  const bool is_master = type == ScalarType::kFloat32;
-  if (type != ScalarType::kBFloat16 && format != StateFormat::kFp32) {
+/// Throws InvalidArgument for a format that parameters of the type do not have.
+std::shared_ptr<const UpdateRule> rule_for(ScalarType type, StateFormat format) {
+  std::shared_ptr<const UpdateRule> rule = make_update_rule("adam", format);
+  if (type != ScalarType::kBFloat16 && rule->splits_masters()) {
     throw InvalidArgument("the state format '" + std::string(to_string(format)) +
                           "' is for bfloat16 parameters; " + std::string(to_string(type)) +
                           " ones have 'fp32'");
   }
-  const std::size_t whole =
-      (is_master ? 0 : bytes.master) + bytes.remainder + bytes.exp_avg + bytes.exp_avg_sq;
-  const double scales = format == StateFormat::kSplitInt8
-                            ? static_cast<double>(sizeof(MomentScales)) / kMomentBlock
-                            : 0.0;
-  return static_cast<double>(whole) + scales;
+  return rule;
+}
+
+/// Of a chunk long enough that blocks do not show.
+double state_bytes_per_element(ScalarType type, const UpdateRule& rule) {
+  constexpr std::size_t kNumel = std::size_t{1} << 20;
+  const ChunkSpec chunk{.type = type, .used_bytes = kNumel * size_of(type)};
+  std::size_t bytes = 0;
+  for (const std::size_t payload : state_payload_bytes(chunk, &rule)) {
+    bytes += payload;
+  }
+  return static_cast<double>(bytes) / kNumel;
 }
 
 /// A model laid out in chunks, and what a step of it would take on hardware of any kind.
@@ -60,12 +65,12 @@ class Simulator {
             const std::vector<PythonModuleSpec>& modules, ScalarType precision,
             std::size_t chunk_bytes, StateFormat state_format)
       : type_(precision),
-        format_(state_format),
-        state_bytes_per_element_(state_bytes_per_element(type_, format_)),
+        rule_(rule_for(type_, state_format)),
+        state_bytes_per_element_(state_bytes_per_element(type_, *rule_)),
         layout_(param_specs(params, type_), module_specs(modules),
                 {.chunk_bytes = chunk_bytes,
                  .world_size = 1,
-                 .param_alignment = param_alignment(format_, type_)}) {}
+                 .param_alignment = param_alignment(rule_.get(), type_)}) {}
 
   /// The chunk of each parameter.
   [[nodiscard]] std::vector<std::size_t> chunk_of() const {
@@ -152,7 +157,7 @@ class Simulator {
     const bool has_nvme = options["nvme_bytes_per_second"].cast<double>() > 0.0;
     return choose_host_places(
         layout_, placements,
-        {.format = format_, .nvme = has_nvme ? std::optional(NvmeOptions{}) : std::nullopt},
+        {.rule = rule_, .nvme = has_nvme ? std::optional(NvmeOptions{}) : std::nullopt},
         options["host_bytes"].cast<std::size_t>());
   }
 
@@ -230,7 +235,7 @@ class Simulator {
   }
 
   ScalarType type_;
-  StateFormat format_;
+  std::shared_ptr<const UpdateRule> rule_;
   double state_bytes_per_element_;
   ChunkLayout layout_;
 };

@@ -57,6 +57,10 @@ std::optional<py::dict> timeline(Session& session) {
 }
 
 py::list chunks(Session& session) {
+  const StatePlaces& places = session.optimizer_state().places();
+  const auto key_of = [&places](PayloadKind kind) {
+    return py::str(std::string(places.name_of(kind)));
+  };
   py::list result;
   for (std::size_t i = 0; i < session.layout().chunks().size(); ++i) {
     const ChunkId id{static_cast<std::uint32_t>(i)};
@@ -68,13 +72,12 @@ py::list chunks(Session& session) {
     py::dict payloads;
     for (std::size_t kind = 0; kind < kNumPayloadKinds; ++kind) {
       if (const auto& payload = session.chunks().payload(id, static_cast<PayloadKind>(kind))) {
-        payloads[py::str(name_of(static_cast<PayloadKind>(kind)))] =
+        payloads[key_of(static_cast<PayloadKind>(kind))] =
             py::make_tuple(std::string(to_string(payload->tier())), payload->bytes());
       }
     }
-    for (const auto& [kind, bytes] : session.optimizer_state().stored_payloads(id)) {
-      payloads[py::str(name_of(kind))] =
-          py::make_tuple(std::string(to_string(TierKind::kNvme)), bytes);
+    for (const auto& [kind, bytes] : places.stored_payloads(id)) {
+      payloads[key_of(kind)] = py::make_tuple(std::string(to_string(TierKind::kNvme)), bytes);
     }
     py::dict chunk;
     chunk["params"] = params;

@@ -5,12 +5,12 @@
 #include <cstddef>
 #include <memory>
 #include <span>
-#include <string>
+#include <string_view>
 
 #include "core/copy_engine.h"
 #include "core/memory_tier.h"
-#include "optim/adam.h"
 #include "optim/gradient.h"
+#include "optim/update_rule.h"
 
 namespace castor {
 
@@ -81,9 +81,12 @@ class DeviceBackend {
   /// are there already; until it is gone.
   virtual void follow(const std::shared_ptr<DeviceAccount>& account) = 0;
 
-  /// Gives `stream` one Adam step of each segment, all of the device. The bits are those of
-  /// castor::adam_update, so that a chunk may change sides between steps.
-  virtual void adam_update(std::span<const AdamSegment> segments, StreamId stream) = 0;
+  /// Whether update() knows the rule of that name (UpdateRule::name).
+  [[nodiscard]] virtual bool has_kernels(std::string_view rule) const noexcept = 0;
+  /// Gives `stream` one step of each segment, all of the device. The bits are those of
+  /// UpdateRule::update, so that a chunk may change sides between steps.
+  virtual void update(const UpdateRule& rule, std::span<const UpdateSegment> segments,
+                      StreamId stream) = 0;
   /// sums[i] = sum of squares of segments[i], with the bits of copy_and_square_norm; all are
   /// memory of the device, behind what `stream` has been given. Waits for the sums. May allocate,
   /// and so evict: the segments are held.
@@ -98,6 +101,6 @@ class DeviceBackend {
 
 /// What the capsule is called that carries a std::shared_ptr<DeviceBackend>. Both modules come from
 /// one build: the name changes with the interface.
-inline constexpr const char* kDeviceBackendCapsule = "castor.DeviceBackend.2";
+inline constexpr const char* kDeviceBackendCapsule = "castor.DeviceBackend.3";
 
 }  // namespace castor

@@ -1,409 +1,295 @@
 #include "torch/optimizer_state.h"
 
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
 #include <algorithm>
-#include <string>
+#include <cstring>
 #include <utility>
 
 #include "core/error.h"
-#include "core/placement.h"
-#include "torch/stored_weights.h"
+#include "optim/convert.h"
+#include "optim/state_convert.h"
 
-// What lies where, and the update. Values are in optimizer_state_values.cc.
 namespace castor {
 namespace {
 
-bool in_blocks(StateFormat format) { return format == StateFormat::kSplitInt8; }
+constexpr std::int64_t kPieceNumel = std::int64_t{1} << 20;
 
-std::vector<PayloadKind> state_kinds(const ChunkSpec& chunk, StateFormat format, bool moments) {
-  std::vector<PayloadKind> kinds;
-  if (!chunk.trainable) {
-    return kinds;
+at::ScalarType to_torch(StateType type) {
+  switch (type) {
+    case StateType::kFloat32: return at::kFloat;
+    case StateType::kBFloat16: return at::kBFloat16;
+    case StateType::kUInt8: return at::kByte;
   }
-  if (format != StateFormat::kFp32) {
-    kinds.push_back(PayloadKind::kRemainder);
-  } else if (chunk.type != ScalarType::kFloat32) {
-    kinds.push_back(PayloadKind::kMaster);
-  }
-  if (moments) {
-    kinds.push_back(PayloadKind::kExpAvg);
-    kinds.push_back(PayloadKind::kExpAvgSq);
-    if (in_blocks(format)) {
-      kinds.push_back(PayloadKind::kMomentScales);
-    }
-  }
-  return kinds;
+  return at::kFloat;
 }
 
-// Of `numel` elements.
-std::size_t bytes_of(PayloadKind kind, std::size_t numel, ScalarType type, StateFormat format) {
-  const StateBytes bytes = state_bytes(format);
-  switch (kind) {
-    case PayloadKind::kParam:
-    case PayloadKind::kGrad: return numel * size_of(type);
-    case PayloadKind::kMaster: return numel * bytes.master;
-    case PayloadKind::kRemainder: return numel * bytes.remainder;
-    case PayloadKind::kExpAvg: return numel * bytes.exp_avg;
-    case PayloadKind::kExpAvgSq: return numel * bytes.exp_avg_sq;
-    case PayloadKind::kMomentScales: return num_moment_blocks(numel) * sizeof(MomentScales);
+/// Elements in the order of the memory that geometry_of(param) describes.
+at::Tensor in_order_of(const at::Tensor& param, const at::Tensor& values) {
+  if (values.sizes() != param.sizes()) {
+    throw InvalidArgument("values of " + std::to_string(values.numel()) + " elements in " +
+                          std::to_string(values.dim()) +
+                          " dimensions do not have the shape of their parameter, which has " +
+                          std::to_string(param.numel()) + " in " + std::to_string(param.dim()));
   }
-  return 0;
+  const ParamGeometry geometry = geometry_of(param);
+  if (values.is_non_overlapping_and_dense() && values.strides() == geometry.strides) {
+    return values.as_strided({values.numel()}, {1});
+  }
+  if (values.is_same(param)) {  // neither dense nor in memory of its own: row-major from now on
+    return values.reshape({-1});
+  }
+  return at::empty_strided(geometry.sizes, geometry.strides, values.options())
+      .copy_(values)
+      .as_strided({values.numel()}, {1});
 }
+
+/// Calls `use(first element, piece)` for one piece of a flat tensor after another, so that what is
+/// made of a piece stays small.
+template <typename Use>
+void for_each_piece(const at::Tensor& values, const Use& use) {
+  for (std::int64_t begin = 0; begin < values.numel(); begin += kPieceNumel) {
+    use(static_cast<std::size_t>(begin),
+        values.narrow(0, begin, std::min(kPieceNumel, values.numel() - begin)));
+  }
+}
+
+/// As at::empty_like(param, type), which for a parameter on NVMe would have it read first.
+at::Tensor empty_as(const at::Tensor& param, at::ScalarType type) {
+  const ParamGeometry geometry = geometry_of(param);
+  return at::empty_strided(geometry.sizes, geometry.strides, at::TensorOptions().dtype(type));
+}
+
+std::size_t numel_of(const at::Tensor& tensor) { return static_cast<std::size_t>(tensor.numel()); }
 
 }  // namespace
 
-std::size_t param_alignment(StateFormat format, ScalarType precision) {
-  return in_blocks(format) ? kMomentBlock * size_of(precision) : kParamAlignment;
-}
-
-std::vector<std::size_t> state_payload_bytes(const ChunkSpec& chunk,
-                                             const OptimizerStateOptions& options) {
-  std::vector<std::size_t> bytes;
-  for (const PayloadKind kind : state_kinds(chunk, options.format, options.moments)) {
-    bytes.push_back(
-        bytes_of(kind, chunk.used_bytes / size_of(chunk.type), chunk.type, options.format));
-  }
-  return bytes;
-}
-
-OptimizerState::OptimizerState(ChunkManager& manager, std::span<const at::Tensor> params,
-                               Executor& executor, const OptimizerStateOptions& options,
-                               StoredWeights* weights)
+OptimizerState::OptimizerState(ChunkManager& manager, StatePlaces& places,
+                               std::span<const ParamHandle> params, Executor& executor,
+                               std::shared_ptr<const UpdateRule> rule)
     : manager_(manager),
       layout_(manager.layout()),
+      places_(places),
       params_(params),
       executor_(executor),
-      device_(options.device),
-      weights_(weights),
-      format_(options.format),
-      streams_(params.size(), 0) {
-  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
-    if (layout_.chunks()[i].trainable) {
-      check_format(ChunkId{static_cast<std::uint32_t>(i)});
-    }
-    kinds_.push_back(state_kinds(layout_.chunks()[i], format_, options.moments));
+      rule_(std::move(rule)) {}
+
+std::vector<std::string> OptimizerState::names() const {
+  std::vector<std::string> names;
+  for (const StateSpec& spec : specs()) {
+    names.emplace_back(spec.name);
   }
-  choose_places(options);
-  make_payloads();
+  return names;
 }
 
-void OptimizerState::check_format(ChunkId chunk) const {
-  const ChunkSpec& spec = layout_.chunk(chunk);
-  if (format_ != StateFormat::kFp32 && spec.type != ScalarType::kBFloat16) {
-    throw InvalidArgument("optimizer state format " + std::string(to_string(format_)) +
-                          " splits the fp32 master of bfloat16 parameters, and chunk " +
-                          std::to_string(index(chunk)) + " holds " +
-                          std::string(to_string(spec.type)) + "; use format fp32");
-  }
-  if (spec.used_bytes % param_alignment(format_, spec.type) != 0) {
-    throw InvalidArgument(
-        "chunk " + std::to_string(index(chunk)) + " of " + std::to_string(spec.used_bytes) +
-        " bytes is not aligned to " + std::to_string(param_alignment(format_, spec.type)) +
-        ", which optimizer state format " + std::string(to_string(format_)) + " needs");
+at::Tensor OptimizerState::on_host(ParamId param) const {
+  const at::Tensor& own = params_[index(param)].local;
+  return !places_.device() ? own : own.to(at::kCPU);
+}
+
+// `exact`: fp32 values from the parameter's element `begin` on.
+void OptimizerState::write_master(const ChunkMemory& memory, ParamId param, std::size_t begin,
+                                  const at::Tensor& exact) const {
+  const auto* const values = exact.const_data_ptr<float>();
+  if (auto* const master = places_.data<float>(memory, param, kMasterPayload)) {
+    std::memmove(master + begin, values, exact.nbytes());
+  } else {
+    split_masters(&executor_, places_.data<std::int16_t>(memory, param, kRemainderPayload) + begin,
+                  values, numel_of(exact));
   }
 }
 
-// The window on NVMe comes out of the host's room before the states that stay there.
-void OptimizerState::choose_places(const OptimizerStateOptions& options) {
-  std::vector<std::size_t> bytes(kinds_.size(), 0);
-  std::vector<std::vector<PayloadSpec>> specs(kinds_.size());
-  for (std::size_t i = 0; i < kinds_.size(); ++i) {
-    const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    if (manager_.placement(chunk) == Placement::kDevice) {
-      continue;
-    }
-    for (const PayloadKind kind : kinds_[i]) {
-      specs[i].push_back({std::string(to_string(kind)) + " of chunk " + std::to_string(i),
-                          payload_bytes(chunk, kind)});
-      bytes[i] += specs[i].back().bytes;
-    }
-  }
-  stored_.resize(kinds_.size(), false);
-  if (!options.nvme) {
+void OptimizerState::adopt(ParamId param, const at::Tensor& values) {
+  const at::NoGradGuard no_grad;
+  const ScalarType type = layout_.param(param).type;
+  const at::Tensor& own = params_[index(param)].local;
+  if (!has_master(param)) {
+    const ParamGeometry geometry = geometry_of(own);
+    places_.with_home(param, [&](std::byte* home) {
+      at::from_blob(home, geometry.sizes, geometry.strides, castor::to_torch(type)).copy_(values);
+    });
     return;
   }
-  MemoryTier& host = manager_.host();
-  stored_ = choose_stored(bytes, host.ledger().available(),
-                          NvmeTier::window_bytes(specs, WindowSlots{}.most), options.nvme_fraction);
-  for (std::size_t i = 0; i < specs.size(); ++i) {
-    if (!stored_[i]) {
-      specs[i].clear();
-    }
-  }
-  if (std::find(stored_.begin(), stored_.end(), true) != stored_.end()) {
-    NvmeOptions nvme = *options.nvme;
-    nvme.budget_bytes -= weights_ != nullptr ? weights_->tier().used_bytes() : 0;
-    nvme_ = std::make_unique<NvmeTier>(nvme, specs, host, executor_);
-  }
+  const auto adopt_at = [&](const ChunkMemory& memory, std::byte* home) {
+    for_each_piece(in_order_of(own, values), [&](std::size_t begin, const at::Tensor& piece) {
+      const at::Tensor exact = piece.to(at::kCPU, at::kFloat).contiguous();
+      write_master(memory, param, begin, exact);
+      master_to_param(&executor_, home + begin * size_of(type), exact.const_data_ptr<float>(),
+                      numel_of(piece), type);
+    });
+  };
+  places_.with_states(layout_.place(param).chunk, StreamAccess::kEdit,
+                      [&](const ChunkMemory& memory) {
+                        places_.with_home(param, [&](std::byte* home) { adopt_at(memory, home); });
+                      });
 }
 
-void OptimizerState::make_payloads() {
-  for (std::size_t i = 0; i < kinds_.size(); ++i) {
+bool OptimizerState::set_master(ParamId param, const at::Tensor& values) {
+  const at::NoGradGuard no_grad;
+  if (!has_master(param)) {
+    return false;
+  }
+  places_.with_states(layout_.place(param).chunk, StreamAccess::kEdit,
+                      [&](const ChunkMemory& memory) {
+                        for_each_piece(in_order_of(params_[index(param)].local, values),
+                                       [&](std::size_t begin, const at::Tensor& piece) {
+                                         write_master(memory, param, begin,
+                                                      piece.to(at::kCPU, at::kFloat).contiguous());
+                                       });
+                      });
+  return true;
+}
+
+void OptimizerState::zero() {
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    for (const PayloadKind kind : kinds_[i]) {
-      if (!stored_[i]) {
-        manager_.add_payload(chunk, kind, payload_bytes(chunk, kind));
+    for (std::size_t state = 0; state < specs().size(); ++state) {
+      const auto& payload = manager_.payload(chunk, rule_payload(state));
+      if (payload && places_.on_device(chunk)) {
+        bytes_at(payload->data(), payload->bytes(), places_.device().torch_device()).zero_();
+      } else if (payload) {
+        std::memset(payload->data(), 0, payload->bytes());
       }
     }
   }
 }
 
-std::size_t OptimizerState::payload_bytes(ChunkId chunk, PayloadKind kind) const {
-  const ChunkSpec& spec = layout_.chunk(chunk);
-  return payload_bytes(chunk, kind, spec.used_bytes / size_of(spec.type));
-}
-
-// Of the first `numel` elements of a chunk.
-std::size_t OptimizerState::payload_bytes(ChunkId chunk, PayloadKind kind,
-                                          std::size_t numel) const {
-  return bytes_of(kind, numel, layout_.chunk(chunk).type, format_);
-}
-
-std::vector<std::pair<PayloadKind, std::size_t>> OptimizerState::stored_payloads(
-    ChunkId chunk) const {
-  std::vector<std::pair<PayloadKind, std::size_t>> found;
-  if (stored(chunk)) {
-    for (const PayloadKind kind : kinds_[index(chunk)]) {
-      found.emplace_back(kind, payload_bytes(chunk, kind));
-    }
-  }
-  return found;
-}
-
-bool OptimizerState::has(ParamId param, PayloadKind kind) const {
-  const auto& kinds = kinds_[index(layout_.place(param).chunk)];
-  return std::find(kinds.begin(), kinds.end(), kind) != kinds.end();
-}
-
-std::byte* OptimizerState::element(ParamId param, PayloadKind kind) const {
-  const ParamPlace place = layout_.place(param);
-  const auto& payload = manager_.payload(place.chunk, kind);
-  return payload && payload->data() != nullptr
-             ? payload->data() + payload_bytes(place.chunk, kind, place.offset)
-             : nullptr;
-}
-
-std::byte* OptimizerState::element(const Memory& memory, ParamId param, PayloadKind kind) const {
-  const ParamPlace place = layout_.place(param);
-  std::byte* const payload = memory[static_cast<std::size_t>(kind)];
-  return payload != nullptr ? payload + payload_bytes(place.chunk, kind, place.offset) : nullptr;
-}
-
-OptimizerState::Memory OptimizerState::resident(ChunkId chunk) const {
-  Memory memory{};
-  for (const PayloadKind kind : kinds_[index(chunk)]) {
-    memory[static_cast<std::size_t>(kind)] = manager_.payload(chunk, kind)->data();
-  }
-  return memory;
-}
-
-void OptimizerState::with_memory(ChunkId chunk, StreamAccess access,
-                                 const std::function<void(const Memory&)>& work) const {
-  if (on_device(chunk)) {
-    with_copies(chunk, access, work);
+void OptimizerState::before_write_back(ChunkId chunk, const std::byte* home,
+                                       const std::byte* slot) {
+  if (!rule_ || !rule_->splits_masters() || places_.kinds(chunk).empty()) {
     return;
   }
-  if (!stored(chunk)) {
-    work(resident(chunk));
-    return;
+  const std::size_t bytes = layout_.chunk(chunk).used_bytes;
+  std::vector<std::byte> home_copy;
+  std::vector<std::byte> slot_copy;
+  if (places_.device()) {  // one of them is its memory, and it may have written both
+    home_copy = places_.bytes_of_device(home, bytes);
+    slot_copy = places_.bytes_of_device(slot, bytes);
+    home = home_copy.data();
+    slot = slot_copy.data();
   }
-  nvme_->stream().use(index(chunk), access, [&](std::span<const std::span<std::byte>> payloads) {
-    Memory memory{};
-    for (std::size_t i = 0; i < payloads.size(); ++i) {
-      memory[static_cast<std::size_t>(kinds_[index(chunk)][i])] = payloads[i].data();
-    }
-    work(memory);
+  places_.with_states(chunk, StreamAccess::kEdit, [&](const ChunkMemory& memory) {
+    auto* const remainder = memory[static_cast<std::size_t>(kRemainderPayload)];
+    forget_remainders(&executor_, reinterpret_cast<std::int16_t*>(remainder),
+                      reinterpret_cast<const std::uint16_t*>(home),
+                      reinterpret_cast<const std::uint16_t*>(slot), bytes / sizeof(std::uint16_t));
   });
 }
 
-bool OptimizerState::stored_in_part(ChunkId chunk) const {
-  return stored(chunk) || manager_.stored(chunk);
-}
-
-// Parameters and gradients that are not on NVMe.
-OptimizerState::Memory OptimizerState::with_weights(ChunkId chunk, Memory memory) const {
-  for (const PayloadKind kind : {PayloadKind::kParam, PayloadKind::kGrad}) {
-    memory[static_cast<std::size_t>(kind)] = manager_.payload(chunk, kind)->data();
-  }
-  return memory;
-}
-
-void OptimizerState::with_all_memory(ChunkId chunk,
-                                     const std::function<void(const Memory&)>& work) const {
-  if (!manager_.stored(chunk)) {
-    with_memory(chunk, StreamAccess::kUpdate,
-                [&](const Memory& states) { work(with_weights(chunk, states)); });
+void OptimizerState::before_overwrite(ParamId param, const at::Tensor& values) {
+  if (!places_.has(param, kRemainderPayload)) {
     return;
   }
-  // Weights before states: what is written back from the device holds its weights and needs states.
-  StoredWeights::Holds holds = weights_->hold_for_update(chunk);
-  with_memory(chunk, StreamAccess::kUpdate, [&](const Memory& states) {
-    Memory memory = states;
-    memory[static_cast<std::size_t>(PayloadKind::kParam)] = holds[0].payloads().front().data();
-    memory[static_cast<std::size_t>(PayloadKind::kGrad)] = holds[1].payloads().front().data();
-    work(memory);
-  });
-  holds[0].release();  // may throw
-}
-
-void OptimizerState::with_home(ParamId param, const std::function<void(std::byte*)>& work) const {
-  const ParamPlace place = layout_.place(param);
-  if (on_device(place.chunk)) {
-    std::vector<std::byte> copy(layout_.param(param).numel * size_of(layout_.param(param).type));
-    work(copy.data());  // which writes all of it
-    copy_to_device(copy, element(param, PayloadKind::kParam));
-    return;
-  }
-  if (!manager_.stored(place.chunk)) {
-    host_writes_home(place.chunk);
-    work(element(param, PayloadKind::kParam));
-    return;
-  }
-  const std::unique_ptr<HomeHold> hold = weights_->hold(place.chunk);
-  hold->wait(HomeAccess::kWrite);
-  work(hold->data() + payload_bytes(place.chunk, PayloadKind::kParam, place.offset));
-}
-
-void OptimizerState::set_rounding(std::uint64_t seed, std::vector<std::uint64_t> streams) {
-  if (streams.size() != params_.size()) {
-    throw InvalidArgument("there are " + std::to_string(streams.size()) + " rounding streams for " +
-                          std::to_string(params_.size()) + " parameters");
-  }
-  seed_ = seed;
-  streams_ = std::move(streams);
-}
-
-ParamUpdate OptimizerState::update_of(ParamId param, const AdamOptions& options, std::int64_t step,
-                                      double grad_scale) const {
-  return {.param = param,
-          .coefficients = AdamCoefficients(options, step, grad_scale),
-          .rounding = RoundingKey(seed_, streams_[index(param)], step)};
-}
-
-AdamSegment OptimizerState::segment(const ParamUpdate& update, const Memory& memory) const {
-  const ParamId param = update.param;
-  const ParamSpec& spec = layout_.param(param);
-  AdamSegment segment{.exp_avg = element(memory, param, PayloadKind::kExpAvg),
-                      .exp_avg_sq = element(memory, param, PayloadKind::kExpAvgSq),
-                      .grad = element(memory, param, PayloadKind::kGrad),
-                      .type = spec.type,
-                      .numel = spec.numel,
-                      .coefficients = update.coefficients,
-                      .format = format_,
-                      .remainder = data<std::int16_t>(memory, param, PayloadKind::kRemainder),
-                      .scales = data<MomentScales>(memory, param, PayloadKind::kMomentScales),
-                      .rounding = update.rounding};
-  if (spec.type == ScalarType::kFloat32) {
-    segment.master = data<float>(memory, param, PayloadKind::kParam);
-  } else {
-    segment.master = data<float>(memory, param, PayloadKind::kMaster);
-    segment.param = element(memory, param, PayloadKind::kParam);
-  }
-  return segment;
-}
-
-void OptimizerState::add_segments(std::span<const ParamUpdate> updates, const Memory& memory,
-                                  std::vector<AdamSegment>& segments) const {
-  for (const ParamUpdate& update : updates) {
-    segments.push_back(segment(update, memory));
-  }
-}
-
-void OptimizerState::update(ChunkId chunk, std::span<const ParamUpdate> updates) {
-  if (on_device(chunk)) {
-    std::vector<AdamSegment> segments;
-    add_segments(updates, in_place(chunk), segments);
-    update_on_device(segments);
-    return;
-  }
-  host_writes_home(chunk);
-  with_all_memory(chunk, [&](const Memory& memory) {
-    std::vector<AdamSegment> segments;
-    add_segments(updates, memory, segments);
-    adam_update(executor_, segments);
-  });
-}
-
-// Chunks in memory wait until there is one to be read, and are updated together meanwhile.
-void OptimizerState::update_all(std::span<const std::vector<ParamUpdate>> updates,
-                                std::size_t& num_begun) {
-  std::vector<ChunkId> on_nvme;
-  for (std::size_t i = 0; i < updates.size(); ++i) {
-    if (!updates[i].empty() && stored_in_part(ChunkId{static_cast<std::uint32_t>(i)})) {
-      on_nvme.push_back(ChunkId{static_cast<std::uint32_t>(i)});
-    }
-  }
-  std::vector<AdamSegment> in_memory;
-  std::vector<AdamSegment> on_device_itself;
-  std::size_t num_in_memory = 0;
-  const auto update_in_memory = [&] {
-    num_begun += std::exchange(num_in_memory, 0);
-    update_on_device(on_device_itself);  // first: it goes on while the host is busy
-    adam_update(executor_, in_memory);
-    on_device_itself.clear();
-    in_memory.clear();
-  };
-  announce(on_nvme);
-  std::size_t next = 0;
-  for (std::size_t i = 0; i < updates.size(); ++i) {
-    const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    if (updates[i].empty()) {
-      continue;
-    }
-    if (on_device(chunk)) {
-      add_segments(updates[i], in_place(chunk), on_device_itself);
-      ++num_in_memory;
-      continue;
-    }
-    host_writes_home(chunk);
-    if (!stored_in_part(chunk)) {
-      with_all_memory(chunk, [&](const Memory& memory) {  // which stays where it is
-        add_segments(updates[i], memory, in_memory);
+  const at::NoGradGuard no_grad;
+  const at::Tensor own = on_host(param);
+  // In the order of the parameter's memory, and rounded as the copy will round.
+  const at::Tensor after = empty_as(own, own.scalar_type()).copy_(values);
+  places_.with_states(
+      layout_.place(param).chunk, StreamAccess::kEdit, [&](const ChunkMemory& memory) {
+        forget_remainders(&executor_, places_.data<std::int16_t>(memory, param, kRemainderPayload),
+                          static_cast<const std::uint16_t*>(own.const_data_ptr()),
+                          static_cast<const std::uint16_t*>(after.const_data_ptr()), numel_of(own));
       });
-      ++num_in_memory;
-      continue;
-    }
-    announce(std::span(on_nvme).subspan(next++));
-    update_in_memory();
-    with_all_memory(chunk, [&](const Memory& memory) {
-      ++num_begun;
-      add_segments(updates[i], memory, in_memory);
-      adam_update(executor_, in_memory);
-      in_memory.clear();
-    });
-  }
-  update_in_memory();
-  flush();
 }
 
-void OptimizerState::announce(std::span<const ChunkId> chunks) {
-  if (weights_ != nullptr) {
-    weights_->announce_updates(chunks);
+ParamGeometry OptimizerState::geometry(ParamId param, const StateSpec& spec) const {
+  if (spec.block == 1) {
+    return geometry_of(params_[index(param)].local);
   }
-  if (!nvme_) {
-    return;
-  }
-  std::size_t room = nvme_->stream().max_ahead() + 1;  // with the one that is used next
-  for (const ChunkId chunk : chunks) {
-    if (room == 0) {
-      return;
-    }
-    if (stored(chunk)) {
-      nvme_->stream().prefetch(index(chunk));
-      --room;
-    }
-  }
+  const auto width = static_cast<std::int64_t>(spec.width);
+  const std::size_t num_values = spec.bytes(layout_.param(param).numel) / size_of(spec.type);
+  return {.sizes = {static_cast<std::int64_t>(num_values) / width, width}, .strides = {width, 1}};
 }
 
-void OptimizerState::flush() {
-  if (nvme_) {
-    nvme_->stream().flush();
+std::vector<at::Tensor> OptimizerState::views(ParamId param) const {
+  const ParamPlace place = layout_.place(param);
+  std::vector<at::Tensor> views;
+  for (std::size_t i = 0; i < specs().size(); ++i) {
+    const auto& payload = manager_.payload(place.chunk, rule_payload(i));
+    if (!places_.shown(place.chunk) || !payload) {
+      return {};
+    }
+    const StateSpec& spec = specs()[i];
+    views.push_back(tensor_over(storage_over(payload), to_torch(spec.type),
+                                spec.bytes(place.offset) / size_of(spec.type),
+                                geometry(param, spec)));
   }
+  return views;
 }
 
-void OptimizerState::discard_stored() {
-  if (nvme_) {
-    nvme_->stream().discard_all();
+std::optional<at::Tensor> OptimizerState::master_view(ParamId param) const {
+  const ParamPlace place = layout_.place(param);
+  const auto& payload = manager_.payload(place.chunk, kMasterPayload);
+  if (places_.device() || !payload) {
+    return std::nullopt;
   }
+  return tensor_over(storage_over(payload), at::kFloat, place.offset,
+                     geometry_of(params_[index(param)].local));
+}
+
+std::optional<at::Tensor> OptimizerState::master(ParamId param) const {
+  if (!has_master(param)) {
+    return std::nullopt;
+  }
+  if (auto shown = master_view(param)) {
+    return shown;
+  }
+  const at::NoGradGuard no_grad;
+  const at::Tensor own = on_host(param);
+  at::Tensor values = empty_as(own, at::kFloat);
+  places_.with_states(
+      layout_.place(param).chunk, StreamAccess::kRead, [&](const ChunkMemory& memory) {
+        if (const auto* master = places_.data<float>(memory, param, kMasterPayload)) {
+          std::memcpy(values.mutable_data_ptr(), master, values.nbytes());
+        } else {
+          join_masters(&executor_, values.mutable_data_ptr<float>(),
+                       static_cast<const std::uint16_t*>(own.const_data_ptr()),
+                       places_.data<std::int16_t>(memory, param, kRemainderPayload), numel_of(own));
+        }
+      });
+  return values;
+}
+
+std::vector<at::Tensor> OptimizerState::read(ParamId param) const {
+  std::vector<at::Tensor> states;
+  for (const StateSpec& spec : specs()) {
+    const ParamGeometry shape = geometry(param, spec);
+    states.push_back(at::empty_strided(shape.sizes, shape.strides,
+                                       at::TensorOptions().dtype(to_torch(spec.type))));
+  }
+  places_.with_states(
+      layout_.place(param).chunk, StreamAccess::kRead, [&](const ChunkMemory& memory) {
+        for (std::size_t i = 0; i < states.size(); ++i) {
+          std::memcpy(states[i].mutable_data_ptr(), places_.element(memory, param, rule_payload(i)),
+                      states[i].nbytes());
+        }
+      });
+  return states;
+}
+
+void OptimizerState::write(ParamId param, std::span<const at::Tensor> states) {
+  if (states.size() != specs().size()) {
+    throw InvalidArgument("parameter '" + layout_.param(param).name + "' has " +
+                          std::to_string(specs().size()) + " states, and " +
+                          std::to_string(states.size()) + " were given");
+  }
+  for (std::size_t i = 0; i < states.size(); ++i) {
+    const ParamGeometry shape = geometry(param, specs()[i]);
+    if (states[i].sizes() != shape.sizes || states[i].strides() != shape.strides ||
+        states[i].scalar_type() != to_torch(specs()[i].type)) {
+      throw InvalidArgument(std::string(specs()[i].plural) + " of parameter '" +
+                            layout_.param(param).name +
+                            "' differ in shape, strides or type from what read gives");
+    }
+  }
+  places_.with_states(layout_.place(param).chunk, StreamAccess::kEdit,
+                      [&](const ChunkMemory& memory) {
+                        for (std::size_t i = 0; i < states.size(); ++i) {
+                          std::memcpy(places_.element(memory, param, rule_payload(i)),
+                                      states[i].const_data_ptr(), states[i].nbytes());
+                        }
+                      });
 }
 
 }  // namespace castor

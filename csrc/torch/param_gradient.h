@@ -15,6 +15,13 @@ namespace castor {
 /// Owner of an autograd node: std::shared_ptr up to torch 2.12, c10::intrusive_ptr from 2.13 on.
 using GradFunction = std::decay_t<decltype(std::declval<const at::Tensor&>().grad_fn())>;
 
+/// A parameter as autograd knows it and as it lies in memory. They are one tensor, but for a
+/// DTensor: gradients belong to it, bytes to the tensor that it wraps.
+struct ParamHandle {
+  at::Tensor leaf;
+  at::Tensor local;
+};
+
 /// What a step's gradients look like before the update.
 struct GradientSummary {
   double norm = 0.0;   ///< L2 norm of all gradients as they are; not finite if an element is not

@@ -1,25 +1,21 @@
 #include "torch/session.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/variable.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <chrono>
 #include <utility>
 
 #include "core/error.h"
-#include "core/units.h"
 #include "host/host_arena.h"
 #include "host/slot_arena.h"
 #include "parallel/async_copy_engine.h"
 #include "parallel/tbb_executor.h"
+#include "torch/chunk_holds.h"
 #include "torch/counting_allocator.h"
 #include "torch/gil.h"
 #include "torch/torch_copy_engine.h"
-#include "torch/torch_error.h"
 
 namespace castor {
 namespace {
@@ -37,42 +33,12 @@ std::uint64_t monotonic_ns() {
                                         .count());
 }
 
-/// Runs after AccumulateGrad of one parameter, beside any hooks of the user.
-class GradientHook final : public ::torch::autograd::FunctionPostHook {
- public:
-  GradientHook(std::weak_ptr<Session> session, ParamId param)
-      : session_(std::move(session)), param_(param) {}
-
-  ::torch::autograd::variable_list operator()(
-      const ::torch::autograd::variable_list& outputs,
-      const ::torch::autograd::variable_list& inputs) override {
-    if (const auto session = session_.lock()) {
-      for_torch([&] { session->gradient_arrived(param_, inputs.at(0)); });
-    }
-    return outputs;
-  }
-
- private:
-  std::weak_ptr<Session> session_;
-  ParamId param_;
-};
-
-/// Lives as long as one backward pass.
-class BackwardPassEnd {
- public:
-  BackwardPassEnd(std::weak_ptr<Session> session, int pass)
-      : session_(std::move(session)), pass_(pass) {}
-  ~BackwardPassEnd() {
-    if (const auto session = session_.lock()) {
-      session->backward_pass_ended(pass_);
-    }
-  }
-  BackwardPassEnd(const BackwardPassEnd&) = delete;
-  BackwardPassEnd& operator=(const BackwardPassEnd&) = delete;
-
- private:
-  std::weak_ptr<Session> session_;
-  int pass_;
+/// What an operator uses, until it is over. Parts in the window come back before chunks on the
+/// device may leave it, and the session, whoever drops it meanwhile, goes last.
+struct OperatorVisit {
+  std::shared_ptr<Session> session;
+  ChunkHolds chunks;
+  std::unique_ptr<StoredWeights::Visit> home;
 };
 
 std::vector<ParamSpec> describe(const std::vector<at::Tensor>& params,
@@ -133,8 +99,13 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
                                          std::span<const ParamId> valueless) {
   const at::NoGradGuard no_grad;
   auto specs = describe(params, std::move(param_names), trained, options.precision);
+  const UpdateRule* const rule = options.state.rule.get();
+  if (rule != nullptr && options.backend && !options.backend->has_kernels(rule->name())) {
+    throw InvalidArgument("this device has no kernels for the optimizer '" +
+                          std::string(rule->name()) + "'; use device=\"cpu\"");
+  }
   LayoutOptions layout_options = options.layout;
-  layout_options.param_alignment = param_alignment(options.state.format, options.precision);
+  layout_options.param_alignment = param_alignment(rule, options.precision);
   ChunkLayout layout(std::move(specs), std::move(modules), layout_options);
   std::vector<Placement> placements = place_chunks(layout, options.placement);
   // Not make_shared: the constructor is private, and the destructor waits for copies and updates.
@@ -145,8 +116,7 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
         delete ended;
       });
   session->adopt_parameters(valueless);
-  session->install_gradient_hooks();
-  session->watch_tensors();
+  session->watch_tensors(options.overlap);
   if (!options.backend) {
     install_counting_allocator();
   }
@@ -155,17 +125,14 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
 
 Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
                  std::vector<Placement> placements, const SessionOptions& options)
-    : params_(std::move(params)),
-      layout_(std::move(layout)),
-      overlap_(options.overlap),
-      scaled_precision_(options.precision == ScalarType::kFloat16),
+    : layout_(std::move(layout)),
+      shards_(layout_),
       own_device_(options.backend),
       device_(std::make_shared<MemoryTier>(TierKind::kDevice, options.device_bytes,
                                            make_device_arena(options), own_device_.stream())),
       host_(std::make_shared<MemoryTier>(TierKind::kHost, options.host_bytes,
                                          make_home_arena(options))),
       nonmodel_(std::make_shared<NonModelMemory>(device_)),
-      charged_(own_device_ ? nullptr : nonmodel_),
       executor_(std::make_unique<TbbExecutor>()),
       copy_engine_(make_copy_engine(options)),
       storages_(std::make_unique<ChunkStorages>(layout_, own_device_.torch_device())),
@@ -173,38 +140,46 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
                                      *executor_, own_device_)),
       manager_(std::make_unique<ChunkManager>(layout_, std::move(placements), device_, host_,
                                               *copy_engine_, *storages_, weights_.get())) {
-  add_gradient_payloads();
-  OptimizerStateOptions state_options = options.state;
-  state_options.device = own_device_.get();
-  optimizer_state_ = std::make_unique<OptimizerState>(*manager_, params_, *executor_, state_options,
-                                                      weights_.get());
+  for (at::Tensor& param : params) {
+    params_.push_back({.leaf = param, .local = std::move(param)});
+  }
+  gradients_ =
+      std::make_unique<GradientSink>(*manager_, shards_, params_, weights_.get(), *executor_,
+                                     own_device_, options.precision == ScalarType::kFloat16);
+  state_places_ = std::make_unique<StatePlaces>(*manager_, *executor_, options.state,
+                                                weights_.get(), own_device_);
+  optimizer_state_ = std::make_unique<OptimizerState>(*manager_, *state_places_, params_,
+                                                      *executor_, options.state.rule);
+  chunk_updates_ = std::make_unique<ChunkUpdates>(layout_, shards_, *state_places_, *executor_,
+                                                  options.state.rule);
   storages_->on_write_back([this](ChunkId chunk, const std::byte* home, const std::byte* slot) {
     const auto scope = own_device_.run_on_stream();  // an eviction may come from any thread
     optimizer_state_->before_write_back(chunk, home, slot);
   });
   if (copy_engine_->asynchronous()) {
-    gradient_copies_ = std::make_unique<GradientCopies>(layout_, *copy_engine_, *device_,
-                                                        own_device_ ? nonmodel_.get() : nullptr);
+    gradients_->copy_beside_backward(*copy_engine_, own_device_ ? nonmodel_.get() : nullptr);
   }
   RuntimeOptions runtime_options = options.runtime;
   runtime_options.freed_slots =
       own_device_ ? FreedSlots::kReusedAtOnce : FreedSlots::kKeepTheirBytes;
   runtime_ = std::make_unique<Runtime>(*manager_, nonmodel_, runtime_options,
                                        Runtime::Clock(monotonic_ns));
+  passes_ = std::make_shared<Passes>(*runtime_, own_device_ ? nullptr : nonmodel_);
   own_device_.follow(nonmodel_);
   if (options.overlap != Overlap::kNone) {
-    updates_ = std::make_unique<UpdateQueue>(layout_.chunks().size());
-    manager_->follow(updates_.get());
+    update_queue_ = std::make_unique<UpdateQueue>(layout_.chunks().size());
+    manager_->follow(update_queue_.get());
   }
 }
 
 Session::~Session() {
-  if (updates_) {
-    updates_->abandon();  // returns when none is under way
+  if (update_queue_) {
+    update_queue_->abandon();  // returns when none is under way
   }
   share_with_children(*manager_, layout_.chunks().size());  // what outlives the session
   gate_.reset();
-  gradient_copies_.reset();
+  gradients_.reset();
+  passes_.reset();
   runtime_.reset();
   std::vector<std::shared_ptr<Payload>> homes;
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
@@ -217,121 +192,114 @@ Session::~Session() {
   storages_->release_to_homes(homes);
 }
 
-void Session::add_gradient_payloads() {
-  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
-    const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    if (layout_.chunk(chunk).trainable) {
-      manager_->add_payload(chunk, PayloadKind::kGrad, layout_.chunk(chunk).used_bytes);
-    }
-  }
-}
-
 // Nothing here allocates payload memory: once the first parameter moves, all will.
 void Session::adopt_parameters(std::span<const ParamId> valueless) {
   std::vector<bool> has_values(params_.size(), true);
   for (const ParamId param : valueless) {
     has_values[index(param)] = false;
   }
-  std::vector<c10::Storage> grad_storages;
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
     storages_->bind(chunk, manager_->payload(chunk, PayloadKind::kParam)->data());
-    const auto& grad = manager_->payload(chunk, PayloadKind::kGrad);
-    grad_storages.push_back(!grad           ? c10::Storage()
-                            : stored(chunk) ? weights_->gradient_storage(chunk)
-                                            : storage_over(grad, own_device_.torch_device()));
   }
-  gradients_.resize(params_.size());
-  steps_ = at::zeros({static_cast<std::int64_t>(params_.size())}, at::kFloat);
+  std::vector<at::Tensor> locals;
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
     const ParamPlace place = layout_.place(param);
-    const ScalarType type = layout_.param(param).type;
-    const ParamGeometry geometry = geometry_of(params_[i]);
     const at::Tensor home =
-        tensor_over(storages_->storage(place.chunk), to_torch(type), place.offset, geometry);
-    gradients_[i].required = params_[i].requires_grad();
+        tensor_over(storages_->storage(place.chunk), to_torch(layout_.param(param).type),
+                    place.offset, geometry_of(params_[i].local));
     if (has_values[i]) {
-      optimizer_state_->adopt(param, params_[i]);
+      optimizer_state_->adopt(param, params_[i].local);
     }
-    params_[i].set_data(home);
-    if (trainable(param)) {
-      gradients_[i].view =
-          tensor_over(grad_storages[index(place.chunk)], to_torch(type), place.offset, geometry);
-    }
+    params_[i].local.set_data(home);
+    locals.push_back(params_[i].local);
   }
-  storages_->watch(params_);
+  storages_->watch(std::move(locals));
 }
 
-void Session::watch_tensors() {
+void Session::watch_tensors(Overlap overlap) {
   gate_ = TensorGate::create(
       2 * layout_.chunks().size(), [this](std::size_t group) { settle_group(group); },
       [weak = weak_from_this()](auto uses) {
         const auto session = weak.lock();  // an operator may be the last that uses the model
         return session ? session->visit_groups(uses) : nullptr;
       });
+  updater_ = std::make_unique<Updater>(Updater::Parts{.layout = layout_,
+                                                      .params = params_,
+                                                      .updates = *chunk_updates_,
+                                                      .places = *state_places_,
+                                                      .gradients = *gradients_,
+                                                      .runtime = *runtime_,
+                                                      .gate = *gate_,
+                                                      .integrity = integrity_,
+                                                      .copies = *copy_engine_,
+                                                      .device = own_device_,
+                                                      .queue = update_queue_.get()},
+                                       overlap, [this](ChunkId chunk) { return aliased(chunk); });
   guard_weights();
   state_views_ = std::make_unique<StateViews>(params_.size());
-  updated_.resize(layout_.chunks().size(), false);
   for (std::size_t i = 0; i < params_.size(); ++i) {
-    const ChunkId chunk = layout_.place(ParamId{static_cast<std::uint32_t>(i)}).chunk;
-    gate_->watch(index(chunk), params_[i]);
-    if (gradients_[i].view.defined()) {
-      gate_->watch(gradient_group(chunk), gradients_[i].view);
-    }
+    gate_->watch(index(layout_.place(ParamId{static_cast<std::uint32_t>(i)}).chunk),
+                 params_[i].local);
+  }
+  gradients_->open(*runtime_, *gate_,
+                   [session = weak_from_this()](ParamId param, const at::Tensor& incoming) {
+                     if (const auto self = session.lock()) {
+                       self->gradient_arrived(param, incoming);
+                     }
+                   });
+  if (weights_) {
+    weights_->forbid_addresses();  // all tensors are made
   }
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    const ParamId first = layout_.chunk(chunk).params.front();
-    const at::Tensor& gradient = gradients_[index(first)].view;
     param_uses_.push_back(storages_->storage(chunk).use_count());
-    gradient_uses_.push_back(gradient.defined() ? gradient.storage().use_count() : 0);
   }
 }
 
-std::size_t Session::gradient_group(ChunkId chunk) const noexcept {
-  return layout_.chunks().size() + index(chunk);
+// On a device whose freed memory is lent out at once, what an operator has the address of must not
+// leave before its kernel is given to a stream (docs/design/0021).
+void Session::guard_weights() {
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    const auto guard = stored(chunk) ? TensorGate::Guard::kBrought
+                       : own_device_ ? TensorGate::Guard::kHeld
+                                     : TensorGate::Guard::kNone;
+    if (guard != TensorGate::Guard::kNone) {
+      gate_->guard(i, guard);
+      gate_->guard(gradients_->group(chunk), guard);
+    }
+  }
 }
 
 void Session::settle_group(std::size_t group) {
+  check_process();  // the threads that update and copy did not come along
   const ChunkId chunk{static_cast<std::uint32_t>(group % layout_.chunks().size())};
-  if (updated_[index(chunk)]) {
-    check_no_update_yet(group == index(chunk) ? "a weight or moment was read"
-                                              : "a gradient was read or changed");
+  const bool of_gradients = group == gradients_->group(chunk);
+  if (updater_->updated(chunk)) {
+    updater_->check_none_updated(of_gradients ? "a gradient was read or changed"
+                                              : "a weight or moment was read");
   }
-  if (gradient_copies_ && group == gradient_group(chunk)) {
-    gradient_copies_->wait(chunk);
+  if (of_gradients) {
+    gradients_->wait(chunk);
   }
-  if (updates_) {
-    updates_->wait(chunk);
-  }
-}
-
-void Session::install_gradient_hooks() {
-  accumulators_.resize(params_.size());
-  for (std::size_t i = 0; i < params_.size(); ++i) {
-    const ParamId param{static_cast<std::uint32_t>(i)};
-    if (trainable(param)) {
-      // Held here: a leaf refers to its accumulator weakly.
-      accumulators_[i] = ::torch::autograd::impl::grad_accumulator(params_[i]);
-      accumulators_[i]->add_post_hook(std::make_unique<GradientHook>(weak_from_this(), param));
-    }
-  }
+  updater_->wait(chunk);
 }
 
 void Session::check_parameters() const {
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
     const ParamSpec& spec = layout_.param(param);
-    if (params_[i].requires_grad() != gradients_[i].required) {
+    if (params_[i].leaf.requires_grad() != gradients_->required(param)) {
       throw UsageError("parameter '" + spec.name +
-                       "' had requires_grad=" + (gradients_[i].required ? "True" : "False") +
+                       "' had requires_grad=" + (gradients_->required(param) ? "True" : "False") +
                        " when the model was boosted and has " +
-                       (gradients_[i].required ? "False" : "True") +
+                       (gradients_->required(param) ? "False" : "True") +
                        " now; set it before booster.boost, which lays out gradients and optimizer "
                        "state for the trainable parameters");
     }
-    if (params_[i].storage().unsafeGetStorageImpl() !=
+    if (params_[i].local.storage().unsafeGetStorageImpl() !=
         storages_->storage(layout_.place(param).chunk).unsafeGetStorageImpl()) {
       throw UsageError("parameter '" + spec.name +
                        "' was given other memory after booster.boost (by model.to(), .half(), "
@@ -346,12 +314,9 @@ void Session::stay_with_parent() {
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     leave(storages_->storage(ChunkId{static_cast<std::uint32_t>(i)}));
   }
-  for (const Gradient& gradient : gradients_) {
-    if (gradient.view.defined()) {
-      leave(gradient.view.storage());
-    }
-  }
+  gradients_->for_each_storage(leave);
   state_views_->for_each_storage(leave);
+  passes_.reset();  // one may have been under way: its end asks the runtime
 }
 
 void Session::check_process() const {
@@ -364,17 +329,18 @@ void Session::enter(ModuleId module) {
   check_process();
   own_device_.follow_stream();
   const bool training = at::GradMode::is_enabled();
-  if (module == kRoot && training && ::torch::autograd::get_current_graph_task_id() == -1) {
+  const bool recomputes = passes_->follow_backward();
+  if (module == kRoot && training && !recomputes) {
     check_parameters();
     check_whole();
-    check_no_update_yet("the next forward began");
+    updater_->check_none_updated("the next forward began");
   }
-  if (runtime_->idle() && charged_account() != charged_) {
-    account_before_ = charged_account();
-    charge_allocations_to(charged_);
+  passes_->begin_forward();
+  if (passes_->in_segment()) {
+    gradients_->expect_parts(layout_.chunks_of(module));
   }
   notice_new_operators();
-  check_not_updated(module);
+  updater_->check_not_updated(module);
   runtime_->enter(module, training ? PassMode::kTraining : PassMode::kInference);
   for (const ChunkId chunk : layout_.chunks_of(module)) {
     gate_->open(index(chunk));
@@ -389,55 +355,196 @@ void Session::exit(ModuleId module) {
     own_device_.follow_stream();
   }
   runtime_->exit(module);
-  if (!at::GradMode::is_enabled() && runtime_->idle()) {
-    charge_allocations_to(std::exchange(account_before_, nullptr));
-  }
+  passes_->end_forward();
 }
 
 void Session::enter_backward(ModuleId module) {
+  check_process();
   own_device_.follow_stream();
-  charge_allocations_to(charged_);
-  follow_backward_pass();
-  check_not_updated(module);
+  passes_->begin_backward();
+  updater_->check_not_updated(module);
   runtime_->enter_backward(module);
-  update_completed_chunks();
+  updater_->update_completed();
 }
 
-// What the thread allocates after backward (the next micro-batch's data, a user's clipping on the
-// host) is not the model's. Autograd drops the callback with the pass, also when the pass failed.
-void Session::follow_backward_pass() {
-  const int pass = ::torch::autograd::get_current_graph_task_id();
-  if (pass == -1 ||
-      std::find(backward_passes_.begin(), backward_passes_.end(), pass) != backward_passes_.end()) {
+void Session::gradient_arrived(ParamId param, const at::Tensor& incoming) {
+  check_process();
+  own_device_.follow_stream();
+  passes_->follow_backward();
+  if (!params_[index(param)].leaf.grad().defined()) {
     return;
   }
-  backward_passes_.push_back(pass);
-  auto end = std::make_shared<BackwardPassEnd>(weak_from_this(), pass);
-  ::torch::autograd::Engine::get_default_engine().queue_callback([end = std::move(end)] {});
-}
-
-void Session::backward_pass_ended(int pass) {
-  backward_passes_.erase(std::find(backward_passes_.begin(), backward_passes_.end(), pass),
-                         backward_passes_.end());
-  if (backward_passes_.empty()) {
-    stop_charging();
+  if (updater_->updated(layout_.place(param).chunk)) {
+    updater_->check_none_updated("another gradient of parameter '" + layout_.param(param).name +
+                                 "' arrived");
+  }
+  if (const auto chunk = gradients_->arrived(param, incoming, passes_->nested())) {
+    updater_->completed(*chunk);
   }
 }
 
 void Session::stop_charging() {
-  if (!in_child_ && runtime_->idle() && charged_account() == charged_) {
-    charge_allocations_to(nullptr);
+  if (passes_) {
+    passes_->stop_charging();
   }
 }
 
-std::vector<at::Tensor> Session::moments(ParamId param) {
-  return state_views_->of(param, *optimizer_state_, *gate_, index(layout_.place(param).chunk))
-      .moments;
+GradientSummary Session::collect_gradients(bool with_norm) {
+  check_whole();
+  own_device_.follow_stream();
+  runtime_->begin_update();
+  updater_->forget_completed();
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    if (!updater_->updated(chunk)) {  // else they are used already, and may still be under way
+      gate_->pass(i);
+      gate_->pass(gradients_->group(chunk));
+    }
+  }
+  return gradients_->collect(with_norm);
 }
 
-std::optional<at::Tensor> Session::moment_scales(ParamId param) {
-  return state_views_->of(param, *optimizer_state_, *gate_, index(layout_.place(param).chunk))
-      .scales;
+void Session::finish_step() {
+  check_process();
+  own_device_.follow_stream();
+  gradients_->begin_step();
+  runtime_->finish_step();
+  passes_->end_step();
+  place_chunks_again();
+}
+
+bool Session::aliased(ChunkId chunk) const {
+  const auto& params = layout_.chunk(chunk).params;
+  return storages_->storage(chunk).use_count() > param_uses_[index(chunk)] ||
+         gradients_->aliased(chunk) ||
+         std::any_of(params.begin(), params.end(),
+                     [this](ParamId param) { return state_views_->aliased(param); });
+}
+
+// A tensor over a chunk's memory follows it to the device and back (docs/design/0017), but memory
+// that was reached without one (a numpy array) would not: a chunk that something else than castor
+// refers to stays where it is. So does one of which something is on NVMe.
+void Session::place_chunks_again() {
+  if (!runtime_->placement_due() || !integrity_.whole()) {
+    return;
+  }
+  await_updates();
+  std::vector<bool> candidates(layout_.chunks().size());
+  for (std::size_t i = 0; i < candidates.size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    candidates[i] =
+        manager_->promoted(chunk) || (!state_places_->stored_in_part(chunk) && !aliased(chunk));
+  }
+  runtime_->place(candidates);
+}
+
+bool Session::stored(ChunkId chunk) const noexcept { return weights_ && weights_->stored(chunk); }
+
+bool Session::torn() const noexcept {
+  return state_places_->torn() || (weights_ && weights_->torn());
+}
+
+// What was changed in the window is written when its memory is needed: in a forward, in a load.
+void Session::note_torn_payloads() {
+  if (integrity_.whole() && torn()) {
+    integrity_.broke(
+        std::string(state_places_->torn() ? "an optimizer state" : "parameters or gradients") +
+        " could not be written to NVMe");
+  }
+}
+
+void Session::check_whole() {
+  check_process();
+  note_torn_payloads();
+  integrity_.check();
+}
+
+void Session::begin_load(RunLoad load) {
+  own_device_.follow_stream();
+  updater_->abandon();
+  gradients_->begin_step();
+  note_torn_payloads();
+  if (load.states || !integrity_.whole()) {
+    state_places_->discard_stored();
+  }
+  integrity_.loading(load);
+  gate_->pass_all();
+  runtime_->send_home();
+  if (weights_ && load.weights == LoadedWeights::kAll) {
+    weights_->discard_parameters();
+  }
+}
+
+void Session::end_load(RunLoad load) { integrity_.loaded(load); }
+
+// A failure comes out once as what it is; from then on what it did to the run is said instead.
+void Session::settle() {
+  check_process();
+  if (whole()) {
+    await_updates();
+  }
+  own_device_.await();
+  check_whole();
+}
+
+void Session::settle(ParamId param) {
+  check_process();
+  gate_->pass(index(layout_.place(param).chunk));
+  own_device_.await();
+}
+
+void Session::send_home() {
+  updater_->check_none_updated("the weights are read");
+  settle();
+  runtime_->send_home();
+  own_device_.await();
+}
+
+// The gate's groups are numbered as the parts of StoredWeights (docs/design/0018).
+std::shared_ptr<void> Session::visit_groups(std::span<const TensorGate::Use> uses) {
+  check_process();
+  const StreamId stream = own_device_.current_stream();
+  auto visit = std::make_shared<OperatorVisit>(OperatorVisit{
+      .session = shared_from_this(), .chunks = ChunkHolds(*runtime_), .home = nullptr});
+  std::vector<WeightUse> parts;
+  for (const TensorGate::Use& use : uses) {
+    const ChunkId chunk{static_cast<std::uint32_t>(use.group % layout_.chunks().size())};
+    const auto used = use.group == index(chunk) ? PayloadKind::kParam : PayloadKind::kGrad;
+    if (!visit->chunks.add(chunk, stream, used) && stored(chunk)) {
+      parts.push_back({.part = use.group, .writes = use.writes});
+    }
+  }
+  if (!parts.empty()) {
+    visit->home = weights_->visit(parts);
+  }
+  return visit;
+}
+
+std::shared_ptr<void> Session::visit(ParamId param, bool writes) {
+  const ChunkId chunk = layout_.place(param).chunk;
+  settle(param);
+  if (!stored(chunk)) {
+    return nullptr;
+  }
+  const TensorGate::Use use{.group = index(chunk), .writes = writes};
+  return visit_groups(std::span(&use, 1));
+}
+
+std::optional<at::Tensor> Session::home(ParamId param) {
+  const ParamPlace place = layout_.place(param);
+  if (!own_device_ || state_places_->on_device(place.chunk) || stored(place.chunk)) {
+    return std::nullopt;
+  }
+  settle(param);
+  const ParamGeometry geometry = geometry_of(params_[index(param)].local);
+  return at::for_blob(state_places_->element(param, PayloadKind::kParam), geometry.sizes)
+      .strides(geometry.strides)
+      .options(at::TensorOptions().dtype(to_torch(layout_.param(param).type)))
+      .make_tensor();
+}
+
+const std::vector<at::Tensor>& Session::states(ParamId param) {
+  return state_views_->of(param, *optimizer_state_, *gate_, index(layout_.place(param).chunk));
 }
 
 }  // namespace castor

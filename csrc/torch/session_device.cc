@@ -1,13 +1,7 @@
 #include "torch/session_device.h"
 
-#include <ATen/ATen.h>
-
-#include <exception>
 #include <utility>
-#include <vector>
 
-#include "core/error.h"
-#include "torch/session.h"
 #include "torch/torch_error.h"
 
 namespace castor {
@@ -105,43 +99,6 @@ void SessionDevice::leave(std::span<const std::shared_ptr<Payload>> homes) const
     }
   } catch (...) {  // the device is lost, and its copies with it
   }
-}
-
-void SessionDevice::square_norms(const OptimizerState& state, const ChunkLayout& layout,
-                                 std::span<const Gradient> gradients,
-                                 std::span<double> squares) const {
-  std::vector<NormSegment> segments;
-  std::vector<std::size_t> params;
-  for (std::size_t i = 0; backend_ && i < gradients.size(); ++i) {
-    const ParamId param{static_cast<std::uint32_t>(i)};
-    if (gradients[i].present && state.on_device(layout.place(param).chunk)) {
-      segments.push_back({.data = state.element(param, PayloadKind::kGrad),
-                          .numel = layout.param(param).numel,
-                          .type = layout.param(param).type});
-      params.push_back(i);
-    }
-  }
-  if (segments.empty()) {
-    return;
-  }
-  std::vector<double> sums(segments.size());
-  backend_->square_norms(segments, sums, stream_->id());
-  for (std::size_t i = 0; i < params.size(); ++i) {
-    squares[params[i]] = sums[i];
-  }
-}
-
-std::optional<at::Tensor> Session::home(ParamId param) {
-  const ParamPlace place = layout_.place(param);
-  if (!own_device_ || optimizer_state_->on_device(place.chunk) || stored(place.chunk)) {
-    return std::nullopt;
-  }
-  settle(param);
-  const ParamGeometry geometry = geometry_of(params_[index(param)]);
-  return at::for_blob(optimizer_state_->element(param, PayloadKind::kParam), geometry.sizes)
-      .strides(geometry.strides)
-      .options(at::TensorOptions().dtype(to_torch(layout_.param(param).type)))
-      .make_tensor();
 }
 
 }  // namespace castor

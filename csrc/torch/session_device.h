@@ -4,14 +4,12 @@
 
 #include <memory>
 #include <span>
-#include <vector>
+#include <utility>
 
+#include "core/chunk_manager.h"
 #include "core/compute_stream.h"
 #include "core/nonmodel_memory.h"
-#include "core/payload.h"
 #include "torch/device_backend.h"
-#include "torch/optimizer_state.h"
-#include "torch/param_gradient.h"
 
 namespace castor {
 
@@ -48,10 +46,12 @@ class SessionDevice {
   /// Homes go to the tensors that are left, and with the last of these to their arena: returns when
   /// no copy reads them.
   void leave(std::span<const std::shared_ptr<Payload>> homes) const noexcept;
-  /// Sums of squares of the gradients that are present and lie on the device: squares[i] of
-  /// parameter i.
-  void square_norms(const OptimizerState& state, const ChunkLayout& layout,
-                    std::span<const Gradient> gradients, std::span<double> squares) const;
+  /// Whether the chunk's payloads lie in memory of a device that works on them itself: what it is
+  /// given to do is behind what it has been given before, by the calling thread.
+  [[nodiscard]] bool holds(const ChunkManager& chunks, ChunkId chunk) const {
+    return backend_ != nullptr &&
+           chunks.payload(chunk, PayloadKind::kParam)->tier() == TierKind::kDevice;
+  }
 
  private:
   const std::shared_ptr<DeviceBackend> backend_;

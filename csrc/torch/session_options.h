@@ -10,7 +10,7 @@
 #include "core/runtime.h"
 #include "core/scalar_type.h"
 #include "torch/device_backend.h"
-#include "torch/optimizer_state.h"
+#include "torch/optimizer_state_options.h"
 
 namespace castor {
 

@@ -4,38 +4,30 @@
 
 namespace castor {
 
-const StateViews::Views& StateViews::of(ParamId param, const OptimizerState& state,
-                                        TensorGate& gate, std::size_t group) {
-  Views& views = views_[index(param)];
-  if (views.moments.empty()) {
-    views.moments = state.moments(param);
-    views.scales = state.moment_scales(param);
-    for (const at::Tensor& moment : views.moments) {
-      gate.watch(group, moment);
-    }
-    if (views.scales) {
-      gate.watch(group, *views.scales);
+const std::vector<at::Tensor>& StateViews::of(ParamId param, const OptimizerState& state,
+                                              TensorGate& gate, std::size_t group) {
+  std::vector<at::Tensor>& views = views_[index(param)];
+  if (views.empty()) {
+    views = state.views(param);
+    for (const at::Tensor& view : views) {
+      gate.watch(group, view);
     }
   }
   return views;
 }
 
 void StateViews::for_each_storage(const std::function<void(const c10::Storage&)>& visit) const {
-  for (const Views& views : views_) {
-    for (const at::Tensor& moment : views.moments) {
-      visit(moment.storage());
-    }
-    if (views.scales) {
-      visit(views.scales->storage());
+  for (const auto& views : views_) {
+    for (const at::Tensor& view : views) {
+      visit(view.storage());
     }
   }
 }
 
 bool StateViews::aliased(ParamId param) const {
-  const auto in_use = [](const at::Tensor& tensor) { return tensor.storage().use_count() > 1; };
-  const Views& views = views_[index(param)];
-  return std::any_of(views.moments.begin(), views.moments.end(), in_use) ||
-         (views.scales && in_use(*views.scales));
+  const auto& views = views_[index(param)];
+  return std::any_of(views.begin(), views.end(),
+                     [](const at::Tensor& view) { return view.storage().use_count() > 1; });
 }
 
 }  // namespace castor

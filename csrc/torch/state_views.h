@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <functional>
-#include <optional>
 #include <vector>
 
 #include "torch/optimizer_state.h"
@@ -15,22 +14,18 @@ namespace castor {
 /// The views of optimizer states that users have been shown: the same tensors at every call.
 class StateViews {
  public:
-  struct Views {
-    std::vector<at::Tensor> moments;
-    std::optional<at::Tensor> scales;
-  };
-
   explicit StateViews(std::size_t num_params) : views_(num_params) {}
 
   /// Made at the first call; the gate watches them from then on, in `group`.
-  const Views& of(ParamId param, const OptimizerState& state, TensorGate& gate, std::size_t group);
+  const std::vector<at::Tensor>& of(ParamId param, const OptimizerState& state, TensorGate& gate,
+                                    std::size_t group);
   /// Of the views that were shown.
   void for_each_storage(const std::function<void(const c10::Storage&)>& visit) const;
   /// Whether somebody else refers to the memory of views that were shown.
   [[nodiscard]] bool aliased(ParamId param) const;
 
  private:
-  std::vector<Views> views_;  // per parameter
+  std::vector<std::vector<at::Tensor>> views_;  // per parameter
 };
 
 }  // namespace castor

@@ -14,8 +14,8 @@
 #include "core/placement.h"
 #include "io/nvme_tier.h"
 #include "torch/chunk_storages.h"
-#include "torch/optimizer_state.h"
 #include "torch/session_device.h"
+#include "torch/state_places.h"
 
 namespace castor {
 

@@ -45,7 +45,7 @@ class Trial:
         params = list(self.model.parameters())
         found = [p.detach() for p in params] + [session.steps, torch.get_rng_state()]
         for i in range(len(params)):
-            found += [*session.moments(i), session.master(i)]
+            found += [*session.states(i), session.master(i)]
         return found
 
     def fingerprint(self) -> str:

@@ -163,7 +163,7 @@ def test_a_step_that_the_session_refuses_moves_no_counter() -> None:
     steps = engine.session.steps.clone()
     boosted.booster.backward(tower_loss(boosted.model, 2), boosted.optimizer)
     with pytest.raises(ValueError, match="group_of names group 7"):
-        engine.session.adam_step(
+        engine.session.update(
             [{"lr": LR, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0,
               "decoupled": True}],
             [7] * len(engine.params), 1.0,

@@ -8,6 +8,7 @@
 #include "core/error.h"
 #include "cuda/host_kernels.h"
 #include "host/mmap_arena.h"
+#include "optim/adam_rule.h"
 #include "torch_allocations.h"
 
 namespace castor::testing {
@@ -102,9 +103,14 @@ void SimulatedDevice::check(const void* data, std::size_t bytes, const char* wha
   }
 }
 
-void SimulatedDevice::adam_update(std::span<const AdamSegment> segments, StreamId /*stream*/) {
+bool SimulatedDevice::has_kernels(std::string_view rule) const noexcept {
+  return rule == AdamRule::kName;
+}
+
+void SimulatedDevice::update(const UpdateRule& rule, std::span<const UpdateSegment> segments,
+                             StreamId /*stream*/) {
   counts_.adam_calls.fetch_add(1);
-  for (const AdamSegment& segment : segments) {
+  for (const AdamSegment& segment : adam_segments(segments, rule.format())) {
     const std::size_t bytes = segment.numel * size_of(segment.type);
     check(segment.grad, bytes, "a gradient");
     check(segment.param, bytes, "a parameter");

@@ -57,7 +57,9 @@ class SimulatedDevice final : public DeviceBackend {
   [[nodiscard]] std::unique_ptr<Arena> make_device_arena() override;
   [[nodiscard]] std::unique_ptr<Arena> make_host_arena() override;
   void follow(const std::shared_ptr<DeviceAccount>& account) override;
-  void adam_update(std::span<const AdamSegment> segments, StreamId stream) override;
+  [[nodiscard]] bool has_kernels(std::string_view rule) const noexcept override;
+  void update(const UpdateRule& rule, std::span<const UpdateSegment> segments,
+              StreamId stream) override;
   void square_norms(std::span<const NormSegment> segments, std::span<double> sums,
                     StreamId stream) override;
   [[nodiscard]] std::unique_ptr<ComputeFence> fence(StreamId stream) override;

@@ -16,13 +16,13 @@
 #include <utility>
 
 #include "core/error.h"
-#include "cuda/adam_kernel.h"
 #include "cuda/cuda_error.h"
 #include "cuda/norm_kernel.h"
 #include "cuda/pinned_pages.h"
 #include "cuda/scoped_device.h"
 #include "cuda/stream_copy_engine.h"
 #include "cuda/stream_order.h"
+#include "cuda/update_kernels.h"
 #include "host/host_arena.h"
 #include "host/numa.h"
 #include "torch/cuda/caching_arena.h"
@@ -136,9 +136,14 @@ class CudaBackend final : public DeviceBackend {
     follow_torch_allocations(device_, account);
   }
 
-  void adam_update(std::span<const AdamSegment> segments, StreamId stream) override {
+  [[nodiscard]] bool has_kernels(std::string_view rule) const noexcept override {
+    return cuda::has_kernels(rule);
+  }
+
+  void update(const UpdateRule& rule, std::span<const UpdateSegment> segments,
+              StreamId stream) override {
     const c10::cuda::CUDAGuard guard(device_);
-    cuda::adam_update(segments, cuda::handle_of(stream));
+    cuda::update(rule, segments, cuda::handle_of(stream));
   }
 
   void square_norms(std::span<const NormSegment> segments, std::span<double> sums,

@@ -169,7 +169,7 @@ def _portable(driver: Driver, param: torch.Tensor, entry: dict[Any, Any]) -> dic
 
     def moments() -> list[torch.Tensor]:
         if stored:
-            return session.read_moments(index)
+            return session.read_states(index)
         return [entry[key] for key in ("exp_avg", "exp_avg_sq", "scales") if key in entry]
 
     def moment(position: int) -> ComputedTensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from castor.config import GeminiConfig
 from castor.errors import NonFiniteGradientError, UsageError
@@ -23,20 +23,11 @@ from castor.optim.boosted_state import (
     state_entry,
     write_entries,
 )
-from castor.optim.hybrid_adam import HybridAdam, checked_options
+from castor.optim.hybrid_adam import HybridAdam
 from castor.optim.loss_scaler import LossScaler
+from castor.optim.rules import FusedRule, rule_of
 from castor.optim.state_formats import ROUNDING_FORMATS, to_portable
 from castor.runtime.engine import Engine
-
-_ADAM_TYPES = (Adam, AdamW, HybridAdam)
-
-
-def runs_fused_adam(optimizer: Optimizer) -> bool:
-    """Whether the fused Adam computes exactly what this optimizer would."""
-    return type(optimizer) in _ADAM_TYPES and not any(
-        group.get("amsgrad") or group.get("maximize") or group.get("differentiable")
-        for group in optimizer.param_groups
-    )
 
 
 def check_optimizer(optimizer: Optimizer, config: GeminiConfig) -> None:
@@ -49,25 +40,26 @@ def check_optimizer(optimizer: Optimizer, config: GeminiConfig) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, BoostedOptimizer):
         raise UsageError(f"this {name} is boosted already; use what boost returned")
-    if not runs_fused_adam(optimizer) and config.precision != "fp32":
+    generic = rule_of(optimizer) is None
+    if generic and config.precision != "fp32":
         raise NotImplementedError(
             f"{name} with these options runs on castor's generic path, which has no "
             f"{config.precision} master weights; use precision='fp32', or Adam, AdamW or "
             "HybridAdam without amsgrad and maximize"
         )
-    if not runs_fused_adam(optimizer) and config.device != "cpu":
+    if generic and config.device != "cpu":
         raise NotImplementedError(
             f"{name} with these options runs on castor's generic path, on the host copies, which a "
             "GPU would read over the link; use device='cpu', or Adam, AdamW or HybridAdam without "
             "amsgrad and maximize"
         )
-    if not runs_fused_adam(optimizer) and config.overlap != "none":
+    if generic and config.overlap != "none":
         raise NotImplementedError(
             f"overlap={config.overlap!r} needs castor's Adam, and {name} with these options runs "
             "on the generic path; use overlap='none', or Adam, AdamW or HybridAdam without amsgrad "
             "and maximize"
         )
-    if not runs_fused_adam(optimizer) and config.nvme_paths:
+    if generic and config.nvme_paths:
         raise NotImplementedError(
             f"the NVMe tier holds the states of castor's Adam, and {name} with these options runs "
             "on the generic path; leave nvme_path out, or use Adam, AdamW or HybridAdam without "
@@ -78,14 +70,20 @@ def check_optimizer(optimizer: Optimizer, config: GeminiConfig) -> None:
 
 
 class StepDriver:
-    """Turns the gradients of a step into an update: unscale, check, clip, Adam."""
+    """Turns the gradients of a step into an update: unscale, check, clip, apply the rule."""
 
     def __init__(
-        self, optimizer: Optimizer, engine: Engine, config: GeminiConfig, *, fused: bool, seed: int
+        self,
+        optimizer: Optimizer,
+        engine: Engine,
+        config: GeminiConfig,
+        *,
+        rule: FusedRule | None,
+        seed: int,
     ) -> None:
         self.engine = engine
         self.config = config
-        self.fused = fused
+        self.rule = rule
         self.scaler = LossScaler(config.loss_scaler) if config.precision == "fp16" else None
         self._warned = False
         self.num_trained = sum(engine.trained)
@@ -111,6 +109,11 @@ class StepDriver:
         self.engine.session.set_rounding(seed, self._streams)
 
     @property
+    def fused(self) -> bool:
+        """Whether a rule updates the chunks; else the optimizer's own step does."""
+        return self.rule is not None
+
+    @property
     def loss_scale(self) -> float:
         """What the loss of the next backward is multiplied with."""
         return self.scaler.scale if self.scaler else 1.0
@@ -122,7 +125,7 @@ class StepDriver:
         moved, and it may be called again, or the run is broken.
         """
         session, config = self.engine.session, self.config
-        groups = checked_options(optimizer) if self.fused else []
+        groups = self.rule.options(optimizer) if self.rule else []
         check = config.nonfinite != "ignore" or self.scaler is not None
         gradients = session.collect_gradients(with_norm=check or config.max_norm > 0)
         norm = gradients.norm / gradients.scale
@@ -135,8 +138,8 @@ class StepDriver:
         scale = 1.0 / gradients.scale
         if config.max_norm > 0:
             scale *= min(1.0, config.max_norm / (norm + 1e-6))
-        if self.fused:
-            session.adam_step(groups, self.group_of, scale)
+        if self.rule:
+            session.update(groups, self.group_of, scale)
         else:
             if scale != 1.0:
                 session.scale_gradients(scale)
@@ -150,7 +153,8 @@ class StepDriver:
 
     def arm(self, optimizer: Optimizer) -> None:
         """Before a forward whose backward may update chunks: tells the options of now."""
-        self.engine.session.arm_updates(checked_options(optimizer), self.group_of)
+        if self.rule:
+            self.engine.session.arm_updates(self.rule.options(optimizer), self.group_of)
 
     def _skip(self, norm: float) -> None:
         """Leaves the update out: a gradient is not finite."""
@@ -359,13 +363,11 @@ def _boosted_class(base: type[Optimizer]) -> type[Optimizer]:
     return type(base.__name__, (BoostedOptimizer, base), {"__module__": base.__module__})
 
 
-def boost_optimizer(
-    optimizer: Optimizer, engine: Engine, config: GeminiConfig, *, fused: bool, seed: int
-) -> StepDriver:
-    """Makes `optimizer` step the chunks of `engine`, in place: references to it stay valid."""
+def boost_optimizer(optimizer: Optimizer, driver: StepDriver) -> None:
+    """Makes `optimizer` step the driver's chunks, in place: references to it stay valid."""
+    engine = driver.engine
     old_state = [(param, dict(entry)) for param, entry in optimizer.state.items()]
     own_step = optimizer.__dict__.pop("step", None)
-    driver = StepDriver(optimizer, engine, config, fused=fused, seed=seed)
     base: Any = type(optimizer)
     optimizer.__class__ = _boosted_class(base)
     optimizer.__dict__["_castor"] = driver
@@ -374,14 +376,13 @@ def boost_optimizer(
     optimizer.__dict__["_step_supports_amp_scaling"] = False
     if isinstance(optimizer, HybridAdam):
         optimizer.optim_state_format = engine.session.optim_state_format
-        optimizer.seed = seed
+        optimizer.seed = driver.seed
     if getattr(own_step, "_wrapped_by_lr_sched", False):
         _track_step(optimizer)
-    if fused and old_state:
+    if driver.fused and old_state:
         write_entries(engine, old_state)
         optimizer.state.clear()
         optimizer._show_loaded(old_state)  # type: ignore[attr-defined]
-    return driver
 
 
 def _track_step(optimizer: Optimizer) -> None:

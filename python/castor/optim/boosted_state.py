@@ -68,18 +68,18 @@ class StoredState(dict[str, Any]):
         self._index = index
 
     def __missing__(self, key: str) -> torch.Tensor:
-        """A copy of exp_avg, exp_avg_sq or scales."""
-        if key not in stored_names(self._engine):
+        """A copy of one of the rule's states."""
+        if key not in self._engine.session.state_names:
             raise KeyError(key)
         moments: torch.Tensor = self.loaded()[key]
         return moments
 
     def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or key in stored_names(self._engine)
+        return super().__contains__(key) or key in self._engine.session.state_names
 
     def __iter__(self) -> Iterator[str]:
         yield from super().__iter__()
-        for key in stored_names(self._engine):
+        for key in self._engine.session.state_names:
             if not super().__contains__(key):
                 yield key
 
@@ -115,15 +115,10 @@ class StoredState(dict[str, Any]):
 
     def loaded(self) -> dict[str, Any]:
         """A state as a dict of its own, in memory."""
-        moments = self._engine.session.read_moments(self._index)
-        stored = dict(zip(stored_names(self._engine), moments, strict=True))
+        session = self._engine.session
+        states = session.read_states(self._index)
+        stored = dict(zip(session.state_names, states, strict=True))
         return {**self.held(), **stored, **self.held()}
-
-
-def stored_names(engine: Engine) -> tuple[str, ...]:
-    """What read_moments gives, in its order."""
-    in_blocks = engine.session.optim_state_format == "split_int8"
-    return (*MOMENTS, "scales") if in_blocks else MOMENTS
 
 
 def state_entry(engine: Engine, index: int) -> dict[str, Any]:
@@ -137,10 +132,8 @@ def state_entry(engine: Engine, index: int) -> dict[str, Any]:
     session = engine.session
     if not session.shown(index):
         return StoredState(engine, index)
-    entry = {"step": session.steps[index]}
-    entry |= dict(zip(MOMENTS, session.moments(index), strict=True))
-    scales = session.moment_scales(index)
-    return entry if scales is None else entry | {"scales": scales}
+    states = dict(zip(session.state_names, session.states(index), strict=True))
+    return {"step": session.steps[index]} | states
 
 
 @torch.no_grad()
@@ -169,12 +162,11 @@ def _write_moments(
     engine: Engine, index: int, param: torch.Tensor, portable: dict[str, Any]
 ) -> None:
     session = engine.session
-    if session.shown(index):
-        _fill_moments(engine, param, portable, session.moments(index), session.moment_scales(index))
-        return
-    copies = session.read_moments(index)
-    _fill_moments(engine, param, portable, copies[:2], copies[2] if len(copies) > 2 else None)
-    session.write_moments(index, copies)
+    shown = session.shown(index)
+    states = session.states(index) if shown else session.read_states(index)
+    _fill_moments(engine, param, portable, states[:2], states[2] if len(states) > 2 else None)
+    if not shown:
+        session.write_states(index, states)
 
 
 def _fill_moments(

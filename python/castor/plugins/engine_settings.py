@@ -14,14 +14,14 @@ _ALL_OF_THE_DISKS = 2**63
 
 
 def engine_settings(
-    config: GeminiConfig, *, adam_state: bool, state_format: StateFormat
+    config: GeminiConfig, *, rule: str | None, state_format: StateFormat
 ) -> EngineSettings:
     """What the engine is told.
 
     Args:
         config: Its optim_state_format is what the user said, not what was chosen.
-        adam_state: Whether there are moments; the fused Adam needs them.
-        state_format: How masters and moments are kept.
+        rule: The fused optimizer's (castor.optim.rules); None: its own step updates.
+        state_format: How masters and the rule's states are kept.
     """
     margin = config.gpu_margin_mem_ratio
     nvme = _C.NvmeOptions(
@@ -48,11 +48,11 @@ def engine_settings(
         link_bytes_per_second=config.link_bytes_per_second,
         state=_C.StateOptions(
             state_format=state_format,
-            moments=adam_state,
+            rule=rule,
             nvme=nvme if config.nvme_paths else None,
             nvme_fraction=config.nvme_offload_fraction or 0.0,
         ),
-        overlap=config.overlap if adam_state else "none",
+        overlap=config.overlap if rule else "none",
     )
     return EngineSettings(
         session=session,

@@ -27,8 +27,9 @@ from castor.config import (
     parse_paths,
 )
 from castor.errors import UsageError
-from castor.optim.boosted import StepDriver, boost_optimizer, check_optimizer, runs_fused_adam
+from castor.optim.boosted import StepDriver, boost_optimizer, check_optimizer
 from castor.optim.boosted_state import choose_state_format
+from castor.optim.rules import rule_of
 from castor.plugins.engine_settings import engine_settings
 from castor.plugins.machine import choose_budgets, choose_device, warn_of_budgets
 from castor.runtime.engine import Engine, check_not_boosted
@@ -297,22 +298,25 @@ class GeminiPlugin:
         check_not_boosted(model)
         choice = choose_state_format(optimizer, self.config)
         config = self._with_nvme_of(optimizer)
-        fused, held = False, None
+        rule, held = None, None
         if optimizer is not None:
             check_optimizer(optimizer, config)
             held = _held_params(model, optimizer)
-            fused = runs_fused_adam(optimizer)
+            rule = rule_of(optimizer)
         warn_of_budgets(
             torch.device(config.device), config.device_bytes, config.host_bytes, stacklevel=3
         )
         engine = Engine(
             model,
-            engine_settings(config, adam_state=fused, state_format=choice.state_format),
+            engine_settings(
+                config, rule=rule.name if rule else None, state_format=choice.state_format
+            ),
             updated=held,
         )
         if optimizer is None:
             return engine, None
-        driver = boost_optimizer(optimizer, engine, config, fused=fused, seed=choice.seed)
+        driver = StepDriver(optimizer, engine, config, rule=rule, seed=choice.seed)
+        boost_optimizer(optimizer, driver)
         if self.config.overlap == "backward":
             model.register_forward_pre_hook(ModuleHook(_arm, driver, weakref.ref(optimizer)))
         return engine, driver

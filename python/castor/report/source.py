@@ -23,7 +23,7 @@ PAYLOAD_NAMES = {
     "exp_avg": "exp_avg",
     "exp_avg_sq": "exp_avg_sq",
     "remainder": "low halves of the masters",
-    "moment_scales": "scales of the moments",
+    "scales": "scales of the moments",
 }
 GUIDANCE = {
     "demand": "no plan yet: chunks came on demand",

@@ -92,7 +92,7 @@ class Engine:
                 lazy.cancel()
                 raise
             lazy.run(self._place, self._finish)
-            self.session.zero_moments()  # last: memory holds no moments while values are made
+            self.session.zero_states()  # last: memory holds no states while values are made
         self.model_name = type(model).__name__
         self.modules = [module.name for module in spec.modules]
         self.history = StepHistory()

@@ -62,7 +62,7 @@ class Walk {
         values_(rig_.layout.params().size()),
         states_(rig_.layout.params().size(), TensorState::kFree) {
     for (std::size_t i = 0; i < chunks_.size(); i += 2) {
-      rig_.manager->add_payload(chunk_id(i), PayloadKind::kExpAvg, used(chunk_id(i)));
+      rig_.manager->add_payload(chunk_id(i), state_payload(0), used(chunk_id(i)));
     }
     for (std::size_t i = 0; i < values_.size(); ++i) {
       values_[i] = Rig::initial(i);

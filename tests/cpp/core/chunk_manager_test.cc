@@ -386,15 +386,15 @@ TEST_F(ChunkManagerTest, ChunkInUseCannotLeaveAndNothingChanges) {
 TEST_F(ChunkManagerTest, PayloadsLiveAtTheChunksHome) {
   start(2, 3, {Placement::kDevice});
   manager().add_payload(kA, PayloadKind::kGrad, 128);
-  manager().add_payload(kB, PayloadKind::kExpAvg, 512);
+  manager().add_payload(kB, state_payload(0), 512);
   EXPECT_EQ(manager().payload(kA, PayloadKind::kGrad)->tier(), TierKind::kDevice);
-  EXPECT_EQ(manager().payload(kB, PayloadKind::kExpAvg)->tier(), TierKind::kHost);
+  EXPECT_EQ(manager().payload(kB, state_payload(0))->tier(), TierKind::kHost);
   EXPECT_EQ(manager().payload(kB, PayloadKind::kGrad), nullptr);
   EXPECT_EQ(used(), kChunk + 128);
   EXPECT_EQ(rig_->host->ledger().used(), kChunk + 512);
-  EXPECT_THROW(manager().add_payload(kB, PayloadKind::kExpAvg, 512), UsageError);
-  EXPECT_THROW(manager().add_payload(kA, PayloadKind::kExpAvg, 2 * kChunk), OutOfMemory);
-  EXPECT_EQ(manager().payload(kA, PayloadKind::kExpAvg), nullptr);
+  EXPECT_THROW(manager().add_payload(kB, state_payload(0), 512), UsageError);
+  EXPECT_THROW(manager().add_payload(kA, state_payload(0), 2 * kChunk), OutOfMemory);
+  EXPECT_EQ(manager().payload(kA, state_payload(0)), nullptr);
   EXPECT_EQ(used(), kChunk + 128);
   // Not for expect_consistent, which knows of parameters only.
   rig_->manager.reset();

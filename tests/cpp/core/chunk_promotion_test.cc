@@ -49,7 +49,7 @@ class ChunkPromotionTest : public ::testing::Test {
   void start(std::size_t chunks, std::size_t device_bytes, std::vector<Placement> placements = {}) {
     rig_.emplace(Net::row(chunks).layout(), device_bytes, std::move(placements));
     for (std::size_t i = 0; i < chunks; ++i) {
-      for (const PayloadKind kind : {PayloadKind::kGrad, PayloadKind::kExpAvg}) {
+      for (const PayloadKind kind : {PayloadKind::kGrad, state_payload(0)}) {
         manager().add_payload(chunk_id(i), kind, kChunk);
         fill(chunk_id(i), kind, static_cast<int>(i) + 100);
       }
@@ -89,14 +89,14 @@ TEST_F(ChunkPromotionTest, APromotedChunkHasAllItsPayloadsOnTheDevice) {
   EXPECT_EQ(manager().promoted_bytes(), kWhole);
   EXPECT_EQ(manager().counts().h2d_bytes, kWhole);
   EXPECT_EQ(manager().counts().promotions, 1u);
-  for (const PayloadKind kind : {PayloadKind::kParam, PayloadKind::kGrad, PayloadKind::kExpAvg}) {
+  for (const PayloadKind kind : {PayloadKind::kParam, PayloadKind::kGrad, state_payload(0)}) {
     EXPECT_EQ(payload(kA, kind).tier(), TierKind::kDevice);
     EXPECT_EQ(payload(kB, kind).tier(), TierKind::kHost);
   }
   EXPECT_TRUE(rig_->binder.reads(param_id(0), Rig::initial(0)));
   EXPECT_EQ(rig_->binder.address(kA), payload(kA, PayloadKind::kParam).data());
   EXPECT_TRUE(holds(kA, PayloadKind::kGrad, 100));
-  EXPECT_TRUE(holds(kA, PayloadKind::kExpAvg, 100));
+  EXPECT_TRUE(holds(kA, state_payload(0), 100));
 }
 
 TEST_F(ChunkPromotionTest, TheWayBackStaysPaidFor) {
@@ -184,9 +184,9 @@ TEST_F(ChunkPromotionTest, DemotionWaitsForTheUpdate) {
   start(1, kWhole);
   manager().follow(&updates_);
   ASSERT_TRUE(manager().try_promote(kA));
-  updates_.submit(kA, [&] { fill(kA, PayloadKind::kExpAvg, 9); });
+  updates_.submit(kA, [&] { fill(kA, state_payload(0), 9); });
   manager().demote(kA);
-  EXPECT_TRUE(holds(kA, PayloadKind::kExpAvg, 9));
+  EXPECT_TRUE(holds(kA, state_payload(0), 9));
 }
 
 TEST_F(ChunkPromotionTest, OnlyAStreamedChunkAtHomeIsPromoted) {
@@ -236,7 +236,8 @@ TEST_F(ChunkPromotionTest, AFailedCopyLeavesTheChunkWhereItWas) {
 
 TEST_F(ChunkPromotionTest, WritesInTheMiddleOfAStepAreComparedWithWhatWasThere) {
   rig_.emplace(Net::row(1).layout(), 3 * kChunk);
-  manager().add_payload(kA, PayloadKind::kRemainder, kChunk);
+  manager().add_payload(kA, state_payload(1), kChunk);
+  manager().follow_writes(kA);
   EXPECT_EQ(manager().on_device_bytes(kA), 3 * kChunk) << "with a copy of the parameters";
   ASSERT_TRUE(manager().try_promote(kA));
   EXPECT_EQ(used(), 3 * kChunk);

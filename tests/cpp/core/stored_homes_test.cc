@@ -51,7 +51,7 @@ class StoredHomesTest : public ::testing::Test {
 TEST_F(StoredHomesTest, TakeNoMemory) {
   EXPECT_EQ(rig_.host->ledger().used(), kChunk) << "the third one's";
   manager().add_payload(kA, PayloadKind::kGrad, kChunk);
-  manager().add_payload(kA, PayloadKind::kExpAvg, kChunk);
+  manager().add_payload(kA, state_payload(0), kChunk);
   EXPECT_EQ(rig_.host->ledger().used(), 2 * kChunk) << "states are not their business";
   for (const PayloadKind kind : {PayloadKind::kParam, PayloadKind::kGrad}) {
     EXPECT_EQ(manager().payload(kA, kind)->data(), nullptr);

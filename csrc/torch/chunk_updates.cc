@@ -1,0 +1,138 @@
+#include "torch/chunk_updates.h"
+
+#include <string>
+#include <utility>
+
+#include "core/error.h"
+
+namespace castor {
+
+ChunkUpdates::ChunkUpdates(const ChunkLayout& layout, const ShardMap& shards, StatePlaces& places,
+                           Executor& executor, std::shared_ptr<const UpdateRule> rule)
+    : layout_(layout),
+      shards_(shards),
+      places_(places),
+      executor_(executor),
+      rule_(std::move(rule)),
+      streams_(layout.params().size(), 0) {}
+
+const UpdateRule& ChunkUpdates::rule() const {
+  if (rule_ == nullptr) {
+    throw UsageError("another optimizer than castor's updates the parameters of this model");
+  }
+  return *rule_;
+}
+
+void ChunkUpdates::set_rounding(std::uint64_t seed, std::vector<std::uint64_t> streams) {
+  if (streams.size() != streams_.size()) {
+    throw InvalidArgument("there are " + std::to_string(streams.size()) + " rounding streams for " +
+                          std::to_string(streams_.size()) + " parameters");
+  }
+  seed_ = seed;
+  streams_ = std::move(streams);
+}
+
+ParamUpdate ChunkUpdates::update_of(ParamId param, const RuleOptions& options, std::int64_t step,
+                                    double grad_scale) const {
+  return {.param = param,
+          .coefficients = rule_->coefficients(options, step, grad_scale),
+          .rounding = RoundingKey(seed_, streams_[index(param)], step)};
+}
+
+void ChunkUpdates::add_segments(std::span<const ParamUpdate> updates, const ChunkMemory& memory,
+                                std::vector<UpdateSegment>& segments) const {
+  for (const ParamUpdate& update : updates) {
+    for (const Piece& piece : shards_.pieces(update.param)) {
+      const auto at = [&]<typename T = std::byte>(PayloadKind kind) {
+        return reinterpret_cast<T*>(
+            places_.element(memory, piece.param, kind, piece.first_element));
+      };
+      UpdateSegment& segment = segments.emplace_back(
+          UpdateSegment{.param = at(PayloadKind::kParam),
+                        .grad = at(PayloadKind::kGrad),
+                        .master = at.operator()<float>(kMasterPayload),
+                        .remainder = at.operator()<std::int16_t>(kRemainderPayload),
+                        .type = layout_.param(piece.param).type,
+                        .numel = piece.numel,
+                        .first_element = piece.first_element,
+                        .coefficients = update.coefficients,
+                        .rounding = update.rounding});
+      for (std::size_t i = 0; i < rule_->states().size(); ++i) {
+        segment.states[i] = at(rule_payload(i));
+      }
+    }
+  }
+}
+
+void ChunkUpdates::run_on_device(std::span<const UpdateSegment> segments) const {
+  if (!segments.empty()) {
+    places_.device().get()->update(*rule_, segments, places_.device().stream()->id());
+  }
+}
+
+void ChunkUpdates::run(ChunkId chunk, std::span<const ParamUpdate> updates) {
+  std::vector<UpdateSegment> segments;
+  if (places_.on_device(chunk)) {
+    add_segments(updates, places_.in_place(chunk), segments);
+    run_on_device(segments);
+    return;
+  }
+  places_.host_writes_home(chunk);
+  places_.with_all(chunk, [&](const ChunkMemory& memory) {
+    add_segments(updates, memory, segments);
+    rule_->update(executor_, segments);
+  });
+}
+
+// Chunks in memory wait until there is one to be read, and are updated together meanwhile.
+void ChunkUpdates::run_all(std::span<const std::vector<ParamUpdate>> updates,
+                           std::size_t& num_begun) {
+  std::vector<ChunkId> on_nvme;
+  for (std::size_t i = 0; i < updates.size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    if (!updates[i].empty() && places_.stored_in_part(chunk)) {
+      on_nvme.push_back(chunk);
+    }
+  }
+  std::vector<UpdateSegment> in_memory;
+  std::vector<UpdateSegment> on_device;
+  std::size_t num_in_memory = 0;
+  const auto update_in_memory = [&] {
+    num_begun += std::exchange(num_in_memory, 0);
+    run_on_device(on_device);  // first: it goes on while the host is busy
+    rule_->update(executor_, in_memory);
+    on_device.clear();
+    in_memory.clear();
+  };
+  places_.announce(on_nvme);
+  std::size_t next = 0;
+  for (std::size_t i = 0; i < updates.size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    if (updates[i].empty()) {
+      continue;
+    }
+    if (places_.on_device(chunk)) {
+      add_segments(updates[i], places_.in_place(chunk), on_device);
+      ++num_in_memory;
+      continue;
+    }
+    places_.host_writes_home(chunk);
+    if (!places_.stored_in_part(chunk)) {
+      add_segments(updates[i], places_.in_place(chunk), in_memory);
+      ++num_in_memory;
+      continue;
+    }
+    places_.announce(std::span(on_nvme).subspan(next++));
+    update_in_memory();
+    places_.with_all(chunk, [&](const ChunkMemory& memory) {
+      ++num_begun;
+      add_segments(updates[i], memory, in_memory);
+      rule_->update(executor_, in_memory);
+      in_memory.clear();
+    });
+  }
+  update_in_memory();
+  places_.flush();
+}
+
+}  // namespace castor

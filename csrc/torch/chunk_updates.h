@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "core/shard_map.h"
+#include "torch/state_places.h"
+
+namespace castor {
+
+/// One parameter's update; its gradient is in its payload.
+struct ParamUpdate {
+  ParamId param{};
+  RuleCoefficients coefficients;
+  RoundingKey rounding;
+};
+
+/// Runs the rule's updates of chunks, where their payloads are: on the host, through the window of
+/// what lies on NVMe, or on the device. Owned by the session. Updates of different chunks may run
+/// on different threads; none may overlap anything else that touches its chunk.
+///
+/// For chunks on NVMe every call may throw IoError or CorruptionError.
+class ChunkUpdates {
+ public:
+  /// All outlive this.
+  ChunkUpdates(const ChunkLayout& layout, const ShardMap& shards, StatePlaces& places,
+               Executor& executor, std::shared_ptr<const UpdateRule> rule);
+
+  /// Throws UsageError where another optimizer updates the parameters.
+  [[nodiscard]] const UpdateRule& rule() const;
+  /// What the stochastic rounding depends on: `streams[i]` tells parameter i apart from the others.
+  void set_rounding(std::uint64_t seed, std::vector<std::uint64_t> streams);
+  /// The parameter's update at its step, which counts from 1. What it gives does not depend on
+  /// when, in which order and with which others it runs. Throws as UpdateRule::coefficients.
+  [[nodiscard]] ParamUpdate update_of(ParamId param, const RuleOptions& options, std::int64_t step,
+                                      double grad_scale) const;
+  /// Runs updates of one chunk. What lies on NVMe may still be on its way there on return.
+  void run(ChunkId chunk, std::span<const ParamUpdate> updates);
+  /// Runs the updates of every chunk, one entry each; all is on NVMe on return. `num_begun` counts
+  /// the chunks that have been changed, also where it throws.
+  void run_all(std::span<const std::vector<ParamUpdate>> updates, std::size_t& num_begun);
+
+ private:
+  void add_segments(std::span<const ParamUpdate> updates, const ChunkMemory& memory,
+                    std::vector<UpdateSegment>& segments) const;
+  void run_on_device(std::span<const UpdateSegment> segments) const;
+
+  const ChunkLayout& layout_;
+  const ShardMap& shards_;
+  StatePlaces& places_;
+  Executor& executor_;
+  const std::shared_ptr<const UpdateRule> rule_;
+  std::uint64_t seed_ = 0;
+  std::vector<std::uint64_t> streams_;
+};
+
+}  // namespace castor

@@ -1,0 +1,376 @@
+#include "torch/gradient_sink.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <utility>
+
+#include "core/error.h"
+#include "optim/gradient.h"
+#include "torch/chunk_holds.h"
+#include "torch/torch_error.h"
+
+namespace castor {
+namespace {
+
+/// From this size on a gradient's norm is worth several threads.
+constexpr std::size_t kParallelNumel = std::size_t{1} << 18;
+
+/// Runs after AccumulateGrad of one parameter, beside any hooks of the user.
+class GradientHook final : public ::torch::autograd::FunctionPostHook {
+ public:
+  GradientHook(GradientSink::Arrival arrived, ParamId param)
+      : arrived_(std::move(arrived)), param_(param) {}
+
+  ::torch::autograd::variable_list operator()(
+      const ::torch::autograd::variable_list& outputs,
+      const ::torch::autograd::variable_list& inputs) override {
+    for_torch([&] { arrived_(param_, inputs.at(0)); });
+    return outputs;
+  }
+
+ private:
+  GradientSink::Arrival arrived_;
+  ParamId param_;
+};
+
+}  // namespace
+
+GradientSink::GradientSink(ChunkManager& manager, const ShardMap& shards,
+                           std::span<const ParamHandle> params, StoredWeights* weights,
+                           Executor& executor, const SessionDevice& device, bool scaled)
+    : manager_(manager),
+      layout_(manager.layout()),
+      shards_(shards),
+      params_(params),
+      weights_(weights),
+      executor_(executor),
+      device_(device),
+      scaled_(scaled),
+      gradients_(params.size()),
+      accumulators_(params.size()),
+      in_parts_(layout_.chunks().size(), false) {
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    gradients_[i].required = params_[i].leaf.requires_grad();
+  }
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    if (layout_.chunk(chunk).trainable) {
+      manager_.add_payload(chunk, PayloadKind::kGrad, layout_.chunk(chunk).used_bytes);
+    }
+  }
+}
+
+void GradientSink::copy_beside_backward(CopyEngine& engine, NonModelMemory* account) {
+  copies_ = std::make_unique<GradientCopies>(layout_, engine, manager_.device(), account);
+}
+
+void GradientSink::open(Runtime& runtime, TensorGate& gate, const Arrival& arrived) {
+  runtime_ = &runtime;
+  gate_ = &gate;
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    c10::Storage storage;
+    if (const auto& payload = manager_.payload(chunk, PayloadKind::kGrad)) {
+      storage = stored(chunk) ? weights_->gradient_storage(chunk)
+                              : storage_over(payload, device_.torch_device());
+      for (const ParamId param : layout_.chunk(chunk).params) {
+        const ParamHandle& own = params_[index(param)];
+        gradients_[index(param)].view =
+            tensor_over(storage, to_torch(layout_.param(param).type), layout_.place(param).offset,
+                        geometry_of(own.local));
+        gate.watch(group(chunk), gradients_[index(param)].view);
+        // Held here: a leaf refers to its accumulator weakly.
+        accumulators_[index(param)] = ::torch::autograd::impl::grad_accumulator(own.leaf);
+        accumulators_[index(param)]->add_post_hook(std::make_unique<GradientHook>(arrived, param));
+      }
+    }
+    uses_.push_back(storage ? storage.use_count() - 1 : 0);
+  }
+}
+
+std::byte* GradientSink::data(ParamId param) const {
+  const ParamPlace place = layout_.place(param);
+  return manager_.payload(place.chunk, PayloadKind::kGrad)->data() +
+         place.offset * size_of(layout_.param(param).type);
+}
+
+// zero_grad(set_to_none=False) leaves zeros in place, which carry any scale.
+void GradientSink::set_loss_scale(double scale) {
+  loss_scale_ = scale;
+  if (!scaled_) {
+    return;
+  }
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    Gradient& gradient = gradients_[i];
+    if (params_[i].leaf.grad().is_same(gradient.view) && gradient.view.defined() &&
+        gradient.version != version_of(gradient.view) && !gradient.view.any().item<bool>()) {
+      gradient.scale = scale;
+      gradient.version = version_of(gradient.view);
+    }
+  }
+}
+
+// `max_uses`: of the gradient's storage, as long as nobody but autograd knows it; 0: it is copied
+// at once. Returns what went to the host, and when.
+GradientCopy GradientSink::adopt(ParamId param, at::Tensor& grad, std::size_t max_uses) {
+  Gradient& gradient = gradients_[index(param)];
+  const ChunkId chunk = layout_.place(param).chunk;
+  if (grad.layout() != at::kStrided) {
+    throw UsageError("parameter '" + layout_.param(param).name +
+                     "' received a sparse gradient, which castor does not support; build the "
+                     "embedding with sparse=False");
+  }
+  if (grad.sizes() != gradient.view.sizes()) {
+    throw UsageError("the gradient assigned to parameter '" + layout_.param(param).name +
+                     "' has another shape than the parameter");
+  }
+  const at::NoGradGuard no_grad;
+  const bool leaves_device = manager_.placement(chunk) != Placement::kDevice;
+  forget_stored(chunk);
+  const std::uint64_t start_ns = runtime_->clock_ns();
+  if (leaves_device && copies_ && !stored(chunk) && grad.storage().use_count() <= max_uses &&
+      copies_->submit(chunk, grad, gradient.view, {data(param), gradient.view.nbytes()})) {
+    gate_->close(group(chunk));
+  } else {
+    gradient.view.copy_(grad);
+  }
+  const std::uint64_t end_ns = runtime_->clock_ns();
+  grad = gradient.view;
+  if (!leaves_device) {
+    return {};
+  }
+  bytes_moved_ += gradient.view.nbytes();
+  return {.bytes = gradient.view.nbytes(), .start_ns = start_ns, .end_ns = end_ns};
+}
+
+// The first gradient since zero_grad: what a payload on NVMe holds is the step's before, and
+// forgotten where nobody has a tensor over it.
+void GradientSink::forget_stored(ChunkId chunk) {
+  if (!stored(chunk)) {
+    return;
+  }
+  const auto& params = layout_.chunk(chunk).params;
+  const auto has_gradient = [this](ParamId param) {
+    const at::Tensor& view = gradients_[index(param)].view;
+    return view.defined() && params_[index(param)].leaf.grad().is_same(view);
+  };
+  if (std::none_of(params.begin(), params.end(), has_gradient) && !aliased(chunk)) {
+    gate_->pass(group(chunk));
+    weights_->discard_gradients(chunk);
+  }
+}
+
+std::optional<ChunkId> GradientSink::arrived(ParamId param, const at::Tensor& incoming,
+                                             bool nested) {
+  at::Tensor& grad = params_[index(param)].leaf.mutable_grad();
+  Gradient& gradient = gradients_[index(param)];
+  if (grad.requires_grad()) {
+    // create_graph=True: the gradient is part of a graph; collect copies it.
+    gradient.in_graph = grad.unsafeGetTensorImpl();
+    gradient.scale = loss_scale_;
+    return std::nullopt;
+  }
+  GradientCopy copy;
+  if (!grad.is_same(gradient.view)) {
+    // Where AccumulateGrad took `incoming` over as it is, the engine still holds it, and the tensor
+    // that it is a view of (a transposed weight's gradient).
+    const bool taken_over = incoming.defined() && incoming.layout() == at::kStrided &&
+                            grad.layout() == at::kStrided && incoming.is_alias_of(grad);
+    copy = adopt(param, grad, taken_over ? 3 : 1);
+    gradient.scale = loss_scale_;
+  } else if (gradient.scale != loss_scale_) {
+    throw UsageError("the gradient of parameter '" + layout_.param(param).name +
+                     "' was accumulated with loss scale " + std::to_string(gradient.scale) +
+                     " and now with " + std::to_string(loss_scale_) +
+                     "; use booster.backward for every micro-batch of a step, and zero_grad "
+                     "between steps");
+  }
+  gradient.version = version_of(gradient.view);
+  const ChunkId chunk = layout_.place(param).chunk;
+  if (nested) {
+    in_parts_[index(chunk)] = true;
+  }
+  return runtime_->grad_ready(param, copy) && !in_parts(chunk) ? std::optional(chunk)
+                                                               : std::nullopt;
+}
+
+void GradientSink::expect_parts(std::span<const ChunkId> chunks) {
+  for (const ChunkId chunk : chunks) {
+    in_parts_[index(chunk)] = true;
+  }
+}
+
+GradientSummary GradientSink::collect(bool with_norm) {
+  GradientSummary summary;
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    const ParamId param{static_cast<std::uint32_t>(i)};
+    Gradient& gradient = gradients_[i];
+    gradient.present = trainable(param) && params_[i].leaf.grad().defined();
+    if (!gradient.present) {
+      continue;
+    }
+    at::Tensor& grad = params_[i].leaf.mutable_grad();
+    if (!grad.is_same(gradient.view)) {
+      if (gradient.in_graph != grad.unsafeGetTensorImpl()) {
+        gradient.scale = 1.0;  // assigned by the user
+      }
+      adopt(param, grad, 0);
+    } else if (scaled_ && gradient.scale != 1.0 && !untouched(param)) {
+      throw UsageError("the gradient of parameter '" + layout_.param(param).name +
+                       "' was edited while it carries the loss scale " +
+                       std::to_string(gradient.scale) +
+                       "; clip with GeminiPlugin(max_norm=...), which knows the scale");
+    }
+    if (summary.num_gradients++ == 0) {
+      summary.scale = gradient.scale;
+    } else if (summary.scale != gradient.scale) {
+      throw UsageError("the gradient of parameter '" + layout_.param(param).name +
+                       "' carries loss scale " + std::to_string(gradient.scale) +
+                       ", others carry " + std::to_string(summary.scale) +
+                       "; use booster.backward for every micro-batch of a step");
+    }
+  }
+  device_.await();  // it may have written gradients where they are
+  summary.norm = with_norm ? norm() : 0.0;
+  return summary;
+}
+
+// Of what this process updates; `data`: of the parameter's first element.
+double GradientSink::square_norm(ParamId param, const std::byte* data, Executor* executor) const {
+  const ScalarType type = layout_.param(param).type;
+  double sum = 0.0;
+  for (const Piece& piece : shards_.pieces(param)) {
+    sum += copy_and_square_norm(executor, nullptr, data + piece.first_element * size_of(type),
+                                piece.numel, type);
+  }
+  return sum;
+}
+
+void GradientSink::measure_on_device(std::span<double> squares) const {
+  std::vector<NormSegment> segments;
+  std::vector<std::size_t> params;
+  for (std::size_t i = 0; device_ && i < gradients_.size(); ++i) {
+    const ParamId param{static_cast<std::uint32_t>(i)};
+    if (!present(param) || !device_.holds(manager_, layout_.place(param).chunk)) {
+      continue;
+    }
+    const ScalarType type = layout_.param(param).type;
+    for (const Piece& piece : shards_.pieces(param)) {
+      segments.push_back({.data = data(param) + piece.first_element * size_of(type),
+                          .numel = piece.numel,
+                          .type = type});
+      params.push_back(i);
+    }
+  }
+  if (segments.empty()) {
+    return;
+  }
+  std::vector<double> sums(segments.size());
+  device_.get()->square_norms(segments, sums, device_.stream()->id());
+  for (std::size_t i = 0; i < params.size(); ++i) {
+    squares[params[i]] += sums[i];
+  }
+}
+
+void GradientSink::measure_stored(std::span<double> squares) const {
+  const auto has_gradient = [this](ParamId param) { return present(param); };
+  std::vector<ChunkId> chunks;
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    const auto& params = layout_.chunk(chunk).params;
+    if (stored(chunk) && std::any_of(params.begin(), params.end(), has_gradient)) {
+      chunks.push_back(chunk);
+    }
+  }
+  weights_->read_gradients(chunks, [&](ChunkId chunk, const std::byte* data) {
+    for (const ParamId param : layout_.chunk(chunk).params) {
+      const ParamSpec& spec = layout_.param(param);
+      if (present(param)) {
+        squares[index(param)] =
+            square_norm(param, data + layout_.place(param).offset * size_of(spec.type),
+                        spec.numel >= kParallelNumel ? &executor_ : nullptr);
+      }
+    }
+  });
+}
+
+double GradientSink::norm() const {
+  std::vector<ChunkId> chunks;
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    chunks.push_back(ChunkId{static_cast<std::uint32_t>(i)});
+  }
+  const ChunkHolds held(*runtime_, device_, chunks);
+  std::vector<double> squares(params_.size(), 0.0);
+  measure_on_device(squares);
+  const auto on_host = [&](ParamId param) {
+    const ChunkId chunk = layout_.place(param).chunk;
+    return present(param) && !stored(chunk) && !device_.holds(manager_, chunk);
+  };
+  const auto measure = [&](ParamId param, Executor* executor) {
+    squares[index(param)] = square_norm(param, data(param), executor);
+  };
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    const ParamId param{static_cast<std::uint32_t>(i)};
+    if (on_host(param) && layout_.param(param).numel >= kParallelNumel) {
+      measure(param, &executor_);
+    }
+  }
+  executor_.parallel_for(layout_.chunks().size(), [&](std::size_t chunk) {
+    for (const ParamId param : layout_.chunks()[chunk].params) {
+      if (on_host(param) && layout_.param(param).numel < kParallelNumel) {
+        measure(param, nullptr);
+      }
+    }
+  });
+  if (weights_ != nullptr) {
+    measure_stored(squares);
+  }
+  double sum = 0.0;
+  for (const double square : squares) {
+    sum += square;
+  }
+  return std::sqrt(sum);
+}
+
+void GradientSink::scale(double factor) {
+  device_.follow_stream();
+  for (Gradient& gradient : gradients_) {
+    if (gradient.present) {
+      const at::NoGradGuard no_grad;
+      gradient.view.mul_(factor);
+      gradient.version = version_of(gradient.view);
+    }
+  }
+}
+
+bool GradientSink::untouched(ParamId param) const {
+  const Gradient& gradient = gradients_[index(param)];
+  return gradient.version == version_of(gradient.view);
+}
+
+void GradientSink::wait(ChunkId chunk) {
+  if (copies_) {
+    copies_->wait(chunk);
+  }
+}
+
+void GradientSink::for_each_storage(const std::function<void(const c10::Storage&)>& visit) const {
+  for (const Gradient& gradient : gradients_) {
+    if (gradient.view.defined()) {
+      visit(gradient.view.storage());
+    }
+  }
+}
+
+bool GradientSink::aliased(ChunkId chunk) const {
+  const at::Tensor& gradient = gradients_[index(layout_.chunk(chunk).params.front())].view;
+  return gradient.defined() && gradient.storage().use_count() > uses_[index(chunk)];
+}
+
+}  // namespace castor

@@ -1,0 +1,119 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "core/runtime.h"
+#include "core/shard_map.h"
+#include "torch/gradient_copies.h"
+#include "torch/param_gradient.h"
+#include "torch/session_device.h"
+#include "torch/stored_weights.h"
+#include "torch/tensor_gate.h"
+
+namespace castor {
+
+/// Where a model's gradients go: from autograd, or a user's p.grad, into the payloads of their
+/// chunks, of which p.grad becomes a view; with the loss scale that they carry, and their norm.
+///
+/// A chunk that has a gradient of each parameter looks complete, and is not where more may come in
+/// the same step: reentrant checkpoints run a backward pass of their own for each segment, within
+/// the one around them, and several backwards may precede a step. The sink tells of a chunk early
+/// only where one pass brings all it gets; every chunk is complete when collect() closes the step.
+///
+/// Owned by the session. One thread at a time runs backward and step; wait() may be called from
+/// any.
+class GradientSink {
+ public:
+  /// Adds the gradient payloads of every trainable chunk to `manager`. `params` are in ParamId
+  /// order; `scaled`: gradients may carry a loss scale. All outlive this. Throws OutOfMemory.
+  GradientSink(ChunkManager& manager, const ShardMap& shards, std::span<const ParamHandle> params,
+               StoredWeights* weights, Executor& executor, const SessionDevice& device,
+               bool scaled);
+  /// Gradients leave the device by copies that run beside backward; see GradientCopies.
+  void copy_beside_backward(CopyEngine& engine, NonModelMemory* account);
+  using Arrival = std::function<void(ParamId, const at::Tensor& incoming)>;
+  /// Once the parameters lie in chunks: from now on `arrived` follows AccumulateGrad of each, which
+  /// was given `incoming`, and the gate holds readers back from gradients on their way.
+  void open(Runtime& runtime, TensorGate& gate, const Arrival& arrived);
+
+  /// The gate's group of a chunk's gradients.
+  [[nodiscard]] std::size_t group(ChunkId chunk) const noexcept {
+    return layout_.chunks().size() + index(chunk);
+  }
+  /// Moves a fresh gradient into its payload and makes p.grad a view of it. `nested`: a pass within
+  /// another one brings it. Returns the chunk where nothing more can come for it.
+  [[nodiscard]] std::optional<ChunkId> arrived(ParamId param, const at::Tensor& incoming,
+                                               bool nested);
+  /// Several passes of this step may bring gradients of these chunks.
+  void expect_parts(std::span<const ChunkId> chunks);
+  [[nodiscard]] bool in_parts(ChunkId chunk) const { return in_parts_[index(chunk)]; }
+  /// The scale of the loss that the coming backward passes differentiate (fp16), 1 without scaling.
+  void set_loss_scale(double scale);
+
+  /// Closes the step: every gradient is in its payload, also those that users assigned. Throws
+  /// UsageError for gradients that were scaled differently, or edited while scaled.
+  [[nodiscard]] GradientSummary collect(bool with_norm);
+  /// Multiplies every gradient payload, in place (for optimizers that are no rule of castor's).
+  void scale(double factor);
+  /// The next step's gradients may come.
+  void begin_step() { in_parts_.assign(in_parts_.size(), false); }
+
+  /// Whether the parameter required a gradient when it was taken over.
+  [[nodiscard]] bool required(ParamId param) const { return gradients_[index(param)].required; }
+  /// Of the parameter, at the last collect(): whether it has a gradient ...
+  [[nodiscard]] bool present(ParamId param) const { return gradients_[index(param)].present; }
+  /// ... and nobody has written it since castor did.
+  [[nodiscard]] bool untouched(ParamId param) const;
+  /// Returns when the chunk's gradients have arrived; rethrows a copy's failure.
+  void wait(ChunkId chunk);
+  /// The ticket of the chunk's latest gradient that is on its way; kNone if there is none.
+  [[nodiscard]] CopyTicket last_copy_of(ChunkId chunk) const {
+    return copies_ ? copies_->last_of(chunk) : CopyTicket::kNone;
+  }
+  /// Whether somebody holds another tensor over the chunk's gradients than p.grad.
+  [[nodiscard]] bool aliased(ChunkId chunk) const;
+  /// Of the payloads in memory and on NVMe.
+  void for_each_storage(const std::function<void(const c10::Storage&)>& visit) const;
+  /// Bytes that went from the device to payloads on the host.
+  [[nodiscard]] std::uint64_t bytes_moved() const noexcept { return bytes_moved_; }
+
+ private:
+  [[nodiscard]] bool trainable(ParamId param) const { return layout_.param(param).trainable; }
+  [[nodiscard]] bool stored(ChunkId chunk) const { return manager_.stored(chunk); }
+  /// In memory.
+  [[nodiscard]] std::byte* data(ParamId param) const;
+  GradientCopy adopt(ParamId param, at::Tensor& grad, std::size_t max_uses);
+  void forget_stored(ChunkId chunk);
+  [[nodiscard]] double square_norm(ParamId param, const std::byte* data, Executor* executor) const;
+  void measure_on_device(std::span<double> squares) const;
+  void measure_stored(std::span<double> squares) const;
+  [[nodiscard]] double norm() const;
+
+  ChunkManager& manager_;
+  const ChunkLayout& layout_;
+  const ShardMap& shards_;
+  const std::span<const ParamHandle> params_;
+  StoredWeights* const weights_;
+  Executor& executor_;
+  const SessionDevice& device_;
+  const bool scaled_;
+  Runtime* runtime_ = nullptr;
+  TensorGate* gate_ = nullptr;
+  std::unique_ptr<GradientCopies> copies_;  // nullptr where copies are not asynchronous
+  std::vector<Gradient> gradients_;         // per parameter
+  std::vector<GradFunction> accumulators_;
+  std::vector<std::size_t> uses_;  // per chunk: of its gradients' storage, by castor
+  std::vector<bool> in_parts_;     // per chunk
+  double loss_scale_ = 1.0;
+  std::uint64_t bytes_moved_ = 0;
+};
+
+}  // namespace castor

@@ -1,0 +1,90 @@
+#include "torch/passes.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "torch/counting_allocator.h"
+
+namespace castor {
+
+/// Lives as long as one backward pass.
+class Passes::End {
+ public:
+  End(std::weak_ptr<Passes> passes, int pass) : passes_(std::move(passes)), pass_(pass) {}
+  ~End() {
+    if (const auto passes = passes_.lock()) {
+      passes->backward_ended(pass_);
+    }
+  }
+  End(const End&) = delete;
+  End& operator=(const End&) = delete;
+
+ private:
+  std::weak_ptr<Passes> passes_;
+  int pass_;
+};
+
+void Passes::begin_forward() {
+  if (!runtime_.idle()) {
+    return;
+  }
+  forward_trains_ = at::GradMode::is_enabled();
+  if (charged_account() != charged_) {
+    account_before_ = charged_account();
+    charge_allocations_to(charged_);
+  }
+}
+
+void Passes::end_forward() {
+  if (!at::GradMode::is_enabled() && runtime_.idle()) {
+    charge_allocations_to(std::exchange(account_before_, nullptr));
+  }
+}
+
+bool Passes::in_segment() const { return forward_trains_ && !at::GradMode::is_enabled(); }
+
+void Passes::stop_charging() {
+  if (runtime_.idle() && charged_account() == charged_) {
+    charge_allocations_to(nullptr);
+  }
+}
+
+void Passes::begin_backward() {
+  charge_allocations_to(charged_);
+  follow_backward();
+}
+
+// What the thread allocates after backward (the next micro-batch's data, a user's clipping on the
+// host) is not the model's. Autograd drops the callback with the pass, also when the pass failed.
+bool Passes::follow_backward() {
+  const int pass = ::torch::autograd::get_current_graph_task_id();
+  if (pass == -1) {
+    return false;
+  }
+  if (std::find(backward_.begin(), backward_.end(), pass) == backward_.end()) {
+    backward_.push_back(pass);
+    auto end = std::make_shared<End>(weak_from_this(), pass);
+    ::torch::autograd::Engine::get_default_engine().queue_callback([end = std::move(end)] {});
+  }
+  return true;
+}
+
+void Passes::backward_ended(int pass) {
+  backward_.erase(std::find(backward_.begin(), backward_.end(), pass), backward_.end());
+  if (backward_.empty()) {
+    stop_charging();
+  }
+}
+
+void Passes::end_step() {
+  account_before_.reset();
+  if (charged_account() == charged_) {
+    charge_allocations_to(nullptr);
+  }
+}
+
+}  // namespace castor

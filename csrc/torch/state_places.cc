@@ -1,0 +1,339 @@
+#include "torch/state_places.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <string>
+
+#include "core/error.h"
+#include "core/placement.h"
+#include "torch/stored_weights.h"
+
+namespace castor {
+namespace {
+
+std::vector<PayloadKind> state_kinds(const ChunkSpec& chunk, const UpdateRule* rule) {
+  std::vector<PayloadKind> kinds;
+  if (rule == nullptr || !chunk.trainable) {
+    return kinds;
+  }
+  if (rule->splits_masters()) {
+    kinds.push_back(kRemainderPayload);
+  } else if (chunk.type != ScalarType::kFloat32) {
+    kinds.push_back(kMasterPayload);
+  }
+  for (std::size_t i = 0; i < rule->states().size(); ++i) {
+    kinds.push_back(rule_payload(i));
+  }
+  return kinds;
+}
+
+const StateSpec& spec_of(const UpdateRule& rule, PayloadKind kind) {
+  return rule.states()[static_cast<std::size_t>(kind) - static_cast<std::size_t>(rule_payload(0))];
+}
+
+// Of `numel` elements.
+std::size_t bytes_of(PayloadKind kind, std::size_t numel, ScalarType type, const UpdateRule* rule) {
+  if (kind == PayloadKind::kParam || kind == PayloadKind::kGrad) {
+    return numel * size_of(type);
+  }
+  return kind == kMasterPayload      ? numel * sizeof(float)
+         : kind == kRemainderPayload ? numel * sizeof(std::int16_t)
+                                     : spec_of(*rule, kind).bytes(numel);
+}
+
+}  // namespace
+
+std::size_t param_alignment(const UpdateRule* rule, ScalarType precision) {
+  const std::size_t granule = rule == nullptr ? 1 : rule->granule();
+  return granule == 1 || granule == UpdateRule::kWholeParameter ? kParamAlignment
+                                                                : granule * size_of(precision);
+}
+
+std::vector<std::size_t> state_payload_bytes(const ChunkSpec& chunk, const UpdateRule* rule) {
+  std::vector<std::size_t> bytes;
+  for (const PayloadKind kind : state_kinds(chunk, rule)) {
+    bytes.push_back(bytes_of(kind, chunk.used_bytes / size_of(chunk.type), chunk.type, rule));
+  }
+  return bytes;
+}
+
+StatePlaces::StatePlaces(ChunkManager& manager, Executor& executor,
+                         const OptimizerStateOptions& options, StoredWeights* weights,
+                         const SessionDevice& device)
+    : manager_(manager),
+      layout_(manager.layout()),
+      rule_(options.rule),
+      device_(device),
+      weights_(weights) {
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    if (layout_.chunks()[i].trainable) {
+      check_format(ChunkId{static_cast<std::uint32_t>(i)});
+    }
+    kinds_.push_back(state_kinds(layout_.chunks()[i], rule_.get()));
+  }
+  choose_places(options, executor);
+  make_payloads();
+}
+
+void StatePlaces::check_format(ChunkId chunk) const {
+  const ChunkSpec& spec = layout_.chunk(chunk);
+  const StateFormat format = rule_ ? rule_->format() : StateFormat::kFp32;
+  if (format != StateFormat::kFp32 && spec.type != ScalarType::kBFloat16) {
+    throw InvalidArgument("optimizer state format " + std::string(to_string(format)) +
+                          " splits the fp32 master of bfloat16 parameters, and chunk " +
+                          std::to_string(index(chunk)) + " holds " +
+                          std::string(to_string(spec.type)) + "; use format fp32");
+  }
+  const std::size_t alignment = param_alignment(rule_.get(), spec.type);
+  if (spec.used_bytes % alignment != 0) {
+    throw InvalidArgument("chunk " + std::to_string(index(chunk)) + " of " +
+                          std::to_string(spec.used_bytes) + " bytes is not aligned to " +
+                          std::to_string(alignment) + ", which optimizer state format " +
+                          std::string(to_string(format)) + " needs");
+  }
+}
+
+// The window on NVMe comes out of the host's room before the states that stay there.
+void StatePlaces::choose_places(const OptimizerStateOptions& options, Executor& executor) {
+  std::vector<std::size_t> bytes(kinds_.size(), 0);
+  std::vector<std::vector<PayloadSpec>> specs(kinds_.size());
+  for (std::size_t i = 0; i < kinds_.size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    if (manager_.placement(chunk) == Placement::kDevice) {
+      continue;
+    }
+    for (const PayloadKind kind : kinds_[i]) {
+      specs[i].push_back({std::string(plural_of(kind)) + " of chunk " + std::to_string(i),
+                          payload_bytes(chunk, kind)});
+      bytes[i] += specs[i].back().bytes;
+    }
+  }
+  stored_.resize(kinds_.size(), false);
+  if (!options.nvme) {
+    return;
+  }
+  MemoryTier& host = manager_.host();
+  stored_ = choose_stored(bytes, host.ledger().available(),
+                          NvmeTier::window_bytes(specs, WindowSlots{}.most), options.nvme_fraction);
+  for (std::size_t i = 0; i < specs.size(); ++i) {
+    if (!stored_[i]) {
+      specs[i].clear();
+    }
+  }
+  if (std::find(stored_.begin(), stored_.end(), true) != stored_.end()) {
+    NvmeOptions nvme = *options.nvme;
+    nvme.budget_bytes -= weights_ != nullptr ? weights_->tier().used_bytes() : 0;
+    nvme_ = std::make_unique<NvmeTier>(nvme, specs, host, executor);
+  }
+}
+
+void StatePlaces::make_payloads() {
+  for (std::size_t i = 0; i < kinds_.size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    for (const PayloadKind kind : kinds_[i]) {
+      if (!stored_[i]) {
+        manager_.add_payload(chunk, kind, payload_bytes(chunk, kind), plural_of(kind));
+      }
+    }
+    if (!stored_[i] && rule_ && rule_->splits_masters() && !kinds_[i].empty()) {
+      manager_.follow_writes(chunk);  // a part of the master is in the parameter
+    }
+  }
+}
+
+std::size_t StatePlaces::payload_bytes(ChunkId chunk, PayloadKind kind) const {
+  const ChunkSpec& spec = layout_.chunk(chunk);
+  return bytes_of(kind, spec.used_bytes / size_of(spec.type), spec.type, rule_.get());
+}
+
+std::vector<std::pair<PayloadKind, std::size_t>> StatePlaces::stored_payloads(ChunkId chunk) const {
+  std::vector<std::pair<PayloadKind, std::size_t>> found;
+  if (stored(chunk)) {
+    for (const PayloadKind kind : kinds(chunk)) {
+      found.emplace_back(kind, payload_bytes(chunk, kind));
+    }
+  }
+  return found;
+}
+
+bool StatePlaces::has(ParamId param, PayloadKind kind) const {
+  const auto& of_chunk = kinds(layout_.place(param).chunk);
+  return std::find(of_chunk.begin(), of_chunk.end(), kind) != of_chunk.end();
+}
+
+std::string_view StatePlaces::name_of(PayloadKind kind) const {
+  return kind == PayloadKind::kParam  ? "param"
+         : kind == PayloadKind::kGrad ? "grad"
+         : kind == kMasterPayload     ? "master"
+         : kind == kRemainderPayload  ? "remainder"
+                                      : spec_of(*rule_, kind).name;
+}
+
+std::string_view StatePlaces::plural_of(PayloadKind kind) const {
+  return kind == kMasterPayload      ? "fp32 master weights"
+         : kind == kRemainderPayload ? "low halves of the master weights"
+                                     : spec_of(*rule_, kind).plural;
+}
+
+std::byte* StatePlaces::element(ParamId param, PayloadKind kind) const {
+  ChunkMemory memory{};
+  if (const auto& payload = manager_.payload(layout_.place(param).chunk, kind)) {
+    memory[static_cast<std::size_t>(kind)] = payload->data();
+  }
+  return element(memory, param, kind);
+}
+
+std::byte* StatePlaces::element(const ChunkMemory& memory, ParamId param, PayloadKind kind,
+                                std::size_t number) const {
+  std::byte* const payload = memory[static_cast<std::size_t>(kind)];
+  return payload != nullptr ? payload + bytes_of(kind, layout_.place(param).offset + number,
+                                                 layout_.param(param).type, rule_.get())
+                            : nullptr;
+}
+
+ChunkMemory StatePlaces::resident(ChunkId chunk) const {
+  ChunkMemory memory{};
+  for (const PayloadKind kind : kinds(chunk)) {
+    memory[static_cast<std::size_t>(kind)] = manager_.payload(chunk, kind)->data();
+  }
+  return memory;
+}
+
+// Parameters and gradients that are not on NVMe.
+ChunkMemory StatePlaces::with_weights(ChunkId chunk, ChunkMemory memory) const {
+  for (const PayloadKind kind : {PayloadKind::kParam, PayloadKind::kGrad}) {
+    memory[static_cast<std::size_t>(kind)] = manager_.payload(chunk, kind)->data();
+  }
+  return memory;
+}
+
+ChunkMemory StatePlaces::in_place(ChunkId chunk) const {
+  return with_weights(chunk, resident(chunk));
+}
+
+void StatePlaces::with_states(ChunkId chunk, StreamAccess access, const Work& work) const {
+  if (on_device(chunk)) {
+    with_copies(chunk, access, work);
+    return;
+  }
+  if (!stored(chunk)) {
+    work(resident(chunk));
+    return;
+  }
+  nvme_->stream().use(index(chunk), access, [&](std::span<const std::span<std::byte>> payloads) {
+    ChunkMemory memory{};
+    for (std::size_t i = 0; i < payloads.size(); ++i) {
+      memory[static_cast<std::size_t>(kinds(chunk)[i])] = payloads[i].data();
+    }
+    work(memory);
+  });
+}
+
+void StatePlaces::with_all(ChunkId chunk, const Work& work) const {
+  if (!manager_.stored(chunk)) {
+    with_states(chunk, StreamAccess::kUpdate,
+                [&](const ChunkMemory& states) { work(with_weights(chunk, states)); });
+    return;
+  }
+  // Weights before states: what is written back from the device holds its weights and needs states.
+  StoredWeights::Holds holds = weights_->hold_for_update(chunk);
+  with_states(chunk, StreamAccess::kUpdate, [&](const ChunkMemory& states) {
+    ChunkMemory memory = states;
+    memory[static_cast<std::size_t>(PayloadKind::kParam)] = holds[0].payloads().front().data();
+    memory[static_cast<std::size_t>(PayloadKind::kGrad)] = holds[1].payloads().front().data();
+    work(memory);
+  });
+  holds[0].release();  // may throw
+}
+
+void StatePlaces::with_home(ParamId param, const std::function<void(std::byte*)>& work) const {
+  const ParamPlace place = layout_.place(param);
+  const ParamSpec& spec = layout_.param(param);
+  if (on_device(place.chunk)) {
+    std::vector<std::byte> copy(spec.numel * size_of(spec.type));
+    work(copy.data());
+    copy_to_device(copy, element(param, PayloadKind::kParam));
+    return;
+  }
+  if (!manager_.stored(place.chunk)) {
+    host_writes_home(place.chunk);
+    work(element(param, PayloadKind::kParam));
+    return;
+  }
+  const std::unique_ptr<HomeHold> hold = weights_->hold(place.chunk);
+  hold->wait(HomeAccess::kWrite);
+  work(hold->data() + place.offset * size_of(spec.type));
+}
+
+// Copies to and from a device go through torch, on the compute stream, and are rare: users' edits
+// of weights, checkpoints. They may happen under the runtime's mutex, so they take no memory of
+// torch's.
+std::vector<std::byte> StatePlaces::bytes_of_device(const std::byte* data,
+                                                    std::size_t bytes) const {
+  const at::NoGradGuard no_grad;
+  std::vector<std::byte> copy(bytes);
+  bytes_at(copy.data(), bytes, c10::kCPU).copy_(bytes_at(data, bytes, device_.torch_device()));
+  return copy;
+}
+
+void StatePlaces::copy_to_device(std::span<const std::byte> bytes, std::byte* target) const {
+  const at::NoGradGuard no_grad;
+  bytes_at(target, bytes.size(), device_.torch_device())
+      .copy_(bytes_at(bytes.data(), bytes.size(), c10::kCPU));
+}
+
+void StatePlaces::with_copies(ChunkId chunk, StreamAccess access, const Work& work) const {
+  std::vector<std::vector<std::byte>> copies;
+  ChunkMemory memory{};
+  for (const PayloadKind kind : kinds(chunk)) {
+    const Payload& payload = *manager_.payload(chunk, kind);
+    copies.push_back(bytes_of_device(payload.data(), payload.bytes()));
+    memory[static_cast<std::size_t>(kind)] = copies.back().data();
+  }
+  work(memory);
+  for (std::size_t i = 0; i < copies.size() && access != StreamAccess::kRead; ++i) {
+    copy_to_device(copies[i], manager_.payload(chunk, kinds(chunk)[i])->data());
+  }
+}
+
+void StatePlaces::host_writes_home(ChunkId chunk) const {
+  if (!manager_.stored(chunk)) {  // else StoredWeights sees to it
+    const Payload& home = *manager_.payload(chunk, PayloadKind::kParam);
+    device_.host_writes({home.data(), home.bytes()});
+  }
+}
+
+void StatePlaces::announce(std::span<const ChunkId> chunks) {
+  if (weights_ != nullptr) {
+    weights_->announce_updates(chunks);
+  }
+  if (!nvme_) {
+    return;
+  }
+  std::size_t room = nvme_->stream().max_ahead() + 1;  // with the one that is used next
+  for (const ChunkId chunk : chunks) {
+    if (room == 0) {
+      return;
+    }
+    if (stored(chunk)) {
+      nvme_->stream().prefetch(index(chunk));
+      --room;
+    }
+  }
+}
+
+void StatePlaces::flush() {
+  if (nvme_) {
+    nvme_->stream().flush();
+  }
+}
+
+void StatePlaces::discard_stored() {
+  if (nvme_) {
+    nvme_->stream().discard_all();
+  }
+}
+
+}  // namespace castor

@@ -1,0 +1,140 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "core/chunk_manager.h"
+#include "io/nvme_tier.h"
+#include "torch/optimizer_state_options.h"
+#include "torch/session_device.h"
+
+namespace castor {
+
+class StoredWeights;
+
+/// The payloads of a chunk that are an optimizer's: what 16-bit parameters lack of their fp32
+/// masters, and the states of its rule, by number.
+inline constexpr PayloadKind kMasterPayload = state_payload(0);
+inline constexpr PayloadKind kRemainderPayload = state_payload(1);
+[[nodiscard]] constexpr PayloadKind rule_payload(std::size_t state) noexcept {
+  return state_payload(2 + state);
+}
+static_assert(2 + kMaxRuleStates <= kMaxStatePayloads);
+
+/// Bytes at which a chunk aligns its parameters for a rule: what it updates together begins with a
+/// parameter (docs/design/0012).
+[[nodiscard]] std::size_t param_alignment(const UpdateRule* rule, ScalarType precision);
+
+/// Bytes of each payload that an optimizer keeps of a chunk.
+[[nodiscard]] std::vector<std::size_t> state_payload_bytes(const ChunkSpec& chunk,
+                                                           const UpdateRule* rule);
+
+/// Where a chunk's payloads lie at the moment, by PayloadKind; nullptr: it has none of that kind.
+using ChunkMemory = std::array<std::byte*, kNumPayloadKinds>;
+
+/// Where the bytes of optimizer states are: in payloads beside their chunk's home, or all of a
+/// chunk's on NVMe; and how they come into memory that the host addresses. Owned by the session.
+/// Calls on different chunks may come from different threads; whoever uses a chunk's memory sees to
+/// it that nobody else does.
+///
+/// For chunks on NVMe every call may throw IoError or CorruptionError.
+class StatePlaces {
+ public:
+  /// Adds the payloads of every trainable chunk to `manager`, their contents unspecified, or makes
+  /// them on NVMe, where they begin as zeros. Throws OutOfMemory; InvalidArgument for a format that
+  /// the chunks' type does not have, or a layout without its param_alignment; what NvmeTier does.
+  /// All outlive this. `weights` has the parameters and gradients that are on NVMe; nullptr: all
+  /// are in memory.
+  StatePlaces(ChunkManager& manager, Executor& executor, const OptimizerStateOptions& options,
+              StoredWeights* weights, const SessionDevice& device);
+
+  /// What the chunk has, in the order of its payloads on NVMe; nothing where it is frozen.
+  [[nodiscard]] const std::vector<PayloadKind>& kinds(ChunkId chunk) const {
+    return kinds_[index(chunk)];
+  }
+  [[nodiscard]] bool has(ParamId param, PayloadKind kind) const;
+  /// As checkpoints and reports call it: "exp_avg".
+  [[nodiscard]] std::string_view name_of(PayloadKind kind) const;
+  /// As messages call what kinds() has: "low halves of the master weights".
+  [[nodiscard]] std::string_view plural_of(PayloadKind kind) const;
+
+  [[nodiscard]] bool on_device(ChunkId chunk) const { return device_.holds(manager_, chunk); }
+  /// Whether the chunk's payloads lie on NVMe: there are no views of them then.
+  [[nodiscard]] bool stored(ChunkId chunk) const { return stored_[index(chunk)]; }
+  /// Whether something that the chunk's update needs is on NVMe.
+  [[nodiscard]] bool stored_in_part(ChunkId chunk) const {
+    return stored(chunk) || manager_.stored(chunk);
+  }
+  /// Whether there are views of the chunk's payloads: not where they may be now in memory of the
+  /// host and now in that of a device, between which a torch tensor cannot move.
+  [[nodiscard]] bool shown(ChunkId chunk) const { return !device_ && !stored(chunk); }
+  /// What the chunk has on NVMe, with bytes.
+  [[nodiscard]] std::vector<std::pair<PayloadKind, std::size_t>> stored_payloads(
+      ChunkId chunk) const;
+  /// nullptr where nothing lies on NVMe.
+  [[nodiscard]] const NvmeTier* nvme() const noexcept { return nvme_.get(); }
+  [[nodiscard]] const SessionDevice& device() const noexcept { return device_; }
+
+  /// The parameter's first element in a payload; nullptr when there is none in memory.
+  [[nodiscard]] std::byte* element(ParamId param, PayloadKind kind) const;
+  /// ... or another one, in memory that the others below give.
+  [[nodiscard]] std::byte* element(const ChunkMemory& memory, ParamId param, PayloadKind kind,
+                                   std::size_t number = 0) const;
+  template <typename T>
+  [[nodiscard]] T* data(const ChunkMemory& memory, ParamId param, PayloadKind kind) const {
+    return reinterpret_cast<T*>(element(memory, param, kind));
+  }
+
+  using Work = std::function<void(const ChunkMemory&)>;
+  /// Calls `work` while the host addresses the chunk's states, or copies of them; and ...
+  void with_states(ChunkId chunk, StreamAccess access, const Work& work) const;
+  /// ... its parameters and gradients too, to be updated.
+  void with_all(ChunkId chunk, const Work& work) const;
+  /// Calls `work` with the parameter's first element at home, all of which it overwrites.
+  void with_home(ParamId param, const std::function<void(std::byte*)>& work) const;
+  /// All payloads of a chunk in memory, where they are.
+  [[nodiscard]] ChunkMemory in_place(ChunkId chunk) const;
+  /// Before the host writes the chunk's home: no copy reads it any more.
+  void host_writes_home(ChunkId chunk) const;
+  [[nodiscard]] std::vector<std::byte> bytes_of_device(const std::byte* data,
+                                                       std::size_t bytes) const;
+
+  /// These chunks will be updated next, in this order: what lies on NVMe is read ahead.
+  void announce(std::span<const ChunkId> chunks);
+  /// Returns when every change is on NVMe.
+  void flush();
+  /// Whether a write to NVMe failed since the last discard_stored(): a state is lost.
+  [[nodiscard]] bool torn() const noexcept { return nvme_ && nvme_->stream().torn(); }
+  /// What lies on NVMe becomes zeros: all of it is about to be loaded, or lost its meaning in a
+  /// step that failed. A master of zero becomes its parameter's value in the next update.
+  void discard_stored();
+
+ private:
+  void with_copies(ChunkId chunk, StreamAccess access, const Work& work) const;
+  void copy_to_device(std::span<const std::byte> bytes, std::byte* target) const;
+  [[nodiscard]] ChunkMemory resident(ChunkId chunk) const;
+  [[nodiscard]] ChunkMemory with_weights(ChunkId chunk, ChunkMemory memory) const;
+  void check_format(ChunkId chunk) const;
+  void choose_places(const OptimizerStateOptions& options, Executor& executor);
+  void make_payloads();
+  [[nodiscard]] std::size_t payload_bytes(ChunkId chunk, PayloadKind kind) const;
+
+  ChunkManager& manager_;
+  const ChunkLayout& layout_;
+  const std::shared_ptr<const UpdateRule> rule_;
+  const SessionDevice& device_;
+  StoredWeights* const weights_;
+  std::vector<std::vector<PayloadKind>> kinds_;  // per chunk
+  std::vector<bool> stored_;                     // per chunk
+  std::unique_ptr<NvmeTier> nvme_;
+};
+
+}  // namespace castor

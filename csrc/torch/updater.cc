@@ -1,0 +1,255 @@
+#include "torch/updater.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "core/error.h"
+#include "torch/chunk_holds.h"
+
+namespace castor {
+
+Updater::Updater(const Parts& parts, Overlap overlap, std::function<bool(ChunkId)> aliased)
+    : parts_(parts),
+      overlap_(overlap),
+      aliased_(std::move(aliased)),
+      steps_(at::zeros({static_cast<std::int64_t>(parts.params.size())}, at::kFloat)),
+      updated_(parts.layout.chunks().size(), false) {}
+
+void Updater::check(const GroupOptions& options) const {
+  const UpdateRule& rule = parts_.updates.rule();
+  if (options.group_of.size() != parts_.params.size()) {
+    throw InvalidArgument("group_of has " + std::to_string(options.group_of.size()) +
+                          " entries for " + std::to_string(parts_.params.size()) + " parameters");
+  }
+  for (std::size_t i = 0; i < options.groups.size(); ++i) {
+    try {
+      static_cast<void>(rule.coefficients(options.groups[i], 1, 1.0));
+    } catch (const InvalidArgument& error) {
+      throw InvalidArgument("param_groups[" + std::to_string(i) + "]: " + error.what());
+    }
+  }
+  for (const std::int64_t group : options.group_of) {
+    if (group < 0 || static_cast<std::size_t>(group) >= options.groups.size()) {
+      throw InvalidArgument("group_of names group " + std::to_string(group) + " of " +
+                            std::to_string(options.groups.size()));
+    }
+  }
+}
+
+void Updater::arm(GroupOptions options) {
+  if (overlap_ == Overlap::kBackward) {
+    check(options);
+    armed_ = std::move(options);
+  }
+}
+
+void Updater::completed(ChunkId chunk) {
+  if (!armed_.groups.empty()) {
+    completed_.push_back(chunk);
+    update_completed();
+  }
+}
+
+void Updater::update_completed() {
+  std::erase_if(completed_, [this](ChunkId chunk) {
+    if (parts_.gradients.in_parts(chunk) || aliased_(chunk)) {
+      // More may come, or an alias be read, in what is left of backward: step() updates the chunk.
+      return true;
+    }
+    if (!parts_.runtime.retire(chunk)) {
+      return false;
+    }
+    std::vector<ParamUpdate> updates;
+    for (const ParamId param : parts_.layout.chunk(chunk).params) {
+      updates.push_back(next_update(param, armed_.of(param), 1.0));
+    }
+    updated_[index(chunk)] = true;
+    submit(chunk, updates);
+    return true;
+  });
+}
+
+void Updater::check_none_updated(const std::string& what) const {
+  const auto num_updated = std::count(updated_.begin(), updated_.end(), true);
+  if (num_updated > 0) {
+    throw UsageError(what + " after a backward that updated " + std::to_string(num_updated) +
+                     " of " + std::to_string(updated_.size()) +
+                     " chunks, and optimizer.step() was not called: with overlap=\"backward\" the "
+                     "weights are between two steps then. Call step() after every backward; to "
+                     "accumulate gradients use overlap=\"forward\"; after a backward that failed, "
+                     "load a checkpoint");
+  }
+}
+
+void Updater::check_not_updated(ModuleId module) const {
+  for (const ChunkId chunk : parts_.layout.chunks_of(module)) {
+    if (updated(chunk)) {
+      check_none_updated("module '" + parts_.layout.module(module).name + "' ran");
+    }
+  }
+}
+
+void Updater::end_step() {
+  std::fill(updated_.begin(), updated_.end(), false);
+  armed_ = {};
+  completed_.clear();
+}
+
+// In the order of the chunks, which is the order in which the next forward needs them.
+void Updater::step(const GroupOptions& options, double grad_scale) {
+  parts_.device.follow_stream();
+  check(options);
+  std::vector<std::vector<ParamUpdate>> updates(updated_.size());
+  for (std::size_t i = 0; i < parts_.params.size(); ++i) {
+    const ParamId param{static_cast<std::uint32_t>(i)};
+    const ChunkId chunk = parts_.layout.place(param).chunk;
+    if (updated(chunk)) {
+      check_used_gradient(param, options.of(param));
+    } else if (parts_.gradients.present(param)) {
+      updates[index(chunk)].push_back(next_update(param, options.of(param), grad_scale));
+    }
+  }
+  if (parts_.queue == nullptr) {
+    run_now(updates);
+  }
+  for (std::size_t i = 0; i < updates.size() && parts_.queue != nullptr; ++i) {
+    if (!updates[i].empty()) {
+      submit(ChunkId{static_cast<std::uint32_t>(i)}, updates[i]);
+    }
+  }
+  end_step();
+}
+
+// The update is over or under way: it has to be the one that step() would make now.
+void Updater::check_used_gradient(ParamId param, const RuleOptions& options) const {
+  const auto refuse = [&](const std::string& what) {
+    throw UsageError(what +
+                     " between backward and step(), but overlap=\"backward\" has updated "
+                     "parameter '" +
+                     parts_.layout.param(param).name +
+                     "' in backward already; change it before the forward, or use "
+                     "overlap=\"forward\"");
+  };
+  if (!parts_.gradients.present(param) || !parts_.gradients.untouched(param)) {
+    refuse("its gradient was changed");
+  }
+  if (options != armed_.of(param)) {
+    refuse("an option of its parameter group was changed");
+  }
+}
+
+ParamUpdate Updater::next_update(ParamId param, const RuleOptions& options,
+                                 double grad_scale) const {
+  const float taken = steps_.const_data_ptr<float>()[index(param)];
+  return parts_.updates.update_of(param, options, static_cast<std::int64_t>(taken) + 1, grad_scale);
+}
+
+// The updates are made, or under way.
+void Updater::count(std::span<const ParamUpdate> updates) {
+  for (const ParamUpdate& update : updates) {
+    float& taken = steps_.mutable_data_ptr<float>()[index(update.param)];
+    taken = static_cast<float>(static_cast<std::int64_t>(taken) + 1);
+    // As torch's in-place update does: a graph that saved the old weights must not be replayed.
+    parts_.params[index(update.param)].local.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+void Updater::run_now(std::span<const std::vector<ParamUpdate>> updates) {
+  std::vector<ChunkId> chunks;
+  for (std::size_t i = 0; i < updates.size(); ++i) {
+    if (!updates[i].empty()) {
+      chunks.push_back(ChunkId{static_cast<std::uint32_t>(i)});
+    }
+  }
+  const ChunkHolds held(parts_.runtime, parts_.device, chunks);
+  std::size_t num_begun = 0;
+  try {
+    parts_.updates.run_all(updates, num_begun);
+  } catch (const std::exception& error) {
+    if (num_begun > 0) {
+      parts_.integrity.broke("optimizer.step() failed when it had changed " +
+                             std::to_string(num_begun) + " of " + std::to_string(updates.size()) +
+                             " chunks (" + error.what() + ")");
+    }
+    throw;
+  }
+  for (const auto& of_chunk : updates) {
+    count(of_chunk);
+  }
+}
+
+void Updater::submit(ChunkId chunk, const std::vector<ParamUpdate>& updates) {
+  // Other chunks may be in the next step already, so that a failure leaves a mixture.
+  const auto attempt = [this, chunk](const auto& work) {
+    try {
+      work();
+    } catch (const std::exception& error) {
+      parts_.integrity.broke("the optimizer's update of chunk " + std::to_string(index(chunk)) +
+                             " failed (" + error.what() + ")");
+      throw;
+    }
+  };
+  if (parts_.places.on_device(chunk)) {
+    // Behind what the device has been given, and before what it will be: nobody has to wait.
+    const ChunkHolds held(parts_.runtime, parts_.device, std::span(&chunk, 1));
+    attempt([&] { parts_.updates.run(chunk, updates); });
+    count(updates);
+    return;
+  }
+  parts_.gate.close(index(chunk));
+  parts_.gate.close(parts_.gradients.group(chunk));
+  const CopyTicket gradients = parts_.gradients.last_copy_of(chunk);
+  // The device may have written gradients where they are, beside those that were copied.
+  const std::shared_ptr<ComputeFence> fence = parts_.device.fence();
+  attempt([&] {
+    parts_.queue->submit(
+        chunk, [this, attempt, chunk, gradients, fence, updates](std::span<const ChunkId> next) {
+          attempt([&] {
+            std::vector<ChunkId> ahead = {chunk};
+            ahead.insert(ahead.end(), next.begin(), next.end());
+            parts_.places.announce(ahead);
+            parts_.copies.wait(gradients);
+            if (fence) {
+              fence->wait();
+            }
+            parts_.updates.run(chunk, updates);
+          });
+        });
+  });
+  count(updates);
+  if (aliased_(chunk)) {
+    parts_.queue->wait(chunk);  // nothing would hold its readers back
+  }
+}
+
+void Updater::wait(ChunkId chunk) {
+  if (parts_.queue != nullptr) {
+    parts_.queue->wait(chunk);
+  }
+}
+
+void Updater::wait_for_all() {
+  if (parts_.queue != nullptr) {
+    parts_.queue->drain();
+  }
+  parts_.gate.pass_all();
+  try {
+    parts_.places.flush();
+  } catch (const std::exception& error) {
+    parts_.integrity.broke(std::string("an optimizer state could not be written (") + error.what() +
+                           ")");
+    throw;
+  }
+}
+
+void Updater::abandon() {
+  end_step();
+  if (parts_.queue != nullptr) {
+    parts_.queue->abandon();
+  }
+}
+
+}  // namespace castor
