@@ -257,6 +257,14 @@ def test_every_byte_of_torchs_allocator_has_an_account(gpu: Accelerator) -> None
         assert abs(used - gpu.torch.memory_allocated()) <= MIB
 
 
+def test_steps_leave_nothing_on_the_gpu(gpu: Accelerator) -> None:
+    boosted = on_gpu(tower(), **STAY)
+    go_on(boosted, steps=1)
+    before = gpu.torch.memory_allocated()
+    go_on(boosted, first=1)
+    assert gpu.torch.memory_allocated() == before
+
+
 def test_buffers_and_inputs_come_to_the_gpu(gpu: Accelerator) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     boosted = on_gpu(model, optimizer=torch.optim.AdamW(model.parameters()))
