@@ -78,7 +78,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
 
 
 @pytest.fixture(autouse=True)
-def _on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def _on_another_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """CASTOR_TEST_DEVICE: every model computes on another device than the CPU.
 
     "simulated": one of tests/simulated_device; "simgpu:1": that of tests/simulated_gpu, with delays
@@ -101,5 +101,9 @@ def _on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
         compute_on_gpu(monkeypatch)
         require().gpu.delay(int(wanted.removeprefix("simgpu:")))
+        yield
+        simulated_gpu.rest()
+        return
     elif wanted is not None:
         pytest.fail(f"CASTOR_TEST_DEVICE is {wanted!r}; there are 'simulated' and 'simgpu:SEED'")
+    yield

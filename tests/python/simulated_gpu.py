@@ -103,6 +103,8 @@ def rest() -> None:
     gpu.limit(1.0)
     if (failed := getattr(sys, "last_traceback", None)) is not None:
         traceback.clear_frames(failed)
+        for frame, _ in traceback.walk_tb(failed):
+            frame.f_locals.keys()  # brings up to date the dictionary that a report has been made of
         gc.collect()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import castor
-from accelerator import ON_A_REAL_ONE, Accelerator
+from accelerator import Accelerator
 from castor import _loader
 from castor._loader import BUILD_INFO, load_cuda
 
@@ -91,7 +91,6 @@ def test_a_copy_is_ordered_with_the_current_stream(gpu: Accelerator) -> None:
                 assert bool((back == value + 1).all())
 
 
-@ON_A_REAL_ONE
 def test_pinned_memory_is_page_locked_and_readable_in_place(gpu: Accelerator) -> None:
     arena = gpu.castor.PinnedArena(0)
     home = arena.empty((5 << 20) + 1)

@@ -37,12 +37,12 @@ def assert_same_state(lazy, eager):
     found = lazy.state_dict(keep_vars=True)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(found[name].cpu(), tensor.cpu()), name
         assert found[name].dtype == tensor.dtype
         assert found[name].requires_grad == tensor.requires_grad
     buffers = dict(lazy.named_buffers())
     for name, buffer in eager.named_buffers():
-        assert torch.equal(buffers[name], buffer), name
+        assert torch.equal(buffers[name].cpu(), buffer.cpu()), name
         assert type(buffers[name]) is torch.Tensor
 
 

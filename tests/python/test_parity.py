@@ -148,7 +148,7 @@ def weight_error(setting: Setting, actual: Run, expected: Run) -> float:
     start = dict(case_of(setting).model().named_parameters())
     error = travelled = 0.0
     for name, weight in expected.weights.items():
-        error += (actual.weights[name].float() - weight).square().sum().item()
+        error += (actual.weights[name].cpu().float() - weight).square().sum().item()
         travelled += (start[name].detach() - weight).square().sum().item()
     return math.sqrt(error / travelled)
 

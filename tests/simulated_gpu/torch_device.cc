@@ -146,6 +146,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 void add_device_to_torch() {
   static const c10::impl::DeviceGuardImplRegistrar guard(kType, new DeviceGuard);
   at::RegisterPrivateUse1HooksInterface(new Hooks);
+  at::globalContext().lazyInitDevice(kType);  // before that torch takes no memory for page-locked
 }
 
 }  // namespace castor::simulated

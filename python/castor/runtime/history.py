@@ -57,17 +57,18 @@ class HistoryTotals:
 class StepHistory:
     """Follows the steps of one boosted model.
 
-    Losses on the CPU are read at once, which keeps no memory of the step alive. Others are kept as
-    detached tensors and read when somebody asks, or when 256 have gathered: no step waits for the
-    device. Beyond `MAX_RECORDS` all but the last `RECENT_RECORDS` are thinned out evenly, so that
-    memory is bounded and the whole run stays visible.
+    Losses on the CPU are read at once, which keeps no memory of the step alive. Others are copied
+    on their device, to one tensor, and read when somebody asks, or when 256 have gathered: no step
+    waits for the device. Beyond `MAX_RECORDS` all but the last `RECENT_RECORDS` are thinned out
+    evenly, so that memory is bounded and the whole run stays visible.
     """
 
     def __init__(self) -> None:
         self.totals = HistoryTotals()
         self._records: list[StepRecord] = []
         self._stride = 1
-        self._unread: dict[int, torch.Tensor] = {}
+        self._unread: list[int] = []
+        self._unread_losses: torch.Tensor | None = None
         self._started: float | None = None
         self._samples = 0
         self._tokens = 0
@@ -127,7 +128,7 @@ class StepHistory:
         )
         step = self.totals.steps
         if isinstance(loss, torch.Tensor):
-            self._unread[step] = loss
+            self._keep(step, loss)
             loss = None
         self._records.append(
             StepRecord(
@@ -171,11 +172,22 @@ class StepHistory:
                 self._samples += value.shape[0]
                 break
 
+    def _keep(self, step: int, loss: torch.Tensor) -> None:
+        losses = self._unread_losses
+        if losses is None or losses.device != loss.device:
+            self._read()
+            with torch.inference_mode(False):
+                losses = torch.empty(_MAX_UNREAD, device=loss.device)
+        losses[len(self._unread)].copy_(loss)
+        self._unread_losses = losses
+        self._unread.append(step)
+
     def _read(self) -> None:
         if self._unread:
-            values = torch.stack([loss.float() for loss in self._unread.values()]).tolist()
+            assert self._unread_losses is not None
+            values = self._unread_losses[: len(self._unread)].tolist()
             losses = dict(zip(self._unread, values, strict=True))
-            self._unread = {}
+            self._unread = []
             self._records = [
                 replace(record, loss=losses[record.step]) if record.step in losses else record
                 for record in self._records
