@@ -19,6 +19,7 @@ from helpers import (
     assert_close_losses,
     boost,
     margin,
+    on_device_of,
 )
 from zoo import CASES, Case, gpt2_with_dropout, medium_gpt2
 
@@ -101,7 +102,7 @@ def train(setting: Setting, memory: int, steps: int = STEPS) -> Run:
     for step in range(steps):
         total = 0.0
         for k in range(setting.micro_batches):
-            batch = case.batch(step * setting.micro_batches + k)
+            batch = on_device_of(boosted, case.batch(step * setting.micro_batches + k))
             loss = case.loss(model(**batch), batch) / setting.micro_batches
             boosted.booster.backward(loss, boosted.optimizer)
             total += loss.item()
@@ -109,7 +110,7 @@ def train(setting: Setting, memory: int, steps: int = STEPS) -> Run:
         boosted.optimizer.step()
         boosted.optimizer.zero_grad()
         losses.append(total)
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
     return Run(losses, weights, boosted.report())
 
 
@@ -148,7 +149,7 @@ def weight_error(setting: Setting, actual: Run, expected: Run) -> float:
     start = dict(case_of(setting).model().named_parameters())
     error = travelled = 0.0
     for name, weight in expected.weights.items():
-        error += (actual.weights[name].cpu().float() - weight).square().sum().item()
+        error += (actual.weights[name].float() - weight).square().sum().item()
         travelled += (start[name].detach() - weight).square().sum().item()
     return math.sqrt(error / travelled)
 
