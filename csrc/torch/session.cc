@@ -249,7 +249,7 @@ void Session::adopt_parameters(std::span<const ParamId> valueless) {
     const ScalarType type = layout_.param(param).type;
     const ParamGeometry geometry = geometry_of(params_[i]);
     const at::Tensor home =
-        tensor_over(storages_->storage(place.chunk), to_torch(type), place.offset, geometry);
+        tensor_over(storages_->storage(param), to_torch(type), /*offset=*/0, geometry);
     gradients_[i].required = params_[i].requires_grad();
     if (has_values[i]) {
       optimizer_state_->adopt(param, params_[i]);
@@ -274,17 +274,18 @@ void Session::watch_tensors() {
   state_views_ = std::make_unique<StateViews>(params_.size());
   updated_.resize(layout_.chunks().size(), false);
   for (std::size_t i = 0; i < params_.size(); ++i) {
-    const ChunkId chunk = layout_.place(ParamId{static_cast<std::uint32_t>(i)}).chunk;
+    const ParamId param{static_cast<std::uint32_t>(i)};
+    const ChunkId chunk = layout_.place(param).chunk;
     gate_->watch(index(chunk), params_[i]);
     if (gradients_[i].view.defined()) {
       gate_->watch(gradient_group(chunk), gradients_[i].view);
     }
+    param_uses_.push_back(storages_->storage(param).use_count());
   }
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
     const ParamId first = layout_.chunk(chunk).params.front();
     const at::Tensor& gradient = gradients_[index(first)].view;
-    param_uses_.push_back(storages_->storage(chunk).use_count());
     gradient_uses_.push_back(gradient.defined() ? gradient.storage().use_count() : 0);
   }
 }
@@ -332,7 +333,7 @@ void Session::check_parameters() const {
                        "state for the trainable parameters");
     }
     if (params_[i].storage().unsafeGetStorageImpl() !=
-        storages_->storage(layout_.place(param).chunk).unsafeGetStorageImpl()) {
+        storages_->storage(param).unsafeGetStorageImpl()) {
       throw UsageError("parameter '" + spec.name +
                        "' was given other memory after booster.boost (by model.to(), .half(), "
                        "param.data = ...); write into it in place instead: param.copy_(values)");
@@ -343,8 +344,8 @@ void Session::check_parameters() const {
 void Session::stay_with_parent() {
   in_child_ = true;
   const auto leave = [](const c10::Storage& storage) { forbid(storage, kInChild); };
-  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
-    leave(storages_->storage(ChunkId{static_cast<std::uint32_t>(i)}));
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    leave(storages_->storage(ParamId{static_cast<std::uint32_t>(i)}));
   }
   for (const Gradient& gradient : gradients_) {
     if (gradient.view.defined()) {

@@ -182,8 +182,8 @@ class Session : public std::enable_shared_from_this<Session> {
   std::unique_ptr<Runtime> runtime_;
   RunIntegrity integrity_;
   std::shared_ptr<TensorGate> gate_;     // groups: chunks; from gradient_group on: their gradients
-  std::vector<std::size_t> param_uses_;  // per chunk: of its parameters' storage, by castor
-  std::vector<std::size_t> gradient_uses_;  // of its gradients' storage
+  std::vector<std::size_t> param_uses_;  // per parameter: of its storage, by castor
+  std::vector<std::size_t> gradient_uses_;  // per chunk: of its gradients' storage
   std::unique_ptr<StateViews> state_views_;
   std::shared_ptr<NonModelMemory> account_before_;  // of the thread, while inference runs
   std::vector<int> backward_passes_;  // under way, as autograd numbers them; nested ones last

@@ -80,10 +80,11 @@ void Session::check_not_updated(ModuleId module) const {
 bool Session::aliased(ChunkId chunk) const {
   const auto& params = layout_.chunk(chunk).params;
   const at::Tensor& gradient = gradients_[index(params.front())].view;
-  return storages_->storage(chunk).use_count() > param_uses_[index(chunk)] ||
-         (gradient.defined() && gradient.storage().use_count() > gradient_uses_[index(chunk)]) ||
-         std::any_of(params.begin(), params.end(),
-                     [this](ParamId param) { return state_views_->aliased(param); });
+  return (gradient.defined() && gradient.storage().use_count() > gradient_uses_[index(chunk)]) ||
+         std::any_of(params.begin(), params.end(), [this](ParamId param) {
+           return storages_->storage(param).use_count() > param_uses_[index(param)] ||
+                  state_views_->aliased(param);
+         });
 }
 
 void Session::forget_updates() {
@@ -258,6 +259,8 @@ void Session::submit_update(ChunkId chunk, const std::vector<ParamUpdate>& updat
   count_steps(updates);
   if (aliased(chunk)) {
     updates_->wait(chunk);  // nothing would hold its readers back
+    gate_->open(index(chunk));
+    gate_->open(gradient_group(chunk));
   }
 }
 
