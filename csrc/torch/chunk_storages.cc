@@ -18,9 +18,21 @@ struct PrivateFlag {
 };
 template struct PrivateFlag<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
 
+const std::string kUpdating =
+    "the optimizer is still updating this tensor (overlap=\"forward\" or \"backward\"), and its "
+    "memory was asked for without an operator of torch, which would have waited: read "
+    "model.state_dict() or a .clone() instead";
+
+/// Sets the flag that tells torch to throw the storage's message, and has torch look at it.
+void set_throws(c10::StorageImpl& storage, c10::DataPtr data, bool throws) noexcept {
+  throws_when_read(storage) = throws;
+  storage.set_data_ptr_noswap(std::move(data));
+}
+
 /// A pointer that owns a share of `payload`.
-c10::DataPtr owning_pointer(std::shared_ptr<Payload> payload, c10::Device device) {
-  void* data = payload->data();
+c10::DataPtr owning_pointer(std::shared_ptr<Payload> payload, c10::Device device,
+                            std::size_t offset = 0) {
+  void* data = payload->data() + offset;
   auto owner = std::make_unique<std::shared_ptr<Payload>>(std::move(payload));
   return {data, owner.release(),
           [](void* context) { delete static_cast<std::shared_ptr<Payload>*>(context); }, device};
@@ -56,9 +68,9 @@ c10::Storage empty_storage(std::size_t bytes, c10::Device device) {
 
 void point(const c10::Storage& storage, std::byte* address) noexcept {
   c10::StorageImpl& own = *storage.unsafeGetStorageImpl();
-  const bool forbidden = own.get_extra_meta().custom_data_ptr_error_msg_.has_value();
-  throws_when_read(own) = forbidden && address == nullptr;
-  own.set_data_ptr_noswap(c10::DataPtr(address, own.device()));
+  const auto& message = own.get_extra_meta().custom_data_ptr_error_msg_;
+  const bool throws = message && (address == nullptr || *message == kUpdating);
+  set_throws(own, c10::DataPtr(address, own.device()), throws);
 }
 
 void forbid_null(const c10::Storage& storage, std::string message) {
@@ -69,6 +81,24 @@ void forbid(const c10::Storage& storage, std::string message) {
   forbid_null(storage, std::move(message));
   throws_when_read(*storage.unsafeGetStorageImpl()) = true;
   storage.unsafeGetStorageImpl()->set_throw_on_mutable_data_ptr();  // has both flags looked at
+}
+
+void forbid_while_updated(const c10::Storage& storage) {
+  c10::StorageImpl& own = *storage.unsafeGetStorageImpl();
+  auto& message = own.get_extra_meta().custom_data_ptr_error_msg_;
+  if (!message) {
+    message = kUpdating;
+    set_throws(own, std::move(own._mutable_data_ptr_no_checks()), true);
+  }
+}
+
+void allow(const c10::Storage& storage) noexcept {
+  c10::StorageImpl& own = *storage.unsafeGetStorageImpl();
+  auto& message = own.get_extra_meta().custom_data_ptr_error_msg_;
+  if (message && *message == kUpdating) {
+    message.reset();
+    set_throws(own, std::move(own._mutable_data_ptr_no_checks()), false);
+  }
 }
 
 at::ScalarType to_torch(ScalarType type) {
@@ -129,15 +159,29 @@ c10::Storage storage_over(std::shared_ptr<Payload> payload, c10::Device device) 
 
 ChunkStorages::ChunkStorages(const ChunkLayout& layout, c10::Device device)
     : layout_(layout), device_(device) {
-  storages_.reserve(layout.chunks().size());
-  for (const ChunkSpec& chunk : layout.chunks()) {
-    storages_.push_back(empty_storage(chunk.used_bytes, device_));
+  storages_.reserve(layout.params().size());
+  for (const ParamSpec& param : layout.params()) {
+    storages_.push_back(empty_storage(param.numel * size_of(param.type), device_));
+  }
+}
+
+std::size_t ChunkStorages::byte_offset(ParamId param) const noexcept {
+  return layout_.place(param).offset * size_of(layout_.param(param).type);
+}
+
+void ChunkStorages::for_each(ChunkId chunk,
+                             const std::function<void(const c10::Storage&)>& use) const {
+  for (const ParamId param : layout_.chunk(chunk).params) {
+    use(storage(param));
   }
 }
 
 void ChunkStorages::watch(std::span<const at::Tensor> params) {
-  for (const c10::Storage& storage : storages_) {
-    writes_.push_back(std::make_unique<StorageWrites>(storage));
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    std::vector<c10::Storage> of_chunk;
+    for_each(ChunkId{static_cast<std::uint32_t>(i)},
+             [&](const c10::Storage& storage) { of_chunk.push_back(storage); });
+    writes_.push_back(std::make_unique<StorageWrites>(of_chunk));
   }
   for (std::size_t i = 0; i < params.size(); ++i) {
     const ChunkId chunk = layout_.place(ParamId{static_cast<std::uint32_t>(i)}).chunk;
@@ -145,8 +189,10 @@ void ChunkStorages::watch(std::span<const at::Tensor> params) {
   }
 }
 
-void ChunkStorages::bind(ChunkId chunk, std::byte* address) noexcept {
-  point(storages_[index(chunk)], address);
+void ChunkStorages::point_at(ChunkId chunk, std::byte* address) const noexcept {
+  for (const ParamId param : layout_.chunk(chunk).params) {
+    point(storage(param), address == nullptr ? nullptr : address + byte_offset(param));
+  }
 }
 
 void ChunkStorages::copy_on_device(std::span<const std::byte> source, std::byte* target) {
@@ -166,11 +212,14 @@ bool ChunkStorages::written_since_snapshot(ChunkId chunk) const noexcept {
 
 void ChunkStorages::release_to_homes(const std::vector<std::shared_ptr<Payload>>& homes) {
   for (std::size_t i = 0; i < storages_.size(); ++i) {
-    if (homes[i]->tier() == TierKind::kNvme) {
+    const ParamId param{static_cast<std::uint32_t>(i)};
+    const std::shared_ptr<Payload>& home = homes[index(layout_.place(param).chunk)];
+    if (home->tier() == TierKind::kNvme) {
       point(storages_[i], nullptr);
       continue;
     }
-    storages_[i].unsafeGetStorageImpl()->set_data_ptr_noswap(owning_pointer(homes[i], device_));
+    storages_[i].unsafeGetStorageImpl()->set_data_ptr_noswap(
+        owning_pointer(home, device_, byte_offset(param)));
   }
 }
 

@@ -56,14 +56,21 @@ void forbid_null(const c10::Storage& storage, std::string message);
 /// From now on torch throws `message` where it is asked for the storage's address.
 void forbid(const c10::Storage& storage, std::string message);
 
+/// Until allow(), torch throws where it is asked for the storage's address: an update of its bytes
+/// is under way. No effect where torch throws already.
+void forbid_while_updated(const c10::Storage& storage);
+void allow(const c10::Storage& storage) noexcept;
+
 /// A storage over a payload that keeps the payload alive, and follows it where it moves. `device`:
 /// where torch's operators run on it, wherever its bytes are.
 [[nodiscard]] c10::Storage storage_over(std::shared_ptr<Payload> payload,
                                         c10::Device device = c10::kCPU);
 
-/// One torch storage per chunk: moving a chunk is rebinding its storage, and every alias follows
-/// (the Parameter, tied weights, views that autograd saved). While the runtime lives, storages
-/// borrow the memory they point at; release_to_homes hands each its home for good.
+/// One torch storage per parameter, over its bytes of the chunk and no others, so that whoever
+/// saves or copies a tensor by its storage takes that parameter. Moving a chunk is rebinding the
+/// storages of its parameters, and every alias follows (the Parameter, tied weights, a state_dict,
+/// views that autograd saved). While the runtime lives, storages borrow the memory they point at;
+/// release_to_homes hands each its place in the home for good.
 /// Owned by the session; guarded by the runtime's mutex once training runs.
 class ChunkStorages final : public ParamBinder {
  public:
@@ -76,9 +83,13 @@ class ChunkStorages final : public ParamBinder {
   using WriteBack = std::function<void(ChunkId, const std::byte* home, const std::byte* slot)>;
   /// Who is told before user writes on the device overwrite a home; see ParamBinder.
   void on_write_back(WriteBack callback) { on_write_back_ = std::move(callback); }
-  [[nodiscard]] const c10::Storage& storage(ChunkId chunk) const { return storages_[index(chunk)]; }
+  [[nodiscard]] const c10::Storage& storage(ParamId param) const { return storages_[index(param)]; }
+  /// Those of the chunk's parameters, in no particular order.
+  void for_each(ChunkId chunk, const std::function<void(const c10::Storage&)>& use) const;
 
-  void bind(ChunkId chunk, std::byte* address) noexcept override;
+  void bind(ChunkId chunk, std::byte* address) noexcept override { point_at(chunk, address); }
+  /// What bind does: `address` is the chunk's, or nullptr for nowhere.
+  void point_at(ChunkId chunk, std::byte* address) const noexcept;
   void copy_on_device(std::span<const std::byte> source, std::byte* target) override;
   void snapshot(ChunkId chunk) noexcept override;
   [[nodiscard]] bool written_since_snapshot(ChunkId chunk) const noexcept override;
@@ -94,7 +105,9 @@ class ChunkStorages final : public ParamBinder {
  private:
   const ChunkLayout& layout_;
   const c10::Device device_;
-  std::vector<c10::Storage> storages_;
+  [[nodiscard]] std::size_t byte_offset(ParamId param) const noexcept;
+
+  std::vector<c10::Storage> storages_;                  // per parameter
   std::vector<std::unique_ptr<StorageWrites>> writes_;  // per chunk; empty before watch()
   WriteBack on_write_back_;
 };

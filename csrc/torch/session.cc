@@ -205,10 +205,9 @@ void Session::adopt_parameters(std::span<const ParamId> valueless) {
   std::vector<at::Tensor> locals;
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
-    const ParamPlace place = layout_.place(param);
     const at::Tensor home =
-        tensor_over(storages_->storage(place.chunk), to_torch(layout_.param(param).type),
-                    place.offset, geometry_of(params_[i].local));
+        tensor_over(storages_->storage(param), to_torch(layout_.param(param).type), /*offset=*/0,
+                    geometry_of(params_[i].local));
     if (has_values[i]) {
       optimizer_state_->adopt(param, params_[i].local);
     }
@@ -240,8 +239,9 @@ void Session::watch_tensors(Overlap overlap) {
   guard_weights();
   state_views_ = std::make_unique<StateViews>(params_.size());
   for (std::size_t i = 0; i < params_.size(); ++i) {
-    gate_->watch(index(layout_.place(ParamId{static_cast<std::uint32_t>(i)}).chunk),
-                 params_[i].local);
+    const ParamId param{static_cast<std::uint32_t>(i)};
+    gate_->watch(index(layout_.place(param).chunk), params_[i].local);
+    param_uses_.push_back(storages_->storage(param).use_count());
   }
   gradients_->open(*runtime_, *gate_,
                    [session = weak_from_this()](ParamId param, const at::Tensor& incoming) {
@@ -251,10 +251,6 @@ void Session::watch_tensors(Overlap overlap) {
                    });
   if (weights_) {
     weights_->forbid_addresses();  // all tensors are made
-  }
-  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
-    const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    param_uses_.push_back(storages_->storage(chunk).use_count());
   }
 }
 
@@ -300,7 +296,7 @@ void Session::check_parameters() const {
                        "state for the trainable parameters");
     }
     if (params_[i].local.storage().unsafeGetStorageImpl() !=
-        storages_->storage(layout_.place(param).chunk).unsafeGetStorageImpl()) {
+        storages_->storage(param).unsafeGetStorageImpl()) {
       throw UsageError("parameter '" + spec.name +
                        "' was given other memory after booster.boost (by model.to(), .half(), "
                        "param.data = ...); write into it in place instead: param.copy_(values)");
@@ -311,8 +307,8 @@ void Session::check_parameters() const {
 void Session::stay_with_parent() {
   in_child_ = true;
   const auto leave = [](const c10::Storage& storage) { forbid(storage, kInChild); };
-  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
-    leave(storages_->storage(ChunkId{static_cast<std::uint32_t>(i)}));
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    leave(storages_->storage(ParamId{static_cast<std::uint32_t>(i)}));
   }
   gradients_->for_each_storage(leave);
   state_views_->for_each_storage(leave);
@@ -415,10 +411,11 @@ void Session::finish_step() {
 
 bool Session::aliased(ChunkId chunk) const {
   const auto& params = layout_.chunk(chunk).params;
-  return storages_->storage(chunk).use_count() > param_uses_[index(chunk)] ||
-         gradients_->aliased(chunk) ||
-         std::any_of(params.begin(), params.end(),
-                     [this](ParamId param) { return state_views_->aliased(param); });
+  return gradients_->aliased(chunk) ||
+         std::any_of(params.begin(), params.end(), [this](ParamId param) {
+           return storages_->storage(param).use_count() > param_uses_[index(param)] ||
+                  state_views_->aliased(param);
+         });
 }
 
 // A tensor over a chunk's memory follows it to the device and back (docs/design/0017), but memory

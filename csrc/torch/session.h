@@ -162,7 +162,7 @@ class Session : public std::enable_shared_from_this<Session> {
   // Group i: parameters and states of chunk i; GradientSink::group(i): its gradients.
   std::shared_ptr<TensorGate> gate_;
   std::unique_ptr<Updater> updater_;
-  std::vector<std::size_t> param_uses_;  // per chunk: of its parameters' storage, by castor
+  std::vector<std::size_t> param_uses_;  // per parameter: of its storage, by castor
   std::unique_ptr<StateViews> state_views_;
   bool in_child_ = false;
 };

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "torch/tensor_gate.h"
 
 namespace castor {
 
@@ -27,11 +28,15 @@ class WatchedWrites {
   [[nodiscard]] std::mutex& mutex() noexcept { return mutex_; }
   void add(StorageWrites& writes) {
     const std::lock_guard lock(mutex_);
-    by_storage_[writes.storage_] = &writes;
+    for (const c10::StorageImpl* const storage : writes.storages_) {
+      by_storage_[storage] = &writes;
+    }
   }
   void remove(const StorageWrites& writes) {
     const std::lock_guard lock(mutex_);
-    by_storage_.erase(writes.storage_);
+    for (const c10::StorageImpl* const storage : writes.storages_) {
+      by_storage_.erase(storage);
+    }
   }
   /// Chunks' storages are not resizable, nearly all others are.
   [[nodiscard]] static bool may_hold(const at::TensorBase& tensor) {
@@ -72,6 +77,7 @@ class FollowingHooks : public at::impl::VariableHooksInterface {
   explicit FollowingHooks(at::impl::VariableHooksInterface& torchs) : torchs_(torchs) {}
 
   at::TensorBase variable_data(const at::TensorBase& tensor) const override {
+    await_closed(tensor);  // pickling a parameter begins so, and reads its storage then
     at::TensorBase made = torchs_.variable_data(tensor);
     WatchedWrites::instance().follow(made);
     return made;
@@ -315,10 +321,12 @@ void install_hooks() {
 
 void notice_new_operators() { Operators::instance().notice_new(); }
 
-StorageWrites::StorageWrites(const c10::Storage& storage)
-    : storage_(storage.unsafeGetStorageImpl()) {
-  if (storage.resizable()) {
-    throw InvalidArgument("a storage whose writes are watched may not be resizable");
+StorageWrites::StorageWrites(std::span<const c10::Storage> storages) {
+  for (const c10::Storage& storage : storages) {
+    if (storage.resizable()) {
+      throw InvalidArgument("a storage whose writes are watched may not be resizable");
+    }
+    storages_.push_back(storage.unsafeGetStorageImpl());
   }
   install_hooks();
   notice_new_operators();

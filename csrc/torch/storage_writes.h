@@ -4,15 +4,16 @@
 #include <c10/core/Storage.h>
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 namespace castor {
 
-/// Tells whether torch's operators have written to a storage.
+/// Tells whether torch's operators have written to one of some storages: those of a chunk.
 ///
 /// An operator counts its write in the version counter of the tensor that it is given, which views
-/// and detach() share. The counters of all tensors over the storage are followed: of those that are
-/// given to follow(), and of those that are made later with a counter of their own (`.data`,
+/// and detach() share. The counters of all tensors over the storages are followed: of those that
+/// are given to follow(), and of those that are made later with a counter of their own (`.data`,
 /// `tensor.data = parameter`, `set_`). Operators that count nothing (the fused optimizers of torch,
 /// most operators of C++ extensions) are known by what their schemas say they write.
 ///
@@ -21,13 +22,14 @@ namespace castor {
 /// Owned by ChunkStorages. Thread-safe.
 class StorageWrites {
  public:
-  /// Watches the storage, which may not be resizable, while this lives.
-  explicit StorageWrites(const c10::Storage& storage);
+  /// Watches the storages, none of which may be resizable, while this lives; they have to outlive
+  /// it.
+  explicit StorageWrites(std::span<const c10::Storage> storages);
   ~StorageWrites();
   StorageWrites(const StorageWrites&) = delete;
   StorageWrites& operator=(const StorageWrites&) = delete;
 
-  /// Follows a tensor over the storage, and those that share its version counter.
+  /// Follows a tensor over one of the storages, and those that share its version counter.
   void follow(const at::TensorBase& tensor);
   void snapshot() noexcept;
   [[nodiscard]] bool since_snapshot() const noexcept;
@@ -44,7 +46,7 @@ class StorageWrites {
   /// Forgets tensors that are gone, and remembers whether they were written.
   void prune() noexcept;
 
-  const c10::StorageImpl* const storage_;
+  std::vector<const c10::StorageImpl*> storages_;
   std::vector<Counter> counters_;
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> uncounted_;  // made in inference mode
   std::size_t prune_at_ = 0;                                         // counters

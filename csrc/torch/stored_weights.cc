@@ -9,7 +9,8 @@ namespace {
 constexpr char kOnNvme[] =
     "these parameters or gradients are on NVMe (or were, until their model was dropped) and "
     "have no address. Operators bring them into memory: take a .clone() before numpy(), "
-    "data_ptr() or torch.save, or write the model with booster.save_model";
+    "data_ptr() or torch.save. Savers of others take model.state_dict(), which makes addresses in "
+    "files, and booster.save_model writes the model without any";
 
 class Held final : public HomeHold {
  public:
@@ -125,12 +126,27 @@ StoredWeights::StoredWeights(const ChunkLayout& layout, std::vector<bool> stored
   }
 }
 
+void StoredWeights::bind(std::size_t part, std::byte* address) const noexcept {
+  if (part < stored_.size()) {
+    storages_.point_at(ChunkId{static_cast<std::uint32_t>(part)}, address);
+  } else if (gradients_[part - stored_.size()]) {
+    point(gradients_[part - stored_.size()], address);
+  }
+}
+
 void StoredWeights::forbid_addresses() {
-  for (std::size_t part = 0; part < parts_.size(); ++part) {
-    if (stored_[part % stored_.size()] && storage_of(part)) {
-      forbid_null(storage_of(part), kOnNvme);
-      point(storage_of(part), nullptr);
+  const auto forbid_it = [](const c10::Storage& storage) { forbid_null(storage, kOnNvme); };
+  for (std::size_t i = 0; i < stored_.size(); ++i) {
+    if (!stored_[i]) {
+      continue;
     }
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    storages_.for_each(chunk, forbid_it);
+    if (gradients_[i]) {
+      forbid_it(gradients_[i]);
+    }
+    bind(parameters_of(chunk), nullptr);
+    bind(gradients_of(chunk), nullptr);
   }
 }
 
@@ -168,7 +184,7 @@ std::unique_ptr<StoredWeights::Visit> StoredWeights::visit(std::span<const Weigh
     Part& part = parts_[parts[i]];
     ++part.num_visits;
     part.bound = true;
-    point(storage_of(parts[i]), holds[i].payloads().front().data());
+    bind(parts[i], holds[i].payloads().front().data());
   }
   return std::make_unique<Visit>(*this, std::move(parts), std::move(holds));
 }
@@ -186,7 +202,7 @@ void StoredWeights::unbind(std::span<const std::size_t> parts) noexcept {
   for (const std::size_t i : parts) {
     Part& part = parts_[i];
     if (--part.num_visits == 0 && std::exchange(part.bound, false)) {
-      point(storage_of(i), nullptr);
+      bind(i, nullptr);
     }
   }
 }

@@ -125,10 +125,8 @@ class StoredWeights final : public HomeStore {
  private:
   void await_operators() const noexcept;
   void unbind(std::span<const std::size_t> parts) noexcept;
-  [[nodiscard]] const c10::Storage& storage_of(std::size_t part) const {
-    return part < stored_.size() ? storages_.storage(ChunkId{static_cast<std::uint32_t>(part)})
-                                 : gradients_[part - stored_.size()];
-  }
+  /// Those of a part's tensors, at `address` or nowhere.
+  void bind(std::size_t part, std::byte* address) const noexcept;
 
   struct Part {
     std::size_t num_visits = 0;

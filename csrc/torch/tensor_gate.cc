@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "torch/chunk_storages.h"
 #include "torch/gil.h"
 #include "torch/torch_error.h"
 
@@ -50,7 +51,7 @@ class WatchedStorages {
     const std::lock_guard lock(mutex_);
     watchers_.erase(tensor.storage().unsafeGetStorageImpl());
   }
-  [[nodiscard]] Watcher find(const at::Tensor& tensor) {
+  [[nodiscard]] Watcher find(const at::TensorBase& tensor) {
     const std::lock_guard lock(mutex_);
     const auto found = watchers_.find(tensor.storage().unsafeGetStorageImpl());
     return found == watchers_.end() ? Watcher{} : found->second;
@@ -191,6 +192,7 @@ TensorGate::~TensorGate() {
   for (Group& group : groups_) {
     if (group.closed || group.guard != Guard::kNone) {
       for (const at::Tensor& tensor : group.tensors) {
+        allow(tensor.storage());
         WatchedStorages::instance().remove(tensor);
         unmark(tensor);
       }
@@ -218,6 +220,9 @@ void TensorGate::watch(std::size_t group, at::Tensor tensor) {
   if (groups_[group].closed || groups_[group].guard != Guard::kNone) {
     hold_back(group, tensor);
   }
+  if (groups_[group].closed) {
+    forbid_while_updated(tensor.storage());
+  }
   groups_[group].tensors.push_back(std::move(tensor));
 }
 
@@ -229,6 +234,7 @@ void TensorGate::close(std::size_t group) {
   ++num_closed_;
   for (const at::Tensor& tensor : groups_[group].tensors) {
     hold_back(group, tensor);
+    forbid_while_updated(tensor.storage());
   }
 }
 
@@ -237,6 +243,9 @@ void TensorGate::open_locked(std::size_t group) {
     return;
   }
   --num_closed_;
+  for (const at::Tensor& tensor : groups_[group].tensors) {
+    allow(tensor.storage());
+  }
   if (groups_[group].guard != Guard::kNone) {
     return;
   }
@@ -267,6 +276,19 @@ void TensorGate::pass_all() {
   const std::lock_guard lock(mutex_);
   for (std::size_t group = 0; group < groups_.size() && num_closed_ > 0; ++group) {
     pass_locked(group);
+  }
+}
+
+void await_closed(const at::TensorBase& tensor) {
+  if (!tensor.defined() || !tensor.key_set().has(kKey)) {
+    return;
+  }
+  const WatchedStorages::Watcher watcher = WatchedStorages::instance().find(tensor);
+  if (const auto gate = watcher.gate.lock()) {
+    for_torch([&] {
+      const GilRelease released;
+      gate->pass(watcher.group);
+    });
   }
 }
 

@@ -22,8 +22,9 @@ namespace castor {
 /// norm, a state_dict, zero_grad, another module. While nothing is closed it costs nothing.
 ///
 /// The means is a dispatch key that torch keeps for out-of-tree use (DeferredInit): a closed tensor
-/// carries it, and its kernel for every operator is the wait. What reads memory without an operator
-/// (data_ptr(), a storage) is not held back: call settle first.
+/// carries it, and its kernel for every operator is the wait. So does `.data`, with which torch
+/// begins to pickle a parameter. What else reads memory without an operator (data_ptr(), a storage)
+/// cannot be held back: meanwhile torch throws where it asks for the address.
 ///
 /// Tensors whose memory is not there all the time, or may become another's while an operator runs,
 /// are guarded: every operator on one, or on any tensor that shares its memory, is run within a
@@ -86,6 +87,9 @@ class TensorGate : public std::enable_shared_from_this<TensorGate> {
   const Settle settle_;
   const Visit visit_;
 };
+
+/// Waits as an operator on the tensor would, where its group is closed.
+void await_closed(const at::TensorBase& tensor);
 
 /// The tensor, for who reads its memory without an operator; a copy, where the tensor is guarded.
 [[nodiscard]] at::Tensor readable(const at::Tensor& tensor);

@@ -222,6 +222,8 @@ void Updater::submit(ChunkId chunk, const std::vector<ParamUpdate>& updates) {
   count(updates);
   if (aliased_(chunk)) {
     parts_.queue->wait(chunk);  // nothing would hold its readers back
+    parts_.gate.open(index(chunk));
+    parts_.gate.open(parts_.gradients.group(chunk));
   }
 }
 

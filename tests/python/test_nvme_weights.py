@@ -233,8 +233,9 @@ def test_an_address_is_refused_not_invented(tmp_path: Path) -> None:
         param.data_ptr,
         param.detach().numpy,
         param.detach().tolist,
-        lambda: copy.deepcopy(stored.model.state_dict()),
-        lambda: torch.save(stored.model.state_dict(), tmp_path / "model.pt"),
+        lambda: torch.save(param, tmp_path / "model.pt"),
+        lambda: torch.save(stored.model, tmp_path / "model.pt"),
+        lambda: torch.save(stored.model.state_dict(keep_vars=True), tmp_path / "model.pt"),
     ):
         with pytest.raises(RuntimeError, match=r"on NVMe.*\.clone\(\)"):
             read()

@@ -127,7 +127,9 @@ def test_reading_right_after_step_sees_the_new_values(name: str) -> None:
             boosted.optimizer.zero_grad()
             boosted.booster.backward(boosted.model(data(seed)), boosted.optimizer)
             boosted.optimizer.step()
-        assert pending(next(iter(boosted.model.parameters()))) == (overlap == "forward")
+        # Where somebody holds other tensors over the memory, step() has waited.
+        awaited = overlap == "none" or name in ("alias", "state_dict_of_before")
+        assert pending(next(iter(boosted.model.parameters()))) != awaited
         read[overlap] = flat(READINGS[name](boosted))
     assert len(read["none"]) == len(read["forward"]) > 0
     for early, late in zip(read["forward"], read["none"], strict=True):

@@ -60,4 +60,5 @@ def engine_settings(
         device=torch.device(config.device),
         gather_embeddings=config.gather_embeddings,
         trace_file=config.trace_file,
+        nvme_directory=config.nvme_paths[0] if config.nvme_paths else None,
     )

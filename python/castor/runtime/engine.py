@@ -23,6 +23,7 @@ from castor.runtime.history import StepHistory
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.report import MemoryReport
 from castor.runtime.spec import ModelSpec, check_distinct_memory
+from castor.runtime.stored_weight import StoredWeights
 from castor.runtime.trace_file import read_trace, write_trace
 
 WORKING_DTYPES: dict[Precision, torch.dtype] = {
@@ -45,6 +46,8 @@ class EngineSettings:
     """Whether embeddings stay at home, where forward reads the rows that it looks up."""
     trace_file: Path | None = None
     """A trace of this model from an earlier run."""
+    nvme_directory: Path | None = None
+    """Of the NVMe tier, the first; None: there is none."""
 
 
 class Engine:
@@ -166,11 +169,14 @@ class Engine:
             model.register_forward_pre_hook(
                 InputCast(WORKING_DTYPES[self.settings.precision], self.device), with_kwargs=True
             )
+        stored = self.settings.nvme_directory and StoredWeights(self.settings.nvme_directory)
         for i, owner in enumerate(spec.modules):
             module = owner.module
             # keep_vars=True hands out the parameters themselves, whose storages are read without an
             # operator.
             module.register_state_dict_pre_hook(ModuleHook(_settle, self))
+            if stored:
+                module.register_state_dict_post_hook(ModuleHook(stored.lend, self))
             enter, leave = (
                 ModuleHook(self.session.forward_pre_hook(i, module)),
                 ModuleHook(self.session.forward_hook(i, module)),

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import Any, NoReturn
+import operator
+from collections.abc import Callable
+from typing import Any
 
-from castor.errors import UsageError
+does_nothing: Callable[..., None] = contextlib.nullcontext().__exit__
+"""The hook of a copy: takes anything, and is the standard library's, which every reader of the
+copy's pickle has."""
 
 
 class ModuleHook(functools.partial[Any]):
     """A hook that belongs to one boosted model: it keeps the model's engine alive, as modules do.
 
-    copy.deepcopy takes a module's hooks along. The copy is an ordinary module, which must neither
-    run a boosted model's hooks nor keep its memory: it gets one that does nothing.
+    copy.deepcopy and pickle take a module's hooks along. The copy is an ordinary module, which must
+    neither run a boosted model's hooks nor keep its memory: it gets one that does nothing.
     """
 
     def __deepcopy__(self, _: dict[int, Any]) -> Any:
         """What a copy of the module gets."""
         return does_nothing
 
-    def __reduce_ex__(self, _: Any) -> NoReturn:
-        """Refused: what is unpickled could not share the parameters' memory with the optimizer.
-
-        Raises:
-            UsageError: Always.
-        """
-        raise UsageError(
-            "a boosted model cannot be pickled, its parameters lie in castor's chunks: write it "
-            "with booster.save_model or torch.save(model.state_dict(), path), or pickle "
-            "copy.deepcopy(model), which is an ordinary model"
-        )
-
-
-def does_nothing(*_: Any, **__: Any) -> None:
-    """The hook of a copy."""
+    def __reduce_ex__(self, _: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """What a pickle of the module holds, and torch.save: it is read as an ordinary model."""
+        return operator.itemgetter(0), ((does_nothing,),)
