@@ -16,11 +16,14 @@ from castor.errors import UsageError
 from castor.runtime.engine import Engine
 
 TILE_BYTES = 16 * 2**20
-"""Of a tile's logits in float32, where the user gives no number of rows."""
+TILE_SHARE = 64
+"""Where the user gives no number of rows, a tile's logits in float32 take this many bytes, or this
+part of the device budget if that is more: a product of few rows is slow."""
 WORTH_BYTES = 16 * 2**20
-"""Logits below this in float32 are computed as ever with "auto"..."""
 WORTH_SHARE = 16
-"""...and those below this part of the device budget."""
+""""auto" tiles where that leaves this many bytes free, and this part of the device budget."""
+COPIES = 3
+"""Of the logits in float32 that the loss holds at once in its backward."""
 _FLOAT32 = 4
 
 
@@ -91,7 +94,7 @@ class _DeferringForward:
         module = self._module()
         assert module is not None
         if _defers(module, hidden):
-            rows = self._rows_per_tile(hidden.numel() // hidden.shape[-1], module.out_features)
+            rows = self._rows_per_tile(hidden.numel() // hidden.shape[-1], module)
             if rows:
                 logits: torch.Tensor = HeadFunction.apply(  # type: ignore[no-untyped-call]
                     hidden, module.weight, module.bias, self._head, module, rows
@@ -99,16 +102,17 @@ class _DeferringForward:
                 return logits
         return nn.Linear.forward(module, hidden)
 
-    def _rows_per_tile(self, rows: int, vocabulary: int) -> int:
+    def _rows_per_tile(self, rows: int, module: nn.Linear) -> int:
         """0: the logits are computed at once."""
         if type(self._tile_logits) is int:
             return self._tile_logits
-        row_bytes = vocabulary * _FLOAT32
-        if self._tile_logits == "auto" and rows * row_bytes < max(
-            WORTH_BYTES, self._device_bytes // WORTH_SHARE
-        ):
-            return 0
-        return max(1, TILE_BYTES // row_bytes)
+        row_bytes = module.out_features * _FLOAT32
+        tile = max(1, max(TILE_BYTES, self._device_bytes // TILE_SHARE) // row_bytes)
+        saved = COPIES * (rows - tile) * row_bytes
+        if module.weight.requires_grad and module.weight.dtype != torch.float32:
+            saved -= _FLOAT32 * module.weight.numel()  # the sum of the head's gradient
+        worth = max(WORTH_BYTES, self._device_bytes // WORTH_SHARE)
+        return 0 if self._tile_logits == "auto" and saved < worth else tile
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """The forward of a copy of the module."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from castor.activations import operators
 from castor.activations.deferred import DeferredLogits, Uncomputed
@@ -88,13 +89,13 @@ class Loss:
             logits: On the way from the head to the loss.
             grad: Of the loss.
         """
-        start = logits.original(keep=False).detach().requires_grad_()
+        start, edge = _begin_graph(logits.original(keep=False))
         with torch.enable_grad():
-            values = start
             for step in logits.steps_to(self.logits):
-                values = step(values)
-            loss = self.of(values, self.target, self.reduction)
-        return torch.autograd.grad(loss, start, grad)[0]
+                start = step(start)
+            loss = self.of(start, self.target, self.reduction)
+        del start
+        return torch.autograd.grad(loss, edge, grad)[0]
 
 
 class LazyGradient:
@@ -217,11 +218,12 @@ def tiled_backward(
     of_weight = _Sum(weight.dtype) if wanted[1] else None
     of_bias = _Sum(weight.dtype) if wanted[2] else None
     for rows, hidden in loss.tiles():
-        logits = source.project(hidden).requires_grad_()
+        logits, edge = _begin_graph(source.project(hidden))
         with torch.enable_grad():
             losses = loss.of(loss.changed_by_element(logits), loss.target[rows], "none")
-        of_logits = torch.autograd.grad(losses, logits, grad[rows])[0]
-        del logits, losses
+        del logits
+        of_logits = torch.autograd.grad(losses, edge, grad[rows])[0]
+        del losses
         if of_hidden is not None:
             of_hidden[rows if numbers is None else numbers[rows]] = of_logits.mm(weight)
         if of_bias is not None:
@@ -233,6 +235,28 @@ def tiled_backward(
         None if of_weight is None else of_weight.rounded(),
         None if of_bias is None else of_bias.rounded(),
     )
+
+
+class _GraphBegins(torch.autograd.Function):
+    """A tensor whose gradient can be asked for when it is gone; a leaf would hold it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Gives the values, in a graph."""
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Never reached: the gradient is taken before."""
+        return None, None
+
+
+def _begin_graph(values: torch.Tensor) -> tuple[torch.Tensor, GradientEdge]:
+    """(the values, requiring a gradient; what to ask for it)."""
+    anchor = torch.empty((), requires_grad=True)
+    with torch.enable_grad():
+        start: torch.Tensor = _GraphBegins.apply(anchor, values)  # type: ignore[no-untyped-call]
+    return start, get_gradient_edge(start)
 
 
 class _Sum:

@@ -96,9 +96,9 @@ class GeminiPlugin:
             to another module comes to the device for that one. Same bits. For "auto" and "cpu".
         tile_logits: Whether cross-entropy over the output embedding's logits computes them in tiles
             of rows, forward and backward, and never holds them all; other uses of the logits get
-            their values. True, False, or how many rows a tile has. "auto": where the logits take
-            16 MiB and 1/16 of device_memory or more. One tile is plain PyTorch's bits; with more,
-            the loss and the output embedding's gradient are sums in another order.
+            their values. True, False, or how many rows a tile has. "auto": where that leaves 16 MiB
+            and 1/16 of device_memory free. One tile is plain PyTorch's bits; with more, the loss
+            and the output embedding's gradient are sums in another order.
         initial_scale: fp16: loss scale at the start.
         min_scale: fp16: lowest loss scale.
         growth_factor: fp16: growth of the loss scale.
