@@ -669,6 +669,61 @@ def test_auto_leaves_small_logits_alone_and_tiles_large_ones() -> None:
     assert saved > reports[0].logit_unheld_bytes
 
 
+def test_auto_counts_the_sum_of_the_heads_gradient() -> None:
+    """In 16 bits it takes 4 bytes a weight: with few rows and a wide head nothing is saved."""
+
+    def tiles(precision: str) -> int:
+        torch.manual_seed(0)
+        config = hf.LlamaConfig(
+            vocab_size=40_000, hidden_size=512, intermediate_size=16, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256,
+        )  # fmt: skip
+        model = hf.AutoModelForCausalLM.from_config(config)
+        boosted = boost(model, "256MiB", precision=precision)
+        ids = torch.arange(160).view(1, -1)
+        model(input_ids=ids, labels=ids)
+        return boosted.report().logit_tiles
+
+    assert tiles("fp32") == 2
+    assert tiles("bf16") == 0
+
+
+@pytest.mark.parametrize("tile", [1000, 5])
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_gradient_checkpointing_beside_tiles(name: str, tile: int) -> None:
+    case = MODELS[name]
+    runs = []
+    for setting in (False, tile):
+        boosted = boost(case.model(checkpointing=True), tile_logits=setting)
+        runs.append(train(boosted, case, own_loss, 3, 2))
+        assert boosted.report().divergent_steps == 0
+    for mine, theirs in zip(runs[1], runs[0], strict=True):
+        assert abs(mine - theirs) <= (0 if tile == 1000 else 1e-5) * abs(theirs)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+@pytest.mark.parametrize("tile", [1000, 5])
+def test_tuples_backward_hooks_and_casts_of_outputs(tile: int) -> None:
+    from accelerate.utils import convert_outputs_to_fp32
+
+    plain, batch, boosted = pair(tile=tile)
+    results = []
+    for model in (plain, boosted.model):
+        seen: list[torch.Tensor] = []
+        handle = model.register_full_backward_hook(
+            lambda _, __, grads, seen=seen: seen.extend(g + 0 for g in grads if g is not None)
+        )
+        loss, logits, *_ = model(**batch, return_dict=False, use_cache=False)
+        (loss + logits.float().square().mean()).backward()
+        handle.remove()
+        results.append([loss.detach(), *seen, *gradients(model).values()])
+        model.zero_grad()
+    for actual, expected in zip(results[1], results[0], strict=True):
+        assert relative(actual, expected) <= LOSS_TOLERANCE
+    outputs = convert_outputs_to_fp32(boosted.model.forward)(**batch)
+    assert torch.equal(outputs.logits, plain(**batch).logits)
+
+
 def test_bad_values_are_refused_with_a_sentence() -> None:
     for value in (0, -3):
         with pytest.raises(ValueError, match=r"tile_logits is .*at least 1"):
