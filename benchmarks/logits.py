@@ -105,9 +105,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "logits.json")
     args = parser.parse_args()
     machine, rounds = describe_machine(), 1 if args.quick else args.rounds
-    layers, width, tokens = (2, 64, (1, 512)) if args.quick else (12, 128, (1, 512))
+    layers, width = (1, 32) if args.quick else (12, 128)
+    rows, tokens = ((1, 1024), (1, 256)) if args.quick else ((4, 512), (1, 512))
     results = {
-        f"GPT-2, {layers} layers": measure(Model(layers=layers).build, VOCAB, (4, 512), rounds),
+        f"GPT-2, {layers} layers": measure(Model(layers=layers).build, VOCAB, rows, rounds),
         "Llama, 128k vocabulary": measure(
             lambda: small_llama(width), LARGE_VOCABULARY, tokens, rounds
         ),

@@ -354,7 +354,7 @@ def test_logits_are_there_after_backward_and_inside_inference_mode() -> None:
     assert torch.equal(outputs.logits, expected.logits), "values once read stay"
     outputs = boosted.model(**batch)
     boosted.step(outputs.loss)
-    with pytest.raises(castor.UsageError, match=r"have been updated since; .*tile_logits=False"):
+    with pytest.raises(castor.UsageError, match=r"weights were updated since; .*tile_logits=False"):
         outputs.logits.argmax(-1)
     assert "not computed" in repr(outputs.logits)
     assert "not computed" in repr(outputs)

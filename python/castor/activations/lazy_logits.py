@@ -76,15 +76,11 @@ class Source:
             self.spent and self.head.updates_in_backward
         )
         if updated or self._versions != self._current_versions():
+            changed = "the weights were updated" if updated else "what they come from was written"
             raise UsageError(
                 "these logits were not computed in their forward, castor computes them when they "
-                "are read (GeminiPlugin(tile_logits=...)), and "
-                + (
-                    "the weights have been updated"
-                    if updated
-                    else "what they come from was written"
-                )
-                + " since; read them before, or pass tile_logits=False"
+                f"are read (GeminiPlugin(tile_logits=...)), and {changed} since; read them before, "
+                "or pass tile_logits=False"
             )
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:

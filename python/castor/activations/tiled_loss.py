@@ -76,6 +76,7 @@ class Loss:
         for rows, hidden in self.tiles():
             logits = self.changed_by_element(self.logits.source.project(hidden))
             losses[rows] = self.of(logits, self.target[rows], "none")
+            del logits  # before the next tile
         if self.reduction == "none":
             return losses
         total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
@@ -230,6 +231,7 @@ def tiled_backward(
             of_bias.add(of_logits.sum(0, dtype=of_bias.precise))
         if of_weight is not None:
             of_weight.add_product(of_logits.t(), hidden)
+        del of_logits  # before the next tile
     return (
         None if of_hidden is None else of_hidden.view(shape),
         None if of_weight is None else of_weight.rounded(),
