@@ -75,7 +75,7 @@ PY_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"config", "lazy"}),
     frozenset({"runtime"}),
-    frozenset({"optim", "distributed", "checkpoint"}),
+    frozenset({"optim", "distributed", "checkpoint", "activations"}),
     frozenset({"plugins"}),
     frozenset({"booster", "io_bench"}),
     frozenset({"report", "estimate", "doctor", "selftest"}),

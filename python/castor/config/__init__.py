@@ -1,6 +1,13 @@
 """What is told to castor, and what it finds out about the machine: settings, units, memory."""
 
-from castor.config.names import NonFinite, Overlap, PlacementPolicy, Precision, StateFormat
+from castor.config.names import (
+    NonFinite,
+    Overlap,
+    PlacementPolicy,
+    Precision,
+    StateFormat,
+    TileLogits,
+)
 from castor.config.settings import (
     GeminiConfig,
     LossScalerConfig,
@@ -17,6 +24,7 @@ __all__ = [
     "PlacementPolicy",
     "Precision",
     "StateFormat",
+    "TileLogits",
     "check_format_of_precision",
     "check_fraction",
     "parse_bandwidth",

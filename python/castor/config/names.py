@@ -16,6 +16,7 @@ ScalarType = Literal["float32", "bfloat16", "float16"]
 Overlap = Literal["none", "forward", "backward"]
 NonFinite = Literal["skip", "raise", "ignore"]
 StateFormat = Literal["fp32", "split", "split_bf16", "split_int8"]
+TileLogits = Literal["auto"] | bool | int
 LoadedWeights = Literal["none", "some", "all"]
 
 SCALAR_TYPES: dict[Precision, ScalarType] = {

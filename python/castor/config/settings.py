@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from castor.config.names import NonFinite, Overlap, PlacementPolicy, Precision, StateFormat
+from castor.config.names import (
+    NonFinite,
+    Overlap,
+    PlacementPolicy,
+    Precision,
+    StateFormat,
+    TileLogits,
+)
 
 
 def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -46,6 +53,16 @@ def check_format_of_precision(what: str, state_format: str, precision: str) -> N
             f"{what} splits the float32 master of bfloat16 parameters, and precision is "
             f"{precision!r}; use precision='bf16', or optim_state_format='fp32'"
         )
+
+
+def _check_tile_logits(value: object) -> None:
+    if isinstance(value, bool) or value == "auto":
+        return
+    asked = "choose 'auto', True, False, or how many rows to compute at once"
+    if not isinstance(value, int):
+        raise TypeError(f"tile_logits is {value!r}; {asked}")
+    if value < 1:
+        raise ValueError(f"tile_logits is {value}; {asked}, at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +144,8 @@ class GeminiConfig:
     nvme_verify: bool = True
     gather_embeddings: bool = False
     """Whether embeddings stay at home, where forward reads the rows that it looks up."""
+    tile_logits: TileLogits = "auto"
+    """Whether, or in how many rows at once, the loss computes the logits."""
     device: str = "cpu"
     """Where the model computes: "cpu" or a GPU such as "cuda:0"."""
 
@@ -170,6 +189,7 @@ class GeminiConfig:
                 "gather_embeddings=True leaves embeddings on the host, and placement_policy="
                 f"{self.placement_policy!r} says itself what is there; use 'auto' or 'cpu'"
             )
+        _check_tile_logits(self.tile_logits)
         if self.optim_state_format is not None:
             _choice("optim_state_format", self.optim_state_format, get_args(StateFormat))
             check_format_of_precision(

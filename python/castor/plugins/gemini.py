@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from castor.activations import defer_logits, output_embedding
 from castor.config import (
     GeminiConfig,
     LossScalerConfig,
@@ -21,6 +22,7 @@ from castor.config import (
     PlacementPolicy,
     Precision,
     StateFormat,
+    TileLogits,
     check_fraction,
     parse_bandwidth,
     parse_bytes,
@@ -32,34 +34,10 @@ from castor.optim.boosted_state import choose_state_format
 from castor.optim.rules import rule_of
 from castor.plugins.engine_settings import engine_settings
 from castor.plugins.machine import choose_budgets, choose_device, warn_of_budgets
+from castor.plugins.not_yet import check_not_yet
 from castor.runtime.engine import Engine, check_not_boosted
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.ranks import check_one_process
-
-# Arguments of Colossal-AI's GeminiPlugin that this version knows but cannot honour: the value that
-# asks for nothing, and what to do instead.
-_NOT_YET: dict[str, tuple[object, str]] = {
-    "chunk_config_dict": (None, "give chunk_bytes"),
-    "chunk_init_device": (None, "chunks are built on the host"),
-    "master_weights": (True, "16-bit precisions always keep fp32 master weights"),
-    "force_outputs_fp32": (False, "cast the outputs in the training loop"),
-    "strict_ddp_mode": (False, "there is one process"),
-    "search_range_m": (None, "give chunk_bytes"),
-    "hidden_dim": (None, "give chunk_bytes"),
-    "min_chunk_size_m": (None, "give chunk_bytes"),
-    "memstats": (None, "give trace_file"),
-    "tp_size": (1, "there is one process"),
-    "extra_dp_size": (1, "there is one process"),
-    "enable_all_optimization": (False, "turn it on in the model"),
-    "enable_fused_normalization": (False, "turn it on in the model"),
-    "enable_flash_attention": (False, "use the model's attn_implementation"),
-    "enable_jit_fused": (False, "turn it on in the model"),
-    "enable_sequence_parallelism": (False, "there is one process"),
-    "enable_async_reduce": (False, "there is one process"),
-    "use_fp8": (False, "use bf16"),
-    "fp8_communication": (False, "there is one process"),
-    "nvme_dir": (None, "give nvme_path"),
-}
 
 _NAMED = 3
 """Parameters that a warning names, of many."""
@@ -117,6 +95,11 @@ class GeminiPlugin:
             rows that it looks up there, a GPU over its link: no device memory and no copy for the
             other rows. Pays where a batch has far fewer tokens than the vocabulary. A weight tied
             to another module comes to the device for that one. Same bits. For "auto" and "cpu".
+        tile_logits: Whether cross-entropy over the output embedding's logits computes them in tiles
+            of rows, forward and backward, and never holds them all; other uses of the logits get
+            their values. True, False, or how many rows a tile has. "auto": where that leaves 16 MiB
+            and 1/16 of device_memory free. One tile is plain PyTorch's bits; with more, the loss
+            and the output embedding's gradient are sums in another order.
         initial_scale: fp16: loss scale at the start.
         min_scale: fp16: lowest loss scale.
         growth_factor: fp16: growth of the loss scale.
@@ -183,6 +166,7 @@ class GeminiPlugin:
         steady_cuda_cap_ratio: float = 1.0,
         gpu_margin_mem_ratio: float | None = None,
         gather_embeddings: bool = False,
+        tile_logits: TileLogits = "auto",
         initial_scale: float = 2.0**16,
         min_scale: float = 1.0,
         growth_factor: float = 2.0,
@@ -202,7 +186,7 @@ class GeminiPlugin:
         nvme_verify: bool = True,
         **not_yet: Any,
     ) -> None:
-        _check_not_yet(not_yet)
+        check_not_yet(not_yet)
         chosen = choose_device(device)
         on_gpu = chosen.type != "cpu"
         if pin_memory and not on_gpu:
@@ -255,6 +239,7 @@ class GeminiPlugin:
             steady_cuda_cap_ratio=steady_cuda_cap_ratio,
             gpu_margin_mem_ratio=gpu_margin_mem_ratio,
             gather_embeddings=gather_embeddings,
+            tile_logits=tile_logits,
             max_norm=max_norm,
             nonfinite=cast(NonFinite, nonfinite),
             loss_scaler=LossScalerConfig(
@@ -286,7 +271,8 @@ class GeminiPlugin:
         """Takes model and optimizer over, in place. Called by Booster.boost.
 
         Raises:
-            UsageError: The model or optimizer cannot be boosted; neither is changed.
+            UsageError: The model or optimizer cannot be boosted, or tile_logits is not "auto" and
+                the model has no logits that castor can compute in tiles; neither is changed.
             OutOfMemoryError: A budget is too small; neither is changed.
             NotImplementedError: The optimizer is not supported in this precision, or there are
                 several processes.
@@ -297,6 +283,7 @@ class GeminiPlugin:
         check_one_process()
         check_not_boosted(model)
         choice = choose_state_format(optimizer, self.config)
+        head = output_embedding(model, self.config.tile_logits)
         config = self._with_nvme_of(optimizer)
         rule, held = None, None
         if optimizer is not None:
@@ -313,6 +300,8 @@ class GeminiPlugin:
             ),
             updated=held,
         )
+        if head is not None:
+            defer_logits(engine, head, config)
         if optimizer is None:
             return engine, None
         driver = StepDriver(optimizer, engine, config, rule=rule, seed=choice.seed)
@@ -340,15 +329,6 @@ class GeminiPlugin:
             nvme_paths=parse_paths(directory, "nvme_offload_dir"),
             nvme_offload_fraction=fraction,
         )
-
-
-def _check_not_yet(arguments: dict[str, Any]) -> None:
-    for name, value in arguments.items():
-        if name not in _NOT_YET:
-            raise TypeError(f"GeminiPlugin has no argument {name!r}")
-        neutral, instead = _NOT_YET[name]
-        if value != neutral:
-            raise NotImplementedError(f"{name}={value!r} is not supported yet: {instead}")
 
 
 def _policy(placement: str | None, tensor_placement: str | None) -> str:

@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from castor.runtime.device import make_backend
 from castor.runtime.guard import guard
 from castor.runtime.history import StepHistory
 from castor.runtime.hooks import ModuleHook
-from castor.runtime.report import MemoryReport
+from castor.runtime.report import LogitFigures, MemoryReport
 from castor.runtime.spec import ModelSpec, check_distinct_memory
 from castor.runtime.stored_weight import StoredWeights
 from castor.runtime.trace_file import read_trace, write_trace
@@ -98,7 +98,12 @@ class Engine:
             self.session.zero_states()  # last: memory holds no states while values are made
         self.model_name = type(model).__name__
         self.modules = [module.name for module in spec.modules]
+        self.positions = weakref.WeakKeyDictionary(
+            {module.module: i for i, module in enumerate(spec.modules)}
+        )
+        """Of the modules that the session follows, in its order."""
         self.history = StepHistory()
+        self.logits = LogitFigures()
         self._install_hooks(model, spec)
         _convert_buffers(model, WORKING_DTYPES[settings.precision], self.device)
         guard(model)
@@ -200,7 +205,7 @@ class Engine:
     def report(self) -> MemoryReport:
         """The figures so far."""
         figures: dict[str, Any] = dict(self.session.report())
-        return MemoryReport(**figures, skipped_steps=self.skipped_steps)
+        return MemoryReport(**figures, **asdict(self.logits), skipped_steps=self.skipped_steps)
 
     def save_trace(self, path: Path, model: nn.Module) -> None:
         """Writes the trace that the current plan was made from.

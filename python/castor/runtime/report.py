@@ -17,6 +17,28 @@ class MemoryUse:
     """Chunk payloads on the host, and room there for those that are promoted."""
 
 
+@dataclass(kw_only=True)
+class LogitFigures:
+    """What losses over deferred logits did; see MemoryReport."""
+
+    logit_rows_per_tile: int = 0
+    logit_tiles: int = 0
+    logit_unheld_bytes: int = 0
+
+    def note(self, *, rows: int, rows_per_tile: int, row_bytes: int) -> None:
+        """A loss was computed.
+
+        Args:
+            rows: Rows of its logits.
+            rows_per_tile: At most this many at once.
+            row_bytes: Of one row, in the type that the loss takes.
+        """
+        self.logit_rows_per_tile = min(rows, rows_per_tile)
+        self.logit_tiles = -(-rows // rows_per_tile)
+        unheld = (rows - self.logit_rows_per_tile) * row_bytes
+        self.logit_unheld_bytes = max(self.logit_unheld_bytes, unheld)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
     """Figures since boost. Sizes are bytes."""
@@ -61,6 +83,12 @@ class MemoryReport:
     """Optimizer steps."""
     plans: int
     """Times the planner ran."""
+    logit_rows_per_tile: int
+    """Rows in which the last loss over deferred logits was computed; 0: there was none."""
+    logit_tiles: int
+    """Tiles of that loss."""
+    logit_unheld_bytes: int
+    """Logits, of the largest such loss, that never stood in memory: all but a tile."""
     num_chunks: int
     """Chunks of the model."""
     chunk_bytes: int

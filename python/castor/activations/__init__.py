@@ -1,0 +1,5 @@
+"""What a step keeps on the device beside the chunks, and how it is made less."""
+
+from castor.activations.output_embedding import defer_logits, output_embedding
+
+__all__ = ["defer_logits", "output_embedding"]

@@ -1,0 +1,199 @@
+"""Tensors without values: torch sees shape and type, and whoever wants the values gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.utils._pytree import tree_map
+
+from castor.activations import operators
+from castor.activations.lazy_logits import LazyLogits, Step
+from castor.errors import UsageError
+
+_Tensor = torch.Tensor
+
+_READ_A_STORAGE = frozenset(
+    {
+        _Tensor.numpy,
+        _Tensor.tolist,
+        _Tensor.__array__,
+        _Tensor.__dlpack__,
+        _Tensor.__deepcopy__,
+        _Tensor.__reduce_ex__,
+        _Tensor.data_ptr,
+        _Tensor.untyped_storage,
+        _Tensor.storage,
+        _Tensor._typed_storage,
+        _Tensor.share_memory_,
+        _Tensor.is_set_to,
+    }
+)
+"""Functions of tensors that reach memory without an operator."""
+
+
+class Uncomputed(torch.Tensor):
+    """A tensor whose values are computed when somebody wants them.
+
+    Below autograd: the graph over it is that of any tensor, and each operator of torch is given the
+    values, unless a subclass knows better (`_stays_uncomputed`).
+    """
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, device: torch.device, *_: Any) -> Uncomputed:
+        """A tensor of the shape, strides and type of `like`."""
+        tensor: Uncomputed = torch.Tensor._make_wrapper_subclass(
+            cls, like.size(), strides=like.stride(), dtype=like.dtype, device=device
+        )
+        # Not a null pointer for code that asks for an address without an operator.
+        torch._C._set_throw_on_mutable_data_ptr(tensor)
+        return tensor
+
+    def values(self) -> torch.Tensor:
+        """The values, without a graph, in memory that every tensor over them shares."""
+        raise NotImplementedError
+
+    def expose(self) -> None:
+        """The memory of the values is about to be written, or to be known outside."""
+        raise NotImplementedError
+
+    def _stays_uncomputed(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> torch.Tensor | None:
+        """What an operator gives whose first argument this is, if it needs no values."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Loss functions may run in tiles; what reads memory gets a tensor that has some."""
+        kwargs = kwargs or {}
+        if func is F.cross_entropy:
+            from castor.activations.functions import tiled_cross_entropy
+
+            loss = tiled_cross_entropy(*args, **kwargs)
+            if loss is not None:
+                return loss
+        elif func is _Tensor.__repr__:
+            return _described(args[0], args[1:], kwargs)
+        elif func in _READ_A_STORAGE:
+            args, kwargs = tree_map(_with_memory, args), tree_map(_with_memory, kwargs)
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs an operator below autograd."""
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Uncomputed):
+            result = args[0]._stays_uncomputed(func, args[1:], kwargs)
+            if result is not None:
+                return result
+        wrapped: dict[int, Uncomputed] = {}
+        exposes = func._schema.is_mutable or any(r.alias_info for r in func._schema.returns)
+
+        def values_of(value: Any) -> Any:
+            if not isinstance(value, Uncomputed):
+                return value
+            values = value.values()
+            wrapped[id(values)] = value
+            if exposes:
+                value.expose()
+            return values
+
+        result = func(*tree_map(values_of, args), **tree_map(values_of, kwargs))
+        if not func._schema.is_mutable:
+            return result
+        for tensor in wrapped.values():
+            if tensor.shape != tensor.values().shape or tensor.dtype != tensor.values().dtype:
+                raise UsageError(
+                    f"{func} changes the shape of logits in place, which castor's deferred logits "
+                    "cannot follow; pass GeminiPlugin(tile_logits=False)"
+                )
+        return tree_map(lambda value: wrapped.get(id(value), value), result)
+
+
+class DeferredLogits(Uncomputed):
+    """Logits, or what casts, scalings and arrangements of rows make of them."""
+
+    def __init__(self, like: torch.Tensor, device: torch.device, logits: LazyLogits) -> None:
+        self.logits = logits
+
+    @classmethod
+    def of(cls, logits: LazyLogits) -> DeferredLogits:
+        """A tensor over `logits`."""
+        return cls(logits.like, logits.source.hidden.device, logits)
+
+    def values(self) -> torch.Tensor:
+        """See Uncomputed.
+
+        Raises:
+            UsageError: They were not computed before, and the weights have changed.
+        """
+        return self.logits.value()
+
+    def expose(self) -> None:
+        """See Uncomputed."""
+        self.logits.expose()
+
+    def _stays_uncomputed(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> torch.Tensor | None:
+        if func in operators.SAME_VALUES:
+            return DeferredLogits.of(self.logits)
+        logits = self.logits
+        if not logits.clean or kwargs.get("device") not in (None, self.device):
+            return None
+        like = operators.stays_uncomputed(logits.like, func, args, kwargs)
+        if like is None:
+            return None
+        step = Step(func, args, dict(kwargs))
+        return DeferredLogits.of(LazyLogits(logits.source, like, logits, step))
+
+
+class _WithMemory(torch.autograd.Function):
+    """The same values as a tensor with memory, in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Uncomputed) -> torch.Tensor:
+        """Gives the values."""
+        return tensor.values().detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        """Passes the gradient."""
+        return grad
+
+
+def _with_memory(value: Any) -> Any:
+    if not isinstance(value, Uncomputed):
+        return value
+    value.expose()
+    if value.requires_grad and torch.is_grad_enabled():
+        return _WithMemory.apply(value)  # type: ignore[no-untyped-call]
+    return value.values().detach().requires_grad_(value.requires_grad)
+
+
+def _described(tensor: Uncomputed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """What print shows: the values while there is a way to them."""
+    try:
+        with_memory = _with_memory(tensor)
+    except UsageError:
+        shape, dtype = tuple(tensor.shape), tensor.dtype
+        return f"{type(tensor).__name__}(not computed, shape={shape}, dtype={dtype})"
+    description: str = torch.Tensor.__repr__(with_memory, *args, **kwargs)  # type: ignore[no-untyped-call]
+    return description

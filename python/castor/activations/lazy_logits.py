@@ -1,0 +1,236 @@
+"""What logits that are not computed are made of: hidden states, a head, and the operators since."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from castor.activations.operators import ORDER_KEEPING_STEPS, ROW_STEPS, VIEW_STEPS
+from castor.errors import UsageError
+from castor.runtime.engine import Engine
+
+
+class Head:
+    """The output embedding of a boosted model.
+
+    Args:
+        engine: The model's.
+        module: The embedding; one that the engine follows.
+        position: Its position among the engine's modules.
+        updates_in_backward: Whether its weights may change before step().
+    """
+
+    def __init__(
+        self, engine: Engine, module: nn.Linear, position: int, *, updates_in_backward: bool
+    ) -> None:
+        self.engine = engine
+        self.updates_in_backward = updates_in_backward
+        self._enter = engine.session.forward_pre_hook(position, module)
+        self._leave = engine.session.forward_hook(position, module)
+
+    @contextmanager
+    def running(self, module: nn.Module) -> Iterator[None]:
+        """The head computes outside its forward: its chunk is pinned, and the trace has it."""
+        with torch.enable_grad():  # a moment of training, also inside an autograd function
+            self._enter(module, ())
+        try:
+            yield
+        finally:
+            with torch.enable_grad():
+                self._leave(module, (), ())
+
+
+class Source:
+    """What the head was given in one forward, and the weights as they were."""
+
+    def __init__(
+        self, head: Head, module: nn.Linear, hidden: torch.Tensor, rows_per_tile: int
+    ) -> None:
+        self.head = head
+        self.module = module
+        self.hidden = hidden
+        self.rows_per_tile = rows_per_tile
+        self.spent = False
+        """Whether a backward has come as far as the head."""
+        self._steps = head.engine.history.totals.steps
+        self._versions = self._current_versions()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the logits."""
+        return self.hidden.numel() // self.hidden.shape[-1]
+
+    def _current_versions(self) -> list[int]:
+        read = (self.hidden, *self.module._parameters.values())
+        return [tensor._version for tensor in read if tensor is not None]
+
+    def check(self) -> None:
+        """Raises UsageError if what the head would compute now is not what it would have then."""
+        updated = self._steps != self.head.engine.history.totals.steps or (
+            self.spent and self.head.updates_in_backward
+        )
+        if updated or self._versions != self._current_versions():
+            changed = "the weights were updated" if updated else "what they come from was written"
+            raise UsageError(
+                "these logits were not computed in their forward, castor computes them when they "
+                f"are read (GeminiPlugin(tile_logits=...)), and {changed} since; read them before, "
+                "or pass tile_logits=False"
+            )
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The head's output for some of its rows."""
+        return F.linear(hidden, self.module.weight, self.module.bias)
+
+    def whole(self) -> torch.Tensor:
+        """All logits, not kept.
+
+        Raises:
+            UsageError: As check.
+        """
+        self.check()
+        with torch.inference_mode(False), torch.no_grad():
+            return self.project(self.hidden)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One of torch's operators over logits, all arguments but the first."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the result shares memory with what it is made of."""
+        return self.func in VIEW_STEPS
+
+    @property
+    def moves_rows(self) -> bool:
+        """Whether it chooses and arranges rows; otherwise it changes each element by itself."""
+        return self.func in ROW_STEPS
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        """The operator's result."""
+        result: torch.Tensor = self.func(values, *self.args, **self.kwargs)
+        return result
+
+
+class LazyLogits:
+    """Logits, or what casts, scalings and arrangements of rows make of them, without values.
+
+    Values that were computed are kept, for every tensor over these. User code may write to them:
+    `clean` says that it cannot have. A copy of logits that were written later is made of the
+    original.
+
+    Args:
+        source: What they come from.
+        like: Shape, strides and type, on the meta device.
+        parent: What `step` is applied to; None: these are the head's output.
+        step: The operator.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        like: torch.Tensor,
+        parent: LazyLogits | None = None,
+        step: Step | None = None,
+    ) -> None:
+        self.source = source
+        self.like = like
+        self.parent = parent
+        self.step = step
+        self._value: torch.Tensor | None = None
+        self._exposed = False
+
+    @classmethod
+    def of_head(cls, source: Source) -> LazyLogits:
+        """The head's output."""
+        shape = (*source.hidden.shape[:-1], source.module.weight.shape[0])
+        return cls(source, torch.empty(shape, dtype=source.hidden.dtype, device="meta"))
+
+    @property
+    def clean(self) -> bool:
+        """Whether the values are, for sure, those that the source and the steps give."""
+        if self._exposed:
+            return False
+        return self.parent is None or not _step_of(self).is_view or self.parent.clean
+
+    def expose(self) -> None:
+        """Somebody writes to the values, or holds memory of theirs and may."""
+        self._exposed = True
+        if self.parent is not None and _step_of(self).is_view:
+            self.parent.expose()
+
+    def value(self) -> torch.Tensor:
+        """The values, computed once.
+
+        Raises:
+            UsageError: They were not before, and the weights have changed.
+        """
+        if self._value is None:
+            with torch.inference_mode(False), torch.no_grad():
+                if self.parent is None:
+                    self._value = self.source.whole()
+                elif _step_of(self).is_view:
+                    self._value = _step_of(self)(self.parent.value())
+                else:
+                    self._value = _step_of(self)(self.parent.original())
+        return self._value
+
+    def original(self, *, keep: bool = True) -> torch.Tensor:
+        """The values that the source and the steps give; they must not be written to.
+
+        Args:
+            keep: Whether values that are computed for it stay.
+        """
+        if self.clean and (keep or self._value is not None):
+            return self.value()
+        with torch.inference_mode(False), torch.no_grad():
+            if self.parent is None:
+                return self.source.whole()
+            return _step_of(self)(self.parent.original(keep=keep))
+
+    def steps_to(self, later: LazyLogits) -> list[Step]:
+        """The steps from here to `later`, which comes from this."""
+        steps: list[Step] = []
+        while later is not self:
+            assert later.parent is not None
+            steps.append(_step_of(later))
+            later = later.parent
+        return steps[::-1]
+
+    def head_output(self) -> LazyLogits:
+        """Where the steps begin."""
+        return self if self.parent is None else self.parent.head_output()
+
+    def row_numbers(self) -> torch.Tensor | None:
+        """Rows of the head's output, in the order they have here; None: in that of its own."""
+        steps = [step for step in self.head_output().steps_to(self) if step.moves_rows]
+        if all(step.func in ORDER_KEEPING_STEPS for step in steps):
+            return None
+        node, path = self, []
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        numbers = torch.arange(self.source.num_rows, device=self.source.hidden.device)
+        numbers = numbers.view(*node.like.shape[:-1], 1)
+        for node in reversed(path):
+            step = _step_of(node)
+            if step.func in ORDER_KEEPING_STEPS:
+                numbers = numbers.reshape(*node.like.shape[:-1], 1)
+            elif step.moves_rows:
+                numbers = step(numbers)
+        return numbers.reshape(-1)
+
+
+def _step_of(logits: LazyLogits) -> Step:
+    assert logits.step is not None
+    return logits.step

@@ -1,0 +1,147 @@
+"""Finds a model's output embedding and has it leave its logits to the loss."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from castor.activations.functions import HeadFunction, plain_torch
+from castor.activations.lazy_logits import Head
+from castor.config import GeminiConfig, TileLogits
+from castor.errors import UsageError
+from castor.runtime.engine import Engine
+
+TILE_BYTES = 16 * 2**20
+TILE_SHARE = 64
+"""Where the user gives no number of rows, a tile's logits in float32 take this many bytes, or this
+part of the device budget if that is more: a product of few rows is slow."""
+WORTH_BYTES = 16 * 2**20
+WORTH_SHARE = 16
+""""auto" tiles where that leaves this many bytes free, and this part of the device budget."""
+COPIES = 3
+"""Of the logits in float32 that the loss holds at once in its backward."""
+_FLOAT32 = 4
+
+
+def output_embedding(model: nn.Module, tile_logits: TileLogits) -> nn.Linear | None:
+    """The module whose output may stay uncomputed; None: there is none, or it is not wanted.
+
+    Raises:
+        UsageError: It is asked for, and the model has no such module.
+    """
+    if tile_logits is False:
+        return None
+    head, why_not = _find(model)
+    if why_not and tile_logits != "auto":
+        raise UsageError(
+            f"tile_logits={tile_logits!r}, but {type(model).__name__} {why_not}; use "
+            "tile_logits='auto' or False"
+        )
+    return head
+
+
+def _find(model: nn.Module) -> tuple[nn.Linear | None, str]:
+    """(the output embedding, why there is none)."""
+    get = getattr(model, "get_output_embeddings", None)
+    try:
+        head = get() if callable(get) else None
+    except (NotImplementedError, AttributeError):  # of models that have none
+        head = None
+    if head is None:
+        return None, "has no output embedding (get_output_embeddings())"
+    if (
+        not isinstance(head, nn.Linear)
+        or type(head).forward is not nn.Linear.forward
+        or "forward" in vars(head)
+    ):
+        return None, f"has a {type(head).__name__} with a forward of its own as output embedding"
+    if not any(module is head for module in model.modules()):
+        return None, "has an output embedding that is not among its modules"
+    return head, ""
+
+
+def defer_logits(engine: Engine, head: nn.Linear, config: GeminiConfig) -> None:
+    """From now on, `head` leaves the logits of training forwards to whoever reads them.
+
+    Args:
+        engine: Of the model, boosted.
+        head: What output_embedding gave.
+        config: The plugin's.
+    """
+    head.forward = _DeferringForward(engine, head, config)  # type: ignore[method-assign, assignment]
+
+
+class _DeferringForward:
+    """The forward of a boosted model's output embedding; a copy of the module gets its own back."""
+
+    def __init__(self, engine: Engine, module: nn.Linear, config: GeminiConfig) -> None:
+        self._module = weakref.ref(module)
+        self._head = Head(
+            engine,
+            module,
+            engine.positions[module],
+            updates_in_backward=config.overlap == "backward",
+        )
+        self._tile_logits = config.tile_logits
+        self._device_bytes = config.device_bytes
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Gives logits of (..., vocabulary) for hidden states of (..., width)."""
+        module = self._module()
+        assert module is not None
+        if _defers(module, hidden):
+            rows = self._rows_per_tile(hidden.numel() // hidden.shape[-1], module)
+            if rows:
+                logits: torch.Tensor = HeadFunction.apply(  # type: ignore[no-untyped-call]
+                    hidden, module.weight, module.bias, self._head, module, rows
+                )
+                return logits
+        return nn.Linear.forward(module, hidden)
+
+    def _rows_per_tile(self, rows: int, module: nn.Linear) -> int:
+        """0: the logits are computed at once."""
+        if type(self._tile_logits) is int:
+            return self._tile_logits
+        row_bytes = module.out_features * _FLOAT32
+        tile = max(1, max(TILE_BYTES, self._device_bytes // TILE_SHARE) // row_bytes)
+        saved = COPIES * (rows - tile) * row_bytes
+        if module.weight.requires_grad and module.weight.dtype != torch.float32:
+            saved -= _FLOAT32 * module.weight.numel()  # the sum of the head's gradient
+        worth = max(WORTH_BYTES, self._device_bytes // WORTH_SHARE)
+        return 0 if self._tile_logits == "auto" and saved < worth else tile
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The forward of a copy of the module."""
+        copy = memo.get(id(self._module()))
+        return nn.Linear.forward if copy is None else types.MethodType(nn.Linear.forward, copy)
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Refused, as the hooks of a boosted model are: see ModuleHook."""
+        raise UsageError("a boosted model cannot be pickled; write it with booster.save_model")
+
+
+def _defers(module: nn.Linear, hidden: Any) -> bool:
+    """Whether this forward is one of training, and nobody looks at it in another way."""
+    weight = module.weight
+    return (
+        module.training
+        and torch.is_grad_enabled()
+        and plain_torch()
+        and type(hidden) is torch.Tensor
+        and type(weight) is nn.Parameter
+        and (hidden.requires_grad or weight.requires_grad)
+        and hidden.dtype == weight.dtype
+        and hidden.device == weight.device
+        and hidden.dim() > 0
+        and hidden.shape[-1] == weight.shape[1]
+        and hidden.numel() > 0
+        and module.out_features > 1
+        and not torch.is_autocast_enabled(hidden.device.type)
+        and not (module._backward_hooks or module._backward_pre_hooks)
+        and not nn.modules.module._global_backward_hooks
+        and not nn.modules.module._global_backward_pre_hooks
+    )

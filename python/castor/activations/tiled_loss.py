@@ -1,0 +1,295 @@
+"""Cross-entropy over logits that are not computed, and its gradient, in tiles of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from castor.activations import operators
+from castor.activations.deferred import DeferredLogits, Uncomputed
+from castor.activations.lazy_logits import LazyLogits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """Cross-entropy of logits, with torch's arguments."""
+
+    logits: LazyLogits
+    target: torch.Tensor
+    weight: torch.Tensor | None
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+
+    @property
+    def num_tiles(self) -> int:
+        """Parts that the rows are computed in."""
+        return -(-self.target.numel() // self.logits.source.rows_per_tile)
+
+    def of(self, logits: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
+        """The loss of some rows, or of all."""
+        return F.cross_entropy(
+            logits,
+            target,
+            self.weight,
+            ignore_index=self.ignore_index,
+            reduction=reduction,
+            label_smoothing=self.label_smoothing,
+        )
+
+    def tiles(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """(rows of the loss, their hidden states), tile after tile."""
+        source = self.logits.source
+        hidden = source.hidden.reshape(-1, source.hidden.shape[-1])
+        numbers = self.logits.row_numbers()
+        for first in range(0, self.target.numel(), source.rows_per_tile):
+            rows = slice(first, min(first + source.rows_per_tile, self.target.numel()))
+            yield rows, hidden[rows] if numbers is None else hidden[numbers[rows]]
+
+    def changed_by_element(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the steps make of rows of the head's output, wherever they stand."""
+        for step in self.logits.head_output().steps_to(self.logits):
+            if not step.moves_rows:
+                logits = step(logits)
+        return logits
+
+    def divisor(self) -> torch.Tensor | None:
+        """What the sum over rows is divided by; None: nothing."""
+        if self.reduction != "mean":
+            return None
+        counted = self.target != self.ignore_index
+        if self.weight is None:
+            return counted.sum()
+        return self.weight[self.target.masked_fill(~counted, 0)].mul(counted).sum()
+
+    def value(self) -> torch.Tensor:
+        """The loss. The head's weights must be at hand."""
+        if self.num_tiles <= 1:
+            logits = self.logits.original(keep=False)
+            return self.of(logits, self.target, self.reduction)
+        losses = self.target.new_empty(self.target.shape, dtype=self.logits.like.dtype)
+        for rows, hidden in self.tiles():
+            logits = self.changed_by_element(self.logits.source.project(hidden))
+            losses[rows] = self.of(logits, self.target[rows], "none")
+            del logits  # before the next tile
+        if self.reduction == "none":
+            return losses
+        total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
+        divisor = self.divisor()
+        return (total if divisor is None else total / divisor).to(losses.dtype)
+
+    def gradient(self, logits: LazyLogits, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient with respect to `logits`, from which the loss's come, by plain operators.
+
+        Args:
+            logits: On the way from the head to the loss.
+            grad: Of the loss.
+        """
+        start, edge = _begin_graph(logits.original(keep=False))
+        with torch.enable_grad():
+            for step in logits.steps_to(self.logits):
+                start = step(start)
+            loss = self.of(start, self.target, self.reduction)
+        del start
+        return torch.autograd.grad(loss, edge, grad)[0]
+
+
+class LazyGradient:
+    """The gradient of a loss with respect to logits, without values.
+
+    Args:
+        loss: The loss.
+        grad: Its gradient.
+        logits: On the way from the head to the loss.
+    """
+
+    def __init__(self, loss: Loss, grad: torch.Tensor, logits: LazyLogits) -> None:
+        self.loss = loss
+        self.grad = grad
+        self.logits = logits
+        self.like = torch.empty_like(logits.like, memory_format=torch.contiguous_format)
+        self._value: torch.Tensor | None = None
+
+    @property
+    def computed(self) -> bool:
+        """Whether it has values, which somebody may have written to."""
+        return self._value is not None
+
+    def value(self) -> torch.Tensor:
+        """The values, computed once.
+
+        Raises:
+            UsageError: They were not before, and the weights have changed.
+        """
+        if self._value is None:
+            with torch.inference_mode(False), _autograd_at_work():
+                self._value = self.loss.gradient(self.logits, self.grad).contiguous()
+        return self._value
+
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The gradient before the last step, if an operator on this one makes that; else None."""
+        after = self.after_passing()
+        step, parent = after.step, after.parent
+        if step is None or parent is None or kwargs.get("device") not in (None, self.grad.device):
+            return None
+
+        def is_result(value: Any) -> bool:
+            return isinstance(value, DeferredLogits) and value.logits is after and after.clean
+
+        if not operators.undoes(
+            step.func, step.args, parent.like, self.like, func, args, kwargs, is_result
+        ):
+            return None
+        return LazyGradient(self.loss, self.grad, parent)
+
+    def after_passing(self) -> LazyLogits:
+        """The logits, or those before that have the same gradient."""
+        logits = self.logits
+        while logits.step is not None and logits.step.func in operators.UNDONE_BY_NOTHING:
+            assert logits.parent is not None
+            logits = logits.parent
+        return logits
+
+    @property
+    def at_head(self) -> bool:
+        """Whether this is the gradient of the head's output."""
+        return self.after_passing().parent is None
+
+
+class DeferredGradient(Uncomputed):
+    """The gradient of logits that were not computed."""
+
+    def __init__(self, like: torch.Tensor, device: torch.device, gradient: LazyGradient) -> None:
+        self.gradient = gradient
+
+    @classmethod
+    def of(cls, gradient: LazyGradient) -> DeferredGradient:
+        """A tensor over `gradient`."""
+        return cls(gradient.like, gradient.grad.device, gradient)
+
+    def values(self) -> torch.Tensor:
+        """See Uncomputed.
+
+        Raises:
+            UsageError: They were not computed before, and the weights have changed.
+        """
+        return self.gradient.value()
+
+    def expose(self) -> None:
+        """See Uncomputed: values, once computed, are what counts."""
+
+    def _stays_uncomputed(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> torch.Tensor | None:
+        if func in operators.SAME_VALUES:
+            return DeferredGradient.of(self.gradient)
+        if self.gradient.computed:
+            return None
+        before = self.gradient.before(func, args, kwargs)
+        return None if before is None else DeferredGradient.of(before)
+
+
+def tiled_backward(
+    gradient: LazyGradient,
+    shape: torch.Size,
+    weight: torch.Tensor,
+    wanted: tuple[bool, bool, bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of hidden states, weight and bias, whose logits never stand in memory at once.
+
+    Args:
+        gradient: Of the head's output.
+        shape: Of the hidden states.
+        weight: The head's, (vocabulary, width).
+        wanted: Which of the three.
+    """
+    loss, source = gradient.loss, gradient.loss.logits.source
+    divisor, numbers = loss.divisor(), loss.logits.row_numbers()
+    grad = gradient.grad if divisor is None else gradient.grad / divisor
+    grad = grad.expand(loss.target.shape)
+    of_hidden = None
+    if wanted[0]:  # rows that are not in the loss have no gradient
+        new = weight.new_empty if numbers is None else weight.new_zeros
+        of_hidden = new((source.num_rows, shape[-1]))
+    of_weight = _Sum(weight.dtype) if wanted[1] else None
+    of_bias = _Sum(weight.dtype) if wanted[2] else None
+    for rows, hidden in loss.tiles():
+        logits, edge = _begin_graph(source.project(hidden))
+        with torch.enable_grad():
+            losses = loss.of(loss.changed_by_element(logits), loss.target[rows], "none")
+        del logits
+        of_logits = torch.autograd.grad(losses, edge, grad[rows])[0]
+        del losses
+        if of_hidden is not None:
+            of_hidden[rows if numbers is None else numbers[rows]] = of_logits.mm(weight)
+        if of_bias is not None:
+            of_bias.add(of_logits.sum(0, dtype=of_bias.precise))
+        if of_weight is not None:
+            of_weight.add_product(of_logits.t(), hidden)
+        del of_logits  # before the next tile
+    return (
+        None if of_hidden is None else of_hidden.view(shape),
+        None if of_weight is None else of_weight.rounded(),
+        None if of_bias is None else of_bias.rounded(),
+    )
+
+
+class _GraphBegins(torch.autograd.Function):
+    """A tensor whose gradient can be asked for when it is gone; a leaf would hold it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Gives the values, in a graph."""
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Never reached: the gradient is taken before."""
+        return None, None
+
+
+def _begin_graph(values: torch.Tensor) -> tuple[torch.Tensor, GradientEdge]:
+    """(the values, requiring a gradient; what to ask for it)."""
+    anchor = torch.empty((), requires_grad=True)
+    with torch.enable_grad():
+        start: torch.Tensor = _GraphBegins.apply(anchor, values)  # type: ignore[no-untyped-call]
+    return start, get_gradient_edge(start)
+
+
+class _Sum:
+    """A sum over tiles, in float32 at least."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.precise = torch.promote_types(dtype, torch.float32)
+        self._dtype = dtype
+        self._total: torch.Tensor | None = None
+
+    def add(self, part: torch.Tensor) -> None:
+        """Adds a tile's part, which is precise already."""
+        self._total = part if self._total is None else self._total.add_(part)
+
+    def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Adds the product of two matrices, its elements not rounded to their type."""
+        left, right = left.to(self.precise), right.to(self.precise)
+        self._total = left.mm(right) if self._total is None else self._total.addmm_(left, right)
+
+    def rounded(self) -> torch.Tensor:
+        """The sum in the type it was asked for."""
+        assert self._total is not None
+        return self._total.to(self._dtype)
+
+
+def _autograd_at_work() -> Any:
+    """Autograd's keys as outside operators: a gradient may be wanted in the middle of one."""
+    return torch._C._ForceDispatchKeyGuard(*_KEYS)
+
+
+_KEYS = (
+    torch._C._dispatch_tls_local_include_set(),
+    torch._C._dispatch_tls_local_exclude_set(),
+)

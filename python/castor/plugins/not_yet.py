@@ -1,0 +1,45 @@
+"""Arguments that GeminiPlugin knows and cannot honour yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Arguments of Colossal-AI's GeminiPlugin that this version knows but cannot honour: the value that
+# asks for nothing, and what to do instead.
+_NOT_YET: dict[str, tuple[object, str]] = {
+    "chunk_config_dict": (None, "give chunk_bytes"),
+    "chunk_init_device": (None, "chunks are built on the host"),
+    "master_weights": (True, "16-bit precisions always keep fp32 master weights"),
+    "force_outputs_fp32": (False, "cast the outputs in the training loop"),
+    "strict_ddp_mode": (False, "there is one process"),
+    "search_range_m": (None, "give chunk_bytes"),
+    "hidden_dim": (None, "give chunk_bytes"),
+    "min_chunk_size_m": (None, "give chunk_bytes"),
+    "memstats": (None, "give trace_file"),
+    "tp_size": (1, "there is one process"),
+    "extra_dp_size": (1, "there is one process"),
+    "enable_all_optimization": (False, "turn it on in the model"),
+    "enable_fused_normalization": (False, "turn it on in the model"),
+    "enable_flash_attention": (False, "use the model's attn_implementation"),
+    "enable_jit_fused": (False, "turn it on in the model"),
+    "enable_sequence_parallelism": (False, "there is one process"),
+    "enable_async_reduce": (False, "there is one process"),
+    "use_fp8": (False, "use bf16"),
+    "fp8_communication": (False, "there is one process"),
+    "nvme_dir": (None, "give nvme_path"),
+}
+
+
+def check_not_yet(arguments: dict[str, Any]) -> None:
+    """Takes what asks for nothing.
+
+    Raises:
+        TypeError: There is no such argument.
+        NotImplementedError: It asks for something.
+    """
+    for name, value in arguments.items():
+        if name not in _NOT_YET:
+            raise TypeError(f"GeminiPlugin has no argument {name!r}")
+        neutral, instead = _NOT_YET[name]
+        if value != neutral:
+            raise NotImplementedError(f"{name}={value!r} is not supported yet: {instead}")
