@@ -214,7 +214,7 @@ void Session::adopt_parameters(std::span<const ParamId> valueless) {
     params_[i].local.set_data(home);
     locals.push_back(params_[i].local);
   }
-  storages_->watch(std::move(locals));
+  storages_->watch(locals);
 }
 
 void Session::watch_tensors(Overlap overlap) {
