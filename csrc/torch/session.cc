@@ -295,6 +295,7 @@ std::size_t Session::gradient_group(ChunkId chunk) const noexcept {
 }
 
 void Session::settle_group(std::size_t group) {
+  check_process();  // the thread of an update that was under way is the parent's
   const ChunkId chunk{static_cast<std::uint32_t>(group % layout_.chunks().size())};
   if (updated_[index(chunk)]) {
     check_no_update_yet(group == index(chunk) ? "a weight or moment was read"
