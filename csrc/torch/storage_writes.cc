@@ -14,7 +14,6 @@
 #include <utility>
 
 #include "core/error.h"
-#include "torch/tensor_gate.h"
 
 namespace castor {
 
@@ -70,6 +69,8 @@ class WatchedWrites {
 
 namespace {
 
+std::atomic<BeforeData> before_data = nullptr;
+
 /// torch's hooks, and follows the tensors that they make, or give memory, with a version counter
 /// that is not that of the memory's other tensors.
 class FollowingHooks : public at::impl::VariableHooksInterface {
@@ -77,7 +78,9 @@ class FollowingHooks : public at::impl::VariableHooksInterface {
   explicit FollowingHooks(at::impl::VariableHooksInterface& torchs) : torchs_(torchs) {}
 
   at::TensorBase variable_data(const at::TensorBase& tensor) const override {
-    await_closed(tensor);  // pickling a parameter begins so, and reads its storage then
+    if (const BeforeData call = before_data.load()) {
+      call(tensor);
+    }
     at::TensorBase made = torchs_.variable_data(tensor);
     WatchedWrites::instance().follow(made);
     return made;
@@ -320,6 +323,8 @@ void install_hooks() {
 }  // namespace
 
 void notice_new_operators() { Operators::instance().notice_new(); }
+
+void set_before_data(BeforeData call) noexcept { before_data = call; }
 
 StorageWrites::StorageWrites(std::span<const c10::Storage> storages) {
   for (const c10::Storage& storage : storages) {

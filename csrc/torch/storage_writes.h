@@ -57,4 +57,9 @@ class StorageWrites {
 /// are told of from now on. Costs next to nothing while there are none.
 void notice_new_operators();
 
+/// What runs before torch makes a tensor of its own over another's memory (`.data`): pickling a
+/// parameter begins so, and reads its storage then. One for the process; from any thread.
+using BeforeData = void (*)(const at::TensorBase& tensor);
+void set_before_data(BeforeData call) noexcept;
+
 }  // namespace castor

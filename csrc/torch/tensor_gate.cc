@@ -14,6 +14,7 @@
 #include "core/error.h"
 #include "torch/chunk_storages.h"
 #include "torch/gil.h"
+#include "torch/storage_writes.h"
 #include "torch/torch_error.h"
 
 namespace castor {
@@ -179,7 +180,26 @@ TORCH_LIBRARY_IMPL(_, DeferredInit, library) {
   library.fallback(::torch::CppFunction::makeFromBoxedFunction<&pass_arguments>());
 }
 
+namespace {
+
+/// Waits as an operator on the tensor would, where its group is closed.
+void await_closed(const at::TensorBase& tensor) {
+  if (!tensor.defined() || !tensor.key_set().has(kKey)) {
+    return;
+  }
+  const WatchedStorages::Watcher watcher = WatchedStorages::instance().find(tensor);
+  if (const auto gate = watcher.gate.lock()) {
+    for_torch([&] {
+      const GilRelease released;
+      gate->pass(watcher.group);
+    });
+  }
+}
+
+}  // namespace
+
 std::shared_ptr<TensorGate> TensorGate::create(std::size_t num_groups, Settle settle, Visit visit) {
+  set_before_data(await_closed);
   // Not make_shared: the constructor is private.
   return std::shared_ptr<TensorGate>(
       new TensorGate(num_groups, std::move(settle), std::move(visit)));
@@ -276,19 +296,6 @@ void TensorGate::pass_all() {
   const std::lock_guard lock(mutex_);
   for (std::size_t group = 0; group < groups_.size() && num_closed_ > 0; ++group) {
     pass_locked(group);
-  }
-}
-
-void await_closed(const at::TensorBase& tensor) {
-  if (!tensor.defined() || !tensor.key_set().has(kKey)) {
-    return;
-  }
-  const WatchedStorages::Watcher watcher = WatchedStorages::instance().find(tensor);
-  if (const auto gate = watcher.gate.lock()) {
-    for_torch([&] {
-      const GilRelease released;
-      gate->pass(watcher.group);
-    });
   }
 }
 

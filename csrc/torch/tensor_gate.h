@@ -88,9 +88,6 @@ class TensorGate : public std::enable_shared_from_this<TensorGate> {
   const Visit visit_;
 };
 
-/// Waits as an operator on the tensor would, where its group is closed.
-void await_closed(const at::TensorBase& tensor);
-
 /// The tensor, for who reads its memory without an operator; a copy, where the tensor is guarded.
 [[nodiscard]] at::Tensor readable(const at::Tensor& tensor);
 
