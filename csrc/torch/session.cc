@@ -183,8 +183,11 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
     optimizer_state_->before_write_back(chunk, home, slot);
   });
   if (copy_engine_->asynchronous()) {
-    gradient_copies_ = std::make_unique<GradientCopies>(layout_, *copy_engine_, *device_,
-                                                        own_device_ ? nonmodel_.get() : nullptr);
+    std::optional<GradientCopies::Account> account;
+    if (own_device_) {
+      account.emplace(*nonmodel_, *own_device_.get());
+    }
+    gradient_copies_ = std::make_unique<GradientCopies>(layout_, *copy_engine_, *device_, account);
   }
   RuntimeOptions runtime_options = options.runtime;
   runtime_options.freed_slots =

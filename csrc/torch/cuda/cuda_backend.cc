@@ -135,6 +135,9 @@ class CudaBackend final : public DeviceBackend {
   void follow(const std::shared_ptr<DeviceAccount>& account) override {
     follow_torch_allocations(device_, account);
   }
+  [[nodiscard]] std::size_t allocated_for(std::size_t bytes) const noexcept override {
+    return castor::allocated_for(bytes);
+  }
 
   void adam_update(std::span<const AdamSegment> segments, StreamId stream) override {
     const c10::cuda::CUDAGuard guard(device_);
