@@ -480,14 +480,19 @@ def test_forward_hooks_of_the_head_get_and_replace_its_output() -> None:
     assert_equal(results[1], results[0])
 
 
-def test_a_copy_of_the_model_is_plain() -> None:
+@pytest.mark.parametrize(
+    "copy_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
+def test_a_copy_of_the_model_is_plain(copy_of: Callable[[nn.Module], nn.Module]) -> None:
     _, batch, boosted = pair()
-    copied = copy.deepcopy(boosted.model)
+    copied = copy_of(boosted.model)
     logits = copied(**batch).logits
     assert type(logits) is torch.Tensor
     copied.lm_head.weight.data.zero_()
     assert not copied(**batch).logits.any()
     assert boosted.model(**batch).logits.any()
+    again = boost(copied, tile_logits=True)
+    assert isinstance(again.model(**batch).logits, DeferredLogits)
 
 
 def train(

@@ -53,15 +53,18 @@ def _find(model: nn.Module) -> tuple[nn.Linear | None, str]:
         head = None
     if head is None:
         return None, "has no output embedding (get_output_embeddings())"
-    if (
-        not isinstance(head, nn.Linear)
-        or type(head).forward is not nn.Linear.forward
-        or "forward" in vars(head)
-    ):
+    if not isinstance(head, nn.Linear) or not _is_linears(head):
         return None, f"has a {type(head).__name__} with a forward of its own as output embedding"
     if not any(module is head for module in model.modules()):
         return None, "has an output embedding that is not among its modules"
     return head, ""
+
+
+def _is_linears(head: nn.Linear) -> bool:
+    """Whether the module's forward is nn.Linear's; a copy of a boosted one has it as attribute."""
+    forward = head.forward
+    function, owner = getattr(forward, "__func__", None), getattr(forward, "__self__", None)
+    return function is nn.Linear.forward and owner is head
 
 
 def defer_logits(engine: Engine, head: nn.Linear, config: GeminiConfig) -> None:
@@ -119,9 +122,9 @@ class _DeferringForward:
         copy = memo.get(id(self._module()))
         return nn.Linear.forward if copy is None else types.MethodType(nn.Linear.forward, copy)
 
-    def __reduce_ex__(self, _: Any) -> Any:
-        """Refused, as the hooks of a boosted model are: see ModuleHook."""
-        raise UsageError("a boosted model cannot be pickled; write it with booster.save_model")
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        """The forward of a module that is read from a pickle: its class's, as ModuleHook gives."""
+        return getattr, (self._module(), "forward")
 
 
 def _defers(module: nn.Linear, hidden: Any) -> bool:
