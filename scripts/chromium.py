@@ -80,6 +80,6 @@ class Chromium:
         self._page.keyboard.press(key)
 
     def screenshot(self, path: Path) -> None:
-        """Writes the whole page as PNG, in as few bytes as its colours allow."""
-        shot = Image.open(io.BytesIO(self._page.screenshot(full_page=True)))
-        shot.convert("RGB").save(path, optimize=True)
+        """Writes the whole page as PNG with a palette of 256 colours: in few bytes."""
+        shot = Image.open(io.BytesIO(self._page.screenshot(full_page=True))).convert("RGB")
+        shot.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
