@@ -103,10 +103,10 @@ class ChunkStorages final : public ParamBinder {
   void release_to_homes(const std::vector<std::shared_ptr<Payload>>& homes);
 
  private:
-  const ChunkLayout& layout_;
-  const c10::Device device_;
   [[nodiscard]] std::size_t byte_offset(ParamId param) const noexcept;
 
+  const ChunkLayout& layout_;
+  const c10::Device device_;
   std::vector<c10::Storage> storages_;                  // per parameter
   std::vector<std::unique_ptr<StorageWrites>> writes_;  // per chunk; empty before watch()
   WriteBack on_write_back_;

@@ -205,9 +205,12 @@ ParamGeometry OptimizerState::geometry(ParamId param, const StateSpec& spec) con
 std::vector<at::Tensor> OptimizerState::views(ParamId param) const {
   const ParamPlace place = layout_.place(param);
   std::vector<at::Tensor> views;
+  if (!places_.shown(place.chunk)) {
+    return views;
+  }
   for (std::size_t i = 0; i < specs().size(); ++i) {
     const auto& payload = manager_.payload(place.chunk, rule_payload(i));
-    if (!places_.shown(place.chunk) || !payload) {
+    if (!payload) {
       return {};
     }
     const StateSpec& spec = specs()[i];
@@ -221,7 +224,7 @@ std::vector<at::Tensor> OptimizerState::views(ParamId param) const {
 std::optional<at::Tensor> OptimizerState::master_view(ParamId param) const {
   const ParamPlace place = layout_.place(param);
   const auto& payload = manager_.payload(place.chunk, kMasterPayload);
-  if (places_.device() || !payload) {
+  if (!places_.shown(place.chunk) || !payload) {
     return std::nullopt;
   }
   return tensor_over(storage_over(payload), at::kFloat, place.offset,

@@ -174,14 +174,6 @@ void pass_arguments(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   op.redispatchBoxed(rest, stack);
 }
 
-}  // namespace
-
-TORCH_LIBRARY_IMPL(_, DeferredInit, library) {
-  library.fallback(::torch::CppFunction::makeFromBoxedFunction<&pass_arguments>());
-}
-
-namespace {
-
 /// Waits as an operator on the tensor would, where its group is closed.
 void await_closed(const at::TensorBase& tensor) {
   if (!tensor.defined() || !tensor.key_set().has(kKey)) {
@@ -197,6 +189,10 @@ void await_closed(const at::TensorBase& tensor) {
 }
 
 }  // namespace
+
+TORCH_LIBRARY_IMPL(_, DeferredInit, library) {
+  library.fallback(::torch::CppFunction::makeFromBoxedFunction<&pass_arguments>());
+}
 
 std::shared_ptr<TensorGate> TensorGate::create(std::size_t num_groups, Settle settle, Visit visit) {
   set_before_data(await_closed);

@@ -40,39 +40,26 @@ HEAD_TOLERANCE = 2e-6
 """Relative, in the norm, in fp32: a sum in another order."""
 
 
-def _gemma2() -> nn.Module:
-    config = hf.Gemma2Config(
-        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=12, max_position_embeddings=64,
-        final_logit_softcapping=2.0, pad_token_id=0,
+def small(config: Callable[..., Any], **settings: Any) -> Callable[[], nn.Module]:
+    """What builds a small decoder of that architecture."""
+    return lambda: hf.AutoModelForCausalLM.from_config(
+        config(
+            vocab_size=VOCABULARY, hidden_size=48, intermediate_size=96, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, **settings,
+        )
     )  # fmt: skip
-    return hf.AutoModelForCausalLM.from_config(config)
 
 
-def _qwen() -> nn.Module:
-    config = hf.Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
-    return hf.AutoModelForCausalLM.from_config(config)
-
-
-def _cohere() -> nn.Module:
-    config = hf.CohereConfig(
-        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, logit_scale=0.3,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    return hf.AutoModelForCausalLM.from_config(config)
-
-
+GEMMA2 = small(hf.Gemma2Config, head_dim=12, final_logit_softcapping=2.0, pad_token_id=0)
+QWEN = small(hf.Qwen2Config)
+COHERE = small(hf.CohereConfig, logit_scale=0.3, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 LLAMA, GPT2 = CASES["llama"], CASES["gpt2"]
 MODELS = {name: case for name, case in CASES.items() if name != "vit"} | {
     case.name: case
     for case in (
-        replace(LLAMA, name="gemma2", build=_gemma2),
-        replace(LLAMA, name="qwen", build=_qwen),
-        replace(LLAMA, name="cohere", build=_cohere),
+        replace(LLAMA, name="gemma2", build=GEMMA2),
+        replace(LLAMA, name="qwen", build=QWEN),
+        replace(LLAMA, name="cohere", build=COHERE),
         replace(GPT2, name="gpt2-dropout", build=lambda: gpt2(dropout=0.1)),
     )
 }

@@ -54,22 +54,19 @@ def stays_uncomputed(
         allowed = len(args) == 1 and type(args[0]) in (int, float) and not kwargs
     elif func is _aten._to_copy.default:
         allowed = not args and _only_casts(kwargs)
+        kwargs = {key: value for key, value in kwargs.items() if key != "device"}  # which stays
     elif func is _aten.clone.default:
         allowed = not args
     else:
         allowed = func in ROW_STEPS or func in (_aten.tanh.default, _aten.neg.default)
     if not allowed:
         return None
-    if func is _aten._to_copy.default:  # of which the device stays
-        kwargs = {key: value for key, value in kwargs.items() if key != "device"}
     result: torch.Tensor = func(like, *args, **kwargs)
     if result.dim() == 0 or result.shape[-1] != vocabulary or not result.is_floating_point():
         return None
     if func in _CHOOSING_STEPS:
         dim = (args[0] if args else 0) % like.dim()
         if dim == like.dim() - 1 and result.shape != like.shape:
-            return None
-        if func is _aten.select.int and dim == like.dim() - 1:
             return None
     if func is _aten.unsqueeze.default and args[0] % (like.dim() + 1) == like.dim():
         return None
