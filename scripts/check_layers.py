@@ -16,7 +16,7 @@ from pathlib import Path
 
 CORE = "core"
 SIDE_LAYERS = frozenset({"host", "io", "optim", "parallel", "cuda"})
-TOP_LAYERS = frozenset({"torch", "python"})
+TOP_LAYERS = frozenset({"dist", "torch", "python"})
 LAYERS = SIDE_LAYERS | TOP_LAYERS | {CORE}
 
 MAX_HEADER_LINES = 250

@@ -57,10 +57,9 @@ template <typename Body>
 }
 #endif
 
-/// Runs body() compiled for `isa`, which must be one of supported_isas(), flushing subnormals.
+/// Runs body() compiled for `isa`, which must be one of supported_isas(), as the thread rounds ...
 template <typename Body>
-void run_on(Isa isa, const Body& body) {
-  const ScopedFlushToZero flush;
+void run_as_is_on(Isa isa, const Body& body) {
   switch (isa) {
 #if defined(__x86_64__)
     case Isa::kAvx512: return run_avx512(body);
@@ -68,6 +67,13 @@ void run_on(Isa isa, const Body& body) {
 #endif
     default: return run_baseline(body);
   }
+}
+
+/// ... or to nearest, flushing subnormals.
+template <typename Body>
+void run_on(Isa isa, const Body& body) {
+  const ScopedFlushToZero flush;
+  run_as_is_on(isa, body);
 }
 
 }  // namespace castor::detail

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "dist/group_collectives.h"
 #include "python/bindings.h"
 #include "python/names.h"
 #include "torch/chunk_storages.h"
@@ -103,8 +104,13 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
                                         const std::vector<bool>& trained,
                                         const std::vector<PythonModuleSpec>& modules,
                                         SessionOptions options, const py::object& backend,
+                                        const std::optional<std::string>& group,
                                         const std::vector<std::uint32_t>& valueless) {
   options.backend = device_backend(backend);
+  if (group) {
+    options.ranks = group_collectives(*group);
+    options.layout.world_size = options.ranks->size();
+  }
   const std::vector<ModuleSpec> specs = module_specs(modules);
   std::vector<ParamId> without_values;
   for (const std::uint32_t param : valueless) {
@@ -232,6 +238,12 @@ py::dict report(Session& session) {
   figures["nvme_read_bytes"] = nvme.moved.read_bytes;
   figures["nvme_written_bytes"] = nvme.moved.written_bytes;
   figures["nvme_engine"] = nvme.engines;
+  const RankGradients* const ranks = session.ranks();
+  const RankFigures shared = ranks != nullptr ? ranks->figures() : RankFigures{};
+  figures["rank"] = ranks != nullptr ? ranks->rank() : 0;
+  figures["ranks"] = ranks != nullptr ? ranks->size() : 1;
+  figures["rank_sent_bytes"] = shared.bytes_sent;
+  figures["rank_seconds"] = static_cast<double>(shared.nanoseconds) * 1e-9;
   return figures;
 }
 
@@ -313,10 +325,11 @@ PYBIND11_MODULE(_C, m) {
   session
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),
            py::arg("trained"), py::arg("modules"), py::arg("options"), py::arg("backend"),
-           py::arg("valueless"))
+           py::arg("group"), py::arg("valueless"))
       .def("forward_pre_hook", &castor::forward_pre_hook)
       .def("forward_hook", &castor::forward_hook)
       .def("set_loss_scale", &Session::set_loss_scale, released)
+      .def("synchronise", &Session::synchronise)
       .def("collect_gradients", &Session::collect_gradients, py::arg("with_norm"), released)
       .def("scale_gradients", &Session::scale_gradients, released)
       .def("update", &castor::update, py::arg("groups"), py::arg("group_of"), py::arg("grad_scale"))

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <string>
 #include <utility>
 
@@ -54,7 +55,8 @@ GradientSink::GradientSink(ChunkManager& manager, const ShardMap& shards,
       scaled_(scaled),
       gradients_(params.size()),
       accumulators_(params.size()),
-      in_parts_(layout_.chunks().size(), false) {
+      in_parts_(layout_.chunks().size(), false),
+      fresh_(layout_.chunks().size(), false) {
   for (std::size_t i = 0; i < params_.size(); ++i) {
     gradients_[i].required = params_[i].leaf.requires_grad();
   }
@@ -193,6 +195,7 @@ std::optional<ChunkId> GradientSink::arrived(ParamId param, const at::Tensor& in
   }
   gradient.version = version_of(gradient.view);
   const ChunkId chunk = layout_.place(param).chunk;
+  fresh_[index(chunk)] = true;
   if (nested) {
     in_parts_[index(chunk)] = true;
   }
@@ -204,6 +207,41 @@ void GradientSink::expect_parts(std::span<const ChunkId> chunks) {
   for (const ChunkId chunk : chunks) {
     in_parts_[index(chunk)] = true;
   }
+}
+
+GradientMarks GradientSink::marks() const {
+  GradientMarks marks{.fresh = fresh_, .present = {}, .scale = std::nullopt};
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    const at::Tensor& grad = params_[i].leaf.grad();
+    marks.present.push_back(trainable(ParamId{static_cast<std::uint32_t>(i)}) && grad.defined());
+    if (marks.present.back() && !marks.scale && grad.is_same(gradients_[i].view)) {
+      marks.scale = gradients_[i].scale;
+    }
+  }
+  return marks;
+}
+
+void GradientSink::make_present(ParamId param, double scale) {
+  at::Tensor& grad = params_[index(param)].leaf.mutable_grad();
+  Gradient& gradient = gradients_[index(param)];
+  if (grad.is_same(gradient.view)) {
+    return;
+  }
+  if (grad.defined()) {  // assigned by the user
+    adopt(param, grad, 0);
+  } else {
+    std::memset(data(param), 0, gradient.view.nbytes());
+    grad = gradient.view;
+  }
+  gradient.scale = scale;
+  gradient.version = version_of(gradient.view);
+}
+
+void GradientSink::average(ChunkId chunk, const std::function<void(std::span<std::byte>)>& work) {
+  const ChunkHolds held(*runtime_, device_, std::span(&chunk, 1));
+  const Payload& payload = *manager_.payload(chunk, PayloadKind::kGrad);
+  work({payload.data(), payload.bytes()});
+  fresh_[index(chunk)] = false;
 }
 
 GradientSummary GradientSink::collect(bool with_norm) {

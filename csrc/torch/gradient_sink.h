@@ -10,6 +10,7 @@
 #include <span>
 #include <vector>
 
+#include "core/rank_meeting.h"
 #include "core/runtime.h"
 #include "core/shard_map.h"
 #include "torch/gradient_copies.h"
@@ -57,6 +58,15 @@ class GradientSink {
   [[nodiscard]] bool in_parts(ChunkId chunk) const { return in_parts_[index(chunk)]; }
   /// The scale of the loss that the coming backward passes differentiate (fp16), 1 without scaling.
   void set_loss_scale(double scale);
+
+  // Of several ranks, whose gradients RankGradients brings together.
+  /// What this rank has.
+  [[nodiscard]] GradientMarks marks() const;
+  /// A rank has a gradient of the parameter, of a loss with that scale: it comes into its payload,
+  /// where this rank has none as zeros.
+  void make_present(ParamId param, double scale);
+  /// Calls `work` with all of the chunk's gradients, in memory, which become those of all ranks.
+  void average(ChunkId chunk, const std::function<void(std::span<std::byte>)>& work);
 
   /// Closes the step: every gradient is in its payload, also those that users assigned. Throws
   /// UsageError for gradients that were scaled differently, or edited while scaled.
@@ -112,6 +122,7 @@ class GradientSink {
   std::vector<GradFunction> accumulators_;
   std::vector<std::size_t> uses_;  // per chunk: of its gradients' storage, by castor
   std::vector<bool> in_parts_;     // per chunk
+  std::vector<bool> fresh_;        // per chunk: see GradientMarks
   double loss_scale_ = 1.0;
   std::uint64_t bytes_moved_ = 0;
 };

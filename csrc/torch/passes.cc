@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "torch/counting_allocator.h"
+#include "torch/torch_error.h"
 
 namespace castor {
 
@@ -18,6 +19,12 @@ class Passes::End {
   ~End() {
     if (const auto passes = passes_.lock()) {
       passes->backward_ended(pass_);
+    }
+  }
+  /// The pass did not fail.
+  void reached() const {
+    if (const auto passes = passes_.lock()) {
+      passes->backward_done(pass_);
     }
   }
   End(const End&) = delete;
@@ -68,9 +75,16 @@ bool Passes::follow_backward() {
   if (std::find(backward_.begin(), backward_.end(), pass) == backward_.end()) {
     backward_.push_back(pass);
     auto end = std::make_shared<End>(weak_from_this(), pass);
-    ::torch::autograd::Engine::get_default_engine().queue_callback([end = std::move(end)] {});
+    ::torch::autograd::Engine::get_default_engine().queue_callback(
+        [end = std::move(end)] { end->reached(); });
   }
   return true;
+}
+
+void Passes::backward_done(int pass) {
+  if (at_backward_end_ && !nested() && backward_.front() == pass) {
+    for_torch(at_backward_end_);
+  }
 }
 
 void Passes::backward_ended(int pass) {

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "core/runtime.h"
@@ -16,6 +18,10 @@ class Passes : public std::enable_shared_from_this<Passes> {
   /// outlives this.
   Passes(const Runtime& runtime, std::shared_ptr<NonModelMemory> charged)
       : runtime_(runtime), charged_(std::move(charged)) {}
+
+  /// `work` runs at the end of each backward pass that follows_backward and did not fail, within
+  /// it; passes within others do not count.
+  void at_backward_end(std::function<void()> work) { at_backward_end_ = std::move(work); }
 
   /// Before a module's forward.
   void begin_forward();
@@ -38,10 +44,12 @@ class Passes : public std::enable_shared_from_this<Passes> {
 
  private:
   class End;
+  void backward_done(int pass);
   void backward_ended(int pass);
 
   const Runtime& runtime_;
   const std::shared_ptr<NonModelMemory> charged_;
+  std::function<void()> at_backward_end_;
   std::shared_ptr<NonModelMemory> account_before_;  // of the thread, while inference runs
   bool forward_trains_ = false;  // the outermost module was entered with gradients on
   std::vector<int> backward_;    // passes under way, as autograd numbers them; nested ones last

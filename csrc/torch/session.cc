@@ -165,10 +165,32 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
   runtime_ = std::make_unique<Runtime>(*manager_, nonmodel_, runtime_options,
                                        Runtime::Clock(monotonic_ns));
   passes_ = std::make_shared<Passes>(*runtime_, own_device_ ? nullptr : nonmodel_);
+  if (options.ranks) {
+    join(options.ranks);
+  }
   own_device_.follow(nonmodel_);
   if (options.overlap != Overlap::kNone) {
     update_queue_ = std::make_unique<UpdateQueue>(layout_.chunks().size());
     manager_->follow(update_queue_.get());
+  }
+}
+
+// A backward pass ends with the mean of its gradients, so that what looks at p.grad after it sees
+// what one process with all batches would.
+void Session::join(std::shared_ptr<Collectives> ranks) {
+  if (weights_) {
+    throw UsageError(
+        "host_memory has no room for the parameters, and parameters on NVMe are not "
+        "trained by several ranks yet: raise host_memory, or train with one process");
+  }
+  rank_gradients_ =
+      std::make_unique<RankGradients>(std::move(ranks), layout_, *gradients_, *executor_, *host_);
+  passes_->at_backward_end([this] { rank_gradients_->end_backward(*gate_); });
+}
+
+void Session::synchronise(bool on) {
+  if (rank_gradients_) {
+    rank_gradients_->synchronise(on);
   }
 }
 
@@ -178,6 +200,7 @@ Session::~Session() {
   }
   share_with_children(*manager_, layout_.chunks().size());  // what outlives the session
   gate_.reset();
+  rank_gradients_.reset();
   gradients_.reset();
   passes_.reset();
   runtime_.reset();
@@ -367,8 +390,14 @@ void Session::gradient_arrived(ParamId param, const at::Tensor& incoming) {
   check_process();
   own_device_.follow_stream();
   passes_->follow_backward();
-  if (!params_[index(param)].leaf.grad().defined()) {
+  const at::Tensor& grad = params_[index(param)].leaf.grad();
+  if (!grad.defined()) {
     return;
+  }
+  if (rank_gradients_ && grad.requires_grad()) {
+    throw UsageError("the gradient of parameter '" + layout_.param(param).name +
+                     "' is a part of a graph (backward(create_graph=True)), which several ranks "
+                     "cannot bring together; train with one process");
   }
   if (updater_->updated(layout_.place(param).chunk)) {
     updater_->check_none_updated("another gradient of parameter '" + layout_.param(param).name +
@@ -388,6 +417,9 @@ void Session::stop_charging() {
 GradientSummary Session::collect_gradients(bool with_norm) {
   check_whole();
   own_device_.follow_stream();
+  if (rank_gradients_) {
+    rank_gradients_->begin_step(*gate_);
+  }
   runtime_->begin_update();
   updater_->forget_completed();
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
@@ -404,6 +436,9 @@ void Session::finish_step() {
   check_process();
   own_device_.follow_stream();
   gradients_->begin_step();
+  if (rank_gradients_) {
+    rank_gradients_->end_step();
+  }
   runtime_->finish_step();
   passes_->end_step();
   place_chunks_again();

@@ -15,6 +15,7 @@
 #include "torch/gradient_sink.h"
 #include "torch/optimizer_state.h"
 #include "torch/passes.h"
+#include "torch/rank_gradients.h"
 #include "torch/run_integrity.h"
 #include "torch/session_device.h"
 #include "torch/session_options.h"
@@ -58,6 +59,12 @@ class Session : public std::enable_shared_from_this<Session> {
   void gradient_arrived(ParamId param, const at::Tensor& incoming);
   /// As GradientSink's.
   void set_loss_scale(double scale) { gradients_->set_loss_scale(scale); }
+
+  /// With several ranks: whether the gradients of the passes that follow become their mean at the
+  /// end of each, or all at the next step.
+  void synchronise(bool on);
+  /// nullptr: this process is alone.
+  [[nodiscard]] const RankGradients* ranks() const noexcept { return rank_gradients_.get(); }
 
   // The step, in this order.
   /// Brings every parameter home and every gradient into its payload. Throws as GradientSink does.
@@ -125,6 +132,7 @@ class Session : public std::enable_shared_from_this<Session> {
           const SessionOptions& options);
   void adopt_parameters(std::span<const ParamId> valueless);
   void watch_tensors(Overlap overlap);
+  void join(std::shared_ptr<Collectives> ranks);
   void guard_weights();
   void check_parameters() const;
   [[nodiscard]] std::shared_ptr<void> visit_groups(std::span<const TensorGate::Use> uses);
@@ -153,6 +161,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::unique_ptr<StoredWeights> weights_;
   std::unique_ptr<ChunkManager> manager_;
   std::unique_ptr<GradientSink> gradients_;
+  std::unique_ptr<RankGradients> rank_gradients_;  // nullptr: one process
   std::unique_ptr<StatePlaces> state_places_;
   std::unique_ptr<OptimizerState> optimizer_state_;
   std::unique_ptr<ChunkUpdates> chunk_updates_;

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "core/chunk_layout.h"
+#include "core/collectives.h"
 #include "core/overlap.h"
 #include "core/placement.h"
 #include "core/runtime.h"
@@ -27,6 +28,8 @@ struct SessionOptions {
   std::shared_ptr<DeviceBackend> backend;
   OptimizerStateOptions state;
   Overlap overlap = Overlap::kNone;
+  /// The ranks that train the model together; nullptr: this process is alone.
+  std::shared_ptr<Collectives> ranks;
 };
 
 }  // namespace castor

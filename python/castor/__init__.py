@@ -20,6 +20,7 @@ from castor.errors import (
 from castor.lazy import LazyInitContext
 from castor.optim import HybridAdam
 from castor.plugins import GeminiPlugin
+from castor.runtime.ranks import launch_from_torch
 from castor.runtime.report import MemoryReport, MemoryUse
 
 ZeroInitContext = LazyInitContext
@@ -42,5 +43,6 @@ __all__ = [
     "UsageError",
     "ZeroInitContext",
     "__version__",
+    "launch_from_torch",
     "report",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,14 +13,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castor import checkpoint
-from castor.config import parse_bytes
+from castor.checkpoint.arguments import absolute, check_only, shard_bytes
 from castor.errors import UsageError
 from castor.optim.boosted import StepDriver
-from castor.plugins.protocol import Plugin
-from castor.runtime.engine import Engine, engine_of
+from castor.plugins.protocol import Plugin, check_one_optimizer
+from castor.runtime.engine import Engine, engine_of, engines_holding
+from castor.runtime.ranks import Ranks
 from castor.runtime.report import MemoryReport, MemoryUse
 
 Model = TypeVar("Model", bound=nn.Module)
+Result = TypeVar("Result")
 
 
 class Booster:
@@ -64,13 +66,13 @@ class Booster:
             (model, optimizer, criterion, dataloader, lr_scheduler), None for what was not given.
 
         Raises:
-            UsageError, NotImplementedError: See GeminiPlugin.configure; several optimizers, or
-                several ranks, are not supported.
+            UsageError, NotImplementedError: See GeminiPlugin.configure; several optimizers are not
+                supported.
             OutOfMemoryError: A budget is too small; nothing was changed.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
-        _check_optimizer(optimizer)
+        check_one_optimizer(optimizer)
         self.plugin.configure(model, optimizer)
         self._latest = weakref.ref(model)
         checkpoint.make_resumable(dataloader)
@@ -106,9 +108,17 @@ class Booster:
 
     @contextmanager
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[None]:
-        """Accumulates gradients without synchronising ranks; with one process, plain backward."""
-        engine_of(model)
-        yield
+        """Passes in it leave each rank its own gradients; with one process, plain backward.
+
+        The next pass outside, or else the step, brings together what has gathered: micro-batches
+        cost one exchange. Until then p.grad is this rank's alone.
+        """
+        session = engine_of(model).session
+        session.synchronise(False)
+        try:
+            yield
+        finally:
+            session.synchronise(True)
 
     def report(self, model: nn.Module | None = None) -> MemoryReport:
         """What memory did since boost.
@@ -178,10 +188,12 @@ class Booster:
             IoError: Not enough room (checked before), a read-only disk, a missing parent.
             NotImplementedError: An argument asks for what this version lacks.
         """
-        _only(prefix=(prefix, None), use_safetensors=(use_safetensors, True))
-        _only(use_async=(use_async, False))
-        checkpoint.save_model(
-            model, _path(directory), max_bytes=_shard(shard, size_per_shard), tokenizer=tokenizer
+        check_only(prefix=(prefix, None), use_safetensors=(use_safetensors, True))
+        check_only(use_async=(use_async, False))
+        path, max_bytes = absolute(directory), shard_bytes(shard, size_per_shard)
+        self._once(
+            model,
+            lambda: checkpoint.save_model(model, path, max_bytes=max_bytes, tokenizer=tokenizer),
         )
 
     def load_model(self, model: nn.Module, directory: str | Path, *, strict: bool = True) -> Any:
@@ -209,7 +221,7 @@ class Booster:
             CheckpointError: The checkpoint is damaged, or keys (strict) or shapes do not match, in
                 the words of torch's load_state_dict; the model was not changed.
         """
-        return checkpoint.load_model(model, _path(directory), strict=strict)
+        return checkpoint.load_model(model, absolute(directory), strict=strict)
 
     def save_optimizer(
         self,
@@ -242,9 +254,11 @@ class Booster:
             UsageError: Nothing tells the parameters' names.
             NotImplementedError: An argument asks for what this version lacks.
         """
-        _only(prefix=(prefix, None), use_async=(use_async, False))
-        checkpoint.save_optimizer(
-            optimizer, _path(directory), model=model, max_bytes=_shard(shard, size_per_shard)
+        check_only(prefix=(prefix, None), use_async=(use_async, False))
+        path, max_bytes = absolute(directory), shard_bytes(shard, size_per_shard)
+        self._once(
+            model,
+            lambda: checkpoint.save_optimizer(optimizer, path, model=model, max_bytes=max_bytes),
         )
 
     def load_optimizer(
@@ -264,7 +278,7 @@ class Booster:
             CheckpointError: Damaged, or of another optimizer; nothing was changed.
             UsageError: Nothing tells the parameters' names.
         """
-        checkpoint.load_optimizer(optimizer, _path(directory), model)
+        checkpoint.load_optimizer(optimizer, absolute(directory), model)
 
     def save_lr_scheduler(self, lr_scheduler: Any, path: str | Path) -> None:
         """Writes a scheduler's state as one JSON file, with a checksum in it.
@@ -273,7 +287,7 @@ class Booster:
             CheckpointError: The state holds what JSON cannot; the message names the key.
             IoError: As in save_model.
         """
-        checkpoint.save_lr_scheduler(lr_scheduler, _path(path))
+        self._once(None, lambda: checkpoint.save_lr_scheduler(lr_scheduler, absolute(path)))
 
     def load_lr_scheduler(self, lr_scheduler: Any, path: str | Path) -> None:
         """Reads what save_lr_scheduler wrote.
@@ -281,7 +295,7 @@ class Booster:
         Raises:
             CheckpointError: The file is damaged, or of another class of scheduler.
         """
-        checkpoint.load_lr_scheduler(lr_scheduler, _path(path))
+        checkpoint.load_lr_scheduler(lr_scheduler, absolute(path))
 
     def save(
         self,
@@ -300,6 +314,7 @@ class Booster:
 
         Call it between optimizer.step() and the next forward; gradients are not saved. Beside the
         objects given it holds the random states of torch, Python and numpy, and the step count.
+        Every rank calls it: rank 0 writes, with the random states and data positions of all.
 
         Args:
             directory: The run's; created if only its parent exists.
@@ -318,9 +333,16 @@ class Booster:
         Raises:
             CheckpointError, IoError, UsageError: As in the methods for the parts.
         """
-        return checkpoint.save(
-            _path(directory), model, optimizer, lr_scheduler, dataloader,
-            step=step, extra=extra, keep=keep, max_bytes=_shard(True, size_per_shard),
+        path, max_bytes = absolute(directory), shard_bytes(True, size_per_shard)
+        ranks = self._ranks(model)
+        process = checkpoint.process_state(dataloader)
+        processes = ranks.gather(process) if ranks else [process]
+        return self._once(
+            model,
+            lambda: checkpoint.save(
+                path, model, optimizer, lr_scheduler, processes,
+                step=step, extra=extra, keep=keep, max_bytes=max_bytes,
+            ),
         )  # fmt: skip
 
     def load(
@@ -333,7 +355,8 @@ class Booster:
     ) -> checkpoint.CheckpointInfo:
         """Takes a run up where `save` left it, budgets and placement may differ.
 
-        The first iteration over `dataloader` goes on after the last batch handed out before.
+        The first iteration over `dataloader` goes on after the last batch handed out before. Every
+        rank calls it; one that the saved run lacked takes rank 0's position, not its random states.
 
         Args:
             directory: A run's directory (its latest whole checkpoint is read) or one checkpoint.
@@ -349,45 +372,29 @@ class Booster:
             CheckpointError: Nothing whole is there, a byte differs from what was saved, or an
                 object does not fit; nothing was changed.
         """
-        return checkpoint.load(_path(directory), model, optimizer, lr_scheduler, dataloader)
+        ranks = self._ranks(model)
+        path, rank = absolute(directory), ranks.rank if ranks else 0
+        return checkpoint.load(path, model, optimizer, lr_scheduler, dataloader, rank=rank)
 
     def latest(self, directory: str | Path) -> Path | None:
         """The whole checkpoint of the highest step in a run's directory, None without one."""
-        return checkpoint.latest(_path(directory))
+        return checkpoint.latest(absolute(directory))
+
+    def _ranks(self, model: nn.Module | None) -> Ranks | None:
+        """Those that share the model, or the one boosted last."""
+        latest = self._latest() if model is None and self._latest else model
+        engines = [] if latest is None else engines_holding(latest)
+        return engines[0].ranks if engines else None
+
+    def _once(self, model: nn.Module | None, work: Callable[[], Result]) -> Result:
+        """What `work` gives, which runs on one of the ranks that share the model."""
+        ranks = self._ranks(model)
+        return ranks.on_first(work) if ranks else work()
 
     def _engine(self, model: nn.Module | None) -> Engine:
         if model is not None:
             return engine_of(model)
-        if self._latest is None:
-            raise UsageError("nothing has been boosted yet")
-        latest = self._latest()
+        latest = self._latest() if self._latest else None
         if latest is None:
-            raise UsageError("the model boosted last is gone; give report and memory a model")
+            raise UsageError("nothing has been boosted, or the model boosted last is gone: name it")
         return engine_of(latest)
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    if isinstance(optimizer, list | tuple):
-        names = ", ".join(type(one).__name__ for one in optimizer)
-        raise NotImplementedError(
-            f"castor steps one optimizer a model, and was given {len(optimizer)} ({names}): give "
-            "one with param_groups, or boost with one and step the others, over the parameters "
-            "that it does not hold, yourself"
-        )
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a torch Optimizer")
-
-
-def _path(path: str | Path) -> Path:
-    return Path(path).resolve()
-
-
-def _shard(shard: bool, size_per_shard: int | str) -> int | None:
-    max_bytes = parse_bytes(size_per_shard, "size_per_shard")
-    return max_bytes if shard else None
-
-
-def _only(**arguments: tuple[Any, Any]) -> None:
-    for name, (value, supported) in arguments.items():
-        if value != supported:
-            raise NotImplementedError(f"{name}={value!r} is not supported; {supported!r} is")

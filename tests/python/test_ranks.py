@@ -1,66 +1,177 @@
-"""More than one rank is refused by name: castor does not synchronise models yet."""
+"""Several ranks train one model: what they compute, how they disagree, and how they end."""
 
-import subprocess
-import sys
+import time
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-from helpers import boost, go_on
-from zoo import tower
-
-RANK = """
-import sys
-
 import torch
-from torch import distributed, nn
 
 import castor
+import rank_cases
+from helpers import boost, go_on
+from rank_cases import CLOSE, EXACT, Outcome, run
+from zoo import tower
 
-rank, file = int(sys.argv[1]), sys.argv[2]
-distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-model = nn.Linear(4, 4)
-kind, memory = type(model), model.weight.data_ptr()
-plugin = castor.GeminiPlugin(device="cpu", device_memory="1MiB", host_memory="1MiB")
-booster = castor.Booster(plugin)
-try:
-    booster.boost(model, torch.optim.AdamW(model.parameters()))
-except NotImplementedError as error:
-    print(error)
-assert model.weight.data_ptr() == memory and not model._forward_pre_hooks
-distributed.barrier()
-distributed.destroy_process_group()
-"""
+SIZES = (2, 4)
+Result = tuple[list[torch.Tensor], list[float], dict[str, Any]]
 
 
-def test_two_ranks_of_a_process_group_are_refused(tmp_path: Path) -> None:
-    arguments = [
-        [sys.executable, "-c", RANK, str(rank), str(tmp_path / "group")] for rank in (0, 1)
-    ]
-    ranks = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for command in arguments
-    ]
-    for rank in ranks:
-        output, errors = rank.communicate(timeout=120)
-        assert rank.returncode == 0, errors
-        assert "several ranks" in output
-        assert "the process group has 2" in output
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(number of ranks, case, rank) -> weights, losses and report."""
+
+    @cache
+    def directory(size: int) -> Path:
+        path = tmp_path_factory.mktemp(f"ranks{size}")
+        for outcome in run(rank_cases.exact_and_close, size, path, timeout=400):
+            assert outcome.code == 0, outcome.errors
+        return path
+
+    def load(size: int, name: str, rank: int) -> Result:
+        result: Result = torch.load(directory(size) / f"{name}.{rank}.pt")
+        return result
+
+    return load
 
 
-def test_torchrun_is_refused_before_a_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(NotImplementedError, match=r"WORLD_SIZE=2 and RANK=1 are set.*one process"):
-        boost(tower())
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    go_on(boost(tower()), steps=1)
+def in_one_process(
+    name: str, size: int, monkeypatch: pytest.MonkeyPatch, path: Path
+) -> list[torch.Tensor]:
+    monkeypatch.chdir(path)
+    weights, _, _ = rank_cases.train((EXACT | CLOSE)[name], range(size), 1)
+    return weights
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", EXACT)
+def test_weights_have_the_bits_of_one_process(
+    name: str, size: int, trained: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    expected = in_one_process(name, size, monkeypatch, tmp_path)
+    for rank in range(size):
+        weights, _, report = trained(size, name, rank)
+        assert all(map(torch.equal, weights, expected))
+        assert report["skipped_steps"] == 0
+
+
+@pytest.mark.parametrize("name", CLOSE)
+def test_weights_are_close_to_those_of_one_process(
+    name: str, trained: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    expected = in_one_process(name, 2, monkeypatch, tmp_path)
+    first, _, _ = trained(2, name, 0)
+    second, _, _ = trained(2, name, 1)
+    assert all(map(torch.equal, first, second))
+    tolerance = 1e-5 if first[0].dtype == torch.float32 else 0.05
+    for weight, reference in zip(first, expected, strict=True):
+        error = (weight.float() - reference.float()).norm() / reference.float().norm()
+        assert error < tolerance
+
+
+def test_bytes_sent_are_counted(trained: Any) -> None:
+    """2 (n-1)/n of the gradients, once a step."""
+    for size in SIZES:
+        weights, _, report = trained(size, "llama", 0)
+        gradients = sum(weight.nbytes for weight in weights)
+        sent = report["rank_sent_bytes"] / rank_cases.STEPS
+        assert (report["rank"], report["ranks"]) == (0, size)
+        assert sent * size / (2 * (size - 1)) == pytest.approx(gradients, rel=0.05)
+        assert report["rank_seconds"] > 0
+
+
+def test_micro_batches_under_no_sync_cost_one_exchange(trained: Any) -> None:
+    _, _, each = trained(2, "accumulated", 0)
+    _, _, once = trained(2, "deferred", 0)
+    assert each["rank_sent_bytes"] == 2 * once["rank_sent_bytes"]
+
+
+def succeeded(outcomes: list[Outcome]) -> list[str]:
+    for outcome in outcomes:
+        assert outcome.code == 0, outcome.errors
+    return [outcome.output for outcome in outcomes]
+
+
+def test_ranks_that_were_given_different_things_say_so(tmp_path: Path) -> None:
+    for output in succeeded(run(rank_cases.different_models, 2, tmp_path)):
+        model, setting, mode = output.splitlines()
+        assert (
+            "rank 0 and rank 1 differ in the number of the model's parameters: 12 and 14" in model
+        )
+        assert "rank 0 and rank 1 differ in max_norm: 1.0 and 2.0" in setting
+        assert "overlap='backward'" in mode
+
+
+def test_ranks_that_do_different_things_are_both_named_at_once(tmp_path: Path) -> None:
+    start = time.monotonic()
+    for output in succeeded(run(rank_cases.one_passes_more, 2, tmp_path)):
+        assert (
+            "rank 0 ends backward pass 2 of step 1, while rank 1 calls optimizer.step()" in output
+        )
+    assert time.monotonic() - start < 120
+
+
+def test_ranks_begin_with_rank_0s_weights_and_see_averaged_gradients(tmp_path: Path) -> None:
+    for output in succeeded(run(rank_cases.others_weights, 2, tmp_path)):
+        assert output.split() == ["True"] * 3
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
+    outputs = succeeded(run(rank_cases.overflow_on_one, 2, tmp_path))
+    assert outputs[0] == outputs[1]
+    assert outputs[0].startswith("1 ")
+
+
+def test_a_rank_that_dies_ends_the_others_with_a_message(tmp_path: Path) -> None:
+    first, second = run(rank_cases.one_dies, 2, tmp_path, timeout=60)
+    assert second.code == -9
+    assert first.code != 0
+    assert "rank 0 of 2 lost the others" in first.errors
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks have saved, and where they went from there."""
+    path = tmp_path_factory.mktemp("saved")
+    for output in succeeded(run(rank_cases.saves, 2, path)):
+        assert "IoError" in output
+        assert "missing" in output
+    return path
+
+
+def test_a_checkpoint_goes_on_bitwise(saved: Path) -> None:
+    assert succeeded(run(rank_cases.loads, 2, saved)) == ["3\n", "3\n"]
+    for rank in (0, 1):
+        for kind in ("weights", "random"):
+            names = {"weights": "loaded", "random": "loaded-random"}
+            expected = torch.load(saved / f"{kind}.{rank}.pt")
+            loaded = torch.load(saved / f"{names[kind]}.{rank}.pt")
+            assert all(map(torch.equal, expected, loaded))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_checkpoint_loads_on_another_number_of_ranks(saved: Path, size: int) -> None:
+    assert succeeded(run(rank_cases.loads, size, saved)) == ["3\n"] * size
+
+
+def test_the_model_of_a_checkpoint_is_one_for_transformers_and_one_process(saved: Path) -> None:
+    booster, model, _ = rank_cases.boost(rank_cases.TOWER)
+    missing, unexpected = booster.load_model(model, saved / "model")
+    assert not missing
+    assert not unexpected
 
 
 def test_a_world_size_without_a_rank_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")  # a user's own
     go_on(boost(tower()), steps=1)
+
+
+def test_no_launcher_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(castor.UsageError, match=r"RANK.*not set; start it with torchrun"):
+        castor.launch_from_torch()
 
 
 def test_a_group_of_one_is_one_process(tmp_path: Path) -> None:

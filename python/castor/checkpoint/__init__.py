@@ -5,7 +5,7 @@ from castor.checkpoint.model import save_model
 from castor.checkpoint.model_load import load_model
 from castor.checkpoint.optimizer import save_optimizer
 from castor.checkpoint.optimizer_load import load_optimizer
-from castor.checkpoint.run import CheckpointInfo, latest, load, save
+from castor.checkpoint.run import CheckpointInfo, latest, load, process_state, save
 from castor.checkpoint.scheduler import load_lr_scheduler, save_lr_scheduler
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "load_model",
     "load_optimizer",
     "make_resumable",
+    "process_state",
     "save",
     "save_lr_scheduler",
     "save_model",

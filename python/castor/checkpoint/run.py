@@ -49,19 +49,27 @@ class CheckpointInfo:
     """The directory that was read."""
 
 
+def process_state(dataloader: Any) -> dict[str, Any]:
+    """What each process has of its own: random states and data position, as JSON holds them."""
+    return {
+        "dataloader": None if dataloader is None else _position_of(dataloader),
+        "rng": encode(rng.snapshot(), "rng"),
+    }
+
+
 def save(
     root: Path,
     model: nn.Module,
     optimizer: Optimizer | None,
     lr_scheduler: Any,
-    dataloader: Any,
+    processes: list[dict[str, Any]],
     *,
     step: int | None,
     extra: Any,
     keep: int | None,
     max_bytes: int | None,
 ) -> Path:
-    """Writes a run's checkpoint; see Booster.save."""
+    """Writes a run's checkpoint; see Booster.save. `processes`: process_state of each rank."""
     number = _step_number(model, step)
     if keep is not None:
         _check_count("keep", keep, 1)
@@ -71,9 +79,9 @@ def save(
         "step": number,
         "skipped_steps": sum(engine.skipped_steps for engine in engines_holding(model)),
         "lr_scheduler": None if lr_scheduler is None else scheduler_document(lr_scheduler),
-        "dataloader": None if dataloader is None else _position_of(dataloader),
         "extra": encode(extra, "extra"),
-        "rng": encode(rng.snapshot(), "rng"),
+        **processes[0],
+        "other_ranks": processes[1:],
     }
     target = root / f"step-{number:08}"
     with os_errors(root, "write"):
@@ -174,6 +182,8 @@ def load(
     optimizer: Optimizer | None,
     lr_scheduler: Any,
     dataloader: Any,
+    *,
+    rank: int,
 ) -> CheckpointInfo:
     """Reads a run's checkpoint; see Booster.load."""
     directory = _find(path)
@@ -194,11 +204,14 @@ def load(
     scheduler = _part(trainer, "lr_scheduler", lr_scheduler, file)
     if scheduler is not None:
         scheduler = scheduler_state(scheduler, lr_scheduler, file)
-    position = _part(trainer, "dataloader", dataloader, file)
+    processes = [trainer, *trainer.get("other_ranks", [])]
+    own = processes[rank] if rank < len(processes) else None
+    position = _part(own or trainer, "dataloader", dataloader, file)
     if position is not None:
         position = _checked_position(position, dataloader, file)
-    states = decode(trainer["rng"])
-    rng.check(states)
+    states = None if own is None else decode(own["rng"])
+    if states is not None:
+        rng.check(states)
     info = CheckpointInfo(step=trainer["step"], extra=decode(trainer["extra"]), path=directory)
 
     model_load.apply(with_optimizer=optimizer_load is not None)
@@ -209,7 +222,8 @@ def load(
     for engine in engines_holding(model):
         engine.num_steps = info.step
         engine.skipped_steps = trainer["skipped_steps"]
-    rng.restore(states)
+    if states is not None:
+        rng.restore(states)
     if position is not None:
         dataloader.load_state_dict(position)  # after rng: it returns to these random states
     return info

@@ -60,7 +60,8 @@ class Materialisation:
             finish: Called for each lazy parameter.
         """
         lazy_of_param = [lazy for _, lazy in self._params]
-        recordings = {t._recording for t in (*lazy_of_param, *self._others)}
+        # In the order of the model, which is the same on every rank.
+        recordings = dict.fromkeys(t._recording for t in (*lazy_of_param, *self._others))
         for recording in recordings:
             self._run(recording, place, finish)
 

@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from castor import _C
 from castor.config import GeminiConfig
 from castor.config.names import SCALAR_TYPES, StateFormat
+from castor.errors import IoError
 from castor.runtime.engine import EngineSettings
+from castor.runtime.ranks import Ranks
 
 _ALL_OF_THE_DISKS = 2**63
 """More than any disk holds."""
 
 
+def _of_rank(directory: Path, ranks: Ranks | None) -> Path:
+    """Where a rank's scratch file goes: each has a directory of its own.
+
+    Raises:
+        IoError: It cannot be made.
+    """
+    if ranks is None:
+        return directory
+    own = directory / f"rank{ranks.rank}"
+    try:
+        own.mkdir(exist_ok=True)
+    except OSError as error:
+        what = f"the directory of rank {ranks.rank} cannot be made: {error.strerror}"
+        raise IoError(error.errno, what, str(own)) from error
+    return own
+
+
 def engine_settings(
-    config: GeminiConfig, *, rule: str | None, state_format: StateFormat
+    config: GeminiConfig,
+    *,
+    rule: str | None,
+    state_format: StateFormat,
+    ranks: Ranks | None = None,
 ) -> EngineSettings:
     """What the engine is told.
 
@@ -22,10 +47,11 @@ def engine_settings(
         config: Its optim_state_format is what the user said, not what was chosen.
         rule: The fused optimizer's (castor.optim.rules); None: its own step updates.
         state_format: How masters and the rule's states are kept.
+        ranks: Those that share the model.
     """
     margin = config.gpu_margin_mem_ratio
     nvme = _C.NvmeOptions(
-        directories=[str(path) for path in config.nvme_paths],
+        directories=[str(_of_rank(path, ranks)) for path in config.nvme_paths],
         budget_bytes=_ALL_OF_THE_DISKS if config.nvme_bytes is None else config.nvme_bytes,
         verify=config.nvme_verify,
     )
@@ -61,4 +87,5 @@ def engine_settings(
         gather_embeddings=config.gather_embeddings,
         trace_file=config.trace_file,
         nvme_directory=config.nvme_paths[0] if config.nvme_paths else None,
+        ranks=ranks,
     )

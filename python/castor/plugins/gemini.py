@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from castor.activations import defer_logits, output_embedding
 from castor.config import (
@@ -32,12 +33,12 @@ from castor.errors import UsageError
 from castor.optim.boosted import StepDriver, boost_optimizer, check_optimizer
 from castor.optim.boosted_state import choose_state_format
 from castor.optim.rules import rule_of
+from castor.plugins.data_parallel import join_ranks, loader_of_rank
 from castor.plugins.engine_settings import engine_settings
 from castor.plugins.machine import choose_budgets, choose_device, warn_of_budgets
 from castor.plugins.not_yet import check_not_yet
 from castor.runtime.engine import Engine, check_not_boosted
 from castor.runtime.hooks import ModuleHook
-from castor.runtime.ranks import check_one_process
 
 _NAMED = 3
 """Parameters that a warning names, of many."""
@@ -78,8 +79,8 @@ class GeminiPlugin:
         enable_gradient_accumulation: False: every backward is followed by step, which
             overlap="backward" needs; nothing else follows from it: gradients accumulate until
             zero_grad, as in torch, with either value.
-        shard_param_frac: Share of parameters sharded over ranks; with one process every value means
-            the same. In [0, 1].
+        shard_param_frac: Share of parameters sharded over ranks, in [0, 1]. Every rank keeps all of
+            them in this version, whatever is given.
         offload_optim_frac: "static": share of the optimizer state, with gradients, on the host.
         offload_param_frac: "static": share of parameters that stream; needs
             offload_optim_frac=1.0.
@@ -265,22 +266,40 @@ class GeminiPlugin:
         """Whether the precision needs a loss scale."""
         return self.config.precision == "fp16"
 
+    def prepare_dataloader(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> DataLoader[Any]:
+        """A loader of this rank's part of `dataset`, as long on every rank; alone, of all of it.
+
+        Call `loader.sampler.set_epoch(epoch)` for another order in each epoch. `batch_size` counts
+        one rank's samples; `options` are DataLoader's. Checkpoints keep its position.
+        """
+        options |= {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+        return loader_of_rank(dataset, batch_size=batch_size, **options)
+
     def configure(
         self, model: nn.Module, optimizer: Optimizer | None
     ) -> tuple[Engine, StepDriver | None]:
         """Takes model and optimizer over, in place. Called by Booster.boost.
 
         Raises:
-            UsageError: The model or optimizer cannot be boosted, or tile_logits is not "auto" and
-                the model has no logits that castor can compute in tiles; neither is changed.
+            UsageError: The model or optimizer cannot be boosted, tile_logits is not "auto" and
+                the model has no logits that castor can compute in tiles, or the ranks were given
+                different ones; neither is changed.
             OutOfMemoryError: A budget is too small; neither is changed.
-            NotImplementedError: The optimizer is not supported in this precision, or there are
-                several processes.
+            NotImplementedError: The optimizer is not supported in this precision, or a setting
+                with several ranks.
             ValueError: HybridAdam's optim_state_format, seed or nvme_offload_dir contradicts the
                 plugin's, or the precision does not have the format.
             IoError: The NVMe tier's files cannot be made; model and optimizer are unchanged.
         """
-        check_one_process()
         check_not_boosted(model)
         choice = choose_state_format(optimizer, self.config)
         head = output_embedding(model, self.config.tile_logits)
@@ -293,10 +312,16 @@ class GeminiPlugin:
         warn_of_budgets(
             torch.device(config.device), config.device_bytes, config.host_bytes, stacklevel=3
         )
+        ranks = join_ranks(
+            model, optimizer, config, state_format=choice.state_format, seed=choice.seed, held=held
+        )
         engine = Engine(
             model,
             engine_settings(
-                config, rule=rule.name if rule else None, state_format=choice.state_format
+                config,
+                rule=rule.name if rule else None,
+                state_format=choice.state_format,
+                ranks=ranks,
             ),
             updated=held,
         )

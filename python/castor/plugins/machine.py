@@ -9,6 +9,7 @@ import torch
 from castor._loader import load_cuda
 from castor.config.memory import host_memory, share_memory, usable_bytes
 from castor.errors import UsageError
+from castor.runtime.ranks import ranks_of_node
 
 _USABLE_SHARE = 0.95
 """Of the free memory of a GPU: what its allocator cannot use for fragmentation is in the rest."""
@@ -73,11 +74,11 @@ def choose_budgets(
     """The budgets of the device and the host, with defaults for those that are None.
 
     A GPU has 95% of what is free there or cached by torch, and the host what castor.config.memory
-    calls usable. The CPU device shares that with the host.
+    calls usable, which the ranks of one machine share. The CPU device shares that with the host.
     """
     if device_bytes is not None and host_bytes is not None:
         return device_bytes, host_bytes
-    usable = usable_bytes(host_memory().available_bytes)
+    usable = usable_bytes(host_memory().available_bytes) // ranks_of_node()
     if device.type == "cpu":
         return share_memory(device_bytes, host_bytes, usable_bytes=usable)
     return (
@@ -99,13 +100,16 @@ def warn_of_budgets(
     """
     on_cpu = device.type == "cpu"
     memory = host_memory()
-    asked = host_bytes + (device_bytes if on_cpu else 0)
+    ranks = ranks_of_node()
+    asked = ranks * (host_bytes + (device_bytes if on_cpu else 0))
     if asked <= memory.grantable_bytes:
         return
+    of_ranks = f" in {ranks} ranks" if ranks > 1 else ""
     granted = memory.limit_bytes is not None and memory.limit_bytes < memory.total_bytes
+    giver = "cgroup grants" if granted else "machine has"
     warnings.warn(
         f"{'device_memory and host_memory come' if on_cpu else 'host_memory comes'} to "
-        f"{_gib(asked)} ({asked} bytes), and this {'cgroup grants' if granted else 'machine has'} "
+        f"{_gib(asked)} ({asked} bytes{of_ranks}), and this {giver} "
         f"{_gib(memory.grantable_bytes)}: a run that fills its budgets is killed by the kernel. "
         "Give less; what the host then has no room for goes to NVMe, with nvme_path",
         RuntimeWarning,

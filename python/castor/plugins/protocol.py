@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 from torch.optim import Optimizer
@@ -33,3 +33,21 @@ class Plugin(Protocol):
             The model's engine, and what steps the optimizer; None without one.
         """
         ...
+
+
+def check_one_optimizer(optimizer: Any) -> None:
+    """Takes one optimizer, or None.
+
+    Raises:
+        NotImplementedError: There are several.
+        TypeError: It is something else.
+    """
+    if isinstance(optimizer, list | tuple):
+        names = ", ".join(type(one).__name__ for one in optimizer)
+        raise NotImplementedError(
+            f"castor steps one optimizer a model, and was given {len(optimizer)} ({names}): give "
+            "one with param_groups, or boost with one and step the others, over the parameters "
+            "that it does not hold, yourself"
+        )
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a torch Optimizer")

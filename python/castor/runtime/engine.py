@@ -21,6 +21,8 @@ from castor.runtime.device import make_backend
 from castor.runtime.guard import guard
 from castor.runtime.history import StepHistory
 from castor.runtime.hooks import ModuleHook
+from castor.runtime.input_cast import InputCast
+from castor.runtime.ranks import Ranks
 from castor.runtime.report import LogitFigures, MemoryReport
 from castor.runtime.spec import ModelSpec, check_distinct_memory
 from castor.runtime.stored_weight import StoredWeights
@@ -48,6 +50,8 @@ class EngineSettings:
     """A trace of this model from an earlier run."""
     nvme_directory: Path | None = None
     """Of the NVMe tier, the first; None: there is none."""
+    ranks: Ranks | None = None
+    """Those that share the model; None: this process is alone."""
 
 
 class Engine:
@@ -106,8 +110,16 @@ class Engine:
         self.logits = LogitFigures()
         self._install_hooks(model, spec)
         _convert_buffers(model, WORKING_DTYPES[settings.precision], self.device)
+        if self.ranks:
+            for buffer in model.buffers():
+                self.ranks.share(buffer)
         guard(model)
         _engines[model] = self
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """Those that share the model; None: this process is alone."""
+        return self.settings.ranks
 
     def _take_over(self, model: nn.Module, lazy: Materialisation) -> ModelSpec:
         """Lays the parameters out in chunks and moves those there that have values."""
@@ -124,6 +136,11 @@ class Engine:
         ]
         """Per parameter, whether it has a gradient and a state in chunks; of the others that
         require a gradient, p.grad is torch's own."""
+        if self.ranks:
+            without_values = set(lazy.params)
+            for param in spec.params:
+                if param not in without_values:
+                    self.ranks.share(param)
         self.session = _C.Session(
             params=spec.params,
             param_names=spec.names,
@@ -131,6 +148,7 @@ class Engine:
             modules=[(m.name, m.params, m.parent) for m in spec.modules],
             options=settings.session,
             backend=make_backend(settings.device),
+            group=self.ranks.name if self.ranks else None,
             valueless=[self.index_of[param] for param in lazy.params],
         )
         if events is not None:
@@ -165,6 +183,8 @@ class Engine:
 
     def _finish(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """A lazy parameter has its values: makes home and master of them."""
+        if self.ranks:
+            self.ranks.share(values)
         if values.element_size() < param.element_size():  # _place may have put them at home:
             values = values.clone()  # what is written first would overwrite what is read later
         self.session.adopt(self.index_of[param], values)
@@ -355,31 +375,3 @@ def _convert_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device)
             kept = dtype == torch.float32 or name in module._non_persistent_buffers_set
             working = dtype if buffer.is_floating_point() and not kept else buffer.dtype
             module._buffers[name] = buffer.to(device=device, dtype=working)
-
-
-class InputCast:
-    """A pre-hook of the model: inputs come to its device, floating-point ones in its precision.
-
-    In fp32 types stay as they are, so that a model may be called with any. Copies of the model keep
-    it: their weights have that precision.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype = dtype
-        self._device = device
-
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Gives the inputs of a forward as the model takes them."""
-        return self._cast(args), {key: self._cast(value) for key, value in kwargs.items()}
-
-    def _cast(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            keep = self._dtype == torch.float32 or not value.is_floating_point()
-            return value.to(device=self._device, dtype=value.dtype if keep else self._dtype)
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(self._cast, value))
-        if isinstance(value, list | tuple):
-            return type(value)(map(self._cast, value))
-        if isinstance(value, dict) and type(value) is dict:
-            return {key: self._cast(item) for key, item in value.items()}
-        return value

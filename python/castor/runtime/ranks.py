@@ -1,35 +1,162 @@
-"""Whether this process trains alone."""
+"""The processes that train one model together: torch.distributed's ranks."""
 
 from __future__ import annotations
 
+import atexit
+import hashlib
 import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from torch import distributed
+import torch
+from torch import distributed, nn
+
+from castor.errors import UsageError
+
+Result = TypeVar("Result")
+
+_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun, and every launcher like it, tells a process."""
 
 
-def check_one_process() -> None:
-    """Raises where several processes train one model: castor does not synchronise them yet.
+def launch_from_torch() -> None:
+    """Joins the ranks that torchrun, or another launcher like it, has started.
+
+    Makes torch.distributed's default process group from RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT, with gloo for the CPU and NCCL for GPUs, and sees to its end. Booster.boost does it
+    where nobody has. No effect where there is a group already.
 
     Raises:
-        NotImplementedError: torch.distributed has more than one rank, or a launcher (torchrun, or
-            another that sets RANK and WORLD_SIZE) has started more than one.
+        UsageError: No launcher has started this process.
     """
-    ranks, found = _num_ranks()
-    if ranks > 1:
-        raise NotImplementedError(
-            f"castor does not train on several ranks yet, and {found}: each would train a model of "
-            "its own, unsynchronised. Start one process (python, or torchrun --nproc-per-node=1); "
-            "for runs that are meant to be independent, start each without torchrun's RANK and "
-            "WORLD_SIZE and without init_process_group"
+    if distributed.is_initialized():
+        return
+    missing = [name for name in _LAUNCHED if name not in os.environ]
+    if missing:
+        raise UsageError(
+            f"no launcher has started this process: {', '.join(missing)} not set; start it with "
+            "torchrun --nproc-per-node N, or call torch.distributed.init_process_group"
         )
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    atexit.register(_leave)
 
 
-def _num_ranks() -> tuple[int, str]:
-    """How many, and what says so."""
-    if distributed.is_available() and distributed.is_initialized():
-        ranks = distributed.get_world_size()
-        return ranks, f"the process group has {ranks}"
-    world_size = os.environ.get("WORLD_SIZE", "")
-    if "RANK" in os.environ and world_size.isdecimal():
-        return int(world_size), f"WORLD_SIZE={world_size} and RANK={os.environ['RANK']} are set"
-    return 1, ""
+def _leave() -> None:
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The ranks that share one boosted model, and a process group of its own between them."""
+
+    rank: int
+    size: int
+    group: distributed.ProcessGroup
+
+    @property
+    def name(self) -> str:
+        """Of the group, as castor._C finds it."""
+        name: str = self.group.group_name
+        return name
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank gives, in rank order; picklable."""
+        values: list[Any] = [None] * self.size
+        distributed.all_gather_object(values, value, group=self.group)
+        return values
+
+    def share(self, tensor: torch.Tensor) -> None:
+        """Rank 0's values become every rank's, in place; a tensor in host memory."""
+        whole = tensor.detach()
+        values = whole.contiguous()
+        if values.numel() > 0:  # bytes: gloo does not know every type
+            distributed.broadcast(values.view(-1).view(torch.uint8), src=0, group=self.group)
+        if values is not whole:
+            whole.copy_(values)
+
+    def check_equal(self, facts: Mapping[str, Any]) -> None:
+        """Every rank was given the same.
+
+        Args:
+            facts: What by its name in a message; values with a repr that tells them apart.
+
+        Raises:
+            UsageError: Two ranks differ; every rank raises it.
+        """
+        everyone = self.gather({name: repr(value) for name, value in facts.items()})
+        for rank, theirs in enumerate(everyone):
+            for name, first in everyone[0].items():
+                if theirs[name] != first:
+                    raise UsageError(
+                        f"rank 0 and rank {rank} differ in {name}: {first} and {theirs[name]}; "
+                        "all ranks train one model, and are given the same"
+                    )
+
+    def on_first(self, work: Callable[[], Result]) -> Result:
+        """Runs `work` on rank 0, for all: each returns what it returned, or raises what it raised.
+
+        Raises:
+            Exception: What `work` raised on rank 0.
+        """
+        outcome: list[Any] = [None, None]  # what it returned, what it raised
+        if self.rank == 0:
+            try:
+                outcome[0] = work()
+            except Exception as error:
+                outcome[1] = error
+        distributed.broadcast_object_list(outcome, src=0, group=self.group)
+        if outcome[1] is not None:
+            raise outcome[1]
+        result: Result = outcome[0]
+        return result
+
+
+def find_ranks() -> Ranks | None:
+    """The ranks of this process's group, which is made if a launcher has started several.
+
+    Collective: every rank calls it.
+
+    Returns:
+        None where this process is alone.
+    """
+    rank, size = rank_and_size()
+    if size == 1:
+        return None
+    # Of its own: what the user sends between ranks meanwhile does not come between.
+    return Ranks(rank=rank, size=size, group=distributed.new_group(backend="gloo"))
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Of this process in its group, which is made if a launcher has started several: (0, 1) alone.
+
+    Collective: every rank calls it.
+    """
+    if not distributed.is_available():
+        return 0, 1
+    if not distributed.is_initialized():
+        world_size = os.environ.get("WORLD_SIZE", "")
+        if "RANK" not in os.environ or not world_size.isdecimal() or int(world_size) < 2:
+            return 0, 1
+        launch_from_torch()
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def ranks_of_node() -> int:
+    """How many processes the launcher has started on this machine; 1 where there was none."""
+    size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(size)) if size.isdecimal() and "RANK" in os.environ else 1
+
+
+def describe_parameters(model: nn.Module) -> dict[str, Any]:
+    """What has to be the same on every rank, by its name in a message."""
+    described = [
+        f"{name}{tuple(param.shape)}{param.dtype}{'' if param.requires_grad else ' frozen'}"
+        for name, param in model.named_parameters()
+    ]
+    digest = hashlib.sha256("\n".join(described).encode()).hexdigest()[:12]
+    return {
+        "the number of the model's parameters": len(described),
+        "names, shapes, dtypes or requires_grad of parameters": digest,
+    }

@@ -97,6 +97,14 @@ class MemoryReport:
     """Share of chunk slots that holds no parameter."""
     host_arena: str
     """Where the host tier's memory comes from."""
+    rank: int
+    """Of this process, from 0."""
+    ranks: int
+    """Processes that train the model together; 1: this one is alone."""
+    rank_sent_bytes: int
+    """Gradients that this rank sent to others."""
+    rank_seconds: float
+    """Spent on bringing the ranks' gradients together, waiting for other ranks included."""
     nvme_engine: str
     """How the NVMe tier is read and written; empty without one."""
 
@@ -107,6 +115,8 @@ class MemoryReport:
             value = getattr(self, f.name)
             if f.name.endswith("_bytes"):
                 shown = f"{value / 2**20:,.2f} MiB ({value:,} bytes)"
+            elif f.name.endswith("_seconds"):
+                shown = f"{value:,.2f} s"
             elif isinstance(value, float):
                 shown = f"{value:.2%}"
             else:

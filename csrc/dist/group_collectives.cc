@@ -1,0 +1,84 @@
+#include "dist/group_collectives.h"
+
+#include <ATen/ops/from_blob.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <exception>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/error.h"
+
+namespace castor {
+namespace {
+
+at::Tensor bytes_at(const std::byte* data, std::size_t bytes) {
+  return at::from_blob(const_cast<std::byte*>(data), {static_cast<std::int64_t>(bytes)}, at::kByte);
+}
+
+/// What torch and gloo say, without where in their sources: "[/path/pair.cc:547] " and what follows
+/// the first line.
+std::string without_places(const std::exception& error) {
+  const std::string what = error.what();
+  const std::string line = what.substr(0, what.find('\n'));
+  const std::size_t end = line.starts_with("[/") ? line.find("] ") : std::string::npos;
+  return end == std::string::npos ? line : line.substr(end + 2);
+}
+
+// The backend itself is called, not torch's operators: those are seen by whatever watches a user's.
+class GroupCollectives final : public Collectives {
+ public:
+  explicit GroupCollectives(c10::intrusive_ptr<c10d::Backend> backend)
+      : backend_(std::move(backend)) {}
+
+  [[nodiscard]] std::size_t rank() const noexcept override {
+    return static_cast<std::size_t>(backend_->getRank());
+  }
+  [[nodiscard]] std::size_t size() const noexcept override {
+    return static_cast<std::size_t>(backend_->getSize());
+  }
+
+  void all_gather(std::span<const std::byte> own, std::span<std::byte> all) override {
+    at::Tensor input = bytes_at(own.data(), own.size());
+    at::Tensor output = bytes_at(all.data(), all.size());
+    complete([&] { return backend_->_allgather_base(output, input); });
+  }
+
+  void all_to_all(std::span<const std::byte> sent, std::span<std::byte> received) override {
+    at::Tensor input = bytes_at(sent.data(), sent.size());
+    at::Tensor output = bytes_at(received.data(), received.size());
+    std::vector<std::int64_t> equal;
+    complete([&] { return backend_->alltoall_base(output, input, equal, equal); });
+  }
+
+ private:
+  template <typename Begin>
+  void complete(const Begin& begin) {
+    try {
+      begin()->wait();
+    } catch (const std::exception& error) {
+      throw Error("rank " + std::to_string(rank()) + " of " + std::to_string(size()) +
+                  " lost the others: " + without_places(error) +
+                  ". A rank that failed says why in its own output; start all again, from the last "
+                  "checkpoint");
+    }
+  }
+
+  const c10::intrusive_ptr<c10d::Backend> backend_;
+};
+
+}  // namespace
+
+std::shared_ptr<Collectives> group_collectives(const std::string& group) {
+  try {
+    return std::make_shared<GroupCollectives>(
+        c10d::resolve_process_group(group)->getBackend(c10::DeviceType::CPU));
+  } catch (const std::exception& error) {
+    throw UsageError("the process group '" + group +
+                     "' cannot be used for memory of the host: " + without_places(error) +
+                     "; make it with the backend \"gloo\", or \"cpu:gloo,cuda:nccl\"");
+  }
+}
+
+}  // namespace castor

@@ -1,0 +1,117 @@
+"""What several ranks need before they train one model together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, DistributedSampler
+
+from castor.checkpoint import make_resumable
+from castor.config import GeminiConfig
+from castor.config.names import StateFormat
+from castor.runtime.ranks import Ranks, describe_parameters, find_ranks, rank_and_size
+
+
+def join_ranks(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    config: GeminiConfig,
+    *,
+    state_format: StateFormat,
+    seed: int,
+    held: set[Any] | None,
+) -> Ranks | None:
+    """The ranks of this process, which have been given the same model and the same settings.
+
+    Collective: every rank calls it.
+
+    Args:
+        model: To be boosted.
+        optimizer: To be boosted with it.
+        config: The plugin's.
+        state_format: What was chosen.
+        seed: As state_format.
+        held: The parameters that the optimizer updates; None: there is no optimizer.
+
+    Returns:
+        None where this process is alone.
+
+    Raises:
+        NotImplementedError: The settings ask for what castor does not do on several ranks.
+        UsageError: Two ranks differ.
+    """
+    ranks = find_ranks()
+    if ranks is None:
+        return None
+    settings = {
+        name: getattr(config, name)
+        for name in ("precision", "max_norm", "nonfinite", "chunk_bytes", "device", "overlap",
+                     "gather_embeddings", "loss_scaler")
+    }  # fmt: skip
+    ranks.check_equal(
+        {
+            **describe_parameters(model),
+            **settings,
+            "optim_state_format": state_format,
+            "seed": seed,
+            "the optimizer": type(optimizer).__name__,
+            "the optimizer's param_groups": _groups(optimizer),
+        }
+    )
+    _check_supported(model, config, held, ranks.size)
+    return ranks
+
+
+def loader_of_rank(
+    dataset: Any, *, batch_size: int, shuffle: bool, seed: int, drop_last: bool, **options: Any
+) -> DataLoader[Any]:
+    """A loader of this rank's part of the data; see GeminiPlugin.prepare_dataloader."""
+    rank, size = rank_and_size()
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
+    )
+    loader: DataLoader[Any] = DataLoader(
+        dataset, batch_size=batch_size, sampler=sampler, drop_last=drop_last, **options
+    )
+    make_resumable(loader)
+    return loader
+
+
+def _groups(optimizer: Optimizer | None) -> list[dict[str, Any]]:
+    """Numbers and flags of the groups, and how many parameters each has."""
+    return [
+        {
+            name: len(value) if name == "params" else value
+            for name, value in group.items()
+            if name == "params" or isinstance(value, int | float | tuple | None)
+        }
+        for group in (optimizer.param_groups if optimizer is not None else [])
+    ]
+
+
+def _check_supported(
+    model: nn.Module, config: GeminiConfig, held: set[Any] | None, size: int
+) -> None:
+    if config.device != "cpu":
+        raise NotImplementedError(
+            f"{size} ranks train on the CPU device so far, and device={config.device!r} was asked "
+            "for: pass device='cpu', or start one process"
+        )
+    if config.overlap == "backward":
+        raise NotImplementedError(
+            f"overlap='backward' updates chunks before {size} ranks have brought their gradients "
+            "together; pass overlap='forward'"
+        )
+    unheld = [
+        name
+        for name, param in model.named_parameters()
+        if held is not None and param.requires_grad and param not in held
+    ]
+    if unheld:
+        raise NotImplementedError(
+            f"the optimizer does not hold parameter '{unheld[0]}' and {len(unheld) - 1} others, "
+            f"whose gradients {size} ranks would not bring together: add them to it, or freeze "
+            "them with requires_grad_(False)"
+        )

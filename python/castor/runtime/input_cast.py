@@ -1,0 +1,36 @@
+"""What a boosted model makes of its inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class InputCast:
+    """A pre-hook of the model: inputs come to its device, floating-point ones in its precision.
+
+    In fp32 types stay as they are, so that a model may be called with any. Copies of the model keep
+    it: their weights have that precision.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Gives the inputs of a forward as the model takes them."""
+        return self._cast(args), {key: self._cast(value) for key, value in kwargs.items()}
+
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            keep = self._dtype == torch.float32 or not value.is_floating_point()
+            return value.to(device=self._device, dtype=value.dtype if keep else self._dtype)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(self._cast, value))
+        if isinstance(value, list | tuple):
+            return type(value)(map(self._cast, value))
+        if isinstance(value, dict) and type(value) is dict:
+            return {key: self._cast(item) for key, item in value.items()}
+        return value

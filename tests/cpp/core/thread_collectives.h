@@ -1,0 +1,91 @@
+#pragma once
+
+#include <algorithm>
+#include <barrier>
+#include <chrono>
+#include <cstddef>
+#include <functional>
+#include <random>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/collectives.h"
+#include "core/error.h"
+
+namespace castor {
+
+/// The ranks of a test: threads of one process, each with a Collectives of its own. Every call is
+/// delayed by a random time.
+class ThreadRanks {
+ public:
+  explicit ThreadRanks(std::size_t size, unsigned seed = 0)
+      : size_(size), seed_(seed), sent_(size), meet_(static_cast<std::ptrdiff_t>(size)) {}
+
+  /// Runs `work` on every rank. What a rank throws ends it alone: see failures().
+  void run(const std::function<void(Collectives&)>& work) {
+    failures_.assign(size_, "");
+    std::vector<std::jthread> threads;
+    for (std::size_t rank = 0; rank < size_; ++rank) {
+      threads.emplace_back([this, rank, &work] {
+        Rank own(*this, rank);
+        try {
+          work(own);
+        } catch (const Error& error) {
+          failures_[rank] = error.what();
+        }
+        meet_.arrive_and_drop();
+      });
+    }
+  }
+  /// What each rank threw in run(); "": nothing.
+  [[nodiscard]] const std::vector<std::string>& failures() const noexcept { return failures_; }
+
+ private:
+  class Rank final : public Collectives {
+   public:
+    Rank(ThreadRanks& ranks, std::size_t rank)
+        : ranks_(ranks), rank_(rank), random_(ranks.seed_ + static_cast<unsigned>(rank)) {}
+
+    [[nodiscard]] std::size_t rank() const noexcept override { return rank_; }
+    [[nodiscard]] std::size_t size() const noexcept override { return ranks_.size_; }
+
+    void all_gather(std::span<const std::byte> own, std::span<std::byte> all) override {
+      exchange(own, [&](std::size_t rank, std::span<const std::byte> theirs) {
+        std::ranges::copy(theirs, all.begin() + static_cast<std::ptrdiff_t>(rank * theirs.size()));
+      });
+    }
+    void all_to_all(std::span<const std::byte> sent, std::span<std::byte> received) override {
+      const std::size_t part = sent.size() / size();
+      exchange(sent, [&](std::size_t rank, std::span<const std::byte> theirs) {
+        std::ranges::copy(theirs.subspan(rank_ * part, part),
+                          received.begin() + static_cast<std::ptrdiff_t>(rank * part));
+      });
+    }
+
+   private:
+    template <typename Take>
+    void exchange(std::span<const std::byte> own, const Take& take) {
+      std::this_thread::sleep_for(std::chrono::microseconds(random_() % 200));
+      ranks_.sent_[rank_].assign(own.begin(), own.end());
+      ranks_.meet_.arrive_and_wait();
+      for (std::size_t rank = 0; rank < size(); ++rank) {
+        take(rank, std::span<const std::byte>(ranks_.sent_[rank]));
+      }
+      ranks_.meet_.arrive_and_wait();
+    }
+
+    ThreadRanks& ranks_;
+    const std::size_t rank_;
+    std::minstd_rand random_;
+  };
+
+  const std::size_t size_;
+  const unsigned seed_;
+  std::vector<std::vector<std::byte>> sent_;
+  std::barrier<> meet_;
+  std::vector<std::string> failures_;
+};
+
+}  // namespace castor

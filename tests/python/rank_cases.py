@@ -1,0 +1,333 @@
+"""What tests run on several ranks: `python rank_cases.py NAME DIRECTORY`, once for each rank.
+
+A scenario is a function of the directory that the ranks share; what it prints is the test's.
+"""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+import castor
+from zoo import CASES, Tower, tower, tower_batch
+
+STEPS = 10
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class RankCase:
+    """A model, the loss of a rank's micro-batch, and settings."""
+
+    build: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, int, int], torch.Tensor]
+    """Of (model, seed, rank)."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    micro_batches: int = 1
+    deferred: bool = False
+    """Whether all but the last micro-batch run under no_sync."""
+
+
+class Uneven(Tower):
+    """A tower of which rank 1 skips a layer, and nobody uses another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, labels: Any = None, skip: int | None = None) -> Any:
+        for i, layer in enumerate(self.layers):
+            if i != skip:
+                x = torch.tanh(layer(x))
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+
+def _uneven() -> nn.Module:
+    torch.manual_seed(7)
+    return Uneven()
+
+
+def _zoo(name: str, *, checkpointing: bool = False, **settings: Any) -> RankCase:
+    case = CASES[name]
+
+    def loss(model: nn.Module, seed: int, _: int) -> torch.Tensor:
+        batch = case.batch(seed)
+        return case.loss(model(**batch), batch)
+
+    return RankCase(lambda: case.model(checkpointing=checkpointing), loss, settings)
+
+
+def _tower_loss(model: nn.Module, seed: int, _: int) -> torch.Tensor:
+    loss: torch.Tensor = model(**tower_batch(seed))
+    return loss
+
+
+def _frozen() -> nn.Module:
+    model = CASES["gpt2"].model()
+    for name, param in model.named_parameters():
+        param.requires_grad_("ln_" not in name and "h.1." not in name)
+    return model
+
+
+def _lazy_llama() -> nn.Module:
+    with castor.LazyInitContext():
+        return CASES["llama"].model()
+
+
+EXACT = {
+    **{name: _zoo(name) for name in ("gpt2", "llama", "t5", "bert", "vit", "mixtral")},
+    "checkpointed": _zoo("llama", checkpointing=True),
+    "frozen": RankCase(_frozen, _zoo("gpt2").loss),
+    "lazy": RankCase(_lazy_llama, _zoo("llama").loss),
+    "tight": RankCase(tower, _tower_loss, {"device_memory": 24 << 10, "chunk_bytes": "8KiB"}),
+    "overlap": _zoo("gpt2", overlap="forward"),
+    "uneven": RankCase(
+        _uneven,
+        lambda model, seed, rank: model(**tower_batch(seed), skip=2 if rank == 1 else None),
+    ),
+}
+"""fp32: the bits of one process with as many micro-batches."""
+
+CLOSE = {
+    "accumulated": RankCase(tower, _tower_loss, micro_batches=2),
+    "deferred": RankCase(tower, _tower_loss, micro_batches=2, deferred=True),
+    **{
+        f"bf16 {state_format}": _zoo("llama", precision="bf16", optim_state_format=state_format)
+        for state_format in ("fp32", "split", "split_bf16", "split_int8")
+    },
+    "fp16": _zoo("llama", precision="fp16"),
+    "nvme states": _zoo("gpt2", nvme_path="build", nvme_offload_fraction=1.0),
+}
+"""Sums in another order: one process's values, and the same bits on every rank."""
+
+
+def boost(case: RankCase, **settings: Any) -> tuple[castor.Booster, nn.Module, Any]:
+    chosen = {"device": "cpu", "device_memory": GIB, "host_memory": GIB, "precision": "fp32"}
+    chosen |= {"max_norm": 0.5} | case.settings | settings
+    if "nvme_path" in chosen:
+        Path(chosen["nvme_path"]).mkdir(exist_ok=True)
+    model = case.build()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = castor.HybridAdam(trained, lr=1e-2, weight_decay=0.1)
+    booster = castor.Booster(castor.GeminiPlugin(**chosen))
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    return booster, model, optimizer
+
+
+def train(
+    case: RankCase, ranks: range, world_size: int, *, steps: int = STEPS
+) -> tuple[list[torch.Tensor], list[float], castor.MemoryReport]:
+    """Weights, losses and report; `ranks`: whose micro-batches this process takes."""
+    booster, model, optimizer = boost(case)
+    losses = []
+    for step in range(steps):
+        for micro in range(case.micro_batches):
+            for rank in ranks:
+                seed = 1000 * step + 10 * micro + rank
+                last = micro == case.micro_batches - 1 and rank == ranks[-1]
+                later = case.deferred and not last
+                with booster.no_sync(model) if later else nullcontext():
+                    loss = case.loss(model, seed, rank)
+                    booster.backward(loss / len(ranks), optimizer)
+                losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [param.detach().clone() for param in model.parameters()]
+    return weights, losses, booster.report(model)
+
+
+def exact_and_close(directory: Path) -> None:
+    """Every case, one after the other; weights, losses and reports into files."""
+    castor.launch_from_torch()
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    for name, case in (EXACT | CLOSE).items():
+        weights, losses, report = train(case, range(rank, rank + 1), size)
+        torch.save((weights, losses, vars(report)), directory / f"{name}.{rank}.pt")
+
+
+def _refused(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except (castor.Error, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+@contextmanager
+def _of_rank() -> Iterator[int]:
+    castor.launch_from_torch()
+    yield distributed.get_rank()
+    distributed.barrier()
+
+
+TOWER = RankCase(tower, _tower_loss)
+
+
+def different_models(_: Path) -> None:
+    with _of_rank() as rank:
+        case = RankCase(lambda: tower(depth=5 + rank), _tower_loss)
+        print(_refused(lambda: boost(case)))
+        print(_refused(lambda: boost(TOWER, max_norm=1.0 + rank)))
+        print(_refused(lambda: boost(TOWER, overlap="backward", enable_gradient_accumulation=False,
+                                     max_norm=0.0, nonfinite="ignore")))  # fmt: skip
+
+
+def one_passes_more(_: Path) -> None:
+    """Rank 0 runs another backward where rank 1 steps."""
+    with _of_rank() as rank:
+        booster, model, optimizer = boost(TOWER)
+        booster.backward(_tower_loss(model, 0, rank), optimizer)
+        if rank == 0:
+            print(_refused(lambda: booster.backward(_tower_loss(model, 1, rank), optimizer)))
+        else:
+            print(_refused(optimizer.step))
+
+
+def others_weights(_: Path) -> None:
+    """Rank 1 was built with other random values, and rank 0 has the gradient that counts."""
+    with _of_rank() as rank:
+        torch.manual_seed(rank)
+        booster, model, optimizer = boost(RankCase(Tower, _tower_loss))
+        weights = [param.detach().clone() for param in model.parameters()]
+        booster.backward(_tower_loss(model, rank, rank), optimizer)
+        gradients = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        everyone: list[Any] = [None, None]
+        distributed.all_gather_object(everyone, (weights, gradients, norm))
+        for theirs, mine in zip(everyone[0], everyone[1], strict=True):
+            same = map(torch.equal, theirs, mine) if isinstance(theirs, list) else [theirs == mine]
+            print(all(same))
+
+
+def overflow_on_one(_: Path) -> None:
+    """A gradient of rank 1 is not finite: all ranks skip the step, with the same scale."""
+    with _of_rank() as rank:
+        booster, model, optimizer = boost(TOWER, precision="fp16")
+        batch = tower_batch(0)
+        if rank == 1:
+            batch["x"][0, 0] = float("inf")
+        booster.backward(model(**batch), optimizer)
+        optimizer.step()
+        print(booster.report(model).skipped_steps, optimizer._castor.loss_scale)
+
+
+def saves(directory: Path) -> None:
+    with _of_rank() as rank:
+        booster, model, optimizer = boost(TOWER)
+        loader = _loader(booster)
+        batches = iter(loader)
+        for _ in range(3):
+            _step(booster, model, optimizer, next(batches))
+        torch.rand(rank + 1)  # random states of its own
+        booster.save(directory / "run", model, optimizer, dataloader=loader)
+        booster.save_model(model, directory / "model")
+        print(_refused(lambda: booster.save_model(model, directory / "missing" / "model")))
+        for _ in range(2):
+            _step(booster, model, optimizer, next(batches))
+        torch.save(list(model.parameters()), directory / f"weights.{rank}.pt")
+        torch.save(torch.rand(4), directory / f"random.{rank}.pt")
+
+
+def loads(directory: Path) -> None:
+    """Goes on where `saves` saved, on as many ranks as there are."""
+    with _of_rank() as rank:
+        booster, model, optimizer = boost(TOWER)
+        loader = _loader(booster)
+        same = distributed.get_world_size() == 2
+        info = booster.load(
+            directory / "run", model, optimizer, dataloader=loader if same else None
+        )
+        batches = iter(loader)
+        for _ in range(2):
+            _step(booster, model, optimizer, next(batches))
+        torch.save(list(model.parameters()), directory / f"loaded.{rank}.pt")
+        torch.save(torch.rand(4), directory / f"loaded-random.{rank}.pt")
+        print(info.step)
+
+
+def _loader(booster: castor.Booster) -> Any:
+    data = [tower_batch(seed, rows=1) for seed in range(64)]
+    return booster.plugin.prepare_dataloader(data, batch_size=2, shuffle=True, seed=3)
+
+
+def _step(booster: castor.Booster, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    loss = model(batch["x"].flatten(0, 1), batch["labels"].flatten())
+    booster.backward(loss, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def one_dies(_: Path) -> None:
+    """Rank 1 is killed after two steps; rank 0 goes on."""
+    with _of_rank() as rank:
+        booster, model, optimizer = boost(TOWER)
+        for step in range(3):
+            if step == 2 and rank == 1:
+                import os
+                import signal
+
+                os.kill(os.getpid(), signal.SIGKILL)
+            booster.backward(_tower_loss(model, step, rank), optimizer)
+            optimizer.step()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one rank."""
+
+    code: int
+    output: str
+    errors: str
+
+
+def run(
+    scenario: Callable[[Path], None], size: int, directory: Path, *, timeout: float = 240
+) -> list[Outcome]:
+    """Runs a scenario of this file on `size` ranks, as torchrun would start them."""
+    import os
+
+    port = _free_port()
+    ranks = []
+    for rank in range(size):
+        environment = os.environ | {
+            "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, __file__, scenario.__name__, str(directory)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=directory,
+            )
+        )
+    try:
+        outputs = [process.communicate(timeout=timeout) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    return [
+        Outcome(process.returncode, output, errors)
+        for process, (output, errors) in zip(ranks, outputs, strict=True)
+    ]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    globals()[sys.argv[1]](Path(sys.argv[2]))
