@@ -35,6 +35,9 @@ class Arena {
   virtual void add_user(const std::byte* /*data*/, StreamId /*stream*/) {}
   /// Makes `stream` wait for what the block's users have been given so far, and forgets those.
   virtual void await_users(const std::byte* /*data*/, StreamId /*stream*/) {}
+  /// A block of `next` bytes is asked for next. What the arena keeps of freed blocks for later
+  /// ones, beside one that serves that, may take `keep` bytes at most: the rest goes back.
+  virtual void trim(std::size_t /*keep*/, std::size_t /*next*/) noexcept {}
   /// The block stays allocated, but what it holds is not needed until it is written again: its
   /// physical memory may be given back meanwhile.
   virtual void discard(std::byte* /*data*/, std::size_t /*bytes*/) noexcept {}
@@ -79,7 +82,8 @@ class Block {
   Reservation reservation_;
 };
 
-/// A hard budget over an arena. The runtime owns one per tier. Thread-safe.
+/// A hard budget over an arena, which keeps no more of freed blocks than the budget has left when
+/// a block is made. The runtime owns one per tier. Thread-safe.
 class MemoryTier {
  public:
   /// `stream`: orders the use of the tier's memory; nullptr where nothing computes by itself.
@@ -89,10 +93,11 @@ class MemoryTier {
 
   /// Throws OutOfMemory, with `remedy` in the message, when the budget or the arena has no room.
   [[nodiscard]] Block allocate(std::size_t bytes, const std::string& remedy) {
-    return Block(*arena_, ledger_.reserve(bytes, remedy), stream_.get());
+    return allocate(ledger_.reserve(bytes, remedy));
   }
   /// Turns bytes already reserved on ledger() into memory.
   [[nodiscard]] Block allocate(Reservation reservation) {
+    arena_->trim(ledger_.available(), reservation.bytes());
     return Block(*arena_, std::move(reservation), stream_.get());
   }
 

@@ -12,7 +12,7 @@ SlotArena::SlotArena(std::unique_ptr<Arena> upstream, TierKind tier)
     : upstream_(std::move(upstream)), tier_(tier) {}
 
 SlotArena::~SlotArena() {
-  trim();
+  trim(0, 0);
 #ifndef NDEBUG
   for (const auto& [bytes, slots] : slots_) {
     assert(slots.num_blocks == 0 && "a block outlived its arena");
@@ -49,7 +49,8 @@ std::byte* SlotArena::new_block(std::size_t bytes) {
   } catch (const OutOfMemory& error) {
     throw OutOfMemory(tier_, error.requested(), error.available(), error.budget(),
                       std::string(error.what()) + ". Free slots of other sizes hold " +
-                          format_bytes(free_bytes()) + ", which trim() gives back");
+                          format_bytes(free_bytes()) +
+                          ", which go when chunks of other sizes are fetched");
   }
 }
 
@@ -62,21 +63,33 @@ void SlotArena::deallocate(std::byte* data, std::size_t bytes) noexcept {
   slots.free.push_back(data);
 }
 
-std::size_t SlotArena::trim() noexcept {
-  std::size_t trimmed = 0;
-  MutexLock lock(mutex_);
-  for (auto& [bytes, slots] : slots_) {
-    while (!slots.free.empty()) {
-      std::byte* const data = slots.free.back();
-      slots.free.pop_back();
-      --slots.num_blocks;
-      lock.unlock();  // entries of slots_ are never erased: the iteration survives
-      upstream_->deallocate(data, bytes);
-      trimmed += bytes;
-      lock.lock();
+std::byte* SlotArena::take_excess(std::size_t keep, std::size_t next, std::size_t& bytes) noexcept {
+  const MutexLock lock(mutex_);
+  std::size_t total = 0;
+  auto largest = slots_.end();
+  for (auto entry = slots_.begin(); entry != slots_.end(); ++entry) {
+    const std::size_t served = entry->first == next ? 1 : 0;
+    if (entry->second.free.size() > served) {
+      total += entry->first * (entry->second.free.size() - served);
+      largest = entry;
     }
   }
-  return trimmed;
+  if (total <= keep) {
+    return nullptr;
+  }
+  bytes = largest->first;
+  Slots& slots = largest->second;
+  std::byte* const data = slots.free.front();  // freed before the others
+  slots.free.erase(slots.free.begin());
+  --slots.num_blocks;
+  return data;
+}
+
+void SlotArena::trim(std::size_t keep, std::size_t next) noexcept {
+  std::size_t bytes = 0;
+  while (std::byte* const data = take_excess(keep, next, bytes)) {
+    upstream_->deallocate(data, bytes);
+  }
 }
 
 std::size_t SlotArena::free_bytes() const {

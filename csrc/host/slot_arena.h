@@ -18,8 +18,8 @@ namespace castor {
 /// destruction gives it back upstream: a stale pointer into it reads the old bytes, as it would on
 /// a GPU, and never faults. That is part of the contract. It is also why the arena does not trim by
 /// itself when upstream is out of memory: free slots of other sizes are then named in the error.
-/// Free slots stay resident and are not charged to any Ledger; free_bytes() tells how many there
-/// are.
+/// Free slots stay resident and are not charged to any Ledger: a tier trims them to what its budget
+/// has left whenever it makes a block, so that slots of several sizes do not add up.
 ///
 /// Owned by its MemoryTier; every block must be given back before the arena is destroyed.
 /// Thread-safe; calls upstream without holding its mutex.
@@ -35,8 +35,8 @@ class SlotArena final : public Arena {
   void deallocate(std::byte* data, std::size_t bytes) noexcept override;
   [[nodiscard]] std::string description() const override;
 
-  /// Gives all free slots back upstream and returns how many bytes that were.
-  std::size_t trim() noexcept;
+  /// The largest go first.
+  void trim(std::size_t keep, std::size_t next) noexcept override;
 
   [[nodiscard]] std::size_t free_bytes() const;
 
@@ -49,6 +49,9 @@ class SlotArena final : public Arena {
   };
 
   [[nodiscard]] std::byte* new_block(std::size_t bytes);
+  /// Takes a slot out that trim gives back; nullptr: what is left may stay. Sets its size.
+  [[nodiscard]] std::byte* take_excess(std::size_t keep, std::size_t next,
+                                       std::size_t& bytes) noexcept;
 
   const std::unique_ptr<Arena> upstream_;
   const TierKind tier_;

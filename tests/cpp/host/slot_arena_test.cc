@@ -92,12 +92,40 @@ TEST_F(SlotArenaTest, TrimReturnsFreeSlotsAndOnlyThose) {
   std::byte* const freed = arena_.allocate(kMiB);
   std::memset(live, 7, kMiB);
   arena_.deallocate(freed, kMiB);
-  EXPECT_EQ(arena_.trim(), kMiB);
-  EXPECT_EQ(arena_.trim(), 0U);
+  arena_.trim(0, 0);
+  EXPECT_EQ(arena_.free_bytes(), 0U);
+  arena_.trim(0, 0);
   EXPECT_EQ(traffic_->num_deallocations, 1U);
   EXPECT_EQ(live[kMiB - 1], std::byte{7});
   arena_.deallocate(live, kMiB);
   EXPECT_EQ(arena_.free_bytes(), kMiB);
+}
+
+TEST_F(SlotArenaTest, TrimKeepsWhatFitsBesideTheNextSlot) {
+  std::byte* const small = arena_.allocate(kMiB);
+  std::byte* const other = arena_.allocate(kMiB);
+  std::byte* const large = arena_.allocate(3 * kMiB);
+  arena_.deallocate(small, kMiB);
+  arena_.deallocate(other, kMiB);
+  arena_.deallocate(large, 3 * kMiB);
+  arena_.trim(2 * kMiB, 3 * kMiB);  // the large one serves the next request
+  EXPECT_EQ(arena_.free_bytes(), 5 * kMiB);
+  arena_.trim(2 * kMiB, 5 * kMiB);
+  EXPECT_EQ(arena_.free_bytes(), 2 * kMiB);
+  arena_.trim(kMiB, 7 * kMiB);
+  EXPECT_EQ(arena_.free_bytes(), kMiB);
+  EXPECT_EQ(arena_.allocate(kMiB), other) << "the slot freed first goes first";
+  arena_.deallocate(other, kMiB);
+}
+
+TEST_F(SlotArenaTest, ATiersFreeSlotsStayWithinItsBudget) {
+  auto arena = std::make_unique<SlotArena>(std::make_unique<RecordingArena>(traffic_));
+  const SlotArena& slots = *arena;
+  MemoryTier budgeted(TierKind::kDevice, 4 * kMiB, std::move(arena));
+  for (const std::size_t bytes : {kMiB, 3 * kMiB, 2 * kMiB, 3 * kMiB, kMiB, 4 * kMiB}) {
+    const Block block = budgeted.allocate(bytes, "");
+    EXPECT_LE(bytes + slots.free_bytes(), 4 * kMiB);
+  }
 }
 
 TEST_F(SlotArenaTest, DestructionReturnsEverySlot) {
@@ -147,14 +175,14 @@ TEST_F(SlotArenaTest, ConcurrentHammerWithTrimLosesNoBlock) {
           arena_.deallocate(data, bytes);
           ++num_served;
           if (random() % 50 == 0) {
-            arena_.trim();
+            arena_.trim(0, 0);
           }
         }
       });
     }
   }
   EXPECT_EQ(num_served, 8000U);
-  arena_.trim();
+  arena_.trim(0, 0);
   EXPECT_EQ(arena_.free_bytes(), 0U);
   EXPECT_EQ(traffic_->num_allocations, traffic_->num_deallocations);
 }
