@@ -5,11 +5,12 @@
 #   make bench    steps, Adam, copies and plans against their peers, and a page of the results in build/bench
 #   make bench-storage    what NVMe and building large models cost, on the same page
 #   make study    loss curves of the optimizer state formats: 13 minutes on two cores
+#   make asan-torch | tsan-torch    the Python tests in which threads meet, with castor._C under ASan+UBSan, TSan
 #   make docs     the documentation, in build/docs/index.html
 #   make wheel    wheels in dist/ for each Python and torch asked for, tried in clean environments
 #   make gpu-archive    what scripts/gpu_check.sh --wheel needs on a machine with a GPU, torch and nothing else
 #   make pages    train a small GPT and take the screenshots of docs/images
-#   make lint | package | cpp | pytest | docs | asan | tsan | wheel | bench | bench-storage | study | clean
+#   make lint | package | cpp | pytest | docs | asan | tsan | asan-torch | tsan-torch | wheel | bench | bench-storage | study | clean
 #
 # Set-up is kept in .venv and build/; stamps in both make a second run cheap.
 
@@ -61,7 +62,7 @@ PY_SOURCES := $(shell find python -type f -not -name '*.pyc')
 CXX_FORMATTED := find csrc tests/cpp tests/simulated_device tests/simulated_gpu benchmarks examples -type f \
 	\( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0
 
-.PHONY: demo test pages browser lint lint-format lint-ruff lint-mypy lint-layers lint-threads package cpp pytest docs asan tsan wheel gpu-archive bench bench-storage study install clean help FORCE
+.PHONY: demo test pages browser lint lint-format lint-ruff lint-mypy lint-layers lint-threads package cpp pytest docs asan tsan asan-torch tsan-torch wheel gpu-archive bench bench-storage study install clean help FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -213,6 +214,36 @@ tsan: $(STAMPS)/system
 	$(call cxx,tsan,-DCMAKE_BUILD_TYPE=Debug -DCASTOR_SANITIZE=thread -DCASTOR_JEMALLOC_ROOT=,\
 	  TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 \
 	  $$(setarch -R true 2>/dev/null && echo setarch -R))
+
+# $(call sanitized,KIND,TESTS): castor and the simulated devices, compiled with a sanitizer in
+# build/sanitized/KIND and installed there beside the Python sources, and tests against them. Below
+# build/sanitized, so that no other run of the tests takes the simulated devices for its own. Not in
+# `make test`: most of the compile time is torch's headers.
+define sanitized
+	@mkdir -p $(BUILD)/sanitized
+	@cmake -S . -B $(BUILD)/sanitized/$(1) -DCASTOR_SANITIZE=$(1) -DCMAKE_BUILD_TYPE=Release \
+	  -DCASTOR_BUILD_PYTHON=ON -DCASTOR_BUILD_SIMULATED_DEVICE=ON -DCASTOR_BUILD_TESTS=OFF -DCASTOR_CUDA=OFF \
+	  -DCASTOR_JEMALLOC_ROOT= -DPython_EXECUTABLE=$(BIN)/python >$(BUILD)/sanitized/$(1).log \
+	  || { cat $(BUILD)/sanitized/$(1).log; exit 1; }
+	@CCACHE_SLOPPINESS=pch_defines,time_macros cmake --build $(BUILD)/sanitized/$(1)
+	@rm -rf $(BUILD)/sanitized/$(1)/site
+	@cmake --install $(BUILD)/sanitized/$(1) --prefix $(BUILD)/sanitized/$(1)/site >>$(BUILD)/sanitized/$(1).log
+	@cp -r python/castor $(BUILD)/sanitized/$(1)/site
+	@scripts/sanitized_pytest.sh $(1) $(BUILD)/sanitized/$(1) $(BIN)/python $(2) $(PYTEST_ARGS)
+endef
+
+# Where most threads meet, and where objects of C++ outlive each other; without what repeats one thing over
+# many models and formats.
+SANITIZED_TESTS := $(patsubst %,tests/python/test_%.py,streams overlap gradient_parts threads lifetimes \
+	copied_optimizers writes nvme_faults nvme_abuse nvme_weights_shared) \
+	$(addprefix --deselect=tests/python/test_,overlap.py::test_every_mode_gives_the_same_weights \
+	nvme_faults.py::test_any_operation_of_a_run_may_fail)
+
+asan-torch: $(VENV_STAMPS)/venv
+	$(call sanitized,address,$(SANITIZED_TESTS))
+
+tsan-torch: $(VENV_STAMPS)/venv
+	$(call sanitized,thread,$(SANITIZED_TESTS))
 
 $(STAMPS)/hwloc: $(STAMPS)/system scripts/build_hwloc.sh scripts/debian_source.sh
 	@scripts/build_hwloc.sh $(HWLOC)

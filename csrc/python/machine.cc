@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -15,7 +16,7 @@
 #include "host/host_arena.h"
 #include "host/numa.h"
 #include "optim/bandwidth.h"
-#include "parallel/tbb_executor.h"
+#include "parallel/make_executor.h"
 #include "python/bindings.h"
 #include "torch/torch_copy_engine.h"
 
@@ -40,8 +41,8 @@ std::optional<std::vector<std::tuple<unsigned, std::size_t, std::size_t>>> numa_
 double in_place(std::size_t num_floats, std::size_t repetitions) {
   MemoryTier host(TierKind::kHost, num_floats * sizeof(float), make_host_arena());
   const Block block = host.allocate(num_floats * sizeof(float), "");
-  TbbExecutor executor;
-  return in_place_bandwidth(executor, {reinterpret_cast<float*>(block.data()), num_floats},
+  const std::unique_ptr<Executor> executor = make_executor();
+  return in_place_bandwidth(*executor, {reinterpret_cast<float*>(block.data()), num_floats},
                             repetitions);
 }
 

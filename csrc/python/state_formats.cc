@@ -5,11 +5,12 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
+#include <memory>
 #include <tuple>
 
 #include "core/error.h"
 #include "optim/state_convert.h"
-#include "parallel/tbb_executor.h"
+#include "parallel/make_executor.h"
 #include "python/bindings.h"
 #include "python/names.h"
 #include "python/state_tensors.h"
@@ -86,8 +87,8 @@ void store_moment_tensors(StateFormat format, const at::Tensor& exp_avg,
 }  // namespace
 
 Executor& shared_executor() {
-  static TbbExecutor executor;
-  return executor;
+  static const std::unique_ptr<Executor> executor = make_executor();
+  return *executor;
 }
 
 void bind_state_formats(py::module_& module) {

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -29,8 +30,8 @@ namespace castor {
 /// the one around them, and several backwards may precede a step. The sink tells of a chunk early
 /// only where one pass brings all it gets; every chunk is complete when collect() closes the step.
 ///
-/// Owned by the session. One thread at a time runs backward and step; wait() may be called from
-/// any.
+/// Owned by the session. One thread at a time runs backward and step; wait() and bytes_moved() may
+/// be called from any.
 class GradientSink {
  public:
   /// Adds the gradient payloads of every trainable chunk to `manager`. `params` are in ParamId
@@ -124,7 +125,7 @@ class GradientSink {
   std::vector<bool> in_parts_;     // per chunk
   std::vector<bool> fresh_;        // per chunk: see GradientMarks
   double loss_scale_ = 1.0;
-  std::uint64_t bytes_moved_ = 0;
+  std::atomic<std::uint64_t> bytes_moved_ = 0;
 };
 
 }  // namespace castor

@@ -11,7 +11,7 @@
 #include "host/host_arena.h"
 #include "host/slot_arena.h"
 #include "parallel/async_copy_engine.h"
-#include "parallel/tbb_executor.h"
+#include "parallel/make_executor.h"
 #include "torch/chunk_holds.h"
 #include "torch/counting_allocator.h"
 #include "torch/gil.h"
@@ -133,7 +133,7 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
       host_(std::make_shared<MemoryTier>(TierKind::kHost, options.host_bytes,
                                          make_home_arena(options))),
       nonmodel_(std::make_shared<NonModelMemory>(device_)),
-      executor_(std::make_unique<TbbExecutor>()),
+      executor_(make_executor()),
       copy_engine_(make_copy_engine(options)),
       storages_(std::make_unique<ChunkStorages>(layout_, own_device_.torch_device())),
       weights_(StoredWeights::create(layout_, placements, *storages_, options.state, *host_,

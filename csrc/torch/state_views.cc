@@ -6,6 +6,7 @@ namespace castor {
 
 const std::vector<at::Tensor>& StateViews::of(ParamId param, const OptimizerState& state,
                                               TensorGate& gate, std::size_t group) {
+  const MutexLock lock(mutex_);
   std::vector<at::Tensor>& views = views_[index(param)];
   if (views.empty()) {
     views = state.views(param);
@@ -25,6 +26,7 @@ void StateViews::for_each_storage(const std::function<void(const c10::Storage&)>
 }
 
 bool StateViews::aliased(ParamId param) const {
+  const MutexLock lock(mutex_);
   const auto& views = views_[index(param)];
   return std::any_of(views.begin(), views.end(),
                      [](const at::Tensor& view) { return view.storage().use_count() > 1; });

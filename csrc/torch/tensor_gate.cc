@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 #include <string>
 #include <unordered_map>
@@ -22,15 +23,27 @@ namespace {
 
 constexpr c10::DispatchKey kKey = c10::DispatchKey::DeferredInit;
 
-/// The key set of a tensor is a protected member without a setter for this key.
+/// The key set of a tensor is a protected member without a setter for this key. Threads that read
+/// the tensor look at it while others change it.
 struct KeySet : c10::TensorImpl {
-  static c10::DispatchKeySet& of(const at::Tensor& tensor) {
-    return tensor.unsafeGetTensorImpl()->*(&KeySet::key_set_);
+  static std::atomic_ref<c10::DispatchKeySet> of(const at::TensorBase& tensor) {
+    return std::atomic_ref(tensor.unsafeGetTensorImpl()->*(&KeySet::key_set_));
   }
 };
 
-void mark(const at::Tensor& tensor) { KeySet::of(tensor) = KeySet::of(tensor).add(kKey); }
-void unmark(const at::Tensor& tensor) { KeySet::of(tensor) = KeySet::of(tensor).remove(kKey); }
+[[nodiscard]] bool marked(const at::TensorBase& tensor) {
+  return KeySet::of(tensor).load().has(kKey);
+}
+void mark(const at::TensorBase& tensor) {
+  const auto keys = KeySet::of(tensor);
+  for (c10::DispatchKeySet old = keys.load(); !keys.compare_exchange_weak(old, old.add(kKey));) {
+  }
+}
+void unmark(const at::TensorBase& tensor) {
+  const auto keys = KeySet::of(tensor);
+  for (c10::DispatchKeySet old = keys.load(); !keys.compare_exchange_weak(old, old.remove(kKey));) {
+  }
+}
 
 /// Who watches a storage that is closed or guarded. Thread-safe.
 class WatchedStorages {
@@ -52,10 +65,17 @@ class WatchedStorages {
     const std::lock_guard lock(mutex_);
     watchers_.erase(tensor.storage().unsafeGetStorageImpl());
   }
+  /// Of a marked tensor's storage. The mark goes where nobody watches it: an alias has kept it, or
+  /// the storage was opened just now. Under the mutex, so that whoever watches it next marks it
+  /// after.
   [[nodiscard]] Watcher find(const at::TensorBase& tensor) {
     const std::lock_guard lock(mutex_);
     const auto found = watchers_.find(tensor.storage().unsafeGetStorageImpl());
-    return found == watchers_.end() ? Watcher{} : found->second;
+    if (found == watchers_.end()) {
+      unmark(tensor);
+      return {};
+    }
+    return found->second;
   }
 
  private:
@@ -101,18 +121,15 @@ class Uses {
 };
 
 void pass(const at::Tensor& tensor, bool writes, Uses& uses) {
-  if (!tensor.defined() || !tensor.key_set().has(kKey)) {
+  if (!tensor.defined() || !marked(tensor)) {
     return;
   }
   const WatchedStorages::Watcher watcher = WatchedStorages::instance().find(tensor);
   if (auto gate = watcher.gate.lock()) {
-    gate->pass(watcher.group);
-    if (const auto guard = gate->guard_of(watcher.group); guard != TensorGate::Guard::kNone) {
+    if (const auto guard = gate->pass(watcher.group, tensor); guard != TensorGate::Guard::kNone) {
       uses.add(std::move(gate), watcher.group, guard, writes);
-      return;
     }
   }
-  unmark(tensor);  // an alias is watched by nobody
 }
 
 // The CPU's kernels of these call an operator for each tensor of their lists, of which each has its
@@ -176,7 +193,7 @@ void pass_arguments(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 
 /// Waits as an operator on the tensor would, where its group is closed.
 void await_closed(const at::TensorBase& tensor) {
-  if (!tensor.defined() || !tensor.key_set().has(kKey)) {
+  if (!tensor.defined() || !marked(tensor)) {
     return;
   }
   const WatchedStorages::Watcher watcher = WatchedStorages::instance().find(tensor);
@@ -224,11 +241,6 @@ void TensorGate::hold_back(std::size_t group, const at::Tensor& tensor) {
 void TensorGate::guard(std::size_t group, Guard guard) {
   const std::lock_guard lock(mutex_);
   groups_[group].guard = guard;
-}
-
-TensorGate::Guard TensorGate::guard_of(std::size_t group) {
-  const std::lock_guard lock(mutex_);
-  return groups_[group].guard;
 }
 
 void TensorGate::watch(std::size_t group, at::Tensor tensor) {
@@ -288,6 +300,15 @@ void TensorGate::pass(std::size_t group) {
   pass_locked(group);
 }
 
+TensorGate::Guard TensorGate::pass(std::size_t group, const at::Tensor& tensor) {
+  const std::lock_guard lock(mutex_);
+  pass_locked(group);
+  if (groups_[group].guard == Guard::kNone) {
+    unmark(tensor);  // under the mutex: who closes the group again marks it after
+  }
+  return groups_[group].guard;
+}
+
 void TensorGate::pass_all() {
   const std::lock_guard lock(mutex_);
   for (std::size_t group = 0; group < groups_.size() && num_closed_ > 0; ++group) {
@@ -295,8 +316,6 @@ void TensorGate::pass_all() {
   }
 }
 
-at::Tensor readable(const at::Tensor& tensor) {
-  return tensor.key_set().has(kKey) ? tensor.clone() : tensor;
-}
+at::Tensor readable(const at::Tensor& tensor) { return marked(tensor) ? tensor.clone() : tensor; }
 
 }  // namespace castor

@@ -64,9 +64,11 @@ class TensorGate : public std::enable_shared_from_this<TensorGate> {
   /// Waits for a closed group and opens it; rethrows what settle throws, the group closed as it
   /// was.
   void pass(std::size_t group);
+  /// As pass, for an operator on `tensor`, which is the group's or an alias. Returns how the group
+  /// is guarded.
+  Guard pass(std::size_t group, const at::Tensor& tensor);
   /// As pass, for every group. Costs next to nothing while all are open.
   void pass_all();
-  [[nodiscard]] Guard guard_of(std::size_t group);
   [[nodiscard]] std::shared_ptr<void> visit(std::span<const Use> uses) { return visit_(uses); }
 
  private:

@@ -66,17 +66,23 @@ void Updater::update_completed() {
     for (const ParamId param : parts_.layout.chunk(chunk).params) {
       updates.push_back(next_update(param, armed_.of(param), 1.0));
     }
-    updated_[index(chunk)] = true;
+    {
+      const MutexLock lock(mutex_);
+      updated_[index(chunk)] = true;
+    }
     submit(chunk, updates);
     return true;
   });
 }
 
 void Updater::check_none_updated(const std::string& what) const {
-  const auto num_updated = std::count(updated_.begin(), updated_.end(), true);
+  const auto num_updated = [this] {
+    const MutexLock lock(mutex_);
+    return std::count(updated_.begin(), updated_.end(), true);
+  }();
   if (num_updated > 0) {
     throw UsageError(what + " after a backward that updated " + std::to_string(num_updated) +
-                     " of " + std::to_string(updated_.size()) +
+                     " of " + std::to_string(parts_.layout.chunks().size()) +
                      " chunks, and optimizer.step() was not called: with overlap=\"backward\" the "
                      "weights are between two steps then. Call step() after every backward; to "
                      "accumulate gradients use overlap=\"forward\"; after a backward that failed, "
@@ -93,7 +99,10 @@ void Updater::check_not_updated(ModuleId module) const {
 }
 
 void Updater::end_step() {
-  std::fill(updated_.begin(), updated_.end(), false);
+  {
+    const MutexLock lock(mutex_);
+    std::fill(updated_.begin(), updated_.end(), false);
+  }
   armed_ = {};
   completed_.clear();
 }
@@ -102,7 +111,7 @@ void Updater::end_step() {
 void Updater::step(const GroupOptions& options, double grad_scale) {
   parts_.device.follow_stream();
   check(options);
-  std::vector<std::vector<ParamUpdate>> updates(updated_.size());
+  std::vector<std::vector<ParamUpdate>> updates(parts_.layout.chunks().size());
   for (std::size_t i = 0; i < parts_.params.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
     const ChunkId chunk = parts_.layout.place(param).chunk;

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "core/mutex.h"
 #include "core/overlap.h"
 #include "core/runtime.h"
 #include "parallel/update_queue.h"
@@ -32,7 +33,7 @@ struct GroupOptions {
 
 /// When chunks are updated: in step(), beside what follows it, or in backward (core/overlap.h); and
 /// which step each parameter is in. Owned by the session. One thread at a time runs backward and
-/// step; wait() may be called from any.
+/// step; wait(), updated() and the checks may be called from any.
 class Updater {
  public:
   /// What it works on. All outlive the updater.
@@ -69,7 +70,10 @@ class Updater {
   /// run counts as broken.
   void step(const GroupOptions& options, double grad_scale);
   /// Whether this step's backward has updated the chunk.
-  [[nodiscard]] bool updated(ChunkId chunk) const { return updated_[index(chunk)]; }
+  [[nodiscard]] bool updated(ChunkId chunk) const {
+    const MutexLock lock(mutex_);
+    return updated_[index(chunk)];
+  }
   /// Throws UsageError where backward has updated chunks: `what` came between it and step().
   void check_none_updated(const std::string& what) const;
   /// ... chunks that the module needs.
@@ -99,7 +103,9 @@ class Updater {
   at::Tensor steps_;
   GroupOptions armed_;              // no groups: nothing is updated before step()
   std::vector<ChunkId> completed_;  // gradients complete, update not submitted
-  std::vector<bool> updated_;       // per chunk, in this step's backward
+  mutable Mutex mutex_;             // nothing else is taken while it is held
+  // Per chunk, in this step's backward.
+  std::vector<bool> updated_ CASTOR_GUARDED_BY(mutex_);
 };
 
 }  // namespace castor

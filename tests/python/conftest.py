@@ -18,6 +18,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import transformers
 
+import builds
 import simulated_gpu
 from accelerator import ACCELERATORS, Accelerator, of_name
 
@@ -51,6 +52,11 @@ def cuda() -> ModuleType:
 
 def pytest_configure() -> None:
     """Adds the simulated GPU to torch before a backward starts autograd's threads."""
+    if builds.WANTED is not None:
+        from castor._loader import extension_path
+
+        if not extension_path().is_relative_to(builds.WANTED):
+            pytest.exit(f"{extension_path()} is not of CASTOR_TEST_BUILD={builds.WANTED}", 4)
     if simulated_gpu.library() is not None:
         simulated_gpu.install()
 

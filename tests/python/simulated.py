@@ -7,23 +7,21 @@ tests/simulated_gpu, where streams run all that a GPU's would.
 import functools
 import importlib.util
 import os
-import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import builds
 import simulated_gpu
 from castor.plugins import gemini
 from castor.runtime import device as device_module
 from castor.runtime import engine
 from helpers import Boosted, boost, exact_state
 
-BUILD = Path(__file__).resolve().parents[2] / "build"
 LINK_BYTES_PER_SECOND = 4 * 10**9
 
 
@@ -33,16 +31,13 @@ def load_module() -> Any:
 
     CASTOR_REQUIRE_SIMULATED_DEVICE=1 makes its absence a failure.
     """
-    name = f"_simulated_device{sysconfig.get_config_var('EXT_SUFFIX')}"
-    built = sorted(
-        BUILD.glob(f"*/tests/simulated_device/{name}"), key=lambda path: path.stat().st_mtime
-    )
-    if not built:
-        problem = f"no {name} in {BUILD}: configure with -DCASTOR_BUILD_SIMULATED_DEVICE=ON"
+    built = builds.newest("simulated_device", "_simulated_device")
+    if built is None:
+        problem = builds.absence("_simulated_device")
         if os.environ.get("CASTOR_REQUIRE_SIMULATED_DEVICE") == "1":
             pytest.fail(problem)
         pytest.skip(problem)
-    spec = importlib.util.spec_from_file_location("_simulated_device", built[-1])
+    spec = importlib.util.spec_from_file_location("_simulated_device", built)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

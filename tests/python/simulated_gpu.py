@@ -12,7 +12,6 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,8 @@ from typing import Any
 import pytest
 import torch
 
-BUILD = Path(__file__).resolve().parents[2] / "build"
+import builds
+
 NAME = "simgpu"
 SEEDS = tuple(map(int, os.environ.get("CASTOR_SIMULATED_GPU_SEEDS", "1").split(",")))
 """Of the delays that tests run under."""
@@ -33,11 +33,7 @@ SEEDS = tuple(map(int, os.environ.get("CASTOR_SIMULATED_GPU_SEEDS", "1").split("
 @functools.cache
 def library() -> Path | None:
     """The newest build; None: there is none."""
-    name = f"_simulated_gpu{sysconfig.get_config_var('EXT_SUFFIX')}"
-    built = sorted(
-        BUILD.glob(f"*/tests/simulated_gpu/{name}"), key=lambda path: path.stat().st_mtime
-    )
-    return built[-1] if built else None
+    return builds.newest("simulated_gpu", "_simulated_gpu")
 
 
 def _load(name: str) -> Any:
@@ -81,7 +77,7 @@ def _warm_up() -> None:
 def require() -> Any:
     """torch.simgpu; CASTOR_REQUIRE_SIMULATED_DEVICE=1 makes its absence a failure, not a skip."""
     if library() is None:
-        problem = f"no _simulated_gpu in {BUILD}: configure with -DCASTOR_BUILD_SIMULATED_DEVICE=ON"
+        problem = builds.absence("_simulated_gpu")
         if os.environ.get("CASTOR_REQUIRE_SIMULATED_DEVICE") == "1":
             pytest.fail(problem)
         pytest.skip(problem)

@@ -3,9 +3,16 @@
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+import builds
+from helpers import assert_equal, boost, exact_state, go_on
+from zoo import tower
 
 HERE = Path(__file__).parent
 
@@ -77,4 +84,49 @@ def test_asking_while_a_copy_is_under_way_neither_hangs_nor_stops_python(setting
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 0.3
+    if builds.WANTED is None:  # a sanitizer's build is slow all the time
+        assert float(done.stdout) < 0.3
+
+
+BACKWARD = {"overlap": "backward", "nonfinite": "ignore", "enable_gradient_accumulation": False}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"overlap": "forward"}, {"overlap": "forward", "link_bandwidth": "1GB/s"}, BACKWARD],
+    ids=["none", "forward", "link", "backward"],
+)
+def test_weights_may_be_read_while_training_goes_on(settings: dict[str, Any]) -> None:
+    """They change nothing of what is trained, and see whole weights or are told of the update."""
+    reference = boost(tower(), **settings)
+    expected = go_on(reference, steps=6)
+    boosted = boost(tower(), **settings)
+    params = list(boosted.model.parameters())
+    stop = threading.Event()
+    failures: list[Exception] = []
+
+    @torch.no_grad()
+    def read(order: list[torch.Tensor]) -> None:
+        try:
+            while not stop.is_set():
+                for param in order:
+                    try:
+                        assert bool(param.sum().isfinite())
+                    except RuntimeError as error:  # between backward's update and step() as well
+                        if "updat" not in str(error):
+                            raise
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=read, args=(order,)) for order in (params, params[::-1])]
+    for thread in threads:
+        thread.start()
+    try:
+        losses = go_on(boosted, steps=6)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not failures
+    assert losses == expected
+    assert_equal(exact_state(boosted), exact_state(reference))

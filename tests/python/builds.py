@@ -1,0 +1,25 @@
+"""What CMake has built for the tests alone, and never installs."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from pathlib import Path
+
+BUILD = Path(__file__).resolve().parents[2] / "build"
+WANTED = os.environ.get("CASTOR_TEST_BUILD")
+"""The build directory that castor and all of it come from; None: the newest one that has it."""
+
+
+def newest(folder: str, module: str) -> Path | None:
+    """The extension module that tests/`folder` is compiled to; None: nobody has compiled it."""
+    builds = BUILD.glob("*") if WANTED is None else [Path(WANTED)]
+    name = f"{module}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    built = [path for build in builds if (path := build / "tests" / folder / name).exists()]
+    return max(built, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def absence(module: str) -> str:
+    """What to do about it."""
+    where = BUILD if WANTED is None else WANTED
+    return f"no {module} in {where}: configure with -DCASTOR_BUILD_SIMULATED_DEVICE=ON"
