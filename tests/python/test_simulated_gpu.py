@@ -214,6 +214,17 @@ def test_memory_that_is_full_is_an_error_and_cached_memory_is_not(at_once: Any) 
         at_once.set_per_process_memory_fraction(1.0)
 
 
+def test_storages_are_made_there_too(at_once: Any) -> None:
+    storage = torch.ones(8).untyped_storage().to(device="simgpu")
+    assert storage.device.type == "simgpu"
+    assert torch.tensor([], device="simgpu").set_(storage).tolist() == [1.0] * 8
+
+
+def test_page_locked_memory_is_known_as_such(at_once: Any) -> None:
+    assert torch.ones(8).pin_memory().is_pinned()
+    assert not torch.ones(8).is_pinned()
+
+
 # --- errors -------------------------------------------------------------------------------------
 
 
