@@ -225,6 +225,15 @@ def test_page_locked_memory_is_known_as_such(at_once: Any) -> None:
     assert not torch.ones(8).is_pinned()
 
 
+def test_writes_in_inference_mode(gpu: Any) -> None:
+    x = torch.ones(8, device="simgpu")
+    with torch.inference_mode():
+        x.mul_(2)
+        y = x + 1
+    assert x.tolist() == [2.0] * 8
+    assert y.tolist() == [3.0] * 8
+
+
 # --- errors -------------------------------------------------------------------------------------
 
 

@@ -31,6 +31,7 @@ bool on_device(const at::Tensor& tensor) { return tensor.device().type() == kTyp
 
 /// What a kernel finds where the tensor is: only the address, nothing that keeps the memory.
 at::Tensor host_view(const at::Tensor& tensor) {
+  const c10::InferenceMode normal(false);  // the stream's thread writes it, in no such mode
   const auto options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
   if (tensor.numel() == 0)
     return at::empty_strided(tensor.sizes(), tensor.strides(), options);
@@ -436,6 +437,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
     });
   };
   const auto borrowed = [](const at::Tensor& tensor) {
+    const c10::InferenceMode normal(false);
     return at::from_blob(tensor.mutable_data_ptr(), tensor.sizes(), tensor.strides(),
                          at::TensorOptions().dtype(tensor.dtype()));
   };
