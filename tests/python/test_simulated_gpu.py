@@ -247,6 +247,10 @@ def test_tensors_of_the_host_are_refused(at_once: Any) -> None:
 def test_shapes_that_do_not_fit_are_told_at_once(at_once: Any) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         torch.ones(2, 3, device="simgpu") @ torch.ones(2, 3, device="simgpu")
+    x = torch.ones(2, 3, device="simgpu")
+    with pytest.raises(RuntimeError, match="must match"):
+        x.add_(torch.ones(2, 4, device="simgpu"))
+    assert x.sum().item() == 6.0, "the device goes on"
 
 
 def test_an_error_of_a_kernel_is_told_at_the_next_synchronisation_and_stays(at_once: Any) -> None:

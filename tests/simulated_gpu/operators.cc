@@ -174,7 +174,7 @@ class Call {
       return view();
     if (draws_random_numbers())
       return is_filled_whole() ? fill() : run_now();
-    if (!(only_writes() || infer()))
+    if (!(only_writes() ? shapes_fit() : infer()))
       return run_now();
     enqueue();
   }
@@ -227,11 +227,7 @@ class Call {
   bool infer() {
     if (!op_.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta))
       return false;
-    const std::optional<std::string> key = what_shapes_follow_from();
-    const std::optional<Stack>* const known = key ? KnownShapes::instance().find(*key) : nullptr;
-    const std::optional<Stack> inferred = known == nullptr ? shapes_of_results() : *known;
-    if (key && known == nullptr)
-      KnownShapes::instance().add(*key, inferred);
+    const std::optional<Stack> inferred = known_shapes();
     if (!inferred)
       return false;
     const Stack& shapes = *inferred;
@@ -245,6 +241,23 @@ class Call {
         });
     }
     return true;
+  }
+
+  /// Of an operator in place; false: its kernel says at once what is wrong, as a GPU's does.
+  [[nodiscard]] bool shapes_fit() const {
+    return !op_.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta) || known_shapes();
+  }
+
+  /// nullopt: only values tell, or there are none.
+  [[nodiscard]] std::optional<Stack> known_shapes() const {
+    const std::optional<std::string> key = what_shapes_follow_from();
+    const std::optional<Stack>* const known = key ? KnownShapes::instance().find(*key) : nullptr;
+    if (known != nullptr)
+      return *known;
+    std::optional<Stack> inferred = shapes_of_results();
+    if (key)
+      KnownShapes::instance().add(*key, inferred);
+    return inferred;
   }
 
   /// nullopt: they are asked for each time.
