@@ -11,7 +11,8 @@
 
 namespace castor {
 
-/// Lives as long as one backward pass.
+/// Lives as long as one backward pass. Of a device with a thread of autograd's own, that thread may
+/// be the last to drop it: after backward() has returned, and after the session has gone.
 class Passes::End {
  public:
   End(std::weak_ptr<Passes> passes, int pass) : passes_(std::move(passes)), pass_(pass) {}
@@ -48,7 +49,7 @@ void Passes::end_forward() {
 bool Passes::in_segment() const { return forward_trains_ && !at::GradMode::is_enabled(); }
 
 void Passes::stop_charging() {
-  if (runtime_.idle() && charged_account() == charged_) {
+  if (charged_ && charged_account() == charged_ && runtime_.idle()) {
     charge_allocations_to(nullptr);
   }
 }
@@ -62,11 +63,19 @@ void Passes::begin_backward() {
 // host) is not the model's. Autograd drops the callback with the pass, also when the pass failed.
 bool Passes::follow_backward() {
   const int pass = ::torch::autograd::get_current_graph_task_id();
-  if (pass == -1) {
-    return false;
+  bool known = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (pass == -1) {
+      backward_.clear();  // those whose end is late
+      return false;
+    }
+    known = std::find(backward_.begin(), backward_.end(), pass) != backward_.end();
+    if (!known) {
+      backward_.push_back(pass);
+    }
   }
-  if (std::find(backward_.begin(), backward_.end(), pass) == backward_.end()) {
-    backward_.push_back(pass);
+  if (!known) {
     auto end = std::make_shared<End>(weak_from_this(), pass);
     ::torch::autograd::Engine::get_default_engine().queue_callback([end = std::move(end)] {});
   }
@@ -74,10 +83,19 @@ bool Passes::follow_backward() {
 }
 
 void Passes::backward_ended(int pass) {
-  backward_.erase(std::find(backward_.begin(), backward_.end(), pass), backward_.end());
-  if (backward_.empty()) {
-    stop_charging();
+  {
+    const std::lock_guard lock(mutex_);
+    std::erase(backward_, pass);
+    if (!backward_.empty()) {
+      return;
+    }
   }
+  stop_charging();
+}
+
+bool Passes::nested() const {
+  const std::lock_guard lock(mutex_);
+  return backward_.size() > 1;
 }
 
 void Passes::end_step() {
