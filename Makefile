@@ -6,11 +6,12 @@
 #   make bench-storage    what NVMe and building large models cost, on the same page
 #   make study    loss curves of the optimizer state formats: 13 minutes on two cores
 #   make asan-torch | tsan-torch    the Python tests in which threads meet, with castor._C under ASan+UBSan, TSan
+#   make simgpu   suites of the CPU device on the asynchronous simulated GPU, with three seeds of delays
 #   make docs     the documentation, in build/docs/index.html
 #   make wheel    wheels in dist/ for each Python and torch asked for, tried in clean environments
 #   make gpu-archive    what scripts/gpu_check.sh --wheel needs on a machine with a GPU, torch and nothing else
 #   make pages    train a small GPT and take the screenshots of docs/images
-#   make lint | package | cpp | pytest | docs | asan | tsan | asan-torch | tsan-torch | wheel | bench | bench-storage | study | clean
+#   make lint | package | cpp | pytest | simgpu | docs | asan | tsan | asan-torch | tsan-torch | wheel | bench | bench-storage | study | clean
 #
 # Set-up is kept in .venv and build/; stamps in both make a second run cheap.
 
@@ -62,7 +63,7 @@ PY_SOURCES := $(shell find python -type f -not -name '*.pyc')
 CXX_FORMATTED := find csrc tests/cpp tests/simulated_device tests/simulated_gpu benchmarks examples -type f \
 	\( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0
 
-.PHONY: demo test pages browser lint lint-format lint-ruff lint-mypy lint-layers lint-threads package cpp pytest docs asan tsan asan-torch tsan-torch wheel gpu-archive bench bench-storage study install clean help FORCE
+.PHONY: demo test pages browser lint lint-format lint-ruff lint-mypy lint-layers lint-threads package cpp pytest simgpu docs asan tsan asan-torch tsan-torch wheel gpu-archive bench bench-storage study install clean help FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -70,7 +71,7 @@ help:
 # An idle OpenMP thread soon sleeps instead of spinning for milliseconds: where something else wants the
 # cores, torch's kernels otherwise wait for each other's spin loops (4 to 10 times slower on two shared
 # cores). Not for bench, which measures torch as it comes.
-demo pages pytest: export GOMP_SPINCOUNT ?= 1000
+demo pages pytest simgpu: export GOMP_SPINCOUNT ?= 1000
 
 demo: $(VENV_STAMPS)/castor
 	@$(BIN)/python examples/train_gpt.py --demo
@@ -265,6 +266,21 @@ gpu-archive: $(VENV_STAMPS)/venv
 
 pytest: $(VENV_STAMPS)/castor
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The asynchronous simulated GPU: tests made for it with each seed of delays, then suites of the CPU
+# device on it with each. A seed took 26 minutes on two cores that others were busy on.
+SIMGPU_SEEDS ?= 1 2 3
+SIMGPU_OWN := cuda cuda_session streams simulated_gpu simulated_device simulated_nvme embeddings
+SIMGPU_SUITES := parity checkpoint_resume checkpoint_model checkpoint_optimizer checkpoint_faults \
+	checkpoint_damage checkpoint_dataloader gradient_parts hybrid nvme nvme_abuse nvme_weights \
+	nvme_weights_shared passes states untrained writes
+comma := ,
+simgpu: export CASTOR_REQUIRE_SIMULATED_DEVICE := 1
+simgpu: $(VENV_STAMPS)/castor
+	@CASTOR_SIMULATED_GPU_SEEDS=$(subst $() ,$(comma),$(strip $(SIMGPU_SEEDS))) \
+	  $(BIN)/python -m pytest $(SIMGPU_OWN:%=tests/python/test_%.py) $(PYTEST_ARGS)
+	@for seed in $(SIMGPU_SEEDS); do echo "seed $$seed"; CASTOR_TEST_DEVICE=simgpu:$$seed \
+	  $(BIN)/python -m pytest $(SIMGPU_SUITES:%=tests/python/test_%.py) $(PYTEST_ARGS); done
 
 # Always all of it: an incremental build repeats no warning of a page that has not changed since.
 docs: $(VENV_STAMPS)/castor $(VENV_STAMPS)/docs

@@ -80,6 +80,10 @@ class DeviceBackend {
   /// From now on torch's allocations on the device are the account's, which is told of those that
   /// are there already; until it is gone.
   virtual void follow(const std::shared_ptr<DeviceAccount>& account) = 0;
+  /// What such an allocation of `bytes` counts there.
+  [[nodiscard]] virtual std::size_t allocated_for(std::size_t bytes) const noexcept {
+    return bytes;
+  }
 
   /// Whether update() knows the rule of that name (UpdateRule::name).
   [[nodiscard]] virtual bool has_kernels(std::string_view rule) const noexcept = 0;
@@ -101,6 +105,6 @@ class DeviceBackend {
 
 /// What the capsule is called that carries a std::shared_ptr<DeviceBackend>. Both modules come from
 /// one build: the name changes with the interface.
-inline constexpr const char* kDeviceBackendCapsule = "castor.DeviceBackend.3";
+inline constexpr const char* kDeviceBackendCapsule = "castor.DeviceBackend.4";
 
 }  // namespace castor

@@ -8,18 +8,18 @@
 namespace castor {
 
 GradientCopies::GradientCopies(const ChunkLayout& layout, CopyEngine& engine, MemoryTier& device,
-                               NonModelMemory* account)
+                               std::optional<Account> account)
     : engine_(engine),
       device_(device),
-      window_(device.ledger().reserve(largest_gradient_bytes(layout),
+      account_(account),
+      window_(device.ledger().reserve(size_of(largest_gradient_bytes(layout)),
                                       "the largest gradient needs that much on its way to the "
-                                      "host; raise device_memory")),
-      account_(account) {}
+                                      "host; raise device_memory")) {}
 
 GradientCopies::~GradientCopies() {
   for (const Copy& copy : copies_) {
-    if (account_ != nullptr) {
-      account_->take_back(copy.gradient.nbytes());
+    if (account_) {
+      account_->memory.take_back(copy.bytes);
     }
     try {
       engine_.wait(copy.ticket);
@@ -35,13 +35,14 @@ bool GradientCopies::submit(ChunkId chunk, const at::Tensor& gradient, const at:
   rethrow_failure();
   const std::size_t bytes = gradient.nbytes();
   const bool whole = gradient.storage_offset() == 0 && gradient.storage().nbytes() == bytes;
-  if (!whole || bytes == 0 || bytes > window_.bytes() ||
+  const std::size_t needed = size_of(bytes);
+  if (!whole || bytes == 0 || needed > window_.bytes() ||
       gradient.scalar_type() != like.scalar_type() || gradient.strides() != like.strides() ||
       !gradient.is_non_overlapping_and_dense()) {
     return false;
   }
   while (!copies_.empty() &&
-         (used_bytes_ + bytes > window_.bytes() || engine_.done(copies_.front().ticket))) {
+         (used_bytes_ + needed > window_.bytes() || engine_.done(copies_.front().ticket))) {
     complete_first(arrived);
   }
   auto* data = static_cast<std::byte*>(gradient.mutable_data_ptr());
@@ -50,28 +51,32 @@ bool GradientCopies::submit(ChunkId chunk, const at::Tensor& gradient, const at:
                                             .direction = CopyDirection::kDeviceToHost,
                                             .behind = device_.stream(),
                                             .await_source = {}});
-  copies_.push_back({chunk, ticket, gradient});
-  used_bytes_ += bytes;
-  pay_by_window(gradient);
+  copies_.push_back({chunk, ticket, gradient, needed});
+  used_bytes_ += needed;
+  pay_by_window(copies_.back());
   return true;
 }
 
 // Until it is gone: a device's allocator will tell of that by itself, so the account has it again
 // by then.
-void GradientCopies::pay_by_window(const at::Tensor& gradient) noexcept {
-  if (account_ != nullptr) {
-    account_->hand_over(gradient.nbytes());
+void GradientCopies::pay_by_window(const Copy& copy) noexcept {
+  if (account_) {
+    account_->memory.hand_over(copy.bytes);
   } else {
-    stop_charging_for(gradient.mutable_data_ptr());
+    stop_charging_for(copy.gradient.mutable_data_ptr());
   }
+}
+
+std::size_t GradientCopies::size_of(std::size_t bytes) const noexcept {
+  return account_ ? account_->backend.allocated_for(bytes) : bytes;
 }
 
 void GradientCopies::complete_first(std::vector<Copy>& arrived) {
   const Copy& copy = arrived.emplace_back(std::move(copies_.front()));
   copies_.pop_front();
-  used_bytes_ -= copy.gradient.nbytes();
-  if (account_ != nullptr) {
-    account_->take_back(copy.gradient.nbytes());
+  used_bytes_ -= copy.bytes;
+  if (account_) {
+    account_->memory.take_back(copy.bytes);
   }
   try {
     engine_.wait(copy.ticket);

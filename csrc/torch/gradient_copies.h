@@ -6,6 +6,7 @@
 #include <deque>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -14,6 +15,7 @@
 #include "core/copy_engine.h"
 #include "core/memory_tier.h"
 #include "core/nonmodel_memory.h"
+#include "torch/device_backend.h"
 
 namespace castor {
 
@@ -29,10 +31,15 @@ namespace castor {
 /// Destruction waits for all.
 class GradientCopies {
  public:
-  /// The largest gradient fits the window. Throws OutOfMemory. All outlive this. `account`: of a
-  /// device whose memory torch's allocator hands out; nullptr on the CPU device.
+  /// Where another allocator than castor's hands the device's memory out.
+  struct Account {
+    NonModelMemory& memory;
+    const DeviceBackend& backend;  ///< knows what a gradient counts there
+  };
+  /// The largest gradient fits the window. Throws OutOfMemory. All outlive this. `account`: nullopt
+  /// on the CPU device.
   GradientCopies(const ChunkLayout& layout, CopyEngine& engine, MemoryTier& device,
-                 NonModelMemory* account);
+                 std::optional<Account> account);
   ~GradientCopies();
   GradientCopies(const GradientCopies&) = delete;
   GradientCopies& operator=(const GradientCopies&) = delete;
@@ -52,18 +59,20 @@ class GradientCopies {
     ChunkId chunk;
     CopyTicket ticket;
     at::Tensor gradient;
+    std::size_t bytes = 0;  // of the window
   };
 
   /// The copy goes to `arrived`, for its gradient to be dropped without the mutex: one that Python
   /// knows takes Python's global lock.
   void complete_first(std::vector<Copy>& arrived);
-  void pay_by_window(const at::Tensor& gradient) noexcept;
+  [[nodiscard]] std::size_t size_of(std::size_t bytes) const noexcept;
+  void pay_by_window(const Copy& copy) noexcept;
   void rethrow_failure() const;
 
   CopyEngine& engine_;
   const MemoryTier& device_;
+  const std::optional<Account> account_;
   Reservation window_;
-  NonModelMemory* const account_;
   mutable std::mutex mutex_;    // guards everything below; held while a copy is waited for
   std::size_t used_bytes_ = 0;  // of the window
   std::deque<Copy> copies_;     // in the order of submission

@@ -68,8 +68,12 @@ GradientSink::GradientSink(ChunkManager& manager, const ShardMap& shards,
   }
 }
 
-void GradientSink::copy_beside_backward(CopyEngine& engine, NonModelMemory* account) {
-  copies_ = std::make_unique<GradientCopies>(layout_, engine, manager_.device(), account);
+void GradientSink::copy_beside_backward(CopyEngine& engine, NonModelMemory& account) {
+  using Account = GradientCopies::Account;
+  copies_ = std::make_unique<GradientCopies>(
+      layout_, engine, manager_.device(),
+      device_ ? std::optional(Account{.memory = account, .backend = *device_.get()})
+              : std::nullopt);
 }
 
 void GradientSink::open(Runtime& runtime, TensorGate& gate, const Arrival& arrived) {

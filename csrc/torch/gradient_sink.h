@@ -39,8 +39,9 @@ class GradientSink {
   GradientSink(ChunkManager& manager, const ShardMap& shards, std::span<const ParamHandle> params,
                StoredWeights* weights, Executor& executor, const SessionDevice& device,
                bool scaled);
-  /// Gradients leave the device by copies that run beside backward; see GradientCopies.
-  void copy_beside_backward(CopyEngine& engine, NonModelMemory* account);
+  /// Gradients leave the device by copies that run beside backward; see GradientCopies. `account`:
+  /// of what is allocated there for others than castor.
+  void copy_beside_backward(CopyEngine& engine, NonModelMemory& account);
   using Arrival = std::function<void(ParamId, const at::Tensor& incoming)>;
   /// Once the parameters lie in chunks: from now on `arrived` follows AccumulateGrad of each, which
   /// was given `incoming`, and the gate holds readers back from gradients on their way.

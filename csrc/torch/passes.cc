@@ -12,7 +12,8 @@
 
 namespace castor {
 
-/// Lives as long as one backward pass.
+/// Lives as long as one backward pass. Of a device with a thread of autograd's own, that thread may
+/// be the last to drop it: after backward() has returned, and after the session has gone.
 class Passes::End {
  public:
   End(std::weak_ptr<Passes> passes, int pass) : passes_(std::move(passes)), pass_(pass) {}
@@ -55,7 +56,7 @@ void Passes::end_forward() {
 bool Passes::in_segment() const { return forward_trains_ && !at::GradMode::is_enabled(); }
 
 void Passes::stop_charging() {
-  if (runtime_.idle() && charged_account() == charged_) {
+  if (charged_ && charged_account() == charged_ && runtime_.idle()) {
     charge_allocations_to(nullptr);
   }
 }
@@ -69,11 +70,19 @@ void Passes::begin_backward() {
 // host) is not the model's. Autograd drops the callback with the pass, also when the pass failed.
 bool Passes::follow_backward() {
   const int pass = ::torch::autograd::get_current_graph_task_id();
-  if (pass == -1) {
-    return false;
+  bool known = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (pass == -1) {
+      backward_.clear();  // those whose end is late
+      return false;
+    }
+    known = std::find(backward_.begin(), backward_.end(), pass) != backward_.end();
+    if (!known) {
+      backward_.push_back(pass);
+    }
   }
-  if (std::find(backward_.begin(), backward_.end(), pass) == backward_.end()) {
-    backward_.push_back(pass);
+  if (!known) {
     auto end = std::make_shared<End>(weak_from_this(), pass);
     ::torch::autograd::Engine::get_default_engine().queue_callback(
         [end = std::move(end)] { end->reached(); });
@@ -82,16 +91,32 @@ bool Passes::follow_backward() {
 }
 
 void Passes::backward_done(int pass) {
-  if (at_backward_end_ && !nested() && backward_.front() == pass) {
+  if (!at_backward_end_) {
+    return;
+  }
+  const bool outermost = [&] {
+    const std::lock_guard lock(mutex_);
+    return backward_.size() == 1 && backward_.front() == pass;
+  }();
+  if (outermost) {
     for_torch(at_backward_end_);
   }
 }
 
 void Passes::backward_ended(int pass) {
-  backward_.erase(std::find(backward_.begin(), backward_.end(), pass), backward_.end());
-  if (backward_.empty()) {
-    stop_charging();
+  {
+    const std::lock_guard lock(mutex_);
+    std::erase(backward_, pass);
+    if (!backward_.empty()) {
+      return;
+    }
   }
+  stop_charging();
+}
+
+bool Passes::nested() const {
+  const std::lock_guard lock(mutex_);
+  return backward_.size() > 1;
 }
 
 void Passes::end_step() {

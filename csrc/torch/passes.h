@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -11,7 +12,7 @@ namespace castor {
 
 /// Which forward and backward passes of a model are under way, and for how long what their thread
 /// allocates on the CPU is the model's. Owned by the session; used by the one thread at a time that
-/// runs forward and backward.
+/// runs forward and backward. A thread of autograd's may tell that a pass is over, also late.
 class Passes : public std::enable_shared_from_this<Passes> {
  public:
   /// `charged`: the account of what passes allocate on the CPU; nullptr: there is none. `runtime`
@@ -37,7 +38,7 @@ class Passes : public std::enable_shared_from_this<Passes> {
   void end_step();
 
   /// Whether the backward pass under way is within another one, as a reentrant checkpoint's is.
-  [[nodiscard]] bool nested() const noexcept { return backward_.size() > 1; }
+  [[nodiscard]] bool nested() const;
   /// Whether a forward with gradients runs a part without: a reentrant checkpoint's segment, which
   /// will have a backward pass of its own.
   [[nodiscard]] bool in_segment() const;
@@ -52,6 +53,7 @@ class Passes : public std::enable_shared_from_this<Passes> {
   std::function<void()> at_backward_end_;
   std::shared_ptr<NonModelMemory> account_before_;  // of the thread, while inference runs
   bool forward_trains_ = false;  // the outermost module was entered with gradients on
+  mutable std::mutex mutex_;     // guards backward_
   std::vector<int> backward_;    // passes under way, as autograd numbers them; nested ones last
 };
 

@@ -157,7 +157,7 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
     optimizer_state_->before_write_back(chunk, home, slot);
   });
   if (copy_engine_->asynchronous()) {
-    gradients_->copy_beside_backward(*copy_engine_, own_device_ ? nonmodel_.get() : nullptr);
+    gradients_->copy_beside_backward(*copy_engine_, *nonmodel_);
   }
   RuntimeOptions runtime_options = options.runtime;
   runtime_options.freed_slots =

@@ -84,13 +84,17 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
 
 
 @pytest.fixture(autouse=True)
-def _on_another_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _on_another_device(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """CASTOR_TEST_DEVICE: every model computes on another device than the CPU.
 
     "simulated": one of tests/simulated_device; "simgpu:1": that of tests/simulated_gpu, with delays
-    of seed 1.
+    of seed 1. Tests marked cpu_device are skipped.
     """
     wanted = os.environ.get("CASTOR_TEST_DEVICE")
+    if wanted is not None and (marker := request.node.get_closest_marker("cpu_device")):
+        pytest.skip(f"of the CPU device alone: {marker.args[0]}")
     if wanted == "simulated":
         from castor.runtime import engine
         from simulated import LINK_BYTES_PER_SECOND, load_module

@@ -1,5 +1,6 @@
 """Training loops to compare: plain PyTorch, and castor inside a tight budget."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from zoo import Batch, Case, tower, tower_batch
 
 GIB = 2**30
 LR = 1e-3
+ON_THE_CPU_DEVICE = "CASTOR_TEST_DEVICE" not in os.environ
+"""What computes, unless a test asks for another device itself (conftest.py)."""
 STEPS = 20
 FP32_TOLERANCE = 1e-5
 HALF_TOLERANCE = 4e-3
@@ -50,6 +53,8 @@ def margin(model: nn.Module, fraction: float, element_size: int = 4) -> int:
 
 def plugin(memory: int | str = GIB, **settings: Any) -> castor.GeminiPlugin:
     settings = {"device": "cpu", "host_memory": GIB, "precision": "fp32"} | settings
+    if not ON_THE_CPU_DEVICE:
+        settings.pop("link_bandwidth", None)  # such a device has a link, and refuses another speed
     return castor.GeminiPlugin(device_memory=memory, **settings)
 
 
@@ -133,6 +138,13 @@ def losses_of_plain(
 
 def losses_of_boosted(boosted: Boosted, forward: Forward, steps: int = 6) -> list[float]:
     return [boosted.step(forward(boosted.model, i)) for i in range(steps)]
+
+
+def beside_gradients(memory: int, model: nn.Module) -> int:
+    """`memory`, and what a device with a link of its own keeps for gradients on their way."""
+    if ON_THE_CPU_DEVICE:
+        return memory
+    return memory + max(p.numel() * p.element_size() for p in model.parameters())
 
 
 def tight_memory(build: Callable[[], nn.Module], forward: Forward, fraction: float = 0.35) -> int:
@@ -246,8 +258,18 @@ def exact_state(boosted: Boosted) -> list[torch.Tensor]:
     return state
 
 
+def equal(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """torch.equal, wherever they are."""
+    return torch.equal(actual.cpu(), expected.cpu())
+
+
+def assert_close(actual: Any, expected: Any, **options: Any) -> None:
+    """As torch.testing's, wherever they are."""
+    torch.testing.assert_close(actual, expected, check_device=False, **options)
+
+
 def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     """Wherever they are."""
     assert len(actual) == len(expected)
     for mine, theirs in zip(actual, expected, strict=True):
-        assert torch.equal(mine.cpu(), theirs.cpu())
+        assert equal(mine, theirs)

@@ -15,6 +15,7 @@ from helpers import (
     assert_close_weights,
     boost,
     copies,
+    equal,
     losses_of_boosted,
     losses_of_plain,
     tight_memory,
@@ -32,7 +33,7 @@ def grads(model: nn.Module) -> list[torch.Tensor]:
 
 def assert_bitwise(actual: list[Any], expected: list[Any]) -> None:
     for a, b in zip(actual, expected, strict=True):
-        assert torch.equal(a, b)
+        assert equal(a, b)
 
 
 def test_plain_backward_is_the_same_as_booster_backward() -> None:
@@ -115,7 +116,7 @@ def test_backward_with_inputs_touches_only_those() -> None:
         tower_loss(model, 0).backward(inputs=chosen)
     for actual, expected in zip(boosted.model.parameters(), plain.parameters(), strict=True):
         assert (actual.grad is None) == (expected.grad is None)
-        assert expected.grad is None or torch.equal(actual.grad, expected.grad)
+        assert expected.grad is None or equal(actual.grad, expected.grad)
 
 
 def test_gradient_of_the_input_is_bitwise_that_of_plain() -> None:
@@ -125,7 +126,7 @@ def test_gradient_of_the_input_is_bitwise_that_of_plain() -> None:
         batch["x"].requires_grad_()
         model(**batch).backward()
         inputs.append(batch["x"].grad)
-    assert torch.equal(*inputs)
+    assert equal(*inputs)
 
 
 def test_gradient_assigned_by_hand_is_used() -> None:

@@ -18,10 +18,12 @@ from helpers import (
     GIB,
     LR,
     Boosted,
+    assert_close,
     assert_equal,
     assert_same_weights,
     boost,
     copies,
+    equal,
     exact_state,
     go_on,
     margin,
@@ -111,7 +113,7 @@ def test_updates_beside_compute_give_the_same_bits(state_format: str, overlap: s
     assert_equal(runs[1][0], runs[0][0])
     for mine, theirs in zip(runs[1][1].values(), runs[0][1].values(), strict=True):
         for key, value in theirs.items():
-            assert torch.equal(mine[key], value), key
+            assert equal(mine[key], value), key
 
 
 def representable(model: nn.Module) -> nn.Module:
@@ -150,7 +152,7 @@ def test_boosted_takes_the_steps_of_the_standalone_optimizer(
         for key in ("step", "exp_avg", "exp_avg_sq", *(["scales"] if "8" in state_format else [])):
             value = own.state[other][key]
             assert optimizer.state[mine][key].dtype == value.dtype
-            assert torch.equal(optimizer.state[mine][key], value), key
+            assert equal(optimizer.state[mine][key], value), key
     assert_equal(
         exact_state(boosted)[len(alone) : 2 * len(alone)],
         [entry["master"] for entry in own.state_dict()["state"].values()],
@@ -164,7 +166,7 @@ def test_the_seed_decides_the_bits(state_format: str) -> None:
         go_on(run, steps=8)
     weights = [copies(run.model.parameters()) for run in runs]
     assert_equal(weights[0], weights[1])
-    assert not all(torch.equal(a, b) for a, b in zip(weights[0], weights[2], strict=True))
+    assert not all(equal(a, b) for a, b in zip(weights[0], weights[2], strict=True))
 
 
 def test_16_bits_default_to_split_and_others_to_fp32() -> None:
@@ -220,9 +222,9 @@ def test_loaded_weights_are_their_own_masters(state_format: str, whole: bool) ->
         new = dict(other.named_parameters())[name]
         if whole or name.startswith("layers"):
             edited = new.detach() != old.bfloat16()
-            assert torch.equal(master[edited], new.detach().float()[edited]), name
+            assert equal(master[edited], new.detach().float()[edited]), name
         else:
-            assert torch.equal(master, old), name
+            assert equal(master, old), name
 
 
 def test_a_write_at_home_takes_effect_and_leaves_the_others_their_masters() -> None:
@@ -233,8 +235,8 @@ def test_a_write_at_home_takes_effect_and_leaves_the_others_their_masters() -> N
     with torch.no_grad():
         weight[0] = 0.3
     after = engine_of(boosted.model).session.master(0)
-    assert torch.equal(after[1:], before[1:])
-    assert torch.equal(after.bfloat16(), weight)
+    assert equal(after[1:], before[1:])
+    assert equal(after.bfloat16(), weight)
     assert (after[0] - weight[0].float()).abs().max() <= 2**-10  # half a step
 
 
@@ -306,7 +308,7 @@ def test_state_dict_gives_the_moments_back_bitwise(state_format: str) -> None:
     for mine, theirs in pairs:
         assert mine.keys() == theirs.keys()
         for key, value in mine.items():
-            assert torch.equal(value, theirs[key]), key
+            assert equal(value, theirs[key]), key
     assert back.optimizer.state_dict().get("rounding_seed") == state.get("rounding_seed")
 
 
@@ -323,7 +325,7 @@ def test_a_state_loaded_while_updates_are_under_way_replaces_what_they_leave(
     boosted.optimizer.load_state_dict(state)  # at once
     loaded = boosted.optimizer.state_dict()["state"][0]
     for key, value in state["state"][0].items():
-        assert torch.equal(loaded[key], value), key
+        assert equal(loaded[key], value), key
 
 
 @pytest.mark.parametrize("target", ["adamw", *FORMATS])
@@ -355,7 +357,7 @@ def test_checkpoints_hold_every_format_for_every_other(
         tolerance = 0.0
     for mine, theirs in zip(state[2 * num :], expected[2 * num :], strict=True):
         largest = theirs.abs().max().item()
-        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance * largest / 64)
+        assert_close(mine, theirs, rtol=tolerance, atol=tolerance * largest / 64)
 
 
 @pytest.mark.parametrize("target", FORMATS)

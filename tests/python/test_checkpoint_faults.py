@@ -312,6 +312,7 @@ def peak_extra_bytes(action: Callable[[], object]) -> int:
     return resident("VmHWM") - before
 
 
+@pytest.mark.cpu_device("the process's memory is measured, and the simulated GPU's is in it")
 def test_saving_needs_two_pieces_of_memory(tmp_path: Path) -> None:
     class Wide(nn.Module):
         """Half of it in the order of the file, half transposed: those have to be copied."""

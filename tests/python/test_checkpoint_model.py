@@ -14,7 +14,7 @@ from torch import nn
 
 import castor
 from castor.checkpoint.container import read_header
-from helpers import boost, copies, plugin
+from helpers import boost, copies, equal, plugin
 from zoo import CASES, gpt2, llama, tower, tower_batch
 
 BOOSTER = castor.Booster(plugin=plugin())
@@ -34,7 +34,7 @@ def assert_same_state(actual: nn.Module, expected: nn.Module | Mapping[str, torc
     assert own.keys() == state.keys()
     for key, tensor in state.items():
         assert own[key].dtype == tensor.dtype, key
-        assert torch.equal(own[key], tensor), key
+        assert equal(own[key], tensor), key
 
 
 def other_values(model: nn.Module) -> nn.Module:
@@ -109,7 +109,7 @@ def test_part_of_a_boosted_model_saves_and_loads(tmp_path: Path) -> None:
     boosted.step(boosted.model(**tower_batch(0)))
     BOOSTER.load_model(boosted.model.layers, tmp_path / "layers")
     for param, value in zip(boosted.model.layers.parameters(), before, strict=False):
-        assert torch.equal(param, value)
+        assert equal(param, value)
 
 
 def test_float32_checkpoint_reaches_the_masters_exactly(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_differing_keys_are_reported_in_torchs_words(tmp_path: Path) -> None:
         BOOSTER.load_model(boosted.model, saved_state(state, tmp_path / "m"))
     assert str(raised.value) == str(theirs.value)
     for param, value in zip(boosted.model.parameters(), before, strict=True):
-        assert torch.equal(param, value)
+        assert equal(param, value)
 
 
 def test_strict_false_loads_what_matches_and_tells_the_rest(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_strict_false_loads_what_matches_and_tells_the_rest(tmp_path: Path) -> N
     result = BOOSTER.load_model(boosted.model, saved_state(state, tmp_path / "m"), strict=False)
     assert result.missing_keys == expected.missing_keys
     assert sorted(result.unexpected_keys) == sorted(expected.unexpected_keys)
-    assert torch.equal(boosted.model.layers[0].weight, tower().layers[0].weight)
+    assert equal(boosted.model.layers[0].weight, tower().layers[0].weight)
     state["layers.1.bias"] = torch.zeros(3)
     with pytest.raises(castor.CheckpointError, match=r"size mismatch for layers\.1\.bias"):
         BOOSTER.load_model(boosted.model, saved_state(state, tmp_path / "n"), strict=False)
@@ -282,7 +282,7 @@ def test_checkpoint_of_the_base_model_loads_into_the_headed_one(tmp_path: Path) 
     back = boost(other_values(CASES["gpt2"].model())).model
     state = torch.get_rng_state()
     BOOSTER.load_model(back, tmp_path / "base")
-    assert torch.equal(torch.get_rng_state(), state)
+    assert equal(torch.get_rng_state(), state)
     assert_same_state(back, model)
 
 
@@ -293,7 +293,7 @@ def test_checkpoint_of_another_architecture_is_refused_with_both_reasons(tmp_pat
     with pytest.raises(castor.CheckpointError, match="Missing key"):
         BOOSTER.load_model(model, tmp_path / "llama")
     for param, value in zip(model.parameters(), before, strict=True):
-        assert torch.equal(param, value)
+        assert equal(param, value)
 
 
 def test_shapes_of_another_size_are_refused_after_renaming_too(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, RMSprop
 
 import castor
-from helpers import LR, Boosted, boost, copies, plugin
+from helpers import LR, Boosted, boost, copies, equal, plugin
 from zoo import CASES, tower, tower_batch
 
 BOOSTER = castor.Booster(plugin=plugin())
@@ -45,7 +45,7 @@ def assert_same_states(actual: dict[str, torch.Tensor], expected: dict[str, torc
     assert actual.keys() == expected.keys()
     for key, value in expected.items():
         assert actual[key].dtype == value.dtype, key
-        assert torch.equal(actual[key], value), key
+        assert equal(actual[key], value), key
 
 
 def save_both(boosted: Boosted, directory: Path) -> None:
@@ -102,14 +102,14 @@ def test_masters_survive_bitwise(precision: str, through: str, tmp_path: Path) -
         plain = tower()
         own = AdamW(plain.parameters())
         load_both(plain, own, tmp_path / "run")
-        assert torch.equal(plain.layers[0].weight, stored["layers.0.weight.master"])
+        assert equal(plain.layers[0].weight, stored["layers.0.weight.master"])
         save_both(Boosted(BOOSTER, plain, own), tmp_path / "run")
     back = boost(tower(width=32), precision=precision, initial_scale=2.0**8)
     steps(back, 7, 1)
     load_both(back.model, back.optimizer, tmp_path / "run")
     assert steps(back, 3, 5) == steps(boosted, 3, 5)
     for param, value in zip(back.model.parameters(), boosted.model.parameters(), strict=True):
-        assert torch.equal(param, value)
+        assert equal(param, value)
 
 
 def test_masters_become_the_weights_of_a_float32_run(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_masters_become_the_weights_of_a_float32_run(tmp_path: Path) -> None:
     full = boost(tower())
     load_both(full.model, full.optimizer, tmp_path / "run")
     for name, param in full.model.named_parameters():
-        assert torch.equal(param, masters[f"{name}.master"])
+        assert equal(param, masters[f"{name}.master"])
 
 
 def test_edits_of_16_bit_weights_are_in_the_saved_masters(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_edits_of_16_bit_weights_are_in_the_saved_masters(tmp_path: Path) -> Non
     stored = load_file(tmp_path / "run" / "optimizer" / "optimizer.safetensors")
     master = stored["head.bias.master"]
     assert master[1] == 0.25
-    assert not torch.equal(master[2:], boosted.model.head.bias[2:].float())
+    assert not equal(master[2:], boosted.model.head.bias[2:].float())
     back = boost(tower(), precision="bf16", optim_state_format="fp32")
     load_both(back.model, back.optimizer, tmp_path / "run")
     assert steps(back, 3) == steps(boosted, 3)
@@ -176,6 +176,7 @@ def test_masters_without_a_place_are_left_with_a_warning(tmp_path: Path) -> None
         load_both(model, AdamW(model.parameters()), tmp_path / "run")
 
 
+@pytest.mark.cpu_device("a GPU has no kernels for it")
 @pytest.mark.parametrize(
     "make",
     [
@@ -316,9 +317,10 @@ def fails_and_changes_nothing(boosted: Boosted, directory: Path, match: str) -> 
         BOOSTER.load_optimizer(boosted.optimizer, directory)
     assert_same_states(state_by_name(boosted.optimizer, boosted.model), before)
     for param, value in zip(boosted.model.parameters(), weights, strict=True):
-        assert torch.equal(param, value)
+        assert equal(param, value)
 
 
+@pytest.mark.cpu_device("a GPU has no kernels for it")
 def test_states_of_another_optimizer_are_refused(tmp_path: Path) -> None:
     saved: dict[str, Any] = {
         "shape": boost(tower(width=16)),

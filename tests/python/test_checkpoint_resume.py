@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import castor
-from helpers import LR, boost, plugin
+from helpers import LR, boost, equal, plugin
 from zoo import LENGTH, VOCABULARY, gpt2_with_dropout, tower, tower_batch
 
 BOOSTER = castor.Booster(plugin=plugin())
@@ -204,7 +204,7 @@ def test_extra_comes_back_with_its_types(tmp_path: Path) -> None:
     BOOSTER.save(tmp_path / "run", tower(), step=1, extra=extra)
     back = BOOSTER.load(tmp_path / "run", tower()).extra
     scores, expected = back.pop("scores"), extra.pop("scores")
-    assert torch.equal(scores, expected)
+    assert equal(scores, expected)
     assert back == extra
     with pytest.raises(castor.CheckpointError, match=r"extra\['a'\]\[1\] is a set"):
         BOOSTER.save(tmp_path / "run", tower(), step=2, extra={"a": [0, {1}]})

@@ -14,7 +14,17 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 import castor
-from helpers import LR, Boosted, assert_equal, assert_same_weights, boost, copies, go_on
+from helpers import (
+    LR,
+    Boosted,
+    assert_close,
+    assert_equal,
+    assert_same_weights,
+    boost,
+    copies,
+    equal,
+    go_on,
+)
 from zoo import tower, tower_loss
 
 
@@ -78,7 +88,7 @@ def test_a_copy_is_an_ordinary_optimizer_that_takes_the_same_steps(
     assert_equal(copies(params_of(boosted.optimizer)), before)  # nothing is shared
     step_alike([boosted.optimizer])
     for mine, theirs in zip(params_of(twin), params_of(boosted.optimizer), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+        assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
     if make is hybrid:
         assert_equal(copies(params_of(twin)), copies(params_of(boosted.optimizer)))
 
@@ -124,7 +134,7 @@ def test_model_and_optimizer_copied_together_belong_together(order: str) -> None
         optimizer.zero_grad()
     go_on(other, first=4)
     for mine, theirs in zip(model.parameters(), other.model.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+        assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
     again = boost(model, optimizer=optimizer)  # copies may be boosted
     go_on(again, first=8)
 
@@ -187,6 +197,6 @@ def test_a_pickled_boosted_model_is_an_ordinary_one() -> None:
         torch.load(saved, weights_only=False),
     ):
         assert_same_weights(twin, copies(boosted.model.parameters()))
-        assert torch.equal(tower_loss(twin, 3), tower_loss(boosted.model, 3))
+        assert equal(tower_loss(twin, 3), tower_loss(boosted.model, 3))
         twin.layers[0] = torch.nn.Linear(32, 32)  # not guarded
         twin.load_state_dict(twin.state_dict())

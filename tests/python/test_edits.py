@@ -15,11 +15,13 @@ from torch import nn
 import castor
 from helpers import (
     LR,
+    assert_close,
     assert_close_losses,
     assert_close_weights,
     assert_same_weights,
     boost,
     copies,
+    equal,
     losses_of_boosted,
     losses_of_plain,
     plugin,
@@ -95,8 +97,8 @@ def test_writes_by_user_code_reach_the_master(phase: str, precision: str) -> Non
     # One step moves a weight by LR, and then it is rounded.
     close = {"rtol": 0.01, "atol": 1.1 * LR + 1e-4}
     weight, bias = boosted.model.layers[1].weight[0], boosted.model.layers[4].bias
-    torch.testing.assert_close(weight.float(), torch.full_like(weight, 0.25).float(), **close)
-    torch.testing.assert_close(bias.float(), torch.full_like(bias, 0.5).float(), **close)
+    assert_close(weight.float(), torch.full_like(weight, 0.25).float(), **close)
+    assert_close(bias.float(), torch.full_like(bias, 0.5).float(), **close)
 
 
 def test_write_through_state_dict_and_through_a_view_survives() -> None:
@@ -243,7 +245,7 @@ def test_state_dict_is_complete_current_and_loads_into_plain(
     numel = sum(p.numel() for p in plain.parameters())
     assert (tmp_path / "weights.pt").stat().st_size < 1.1 * 4 * numel + 2**16
     for name, value in boosted.model.state_dict().items():
-        assert torch.equal(loaded[name].cpu(), value.cpu())
+        assert equal(loaded[name].cpu(), value.cpu())
     plain.load_state_dict(loaded)
     if precision == "fp32":
         assert_same_weights(boosted.model, plain.parameters())
@@ -261,7 +263,7 @@ def test_state_dict_taken_while_weights_are_on_the_device_is_current() -> None:
     state = {name: value.clone() for name, value in boosted.model.state_dict().items()}
     assert (state["layers.4.bias"] == 0.5).all()
     losses_of_boosted(boosted, tower_loss, steps=1)
-    assert not torch.equal(state["head.weight"], boosted.model.head.weight)
+    assert not equal(state["head.weight"], boosted.model.head.weight)
 
 
 def test_from_pretrained_reads_what_save_pretrained_wrote(tmp_path: Path) -> None:
@@ -319,7 +321,7 @@ def test_tensors_outlive_the_model_the_booster_and_the_optimizer() -> None:
     assert optimizer() is None
     filler = [torch.full((64, 64), 7.0) for _ in range(200)]  # would overwrite freed memory
     for value, copied in zip(kept, expected, strict=True):
-        assert torch.equal(value.cpu(), copied.cpu())
+        assert equal(value.cpu(), copied.cpu())
     logits.sum().backward()  # its graph holds the weights
     del filler
 
@@ -331,10 +333,10 @@ def test_parameter_outlives_the_model_and_trains_on() -> None:
     value = weight.detach().clone()
     del boosted
     gc.collect()
-    assert torch.equal(weight, value)
+    assert equal(weight, value)
     weight.grad = None
     weight.square().sum().backward()
-    assert torch.equal(weight.grad, 2 * value)
+    assert equal(weight.grad, 2 * value)
 
 
 def test_boosting_again_and_again_gives_memory_back() -> None:

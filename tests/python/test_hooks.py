@@ -12,8 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import castor
 from helpers import (
+    assert_close,
     assert_trains_as_plain,
     boost,
+    equal,
     losses_of_boosted,
     losses_of_plain,
     plugin,
@@ -262,7 +264,7 @@ def test_batch_norm_statistics_are_those_of_plain() -> None:
     losses_of_plain(plain, square_loss)
     losses_of_boosted(boost(model), square_loss)
     for (name, expected), actual in zip(plain.named_buffers(), model.buffers(), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, msg=name)
+        assert_close(actual, expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_unused_and_frozen_parameters_stay_bitwise() -> None:
@@ -272,7 +274,7 @@ def test_unused_and_frozen_parameters_stay_bitwise() -> None:
         losses_of_boosted(boosted, tower_loss)
         for name, param in boosted.model.named_parameters():
             still = name.startswith("spare") or not param.requires_grad
-            assert torch.equal(param, before[name]) == still, name
+            assert equal(param, before[name]) == still, name
 
 
 def test_fully_frozen_model_computes_as_plain() -> None:
@@ -282,9 +284,9 @@ def test_fully_frozen_model_computes_as_plain() -> None:
     assert optimizer is None
     for guard in (torch.no_grad, torch.enable_grad):
         with guard():
-            assert torch.equal(tower_loss(model, 0), tower_loss(plain, 0))
+            assert equal(tower_loss(model, 0), tower_loss(plain, 0))
     # Its input may still want a gradient.
     inputs = [data(0).requires_grad_() for _ in range(2)]
     model(inputs[0]).sum().backward()
     plain(inputs[1]).sum().backward()
-    assert torch.equal(inputs[0].grad, inputs[1].grad)
+    assert equal(inputs[0].grad, inputs[1].grad)

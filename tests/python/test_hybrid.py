@@ -3,6 +3,7 @@
 import gc
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,23 @@ from torch import nn
 
 import castor
 from castor.runtime.engine import engine_of
-from helpers import FORMATS, LR, Boosted, assert_boost_fails, assert_same_weights, boost, copies
+from helpers import (
+    FORMATS,
+    LR,
+    Boosted,
+    assert_boost_fails,
+    assert_same_weights,
+    beside_gradients,
+    boost,
+    copies,
+    equal,
+    plugin,
+)
 from zoo import CASES, tower, tower_batch
 
+OF_THE_CPU_DEVICE = pytest.mark.cpu_device(
+    "a GPU has no optimizers without kernels, no views of moments and no arrays"
+)
 STAY = {"gpu_margin_mem_ratio": 0.0}
 BACKWARD = {"nonfinite": "ignore", "enable_gradient_accumulation": False, "overlap": "backward"}
 
@@ -51,6 +66,11 @@ def promoted_tower(steps: int = 2, **settings: Any) -> Boosted:
     return boosted
 
 
+def take_of_device(model: nn.Module, size: int, *_: Any) -> None:
+    """A hook, by functools.partial."""
+    torch.empty(size, dtype=torch.uint8, device=engine_of(model).device)
+
+
 def tiers(boosted: Boosted) -> list[set[str]]:
     """Where each chunk's payloads are."""
     chunks = engine_of(boosted.model).session.chunks()
@@ -70,7 +90,7 @@ def state_of(boosted: Boosted) -> list[torch.Tensor]:
 def assert_same(actual: Boosted, expected: Boosted) -> None:
     assert_same_weights(actual.model, copies(expected.model.parameters()))
     for mine, other in zip(state_of(actual), state_of(expected), strict=True):
-        assert torch.equal(mine, other)
+        assert equal(mine, other)
     report = actual.report()
     assert report.peak_device_bytes <= report.device_budget_bytes
 
@@ -112,6 +132,7 @@ def test_updates_in_backward_give_the_same_bits(precision: str, state_format: st
         assert_same(boosted, expected)
 
 
+@OF_THE_CPU_DEVICE
 def test_other_optimizers_run_on_promoted_chunks() -> None:
     weights = []
     for settings in (STAY, {}):
@@ -121,7 +142,7 @@ def test_other_optimizers_run_on_promoted_chunks() -> None:
             boosted.step(loss_of(boosted.model, seed))
         weights.append(copies(boosted.model.parameters()))
     assert boosted.report().promoted_chunks == boosted.report().num_chunks
-    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    assert all(equal(a, b) for a, b in zip(*weights, strict=True))
 
 
 def test_frozen_chunks_are_promoted_as_well() -> None:
@@ -138,7 +159,7 @@ def test_frozen_chunks_are_promoted_as_well() -> None:
             boosted.step(loss_of(boosted.model, seed))
         weights.append(copies(boosted.model.parameters()))
     assert boosted.report().promoted_chunks == boosted.report().num_chunks
-    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    assert all(equal(a, b) for a, b in zip(*weights, strict=True))
 
 
 @pytest.mark.parametrize("overlap", ["none", "forward"])
@@ -177,7 +198,7 @@ def test_the_gradients_that_arrive_last_come_first() -> None:
 @pytest.mark.parametrize("ratio", [0.0, 0.2, 0.5, 1.0])
 def test_the_ratio_bounds_what_is_promoted(ratio: float) -> None:
     whole = promoted_tower().report()
-    memory = whole.peak_nonmodel_bytes + 2 * whole.promoted_bytes
+    memory = beside_gradients(whole.peak_nonmodel_bytes + 2 * whole.promoted_bytes, tower())
     boosted = boost(tower(), memory, gpu_margin_mem_ratio=ratio)
     for seed in range(3):
         boosted.step(loss_of(boosted.model, seed))
@@ -203,7 +224,7 @@ def test_only_auto_promotes(policy: str) -> None:
 @pytest.mark.parametrize("ratio", [-0.1, 1.5, float("nan")])
 def test_a_ratio_out_of_range_is_refused(ratio: float) -> None:
     with pytest.raises(ValueError, match="gpu_margin_mem_ratio"):
-        castor.GeminiPlugin(device="cpu", gpu_margin_mem_ratio=ratio)
+        plugin(gpu_margin_mem_ratio=ratio)
 
 
 def test_the_report_tells() -> None:
@@ -217,6 +238,7 @@ def test_the_report_tells() -> None:
 # --- tensors that users hold --------------------------------------------------------------------
 
 
+@OF_THE_CPU_DEVICE
 def test_tensors_held_from_before_keep_up() -> None:
     boosted = boost(tower())
     first = boosted.model.layers[0].weight
@@ -239,8 +261,8 @@ def test_tensors_held_from_before_keep_up() -> None:
         loss_of(reference.model, seed).backward()
         reference.optimizer.step()
     other = reference.model.layers[0].weight
-    assert torch.equal(gradient, other.grad)
-    assert torch.equal(moment, reference.optimizer.state[other]["exp_avg"])
+    assert equal(gradient, other.grad)
+    assert equal(moment, reference.optimizer.state[other]["exp_avg"])
     assert_same(boosted, reference)
 
 
@@ -253,12 +275,13 @@ def test_aliases_made_on_the_device_follow_home() -> None:
     expected = copies([alias, part, *moments])
     crowd_out(boosted)
     for tensor, value in zip([alias, part, *moments], expected, strict=True):
-        assert torch.equal(tensor, value)
+        assert equal(tensor, value)
     with torch.no_grad():
         alias.fill_(0.25)
-    assert torch.equal(weight[1:], torch.full_like(alias, 0.25))
+    assert equal(weight[1:], torch.full_like(alias, 0.25))
 
 
+@OF_THE_CPU_DEVICE
 def test_a_chunk_that_an_array_refers_to_stays_where_it_is() -> None:
     boosted = boost(tower())
     weight = boosted.model.layers[2].weight
@@ -266,7 +289,7 @@ def test_a_chunk_that_an_array_refers_to_stays_where_it_is() -> None:
     for seed in range(4):
         boosted.step(loss_of(boosted.model, seed))
     assert 0 < boosted.report().promoted_chunks < boosted.report().num_chunks
-    assert torch.equal(torch.from_numpy(array), weight)
+    assert equal(torch.from_numpy(array), weight)
 
 
 @pytest.mark.parametrize(("precision", "state_format"), FORMATS)
@@ -311,11 +334,12 @@ def test_tensors_outlive_the_model() -> None:
     del boosted
     gc.collect()
     for tensor, value in zip([*held, *moments], expected, strict=True):
-        assert torch.equal(tensor, value)
+        assert equal(tensor, value)
         with torch.no_grad():
             tensor.add_(1.0)
 
 
+@OF_THE_CPU_DEVICE
 def test_an_array_made_of_a_promoted_chunk_outlives_the_model() -> None:
     boosted = promoted_tower()
     arrays = [p.detach().numpy() for p in boosted.model.parameters()]
@@ -323,7 +347,7 @@ def test_an_array_made_of_a_promoted_chunk_outlives_the_model() -> None:
     del boosted
     gc.collect()
     for array, value in zip(arrays, expected, strict=True):
-        assert torch.equal(torch.from_numpy(array), value)
+        assert equal(torch.from_numpy(array), value)
 
 
 # --- the way back -------------------------------------------------------------------------------
@@ -334,7 +358,7 @@ def crowd_out(boosted: Boosted) -> None:
     report = boosted.report()
 
     def take(*_: Any) -> None:
-        torch.empty(report.device_budget_bytes - report.promoted_bytes // 2, dtype=torch.uint8)
+        take_of_device(boosted.model, report.device_budget_bytes - report.promoted_bytes // 2)
 
     handle = boosted.model.layers[3].register_forward_pre_hook(take)
     with torch.no_grad():
@@ -353,6 +377,7 @@ def test_memory_that_is_needed_after_all_comes_back(phase: str, settings: dict[s
         for seed in range(6):
             handles = []
             if seed == 3:
+                take = partial(take_of_device, boosted.model, size)
                 for layer in (boosted.model.layers[1], boosted.model.layers[3]):
                     handles.append(
                         layer.register_forward_hook(take)
@@ -363,9 +388,6 @@ def test_memory_that_is_needed_after_all_comes_back(phase: str, settings: dict[s
             for handle in handles:
                 handle.remove()
         return boosted
-
-    def take(*_: Any) -> None:
-        torch.empty(size, dtype=torch.uint8)
 
     whole = promoted_tower(**settings).report()
     window = whole.peak_device_bytes - whole.promoted_bytes
@@ -381,13 +403,17 @@ def test_memory_that_is_needed_after_all_comes_back(phase: str, settings: dict[s
 def test_longer_batches_shrink_the_promotion_once() -> None:
     short = promoted_tower(steps=4).report()
     memory = short.peak_device_bytes
-    boosted, stays = boost(tower(), memory), boost(tower(), memory, **STAY)
-    promoted = []
-    for seed, rows in enumerate([8, 8, 8, 32, 32, 8, 32, 16, 32]):
-        assert boosted.step(loss_of(boosted.model, seed, rows)) == stays.step(
-            loss_of(stays.model, seed, rows)
-        )
-        promoted.append(boosted.report().promoted_chunks)
+
+    def run(**settings: Any) -> tuple[Boosted, list[float], list[int]]:
+        boosted, losses, promoted = boost(tower(), memory, **settings), [], []
+        for seed, rows in enumerate([8, 8, 8, 32, 32, 8, 32, 16, 32]):
+            losses.append(boosted.step(loss_of(boosted.model, seed, rows)))
+            promoted.append(boosted.report().promoted_chunks)
+        return boosted, losses, promoted
+
+    boosted, losses, promoted = run()  # by itself: what others take of a GPU counts there
+    stays, expected, _ = run(**STAY)
+    assert losses == expected
     assert_same(boosted, stays)
     assert promoted[2] == short.num_chunks
     assert 0 < promoted[-1] < short.num_chunks
@@ -400,10 +426,7 @@ def test_an_error_that_streaming_gives_is_the_same_error() -> None:
         boosted = boost(tower(), 2**20, **settings)
         for seed in range(3):
             boosted.step(loss_of(boosted.model, seed))
-
-        def take(*_: Any) -> None:
-            torch.empty(2**21, dtype=torch.uint8)
-
+        take = partial(take_of_device, boosted.model, 2**21)
         handle = boosted.model.layers[3].register_forward_pre_hook(take)
         with pytest.raises(castor.OutOfMemoryError) as raised:
             boosted.model(**tower_batch(0))

@@ -13,7 +13,8 @@ import torch
 import castor
 from castor.runtime.engine import engine_of
 from helpers import Boosted, assert_equal, boost, copies, go_on
-from zoo import tower, tower_loss
+from simulated import Simulation
+from zoo import tower, tower_batch, tower_loss
 
 
 def kept_nothing(_: Boosted) -> Any:
@@ -132,3 +133,14 @@ def test_a_part_that_is_kept_trains_on() -> None:
     gc.collect()
     after = copies(part.parameters())
     assert_equal(copies(part.parameters()), after)
+
+
+def test_models_go_right_after_backward_on_a_device_with_a_thread_of_its_own(
+    simulated: Simulation,
+) -> None:
+    """Autograd's thread may be the last that drops a pass, when its model has gone."""
+    for _ in range(8):
+        boosted = simulated.boost(tower())
+        boosted.booster.backward(boosted.model(**tower_batch(0)), boosted.optimizer)
+        del boosted
+        gc.collect()

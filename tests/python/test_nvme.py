@@ -18,8 +18,10 @@ from helpers import (
     assert_equal,
     boost,
     copies,
+    equal,
     exact_state,
     go_on,
+    plugin,
     tight_memory,
     train_on,
 )
@@ -213,14 +215,14 @@ def test_optimizer_state_reads_what_lies_on_nvme(state_format: str, tmp_path: Pa
         assert own["step"] == other["step"] == 2
         for key in set(other) - {"step"}:
             assert own[key].dtype == other[key].dtype
-            assert torch.equal(own[key], other[key])
+            assert equal(own[key], other[key])
         with pytest.raises(KeyError, match="max_exp_avg_sq"):
             own["max_exp_avg_sq"]
     mine, theirs = stored.optimizer.state_dict(), plain.optimizer.state_dict()
     assert mine["param_groups"] == theirs["param_groups"]
     for i, entry in theirs["state"].items():
         assert mine["state"][i].keys() == entry.keys()
-        assert all(torch.equal(mine["state"][i][key], entry[key]) for key in entry)
+        assert all(equal(mine["state"][i][key], entry[key]) for key in entry)
 
 
 def test_a_state_dict_goes_both_ways(tmp_path: Path) -> None:
@@ -383,9 +385,10 @@ def test_wrong_settings_are_refused(
     settings: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        castor.GeminiPlugin(device="cpu", **settings)
+        plugin(**settings)
 
 
+@pytest.mark.cpu_device("elsewhere they are refused for another reason")
 def test_other_optimizers_have_no_states_to_store(tmp_path: Path) -> None:
     model = tower()
     with pytest.raises(NotImplementedError, match="nvme_path"):

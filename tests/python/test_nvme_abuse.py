@@ -17,7 +17,7 @@ import torch
 from torch.optim import AdamW
 
 import castor
-from helpers import LR, Boosted, boost, copies
+from helpers import LR, Boosted, boost, copies, equal
 from zoo import tower, tower_batch
 
 CHUNK = 4096
@@ -51,10 +51,10 @@ def test_a_stored_entry_looks_as_one_in_memory(state_format: str, tmp_path: Path
         assert "exp_avg" in mine
         assert "max_exp_avg_sq" not in mine
         assert mine.get("max_exp_avg_sq") is None
-        assert torch.equal(mine.get("exp_avg"), theirs["exp_avg"])
+        assert equal(mine.get("exp_avg"), theirs["exp_avg"])
         for copied in (dict(mine), {**mine}, dict(mine.items())):
             assert copied.keys() == theirs.keys()
-            assert all(torch.equal(copied[key], theirs[key]) for key in theirs)
+            assert all(equal(copied[key], theirs[key]) for key in theirs)
 
 
 def saved_and_loaded(entry: dict[str, Any]) -> Any:
@@ -83,7 +83,7 @@ def test_a_copied_entry_is_a_dict_of_its_own(
     copied = way(entry)
     assert type(copied) is OrderedDict
     assert list(copied) == ["step", "exp_avg", "exp_avg_sq"]
-    assert all(torch.equal(copied[key], entry[key]) for key in copied)
+    assert all(equal(copied[key], entry[key]) for key in copied)
 
 
 def test_the_optimizer_may_be_copied(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_more_host_memory_never_fails_where_less_was_enough(
             assert type(optimizer) is AdamW
             assert list(tmp_path.iterdir()) == []
             now = model.parameters()
-            assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+            assert all(equal(a, b) for a, b in zip(before, now, strict=True))
             return False
         return True
 

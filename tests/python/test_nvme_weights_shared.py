@@ -96,6 +96,7 @@ def fail(*_: Any) -> None:
     raise ZeroDivisionError
 
 
+@pytest.mark.cpu_device("gloo has no collectives of other devices' tensors")
 def test_a_collective_is_refused(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     stored = wide(tmp_path / "nvme")

@@ -16,11 +16,13 @@ from castor import HybridAdam
 from helpers import (
     LR,
     Boosted,
+    assert_close,
     assert_close_losses,
     assert_close_weights,
     assert_same_weights,
     boost,
     copies,
+    equal,
     losses_of_boosted,
     tight_memory,
 )
@@ -53,9 +55,9 @@ def test_alone_in_fp32_it_follows_torch_for_100_steps(decoupled: bool) -> None:
             fill_grads(params, step)
             own.step()
     for actual, expected in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+        assert_close(actual, expected, rtol=1e-6, atol=1e-6)
         for key in ("exp_avg", "exp_avg_sq", "step"):
-            torch.testing.assert_close(
+            assert_close(
                 optimizer.state[actual][key], reference.state[expected][key], rtol=1e-5, atol=1e-7
             )
 
@@ -72,12 +74,10 @@ def test_alone_in_16_bits_its_master_follows_torch_for_100_steps(dtype: torch.dt
         optimizer.step()
         reference.step()
     for param, master in zip(mine, masters, strict=True):
-        torch.testing.assert_close(
-            optimizer.state[param]["master"], master.detach(), rtol=1e-6, atol=1e-6
-        )
+        assert_close(optimizer.state[param]["master"], master.detach(), rtol=1e-6, atol=1e-6)
         assert param.dtype == dtype
         spacing = torch.finfo(dtype).eps
-        torch.testing.assert_close(param.float(), master.detach(), rtol=spacing, atol=1e-6)
+        assert_close(param.float(), master.detach(), rtol=spacing, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -97,7 +97,7 @@ def test_alone_it_continues_bitwise_from_a_saved_state(dtype: torch.dtype, tmp_p
             fill_grads(params, step)
             own.step()
     for a, b in zip(one, two, strict=True):
-        assert torch.equal(a, b)
+        assert equal(a, b)
 
 
 def test_alone_it_skips_parameters_without_a_gradient_and_runs_a_closure() -> None:
@@ -112,7 +112,7 @@ def test_alone_it_skips_parameters_without_a_gradient_and_runs_a_closure() -> No
         return loss
 
     assert optimizer.step(closure).item() == pytest.approx(before[1].square().sum().item())
-    moved = [not torch.equal(p, b) for p, b in zip(params, before, strict=True)]
+    moved = [not equal(p, b) for p, b in zip(params, before, strict=True)]
     assert moved == [False, True, False, False, False]
 
 
@@ -125,7 +125,7 @@ def test_alone_it_takes_any_layout_of_parameter_and_gradient() -> None:
         mine.grad, theirs.grad = grad.clone(), grad
         optimizer.step()
         reference.step()
-    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+    assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
 # --- boosted ------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def test_gradient_stays_visible_until_zero_grad(set_to_none: bool) -> None:
         tower_loss(trained, 0).backward()
     boosted.optimizer.step()
     for actual, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(actual.grad, expected.grad)
+        assert equal(actual.grad, expected.grad)
     boosted.optimizer.zero_grad(set_to_none=set_to_none)
     for param in model.parameters():
         assert param.grad is None if set_to_none else not param.grad.any()
@@ -328,7 +328,7 @@ def test_step_hooks_and_closures_run() -> None:
     plain = tower()
     assert boosted.optimizer.step(closure) == tower_loss(plain, 0).item()
     assert calls == ["pre", "closure", "post"]
-    assert not torch.equal(boosted.model.head.weight, plain.head.weight)
+    assert not equal(boosted.model.head.weight, plain.head.weight)
 
 
 def test_new_group_after_boost_is_refused() -> None:

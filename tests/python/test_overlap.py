@@ -17,7 +17,17 @@ import torch
 from torch import nn
 
 import castor
-from helpers import FORMATS, LR, Boosted, assert_boost_fails, assert_same_weights, boost, copies
+from helpers import (
+    FORMATS,
+    LR,
+    ON_THE_CPU_DEVICE,
+    Boosted,
+    assert_boost_fails,
+    assert_same_weights,
+    boost,
+    copies,
+    equal,
+)
 from zoo import CASES, Case, tower, tower_batch
 
 WIDTH, ROWS = 1536, 2
@@ -58,6 +68,9 @@ def stepped(overlap: str, steps: int = 1, **settings: Any) -> Boosted:
     return boosted
 
 
+OF_THE_CPU_DEVICE = pytest.mark.cpu_device("a GPU's weights are watched whether pending or not")
+
+
 def pending(tensor: torch.Tensor) -> bool:
     return "DeferredInit" in repr(torch._C._dispatch_keys(tensor))
 
@@ -68,7 +81,7 @@ READINGS: dict[str, Reading] = {
     "named_parameters": lambda b: {name: p + 0 for name, p in b.model.named_parameters()},
     "held_before": lambda b: [p.mul(2) for p in b.held],
     "data": lambda b: [p.data.clone() for p in b.model.parameters()],
-    "numpy": lambda b: [torch.from_numpy(p.detach().numpy()) for p in b.model.parameters()],
+    "numpy": lambda b: [torch.from_numpy(p.detach().cpu().numpy()) for p in b.model.parameters()],
     "list": lambda b: torch.tensor(list(b.model.parameters())[-1][:2].tolist()),
     "foreach": lambda b: torch._foreach_norm(list(b.model.parameters())),
     "vector": lambda b: torch.nn.utils.parameters_to_vector(b.model.parameters()),
@@ -118,7 +131,7 @@ def test_reading_right_after_step_sees_the_new_values(name: str) -> None:
     for overlap in ("none", "forward"):
         boosted = boost(wide(), overlap=overlap)
         boosted.held = list(boosted.model.parameters())  # type: ignore[attr-defined]
-        boosted.average = copies(boosted.held)  # type: ignore[attr-defined]
+        boosted.average = [p.detach().clone() for p in boosted.held]  # type: ignore[attr-defined]
         if name == "alias":
             boosted.aliases = [p.detach() for p in boosted.held]  # type: ignore[attr-defined]
         if name == "state_dict_of_before":
@@ -129,13 +142,15 @@ def test_reading_right_after_step_sees_the_new_values(name: str) -> None:
             boosted.optimizer.step()
         # Where somebody holds other tensors over the memory, step() has waited.
         awaited = overlap == "none" or name in ("alias", "state_dict_of_before")
-        assert pending(next(iter(boosted.model.parameters()))) != awaited
+        if ON_THE_CPU_DEVICE:
+            assert pending(next(iter(boosted.model.parameters()))) != awaited
         read[overlap] = flat(READINGS[name](boosted))
     assert len(read["none"]) == len(read["forward"]) > 0
     for early, late in zip(read["forward"], read["none"], strict=True):
-        assert torch.equal(early, late)
+        assert equal(early, late)
 
 
+@OF_THE_CPU_DEVICE
 def test_waiting_for_a_tensor_leaves_the_others_pending() -> None:
     boosted = stepped("forward")
     first, *_, last = boosted.model.parameters()
@@ -149,6 +164,7 @@ def test_waiting_for_a_tensor_leaves_the_others_pending() -> None:
     assert not pending(last)
 
 
+@OF_THE_CPU_DEVICE
 def test_gradients_travel_beside_backward() -> None:
     """Five gradients of 9 MiB take 0.47 s at 100 MB/s. One at a time fits the window, so that the
     last one is on its way when backward ends; the 0.4 s before were the link's."""
@@ -161,7 +177,7 @@ def test_gradients_travel_beside_backward() -> None:
     plain = wide()
     plain(data(0)).backward()
     for p, expected in zip(boosted.model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(p.grad, expected.grad)
+        assert equal(p.grad, expected.grad)
 
 
 def test_threads_may_read_gradients_on_their_way() -> None:
@@ -186,10 +202,10 @@ def clamped_by_hand(bound: float, **settings: Any) -> list[torch.Tensor]:
 
 def test_gradients_that_the_user_assigns_are_the_ones_that_count() -> None:
     expected, unclamped = clamped_by_hand(1e-7), clamped_by_hand(1.0)
-    assert not torch.equal(expected[0], unclamped[0])
+    assert not equal(expected[0], unclamped[0])
     for overlap, link in itertools.product(("none", "forward"), (None, "200MB/s")):
         clamped = clamped_by_hand(1e-7, overlap=overlap, link_bandwidth=link)
-        assert all(torch.equal(a, b) for a, b in zip(clamped, expected, strict=True))
+        assert all(equal(a, b) for a, b in zip(clamped, expected, strict=True))
 
 
 @pytest.mark.parametrize("write", ["zero_grad", "weights", "moments", "gradients"])
@@ -212,7 +228,7 @@ def test_writing_right_after_step_happens_after_the_update(write: str) -> None:
         boosted.booster.backward(boosted.model(data(5)), boosted.optimizer)
         boosted.optimizer.step()
         weights[overlap] = copies(boosted.model.parameters())
-    assert all(torch.equal(a, b) for a, b in zip(*weights.values(), strict=True))
+    assert all(equal(a, b) for a, b in zip(*weights.values(), strict=True))
 
 
 # --- the issue's equality test ------------------------------------------------------------------
@@ -265,7 +281,7 @@ def test_every_mode_gives_the_same_weights(
         )
         assert_same_weights(boosted.model, weights)
         mine = flat(boosted.optimizer.state_dict()["state"])
-        assert all(torch.equal(a, b) for a, b in zip(mine, moments, strict=True))
+        assert all(equal(a, b) for a, b in zip(mine, moments, strict=True))
 
 
 BACKWARD: dict[str, Any] = {
@@ -301,6 +317,7 @@ def test_updating_in_backward_gives_the_same_weights(
         assert_same_weights(boosted.model, weights)
 
 
+@OF_THE_CPU_DEVICE
 def test_updates_run_while_backward_goes_on() -> None:
     boosted = boost(wide(), **BACKWARD)
     seen = []
@@ -338,7 +355,7 @@ def clamp_through_data(boosted: Boosted) -> None:
 def assign_gradient(boosted: Boosted) -> None:
     boosted.booster.backward(boosted.model(data(0)), boosted.optimizer)
     weight = boosted.model.layers[3].weight
-    weight.grad = torch.zeros(weight.shape)
+    weight.grad = torch.zeros(weight.shape, device=weight.device)
     boosted.optimizer.step()
 
 
@@ -441,7 +458,8 @@ def test_a_skipped_step_has_no_update() -> None:
     boosted.booster.backward(boosted.model(data(1)) * float("inf"), boosted.optimizer)
     with pytest.warns(RuntimeWarning, match="skipped"):
         boosted.optimizer.step()
-    assert not any(pending(p) for p in boosted.model.parameters())
+    if ON_THE_CPU_DEVICE:
+        assert not any(pending(p) for p in boosted.model.parameters())
     assert_same_weights(boosted.model, before)
 
 
@@ -468,8 +486,9 @@ def test_a_model_that_goes_away_completes_its_updates() -> None:
     boosted = stepped("forward")
     held = list(boosted.model.parameters())
     del boosted
-    assert not any(pending(p) for p in held)
-    assert all(torch.equal(a, b) for a, b in zip(held, expected, strict=True))
+    if ON_THE_CPU_DEVICE:
+        assert not any(pending(p) for p in held)
+    assert all(equal(a, b) for a, b in zip(held, expected, strict=True))
 
 
 def test_a_checkpoint_right_after_step_holds_the_step(tmp_path: Path) -> None:
@@ -484,6 +503,7 @@ def test_a_checkpoint_right_after_step_holds_the_step(tmp_path: Path) -> None:
                 assert first.read_bytes() == second.read_bytes()
 
 
+@pytest.mark.cpu_device("a GPU refuses such an optimizer anyway")
 def test_overlap_needs_the_fused_adam() -> None:
     model = tower()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)

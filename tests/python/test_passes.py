@@ -11,6 +11,7 @@ from helpers import (
     assert_close_losses,
     assert_trains_as_plain,
     boost,
+    equal,
     losses_of_boosted,
     losses_of_plain,
     tight_memory,
@@ -95,7 +96,7 @@ def test_evaluation_losses_are_bitwise_those_of_the_same_weights() -> None:
     with torch.no_grad():
         for seed in range(3):
             batch = CASES["gpt2"].batch(seed)
-            assert torch.equal(boosted.model(**batch).loss, plain(**batch).loss)
+            assert equal(boosted.model(**batch).loss, plain(**batch).loss)
 
 
 def test_memory_stays_bounded_in_inference() -> None:
@@ -131,7 +132,7 @@ def test_generate_gives_the_tokens_of_plain(build: Callable[[], Any], sample: bo
                 do_sample=sample, pad_token_id=0,
             )
         )  # fmt: skip
-    assert torch.equal(tokens[0], tokens[1])
+    assert equal(tokens[0], tokens[1])
     losses_of_boosted(boosted, forward, steps=2)
 
 

@@ -13,9 +13,11 @@ import helpers
 from helpers import (
     LR,
     Boosted,
+    assert_close,
     assert_close_losses,
     assert_same_weights,
     copies,
+    equal,
     losses_of_boosted,
 )
 from zoo import tower, tower_batch, tower_loss
@@ -44,7 +46,7 @@ def state_of(boosted: Boosted) -> list[torch.Tensor]:
 
 
 def same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    return all(equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 # --- gradients that are not finite --------------------------------------------------------------
@@ -109,7 +111,7 @@ def test_ignore_does_what_plain_torch_does() -> None:
     boosted.optimizer.step()
     own.step()
     for actual, expected in zip(boosted.model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(actual.isnan(), expected.isnan())
+        assert equal(actual.isnan(), expected.isnan())
     assert boosted.report().skipped_steps == 0
 
 
@@ -241,7 +243,7 @@ def test_scaled_gradients_inside_a_graph_are_unscaled_or_refused() -> None:
         return copies(model.parameters())
 
     for a, b in zip(one(1.0), one(64.0), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+        assert_close(a, b, rtol=1e-2, atol=1e-3)
 
 
 def test_fp16_backward_needs_the_optimizer() -> None:

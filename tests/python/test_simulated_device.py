@@ -179,8 +179,6 @@ def test_both_measure_one_norm(simulated: Simulation) -> None:
 # --- memory -------------------------------------------------------------------------------------
 
 
-# On the other one autograd's thread frees when it comes to it.
-@pytest.mark.parametrize("simulated", ["device"], indirect=True)
 def test_peaks_are_exact_and_repeat(simulated: Simulation) -> None:
     boosted = simulated.boost(tower(), **STAY)
     peaks = []

@@ -214,6 +214,26 @@ def test_memory_that_is_full_is_an_error_and_cached_memory_is_not(at_once: Any) 
         at_once.set_per_process_memory_fraction(1.0)
 
 
+def test_storages_are_made_there_too(at_once: Any) -> None:
+    storage = torch.ones(8).untyped_storage().to(device="simgpu")
+    assert storage.device.type == "simgpu"
+    assert torch.tensor([], device="simgpu").set_(storage).tolist() == [1.0] * 8
+
+
+def test_page_locked_memory_is_known_as_such(at_once: Any) -> None:
+    assert torch.ones(8).pin_memory().is_pinned()
+    assert not torch.ones(8).is_pinned()
+
+
+def test_writes_in_inference_mode(gpu: Any) -> None:
+    x = torch.ones(8, device="simgpu")
+    with torch.inference_mode():
+        x.mul_(2)
+        y = x + 1
+    assert x.tolist() == [2.0] * 8
+    assert y.tolist() == [3.0] * 8
+
+
 # --- errors -------------------------------------------------------------------------------------
 
 
@@ -227,6 +247,10 @@ def test_tensors_of_the_host_are_refused(at_once: Any) -> None:
 def test_shapes_that_do_not_fit_are_told_at_once(at_once: Any) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         torch.ones(2, 3, device="simgpu") @ torch.ones(2, 3, device="simgpu")
+    x = torch.ones(2, 3, device="simgpu")
+    with pytest.raises(RuntimeError, match="must match"):
+        x.add_(torch.ones(2, 4, device="simgpu"))
+    assert x.sum().item() == 6.0, "the device goes on"
 
 
 def test_an_error_of_a_kernel_is_told_at_the_next_synchronisation_and_stays(at_once: Any) -> None:

@@ -105,8 +105,6 @@ def test_weights_are_read_and_edited_between_steps(simulated: Simulation, tmp_pa
     assert_equal(run(simulated.boost, **on_nvme(tmp_path)), run(boost))
 
 
-# The other one counts no fences.
-@pytest.mark.parametrize("simulated", ["device"], indirect=True)
 def test_an_operator_is_awaited_before_its_memory_is_given_back(
     simulated: Simulation, tmp_path: Path
 ) -> None:

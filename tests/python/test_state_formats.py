@@ -12,7 +12,7 @@ from torch.optim import AdamW
 
 import castor
 from castor import HybridAdam
-from helpers import copies
+from helpers import assert_close, copies, equal
 from test_optimizer import fill_grads, ordinary_parameters
 
 FORMATS = ("fp32", "split", "split_bf16", "split_int8")
@@ -48,7 +48,7 @@ def resumed(
 
 def assert_equal(one: list[nn.Parameter], two: list[nn.Parameter]) -> None:
     for a, b in zip(one, two, strict=True):
-        assert torch.equal(a, b)
+        assert equal(a, b)
 
 
 def test_split_gives_the_weights_masters_and_moments_of_fp32_bitwise() -> None:
@@ -60,7 +60,7 @@ def test_split_gives_the_weights_masters_and_moments_of_fp32_bitwise() -> None:
     ):
         assert mine.keys() == theirs.keys()
         for key, value in mine.items():
-            assert torch.equal(value, theirs[key]), key
+            assert equal(value, theirs[key]), key
 
 
 @pytest.mark.parametrize("state_format", FORMATS)
@@ -92,7 +92,7 @@ def test_the_seed_decides_the_bits(state_format: str) -> None:
     same, _ = run(state_format, 20, seed=1)
     other, _ = run(state_format, 20, seed=2)
     assert_equal(one, same)
-    assert not torch.equal(one[2], other[2])
+    assert not equal(one[2], other[2])
 
 
 @pytest.mark.parametrize("state_format", SPLIT_FORMATS)
@@ -104,7 +104,7 @@ def test_it_continues_bitwise_from_its_state(state_format: str) -> None:
     assert_equal(params, again)
     for a, b in zip(params, again, strict=True):
         for key, value in optimizer.state[a].items():
-            assert torch.equal(value, other.state[b][key]), key
+            assert equal(value, other.state[b][key]), key
 
 
 @pytest.mark.parametrize("state_format", SPLIT_FORMATS)
@@ -126,16 +126,14 @@ def test_every_format_loads_every_other(source: str, target: str) -> None:
     _, other = resumed(params, state, target)
     loaded = other.state_dict()["state"]
     for i, entry in state["state"].items():
-        assert torch.equal(loaded[i]["master"], entry["master"])
+        assert equal(loaded[i]["master"], entry["master"])
         assert loaded[i]["step"] == entry["step"] == 5
         tolerance = {"split_bf16": 2**-8, "split_int8": 2**-4}.get(target, 0.0)
         if source == target:
             tolerance = 0.0
         for key in ("exp_avg", "exp_avg_sq"):
             largest = entry[key].abs().max().item()
-            torch.testing.assert_close(
-                loaded[i][key], entry[key], rtol=tolerance, atol=tolerance * largest / 64
-            )
+            assert_close(loaded[i][key], entry[key], rtol=tolerance, atol=tolerance * largest / 64)
 
 
 @pytest.mark.parametrize("state_format", SPLIT_FORMATS)
@@ -148,7 +146,7 @@ def test_states_go_to_and_from_torch(state_format: str) -> None:
     go_on(theirs, reference, 5, 8)
     go_on(params, optimizer, 5, 8)
     for mine, other in zip(params, theirs, strict=True):
-        torch.testing.assert_close(mine.float(), other.detach(), rtol=1e-2, atol=5e-3)
+        assert_close(mine.float(), other.detach(), rtol=1e-2, atol=5e-3)
 
     back, again = resumed(params, copy.deepcopy(reference.state_dict()), state_format)
     go_on(back, again, 8, 9)
@@ -188,12 +186,12 @@ def test_checkpoints_hold_every_format_for_every_other(
     for i, entry in loaded.state_dict()["state"].items():
         assert entry["step"] == 4
         if target in ("adamw", source):
-            assert torch.equal(entry["exp_avg"], expected[i]["exp_avg"])
-            assert torch.equal(entry["exp_avg_sq"], expected[i]["exp_avg_sq"])
+            assert equal(entry["exp_avg"], expected[i]["exp_avg"])
+            assert equal(entry["exp_avg_sq"], expected[i]["exp_avg_sq"])
     if target != "adamw":
         other.load_state_dict(model.state_dict())  # after the optimizer: the order is free
         for i, entry in loaded.state_dict()["state"].items():
-            assert torch.equal(entry["master"], expected[i]["master"])
+            assert equal(entry["master"], expected[i]["master"])
 
 
 @pytest.mark.parametrize("state_format", SPLIT_FORMATS)
@@ -230,7 +228,7 @@ def test_any_layout_of_parameter_will_do(state_format: str) -> None:
         for optimizer in pair:
             optimizer.step()
         pair[0].load_state_dict(copy.deepcopy(pair[0].state_dict()))
-    assert torch.equal(mine, plain.t())
+    assert equal(mine, plain.t())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -241,7 +239,7 @@ def test_other_types_than_bfloat16_are_refused(state_format: str, dtype: torch.d
     fill_grads(params, 0)
     with pytest.raises(ValueError, match=r"parameter 1, of shape \(4,\), is torch.float.*'fp32'"):
         optimizer.step()
-    assert torch.equal(params[0], torch.ones(3).bfloat16())
+    assert equal(params[0], torch.ones(3).bfloat16())
 
 
 def test_bad_settings_are_refused() -> None:

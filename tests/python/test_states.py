@@ -13,6 +13,7 @@ import castor
 from helpers import (
     LR,
     Boosted,
+    assert_close,
     assert_close_losses,
     assert_close_weights,
     assert_same_weights,
@@ -49,7 +50,7 @@ def assert_same_layout(actual: dict[str, Any], expected: dict[str, Any]) -> None
         assert mine.keys() == theirs.keys()
         for key, value in theirs.items():
             assert (mine[key].shape, mine[key].dtype) == (value.shape, value.dtype)
-            torch.testing.assert_close(mine[key], value, rtol=1e-4, atol=1e-8)
+            assert_close(mine[key], value, rtol=1e-4, atol=1e-8)
 
 
 def test_state_dict_is_that_of_torch_adamw() -> None:
@@ -195,6 +196,7 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     assert_same_layout(boosted.optimizer.state_dict(), before)
 
 
+@pytest.mark.cpu_device("a GPU's moments are shown as copies")
 def test_state_in_the_dict_is_current_and_edits_of_it_count() -> None:
     boosted = boost(tower())
     go_on(boosted, 0, steps=1)
@@ -209,9 +211,10 @@ def test_state_in_the_dict_is_current_and_edits_of_it_count() -> None:
     boosted.optimizer.param_groups[0]["weight_decay"] = 0.0
     go_on(boosted, 3, steps=1)
     for param, value in zip(boosted.model.parameters(), before, strict=True):
-        torch.testing.assert_close(param.detach(), value, rtol=0, atol=1e-7)
+        assert_close(param.detach(), value, rtol=0, atol=1e-7)
 
 
+@pytest.mark.cpu_device("a GPU has no kernels for it")
 def test_state_of_another_optimizer_saves_and_loads() -> None:
     def sgd() -> Boosted:
         model = tower()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import castor
-from helpers import FORMATS, LR, Boosted, assert_close_losses, boost, copies
+from helpers import FORMATS, LR, Boosted, assert_close, assert_close_losses, boost, copies, equal
 from zoo import tower, tower_loss
 
 
@@ -62,8 +62,8 @@ def test_they_get_no_update_and_keep_their_gradient_until_it_is_cleared(
     expected = train(plain, own, micro_batches=count)
     assert_close_losses(train(model, boosted.optimizer, micro_batches=count), expected)
     for param, value, other in zip(others(model), before, others(plain), strict=True):
-        assert torch.equal(param.cpu(), value)
-        torch.testing.assert_close(param.grad, other.grad)  # of all steps so far
+        assert equal(param.cpu(), value)
+        assert_close(param.grad, other.grad)  # of all steps so far
     assert all(param.grad is None for param in some(model))
     model.zero_grad()
     plain.zero_grad()
@@ -91,7 +91,7 @@ def test_they_take_no_memory_for_updates(precision: str, state_format: str) -> N
     assert in_part.report().host_bytes == reference.report().host_bytes
     assert len(in_part.optimizer.state) == len(some(model))
     for mine, theirs in zip(some(model), some(frozen), strict=True):
-        assert torch.equal(mine.cpu(), theirs.cpu())
+        assert equal(mine.cpu(), theirs.cpu())
 
 
 def test_another_optimizer_may_step_them() -> None:
@@ -112,7 +112,7 @@ def test_another_optimizer_may_step_them() -> None:
         pairs.append(losses)
     assert_close_losses(pairs[1], pairs[0])
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+        assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_clipping_is_over_what_is_updated() -> None:

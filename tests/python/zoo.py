@@ -57,7 +57,8 @@ def _masked_language(seed: int) -> Batch:
 
 def _loss_of_float_logits(outputs: Any, batch: Batch) -> torch.Tensor:
     logits = outputs.logits.float()
-    return nn.functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
+    labels = batch["labels"].to(logits.device)
+    return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
 def _images(seed: int) -> Batch:

@@ -52,6 +52,7 @@ struct Counts {
   std::atomic<std::size_t> norm_numel{0};
   std::atomic<std::size_t> copies_in{0};
   std::atomic<std::size_t> copies_out{0};
+  std::atomic<std::size_t> fences{0};  ///< moments of a stream that the host has waited for
 };
 [[nodiscard]] Counts& counts();
 

@@ -130,6 +130,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  ++castor::simulated::counts().fences;
   const Moment moment = event->moment;
   moment.wait();
   return state();

@@ -29,6 +29,7 @@ py::dict count_figures() {
   figures["norm_numel"] = counts().norm_numel.load();
   figures["copies_in"] = counts().copies_in.load();
   figures["copies_out"] = counts().copies_out.load();
+  figures["fences"] = counts().fences.load();
   return figures;
 }
 

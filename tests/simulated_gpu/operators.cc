@@ -10,9 +10,14 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <optional>
+#include <sstream>
 #include <stdexcept>
+#include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -31,6 +36,7 @@ bool on_device(const at::Tensor& tensor) { return tensor.device().type() == kTyp
 
 /// What a kernel finds where the tensor is: only the address, nothing that keeps the memory.
 at::Tensor host_view(const at::Tensor& tensor) {
+  const c10::InferenceMode normal(false);  // the stream's thread writes it, in no such mode
   const auto options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
   if (tensor.numel() == 0)
     return at::empty_strided(tensor.sizes(), tensor.strides(), options);
@@ -100,6 +106,54 @@ Stack arguments_for(Place place, const Stack& arguments) {
   return stack;
 }
 
+/// What the shapes of an operator's results follow from, of one argument; false: of more than that.
+bool describe(const IValue& value, std::ostream& text) {
+  if (value.isTensor()) {
+    const at::Tensor& tensor = value.toTensor();
+    if (!tensor.defined()) {
+      text << 'u';
+    } else if (on_device(tensor)) {
+      text << 't' << tensor.scalar_type() << tensor.sizes() << tensor.strides();
+    } else {
+      text << 's' << tensor.scalar_type() << tensor.unsafeGetTensorImpl()->is_wrapped_number();
+      return tensor.dim() == 0;
+    }
+  } else if (value.isTensorList() || value.isOptionalTensorList()) {
+    const auto list = value.toListRef();
+    text << 'l' << list.size();
+    return std::all_of(list.begin(), list.end(),
+                       [&](const IValue& each) { return describe(each, text); });
+  } else {
+    text << value.tagKind() << value;
+    return value.isNone() || value.isScalar() || value.isString() || value.isDevice() ||
+           value.isIntList() || value.isDoubleList() || value.isBoolList();
+  }
+  return true;
+}
+
+/// Shapes of results by what describe() says of the arguments: many come from torch's Python, which
+/// takes a thousand times as long as a small kernel. Nothing: only values tell. Thread-safe.
+class KnownShapes {
+ public:
+  static KnownShapes& instance() {
+    static auto* const known = new KnownShapes;
+    return *known;
+  }
+  [[nodiscard]] const std::optional<Stack>* find(const std::string& key) const {
+    const std::lock_guard lock(mutex_);
+    const auto found = known_.find(key);
+    return found == known_.end() ? nullptr : &found->second;
+  }
+  void add(const std::string& key, std::optional<Stack> shapes) {
+    const std::lock_guard lock(mutex_);
+    known_.emplace(key, std::move(shapes));  // stays where it is
+  }
+
+ private:
+  mutable std::mutex mutex_;  // guards known_
+  std::unordered_map<std::string, std::optional<Stack>> known_;
+};
+
 bool writes(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
@@ -120,7 +174,7 @@ class Call {
       return view();
     if (draws_random_numbers())
       return is_filled_whole() ? fill() : run_now();
-    if (!(only_writes() || infer()))
+    if (!(only_writes() ? shapes_fit() : infer()))
       return run_now();
     enqueue();
   }
@@ -173,23 +227,10 @@ class Call {
   bool infer() {
     if (!op_.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta))
       return false;
-    Stack shapes = arguments_for(Place::kShape, arguments_);
-    const Stack before = shapes;
-    try {
-      const at::AutoDispatchBelowAutograd below;
-      op_.callBoxed(&shapes);
-    } catch (const std::exception&) {
+    const std::optional<Stack> inferred = known_shapes();
+    if (!inferred)
       return false;
-    }
-    for (std::size_t i = 0; i < results().size(); ++i) {
-      if (!shapes[i].isTensor() && !shapes[i].isTensorList())
-        return false;
-    }
-    // An out= argument has the size that its shape was given.
-    for (std::size_t i = 0; i < parameters().size(); ++i) {
-      if (parameters()[i].is_out() && arguments_[i].isTensor())
-        resize(arguments_[i].toTensor(), before[i].toTensor().sizes());
-    }
+    const Stack& shapes = *inferred;
     made_.assign(results().size(), IValue());
     for (std::size_t i = 0; i < results().size(); ++i) {
       if (!writes(results()[i]))
@@ -200,6 +241,57 @@ class Call {
         });
     }
     return true;
+  }
+
+  /// Of an operator in place; false: its kernel says at once what is wrong, as a GPU's does.
+  [[nodiscard]] bool shapes_fit() const {
+    return !op_.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta) || known_shapes();
+  }
+
+  /// nullopt: only values tell, or there are none.
+  [[nodiscard]] std::optional<Stack> known_shapes() const {
+    const std::optional<std::string> key = what_shapes_follow_from();
+    const std::optional<Stack>* const known = key ? KnownShapes::instance().find(*key) : nullptr;
+    if (known != nullptr)
+      return *known;
+    std::optional<Stack> inferred = shapes_of_results();
+    if (key)
+      KnownShapes::instance().add(*key, inferred);
+    return inferred;
+  }
+
+  /// nullopt: they are asked for each time.
+  [[nodiscard]] std::optional<std::string> what_shapes_follow_from() const {
+    std::ostringstream text;
+    text << std::hexfloat << op_.operator_name() << c10::get_default_dtype().name();
+    for (std::size_t i = 0; i < parameters().size(); ++i) {
+      text << ';';
+      if (parameters()[i].is_out() || !describe(arguments_[i], text))
+        return std::nullopt;
+    }
+    return text.str();
+  }
+
+  /// nullopt: only values tell.
+  [[nodiscard]] std::optional<Stack> shapes_of_results() const {
+    Stack shapes = arguments_for(Place::kShape, arguments_);
+    const Stack before = shapes;
+    try {
+      const at::AutoDispatchBelowAutograd below;
+      op_.callBoxed(&shapes);
+    } catch (const std::exception&) {
+      return std::nullopt;
+    }
+    for (std::size_t i = 0; i < results().size(); ++i) {
+      if (!shapes[i].isTensor() && !shapes[i].isTensorList())
+        return std::nullopt;
+    }
+    // An out= argument has the size that its shape was given.
+    for (std::size_t i = 0; i < parameters().size(); ++i) {
+      if (parameters()[i].is_out() && arguments_[i].isTensor())
+        resize(arguments_[i].toTensor(), before[i].toTensor().sizes());
+    }
+    return shapes;
   }
 
   /// The CPU's layer norm keeps its statistics in the type of what it is given, where a GPU's,
@@ -436,6 +528,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
     });
   };
   const auto borrowed = [](const at::Tensor& tensor) {
+    const c10::InferenceMode normal(false);
     return at::from_blob(tensor.mutable_data_ptr(), tensor.sizes(), tensor.strides(),
                          at::TensorOptions().dtype(tensor.dtype()));
   };

@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 
 #include <array>
 #include <atomic>
@@ -113,6 +114,19 @@ class PinnedMemory final : public c10::Allocator {
   }
 };
 
+/// For storages that torch makes by themselves (torch.load): whatever allocates for tensors now.
+class StorageMemory final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t bytes) override { return current().allocate(bytes); }
+  c10::DeleterFnPtr raw_deleter() const override { return current().raw_deleter(); }
+  void copy_data(void* target, const void* source, std::size_t bytes) const override {
+    current().copy_data(target, source, bytes);
+  }
+
+ private:
+  static c10::Allocator& current() { return *c10::cuda::CUDACachingAllocator::get(); }
+};
+
 /// Random numbers are the CPU's, from its generator: the device draws the same ones.
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
@@ -145,6 +159,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 void add_device_to_torch() {
   static const c10::impl::DeviceGuardImplRegistrar guard(kType, new DeviceGuard);
+  c10::SetAllocator(kType, new StorageMemory);
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   at::globalContext().lazyInitDevice(kType);  // before that torch takes no memory for page-locked
 }

@@ -135,6 +135,9 @@ class CudaBackend final : public DeviceBackend {
   void follow(const std::shared_ptr<DeviceAccount>& account) override {
     follow_torch_allocations(device_, account);
   }
+  [[nodiscard]] std::size_t allocated_for(std::size_t bytes) const noexcept override {
+    return castor::allocated_for(bytes);
+  }
 
   [[nodiscard]] bool has_kernels(std::string_view rule) const noexcept override {
     return cuda::has_kernels(rule);
