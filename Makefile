@@ -264,8 +264,9 @@ gpu-archive: $(VENV_STAMPS)/venv
 	  --python $(BUILD)/py$(GPU_PYTHON)-torch$(WHEEL_TORCHES)-env/venv/bin/python \
 	  -DCASTOR_HWLOC_ROOT=$(HWLOC) $(jemalloc_definition)
 
+# Tests compute with one thread each: files go to as many processes as there are cores.
 pytest: $(VENV_STAMPS)/castor
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 # The asynchronous simulated GPU: tests made for it with each seed of delays, then suites of the CPU
 # device on it with each. A seed took 26 minutes on two cores that others were busy on.
