@@ -102,7 +102,7 @@ CLOSE = {
         f"bf16 {state_format}": _zoo("llama", precision="bf16", optim_state_format=state_format)
         for state_format in ("fp32", "split", "split_bf16", "split_int8")
     },
-    "fp16": _zoo("llama", precision="fp16"),
+    "fp16": _zoo("llama", precision="fp16", initial_scale=2.0**8),  # no rank overflows
     "nvme states": _zoo("gpt2", nvme_path="build", nvme_offload_fraction=1.0),
 }
 """Sums in another order: one process's values, and the same bits on every rank."""
