@@ -113,12 +113,8 @@ class Booster:
         The next pass outside, or else the step, brings together what has gathered: micro-batches
         cost one exchange. Until then p.grad is this rank's alone.
         """
-        session = engine_of(model).session
-        session.synchronise(False)
-        try:
+        with engine_of(model).unsynchronised():
             yield
-        finally:
-            session.synchronise(True)
 
     def report(self, model: nn.Module | None = None) -> MemoryReport:
         """What memory did since boost.

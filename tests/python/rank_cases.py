@@ -134,6 +134,8 @@ def train(
                 last = micro == case.micro_batches - 1 and rank == ranks[-1]
                 later = case.deferred and not last
                 with booster.no_sync(model) if later else nullcontext():
+                    with booster.no_sync(model) if later else nullcontext():
+                        pass  # leaving an inner one changes nothing
                     loss = case.loss(model, seed, rank)
                     booster.backward(loss / len(ranks), optimizer)
                 losses.append(loss.item())

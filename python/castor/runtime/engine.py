@@ -90,6 +90,7 @@ class Engine:
         """Whether state_dict is asked for names and places only, whatever the values are."""
         self.resumed_steps = 0
         """Steps that were taken before this process, by the checkpoint it resumed from."""
+        self._synchronised = True
         self._updated = None if updated is None else set(updated)
         lazy = Materialisation(model)
         with _telling_what_is_lost(model):
@@ -212,6 +213,17 @@ class Engine:
                 before_load = ModuleHook(_before_load, self, weakref.ref(module))
                 module.register_load_state_dict_pre_hook(before_load)
         self.history.watch(model)
+
+    @contextmanager
+    def unsynchronised(self) -> Iterator[None]:
+        """Backward passes in it leave each rank its own gradients."""
+        before, self._synchronised = self._synchronised, False
+        self.session.synchronise(False)
+        try:
+            yield
+        finally:
+            self._synchronised = before
+            self.session.synchronise(before)
 
     @property
     def num_steps(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed, nn
 
-from castor.errors import UsageError
+from castor.errors import Error, UsageError
 
 Result = TypeVar("Result")
 
@@ -105,12 +106,21 @@ class Ranks:
             try:
                 outcome[0] = work()
             except Exception as error:
-                outcome[1] = error
+                outcome[1] = _sendable(error)
         distributed.broadcast_object_list(outcome, src=0, group=self.group)
         if outcome[1] is not None:
             raise outcome[1]
         result: Result = outcome[0]
         return result
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or what it says where it cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return Error(f"{type(error).__name__}: {error}")
+    return error
 
 
 def find_ranks() -> Ranks | None:
