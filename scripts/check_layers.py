@@ -2,9 +2,9 @@
 
 Usage: check_layers.py [ROOT]. Prints "file:line: rule: what is wrong" for each violation, and
 exits 1 if there is one. csrc/core depends on nothing; host, io, optim, parallel and cuda depend on
-core and never on each other, but for cuda, which takes ELEMENT_HEADERS; torch and python sit on
-top. Each third-party library has the layers that include it. In Python a module imports only what
-stands before it in PY_ORDER.
+core and never on each other, but for cuda, which takes ELEMENT_HEADERS; torch, dist and python sit
+on top. Each third-party library has the layers that include it. In Python a module imports only
+what stands before it in PY_ORDER.
 """
 
 import ast

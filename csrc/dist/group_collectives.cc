@@ -1,6 +1,5 @@
 #include "dist/group_collectives.h"
 
-#include <ATen/ops/from_blob.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <exception>
@@ -9,12 +8,13 @@
 #include <vector>
 
 #include "core/error.h"
+#include "torch/chunk_storages.h"
 
 namespace castor {
 namespace {
 
-at::Tensor bytes_at(const std::byte* data, std::size_t bytes) {
-  return at::from_blob(const_cast<std::byte*>(data), {static_cast<std::int64_t>(bytes)}, at::kByte);
+at::Tensor tensor_over(std::span<const std::byte> bytes) {
+  return bytes_at(bytes.data(), bytes.size(), at::kCPU);
 }
 
 /// What torch and gloo say, without where in their sources: "[/path/pair.cc:547] " and what follows
@@ -40,14 +40,14 @@ class GroupCollectives final : public Collectives {
   }
 
   void all_gather(std::span<const std::byte> own, std::span<std::byte> all) override {
-    at::Tensor input = bytes_at(own.data(), own.size());
-    at::Tensor output = bytes_at(all.data(), all.size());
+    at::Tensor input = tensor_over(own);
+    at::Tensor output = tensor_over(all);
     complete([&] { return backend_->_allgather_base(output, input); });
   }
 
   void all_to_all(std::span<const std::byte> sent, std::span<std::byte> received) override {
-    at::Tensor input = bytes_at(sent.data(), sent.size());
-    at::Tensor output = bytes_at(received.data(), received.size());
+    at::Tensor input = tensor_over(sent);
+    at::Tensor output = tensor_over(received);
     std::vector<std::int64_t> equal;
     complete([&] { return backend_->alltoall_base(output, input, equal, equal); });
   }

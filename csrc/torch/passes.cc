@@ -72,7 +72,7 @@ bool Passes::follow_backward() {
   const int pass = ::torch::autograd::get_current_graph_task_id();
   bool known = false;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (pass == -1) {
       backward_.clear();  // those whose end is late
       return false;
@@ -95,7 +95,7 @@ void Passes::backward_done(int pass) {
     return;
   }
   const bool outermost = [&] {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return backward_.size() == 1 && backward_.front() == pass;
   }();
   if (outermost) {
@@ -105,7 +105,7 @@ void Passes::backward_done(int pass) {
 
 void Passes::backward_ended(int pass) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     std::erase(backward_, pass);
     if (!backward_.empty()) {
       return;
@@ -115,7 +115,7 @@ void Passes::backward_ended(int pass) {
 }
 
 bool Passes::nested() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return backward_.size() > 1;
 }
 

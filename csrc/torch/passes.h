@@ -2,10 +2,10 @@
 
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <utility>
 #include <vector>
 
+#include "core/mutex.h"
 #include "core/runtime.h"
 
 namespace castor {
@@ -53,8 +53,9 @@ class Passes : public std::enable_shared_from_this<Passes> {
   std::function<void()> at_backward_end_;
   std::shared_ptr<NonModelMemory> account_before_;  // of the thread, while inference runs
   bool forward_trains_ = false;  // the outermost module was entered with gradients on
-  mutable std::mutex mutex_;     // guards backward_
-  std::vector<int> backward_;    // passes under way, as autograd numbers them; nested ones last
+  mutable Mutex mutex_;
+  // Passes under way, as autograd numbers them; nested ones last.
+  std::vector<int> backward_ CASTOR_GUARDED_BY(mutex_);
 };
 
 }  // namespace castor

@@ -6,6 +6,8 @@ import os
 import sysconfig
 from pathlib import Path
 
+import pytest
+
 BUILD = Path(__file__).resolve().parents[2] / "build"
 WANTED = os.environ.get("CASTOR_TEST_BUILD")
 """The build directory that castor and all of it come from; None: the newest one that has it."""
@@ -19,7 +21,12 @@ def newest(folder: str, module: str) -> Path | None:
     return max(built, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def absence(module: str) -> str:
-    """What to do about it."""
+def require(folder: str, module: str) -> Path:
+    """As newest; skips the test, or fails it with CASTOR_REQUIRE_SIMULATED_DEVICE=1, without."""
+    if (built := newest(folder, module)) is not None:
+        return built
     where = BUILD if WANTED is None else WANTED
-    return f"no {module} in {where}: configure with -DCASTOR_BUILD_SIMULATED_DEVICE=ON"
+    problem = f"no {module} in {where}: configure with -DCASTOR_BUILD_SIMULATED_DEVICE=ON"
+    if os.environ.get("CASTOR_REQUIRE_SIMULATED_DEVICE") == "1":
+        pytest.fail(problem)
+    pytest.skip(problem)

@@ -6,7 +6,6 @@ tests/simulated_gpu, where streams run all that a GPU's would.
 
 import functools
 import importlib.util
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,12 +30,7 @@ def load_module() -> Any:
 
     CASTOR_REQUIRE_SIMULATED_DEVICE=1 makes its absence a failure.
     """
-    built = builds.newest("simulated_device", "_simulated_device")
-    if built is None:
-        problem = builds.absence("_simulated_device")
-        if os.environ.get("CASTOR_REQUIRE_SIMULATED_DEVICE") == "1":
-            pytest.fail(problem)
-        pytest.skip(problem)
+    built = builds.require("simulated_device", "_simulated_device")
     spec = importlib.util.spec_from_file_location("_simulated_device", built)
     assert spec is not None
     assert spec.loader is not None

@@ -20,7 +20,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 
 import builds
@@ -76,11 +75,7 @@ def _warm_up() -> None:
 
 def require() -> Any:
     """torch.simgpu; CASTOR_REQUIRE_SIMULATED_DEVICE=1 makes its absence a failure, not a skip."""
-    if library() is None:
-        problem = builds.absence("_simulated_gpu")
-        if os.environ.get("CASTOR_REQUIRE_SIMULATED_DEVICE") == "1":
-            pytest.fail(problem)
-        pytest.skip(problem)
+    builds.require("simulated_gpu", "_simulated_gpu")
     install()
     _warm_up()
     return torch.simgpu  # type: ignore[attr-defined]
