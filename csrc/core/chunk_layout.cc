@@ -376,7 +376,7 @@ std::size_t search_chunk_bytes(Packer& packer) {
 
 ChunkLayout::ChunkLayout(std::vector<ParamSpec> params, std::vector<ModuleSpec> modules,
                          const LayoutOptions& options)
-    : params_(std::move(params)), modules_(std::move(modules)) {
+    : params_(std::move(params)), modules_(std::move(modules)), world_size_(options.world_size) {
   check_options(options);
   check_params(params_, options.param_alignment);
   check_modules(modules_, params_.size());

@@ -92,6 +92,8 @@ class ChunkLayout {
     return module_chunks_.at(index(id));
   }
   [[nodiscard]] std::size_t chunk_bytes() const noexcept { return chunk_bytes_; }
+  /// As the options gave it: payloads can be cut into so many equal parts.
+  [[nodiscard]] std::size_t world_size() const noexcept { return world_size_; }
   /// Sum of used bytes over all chunks.
   [[nodiscard]] std::size_t used_bytes() const noexcept { return used_bytes_; }
   /// Slot bytes that hold no parameter (alignment gaps count), as a fraction of all slot bytes.
@@ -110,6 +112,7 @@ class ChunkLayout {
   std::vector<ParamPlace> places_;
   std::vector<std::vector<ChunkId>> module_chunks_;
   std::size_t chunk_bytes_ = 0;
+  std::size_t world_size_ = 1;
   std::size_t used_bytes_ = 0;
   double waste_ = 0.0;
   ModuleId largest_module_{};

@@ -1,7 +1,6 @@
 #include "core/rank_meeting.h"
 
 #include <algorithm>
-#include <cstring>
 #include <span>
 #include <string>
 
@@ -68,19 +67,23 @@ std::vector<T> gather(Collectives& ranks, const T& own) {
 
 }  // namespace
 
-/// First in every message.
+/// What a rank says when it arrives.
 struct RankMeeting::Header {
-  MeetingPoint point = MeetingPoint::kBackwardEnd;
+  enum class Point : std::uint8_t { kBackwardEnd, kStep, kRead, kServe, kEndService };
+
+  Point point = Point::kBackwardEnd;
+  StateRequest request{};  // of kRead
   std::uint64_t steps = 0;
   std::uint64_t backwards = 0;
   double scale = kNoGradients;
 
-  [[nodiscard]] std::string place() const {
-    return (point == MeetingPoint::kStep
-                ? "calls optimizer.step() after " + std::to_string(backwards) +
-                      " backward passes, for step "
-                : "ends backward pass " + std::to_string(backwards + 1) + " of step ") +
-           std::to_string(steps + 1);
+  [[nodiscard]] bool of_states() const noexcept { return point >= Point::kRead; }
+  [[nodiscard]] bool agrees_with(const Header& other) const noexcept {
+    if (of_states() && other.of_states()) {
+      return point == Point::kServe || other.point == Point::kServe ||
+             (point == other.point && request == other.request);
+    }
+    return point == other.point && steps == other.steps && backwards == other.backwards;
   }
 };
 
@@ -99,18 +102,57 @@ RankMeeting::RankMeeting(Collectives& ranks, const ChunkLayout& layout)
   }
 }
 
-void RankMeeting::check_same(const std::vector<Header>& headers) {
-  for (std::size_t rank = 1; rank < headers.size(); ++rank) {
-    const Header& first = headers[0];
-    const Header& other = headers[rank];
-    const std::string pair = "rank 0 " + first.place() + ", while rank " + std::to_string(rank);
-    if (first.point != other.point || first.steps != other.steps ||
-        first.backwards != other.backwards) {
-      throw UsageError("the ranks do different things: " + pair + " " + other.place() +
-                       ". Every rank runs as many backward passes and steps as the others, and "
-                       "leaves booster.no_sync at the same ones; give each as many batches");
+std::string RankMeeting::place_of(const Header& header) const {
+  switch (header.point) {
+    case Header::Point::kBackwardEnd:
+      return "ends backward pass " + std::to_string(header.backwards + 1) + " of step " +
+             std::to_string(header.steps + 1);
+    case Header::Point::kStep:
+      return "calls optimizer.step() after " + std::to_string(header.backwards) +
+             " backward passes, for step " + std::to_string(header.steps + 1);
+    case Header::Point::kRead:
+      return "reads the optimizer state of parameter '" + layout_.param(header.request.param).name +
+             "' after step " + std::to_string(header.steps);
+    case Header::Point::kServe:
+      return "takes part in a save after step " + std::to_string(header.steps);
+    case Header::Point::kEndService:
+      return "ends a save after step " + std::to_string(header.steps);
+  }
+  return "";
+}
+
+void RankMeeting::check_same(const std::vector<Header>& headers) const {
+  // One that serves agrees with all that read: the others are compared with one that does not.
+  const auto active = std::find_if(headers.begin(), headers.end(), [](const Header& header) {
+    return header.point != Header::Point::kServe;
+  });
+  const std::size_t first =
+      active == headers.end() ? 0 : static_cast<std::size_t>(active - headers.begin());
+  for (std::size_t rank = 0; rank < headers.size(); ++rank) {
+    if (!headers[first].agrees_with(headers[rank])) {
+      throw UsageError(
+          "the ranks do different things: rank " + std::to_string(std::min(first, rank)) + " " +
+          place_of(headers[std::min(first, rank)]) + ", while rank " +
+          std::to_string(std::max(first, rank)) + " " + place_of(headers[std::max(first, rank)]) +
+          ". Every rank runs as many backward passes and steps as the others, leaves "
+          "booster.no_sync at the same ones, and reads optimizer states (optimizer.state, "
+          "state_dict, saves) when they do");
     }
   }
+}
+
+std::vector<RankMeeting::Header> RankMeeting::arrive(const Header& own) {
+  if (!diverged_.empty()) {
+    throw UsageError(diverged_);
+  }
+  std::vector<Header> headers = gather(ranks_, own);
+  try {
+    check_same(headers);
+  } catch (const UsageError& error) {
+    diverged_ = error.what();
+    throw;
+  }
+  return headers;
 }
 
 // Of the first rank that has gradients.
@@ -133,27 +175,23 @@ std::optional<double> RankMeeting::common_scale(const std::vector<Header>& heade
 }
 
 GradientMarks RankMeeting::meet(MeetingPoint point, const GradientMarks& own) {
-  const Header header{.point = point,
-                      .steps = steps_,
-                      .backwards = backwards_,
-                      .scale = own.scale.value_or(kNoGradients)};
+  const bool at_step = point == MeetingPoint::kStep;
+  const std::vector<Header> headers =
+      arrive({.point = at_step ? Header::Point::kStep : Header::Point::kBackwardEnd,
+              .steps = steps_,
+              .backwards = backwards_,
+              .scale = own.scale.value_or(kNoGradients)});
   const std::size_t num_chunks = layout_.chunks().size();
-  std::vector<std::byte> message(sizeof(Header) + num_chunks + layout_.params().size());
-  std::memcpy(message.data(), &header, sizeof(Header));
-  const auto flags = message.begin() + sizeof(Header);
+  std::vector<std::byte> flags(num_chunks + layout_.params().size());
   const auto as_byte = [](bool flag) { return flag ? std::byte{1} : std::byte{0}; };
-  std::transform(own.fresh.begin(), own.fresh.end(), flags, as_byte);
+  std::transform(own.fresh.begin(), own.fresh.end(), flags.begin(), as_byte);
   std::transform(own.present.begin(), own.present.end(),
-                 flags + static_cast<std::ptrdiff_t>(num_chunks), as_byte);
-
-  std::vector<std::byte> all(message.size() * ranks_.size());
-  ranks_.all_gather(message, all);
-  std::vector<Header> headers(ranks_.size());
+                 flags.begin() + static_cast<std::ptrdiff_t>(num_chunks), as_byte);
+  std::vector<std::byte> all(flags.size() * ranks_.size());
+  ranks_.all_gather(flags, all);
   GradientMarks marks = own;
   for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
-    const std::byte* const of_rank = all.data() + rank * message.size();
-    std::memcpy(&headers[rank], of_rank, sizeof(Header));
-    const std::byte* const theirs = of_rank + sizeof(Header);
+    const std::byte* const theirs = all.data() + rank * flags.size();
     for (std::size_t i = 0; i < num_chunks; ++i) {
       marks.fresh[i] = marks.fresh[i] || theirs[i] != std::byte{0};
     }
@@ -161,11 +199,26 @@ GradientMarks RankMeeting::meet(MeetingPoint point, const GradientMarks& own) {
       marks.present[i] = marks.present[i] || theirs[num_chunks + i] != std::byte{0};
     }
   }
-  check_same(headers);
   marks.scale = common_scale(headers);
-  backwards_ += point == MeetingPoint::kBackwardEnd ? 1 : 0;
+  backwards_ += at_step ? 0 : 1;
   return marks;
 }
+
+void RankMeeting::meet_to_read(StateRequest own) {
+  arrive({.point = Header::Point::kRead, .request = own, .steps = steps_});
+}
+
+std::optional<StateRequest> RankMeeting::meet_to_serve() {
+  const std::vector<Header> headers = arrive({.point = Header::Point::kServe, .steps = steps_});
+  for (const Header& header : headers) {
+    if (header.point == Header::Point::kRead) {
+      return header.request;
+    }
+  }
+  return std::nullopt;
+}
+
+void RankMeeting::end_service() { arrive({.point = Header::Point::kEndService, .steps = steps_}); }
 
 void RankMeeting::end_step() noexcept {
   ++steps_;

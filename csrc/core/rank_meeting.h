@@ -3,15 +3,25 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "core/chunk_layout.h"
 #include "core/collectives.h"
+#include "core/payload.h"
 
 namespace castor {
 
 /// Where in a step ranks meet.
 enum class MeetingPoint : std::uint8_t { kBackwardEnd, kStep };
+
+/// Of a parameter, what its optimizer keeps; each rank has its piece.
+struct StateRequest {
+  ParamId param{};
+  PayloadKind kind{};
+
+  bool operator==(const StateRequest&) const = default;
+};
 
 /// Which gradients a rank has, or all of them together.
 struct GradientMarks {
@@ -34,15 +44,26 @@ class RankMeeting {
   /// The step is over.
   void end_step() noexcept;
 
+  /// A state is about to be read by every rank, or by some while the others serve. Throws
+  /// UsageError, on every rank, where they ask for different ones or do something else.
+  void meet_to_read(StateRequest own);
+  /// Of a rank that serves: what others read next; nullopt: one of them has ended the service.
+  [[nodiscard]] std::optional<StateRequest> meet_to_serve();
+  /// Of a rank that has read all it wants: those that serve are told.
+  void end_service();
+
  private:
   struct Header;
-  static void check_same(const std::vector<Header>& headers);
+  std::vector<Header> arrive(const Header& own);
+  void check_same(const std::vector<Header>& headers) const;
+  [[nodiscard]] std::string place_of(const Header& header) const;
   [[nodiscard]] static std::optional<double> common_scale(const std::vector<Header>& headers);
 
   Collectives& ranks_;
   const ChunkLayout& layout_;
   std::uint64_t steps_ = 0;
   std::uint64_t backwards_ = 0;  // in this step
+  std::string diverged_;         // what every rank was told: they cannot meet again
 };
 
 }  // namespace castor

@@ -1,5 +1,7 @@
 #include "parallel/make_executor.h"
 
+#include "parallel/cores.h"
+
 #if defined(__SANITIZE_THREAD__)
 #include "parallel/thread_executor.h"
 #else
@@ -8,11 +10,12 @@
 
 namespace castor {
 
-std::unique_ptr<Executor> make_executor() {
+std::unique_ptr<Executor> make_executor(std::size_t num_threads) {
+  const std::size_t threads = num_threads == 0 ? num_available_cores() : num_threads;
 #if defined(__SANITIZE_THREAD__)
-  return std::make_unique<ThreadExecutor>();
+  return std::make_unique<ThreadExecutor>(threads);
 #else
-  return std::make_unique<TbbExecutor>();
+  return std::make_unique<TbbExecutor>(threads);
 #endif
 }
 

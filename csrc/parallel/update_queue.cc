@@ -13,8 +13,10 @@ constexpr std::size_t kAnnounced = 8;
 
 }  // namespace
 
-UpdateQueue::UpdateQueue(std::size_t num_chunks)
-    : pending_(num_chunks, false), worker_([this](const std::stop_token& stop) { work(stop); }) {}
+UpdateQueue::UpdateQueue(std::size_t num_chunks, UpdateOrder order)
+    : order_(order),
+      pending_(num_chunks, false),
+      worker_([this](const std::stop_token& stop) { work(stop); }) {}
 
 UpdateQueue::~UpdateQueue() = default;
 
@@ -50,7 +52,7 @@ void UpdateQueue::wait(ChunkId chunk) {
     const auto found =
         std::find_if(updates_.begin(), updates_.end(),
                      [chunk](const Update& update) { return update.chunk == chunk; });
-    if (found != updates_.end()) {
+    if (found != updates_.end() && order_ == UpdateOrder::kWanted) {
       std::rotate(updates_.begin(), found, found + 1);
     }
     completed_.wait(lock.native(),

@@ -2,6 +2,7 @@
 
 #include <condition_variable>
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -19,8 +20,14 @@ namespace castor {
 /// now, a few of them.
 using UpdateFunction = std::function<void(std::span<const ChunkId> next)>;
 
-/// Runs chunk updates one after the other on a thread of its own, in the order of submission, and
-/// a chunk that somebody waits for next. An update may spread over an Executor.
+/// What an UpdateQueue runs first.
+enum class UpdateOrder : std::uint8_t {
+  kWanted,     ///< a chunk that somebody waits for
+  kSubmitted,  ///< what was submitted first: on several ranks all update in the same order
+};
+
+/// Runs chunk updates one after the other on a thread of its own, in the order of submission but
+/// for what UpdateOrder says. An update may spread over an Executor.
 ///
 /// The first update that fails stops the queue: the rest is dropped, since half a step is worth
 /// nothing, and every later wait, drain and submit rethrows the failure. Thread-safe. Destruction
@@ -28,7 +35,7 @@ using UpdateFunction = std::function<void(std::span<const ChunkId> next)>;
 class UpdateQueue final : public PendingUpdates {
  public:
   /// Throws std::system_error if the system refuses a thread.
-  explicit UpdateQueue(std::size_t num_chunks);
+  explicit UpdateQueue(std::size_t num_chunks, UpdateOrder order = UpdateOrder::kWanted);
   ~UpdateQueue() override;
 
   /// The chunk's update will run. Throws UsageError if one is pending already.
@@ -49,6 +56,7 @@ class UpdateQueue final : public PendingUpdates {
   void work(const std::stop_token& stop);
   void rethrow_failure() const CASTOR_REQUIRES(mutex_);
 
+  const UpdateOrder order_;
   mutable Mutex mutex_;
   std::condition_variable_any submitted_;
   std::condition_variable completed_;

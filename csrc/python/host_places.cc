@@ -80,7 +80,7 @@ class HostFiller {
     for (std::size_t i = 0; i < payloads.size(); ++i) {
       if (on_host(i)) {
         for (const std::size_t payload :
-             state_payload_bytes(layout_.chunks()[i], states_.rule.get())) {
+             state_payload_bytes(layout_.chunks()[i], states_.rule.get(), layout_.world_size())) {
           payloads[i].push_back({"", payload});
           bytes[i] += payload;
         }

@@ -5,6 +5,8 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
@@ -104,12 +106,13 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
                                         const std::vector<bool>& trained,
                                         const std::vector<PythonModuleSpec>& modules,
                                         SessionOptions options, const py::object& backend,
-                                        const std::optional<std::string>& group,
+                                        const std::optional<std::array<std::string, 2>>& groups,
                                         const std::vector<std::uint32_t>& valueless) {
   options.backend = device_backend(backend);
-  if (group) {
-    options.ranks = group_collectives(*group);
-    options.layout.world_size = options.ranks->size();
+  if (groups) {
+    options.ranks = RankGroups{.passes = group_collectives((*groups)[0]),
+                               .updates = group_collectives((*groups)[1])};
+    options.layout.world_size = options.ranks->passes->size();
   }
   const std::vector<ModuleSpec> specs = module_specs(modules);
   std::vector<ParamId> without_values;
@@ -238,12 +241,12 @@ py::dict report(Session& session) {
   figures["nvme_read_bytes"] = nvme.moved.read_bytes;
   figures["nvme_written_bytes"] = nvme.moved.written_bytes;
   figures["nvme_engine"] = nvme.engines;
-  const RankGradients* const ranks = session.ranks();
-  const RankFigures shared = ranks != nullptr ? ranks->figures() : RankFigures{};
-  figures["rank"] = ranks != nullptr ? ranks->rank() : 0;
-  figures["ranks"] = ranks != nullptr ? ranks->size() : 1;
-  figures["rank_sent_bytes"] = shared.bytes_sent;
-  figures["rank_seconds"] = static_cast<double>(shared.nanoseconds) * 1e-9;
+  const SessionRanks* const ranks = session.ranks();
+  const bool alone = ranks == nullptr;
+  figures["rank"] = alone ? 0 : ranks->rank();
+  figures["ranks"] = alone ? 1 : ranks->size();
+  figures["rank_sent_bytes"] = alone ? 0 : ranks->bytes_sent();
+  figures["rank_seconds"] = alone ? 0.0 : std::chrono::duration<double>(ranks->time()).count();
   return figures;
 }
 
@@ -325,7 +328,7 @@ PYBIND11_MODULE(_C, m) {
   session
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),
            py::arg("trained"), py::arg("modules"), py::arg("options"), py::arg("backend"),
-           py::arg("group"), py::arg("valueless"))
+           py::arg("groups"), py::arg("valueless"))
       .def("forward_pre_hook", &castor::forward_pre_hook)
       .def("forward_hook", &castor::forward_hook)
       .def("set_loss_scale", &Session::set_loss_scale, released)

@@ -89,6 +89,23 @@ void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session
           [](Session& self, std::uint32_t param) { return settled(self, param).read(id(param)); },
           released)
       .def(
+          "serve_states",
+          [](Session& self) {
+            if (SessionRanks* const ranks = self.ranks()) {
+              self.settle();
+              ranks->states().serve();
+            }
+          },
+          released)
+      .def(
+          "end_service",
+          [](Session& self) {
+            if (SessionRanks* const ranks = self.ranks()) {
+              ranks->states().end_service();
+            }
+          },
+          released)
+      .def(
           "write_states",
           [](Session& self, std::uint32_t param, const std::vector<at::Tensor>& states) {
             settled(self, param).write(id(param), states);

@@ -8,12 +8,14 @@
 namespace castor {
 
 ChunkUpdates::ChunkUpdates(const ChunkLayout& layout, const ShardMap& shards, StatePlaces& places,
-                           Executor& executor, std::shared_ptr<const UpdateRule> rule)
+                           Executor& executor, std::shared_ptr<const UpdateRule> rule,
+                           RankWeights* ranks)
     : layout_(layout),
       shards_(shards),
       places_(places),
       executor_(executor),
       rule_(std::move(rule)),
+      ranks_(ranks),
       streams_(layout.params().size(), 0) {}
 
 const UpdateRule& ChunkUpdates::rule() const {
@@ -42,24 +44,25 @@ ParamUpdate ChunkUpdates::update_of(ParamId param, const RuleOptions& options, s
 void ChunkUpdates::add_segments(std::span<const ParamUpdate> updates, const ChunkMemory& memory,
                                 std::vector<UpdateSegment>& segments) const {
   for (const ParamUpdate& update : updates) {
-    for (const Piece& piece : shards_.pieces(update.param)) {
-      const auto at = [&]<typename T = std::byte>(PayloadKind kind) {
-        return reinterpret_cast<T*>(
-            places_.element(memory, piece.param, kind, piece.first_element));
-      };
-      UpdateSegment& segment = segments.emplace_back(
-          UpdateSegment{.param = at(PayloadKind::kParam),
-                        .grad = at(PayloadKind::kGrad),
-                        .master = at.operator()<float>(kMasterPayload),
-                        .remainder = at.operator()<std::int16_t>(kRemainderPayload),
-                        .type = layout_.param(piece.param).type,
-                        .numel = piece.numel,
-                        .first_element = piece.first_element,
-                        .coefficients = update.coefficients,
-                        .rounding = update.rounding});
-      for (std::size_t i = 0; i < rule_->states().size(); ++i) {
-        segment.states[i] = at(rule_payload(i));
-      }
+    const Piece piece = shards_.piece(update.param);
+    if (piece.numel == 0) {
+      continue;
+    }
+    const auto at = [&]<typename T = std::byte>(PayloadKind kind) {
+      return reinterpret_cast<T*>(places_.element(memory, update.param, kind, piece.first_element));
+    };
+    UpdateSegment& segment = segments.emplace_back(
+        UpdateSegment{.param = at(PayloadKind::kParam),
+                      .grad = at(PayloadKind::kGrad),
+                      .master = at.operator()<float>(kMasterPayload),
+                      .remainder = at.operator()<std::int16_t>(kRemainderPayload),
+                      .type = layout_.param(update.param).type,
+                      .numel = piece.numel,
+                      .first_element = piece.first_element,
+                      .coefficients = update.coefficients,
+                      .rounding = update.rounding});
+    for (std::size_t i = 0; i < rule_->states().size(); ++i) {
+      segment.states[i] = at(rule_payload(i));
     }
   }
 }
@@ -82,6 +85,13 @@ void ChunkUpdates::run(ChunkId chunk, std::span<const ParamUpdate> updates) {
     add_segments(updates, memory, segments);
     rule_->update(executor_, segments);
   });
+  bring_others_parts(chunk);
+}
+
+void ChunkUpdates::bring_others_parts(ChunkId chunk) {
+  if (ranks_ != nullptr) {
+    ranks_->gather(places_.home(chunk));
+  }
 }
 
 // Chunks in memory wait until there is one to be read, and are updated together meanwhile.
@@ -132,6 +142,11 @@ void ChunkUpdates::run_all(std::span<const std::vector<ParamUpdate>> updates,
     });
   }
   update_in_memory();
+  for (std::size_t i = 0; i < updates.size(); ++i) {
+    if (!updates[i].empty()) {
+      bring_others_parts(ChunkId{static_cast<std::uint32_t>(i)});
+    }
+  }
   places_.flush();
 }
 

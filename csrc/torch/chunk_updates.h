@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/shard_map.h"
+#include "torch/rank_weights.h"
 #include "torch/state_places.h"
 
 namespace castor {
@@ -19,15 +20,17 @@ struct ParamUpdate {
 };
 
 /// Runs the rule's updates of chunks, where their payloads are: on the host, through the window of
-/// what lies on NVMe, or on the device. Owned by the session. Updates of different chunks may run
-/// on different threads; none may overlap anything else that touches its chunk.
+/// what lies on NVMe, or on the device. Of several ranks each updates its parts, and brings those
+/// of the others: all run the same updates in the same order. Owned by the session. Updates of
+/// different chunks may run on different threads; none may overlap anything else that touches its
+/// chunk.
 ///
 /// For chunks on NVMe every call may throw IoError or CorruptionError.
 class ChunkUpdates {
  public:
-  /// All outlive this.
+  /// All outlive this. `ranks`: nullptr for a process that is alone.
   ChunkUpdates(const ChunkLayout& layout, const ShardMap& shards, StatePlaces& places,
-               Executor& executor, std::shared_ptr<const UpdateRule> rule);
+               Executor& executor, std::shared_ptr<const UpdateRule> rule, RankWeights* ranks);
 
   /// Throws UsageError where another optimizer updates the parameters.
   [[nodiscard]] const UpdateRule& rule() const;
@@ -47,12 +50,14 @@ class ChunkUpdates {
   void add_segments(std::span<const ParamUpdate> updates, const ChunkMemory& memory,
                     std::vector<UpdateSegment>& segments) const;
   void run_on_device(std::span<const UpdateSegment> segments) const;
+  void bring_others_parts(ChunkId chunk);
 
   const ChunkLayout& layout_;
   const ShardMap& shards_;
   StatePlaces& places_;
   Executor& executor_;
   const std::shared_ptr<const UpdateRule> rule_;
+  RankWeights* const ranks_;
   std::uint64_t seed_ = 0;
   std::vector<std::uint64_t> streams_;
 };

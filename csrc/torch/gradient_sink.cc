@@ -42,12 +42,11 @@ class GradientHook final : public ::torch::autograd::FunctionPostHook {
 
 }  // namespace
 
-GradientSink::GradientSink(ChunkManager& manager, const ShardMap& shards,
-                           std::span<const ParamHandle> params, StoredWeights* weights,
-                           Executor& executor, const SessionDevice& device, bool scaled)
+GradientSink::GradientSink(ChunkManager& manager, std::span<const ParamHandle> params,
+                           StoredWeights* weights, Executor& executor, const SessionDevice& device,
+                           bool scaled)
     : manager_(manager),
       layout_(manager.layout()),
-      shards_(shards),
       params_(params),
       weights_(weights),
       executor_(executor),
@@ -283,15 +282,11 @@ GradientSummary GradientSink::collect(bool with_norm) {
   return summary;
 }
 
-// Of what this process updates; `data`: of the parameter's first element.
+// `data`: of the parameter's first element. Of all of it, also where other ranks update parts: a
+// sum of their sums would have other bits than one process's.
 double GradientSink::square_norm(ParamId param, const std::byte* data, Executor* executor) const {
-  const ScalarType type = layout_.param(param).type;
-  double sum = 0.0;
-  for (const Piece& piece : shards_.pieces(param)) {
-    sum += copy_and_square_norm(executor, nullptr, data + piece.first_element * size_of(type),
-                                piece.numel, type);
-  }
-  return sum;
+  const ParamSpec& spec = layout_.param(param);
+  return copy_and_square_norm(executor, nullptr, data, spec.numel, spec.type);
 }
 
 void GradientSink::measure_on_device(std::span<double> squares) const {
@@ -302,13 +297,9 @@ void GradientSink::measure_on_device(std::span<double> squares) const {
     if (!present(param) || !device_.holds(manager_, layout_.place(param).chunk)) {
       continue;
     }
-    const ScalarType type = layout_.param(param).type;
-    for (const Piece& piece : shards_.pieces(param)) {
-      segments.push_back({.data = data(param) + piece.first_element * size_of(type),
-                          .numel = piece.numel,
-                          .type = type});
-      params.push_back(i);
-    }
+    const ParamSpec& spec = layout_.param(param);
+    segments.push_back({.data = data(param), .numel = spec.numel, .type = spec.type});
+    params.push_back(i);
   }
   if (segments.empty()) {
     return;

@@ -13,7 +13,6 @@
 
 #include "core/rank_meeting.h"
 #include "core/runtime.h"
-#include "core/shard_map.h"
 #include "torch/gradient_copies.h"
 #include "torch/param_gradient.h"
 #include "torch/session_device.h"
@@ -36,9 +35,8 @@ class GradientSink {
  public:
   /// Adds the gradient payloads of every trainable chunk to `manager`. `params` are in ParamId
   /// order; `scaled`: gradients may carry a loss scale. All outlive this. Throws OutOfMemory.
-  GradientSink(ChunkManager& manager, const ShardMap& shards, std::span<const ParamHandle> params,
-               StoredWeights* weights, Executor& executor, const SessionDevice& device,
-               bool scaled);
+  GradientSink(ChunkManager& manager, std::span<const ParamHandle> params, StoredWeights* weights,
+               Executor& executor, const SessionDevice& device, bool scaled);
   /// Gradients leave the device by copies that run beside backward; see GradientCopies. `account`:
   /// of what is allocated there for others than castor.
   void copy_beside_backward(CopyEngine& engine, NonModelMemory& account);
@@ -111,7 +109,6 @@ class GradientSink {
 
   ChunkManager& manager_;
   const ChunkLayout& layout_;
-  const ShardMap& shards_;
   const std::span<const ParamHandle> params_;
   StoredWeights* const weights_;
   Executor& executor_;

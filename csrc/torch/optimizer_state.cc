@@ -65,15 +65,17 @@ std::size_t numel_of(const at::Tensor& tensor) { return static_cast<std::size_t>
 
 }  // namespace
 
-OptimizerState::OptimizerState(ChunkManager& manager, StatePlaces& places,
+OptimizerState::OptimizerState(ChunkManager& manager, const ShardMap& shards, StatePlaces& places,
                                std::span<const ParamHandle> params, Executor& executor,
-                               std::shared_ptr<const UpdateRule> rule)
+                               std::shared_ptr<const UpdateRule> rule, RankStates* ranks)
     : manager_(manager),
       layout_(manager.layout()),
+      shards_(shards),
       places_(places),
       params_(params),
       executor_(executor),
-      rule_(std::move(rule)) {}
+      rule_(std::move(rule)),
+      ranks_(ranks) {}
 
 std::vector<std::string> OptimizerState::names() const {
   std::vector<std::string> names;
@@ -88,15 +90,21 @@ at::Tensor OptimizerState::on_host(ParamId param) const {
   return !places_.device() ? own : own.to(at::kCPU);
 }
 
-// `exact`: fp32 values from the parameter's element `begin` on.
+// `exact`: fp32 values from the parameter's element `begin` on, of which this rank's count.
 void OptimizerState::write_master(const ChunkMemory& memory, ParamId param, std::size_t begin,
                                   const at::Tensor& exact) const {
-  const auto* const values = exact.const_data_ptr<float>();
-  if (auto* const master = places_.data<float>(memory, param, kMasterPayload)) {
-    std::memmove(master + begin, values, exact.nbytes());
+  const Piece own = shards_.piece(param);
+  const std::size_t first = std::max<std::size_t>(begin, own.first_element);
+  const std::size_t end = std::min(begin + numel_of(exact), own.first_element + own.numel);
+  if (first >= end) {
+    return;
+  }
+  const auto* const values = exact.const_data_ptr<float>() + (first - begin);
+  if (auto* const master = places_.data<float>(memory, param, kMasterPayload, first)) {
+    std::memmove(master, values, (end - first) * sizeof(float));
   } else {
-    split_masters(&executor_, places_.data<std::int16_t>(memory, param, kRemainderPayload) + begin,
-                  values, numel_of(exact));
+    split_masters(&executor_, places_.data<std::int16_t>(memory, param, kRemainderPayload, first),
+                  values, end - first);
   }
 }
 
@@ -171,14 +179,16 @@ void OptimizerState::before_write_back(ChunkId chunk, const std::byte* home,
   }
   places_.with_states(chunk, StreamAccess::kEdit, [&](const ChunkMemory& memory) {
     auto* const remainder = memory[static_cast<std::size_t>(kRemainderPayload)];
+    const std::size_t first = shards_.first(chunk);
     forget_remainders(&executor_, reinterpret_cast<std::int16_t*>(remainder),
-                      reinterpret_cast<const std::uint16_t*>(home),
-                      reinterpret_cast<const std::uint16_t*>(slot), bytes / sizeof(std::uint16_t));
+                      reinterpret_cast<const std::uint16_t*>(home) + first,
+                      reinterpret_cast<const std::uint16_t*>(slot) + first, shards_.numel(chunk));
   });
 }
 
 void OptimizerState::before_overwrite(ParamId param, const at::Tensor& values) {
-  if (!places_.has(param, kRemainderPayload)) {
+  const Piece piece = shards_.piece(param);
+  if (!places_.has(param, kRemainderPayload) || piece.numel == 0) {
     return;
   }
   const at::NoGradGuard no_grad;
@@ -187,9 +197,11 @@ void OptimizerState::before_overwrite(ParamId param, const at::Tensor& values) {
   const at::Tensor after = empty_as(own, own.scalar_type()).copy_(values);
   places_.with_states(
       layout_.place(param).chunk, StreamAccess::kEdit, [&](const ChunkMemory& memory) {
-        forget_remainders(&executor_, places_.data<std::int16_t>(memory, param, kRemainderPayload),
-                          static_cast<const std::uint16_t*>(own.const_data_ptr()),
-                          static_cast<const std::uint16_t*>(after.const_data_ptr()), numel_of(own));
+        const std::size_t first = piece.first_element;
+        forget_remainders(
+            &executor_, places_.data<std::int16_t>(memory, param, kRemainderPayload, first),
+            static_cast<const std::uint16_t*>(own.const_data_ptr()) + first,
+            static_cast<const std::uint16_t*>(after.const_data_ptr()) + first, piece.numel);
       });
 }
 
@@ -241,16 +253,16 @@ std::optional<at::Tensor> OptimizerState::master(ParamId param) const {
   const at::NoGradGuard no_grad;
   const at::Tensor own = on_host(param);
   at::Tensor values = empty_as(own, at::kFloat);
-  places_.with_states(
-      layout_.place(param).chunk, StreamAccess::kRead, [&](const ChunkMemory& memory) {
-        if (const auto* master = places_.data<float>(memory, param, kMasterPayload)) {
-          std::memcpy(values.mutable_data_ptr(), master, values.nbytes());
-        } else {
-          join_masters(&executor_, values.mutable_data_ptr<float>(),
-                       static_cast<const std::uint16_t*>(own.const_data_ptr()),
-                       places_.data<std::int16_t>(memory, param, kRemainderPayload), numel_of(own));
-        }
-      });
+  const bool whole = places_.has(param, kMasterPayload);
+  with_state(param, whole ? kMasterPayload : kRemainderPayload, [&](const std::byte* state) {
+    if (whole) {
+      std::memcpy(values.mutable_data_ptr(), state, values.nbytes());
+    } else {
+      join_masters(&executor_, values.mutable_data_ptr<float>(),
+                   static_cast<const std::uint16_t*>(own.const_data_ptr()),
+                   reinterpret_cast<const std::int16_t*>(state), numel_of(own));
+    }
+  });
   return values;
 }
 
@@ -261,14 +273,24 @@ std::vector<at::Tensor> OptimizerState::read(ParamId param) const {
     states.push_back(at::empty_strided(shape.sizes, shape.strides,
                                        at::TensorOptions().dtype(to_torch(spec.type))));
   }
-  places_.with_states(
-      layout_.place(param).chunk, StreamAccess::kRead, [&](const ChunkMemory& memory) {
-        for (std::size_t i = 0; i < states.size(); ++i) {
-          std::memcpy(states[i].mutable_data_ptr(), places_.element(memory, param, rule_payload(i)),
-                      states[i].nbytes());
-        }
-      });
+  for (std::size_t i = 0; i < states.size(); ++i) {
+    with_state(param, rule_payload(i), [&](const std::byte* state) {
+      std::memcpy(states[i].mutable_data_ptr(), state, states[i].nbytes());
+    });
+  }
   return states;
+}
+
+// All of a parameter's: the host's memory of it, or a copy of what every rank has.
+void OptimizerState::with_state(ParamId param, PayloadKind kind,
+                                const std::function<void(const std::byte*)>& use) const {
+  if (ranks_ != nullptr) {
+    use(ranks_->read(param, kind).data());
+    return;
+  }
+  places_.with_states(
+      layout_.place(param).chunk, StreamAccess::kRead,
+      [&](const ChunkMemory& memory) { use(places_.element(memory, param, kind)); });
 }
 
 void OptimizerState::write(ParamId param, std::span<const at::Tensor> states) {
@@ -286,13 +308,17 @@ void OptimizerState::write(ParamId param, std::span<const at::Tensor> states) {
                             "' differ in shape, strides or type from what read gives");
     }
   }
-  places_.with_states(layout_.place(param).chunk, StreamAccess::kEdit,
-                      [&](const ChunkMemory& memory) {
-                        for (std::size_t i = 0; i < states.size(); ++i) {
-                          std::memcpy(places_.element(memory, param, rule_payload(i)),
-                                      states[i].const_data_ptr(), states[i].nbytes());
-                        }
-                      });
+  const Piece own = shards_.piece(param);
+  places_.with_states(
+      layout_.place(param).chunk, StreamAccess::kEdit, [&](const ChunkMemory& memory) {
+        for (std::size_t i = 0; i < states.size() && own.numel > 0; ++i) {
+          const PayloadKind kind = rule_payload(i);
+          const auto* const values = static_cast<const std::byte*>(states[i].const_data_ptr());
+          std::memcpy(places_.element(memory, param, kind, own.first_element),
+                      values + places_.bytes(param, kind, own.first_element),
+                      places_.bytes(param, kind, own.numel));
+        }
+      });
 }
 
 }  // namespace castor

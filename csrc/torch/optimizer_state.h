@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -11,6 +12,7 @@
 
 #include "torch/chunk_storages.h"
 #include "torch/param_gradient.h"
+#include "torch/rank_states.h"
 #include "torch/state_places.h"
 
 namespace castor {
@@ -20,12 +22,17 @@ namespace castor {
 /// shown and taken along. Owned by the session. Calls on different chunks may come from different
 /// threads, none beside an update of the chunk.
 ///
+/// Of several ranks each keeps its part. What gives values (master, read) brings those of all
+/// together: every rank calls it, for the same parameter, or answers by RankStates::serve. What
+/// takes them is given the same on every rank.
+///
 /// For chunks on NVMe every call may throw IoError or CorruptionError.
 class OptimizerState {
  public:
-  /// All outlive this. `params` are in ParamId order.
-  OptimizerState(ChunkManager& manager, StatePlaces& places, std::span<const ParamHandle> params,
-                 Executor& executor, std::shared_ptr<const UpdateRule> rule);
+  /// All outlive this. `params` are in ParamId order. `ranks`: nullptr for a process that is alone.
+  OptimizerState(ChunkManager& manager, const ShardMap& shards, StatePlaces& places,
+                 std::span<const ParamHandle> params, Executor& executor,
+                 std::shared_ptr<const UpdateRule> rule, RankStates* ranks);
 
   [[nodiscard]] StateFormat format() const noexcept {
     return rule_ ? rule_->format() : StateFormat::kFp32;
@@ -76,6 +83,8 @@ class OptimizerState {
   }
   void write_master(const ChunkMemory& memory, ParamId param, std::size_t begin,
                     const at::Tensor& exact) const;
+  void with_state(ParamId param, PayloadKind kind,
+                  const std::function<void(const std::byte*)>& use) const;
   [[nodiscard]] std::span<const StateSpec> specs() const {
     return rule_ ? rule_->states() : std::span<const StateSpec>();
   }
@@ -83,10 +92,12 @@ class OptimizerState {
 
   ChunkManager& manager_;
   const ChunkLayout& layout_;
+  const ShardMap& shards_;
   StatePlaces& places_;
   std::span<const ParamHandle> params_;
   Executor& executor_;
   const std::shared_ptr<const UpdateRule> rule_;
+  RankStates* const ranks_;
 };
 
 }  // namespace castor

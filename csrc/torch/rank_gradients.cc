@@ -1,9 +1,7 @@
 #include "torch/rank_gradients.h"
 
 #include <algorithm>
-#include <chrono>
 #include <span>
-#include <utility>
 
 #include "core/scalar_type.h"
 #include "core/units.h"
@@ -27,14 +25,14 @@ std::size_t window_bytes(const ChunkLayout& layout, std::size_t ranks) {
 
 }  // namespace
 
-RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, const ChunkLayout& layout,
+RankGradients::RankGradients(Collectives& ranks, RankMeeting& meeting, const ChunkLayout& layout,
                              GradientSink& gradients, Executor& executor, MemoryTier& host)
-    : ranks_(std::move(ranks)),
+    : ranks_(ranks),
+      meeting_(meeting),
       layout_(layout),
       gradients_(gradients),
       executor_(executor),
-      meeting_(*ranks_, layout),
-      window_(host.allocate(window_bytes(layout, ranks_->size()),
+      window_(host.allocate(window_bytes(layout, ranks_.size()),
                             "gradients pass through it from rank to rank; raise host_memory")) {}
 
 void RankGradients::end_backward(TensorGate& gate) {
@@ -45,7 +43,7 @@ void RankGradients::end_backward(TensorGate& gate) {
 
 void RankGradients::average(MeetingPoint point, TensorGate& gate) {
   const GilRelease released;
-  const auto start = std::chrono::steady_clock::now();
+  const RankFigures::Timed timed(figures_);
   const GradientMarks all = meeting_.meet(point, gradients_.marks());
   for (std::size_t i = 0; i < all.fresh.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
@@ -62,9 +60,6 @@ void RankGradients::average(MeetingPoint point, TensorGate& gate) {
       average(gradients, layout_.chunk(chunk).type);
     });
   }
-  figures_.nanoseconds += static_cast<std::uint64_t>(
-      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start)
-          .count());
 }
 
 void RankGradients::average(std::span<std::byte> gradients, ScalarType type) {
@@ -72,11 +67,12 @@ void RankGradients::average(std::span<std::byte> gradients, ScalarType type) {
     const auto piece =
         gradients.subspan(begin, std::min(window_.bytes(), gradients.size() - begin));
     const std::span parts(window_.data(), piece.size());
-    ranks_->all_to_all(piece, parts);
-    const auto own = parts.first(piece.size() / size());
-    castor::average(&executor_, own.data(), parts.data(), size(), own.size() / size_of(type), type);
-    ranks_->all_gather(own, piece);
-    figures_.bytes_sent += 2 * (size() - 1) * own.size();
+    ranks_.all_to_all(piece, parts);
+    const auto own = parts.first(piece.size() / ranks_.size());
+    castor::average(&executor_, own.data(), parts.data(), ranks_.size(), own.size() / size_of(type),
+                    type);
+    ranks_.all_gather(own, piece);
+    figures_.add_bytes(2 * (ranks_.size() - 1) * own.size());
   }
 }
 

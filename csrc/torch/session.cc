@@ -126,14 +126,14 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
 Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
                  std::vector<Placement> placements, const SessionOptions& options)
     : layout_(std::move(layout)),
-      shards_(layout_),
+      shards_(layout_, options.ranks ? options.ranks->passes->rank() : 0),
       own_device_(options.backend),
       device_(std::make_shared<MemoryTier>(TierKind::kDevice, options.device_bytes,
                                            make_device_arena(options), own_device_.stream())),
       host_(std::make_shared<MemoryTier>(TierKind::kHost, options.host_bytes,
                                          make_home_arena(options))),
       nonmodel_(std::make_shared<NonModelMemory>(device_)),
-      executor_(make_executor()),
+      executor_(make_executor(options.num_threads)),
       copy_engine_(make_copy_engine(options)),
       storages_(std::make_unique<ChunkStorages>(layout_, own_device_.torch_device())),
       weights_(StoredWeights::create(layout_, placements, *storages_, options.state, *host_,
@@ -144,14 +144,21 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
     params_.push_back({.leaf = param, .local = std::move(param)});
   }
   gradients_ =
-      std::make_unique<GradientSink>(*manager_, shards_, params_, weights_.get(), *executor_,
-                                     own_device_, options.precision == ScalarType::kFloat16);
-  state_places_ = std::make_unique<StatePlaces>(*manager_, *executor_, options.state,
+      std::make_unique<GradientSink>(*manager_, params_, weights_.get(), *executor_, own_device_,
+                                     options.precision == ScalarType::kFloat16);
+  state_places_ = std::make_unique<StatePlaces>(*manager_, shards_, *executor_, options.state,
                                                 weights_.get(), own_device_);
-  optimizer_state_ = std::make_unique<OptimizerState>(*manager_, *state_places_, params_,
-                                                      *executor_, options.state.rule);
-  chunk_updates_ = std::make_unique<ChunkUpdates>(layout_, shards_, *state_places_, *executor_,
-                                                  options.state.rule);
+  if (options.ranks) {
+    check_ranks();
+    ranks_ = std::make_unique<SessionRanks>(*options.ranks, layout_, shards_, *gradients_,
+                                            *state_places_, *executor_, *host_);
+  }
+  optimizer_state_ =
+      std::make_unique<OptimizerState>(*manager_, shards_, *state_places_, params_, *executor_,
+                                       options.state.rule, ranks_ ? &ranks_->states() : nullptr);
+  chunk_updates_ =
+      std::make_unique<ChunkUpdates>(layout_, shards_, *state_places_, *executor_,
+                                     options.state.rule, ranks_ ? &ranks_->weights() : nullptr);
   storages_->on_write_back([this](ChunkId chunk, const std::byte* home, const std::byte* slot) {
     const auto scope = own_device_.run_on_stream();  // an eviction may come from any thread
     optimizer_state_->before_write_back(chunk, home, slot);
@@ -165,34 +172,28 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
   runtime_ = std::make_unique<Runtime>(*manager_, nonmodel_, runtime_options,
                                        Runtime::Clock(monotonic_ns));
   passes_ = std::make_shared<Passes>(*runtime_, own_device_ ? nullptr : nonmodel_);
-  if (options.ranks) {
-    join(options.ranks);
+  if (ranks_) {
+    // A backward pass ends with the mean of its gradients, so that what looks at p.grad after it
+    // sees what one process with all batches would.
+    passes_->at_backward_end([this] { ranks_->gradients().end_backward(*gate_); });
   }
   own_device_.follow(nonmodel_);
   if (options.overlap != Overlap::kNone) {
-    update_queue_ = std::make_unique<UpdateQueue>(layout_.chunks().size());
+    update_queue_ = std::make_unique<UpdateQueue>(
+        layout_.chunks().size(), ranks_ ? UpdateOrder::kSubmitted : UpdateOrder::kWanted);
     manager_->follow(update_queue_.get());
   }
 }
 
-// A backward pass ends with the mean of its gradients, so that what looks at p.grad after it sees
-// what one process with all batches would.
-void Session::join(std::shared_ptr<Collectives> ranks) {
+void Session::check_ranks() const {
   if (weights_) {
     throw UsageError(
         "host_memory has no room for the parameters, and parameters on NVMe are not "
         "trained by several ranks yet: raise host_memory, or train with one process");
   }
-  rank_gradients_ =
-      std::make_unique<RankGradients>(std::move(ranks), layout_, *gradients_, *executor_, *host_);
-  passes_->at_backward_end([this] { rank_gradients_->end_backward(*gate_); });
 }
 
-void Session::synchronise(bool on) {
-  if (rank_gradients_) {
-    rank_gradients_->synchronise(on);
-  }
-}
+bool Session::synchronise(bool on) { return !ranks_ || ranks_->gradients().synchronise(on); }
 
 Session::~Session() {
   if (update_queue_) {
@@ -200,7 +201,7 @@ Session::~Session() {
   }
   share_with_children(*manager_, layout_.chunks().size());  // what outlives the session
   gate_.reset();
-  rank_gradients_.reset();
+  ranks_.reset();
   gradients_.reset();
   passes_.reset();
   runtime_.reset();
@@ -394,7 +395,7 @@ void Session::gradient_arrived(ParamId param, const at::Tensor& incoming) {
   if (!grad.defined()) {
     return;
   }
-  if (rank_gradients_ && grad.requires_grad()) {
+  if (ranks_ && grad.requires_grad()) {
     throw UsageError("the gradient of parameter '" + layout_.param(param).name +
                      "' is a part of a graph (backward(create_graph=True)), which several ranks "
                      "cannot bring together; train with one process");
@@ -417,8 +418,8 @@ void Session::stop_charging() {
 GradientSummary Session::collect_gradients(bool with_norm) {
   check_whole();
   own_device_.follow_stream();
-  if (rank_gradients_) {
-    rank_gradients_->begin_step(*gate_);
+  if (ranks_) {
+    ranks_->gradients().begin_step(*gate_);
   }
   runtime_->begin_update();
   updater_->forget_completed();
@@ -436,8 +437,8 @@ void Session::finish_step() {
   check_process();
   own_device_.follow_stream();
   gradients_->begin_step();
-  if (rank_gradients_) {
-    rank_gradients_->end_step();
+  if (ranks_) {
+    ranks_->gradients().end_step();
   }
   runtime_->finish_step();
   passes_->end_step();

@@ -15,10 +15,10 @@
 #include "torch/gradient_sink.h"
 #include "torch/optimizer_state.h"
 #include "torch/passes.h"
-#include "torch/rank_gradients.h"
 #include "torch/run_integrity.h"
 #include "torch/session_device.h"
 #include "torch/session_options.h"
+#include "torch/session_ranks.h"
 #include "torch/state_views.h"
 #include "torch/stored_weights.h"
 #include "torch/tensor_gate.h"
@@ -62,9 +62,9 @@ class Session : public std::enable_shared_from_this<Session> {
 
   /// With several ranks: whether the gradients of the passes that follow become their mean at the
   /// end of each, or all at the next step.
-  void synchronise(bool on);
+  bool synchronise(bool on);
   /// nullptr: this process is alone.
-  [[nodiscard]] const RankGradients* ranks() const noexcept { return rank_gradients_.get(); }
+  [[nodiscard]] SessionRanks* ranks() const noexcept { return ranks_.get(); }
 
   // The step, in this order.
   /// Brings every parameter home and every gradient into its payload. Throws as GradientSink does.
@@ -132,7 +132,6 @@ class Session : public std::enable_shared_from_this<Session> {
           const SessionOptions& options);
   void adopt_parameters(std::span<const ParamId> valueless);
   void watch_tensors(Overlap overlap);
-  void join(std::shared_ptr<Collectives> ranks);
   void guard_weights();
   void check_parameters() const;
   [[nodiscard]] std::shared_ptr<void> visit_groups(std::span<const TensorGate::Use> uses);
@@ -140,6 +139,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void note_torn_payloads();
   [[nodiscard]] bool torn() const noexcept;  ///< Whether a write to NVMe failed.
   void check_whole();                        ///< Throws UsageError unless whole().
+  void check_ranks() const;                  ///< Throws UsageError for what several do not have.
   void check_process() const;                ///< Throws UsageError in a forked child.
   /// Whether somebody holds another tensor over the chunk's memory, which the gate does not watch.
   [[nodiscard]] bool aliased(ChunkId chunk) const;
@@ -161,8 +161,8 @@ class Session : public std::enable_shared_from_this<Session> {
   std::unique_ptr<StoredWeights> weights_;
   std::unique_ptr<ChunkManager> manager_;
   std::unique_ptr<GradientSink> gradients_;
-  std::unique_ptr<RankGradients> rank_gradients_;  // nullptr: one process
   std::unique_ptr<StatePlaces> state_places_;
+  std::unique_ptr<SessionRanks> ranks_;  // nullptr: one process
   std::unique_ptr<OptimizerState> optimizer_state_;
   std::unique_ptr<ChunkUpdates> chunk_updates_;
   std::unique_ptr<Runtime> runtime_;

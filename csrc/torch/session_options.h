@@ -3,15 +3,16 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "core/chunk_layout.h"
-#include "core/collectives.h"
 #include "core/overlap.h"
 #include "core/placement.h"
 #include "core/runtime.h"
 #include "core/scalar_type.h"
 #include "torch/device_backend.h"
 #include "torch/optimizer_state_options.h"
+#include "torch/session_ranks.h"
 
 namespace castor {
 
@@ -28,8 +29,10 @@ struct SessionOptions {
   std::shared_ptr<DeviceBackend> backend;
   OptimizerStateOptions state;
   Overlap overlap = Overlap::kNone;
-  /// The ranks that train the model together; nullptr: this process is alone.
-  std::shared_ptr<Collectives> ranks;
+  /// That update, copy and convert; 0: as many as there are cores.
+  std::size_t num_threads = 0;
+  /// nullopt: this process is alone.
+  std::optional<RankGroups> ranks;
 };
 
 }  // namespace castor

@@ -51,19 +51,22 @@ std::size_t param_alignment(const UpdateRule* rule, ScalarType precision) {
                                                                 : granule * size_of(precision);
 }
 
-std::vector<std::size_t> state_payload_bytes(const ChunkSpec& chunk, const UpdateRule* rule) {
+std::vector<std::size_t> state_payload_bytes(const ChunkSpec& chunk, const UpdateRule* rule,
+                                             std::size_t ranks) {
   std::vector<std::size_t> bytes;
   for (const PayloadKind kind : state_kinds(chunk, rule)) {
-    bytes.push_back(bytes_of(kind, chunk.used_bytes / size_of(chunk.type), chunk.type, rule));
+    bytes.push_back(
+        bytes_of(kind, chunk.used_bytes / size_of(chunk.type) / ranks, chunk.type, rule));
   }
   return bytes;
 }
 
-StatePlaces::StatePlaces(ChunkManager& manager, Executor& executor,
+StatePlaces::StatePlaces(ChunkManager& manager, const ShardMap& shards, Executor& executor,
                          const OptimizerStateOptions& options, StoredWeights* weights,
                          const SessionDevice& device)
     : manager_(manager),
       layout_(manager.layout()),
+      shards_(shards),
       rule_(options.rule),
       device_(device),
       weights_(weights) {
@@ -85,6 +88,11 @@ void StatePlaces::check_format(ChunkId chunk) const {
                           " splits the fp32 master of bfloat16 parameters, and chunk " +
                           std::to_string(index(chunk)) + " holds " +
                           std::string(to_string(spec.type)) + "; use format fp32");
+  }
+  if (shards_.ranks() > 1 && rule_ && rule_->granule() == UpdateRule::kWholeParameter) {
+    throw InvalidArgument("the optimizer '" + std::string(rule_->name()) +
+                          "' updates whole parameters, and " + std::to_string(shards_.ranks()) +
+                          " ranks keep parts of them; train with one process");
   }
   const std::size_t alignment = param_alignment(rule_.get(), spec.type);
   if (spec.used_bytes % alignment != 0) {
@@ -144,8 +152,11 @@ void StatePlaces::make_payloads() {
 }
 
 std::size_t StatePlaces::payload_bytes(ChunkId chunk, PayloadKind kind) const {
-  const ChunkSpec& spec = layout_.chunk(chunk);
-  return bytes_of(kind, spec.used_bytes / size_of(spec.type), spec.type, rule_.get());
+  return bytes_of(kind, shards_.numel(chunk), layout_.chunk(chunk).type, rule_.get());
+}
+
+std::size_t StatePlaces::bytes(ParamId param, PayloadKind kind, std::size_t numel) const {
+  return bytes_of(kind, numel, layout_.param(param).type, rule_.get());
 }
 
 std::vector<std::pair<PayloadKind, std::size_t>> StatePlaces::stored_payloads(ChunkId chunk) const {
@@ -188,9 +199,13 @@ std::byte* StatePlaces::element(ParamId param, PayloadKind kind) const {
 std::byte* StatePlaces::element(const ChunkMemory& memory, ParamId param, PayloadKind kind,
                                 std::size_t number) const {
   std::byte* const payload = memory[static_cast<std::size_t>(kind)];
-  return payload != nullptr ? payload + bytes_of(kind, layout_.place(param).offset + number,
-                                                 layout_.param(param).type, rule_.get())
-                            : nullptr;
+  if (payload == nullptr) {
+    return nullptr;
+  }
+  const ParamPlace place = layout_.place(param);
+  const bool whole = kind == PayloadKind::kParam || kind == PayloadKind::kGrad;
+  const std::size_t begin = whole ? 0 : shards_.first(place.chunk);
+  return payload + bytes(param, kind, place.offset + number - begin);
 }
 
 ChunkMemory StatePlaces::resident(ChunkId chunk) const {
@@ -207,6 +222,11 @@ ChunkMemory StatePlaces::with_weights(ChunkId chunk, ChunkMemory memory) const {
     memory[static_cast<std::size_t>(kind)] = manager_.payload(chunk, kind)->data();
   }
   return memory;
+}
+
+std::span<std::byte> StatePlaces::home(ChunkId chunk) const {
+  const Payload& payload = *manager_.payload(chunk, PayloadKind::kParam);
+  return {payload.data(), payload.bytes()};
 }
 
 ChunkMemory StatePlaces::in_place(ChunkId chunk) const {

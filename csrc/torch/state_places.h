@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/chunk_manager.h"
+#include "core/shard_map.h"
 #include "io/nvme_tier.h"
 #include "torch/optimizer_state_options.h"
 #include "torch/session_device.h"
@@ -33,15 +34,17 @@ static_assert(2 + kMaxRuleStates <= kMaxStatePayloads);
 /// parameter (docs/design/0012).
 [[nodiscard]] std::size_t param_alignment(const UpdateRule* rule, ScalarType precision);
 
-/// Bytes of each payload that an optimizer keeps of a chunk.
+/// Bytes of each payload that an optimizer keeps of a chunk, on each of so many ranks.
 [[nodiscard]] std::vector<std::size_t> state_payload_bytes(const ChunkSpec& chunk,
-                                                           const UpdateRule* rule);
+                                                           const UpdateRule* rule,
+                                                           std::size_t ranks = 1);
 
 /// Where a chunk's payloads lie at the moment, by PayloadKind; nullptr: it has none of that kind.
 using ChunkMemory = std::array<std::byte*, kNumPayloadKinds>;
 
 /// Where the bytes of optimizer states are: in payloads beside their chunk's home, or all of a
-/// chunk's on NVMe; and how they come into memory that the host addresses. Owned by the session.
+/// chunk's on NVMe; and how they come into memory that the host addresses. Of several ranks each
+/// has its own part of every chunk's (ShardMap). Owned by the session.
 /// Calls on different chunks may come from different threads; whoever uses a chunk's memory sees to
 /// it that nobody else does.
 ///
@@ -53,8 +56,9 @@ class StatePlaces {
   /// the chunks' type does not have, or a layout without its param_alignment; what NvmeTier does.
   /// All outlive this. `weights` has the parameters and gradients that are on NVMe; nullptr: all
   /// are in memory.
-  StatePlaces(ChunkManager& manager, Executor& executor, const OptimizerStateOptions& options,
-              StoredWeights* weights, const SessionDevice& device);
+  StatePlaces(ChunkManager& manager, const ShardMap& shards, Executor& executor,
+              const OptimizerStateOptions& options, StoredWeights* weights,
+              const SessionDevice& device);
 
   /// What the chunk has, in the order of its payloads on NVMe; nothing where it is frozen.
   [[nodiscard]] const std::vector<PayloadKind>& kinds(ChunkId chunk) const {
@@ -74,8 +78,11 @@ class StatePlaces {
     return stored(chunk) || manager_.stored(chunk);
   }
   /// Whether there are views of the chunk's payloads: not where they may be now in memory of the
-  /// host and now in that of a device, between which a torch tensor cannot move.
-  [[nodiscard]] bool shown(ChunkId chunk) const { return !device_ && !stored(chunk); }
+  /// host and now in that of a device, between which a torch tensor cannot move, nor where other
+  /// ranks have parts of them.
+  [[nodiscard]] bool shown(ChunkId chunk) const {
+    return !device_ && !stored(chunk) && shards_.ranks() == 1;
+  }
   /// What the chunk has on NVMe, with bytes.
   [[nodiscard]] std::vector<std::pair<PayloadKind, std::size_t>> stored_payloads(
       ChunkId chunk) const;
@@ -83,14 +90,17 @@ class StatePlaces {
   [[nodiscard]] const NvmeTier* nvme() const noexcept { return nvme_.get(); }
   [[nodiscard]] const SessionDevice& device() const noexcept { return device_; }
 
-  /// The parameter's first element in a payload; nullptr when there is none in memory.
+  /// Bytes of the parameter's first `numel` elements.
+  [[nodiscard]] std::size_t bytes(ParamId param, PayloadKind kind, std::size_t numel) const;
+  /// The first element of a parameter, or of its gradient; nullptr when there is none in memory.
   [[nodiscard]] std::byte* element(ParamId param, PayloadKind kind) const;
-  /// ... or another one, in memory that the others below give.
+  /// ... or another one, or a state's that is this rank's, in memory that the others below give.
   [[nodiscard]] std::byte* element(const ChunkMemory& memory, ParamId param, PayloadKind kind,
                                    std::size_t number = 0) const;
   template <typename T>
-  [[nodiscard]] T* data(const ChunkMemory& memory, ParamId param, PayloadKind kind) const {
-    return reinterpret_cast<T*>(element(memory, param, kind));
+  [[nodiscard]] T* data(const ChunkMemory& memory, ParamId param, PayloadKind kind,
+                        std::size_t number) const {
+    return reinterpret_cast<T*>(element(memory, param, kind, number));
   }
 
   using Work = std::function<void(const ChunkMemory&)>;
@@ -100,6 +110,8 @@ class StatePlaces {
   void with_all(ChunkId chunk, const Work& work) const;
   /// Calls `work` with the parameter's first element at home, all of which it overwrites.
   void with_home(ParamId param, const std::function<void(std::byte*)>& work) const;
+  /// The chunk's parameters, in memory, where they are.
+  [[nodiscard]] std::span<std::byte> home(ChunkId chunk) const;
   /// All payloads of a chunk in memory, where they are.
   [[nodiscard]] ChunkMemory in_place(ChunkId chunk) const;
   /// Before the host writes the chunk's home: no copy reads it any more.
@@ -129,6 +141,7 @@ class StatePlaces {
 
   ChunkManager& manager_;
   const ChunkLayout& layout_;
+  const ShardMap& shards_;
   const std::shared_ptr<const UpdateRule> rule_;
   const SessionDevice& device_;
   StoredWeights* const weights_;

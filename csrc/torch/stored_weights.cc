@@ -77,7 +77,8 @@ HostNeeds StoredWeights::needs_of(const ChunkLayout& layout, std::span<const Pla
     needs.weights.push_back(on_host ? (chunk.trainable ? 2 : 1) * chunk.used_bytes : 0);
     needs.states.push_back(0);
     if (on_host) {
-      for (const std::size_t bytes : state_payload_bytes(chunk, options.rule.get())) {
+      for (const std::size_t bytes :
+           state_payload_bytes(chunk, options.rule.get(), layout.world_size())) {
         states.push_back({"", bytes});
         needs.states.back() += bytes;
       }

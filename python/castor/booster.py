@@ -18,7 +18,6 @@ from castor.errors import UsageError
 from castor.optim.boosted import StepDriver
 from castor.plugins.protocol import Plugin, check_one_optimizer
 from castor.runtime.engine import Engine, engine_of, engines_holding
-from castor.runtime.ranks import Ranks
 from castor.runtime.report import MemoryReport, MemoryUse
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -330,7 +329,8 @@ class Booster:
             CheckpointError, IoError, UsageError: As in the methods for the parts.
         """
         path, max_bytes = absolute(directory), shard_bytes(True, size_per_shard)
-        ranks = self._ranks(model)
+        engine = self._shared(model)
+        ranks = engine.ranks if engine else None
         process = checkpoint.process_state(dataloader)
         processes = ranks.gather(process) if ranks else [process]
         return self._once(
@@ -368,24 +368,27 @@ class Booster:
             CheckpointError: Nothing whole is there, a byte differs from what was saved, or an
                 object does not fit; nothing was changed.
         """
-        ranks = self._ranks(model)
-        path, rank = absolute(directory), ranks.rank if ranks else 0
+        engine, path = self._shared(model), absolute(directory)
+        rank = engine.ranks.rank if engine and engine.ranks else 0
         return checkpoint.load(path, model, optimizer, lr_scheduler, dataloader, rank=rank)
 
     def latest(self, directory: str | Path) -> Path | None:
         """The whole checkpoint of the highest step in a run's directory, None without one."""
         return checkpoint.latest(absolute(directory))
 
-    def _ranks(self, model: nn.Module | None) -> Ranks | None:
-        """Those that share the model, or the one boosted last."""
+    def _shared(self, model: nn.Module | None) -> Engine | None:
+        """That of the model, or of the one boosted last, where several ranks share it."""
         latest = self._latest() if model is None and self._latest else model
         engines = [] if latest is None else engines_holding(latest)
-        return engines[0].ranks if engines else None
+        if len(engines) > 1 and engines[0].ranks:
+            what = f"the model holds {len(engines)} boosted ones, which several ranks"
+            raise NotImplementedError(f"{what} save and load one by one: give each")
+        return engines[0] if engines and engines[0].ranks else None
 
     def _once(self, model: nn.Module | None, work: Callable[[], Result]) -> Result:
         """What `work` gives, which runs on one of the ranks that share the model."""
-        ranks = self._ranks(model)
-        return ranks.on_first(work) if ranks else work()
+        engine = self._shared(model)
+        return engine.on_first(work) if engine else work()
 
     def _engine(self, model: nn.Module | None) -> Engine:
         if model is not None:

@@ -3,6 +3,8 @@
 A scenario is a function of the directory that the ranks share; what it prints is the test's.
 """
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,10 +18,10 @@ import torch
 from torch import distributed, nn
 
 import castor
-from zoo import CASES, Tower, tower, tower_batch
+from helpers import plugin
+from zoo import CASES, Tower, tower, tower_batch, tower_loss
 
 STEPS = 10
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,7 @@ def _zoo(name: str, *, checkpointing: bool = False, **settings: Any) -> RankCase
 
 
 def _tower_loss(model: nn.Module, seed: int, _: int) -> torch.Tensor:
-    loss: torch.Tensor = model(**tower_batch(seed))
-    return loss
+    return tower_loss(model, seed)
 
 
 def _frozen() -> nn.Module:
@@ -86,7 +87,7 @@ EXACT = {
     "checkpointed": _zoo("llama", checkpointing=True),
     "frozen": RankCase(_frozen, _zoo("gpt2").loss),
     "lazy": RankCase(_lazy_llama, _zoo("llama").loss),
-    "tight": RankCase(tower, _tower_loss, {"device_memory": 24 << 10, "chunk_bytes": "8KiB"}),
+    "tight": RankCase(tower, _tower_loss, {"memory": 24 << 10, "chunk_bytes": "8KiB"}),
     "overlap": _zoo("gpt2", overlap="forward"),
     "uneven": RankCase(
         _uneven,
@@ -109,20 +110,19 @@ CLOSE = {
 
 
 def boost(case: RankCase, **settings: Any) -> tuple[castor.Booster, nn.Module, Any]:
-    chosen = {"device": "cpu", "device_memory": GIB, "host_memory": GIB, "precision": "fp32"}
-    chosen |= {"max_norm": 0.5} | case.settings | settings
+    chosen = {"max_norm": 0.5} | case.settings | settings
     if "nvme_path" in chosen:
         Path(chosen["nvme_path"]).mkdir(exist_ok=True)
     model = case.build()
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = castor.HybridAdam(trained, lr=1e-2, weight_decay=0.1)
-    booster = castor.Booster(castor.GeminiPlugin(**chosen))
+    booster = castor.Booster(plugin(**chosen))
     model, optimizer, *_ = booster.boost(model, optimizer)
     return booster, model, optimizer
 
 
 def train(
-    case: RankCase, ranks: range, world_size: int, *, steps: int = STEPS
+    case: RankCase, ranks: range, *, steps: int = STEPS
 ) -> tuple[list[torch.Tensor], list[float], castor.MemoryReport]:
     """Weights, losses and report; `ranks`: whose micro-batches this process takes."""
     booster, model, optimizer = boost(case)
@@ -148,9 +148,9 @@ def train(
 def exact_and_close(directory: Path) -> None:
     """Every case, one after the other; weights, losses and reports into files."""
     castor.launch_from_torch()
-    rank, size = distributed.get_rank(), distributed.get_world_size()
+    rank = distributed.get_rank()
     for name, case in (EXACT | CLOSE).items():
-        weights, losses, report = train(case, range(rank, rank + 1), size)
+        weights, losses, report = train(case, range(rank, rank + 1))
         torch.save((weights, losses, vars(report)), directory / f"{name}.{rank}.pt")
 
 
@@ -220,6 +220,21 @@ def overflow_on_one(_: Path) -> None:
         print(booster.report(model).skipped_steps, optimizer._castor.loss_scale)
 
 
+def shows_states(directory: Path) -> None:
+    with _of_rank() as rank:
+        booster, model, optimizer = boost(TOWER)
+        for step in range(3):
+            booster.backward(_tower_loss(model, 2 * step + rank, rank), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.save(optimizer.state_dict()["state"], directory / f"states.{rank}.pt")
+        booster.save_optimizer(optimizer, directory / "optimizer", model=model)
+        if rank == 0:
+            print(_refused(optimizer.state_dict))
+        else:
+            print(_refused(lambda: booster.backward(_tower_loss(model, 1, rank), optimizer)))
+
+
 def saves(directory: Path) -> None:
     with _of_rank() as rank:
         booster, model, optimizer = boost(TOWER)
@@ -272,9 +287,6 @@ def one_dies(_: Path) -> None:
         booster, model, optimizer = boost(TOWER)
         for step in range(3):
             if step == 2 and rank == 1:
-                import os
-                import signal
-
                 os.kill(os.getpid(), signal.SIGKILL)
             booster.backward(_tower_loss(model, step, rank), optimizer)
             optimizer.step()
@@ -299,8 +311,6 @@ def run(
     scenario: Callable[[Path], None], size: int, directory: Path, *, timeout: float = 240
 ) -> list[Outcome]:
     """Runs a scenario of this file on `size` ranks, as torchrun would start them."""
-    import os
-
     port = _free_port()
     ranks = []
     for rank in range(size):

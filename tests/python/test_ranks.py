@@ -40,7 +40,7 @@ def in_one_process(
     name: str, size: int, monkeypatch: pytest.MonkeyPatch, path: Path
 ) -> list[torch.Tensor]:
     monkeypatch.chdir(path)
-    weights, _, _ = rank_cases.train((EXACT | CLOSE)[name], range(size), 1)
+    weights, _, _ = rank_cases.train((EXACT | CLOSE)[name], range(size))
     return weights
 
 
@@ -71,20 +71,64 @@ def test_weights_are_close_to_those_of_one_process(
 
 
 def test_bytes_sent_are_counted(trained: Any) -> None:
-    """2 (n-1)/n of the gradients, once a step."""
+    """2 (n-1)/n of the gradients once a step, and (n-1)/n of the weights."""
     for size in SIZES:
         weights, _, report = trained(size, "llama", 0)
         gradients = sum(weight.nbytes for weight in weights)
         sent = report["rank_sent_bytes"] / rank_cases.STEPS
         assert (report["rank"], report["ranks"]) == (0, size)
-        assert sent * size / (2 * (size - 1)) == pytest.approx(gradients, rel=0.05)
+        assert sent * size / (3 * (size - 1)) == pytest.approx(gradients, rel=0.05)
         assert report["rank_seconds"] > 0
 
 
 def test_micro_batches_under_no_sync_cost_one_exchange(trained: Any) -> None:
     _, _, each = trained(2, "accumulated", 0)
     _, _, once = trained(2, "deferred", 0)
-    assert each["rank_sent_bytes"] == 2 * once["rank_sent_bytes"]
+    assert each["rank_sent_bytes"] / once["rank_sent_bytes"] == pytest.approx(5 / 3)
+
+
+@pytest.mark.parametrize("name", ["llama", "bf16 fp32", "bf16 split", "bf16 split_int8"])
+def test_every_rank_keeps_its_part_of_the_states(
+    name: str, trained: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As many bytes on n ranks together as in one process; weights and gradients on each."""
+    monkeypatch.chdir(tmp_path)
+    booster, model, _ = rank_cases.boost((EXACT | CLOSE)[name])
+    weights = sum(param.nbytes for param in model.parameters())
+    alone = booster.report(model).host_bytes
+    for size in SIZES if name in EXACT else (2,):
+        _, _, report = trained(size, name, 0)
+        gradients_on_their_way = report["host_bytes"] - 2 * weights - (alone - 2 * weights) / size
+        assert 0 <= gradients_on_their_way <= 8 * 2**20 + 0.05 * alone
+
+
+def test_states_are_those_of_one_process(
+    trained: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What state_dict gives, called on every rank, and what rank 0 alone has saved."""
+    for output in succeeded(run(rank_cases.shows_states, 2, tmp_path)):
+        assert (
+            "rank 0 reads the optimizer state of parameter 'layers.0.weight' after step 3, while "
+            "rank 1 ends backward pass 1 of step 4"
+        ) in output
+    booster, model, optimizer = rank_cases.boost(rank_cases.TOWER)
+    for step in range(3):
+        for rank in range(2):
+            loss = rank_cases.TOWER.loss(model, 2 * step + rank, rank)
+            booster.backward(loss / 2, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = optimizer.state_dict()["state"]
+    for rank in range(2):
+        states = torch.load(tmp_path / f"states.{rank}.pt")
+        assert len(states) == len(expected) > 0
+        for i, entry in expected.items():
+            assert all(torch.equal(states[i][key], value) for key, value in entry.items())
+    other, model, optimizer = rank_cases.boost(rank_cases.TOWER)
+    other.load_optimizer(optimizer, tmp_path / "optimizer", model=model)
+    for i, entry in expected.items():
+        loaded = optimizer.state_dict()["state"][i]
+        assert all(torch.equal(loaded[key], value) for key, value in entry.items())
 
 
 def succeeded(outcomes: list[Outcome]) -> list[str]:

@@ -79,6 +79,7 @@ def engine_settings(
             nvme_fraction=config.nvme_offload_fraction or 0.0,
         ),
         overlap=config.overlap if rule else "none",
+        num_threads=ranks.share_of_cores() if ranks else 0,
     )
     return EngineSettings(
         session=session,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from castor.runtime.guard import guard
 from castor.runtime.history import StepHistory
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.input_cast import InputCast
-from castor.runtime.ranks import Ranks
+from castor.runtime.ranks import Ranks, Result
 from castor.runtime.report import LogitFigures, MemoryReport
 from castor.runtime.spec import ModelSpec, check_distinct_memory
 from castor.runtime.stored_weight import StoredWeights
@@ -90,7 +90,6 @@ class Engine:
         """Whether state_dict is asked for names and places only, whatever the values are."""
         self.resumed_steps = 0
         """Steps that were taken before this process, by the checkpoint it resumed from."""
-        self._synchronised = True
         self._updated = None if updated is None else set(updated)
         lazy = Materialisation(model)
         with _telling_what_is_lost(model):
@@ -149,7 +148,7 @@ class Engine:
             modules=[(m.name, m.params, m.parent) for m in spec.modules],
             options=settings.session,
             backend=make_backend(settings.device),
-            group=self.ranks.name if self.ranks else None,
+            groups=self.ranks.names if self.ranks else None,
             valueless=[self.index_of[param] for param in lazy.params],
         )
         if events is not None:
@@ -217,13 +216,19 @@ class Engine:
     @contextmanager
     def unsynchronised(self) -> Iterator[None]:
         """Backward passes in it leave each rank its own gradients."""
-        before, self._synchronised = self._synchronised, False
-        self.session.synchronise(False)
+        before = self.session.synchronise(False)
         try:
             yield
         finally:
-            self._synchronised = before
             self.session.synchronise(before)
+
+    def on_first(self, work: Callable[[], Result]) -> Result:
+        """As Ranks.on_first; the others give what `work` reads of their optimizer states."""
+        if self.ranks is None:
+            return work()
+        return self.ranks.on_first(
+            work, serve=self.session.serve_states, end_service=self.session.end_service
+        )
 
     @property
     def num_steps(self) -> int:

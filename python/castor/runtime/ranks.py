@@ -6,6 +6,7 @@ import atexit
 import hashlib
 import os
 import pickle
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -50,23 +51,29 @@ def _leave() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The ranks that share one boosted model, and a process group of its own between them."""
+    """The ranks that share one boosted model, and process groups of its own between them."""
 
     rank: int
     size: int
     group: distributed.ProcessGroup
+    updates: distributed.ProcessGroup
+    """What updates bring together, which may run beside everything else."""
 
     @property
-    def name(self) -> str:
-        """Of the group, as castor._C finds it."""
-        name: str = self.group.group_name
-        return name
+    def names(self) -> tuple[str, str]:
+        """Of the groups, as castor._C finds them."""
+        return self.group.group_name, self.updates.group_name
 
     def gather(self, value: Any) -> list[Any]:
         """What every rank gives, in rank order; picklable."""
         values: list[Any] = [None] * self.size
         distributed.all_gather_object(values, value, group=self.group)
         return values
+
+    def share_of_cores(self) -> int:
+        """How many of the cores that this process may run on are its own: ranks share theirs."""
+        mine = (socket.gethostname(), sorted(os.sched_getaffinity(0)))
+        return max(1, len(mine[1]) // self.gather(mine).count(mine))
 
     def share(self, tensor: torch.Tensor) -> None:
         """Rank 0's values become every rank's, in place; a tensor in host memory."""
@@ -95,8 +102,19 @@ class Ranks:
                         "all ranks train one model, and are given the same"
                     )
 
-    def on_first(self, work: Callable[[], Result]) -> Result:
+    def on_first(
+        self,
+        work: Callable[[], Result],
+        *,
+        serve: Callable[[], None],
+        end_service: Callable[[], None],
+    ) -> Result:
         """Runs `work` on rank 0, for all: each returns what it returned, or raises what it raised.
+
+        Args:
+            work: What is done once.
+            serve: What the other ranks do meanwhile, until ...
+            end_service: ... rank 0 has said that `work` is over.
 
         Raises:
             Exception: What `work` raised on rank 0.
@@ -107,6 +125,9 @@ class Ranks:
                 outcome[0] = work()
             except Exception as error:
                 outcome[1] = _sendable(error)
+            end_service()
+        else:
+            serve()
         distributed.broadcast_object_list(outcome, src=0, group=self.group)
         if outcome[1] is not None:
             raise outcome[1]
@@ -135,7 +156,8 @@ def find_ranks() -> Ranks | None:
     if size == 1:
         return None
     # Of its own: what the user sends between ranks meanwhile does not come between.
-    return Ranks(rank=rank, size=size, group=distributed.new_group(backend="gloo"))
+    group, updates = (distributed.new_group(backend="gloo") for _ in range(2))
+    return Ranks(rank=rank, size=size, group=group, updates=updates)
 
 
 def rank_and_size() -> tuple[int, int]:

@@ -26,6 +26,12 @@ GradientMarks none(const ChunkLayout& layout) {
           .scale = std::nullopt};
 }
 
+void expect_everywhere(const ThreadRanks& ranks, const std::string& text) {
+  for (const std::string& failure : ranks.failures()) {
+    EXPECT_NE(failure.find(text), std::string::npos) << failure;
+  }
+}
+
 class RankMeetingTest : public ::testing::TestWithParam<std::size_t> {};
 INSTANTIATE_TEST_SUITE_P(Sizes, RankMeetingTest, ::testing::Values(2, 3, 5));
 
@@ -64,13 +70,9 @@ TEST_P(RankMeetingTest, RanksAtDifferentPointsAreBothNamedOnEveryRank) {
     static_cast<void>(
         meeting.meet(last ? MeetingPoint::kStep : MeetingPoint::kBackwardEnd, none(layout)));
   });
-  for (const std::string& failure : ranks.failures()) {
-    EXPECT_NE(failure.find("rank 0 ends backward pass 2 of step 1, while rank " +
-                           std::to_string(GetParam() - 1) +
-                           " calls optimizer.step() after 1 backward passes, for step 1"),
-              std::string::npos)
-        << failure;
-  }
+  expect_everywhere(ranks, "rank 0 ends backward pass 2 of step 1, while rank " +
+                               std::to_string(GetParam() - 1) +
+                               " calls optimizer.step() after 1 backward passes, for step 1");
 }
 
 TEST_P(RankMeetingTest, OneRankThatIsAStepAheadIsNamed) {
@@ -83,11 +85,7 @@ TEST_P(RankMeetingTest, OneRankThatIsAStepAheadIsNamed) {
     }
     static_cast<void>(meeting.meet(MeetingPoint::kBackwardEnd, none(layout)));
   });
-  for (const std::string& failure : ranks.failures()) {
-    EXPECT_NE(failure.find("pass 1 of step 1, while rank 1 ends backward pass 1 of step 2"),
-              std::string::npos)
-        << failure;
-  }
+  expect_everywhere(ranks, "pass 1 of step 1, while rank 1 ends backward pass 1 of step 2");
 }
 
 TEST_P(RankMeetingTest, DifferentLossScalesAreNamed) {
@@ -99,11 +97,63 @@ TEST_P(RankMeetingTest, DifferentLossScalesAreNamed) {
     marks.scale = own.rank() == 1 ? 2.0 : 1.0;
     static_cast<void>(meeting.meet(MeetingPoint::kBackwardEnd, marks));
   });
-  for (const std::string& failure : ranks.failures()) {
-    EXPECT_NE(failure.find("rank 0 carry loss scale 1.000000, those of rank 1 carry 2.000000"),
-              std::string::npos)
-        << failure;
-  }
+  expect_everywhere(ranks, "rank 0 carry loss scale 1.000000, those of rank 1 carry 2.000000");
+}
+
+TEST_P(RankMeetingTest, RanksThatServeAreToldWhatIsRead) {
+  ThreadRanks ranks(GetParam(), 3);
+  const ChunkLayout layout = layout_of(6);
+  ranks.run([&](Collectives& own) {
+    RankMeeting meeting(own, layout);
+    for (std::uint32_t i = 0; i < 6; ++i) {
+      const StateRequest request{.param = ParamId{i}, .kind = state_payload(i % 3)};
+      if (own.rank() == 1) {
+        meeting.meet_to_read(request);
+      } else {
+        EXPECT_EQ(meeting.meet_to_serve(), request);
+      }
+    }
+    if (own.rank() == 1) {
+      meeting.end_service();
+    } else {
+      EXPECT_EQ(meeting.meet_to_serve(), std::nullopt);
+    }
+    meeting.meet_to_read({});  // all of them
+    static_cast<void>(meeting.meet(MeetingPoint::kStep, none(layout)));
+  });
+  EXPECT_EQ(ranks.failures(), std::vector<std::string>(GetParam()));
+}
+
+TEST_P(RankMeetingTest, AStateThatOneRankAloneReadsIsNamedAndNobodyGoesOn) {
+  ThreadRanks ranks(GetParam());
+  const ChunkLayout layout = layout_of(2);
+  ranks.run([&](Collectives& own) {
+    RankMeeting meeting(own, layout);
+    const auto arrive = [&] {
+      if (own.rank() == 0) {
+        meeting.meet_to_read({.param = ParamId{1}, .kind = state_payload(2)});
+      } else {
+        static_cast<void>(meeting.meet(MeetingPoint::kBackwardEnd, none(layout)));
+      }
+    };
+    EXPECT_THROW(arrive(), UsageError);
+    arrive();  // without the others
+  });
+  expect_everywhere(ranks,
+                    "rank 0 reads the optimizer state of parameter 'p1' after step 0, while rank 1 "
+                    "ends backward pass 1 of step 1");
+}
+
+TEST_P(RankMeetingTest, RanksThatReadDifferentStatesAreNamed) {
+  ThreadRanks ranks(GetParam());
+  const ChunkLayout layout = layout_of(2);
+  ranks.run([&](Collectives& own) {
+    RankMeeting meeting(own, layout);
+    meeting.meet_to_read({.param = ParamId{own.rank() == 1 ? 1u : 0u}, .kind = state_payload(2)});
+  });
+  expect_everywhere(ranks,
+                    "rank 0 reads the optimizer state of parameter 'p0' after step 0, while "
+                    "rank 1 reads the optimizer state of parameter 'p1'");
 }
 
 TEST_P(RankMeetingTest, RanksWithOtherChunksAreRefused) {
@@ -113,11 +163,7 @@ TEST_P(RankMeetingTest, RanksWithOtherChunksAreRefused) {
     ranks.run([&](Collectives& own) {
       const RankMeeting meeting(own, own.rank() == 1 ? other : layout);
     });
-    for (const std::string& failure : ranks.failures()) {
-      EXPECT_NE(failure.find("the ranks boost different models: rank 0 has 4 parameters in 2 "),
-                std::string::npos)
-          << failure;
-    }
+    expect_everywhere(ranks, "the ranks boost different models: rank 0 has 4 parameters in 2 ");
   }
 }
 

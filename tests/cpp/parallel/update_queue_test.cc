@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <latch>
 #include <memory>
@@ -46,6 +47,20 @@ struct Journal {
     ran.push_back(chunk);
   }
 };
+
+TEST(UpdateQueueTest, OfRanksUpdatesStayInTheOrderOfSubmissionWhateverIsWanted) {
+  Journal journal;
+  UpdateQueue queue(3, UpdateOrder::kSubmitted);
+  queue.submit(chunk_id(0), journal.held(0));
+  queue.submit(chunk_id(1), journal.free(1));
+  queue.submit(chunk_id(2), journal.free(2));
+  journal.started.wait();
+  std::jthread waiter([&] { queue.wait(chunk_id(2)); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  journal.gate.count_down();
+  queue.drain();
+  EXPECT_EQ(journal.ran, (std::vector<std::size_t>{0, 1, 2}));
+}
 
 TEST(UpdateQueueTest, UpdatesRunInTheOrderOfSubmission) {
   Journal journal;

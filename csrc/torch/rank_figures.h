@@ -1,0 +1,42 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+namespace castor {
+
+/// What this rank sent to others, and how long it was busy with them. Added to by one thread, read
+/// by any.
+class RankFigures {
+ public:
+  [[nodiscard]] std::uint64_t bytes_sent() const noexcept { return bytes_sent_; }
+  /// Waiting for other ranks included.
+  [[nodiscard]] std::chrono::nanoseconds time() const noexcept {
+    return std::chrono::nanoseconds(nanoseconds_);
+  }
+
+  void add_bytes(std::uint64_t bytes) noexcept { bytes_sent_ += bytes; }
+
+  /// Counts the time that it lives.
+  class Timed {
+   public:
+    explicit Timed(RankFigures& figures) noexcept : figures_(figures) {}
+    ~Timed() {
+      const std::chrono::nanoseconds busy = std::chrono::steady_clock::now() - start_;
+      figures_.nanoseconds_ += static_cast<std::uint64_t>(busy.count());
+    }
+    Timed(const Timed&) = delete;
+    Timed& operator=(const Timed&) = delete;
+
+   private:
+    RankFigures& figures_;
+    const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+  };
+
+ private:
+  std::atomic<std::uint64_t> bytes_sent_ = 0;
+  std::atomic<std::uint64_t> nanoseconds_ = 0;
+};
+
+}  // namespace castor

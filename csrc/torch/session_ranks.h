@@ -1,0 +1,60 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "core/collectives.h"
+#include "core/rank_meeting.h"
+#include "torch/rank_gradients.h"
+#include "torch/rank_states.h"
+#include "torch/rank_weights.h"
+
+namespace castor {
+
+/// The ranks that train a model together, as two groups whose collectives do not wait for each
+/// other.
+struct RankGroups {
+  std::shared_ptr<Collectives> passes;   ///< of the thread that runs forward, backward and step
+  std::shared_ptr<Collectives> updates;  ///< of the one that runs updates, which may be another
+};
+
+/// What a session does with the other ranks that train its model. Owned by the session.
+class SessionRanks {
+ public:
+  /// Meets the others; see RankMeeting and RankGradients, whose errors it throws. All but the
+  /// groups outlive this.
+  SessionRanks(const RankGroups& groups, const ChunkLayout& layout, const ShardMap& shards,
+               GradientSink& gradients, const StatePlaces& places, Executor& executor,
+               MemoryTier& host)
+      : passes_(groups.passes),
+        meeting_(*passes_, layout),
+        gradients_(*passes_, meeting_, layout, gradients, executor, host),
+        states_(*passes_, meeting_, layout, shards, places),
+        weights_(groups.updates) {}
+
+  [[nodiscard]] RankGradients& gradients() noexcept { return gradients_; }
+  [[nodiscard]] RankStates& states() noexcept { return states_; }
+  [[nodiscard]] RankWeights& weights() noexcept { return weights_; }
+
+  [[nodiscard]] std::size_t rank() const noexcept { return passes_->rank(); }
+  [[nodiscard]] std::size_t size() const noexcept { return passes_->size(); }
+  /// Of gradients and weights, to other ranks.
+  [[nodiscard]] std::uint64_t bytes_sent() const noexcept {
+    return gradients_.figures().bytes_sent() + weights_.figures().bytes_sent();
+  }
+  /// Of both; they may have run beside each other.
+  [[nodiscard]] std::chrono::nanoseconds time() const noexcept {
+    return gradients_.figures().time() + weights_.figures().time();
+  }
+
+ private:
+  const std::shared_ptr<Collectives> passes_;
+  RankMeeting meeting_;
+  RankGradients gradients_;
+  RankStates states_;
+  RankWeights weights_;
+};
+
+}  // namespace castor
