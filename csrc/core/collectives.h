@@ -2,12 +2,16 @@
 
 #include <cstddef>
 #include <span>
+#include <string>
+
+#include "core/error.h"
 
 namespace castor {
 
-/// Seam between the ranks that train one model together: GroupCollectives in csrc/dist, threads of
-/// one process in tests. Every rank makes the same calls in the same order; each returns when it is
-/// done here, and throws Error where another rank is gone. One call at a time.
+/// Seam between the ranks that train one model together: process groups (csrc/dist), memory that
+/// they share (csrc/host/shared_collectives.h), threads of one process in tests. Every rank makes
+/// the same calls in the same order; each returns when it is done here, and throws Error where
+/// another rank is gone. One call at a time.
 class Collectives {
  public:
   virtual ~Collectives() = default;
@@ -21,6 +25,16 @@ class Collectives {
   /// Of `sent`, cut into size() equal parts, rank r gets the r-th. `received`, as large and apart
   /// from it, becomes what every rank sent to this one, in rank order.
   virtual void all_to_all(std::span<const std::byte> sent, std::span<std::byte> received) = 0;
+  /// For reports: "gloo".
+  [[nodiscard]] virtual std::string description() const = 0;
 };
+
+/// What a call throws where another rank is gone; `why`: "rank 1 (process 234) has ended".
+[[nodiscard]] inline Error lost_ranks(const Collectives& own, const std::string& why) {
+  return Error("rank " + std::to_string(own.rank()) + " of " + std::to_string(own.size()) +
+               " lost the others: " + why +
+               ". A rank that failed says why in its own output; start all again, from the last "
+               "checkpoint");
+}
 
 }  // namespace castor

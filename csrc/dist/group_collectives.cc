@@ -39,6 +39,8 @@ class GroupCollectives final : public Collectives {
     return static_cast<std::size_t>(backend_->getSize());
   }
 
+  [[nodiscard]] std::string description() const override { return backend_->getBackendName(); }
+
   void all_gather(std::span<const std::byte> own, std::span<std::byte> all) override {
     at::Tensor input = tensor_over(own);
     at::Tensor output = tensor_over(all);
@@ -58,10 +60,7 @@ class GroupCollectives final : public Collectives {
     try {
       begin()->wait();
     } catch (const std::exception& error) {
-      throw Error("rank " + std::to_string(rank()) + " of " + std::to_string(size()) +
-                  " lost the others: " + without_places(error) +
-                  ". A rank that failed says why in its own output; start all again, from the last "
-                  "checkpoint");
+      throw lost_ranks(*this, without_places(error));
     }
   }
 

@@ -12,7 +12,7 @@
 #include "core/error.h"
 #include "core/units.h"
 #include "io/check_requests.h"
-#include "io/unique_fd.h"
+#include "core/unique_fd.h"
 
 namespace castor {
 namespace {

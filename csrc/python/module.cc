@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "dist/group_collectives.h"
+#include "host/shared_collectives.h"
 #include "python/bindings.h"
 #include "python/names.h"
 #include "torch/chunk_storages.h"
@@ -101,17 +102,35 @@ std::shared_ptr<DeviceBackend> device_backend(const py::object& backend) {
   return *py::capsule(backend).get_pointer<std::shared_ptr<DeviceBackend>>();
 }
 
+/// The ranks of two process groups of torch's; `share`: through memory where they can.
+RankGroups rank_groups(const std::array<std::string, 2>& names, bool share) {
+  std::array<std::shared_ptr<Collectives>, 2> groups = {group_collectives(names[0]),
+                                                        group_collectives(names[1])};
+  std::string why = share ? "" : "as asked for";
+  for (std::shared_ptr<Collectives>& group : groups) {
+    if (why.empty()) {
+      SharedCollectives shared = share_memory(*group);
+      why = shared.refusal;
+      group = shared.ranks ? shared.ranks : group;
+    }
+  }
+  const std::string link = groups[0]->description();
+  return {.passes = groups[0],
+          .updates = groups[1],
+          .link = why.empty() ? link : link + " (" + why + ")"};
+}
+
 std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
                                         std::vector<std::string> param_names,
                                         const std::vector<bool>& trained,
                                         const std::vector<PythonModuleSpec>& modules,
                                         SessionOptions options, const py::object& backend,
                                         const std::optional<std::array<std::string, 2>>& groups,
+                                        bool share_memory,
                                         const std::vector<std::uint32_t>& valueless) {
   options.backend = device_backend(backend);
   if (groups) {
-    options.ranks = RankGroups{.passes = group_collectives((*groups)[0]),
-                               .updates = group_collectives((*groups)[1])};
+    options.ranks = without_gil([&] { return rank_groups(*groups, share_memory); });
     options.layout.world_size = options.ranks->passes->size();
   }
   const std::vector<ModuleSpec> specs = module_specs(modules);
@@ -235,6 +254,7 @@ py::dict report(Session& session) {
   figures["num_chunks"] = session.layout().chunks().size();
   figures["chunk_bytes"] = session.layout().chunk_bytes();
   figures["waste"] = session.layout().waste();
+  figures["device_arena"] = session.device().description();
   figures["host_arena"] = session.host().description();
   figures["nvme_bytes"] = nvme.bytes;
   figures["nvme_weight_bytes"] = nvme.weight_bytes;
@@ -245,6 +265,7 @@ py::dict report(Session& session) {
   const bool alone = ranks == nullptr;
   figures["rank"] = alone ? 0 : ranks->rank();
   figures["ranks"] = alone ? 1 : ranks->size();
+  figures["rank_link"] = alone ? "" : ranks->link();
   figures["rank_sent_bytes"] = alone ? 0 : ranks->bytes_sent();
   figures["rank_seconds"] = alone ? 0.0 : std::chrono::duration<double>(ranks->time()).count();
   return figures;
@@ -328,7 +349,7 @@ PYBIND11_MODULE(_C, m) {
   session
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),
            py::arg("trained"), py::arg("modules"), py::arg("options"), py::arg("backend"),
-           py::arg("groups"), py::arg("valueless"))
+           py::arg("groups"), py::arg("share_memory"), py::arg("valueless"))
       .def("forward_pre_hook", &castor::forward_pre_hook)
       .def("forward_hook", &castor::forward_hook)
       .def("set_loss_scale", &Session::set_loss_scale, released)

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "core/collectives.h"
 #include "core/rank_meeting.h"
@@ -18,6 +19,7 @@ namespace castor {
 struct RankGroups {
   std::shared_ptr<Collectives> passes;   ///< of the thread that runs forward, backward and step
   std::shared_ptr<Collectives> updates;  ///< of the one that runs updates, which may be another
+  std::string link;                      ///< for reports: what the bytes go through, and why
 };
 
 /// What a session does with the other ranks that train its model. Owned by the session.
@@ -29,6 +31,7 @@ class SessionRanks {
                GradientSink& gradients, const StatePlaces& places, Executor& executor,
                MemoryTier& host)
       : passes_(groups.passes),
+        link_(groups.link),
         meeting_(*passes_, layout),
         gradients_(*passes_, meeting_, layout, gradients, executor, host),
         states_(*passes_, meeting_, layout, shards, places),
@@ -40,6 +43,7 @@ class SessionRanks {
 
   [[nodiscard]] std::size_t rank() const noexcept { return passes_->rank(); }
   [[nodiscard]] std::size_t size() const noexcept { return passes_->size(); }
+  [[nodiscard]] const std::string& link() const noexcept { return link_; }
   /// Of gradients and weights, to other ranks.
   [[nodiscard]] std::uint64_t bytes_sent() const noexcept {
     return gradients_.figures().bytes_sent() + weights_.figures().bytes_sent();
@@ -51,6 +55,7 @@ class SessionRanks {
 
  private:
   const std::shared_ptr<Collectives> passes_;
+  const std::string link_;
   RankMeeting meeting_;
   RankGradients gradients_;
   RankStates states_;

@@ -83,6 +83,7 @@ class Session:
         options: SessionOptions,
         backend: object | None,
         groups: tuple[str, str] | None,
+        share_memory: bool,
         valueless: Sequence[int],
     ) -> None: ...
     def forward_pre_hook(self, module: int, owner: Module) -> Callable[..., None]: ...

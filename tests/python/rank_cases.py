@@ -96,6 +96,8 @@ EXACT = {
 }
 """fp32: the bits of one process with as many micro-batches."""
 
+OVER_THE_GROUP = ("tight", "uneven", "overlap", "lazy")
+
 CLOSE = {
     "accumulated": RankCase(tower, _tower_loss, micro_batches=2),
     "deferred": RankCase(tower, _tower_loss, micro_batches=2, deferred=True),
@@ -147,9 +149,19 @@ def train(
 
 def exact_and_close(directory: Path) -> None:
     """Every case, one after the other; weights, losses and reports into files."""
+    _train_all(EXACT | CLOSE, directory)
+
+
+def some_over_the_group(directory: Path) -> None:
+    """Some of them, of which nothing goes through shared memory."""
+    os.environ["CASTOR_RANK_LINK"] = "group"
+    _train_all({name: EXACT[name] for name in OVER_THE_GROUP}, directory)
+
+
+def _train_all(cases: dict[str, RankCase], directory: Path) -> None:
     castor.launch_from_torch()
     rank = distributed.get_rank()
-    for name, case in (EXACT | CLOSE).items():
+    for name, case in cases.items():
         weights, losses, report = train(case, range(rank, rank + 1))
         torch.save((weights, losses, vars(report)), directory / f"{name}.{rank}.pt")
 
@@ -290,6 +302,24 @@ def one_dies(_: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             booster.backward(_tower_loss(model, step, rank), optimizer)
             optimizer.step()
+
+
+def one_stops(directory: Path) -> None:
+    """Rank 1 is stopped after two steps; rank 0 says so, and ends it."""
+    with _of_rank() as rank:
+        booster, model, optimizer = boost(TOWER)
+        process = directory / "process"
+        for step in range(3):
+            if step == 2 and rank == 1:
+                process.write_text(str(os.getpid()))
+                os.kill(os.getpid(), signal.SIGSTOP)
+            try:
+                booster.backward(_tower_loss(model, step, rank), optimizer)
+                optimizer.step()
+            except castor.Error as error:
+                os.kill(int(process.read_text()), signal.SIGKILL)
+                print(error, flush=True)
+                os._exit(0)
 
 
 def _free_port() -> int:

@@ -1,5 +1,6 @@
 """Several ranks train one model: what they compute, how they disagree, and how they end."""
 
+import re
 import time
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 import castor
 import rank_cases
+from castor.runtime import ranks
 from helpers import boost, go_on
 from rank_cases import CLOSE, EXACT, Outcome, run
 from zoo import tower
@@ -54,6 +56,27 @@ def test_weights_have_the_bits_of_one_process(
         weights, _, report = trained(size, name, rank)
         assert all(map(torch.equal, weights, expected))
         assert report["skipped_steps"] == 0
+
+
+def test_ranks_that_do_not_share_memory_compute_the_same(
+    trained: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for outcome in run(rank_cases.some_over_the_group, 2, tmp_path):
+        assert outcome.code == 0, outcome.errors
+    for name in rank_cases.OVER_THE_GROUP:
+        expected = in_one_process(name, 2, monkeypatch, tmp_path)
+        weights, _, report = torch.load(tmp_path / f"{name}.1.pt")
+        assert all(map(torch.equal, weights, expected))
+        assert report["rank_link"] == "gloo (as asked for)"
+        _, _, shared = trained(2, name, 1)
+        assert shared["rank_link"] == "memory that the ranks of this machine share"
+        assert shared["rank_sent_bytes"] == report["rank_sent_bytes"]
+
+
+def test_another_link_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CASTOR_RANK_LINK", "carrier pigeon")
+    with pytest.raises(castor.UsageError, match=r"'carrier pigeon'; \"auto\" and \"group\""):
+        ranks.may_share_memory()
 
 
 @pytest.mark.parametrize("name", CLOSE)
@@ -171,7 +194,13 @@ def test_a_rank_that_dies_ends_the_others_with_a_message(tmp_path: Path) -> None
     first, second = run(rank_cases.one_dies, 2, tmp_path, timeout=60)
     assert second.code == -9
     assert first.code != 0
-    assert "rank 0 of 2 lost the others" in first.errors
+    assert re.search(r"rank 0 of 2 lost the others: rank 1 \(process \d+\) has ended", first.errors)
+
+
+def test_a_rank_that_is_stopped_is_named_by_the_others(tmp_path: Path) -> None:
+    first, second = run(rank_cases.one_stops, 2, tmp_path, timeout=120)
+    assert second.code == -9
+    assert re.search(r"lost the others: rank 1 \(process \d+\) is stopped", first.output)
 
 
 @pytest.fixture(scope="module")

@@ -149,6 +149,7 @@ class Engine:
             options=settings.session,
             backend=make_backend(settings.device),
             groups=self.ranks.names if self.ranks else None,
+            share_memory=bool(self.ranks and self.ranks.share_memory),
             valueless=[self.index_of[param] for param in lazy.params],
         )
         if events is not None:

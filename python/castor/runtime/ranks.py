@@ -58,6 +58,8 @@ class Ranks:
     group: distributed.ProcessGroup
     updates: distributed.ProcessGroup
     """What updates bring together, which may run beside everything else."""
+    share_memory: bool
+    """Whether what castor sends goes through memory, where all ranks are on one machine."""
 
     @property
     def names(self) -> tuple[str, str]:
@@ -157,7 +159,19 @@ def find_ranks() -> Ranks | None:
         return None
     # Of its own: what the user sends between ranks meanwhile does not come between.
     group, updates = (distributed.new_group(backend="gloo") for _ in range(2))
-    return Ranks(rank=rank, size=size, group=group, updates=updates)
+    return Ranks(rank=rank, size=size, group=group, updates=updates, share_memory=may_share_memory())
+
+
+def may_share_memory() -> bool:
+    """Whether ranks of one machine may; CASTOR_RANK_LINK="group" says that they may not.
+
+    Raises:
+        UsageError: It is neither that nor "auto".
+    """
+    link = os.environ.get("CASTOR_RANK_LINK", "auto")
+    if link not in ("auto", "group"):
+        raise UsageError(f"CASTOR_RANK_LINK is {link!r}; \"auto\" and \"group\" are known")
+    return link == "auto"
 
 
 def rank_and_size() -> tuple[int, int]:

@@ -95,16 +95,21 @@ class MemoryReport:
     """Bytes of a regular chunk."""
     waste: float
     """Share of chunk slots that holds no parameter."""
+    device_arena: str
+    """Where the device tier's memory comes from, and what is free in it."""
     host_arena: str
     """Where the host tier's memory comes from."""
     rank: int
     """Of this process, from 0."""
     ranks: int
     """Processes that train the model together; 1: this one is alone."""
+    rank_link: str
+    """What goes from rank to rank goes through it: memory that they share, or gloo and why; empty
+    for one that is alone."""
     rank_sent_bytes: int
-    """Gradients that this rank sent to others."""
+    """Gradients and weights that this rank sent to others."""
     rank_seconds: float
-    """Spent on bringing the ranks' gradients together, waiting for other ranks included."""
+    """Spent on bringing the ranks' gradients and weights together, waiting for others included."""
     nvme_engine: str
     """How the NVMe tier is read and written; empty without one."""
 

@@ -51,6 +51,8 @@ class ThreadRanks {
     [[nodiscard]] std::size_t rank() const noexcept override { return rank_; }
     [[nodiscard]] std::size_t size() const noexcept override { return ranks_.size_; }
 
+    [[nodiscard]] std::string description() const override { return "threads"; }
+
     void all_gather(std::span<const std::byte> own, std::span<std::byte> all) override {
       exchange(own, [&](std::size_t rank, std::span<const std::byte> theirs) {
         std::ranges::copy(theirs, all.begin() + static_cast<std::ptrdiff_t>(rank * theirs.size()));

@@ -1,0 +1,376 @@
+# Question: what does a training step of several ranks cost in castor, with room for the whole model
+#     and inside a budget it does not fit, beside torch's DDP, FSDP2 and DeepSpeed ZeRO-3?
+# Baseline: DistributedDataParallel with AdamW(fused=True) and clip_grad_norm_ 1.0; FSDP2, sharded by
+#     layer; DeepSpeed ZeRO-3 with torch's AdamW. All over gloo, on processes of this machine.
+# Model: GPT-2 of 42.5M parameters (12 layers, 512 wide, 8 heads, vocabulary 8192), fp32, 2 x 128
+#     tokens a rank, one thread a rank, the same seed and batches everywhere. tight(x) is the
+#     non-model peak of the ample run and x * parameter bytes.
+# Method: the ranks of each contender live through the whole run and sleep while others step; rounds
+#     of a few steps in rotating order; ratios are taken within a round. A step's time is the slowest
+#     rank's, CPU time the sum of all ranks, bytes what the loopback device sent meanwhile.
+"""One training step of several ranks, castor against its peers: `python benchmarks/zero.py`."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from _machine import RESULTS, describe_machine, paired, spread, write_record
+from _steps import (
+    COMPARED_STEPS,
+    LR,
+    MAX_NORM,
+    SEQUENCE,
+    TOLERANCE,
+    VOCAB,
+    WARMUP_STEPS,
+    Model,
+    Report,
+    Step,
+    peak_resident_bytes,
+    tight,
+    worst_difference,
+)
+from rich.console import Console
+from rich.table import Table
+
+TIGHT_SHARE, ROWS = 0.35, 2
+BARS = {  # ratio of times to the largest that meets the target
+    "castor ample / ddp": 1.05,
+    "castor ample / fsdp2": 0.75,
+    "castor ample / zero3": 0.60,
+    "castor tight / ddp": 1.10,
+}
+
+
+def batch(step: int, rank: int) -> dict[str, Any]:
+    """Of a rank; other tokens on each."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    ids = torch.randint(VOCAB, (ROWS, SEQUENCE), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def make_ddp(rank: int) -> tuple[Step, Report]:
+    """torch's DistributedDataParallel."""
+    import torch
+
+    module = Model().build()
+    wrapped = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+    return _torch_step(wrapped, rank), dict
+
+
+def make_fsdp2(rank: int) -> tuple[Step, Report]:
+    """FSDP2: each layer and the rest are sharded over the ranks."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    module = Model().build()
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    for layer in module.transformer.h:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return _torch_step(module, rank), dict
+
+
+def _torch_step(module: Any, rank: int) -> Step:
+    import torch
+
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, fused=True)
+
+    def step(i: int) -> float:
+        loss = module(**batch(i, rank)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def make_zero3(rank: int) -> tuple[Step, Report]:
+    """DeepSpeed ZeRO-3."""
+    import torch
+
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_SIZE=os.environ["WORLD_SIZE"])
+    import deepspeed
+
+    module = Model().build()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LR)
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_clipping": MAX_NORM,
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=module, optimizer=optimizer, config=config, dist_init_required=False
+    )
+
+    def step(i: int) -> float:
+        loss = engine(**batch(i, rank)).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return step, dict
+
+
+def make_castor(
+    rank: int, device_memory: int | None, overlap: str = "none"
+) -> tuple[Step, Report]:
+    """With castor, in a device budget of bytes (None: room for everything)."""
+    import torch
+
+    from castor import Booster, GeminiPlugin
+
+    module = Model().build()
+    param_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, fused=True)
+    booster = Booster(
+        GeminiPlugin(
+            device="cpu",
+            device_memory=device_memory or "3GiB",
+            host_memory="3GiB",
+            precision="fp32",
+            max_norm=MAX_NORM,
+            overlap=overlap,
+        )
+    )
+    module, optimizer, *_ = booster.boost(module, optimizer)
+
+    def step(i: int) -> float:
+        loss = module(**batch(i, rank)).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step, lambda: {**vars(booster.report()), "param_bytes": param_bytes}
+
+
+def work(make: Callable[..., tuple[Step, Report]], arguments: tuple[Any, ...], rank: int,
+         environment: dict[str, str], pipe: Connection) -> None:  # fmt: skip
+    """A rank: answers each (first step, count) with [(seconds, CPU seconds, loss), ...]."""
+    os.environ.update(environment)
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    step, report = make(rank, *arguments)
+    pipe.send("ready")
+    while (order := pipe.recv()) is not None:
+        if order == "report":
+            pipe.send({**report(), "peak_resident_bytes": peak_resident_bytes()})
+            continue
+        done = []
+        for i in range(order[0], order[0] + order[1]):
+            distributed.barrier()
+            start, cpu = time.perf_counter(), time.process_time()
+            loss = step(i)
+            done.append((time.perf_counter() - start, time.process_time() - cpu, loss))
+        pipe.send(done)
+    distributed.destroy_process_group()
+
+
+def loopback_bytes() -> int:
+    """Sent since the machine started."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, figures = line.partition(":")
+        if name.strip() == "lo":
+            return int(figures.split()[8])
+    return 0
+
+
+@dataclass(kw_only=True)
+class Ranks:
+    """The processes of a contender, and what they measured."""
+
+    name: str
+    processes: list[Any]
+    pipes: list[Connection]
+    seconds: list[list[float]] = field(default_factory=list)
+    """Of each round, of each step; the slowest rank's."""
+    cpu_seconds: list[float] = field(default_factory=list)
+    """Of each step, of all ranks."""
+    sent_bytes: list[float] = field(default_factory=list)
+    """Of each round, a step."""
+    losses: list[float] = field(default_factory=list)
+    """Of each step, the ranks' mean."""
+
+    @classmethod
+    def start(cls, name: str, size: int, make: Callable[..., Any], *arguments: Any) -> Ranks:
+        """Starts the processes, waits until their model is made, and runs the untimed steps."""
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        context = multiprocessing.get_context("spawn")
+        ranks = cls(name=name, processes=[], pipes=[])
+        for rank in range(size):
+            environment = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
+                "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+            }  # fmt: skip
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=work, args=(make, arguments, rank, environment, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            ranks.processes.append(process)
+            ranks.pipes.append(mine)
+        ranks.receive()
+        ranks.run(WARMUP_STEPS, timed=False)
+        return ranks
+
+    def receive(self) -> list[Any]:
+        """Each rank's next answer."""
+        try:
+            return [pipe.recv() for pipe in self.pipes]
+        except EOFError:
+            raise RuntimeError(f"{self.name}: a rank has ended; see above") from None
+
+    def run(self, steps: int, *, timed: bool) -> None:
+        """The next `steps` steps, while every other contender sleeps."""
+        before = loopback_bytes()
+        for pipe in self.pipes:
+            pipe.send((len(self.losses), steps))
+        of_steps = list(zip(*self.receive(), strict=True))
+        sent = loopback_bytes() - before
+        self.losses += [statistics.mean(loss for *_, loss in step) for step in of_steps]
+        if timed:
+            self.seconds.append([max(seconds for seconds, *_ in step) for step in of_steps])
+            self.cpu_seconds += [sum(cpu for _, cpu, _ in step) for step in of_steps]
+            self.sent_bytes.append(sent / steps)
+
+    def report(self) -> list[dict[str, Any]]:
+        """Of each rank: peak resident memory, and what castor's report says so far."""
+        for pipe in self.pipes:
+            pipe.send("report")
+        return self.receive()
+
+    def stop(self) -> None:
+        """Lets the processes end."""
+        for pipe in self.pipes:
+            pipe.send(None)
+        for process in self.processes:
+            process.join(30)
+
+    @property
+    def medians(self) -> list[float]:
+        """Of each round."""
+        return [statistics.median(steps) for steps in self.seconds]
+
+
+def start_contenders(console: Console, size: int, leave_out: list[str]) -> dict[str, Ranks]:
+    found = {"ddp": Ranks.start("DistributedDataParallel", size, make_ddp)}
+    ample = Ranks.start("castor, ample budget", size, make_castor, None)
+    found["castor ample"] = ample
+    budget = tight(ample.report()[0], TIGHT_SHARE)
+    name = f"castor, tight({TIGHT_SHARE}) = {budget / 2**20:.0f} MiB"
+    found["castor tight"] = Ranks.start(name, size, make_castor, budget)
+    found["castor beside"] = Ranks.start(
+        'castor, ample, overlap="forward"', size, make_castor, None, "forward"
+    )
+    for key, name, make in (("fsdp2", "FSDP2", make_fsdp2), ("zero3", "DeepSpeed ZeRO-3", make_zero3)):
+        missing = make is make_zero3 and find_spec("deepspeed") is None
+        if key in leave_out or missing:
+            why = "deepspeed is not installed" if missing else "left out"
+            console.print(f"[yellow]SKIPPED: {name}: {why}")
+            continue
+        found[key] = Ranks.start(name, size, make)
+    return found
+
+
+def verify(found: dict[str, Ranks]) -> dict[str, float]:
+    """The losses of everyone's first steps are DDP's; gives the largest relative differences."""
+    reference = found["ddp"].losses[:COMPARED_STEPS]
+    differences = {
+        key: worst_difference(ranks.losses[:COMPARED_STEPS], reference)
+        for key, ranks in found.items()
+    }
+    for key, difference in differences.items():
+        if not difference <= TOLERANCE:
+            raise RuntimeError(f"{found[key].name}: losses differ from DDP's by {difference:.1e}")
+    return differences
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3, help="of each contender in a round")
+    parser.add_argument("--leave-out", action="append", default=[], choices=("fsdp2", "zero3"))
+    parser.add_argument("--output", type=Path, default=RESULTS / "zero.json")
+    arguments = parser.parse_args()
+    console = Console()
+    machine = describe_machine()
+
+    found = start_contenders(console, arguments.ranks, arguments.leave_out)
+    order = list(found.values())
+    for round_ in range(arguments.rounds):
+        first = round_ % len(order)
+        for ranks in order[first:] + order[:first]:
+            ranks.run(arguments.steps, timed=True)
+    reports = {key: ranks.report() for key, ranks in found.items()}
+    differences = verify(found)
+    for ranks in order:
+        ranks.stop()
+
+    table = Table(title=f"GPT-2 42.5M, {arguments.ranks} ranks, {ROWS} x {SEQUENCE} tokens each")
+    for heading in ("", "median s", "quartiles", "CPU s", "loopback MiB", "resident MiB"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    results = {}
+    for key, ranks in found.items():
+        seconds = spread([s for steps in ranks.seconds for s in steps])
+        resident = max(report["peak_resident_bytes"] for report in reports[key])
+        results[key] = {
+            "name": ranks.name,
+            "seconds": seconds,
+            "round_medians": ranks.medians,
+            "cpu_seconds": statistics.median(ranks.cpu_seconds),
+            "loopback_bytes": statistics.median(ranks.sent_bytes),
+            "peak_resident_bytes": resident,
+            "largest_relative_loss_difference": differences[key],
+        }
+        table.add_row(
+            ranks.name,
+            f"{seconds['median']:.3f}",
+            f"{seconds['lower_quartile']:.3f} - {seconds['upper_quartile']:.3f}",
+            f"{results[key]['cpu_seconds']:.2f}",
+            f"{results[key]['loopback_bytes'] / 2**20:.0f}",
+            f"{resident / 2**20:.0f}",
+        )
+    console.print(table)
+    ratios = {}
+    for name, bar in BARS.items():
+        numerator, denominator = name.split(" / ")
+        if numerator in found and denominator in found:
+            ratio: dict[str, Any] = paired(found[numerator].medians, found[denominator].medians)
+            ratios[name] = ratio | {"bar": f"<= {bar}", "met": ratio["median"] <= bar}
+            verdict = "met" if ratios[name]["met"] else "MISSED"
+            console.print(f"{name}: {ratio['median']:.2f} (<= {bar}) {verdict}")
+    figures = {"ranks": arguments.ranks, "contenders": results, "ratios": ratios}
+    write_record(arguments.output, "zero", figures, machine=machine)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,336 @@
+#include "host/shared_collectives.h"
+
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <ctime>
+#include <fstream>
+#include <random>
+#include <span>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "core/error.h"
+#include "core/unique_fd.h"
+
+namespace castor {
+namespace {
+
+/// Of each rank, so much is on its way at once. Two such buffers stay in a core's cache.
+constexpr std::size_t kBufferBytes = std::size_t{512} << 10;
+constexpr std::size_t kNumBuffers = 2;
+constexpr int kYields = 500;
+constexpr std::int64_t kTickNanoseconds = 200'000'000;
+/// Ticks, not time: while all are stopped together none passes.
+constexpr int kTicksToStopped = 50;
+
+/// At the beginning of the memory; the ranks' buffers follow.
+struct Header {
+  std::atomic<std::uint64_t> token;  ///< tells it apart from other files
+  alignas(64) std::atomic<std::uint32_t> arrived;
+  alignas(64) std::atomic<std::uint32_t> round;
+};
+static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
+constexpr std::size_t kHeaderBytes = 4096;
+static_assert(sizeof(Header) <= kHeaderBytes);
+
+/// What ranks tell each other before they share memory.
+struct Invitation {
+  std::array<char, 64> machine{};    ///< of this boot of it
+  std::array<char, 64> processes{};  ///< in which process numbers mean something
+  std::int32_t process = 0;
+  std::int32_t file = -1;  ///< rank 0's
+  std::uint64_t token = 0;
+};
+
+/// "" where it worked.
+using Refusal = std::array<char, 128>;
+
+std::string first_line(const char* path) {
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  return line;
+}
+
+std::string target_of(const char* path) {
+  std::array<char, 64> target{};
+  const ssize_t length = ::readlink(path, target.data(), target.size() - 1);
+  return length > 0 ? std::string(target.data(), static_cast<std::size_t>(length)) : std::string();
+}
+
+template <std::size_t n>
+void copy_text(const std::string& text, std::array<char, n>& to) {
+  to[text.copy(to.data(), n - 1)] = '\0';
+}
+
+std::string failed(const std::string& what) {
+  return what + " failed: " + std::generic_category().message(errno);
+}
+
+/// What each rank gives, in rank order.
+template <typename T>
+std::vector<T> gather(Collectives& ranks, const T& own) {
+  std::vector<T> all(ranks.size());
+  ranks.all_gather(std::as_bytes(std::span(&own, 1)), std::as_writable_bytes(std::span(all)));
+  return all;
+}
+
+class Mapping {
+ public:
+  Mapping() = default;
+  Mapping(int file, std::size_t bytes) : bytes_(bytes) {
+    void* const data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    data_ = data == MAP_FAILED ? nullptr : static_cast<std::byte*>(data);
+    if (data_ != nullptr) {
+      ::madvise(data_, bytes_, MADV_DONTFORK);  // a child does not take part
+    }
+  }
+  Mapping(Mapping&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
+  Mapping& operator=(Mapping&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+  ~Mapping() {
+    if (data_ != nullptr) {
+      ::munmap(data_, bytes_);
+    }
+  }
+  [[nodiscard]] std::byte* data() const noexcept { return data_; }
+
+ private:
+  std::byte* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+struct Peer {
+  int process = 0;
+  UniqueFd ended;  ///< readable when it has
+};
+
+class MemoryRanks final : public Collectives {
+ public:
+  MemoryRanks(std::size_t rank, std::size_t size, Mapping memory, std::vector<Peer> peers)
+      : rank_(rank), size_(size), memory_(std::move(memory)), peers_(std::move(peers)) {}
+
+  [[nodiscard]] std::size_t rank() const noexcept override { return rank_; }
+  [[nodiscard]] std::size_t size() const noexcept override { return size_; }
+  [[nodiscard]] std::string description() const override {
+    return "memory that the ranks of this machine share";
+  }
+
+  void all_gather(std::span<const std::byte> own, std::span<std::byte> all) override {
+    for (std::size_t begin = 0; begin < own.size(); begin += kBufferBytes) {
+      const std::size_t bytes = std::min(kBufferBytes, own.size() - begin);
+      std::memcpy(buffer(rank_), own.data() + begin, bytes);
+      meet();
+      for (std::size_t rank = 0; rank < size_; ++rank) {
+        std::byte* const target = all.data() + rank * own.size() + begin;
+        if (target != own.data() + begin) {
+          std::memcpy(target, buffer(rank), bytes);
+        }
+      }
+      next_buffer();
+    }
+  }
+
+  void all_to_all(std::span<const std::byte> sent, std::span<std::byte> received) override {
+    const std::size_t part = sent.size() / size_;
+    const std::size_t slice = kBufferBytes / size_;
+    for (std::size_t begin = 0; begin < part; begin += slice) {
+      const std::size_t bytes = std::min(slice, part - begin);
+      for (std::size_t rank = 0; rank < size_; ++rank) {
+        std::memcpy(buffer(rank_) + rank * slice, sent.data() + rank * part + begin, bytes);
+      }
+      meet();
+      for (std::size_t rank = 0; rank < size_; ++rank) {
+        std::memcpy(received.data() + rank * part + begin, buffer(rank) + rank_ * slice, bytes);
+      }
+      next_buffer();
+    }
+  }
+
+ private:
+  [[nodiscard]] Header& header() const noexcept {
+    return *reinterpret_cast<Header*>(memory_.data());
+  }
+  [[nodiscard]] std::byte* buffer(std::size_t rank) const noexcept {
+    return memory_.data() + kHeaderBytes + (rank * kNumBuffers + buffer_) * kBufferBytes;
+  }
+  // Who writes a buffer again has met all that read it last: they were at the meeting between.
+  void next_buffer() noexcept { buffer_ = (buffer_ + 1) % kNumBuffers; }
+
+  /// Returns when every rank is here.
+  void meet() {
+    if (!lost_.empty()) {
+      throw Error(lost_);
+    }
+    const std::uint32_t round = header().round.load(std::memory_order_acquire);
+    if (header().arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+      header().arrived.store(0, std::memory_order_relaxed);
+      header().round.store(round + 1, std::memory_order_release);
+      ::syscall(SYS_futex, &header().round, FUTEX_WAKE, static_cast<int>(size_), nullptr, nullptr,
+                0);
+      return;
+    }
+    const auto waiting = [&] { return header().round.load(std::memory_order_acquire) == round; };
+    for (int i = 0; i < kYields && waiting(); ++i) {
+      std::this_thread::yield();
+    }
+    const timespec tick{.tv_sec = 0, .tv_nsec = kTickNanoseconds};
+    for (int ticks = 0; waiting();) {
+      const long result =
+          ::syscall(SYS_futex, &header().round, FUTEX_WAIT, round, &tick, nullptr, 0);
+      if (result != 0 && errno == ETIMEDOUT) {
+        const std::string loss = find_loss(++ticks >= kTicksToStopped);
+        if (!loss.empty() && waiting()) {
+          lost_ = lost_ranks(*this, loss).what();
+          throw Error(lost_);
+        }
+      }
+    }
+  }
+
+  /// "" while all others can still come.
+  [[nodiscard]] std::string find_loss(bool look_for_stopped) const {
+    for (std::size_t rank = 0; rank < peers_.size(); ++rank) {
+      const std::string name =
+          "rank " + std::to_string(rank) + " (process " + std::to_string(peers_[rank].process);
+      if (rank == rank_) {
+        continue;
+      }
+      pollfd ended{.fd = peers_[rank].ended.get(), .events = POLLIN, .revents = 0};
+      if (::poll(&ended, 1, 0) > 0) {
+        return name + ") has ended";
+      }
+      if (look_for_stopped && stopped(peers_[rank].process)) {
+        return name + ") is stopped";
+      }
+    }
+    return "";
+  }
+
+  [[nodiscard]] static bool stopped(int process) {
+    const std::string stat = first_line(("/proc/" + std::to_string(process) + "/stat").c_str());
+    const std::size_t name_end = stat.rfind(") ");
+    return name_end != std::string::npos && stat.compare(name_end + 2, 1, "T") == 0;
+  }
+
+  const std::size_t rank_;
+  const std::size_t size_;
+  const Mapping memory_;
+  const std::vector<Peer> peers_;
+  std::size_t buffer_ = 0;
+  std::string lost_;
+};
+
+/// Of this rank, as far as it gets on its own.
+struct Part {
+  Mapping memory;
+  std::vector<Peer> peers;
+  std::string refusal;
+};
+
+Part take_part(std::size_t rank, std::span<const Invitation> all, int own_file, std::size_t bytes) {
+  Part part;
+  for (const Invitation& other : all) {
+    if (other.machine != all[0].machine) {
+      part.refusal = "ranks run on several machines";
+      return part;
+    }
+    if (other.processes != all[0].processes || other.machine[0] == '\0') {
+      part.refusal = "ranks run in several containers";
+      return part;
+    }
+  }
+  UniqueFd opened;
+  if (rank != 0) {
+    const std::string path =
+        "/proc/" + std::to_string(all[0].process) + "/fd/" + std::to_string(all[0].file);
+    opened = UniqueFd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+    if (!opened) {
+      part.refusal = failed("opening rank 0's memory");
+      return part;
+    }
+  }
+  const int file = rank == 0 ? own_file : opened.get();
+  struct stat found {};
+  if (::fstat(file, &found) != 0 || static_cast<std::size_t>(found.st_size) != bytes) {
+    part.refusal = "rank 0's memory is not there";
+    return part;
+  }
+  part.memory = Mapping(file, bytes);
+  if (part.memory.data() == nullptr) {
+    part.refusal = failed("mapping shared memory");
+    return part;
+  }
+  auto& token = reinterpret_cast<Header*>(part.memory.data())->token;
+  if (rank == 0) {
+    token = all[0].token;
+  }
+  for (const Invitation& other : all) {
+    const auto descriptor = static_cast<int>(::syscall(SYS_pidfd_open, other.process, 0));
+    if (descriptor < 0) {
+      part.refusal = failed("pidfd_open");
+    }
+    part.peers.push_back({.process = other.process, .ended = UniqueFd(descriptor)});
+  }
+  return part;
+}
+
+}  // namespace
+
+SharedCollectives share_memory(Collectives& group) {
+  Invitation own;
+  copy_text(first_line("/proc/sys/kernel/random/boot_id"), own.machine);
+  copy_text(target_of("/proc/self/ns/pid"), own.processes);
+  own.process = ::getpid();
+  const std::size_t bytes = kHeaderBytes + group.size() * kNumBuffers * kBufferBytes;
+  UniqueFd file;
+  if (group.rank() == 0) {
+    file = UniqueFd(::memfd_create("castor-ranks", MFD_CLOEXEC));
+    if (file && ::ftruncate(file.get(), static_cast<off_t>(bytes)) == 0) {
+      std::random_device random;
+      own.token = (std::uint64_t{random()} << 32) | random();
+      own.file = file.get();
+    }
+  }
+  const std::vector<Invitation> all = gather(group, own);
+  Part part = take_part(group.rank(), all, file.get(), bytes);
+  Refusal refusal{};
+  copy_text(part.refusal, refusal);
+  const std::vector<Refusal> refusals = gather(group, refusal);  // rank 0 has set the token
+  for (const Refusal& other : refusals) {
+    if (other[0] != '\0') {
+      return {.ranks = nullptr, .refusal = other.data()};
+    }
+  }
+  const std::uint64_t token = reinterpret_cast<const Header*>(part.memory.data())->token;
+  for (const std::uint64_t other : gather(group, token)) {
+    if (other != all[0].token) {
+      return {.ranks = nullptr, .refusal = "rank 0's memory is another file's"};
+    }
+  }
+  return {.ranks = std::make_shared<MemoryRanks>(group.rank(), group.size(), std::move(part.memory),
+                                                 std::move(part.peers)),
+          .refusal = ""};
+}
+
+}  // namespace castor

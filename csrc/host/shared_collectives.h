@@ -1,0 +1,25 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "core/collectives.h"
+
+namespace castor {
+
+/// Collectives of ranks that share one machine's memory, or why they cannot: they run on several
+/// machines, or in containers that do not see each other's processes.
+struct SharedCollectives {
+  std::shared_ptr<Collectives> ranks;  ///< nullptr: they cannot
+  std::string refusal;                 ///< on every rank the same
+};
+
+/// Every rank calls it; `group` brings them together, and is not used afterwards. What a rank sends
+/// is copied once into memory that all have mapped, and read there: nothing goes through sockets.
+/// The memory has no name and goes with the last process that has it, however that ends.
+///
+/// A call that waits for others throws Error, which names the rank, where a process has ended, and
+/// within a quarter of a minute where one is stopped. Later calls then throw the same at once.
+[[nodiscard]] SharedCollectives share_memory(Collectives& group);
+
+}  // namespace castor
