@@ -1,13 +1,13 @@
-# Question: what does a training step of several ranks cost in castor, with room for the whole model
-#     and inside a budget it does not fit, beside torch's DDP, FSDP2 and DeepSpeed ZeRO-3?
-# Baseline: DistributedDataParallel with AdamW(fused=True) and clip_grad_norm_ 1.0; FSDP2, sharded by
-#     layer; DeepSpeed ZeRO-3 with torch's AdamW. All over gloo, on processes of this machine.
+# Question: what does a training step of several ranks cost in castor, with room for the whole
+#     model and inside a budget it does not fit, beside torch's DDP, FSDP2 and DeepSpeed ZeRO-3?
+# Baseline: DistributedDataParallel with AdamW(fused=True) and clip_grad_norm_ 1.0; FSDP2, sharded
+#     by layer; DeepSpeed ZeRO-3 with torch's AdamW. All over gloo, processes of this machine.
 # Model: GPT-2 of 42.5M parameters (12 layers, 512 wide, 8 heads, vocabulary 8192), fp32, 2 x 128
 #     tokens a rank, one thread a rank, the same seed and batches everywhere. tight(x) is the
 #     non-model peak of the ample run and x * parameter bytes.
-# Method: the ranks of each contender live through the whole run and sleep while others step; rounds
-#     of a few steps in rotating order; ratios are taken within a round. A step's time is the slowest
-#     rank's, CPU time the sum of all ranks, bytes what the loopback device sent meanwhile.
+# Method: the ranks of each contender live through the whole run and sleep while others step;
+#     rounds of a few steps in rotating order; ratios are taken within a round. A step's time is the
+#     slowest rank's, CPU time all ranks', bytes what the loopback device sent meanwhile.
 """One training step of several ranks, castor against its peers: `python benchmarks/zero.py`."""
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def batch(step: int, rank: int) -> dict[str, Any]:
 
 
 def make_ddp(rank: int) -> tuple[Step, Report]:
-    """torch's DistributedDataParallel."""
+    """DistributedDataParallel."""
     import torch
 
     module = Model().build()
@@ -131,9 +131,7 @@ def make_zero3(rank: int) -> tuple[Step, Report]:
     return step, dict
 
 
-def make_castor(
-    rank: int, device_memory: int | None, overlap: str = "none"
-) -> tuple[Step, Report]:
+def make_castor(rank: int, device_memory: int | None, overlap: str = "none") -> tuple[Step, Report]:
     """With castor, in a device budget of bytes (None: room for everything)."""
     import torch
 
@@ -289,7 +287,10 @@ def start_contenders(console: Console, size: int, leave_out: list[str]) -> dict[
     found["castor beside"] = Ranks.start(
         'castor, ample, overlap="forward"', size, make_castor, None, "forward"
     )
-    for key, name, make in (("fsdp2", "FSDP2", make_fsdp2), ("zero3", "DeepSpeed ZeRO-3", make_zero3)):
+    for key, name, make in (
+        ("fsdp2", "FSDP2", make_fsdp2),
+        ("zero3", "DeepSpeed ZeRO-3", make_zero3),
+    ):
         missing = make is make_zero3 and find_spec("deepspeed") is None
         if key in leave_out or missing:
             why = "deepspeed is not installed" if missing else "left out"

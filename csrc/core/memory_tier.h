@@ -35,8 +35,8 @@ class Arena {
   virtual void add_user(const std::byte* /*data*/, StreamId /*stream*/) {}
   /// Makes `stream` wait for what the block's users have been given so far, and forgets those.
   virtual void await_users(const std::byte* /*data*/, StreamId /*stream*/) {}
-  /// A block of `next` bytes is asked for next. What the arena keeps of freed blocks for later
-  /// ones, beside one that serves that, may take `keep` bytes at most: the rest goes back.
+  /// A block of `next` bytes is asked for next; 0: none. What the arena keeps of freed blocks for
+  /// later ones, beside one that serves that, may take `keep` bytes at most: the rest goes back.
   virtual void trim(std::size_t /*keep*/, std::size_t /*next*/) noexcept {}
   /// The block stays allocated, but what it holds is not needed until it is written again: its
   /// physical memory may be given back meanwhile.
@@ -100,6 +100,9 @@ class MemoryTier {
     arena_->trim(ledger_.available(), reservation.bytes());
     return Block(*arena_, std::move(reservation), stream_.get());
   }
+
+  /// What the arena keeps of freed blocks may take `keep` bytes at most.
+  void trim(std::size_t keep) noexcept { arena_->trim(keep, 0); }
 
   [[nodiscard]] Ledger& ledger() noexcept { return ledger_; }
   [[nodiscard]] const Ledger& ledger() const noexcept { return ledger_; }

@@ -186,6 +186,10 @@ void Runtime::acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins) {
     static_cast<void>(manager_.make_room(0, slot_cap()));
     prefetch();
   }
+  // What the cap leaves to non-model bytes is theirs in fact: free slots are resident too.
+  if (const std::size_t cap = slot_cap(); cap != kNoCap) {
+    manager_.trim_slots(cap + options_.kept_slot_bytes);
+  }
 }
 
 void Runtime::prefetch() {

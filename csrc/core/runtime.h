@@ -38,6 +38,9 @@ struct RuntimeOptions {
   /// kAuto: share of what non-model data leaves of it that whole chunks may take, in [0, 1].
   double margin_ratio = 1.0;
   FreedSlots freed_slots = FreedSlots::kKeepTheirBytes;
+  /// Free slots may take so much of what a plan leaves to non-model data: less is not worth the
+  /// page faults of the next fetch.
+  std::size_t kept_slot_bytes = std::size_t{128} << 20;
 };
 
 /// How a gradient came to its payload: bytes that went from the device to the host, and when, by

@@ -49,6 +49,15 @@ class LiveBlocks {
     bytes_ -= block->second;
     blocks_.erase(block);
   }
+  /// What the arena was last told to keep of free blocks.
+  void note_kept(std::size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    kept_ = bytes;
+  }
+  [[nodiscard]] std::size_t kept() const {
+    const std::lock_guard lock(mutex_);
+    return kept_;
+  }
   /// Size of the live block that starts at `data`, 0 if there is none.
   [[nodiscard]] std::size_t bytes_at(const std::byte* data) const {
     const std::lock_guard lock(mutex_);
@@ -68,6 +77,7 @@ class LiveBlocks {
   mutable std::mutex mutex_;  // guards everything below
   std::map<const std::byte*, std::size_t> blocks_;
   std::size_t bytes_ = 0;
+  std::size_t kept_ = 0;
 };
 
 /// Memory from the heap, filled with garbage: nothing may rely on zeros, and ASan sees stale reads.
@@ -85,6 +95,7 @@ class HeapArena : public Arena {
     live_->remove(data, bytes);
     ::operator delete(data, kAlignment);
   }
+  void trim(std::size_t keep, std::size_t /*next*/) noexcept override { live_->note_kept(keep); }
   void discard(std::byte* data, std::size_t bytes) noexcept override {
     std::memset(data, 0x5A, bytes);  // a read of what was discarded shows
   }

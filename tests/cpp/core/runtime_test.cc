@@ -143,6 +143,18 @@ TEST(RuntimeTest, WarmUpStepBecomesThePlan) {
   EXPECT_EQ(planned.divergent_steps, 0u);
 }
 
+TEST(RuntimeTest, FreeSlotsGoBeforeTheActivationsThatThePlanExpects) {
+  Machine machine(Net::row(3).layout(), 4 * kChunk, {.kept_slot_bytes = 0});
+  const Step step = {enter(0),         exit(0),     enter(1),   allocate(2 * kChunk),
+                     free(2 * kChunk), exit(1),     enter(2),   exit(2),
+                     backward(2),      backward(1), backward(0)};
+  machine.train(step);
+  machine.run({enter(0)});
+  EXPECT_GE(machine.rig.device_blocks->kept() + machine.rig.manager->slot_bytes(), 3 * kChunk);
+  machine.run({exit(0), enter(1)});
+  EXPECT_LE(machine.rig.device_blocks->kept() + machine.rig.manager->slot_bytes(), 2 * kChunk);
+}
+
 TEST(RuntimeTest, TraceHoldsTheActivationsAndTheClock) {
   Machine machine(Net::row(2).layout(), 10 * kChunk);
   machine.train({enter(0), allocate(100), exit(0), allocate(50), release(150), enter(1),
