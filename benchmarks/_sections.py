@@ -326,6 +326,26 @@ def hybrid(record: Record) -> list[str]:
     return [table(headings, rows)]
 
 
+def zero(record: Record) -> list[str]:
+    contenders = record["contenders"].values()
+    bars = [bar(result["name"], result["seconds"], i) for i, result in enumerate(contenders)]
+    rows = [
+        [
+            result["name"],
+            f"{result['seconds']['median']:.3f}",
+            f"{result['cpu_seconds']:.2f}",
+            f"{result['loopback_bytes'] / 2**20:.0f}",
+            f"{result['peak_resident_bytes'] / 2**20:.0f}",
+        ]
+        for result in contenders
+    ]
+    headings = ("", "s a step", "CPU s of all ranks", "loopback MiB a step", "resident MiB a rank")
+    return [
+        inline(Bars(title=f"one step on {record['ranks']} ranks", unit="s", bars=bars)),
+        table(headings, rows),
+    ]
+
+
 def simulator(record: Record) -> list[str]:
     rows = [
         [
@@ -415,6 +435,7 @@ def _numbers(value: object, name: str) -> list[tuple[str, float]]:
 # In the order of the page: what users ask first.
 SECTIONS: dict[str, tuple[str, Callable[[Record], list[str]]]] = {
     "step": ("A training step beside its peers", step),
+    "zero": ("A step of several ranks beside its peers", zero),
     "sweep": ("Device budgets and model sizes", sweep),
     "overlap": ("Overlap behind a slow link", overlap),
     "hybrid": ("Whole chunks in spare device memory", hybrid),

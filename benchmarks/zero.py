@@ -321,7 +321,7 @@ def main() -> int:
     parser.add_argument("--leave-out", action="append", default=[], choices=("fsdp2", "zero3"))
     parser.add_argument("--output", type=Path, default=RESULTS / "zero.json")
     arguments = parser.parse_args()
-    console = Console()
+    console = Console(width=110)
     machine = describe_machine()
 
     found = start_contenders(console, arguments.ranks, arguments.leave_out)

@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "core/error.h"
 
@@ -28,6 +30,22 @@ class Collectives {
   /// For reports: "gloo".
   [[nodiscard]] virtual std::string description() const = 0;
 };
+
+/// The ranks that train a model together, as two groups whose collectives do not wait for each
+/// other.
+struct RankGroups {
+  std::shared_ptr<Collectives> passes;   ///< of the thread that runs forward, backward and step
+  std::shared_ptr<Collectives> updates;  ///< of the one that runs updates, which may be another
+  std::string link;                      ///< for reports: what the bytes go through, and why
+};
+
+/// What each rank gives, in rank order.
+template <typename T>
+std::vector<T> gather(Collectives& ranks, const T& own) {
+  std::vector<T> all(ranks.size());
+  ranks.all_gather(std::as_bytes(std::span(&own, 1)), std::as_writable_bytes(std::span(all)));
+  return all;
+}
 
 /// What a call throws where another rank is gone; `why`: "rank 1 (process 234) has ended".
 [[nodiscard]] inline Error lost_ranks(const Collectives& own, const std::string& why) {

@@ -1,7 +1,6 @@
 #include "core/rank_meeting.h"
 
 #include <algorithm>
-#include <span>
 #include <string>
 
 #include "core/error.h"
@@ -55,14 +54,6 @@ LayoutFacts facts_of(const ChunkLayout& layout) {
 std::string describe(const LayoutFacts& facts) {
   return std::to_string(facts.num_params) + " parameters in " + std::to_string(facts.num_chunks) +
          " chunks of " + std::to_string(facts.chunk_bytes) + " bytes";
-}
-
-/// What each rank gives, in rank order.
-template <typename T>
-std::vector<T> gather(Collectives& ranks, const T& own) {
-  std::vector<T> all(ranks.size());
-  ranks.all_gather(std::as_bytes(std::span(&own, 1)), std::as_writable_bytes(std::span(all)));
-  return all;
 }
 
 }  // namespace

@@ -36,12 +36,16 @@ constexpr int kYields = 500;
 constexpr std::int64_t kTickNanoseconds = 200'000'000;
 /// Ticks, not time: while all are stopped together none passes.
 constexpr int kTicksToStopped = 50;
+constexpr int kTicksToGiveUp = 9000;  // half an hour, as process groups
+constexpr std::size_t kMaxRanks = 512;
+constexpr std::uint32_t kLeft = ~std::uint32_t{0};
 
 /// At the beginning of the memory; the ranks' buffers follow.
 struct Header {
   std::atomic<std::uint64_t> token;  ///< tells it apart from other files
   alignas(64) std::atomic<std::uint32_t> arrived;
   alignas(64) std::atomic<std::uint32_t> round;
+  alignas(64) std::array<std::atomic<std::uint32_t>, kMaxRanks> met;  ///< rounds; or kLeft
 };
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 constexpr std::size_t kHeaderBytes = 4096;
@@ -79,14 +83,6 @@ void copy_text(const std::string& text, std::array<char, n>& to) {
 
 std::string failed(const std::string& what) {
   return what + " failed: " + std::generic_category().message(errno);
-}
-
-/// What each rank gives, in rank order.
-template <typename T>
-std::vector<T> gather(Collectives& ranks, const T& own) {
-  std::vector<T> all(ranks.size());
-  ranks.all_gather(std::as_bytes(std::span(&own, 1)), std::as_writable_bytes(std::span(all)));
-  return all;
 }
 
 class Mapping {
@@ -129,6 +125,9 @@ class MemoryRanks final : public Collectives {
  public:
   MemoryRanks(std::size_t rank, std::size_t size, Mapping memory, std::vector<Peer> peers)
       : rank_(rank), size_(size), memory_(std::move(memory)), peers_(std::move(peers)) {}
+  ~MemoryRanks() override { header().met[rank_] = kLeft; }
+  MemoryRanks(const MemoryRanks&) = delete;
+  MemoryRanks& operator=(const MemoryRanks&) = delete;
 
   [[nodiscard]] std::size_t rank() const noexcept override { return rank_; }
   [[nodiscard]] std::size_t size() const noexcept override { return size_; }
@@ -183,6 +182,7 @@ class MemoryRanks final : public Collectives {
       throw Error(lost_);
     }
     const std::uint32_t round = header().round.load(std::memory_order_acquire);
+    header().met[rank_].store(round + 1, std::memory_order_relaxed);
     if (header().arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
       header().arrived.store(0, std::memory_order_relaxed);
       header().round.store(round + 1, std::memory_order_release);
@@ -199,7 +199,7 @@ class MemoryRanks final : public Collectives {
       const long result =
           ::syscall(SYS_futex, &header().round, FUTEX_WAIT, round, &tick, nullptr, 0);
       if (result != 0 && errno == ETIMEDOUT) {
-        const std::string loss = find_loss(++ticks >= kTicksToStopped);
+        const std::string loss = find_loss(round, ++ticks);
         if (!loss.empty() && waiting()) {
           lost_ = lost_ranks(*this, loss).what();
           throw Error(lost_);
@@ -208,20 +208,27 @@ class MemoryRanks final : public Collectives {
     }
   }
 
-  /// "" while all others can still come.
-  [[nodiscard]] std::string find_loss(bool look_for_stopped) const {
+  /// "" while all that are not here can still come.
+  [[nodiscard]] std::string find_loss(std::uint32_t round, int ticks) const {
     for (std::size_t rank = 0; rank < peers_.size(); ++rank) {
-      const std::string name =
-          "rank " + std::to_string(rank) + " (process " + std::to_string(peers_[rank].process);
-      if (rank == rank_) {
+      const std::uint32_t met = header().met[rank].load(std::memory_order_relaxed);
+      if (met == round + 1) {
         continue;
       }
+      const std::string name =
+          "rank " + std::to_string(rank) + " (process " + std::to_string(peers_[rank].process);
       pollfd ended{.fd = peers_[rank].ended.get(), .events = POLLIN, .revents = 0};
       if (::poll(&ended, 1, 0) > 0) {
         return name + ") has ended";
       }
-      if (look_for_stopped && stopped(peers_[rank].process)) {
+      if (met == kLeft) {
+        return name + ") has let go of the model";
+      }
+      if (ticks >= kTicksToStopped && stopped(peers_[rank].process)) {
         return name + ") is stopped";
+      }
+      if (ticks >= kTicksToGiveUp) {
+        return name + ") has not come for half an hour";
       }
     }
     return "";
@@ -250,6 +257,10 @@ struct Part {
 
 Part take_part(std::size_t rank, std::span<const Invitation> all, int own_file, std::size_t bytes) {
   Part part;
+  if (all.size() > kMaxRanks) {
+    part.refusal = "there are more than " + std::to_string(kMaxRanks) + " ranks";
+    return part;
+  }
   for (const Invitation& other : all) {
     if (other.machine != all[0].machine) {
       part.refusal = "ranks run on several machines";

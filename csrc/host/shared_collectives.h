@@ -18,8 +18,9 @@ struct SharedCollectives {
 /// is copied once into memory that all have mapped, and read there: nothing goes through sockets.
 /// The memory has no name and goes with the last process that has it, however that ends.
 ///
-/// A call that waits for others throws Error, which names the rank, where a process has ended, and
-/// within a quarter of a minute where one is stopped. Later calls then throw the same at once.
+/// A call that waits for others throws Error, which names the rank, where a process has ended or
+/// let go of its collectives, within a quarter of a minute where one is stopped, and after half an
+/// hour. Later calls then throw the same at once.
 [[nodiscard]] SharedCollectives share_memory(Collectives& group);
 
 }  // namespace castor

@@ -6,13 +6,13 @@
 #include <optional>
 
 #include "core/chunk_layout.h"
+#include "core/collectives.h"
 #include "core/overlap.h"
 #include "core/placement.h"
 #include "core/runtime.h"
 #include "core/scalar_type.h"
 #include "torch/device_backend.h"
 #include "torch/optimizer_state_options.h"
-#include "torch/session_ranks.h"
 
 namespace castor {
 

@@ -14,14 +14,6 @@
 
 namespace castor {
 
-/// The ranks that train a model together, as two groups whose collectives do not wait for each
-/// other.
-struct RankGroups {
-  std::shared_ptr<Collectives> passes;   ///< of the thread that runs forward, backward and step
-  std::shared_ptr<Collectives> updates;  ///< of the one that runs updates, which may be another
-  std::string link;                      ///< for reports: what the bytes go through, and why
-};
-
 /// What a session does with the other ranks that train its model. Owned by the session.
 class SessionRanks {
  public:

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <random>
 #include <span>
@@ -83,6 +84,26 @@ TEST_P(SharedCollectivesTest, APartOfTheResultMayBeWhatIsSent) {
     }
   });
   EXPECT_EQ(threads.failures(), std::vector<std::string>(GetParam()));
+}
+
+TEST_P(SharedCollectivesTest, ARankThatHasLetGoIsNamedAndNobodyWaitsForItAgain) {
+  ThreadRanks threads(GetParam(), 3);
+  threads.run([&](Collectives& group) {
+    const SharedCollectives shared = share_memory(group);
+    ASSERT_NE(shared.ranks, nullptr) << shared.refusal;
+    std::vector<std::byte> all(group.size());
+    shared.ranks->all_gather(std::array{std::byte{1}}, all);
+    if (group.rank() != 1) {
+      EXPECT_THROW(shared.ranks->all_gather(std::array{std::byte{1}}, all), Error);
+      shared.ranks->all_gather(std::array{std::byte{1}}, all);
+    }
+  });
+  for (std::size_t rank = 0; rank < GetParam(); ++rank) {
+    const std::string& failure = threads.failures()[rank];
+    EXPECT_EQ(failure.empty(), rank == 1);
+    EXPECT_TRUE(rank == 1 || failure.find(") has let go of the model") != std::string::npos)
+        << failure;
+  }
 }
 
 }  // namespace
