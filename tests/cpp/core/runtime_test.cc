@@ -145,9 +145,9 @@ TEST(RuntimeTest, WarmUpStepBecomesThePlan) {
 
 TEST(RuntimeTest, FreeSlotsGoBeforeTheActivationsThatThePlanExpects) {
   Machine machine(Net::row(3).layout(), 4 * kChunk, {.kept_slot_bytes = 0});
-  const Step step = {enter(0),         exit(0),     enter(1),   allocate(2 * kChunk),
-                     free(2 * kChunk), exit(1),     enter(2),   exit(2),
-                     backward(2),      backward(1), backward(0)};
+  const Step step = {enter(0),   exit(0),  enter(1), allocate(2 * kChunk), release(2 * kChunk),
+                     exit(1),    enter(2), exit(2),  backward(2),          backward(1),
+                     backward(0)};
   machine.train(step);
   machine.run({enter(0)});
   EXPECT_GE(machine.rig.device_blocks->kept() + machine.rig.manager->slot_bytes(), 3 * kChunk);
