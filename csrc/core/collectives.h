@@ -48,11 +48,6 @@ std::vector<T> gather(Collectives& ranks, const T& own) {
 }
 
 /// What a call throws where another rank is gone; `why`: "rank 1 (process 234) has ended".
-[[nodiscard]] inline Error lost_ranks(const Collectives& own, const std::string& why) {
-  return Error("rank " + std::to_string(own.rank()) + " of " + std::to_string(own.size()) +
-               " lost the others: " + why +
-               ". A rank that failed says why in its own output; start all again, from the last "
-               "checkpoint");
-}
+[[nodiscard]] Error lost_ranks(const Collectives& own, const std::string& why);
 
 }  // namespace castor

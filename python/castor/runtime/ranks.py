@@ -159,7 +159,8 @@ def find_ranks() -> Ranks | None:
         return None
     # Of its own: what the user sends between ranks meanwhile does not come between.
     group, updates = (distributed.new_group(backend="gloo") for _ in range(2))
-    return Ranks(rank=rank, size=size, group=group, updates=updates, share_memory=may_share_memory())
+    share = may_share_memory()
+    return Ranks(rank=rank, size=size, group=group, updates=updates, share_memory=share)
 
 
 def may_share_memory() -> bool:
