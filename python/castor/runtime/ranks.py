@@ -171,7 +171,7 @@ def may_share_memory() -> bool:
     """
     link = os.environ.get("CASTOR_RANK_LINK", "auto")
     if link not in ("auto", "group"):
-        raise UsageError(f"CASTOR_RANK_LINK is {link!r}; \"auto\" and \"group\" are known")
+        raise UsageError(f'CASTOR_RANK_LINK is {link!r}; "auto" and "group" are known')
     return link == "auto"
 
 
