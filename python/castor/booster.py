@@ -17,6 +17,7 @@ from castor.checkpoint.arguments import absolute, check_only, shard_bytes
 from castor.errors import UsageError
 from castor.optim.boosted import StepDriver
 from castor.plugins.protocol import Plugin, check_one_optimizer
+from castor.runtime import together
 from castor.runtime.engine import Engine, engine_of, engines_holding
 from castor.runtime.report import MemoryReport, MemoryUse
 
@@ -330,9 +331,8 @@ class Booster:
         """
         path, max_bytes = absolute(directory), shard_bytes(True, size_per_shard)
         engine = self._shared(model)
-        ranks = engine.ranks if engine else None
         process = checkpoint.process_state(dataloader)
-        processes = ranks.gather(process) if ranks else [process]
+        processes = together.gather(engine, process)
         return self._once(
             model,
             lambda: checkpoint.save(
@@ -387,8 +387,7 @@ class Booster:
 
     def _once(self, model: nn.Module | None, work: Callable[[], Result]) -> Result:
         """What `work` gives, which runs on one of the ranks that share the model."""
-        engine = self._shared(model)
-        return engine.on_first(work) if engine else work()
+        return together.on_first(self._shared(model), work)
 
     def _engine(self, model: nn.Module | None) -> Engine:
         if model is not None:

@@ -18,6 +18,7 @@ import torch
 from torch import distributed, nn
 
 import castor
+from castor import checkpoint
 from helpers import plugin
 from zoo import CASES, Tower, tower, tower_batch, tower_loss
 
@@ -204,6 +205,16 @@ def one_passes_more(_: Path) -> None:
             print(_refused(optimizer.step))
 
 
+def one_saves(directory: Path) -> None:
+    """Rank 0 saves where rank 1 runs another backward."""
+    with _of_rank() as rank:
+        booster, model, optimizer = boost(TOWER)
+        if rank == 0:
+            print(_refused(lambda: booster.save(directory / "run", model, optimizer)))
+        else:
+            print(_refused(lambda: booster.backward(_tower_loss(model, 1, rank), optimizer)))
+
+
 def others_weights(_: Path) -> None:
     """Rank 1 was built with other random values, and rank 0 has the gradient that counts."""
     with _of_rank() as rank:
@@ -302,6 +313,40 @@ def one_dies(_: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             booster.backward(_tower_loss(model, step, rank), optimizer)
             optimizer.step()
+
+
+def one_dies_at(directory: Path) -> None:
+    """A rank is killed at a phase, both given by the environment, after a step and a save."""
+    victim, phase = int(os.environ["VICTIM"]), os.environ["PHASE"]
+    with _of_rank() as rank:
+        booster, model, optimizer = boost(TOWER)
+        booster.backward(_tower_loss(model, 0, rank), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        booster.save(directory / "run", model, optimizer)
+
+        def die(*_: Any, **__: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if rank == victim:
+            layer = model.layers[2]
+            if phase == "forward":
+                layer.register_forward_pre_hook(die)
+            elif phase == "backward":
+                layer.register_full_backward_hook(die)
+            elif phase == "step":
+                optimizer.step = die
+            elif phase == "load":
+                booster.load = die
+            elif rank == 0:
+                checkpoint.save = die
+            else:
+                booster.save = die
+        booster.backward(_tower_loss(model, 1, rank), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        booster.save(directory / "run", model, optimizer)
+        booster.load(directory / "run", model, optimizer)
 
 
 def one_stops(directory: Path) -> None:

@@ -179,6 +179,13 @@ def test_ranks_that_do_different_things_are_both_named_at_once(tmp_path: Path) -
     assert time.monotonic() - start < 120
 
 
+def test_a_save_that_one_rank_does_not_take_part_in_is_named(tmp_path: Path) -> None:
+    for output in succeeded(run(rank_cases.one_saves, 2, tmp_path, timeout=60)):
+        assert (
+            "rank 0 ends a save after step 0, while rank 1 ends backward pass 1 of step 1" in output
+        )
+
+
 def test_ranks_begin_with_rank_0s_weights_and_see_averaged_gradients(tmp_path: Path) -> None:
     for output in succeeded(run(rank_cases.others_weights, 2, tmp_path)):
         assert output.split() == ["True"] * 3
@@ -195,6 +202,28 @@ def test_a_rank_that_dies_ends_the_others_with_a_message(tmp_path: Path) -> None
     assert second.code == -9
     assert first.code != 0
     assert re.search(r"rank 0 of 2 lost the others: rank 1 \(process \d+\) has ended", first.errors)
+
+
+@pytest.mark.parametrize(
+    ("phase", "victim"),
+    [("forward", 1), ("backward", 0), ("step", 1), ("save", 0), ("save", 1), ("load", 1)],
+)
+def test_a_rank_that_is_killed_anywhere_is_named_and_the_last_checkpoint_loads(
+    phase: str, victim: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VICTIM", str(victim))
+    monkeypatch.setenv("PHASE", phase)
+    start = time.monotonic()
+    outcomes = run(rank_cases.one_dies_at, 2, tmp_path, timeout=60)
+    assert time.monotonic() - start < 60
+    assert outcomes[victim].code == -9
+    assert outcomes[1 - victim].code != 0
+    assert re.search(rf"rank {victim} \(process \d+\) has ended", outcomes[1 - victim].errors), (
+        outcomes[1 - victim].errors
+    )
+    booster, model, optimizer = rank_cases.boost(rank_cases.TOWER)
+    info = booster.load(tmp_path / "run", model, optimizer)
+    assert info.step == (2 if phase == "load" else 1)
 
 
 def test_a_rank_that_is_stopped_is_named_by_the_others(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from castor.runtime.guard import guard
 from castor.runtime.history import StepHistory
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.input_cast import InputCast
-from castor.runtime.ranks import Ranks, Result
+from castor.runtime.ranks import Ranks
 from castor.runtime.report import LogitFigures, MemoryReport
 from castor.runtime.spec import ModelSpec, check_distinct_memory
 from castor.runtime.stored_weight import StoredWeights
@@ -222,14 +222,6 @@ class Engine:
             yield
         finally:
             self.session.synchronise(before)
-
-    def on_first(self, work: Callable[[], Result]) -> Result:
-        """As Ranks.on_first; the others give what `work` reads of their optimizer states."""
-        if self.ranks is None:
-            return work()
-        return self.ranks.on_first(
-            work, serve=self.session.serve_states, end_service=self.session.end_service
-        )
 
     @property
     def num_steps(self) -> int:

@@ -6,8 +6,10 @@ import atexit
 import hashlib
 import os
 import pickle
+import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -66,10 +68,27 @@ class Ranks:
         """Of the groups, as castor._C finds them."""
         return self.group.group_name, self.updates.group_name
 
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """A collective of torch's, whose failure is that another rank is gone.
+
+        Raises:
+            Error: It is.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            why = re.sub(r"^\[/\S*\] ", "", str(error).partition("\n")[0])
+            raise Error(
+                f"rank {self.rank} of {self.size} lost the others: {why}. A rank that failed says "
+                "why in its own output; start all again, from the last checkpoint"
+            ) from error
+
     def gather(self, value: Any) -> list[Any]:
         """What every rank gives, in rank order; picklable."""
         values: list[Any] = [None] * self.size
-        distributed.all_gather_object(values, value, group=self.group)
+        with self._together():
+            distributed.all_gather_object(values, value, group=self.group)
         return values
 
     def share_of_cores(self) -> int:
@@ -82,7 +101,8 @@ class Ranks:
         whole = tensor.detach()
         values = whole.contiguous()
         if values.numel() > 0:  # bytes: gloo does not know every type
-            distributed.broadcast(values.view(-1).view(torch.uint8), src=0, group=self.group)
+            with self._together():
+                distributed.broadcast(values.view(-1).view(torch.uint8), src=0, group=self.group)
         if values is not whole:
             whole.copy_(values)
 
@@ -130,7 +150,8 @@ class Ranks:
             end_service()
         else:
             serve()
-        distributed.broadcast_object_list(outcome, src=0, group=self.group)
+        with self._together():
+            distributed.broadcast_object_list(outcome, src=0, group=self.group)
         if outcome[1] is not None:
             raise outcome[1]
         result: Result = outcome[0]
