@@ -77,6 +77,7 @@ def test_an_engine_needs_no_plugin() -> None:
         link_bytes_per_second=0,
         state=_C.StateOptions(rule=None, state_format="fp32", nvme=None, nvme_fraction=0.0),
         overlap="none",
+        num_threads=0,
     )
     model = tower()
     settings = EngineSettings(session=session, precision="fp32", device=torch.device("cpu"))
