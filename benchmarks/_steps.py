@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -71,17 +71,17 @@ def batch(step: int) -> dict[str, Any]:
 
 def make_plain(model: Model) -> tuple[Step, Report]:
     """Plain PyTorch: AdamW(fused=True), clip_grad_norm_."""
+    return torch_step(model.build()), dict
+
+
+def torch_step(module: Any, batch_of: Callable[[int], dict[str, Any]] = batch) -> Step:
+    """A step of AdamW(fused=True) and clip_grad_norm_ over a module, wrapped or not."""
     import torch
 
-    module = model.build()
-    return _torch_step(module, torch.optim.AdamW(module.parameters(), lr=LR, fused=True)), dict
-
-
-def _torch_step(module: Any, optimizer: Any) -> Step:
-    import torch
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, fused=True)
 
     def step(i: int) -> float:
-        loss = module(**batch(i)).loss
+        loss = module(**batch_of(i)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
         optimizer.step()
@@ -185,7 +185,6 @@ def start_deepspeed(model: Model, config: dict[str, Any]) -> Any:
 
 def make_fsdp2(model: Model) -> tuple[Step, Report]:
     """FSDP2 with CPUOffloadPolicy: each layer and the rest are sharded over one gloo process."""
-    import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -196,7 +195,7 @@ def make_fsdp2(model: Model) -> tuple[Step, Report]:
     for layer in module.transformer.h:
         fully_shard(layer, mesh=mesh, offload_policy=policy)
     fully_shard(module, mesh=mesh, offload_policy=policy)
-    return _torch_step(module, torch.optim.AdamW(module.parameters(), lr=LR, fused=True)), dict
+    return torch_step(module), dict
 
 
 def _start_process_group() -> None:
@@ -301,7 +300,7 @@ def tight(ample: dict[str, Any], share: float) -> int:
     return int(ample["peak_nonmodel_bytes"] + share * ample["param_bytes"])
 
 
-def run_rounds(found: dict[str, Contender], rounds: int, steps: int) -> None:
+def run_rounds(found: Mapping[str, Any], rounds: int, steps: int) -> None:
     """Every contender runs `steps` timed steps a round; who begins changes from round to round."""
     order = list(found.values())
     for round_ in range(rounds):

@@ -39,7 +39,9 @@ from _steps import (
     Report,
     Step,
     peak_resident_bytes,
+    run_rounds,
     tight,
+    torch_step,
     worst_difference,
 )
 from rich.console import Console
@@ -69,7 +71,7 @@ def make_ddp(rank: int) -> tuple[Step, Report]:
 
     module = Model().build()
     wrapped = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
-    return _torch_step(wrapped, rank), dict
+    return torch_step(wrapped, lambda i: batch(i, rank)), dict
 
 
 def make_fsdp2(rank: int) -> tuple[Step, Report]:
@@ -83,23 +85,7 @@ def make_fsdp2(rank: int) -> tuple[Step, Report]:
     for layer in module.transformer.h:
         fully_shard(layer, mesh=mesh)
     fully_shard(module, mesh=mesh)
-    return _torch_step(module, rank), dict
-
-
-def _torch_step(module: Any, rank: int) -> Step:
-    import torch
-
-    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, fused=True)
-
-    def step(i: int) -> float:
-        loss = module(**batch(i, rank)).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    return step
+    return torch_step(module, lambda i: batch(i, rank)), dict
 
 
 def make_zero3(rank: int) -> tuple[Step, Report]:
@@ -325,14 +311,10 @@ def main() -> int:
     machine = describe_machine()
 
     found = start_contenders(console, arguments.ranks, arguments.leave_out)
-    order = list(found.values())
-    for round_ in range(arguments.rounds):
-        first = round_ % len(order)
-        for ranks in order[first:] + order[:first]:
-            ranks.run(arguments.steps, timed=True)
+    run_rounds(found, arguments.rounds, arguments.steps)
     reports = {key: ranks.report() for key, ranks in found.items()}
     differences = verify(found)
-    for ranks in order:
+    for ranks in found.values():
         ranks.stop()
 
     table = Table(title=f"GPT-2 42.5M, {arguments.ranks} ranks, {ROWS} x {SEQUENCE} tokens each")

@@ -47,9 +47,6 @@ OWNED_HEADERS: tuple[tuple[str, frozenset[str], str], ...] = (
     (r"cuda|cublas|nccl|nvtx|cub/|thrust/", frozenset({"cuda", "torch"}), "CUDA"),
 )
 
-# (file, header): what host and io share, and both may take only from core.
-ALLOWED = frozenset({("csrc/core/unique_fd.h", "unistd.h")})
-
 STARTS_THREADS = frozenset({"thread", "future"})
 
 # fmt: off
@@ -81,7 +78,7 @@ PY_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"optim", "distributed", "checkpoint", "activations"}),
     frozenset({"plugins"}),
     frozenset({"booster", "io_bench"}),
-    frozenset({"report", "estimate", "doctor", "selftest"}),
+    frozenset({"report", "estimate", "doctor", "launch", "selftest"}),
     frozenset({"cli"}),
     frozenset({"__init__", "__main__"}),
 )
@@ -155,7 +152,7 @@ def check_cxx(root: Path) -> Iterator[Violation]:
         for number, line in enumerate(lines, start=1):
             match = INCLUDE.match(line)
             problem = match and include_problem(layer, match[2], match[1] == '"')
-            if problem and (relative.as_posix(), match[2]) not in ALLOWED:
+            if problem:
                 yield Violation(relative, number, *problem)
         if path.suffix in HEADER_SUFFIXES:
             yield from check_length(path, relative, MAX_HEADER_LINES)

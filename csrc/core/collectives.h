@@ -10,8 +10,8 @@
 
 namespace castor {
 
-/// Seam between the ranks that train one model together: process groups (csrc/dist), memory that
-/// they share (csrc/host/shared_collectives.h), threads of one process in tests. Every rank makes
+/// Seam between the ranks that train one model together: process groups, and memory that
+/// they share (csrc/dist); threads of one process in tests. Every rank makes
 /// the same calls in the same order; each returns when it is done here, and throws Error where
 /// another rank is gone. One call at a time.
 class Collectives {
@@ -27,6 +27,10 @@ class Collectives {
   /// Of `sent`, cut into size() equal parts, rank r gets the r-th. `received`, as large and apart
   /// from it, becomes what every rank sent to this one, in rank order.
   virtual void all_to_all(std::span<const std::byte> sent, std::span<std::byte> received) = 0;
+  /// This rank takes no further part: its own calls throw from now on. Through shared memory
+  /// whoever waits for it throws at once, as does a call of its own that is under way; over a
+  /// group they do when this process ends, or at their timeout. From any thread.
+  virtual void leave() noexcept = 0;
   /// For reports: "gloo".
   [[nodiscard]] virtual std::string description() const = 0;
 };

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include <atomic>
 #include <exception>
 #include <string>
 #include <utility>
@@ -54,10 +55,16 @@ class GroupCollectives final : public Collectives {
     complete([&] { return backend_->alltoall_base(output, input, equal, equal); });
   }
 
+  // gloo has no way to break a connection but to end: others hear of it then, or at their timeout.
+  void leave() noexcept override { left_ = true; }
+
  private:
   template <typename Begin>
   void complete(const Begin& begin) {
     try {
+      if (left_) {
+        throw Error("it has let go of the model itself");
+      }
       begin()->wait();
     } catch (const std::exception& error) {
       throw lost_ranks(*this, without_places(error));
@@ -65,6 +72,7 @@ class GroupCollectives final : public Collectives {
   }
 
   const c10::intrusive_ptr<c10d::Backend> backend_;
+  std::atomic<bool> left_ = false;
 };
 
 }  // namespace

@@ -19,7 +19,8 @@ namespace castor {
 /// a GPU, and never faults. That is part of the contract. It is also why the arena does not trim by
 /// itself when upstream is out of memory: free slots of other sizes are then named in the error.
 /// Free slots stay resident and are not charged to any Ledger: a tier trims them to what its budget
-/// has left whenever it makes a block, so that slots of several sizes do not add up.
+/// has left whenever it makes a block, so that slots of several sizes do not add up, and the
+/// runtime to what a plan leaves beside non-model data.
 ///
 /// Owned by its MemoryTier; every block must be given back before the arena is destroyed.
 /// Thread-safe; calls upstream without holding its mutex.

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-#include "core/unique_fd.h"
+#include "io/unique_fd.h"
 
 namespace castor {
 

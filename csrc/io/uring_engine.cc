@@ -10,9 +10,9 @@
 #include <utility>
 
 #include "core/error.h"
-#include "core/unique_fd.h"
 #include "core/units.h"
 #include "io/check_requests.h"
+#include "io/unique_fd.h"
 
 namespace castor {
 namespace {

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "dist/group_collectives.h"
-#include "host/shared_collectives.h"
+#include "dist/shared_collectives.h"
 #include "python/bindings.h"
 #include "python/names.h"
 #include "torch/chunk_storages.h"

@@ -32,6 +32,8 @@ class ChunkUpdates {
   ChunkUpdates(const ChunkLayout& layout, const ShardMap& shards, StatePlaces& places,
                Executor& executor, std::shared_ptr<const UpdateRule> rule, RankWeights* ranks);
 
+  /// Whether other ranks run the same updates, and wait for each.
+  [[nodiscard]] bool together() const noexcept { return ranks_ != nullptr; }
   /// Throws UsageError where another optimizer updates the parameters.
   [[nodiscard]] const UpdateRule& rule() const;
   /// What the stochastic rounding depends on: `streams[i]` tells parameter i apart from the others.

@@ -26,6 +26,9 @@ class RankWeights {
     figures_.add_bytes((ranks_->size() - 1) * part);
   }
 
+  /// From any thread.
+  void leave() noexcept { ranks_->leave(); }
+
   [[nodiscard]] const RankFigures& figures() const noexcept { return figures_; }
 
  private:

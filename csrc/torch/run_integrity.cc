@@ -14,9 +14,14 @@ void note(std::string& reason, const std::string& why) {
 }  // namespace
 
 void RunIntegrity::broke(const std::string& why) {
-  const std::lock_guard lock(mutex_);
-  note(weights_lost_, why);
-  note(states_lost_, why);
+  {
+    const std::lock_guard lock(mutex_);
+    note(weights_lost_, why);
+    note(states_lost_, why);
+  }
+  if (then_) {
+    then_();
+  }
 }
 
 void RunIntegrity::loading(RunLoad load) {

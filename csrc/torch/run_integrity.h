@@ -1,7 +1,9 @@
 #pragma once
 
+#include <functional>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "core/run_load.h"
 
@@ -12,6 +14,8 @@ namespace castor {
 /// must be neither trained further nor saved. Thread-safe.
 class RunIntegrity {
  public:
+  /// Calls `then`, from any thread, whenever the run has broken: broke(). Before all else.
+  void when_broken(std::function<void()> then) { then_ = std::move(then); }
   /// `why`: "optimizer.step() failed when it had changed 3 of 12 chunks (...)".
   void broke(const std::string& why);
   /// A load has begun to replace them.
@@ -23,6 +27,7 @@ class RunIntegrity {
   void check() const;
 
  private:
+  std::function<void()> then_;
   mutable std::mutex mutex_;  // guards everything below
   std::string weights_lost_;  // why; empty: they are whole
   std::string states_lost_;

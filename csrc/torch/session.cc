@@ -152,6 +152,7 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
     check_ranks();
     ranks_ = std::make_unique<SessionRanks>(*options.ranks, layout_, shards_, *gradients_,
                                             *state_places_, *executor_, *host_);
+    integrity_.when_broken([this] { ranks_->leave(); });
   }
   optimizer_state_ =
       std::make_unique<OptimizerState>(*manager_, shards_, *state_places_, params_, *executor_,
@@ -494,6 +495,9 @@ void Session::check_whole() {
 
 void Session::begin_load(RunLoad load) {
   own_device_.follow_stream();
+  if (ranks_) {
+    ranks_->check_there();
+  }
   updater_->abandon();
   gradients_->begin_step();
   note_torn_payloads();

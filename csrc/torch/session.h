@@ -61,7 +61,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void set_loss_scale(double scale) { gradients_->set_loss_scale(scale); }
 
   /// With several ranks: whether the gradients of the passes that follow become their mean at the
-  /// end of each, or all at the next step.
+  /// end of each, or all at the next step. Returns whether those before did.
   bool synchronise(bool on);
   /// nullptr: this process is alone.
   [[nodiscard]] SessionRanks* ranks() const noexcept { return ranks_.get(); }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -7,6 +8,7 @@
 #include <string>
 
 #include "core/collectives.h"
+#include "core/error.h"
 #include "core/rank_meeting.h"
 #include "torch/rank_gradients.h"
 #include "torch/rank_states.h"
@@ -33,6 +35,21 @@ class SessionRanks {
   [[nodiscard]] RankStates& states() noexcept { return states_; }
   [[nodiscard]] RankWeights& weights() noexcept { return weights_; }
 
+  /// This run cannot go on here: nobody shall wait for it. From any thread.
+  void leave() noexcept {
+    left_ = true;
+    weights_.leave();
+    passes_->leave();
+  }
+  /// Throws Error after leave().
+  void check_there() const {
+    if (left_) {
+      throw Error("rank " + std::to_string(rank()) + " of " + std::to_string(size()) +
+                  " has let go of the others when its own run could not go on: start all again, "
+                  "from the last checkpoint");
+    }
+  }
+
   [[nodiscard]] std::size_t rank() const noexcept { return passes_->rank(); }
   [[nodiscard]] std::size_t size() const noexcept { return passes_->size(); }
   [[nodiscard]] const std::string& link() const noexcept { return link_; }
@@ -52,6 +69,7 @@ class SessionRanks {
   RankGradients gradients_;
   RankStates states_;
   RankWeights weights_;
+  std::atomic<bool> left_ = false;
 };
 
 }  // namespace castor

@@ -178,7 +178,7 @@ void Updater::run_now(std::span<const std::vector<ParamUpdate>> updates) {
   try {
     parts_.updates.run_all(updates, num_begun);
   } catch (const std::exception& error) {
-    if (num_begun > 0) {
+    if (num_begun > 0 || parts_.updates.together()) {  // others may have changed theirs
       parts_.integrity.broke("optimizer.step() failed when it had changed " +
                              std::to_string(num_begun) + " of " + std::to_string(updates.size()) +
                              " chunks (" + error.what() + ")");

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <chrono>
 #include <cstddef>
@@ -35,7 +36,7 @@ class ThreadRanks {
         } catch (const Error& error) {
           failures_[rank] = error.what();
         }
-        meet_.arrive_and_drop();
+        own.end();
       });
     }
   }
@@ -66,27 +67,48 @@ class ThreadRanks {
       });
     }
 
+    void leave() noexcept override {
+      ranks_.left_ = true;
+      end();
+    }
+    void end() noexcept {
+      if (!ended_.exchange(true)) {
+        ranks_.meet_.arrive_and_drop();
+      }
+    }
+
    private:
+    void meet() {
+      if (!ended_) {
+        ranks_.meet_.arrive_and_wait();
+      }
+      if (ranks_.left_) {
+        throw lost_ranks(*this, "one has let go");
+      }
+    }
+
     template <typename Take>
     void exchange(std::span<const std::byte> own, const Take& take) {
       std::this_thread::sleep_for(std::chrono::microseconds(random_() % 200));
       ranks_.sent_[rank_].assign(own.begin(), own.end());
-      ranks_.meet_.arrive_and_wait();
+      meet();
       for (std::size_t rank = 0; rank < size(); ++rank) {
         take(rank, std::span<const std::byte>(ranks_.sent_[rank]));
       }
-      ranks_.meet_.arrive_and_wait();
+      meet();
     }
 
     ThreadRanks& ranks_;
     const std::size_t rank_;
     std::minstd_rand random_;
+    std::atomic<bool> ended_ = false;
   };
 
   const std::size_t size_;
   const unsigned seed_;
   std::vector<std::vector<std::byte>> sent_;
   std::barrier<> meet_;
+  std::atomic<bool> left_ = false;
   std::vector<std::string> failures_;
 };
 

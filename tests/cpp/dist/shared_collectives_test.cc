@@ -1,13 +1,15 @@
-#include "host/shared_collectives.h"
+#include "dist/shared_collectives.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstddef>
 #include <random>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "core/thread_collectives.h"
@@ -104,6 +106,47 @@ TEST_P(SharedCollectivesTest, ARankThatHasLetGoIsNamedAndNobodyWaitsForItAgain) 
     EXPECT_TRUE(rank == 1 || failure.find(") has let go of the model") != std::string::npos)
         << failure;
   }
+}
+
+TEST_P(SharedCollectivesTest, ARankThatLeavesIsNamedToThoseThatWaitAndMeetsNobodyAgain) {
+  ThreadRanks threads(GetParam(), 4);
+  threads.run([&](Collectives& group) {
+    const SharedCollectives shared = share_memory(group);
+    ASSERT_NE(shared.ranks, nullptr) << shared.refusal;
+    std::vector<std::byte> all(group.size());
+    shared.ranks->all_gather(std::array{std::byte{1}}, all);
+    if (group.rank() == 1) {
+      shared.ranks->leave();
+    }
+    shared.ranks->all_gather(std::array{std::byte{1}}, all);
+  });
+  for (std::size_t rank = 0; rank < GetParam(); ++rank) {
+    const std::string& failure = threads.failures()[rank];
+    EXPECT_NE(
+        failure.find(rank == 1 ? "it has let go of the model itself" : ") has let go of the model"),
+        std::string::npos)
+        << failure;
+  }
+}
+
+// From another thread than the one that waits; the others have not come.
+TEST(SharedCollectivesLeaveTest, LeavingEndsAWaitOfItsOwn) {
+  ThreadRanks threads(2);
+  threads.run([&](Collectives& group) {
+    const SharedCollectives shared = share_memory(group);
+    ASSERT_NE(shared.ranks, nullptr) << shared.refusal;
+    if (group.rank() == 0) {
+      const std::jthread leaving([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        shared.ranks->leave();
+      });
+      std::vector<std::byte> all(group.size());
+      shared.ranks->all_gather(std::array{std::byte{1}}, all);
+    }
+    std::vector<std::byte> both(group.size());
+    group.all_gather(std::array{std::byte{1}}, both);  // rank 1 stays until rank 0 is through
+  });
+  EXPECT_NE(threads.failures()[0].find("it has let go"), std::string::npos);
 }
 
 }  // namespace

@@ -1,9 +1,8 @@
-#include "host/shared_collectives.h"
+#include "dist/shared_collectives.h"
 
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <poll.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -24,7 +23,8 @@
 #include <vector>
 
 #include "core/error.h"
-#include "core/unique_fd.h"
+#include "host/shared_mapping.h"
+#include "io/unique_fd.h"
 
 namespace castor {
 namespace {
@@ -38,14 +38,14 @@ constexpr std::int64_t kTickNanoseconds = 200'000'000;
 constexpr int kTicksToStopped = 50;
 constexpr int kTicksToGiveUp = 9000;  // half an hour, as process groups
 constexpr std::size_t kMaxRanks = 512;
-constexpr std::uint32_t kLeft = ~std::uint32_t{0};
 
 /// At the beginning of the memory; the ranks' buffers follow.
 struct Header {
   std::atomic<std::uint64_t> token;  ///< tells it apart from other files
   alignas(64) std::atomic<std::uint32_t> arrived;
   alignas(64) std::atomic<std::uint32_t> round;
-  alignas(64) std::array<std::atomic<std::uint32_t>, kMaxRanks> met;  ///< rounds; or kLeft
+  alignas(64) std::array<std::atomic<std::uint32_t>, kMaxRanks> met;  ///< rounds
+  alignas(64) std::array<std::atomic<bool>, kMaxRanks> left;
 };
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 constexpr std::size_t kHeaderBytes = 4096;
@@ -85,37 +85,6 @@ std::string failed(const std::string& what) {
   return what + " failed: " + std::generic_category().message(errno);
 }
 
-class Mapping {
- public:
-  Mapping() = default;
-  Mapping(int file, std::size_t bytes) : bytes_(bytes) {
-    void* const data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    data_ = data == MAP_FAILED ? nullptr : static_cast<std::byte*>(data);
-    if (data_ != nullptr) {
-      ::madvise(data_, bytes_, MADV_DONTFORK);  // a child does not take part
-    }
-  }
-  Mapping(Mapping&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
-  Mapping& operator=(Mapping&& other) noexcept {
-    std::swap(data_, other.data_);
-    std::swap(bytes_, other.bytes_);
-    return *this;
-  }
-  Mapping(const Mapping&) = delete;
-  Mapping& operator=(const Mapping&) = delete;
-  ~Mapping() {
-    if (data_ != nullptr) {
-      ::munmap(data_, bytes_);
-    }
-  }
-  [[nodiscard]] std::byte* data() const noexcept { return data_; }
-
- private:
-  std::byte* data_ = nullptr;
-  std::size_t bytes_ = 0;
-};
-
 struct Peer {
   int process = 0;
   UniqueFd ended;  ///< readable when it has
@@ -123,9 +92,9 @@ struct Peer {
 
 class MemoryRanks final : public Collectives {
  public:
-  MemoryRanks(std::size_t rank, std::size_t size, Mapping memory, std::vector<Peer> peers)
+  MemoryRanks(std::size_t rank, std::size_t size, SharedMapping memory, std::vector<Peer> peers)
       : rank_(rank), size_(size), memory_(std::move(memory)), peers_(std::move(peers)) {}
-  ~MemoryRanks() override { header().met[rank_] = kLeft; }
+  ~MemoryRanks() override { leave(); }
   MemoryRanks(const MemoryRanks&) = delete;
   MemoryRanks& operator=(const MemoryRanks&) = delete;
 
@@ -166,6 +135,11 @@ class MemoryRanks final : public Collectives {
     }
   }
 
+  void leave() noexcept final {
+    header().left[rank_] = true;
+    wake_all();
+  }
+
  private:
   [[nodiscard]] Header& header() const noexcept {
     return *reinterpret_cast<Header*>(memory_.data());
@@ -181,13 +155,13 @@ class MemoryRanks final : public Collectives {
     if (!lost_.empty()) {
       throw Error(lost_);
     }
+    check_here();
     const std::uint32_t round = header().round.load(std::memory_order_acquire);
     header().met[rank_].store(round + 1, std::memory_order_relaxed);
     if (header().arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
       header().arrived.store(0, std::memory_order_relaxed);
       header().round.store(round + 1, std::memory_order_release);
-      ::syscall(SYS_futex, &header().round, FUTEX_WAKE, static_cast<int>(size_), nullptr, nullptr,
-                0);
+      wake_all();
       return;
     }
     const auto waiting = [&] { return header().round.load(std::memory_order_acquire) == round; };
@@ -199,20 +173,34 @@ class MemoryRanks final : public Collectives {
       const long result =
           ::syscall(SYS_futex, &header().round, FUTEX_WAIT, round, &tick, nullptr, 0);
       if (result != 0 && errno == ETIMEDOUT) {
-        const std::string loss = find_loss(round, ++ticks);
-        if (!loss.empty() && waiting()) {
-          lost_ = lost_ranks(*this, loss).what();
-          throw Error(lost_);
-        }
+        ++ticks;
+      }
+      const std::string loss = find_loss(round, ticks);
+      if (!waiting()) {
+        return;
+      }
+      check_here();
+      if (!loss.empty()) {
+        lost_ = lost_ranks(*this, loss).what();
+        throw Error(lost_);
       }
     }
+  }
+
+  void check_here() const {
+    if (header().left[rank_]) {
+      throw lost_ranks(*this, "it has let go of the model itself");
+    }
+  }
+
+  void wake_all() noexcept {
+    ::syscall(SYS_futex, &header().round, FUTEX_WAKE, static_cast<int>(size_), nullptr, nullptr, 0);
   }
 
   /// "" while all that are not here can still come.
   [[nodiscard]] std::string find_loss(std::uint32_t round, int ticks) const {
     for (std::size_t rank = 0; rank < peers_.size(); ++rank) {
-      const std::uint32_t met = header().met[rank].load(std::memory_order_relaxed);
-      if (met == round + 1) {
+      if (header().met[rank].load(std::memory_order_relaxed) == round + 1) {
         continue;
       }
       const std::string name =
@@ -221,7 +209,7 @@ class MemoryRanks final : public Collectives {
       if (::poll(&ended, 1, 0) > 0) {
         return name + ") has ended";
       }
-      if (met == kLeft) {
+      if (header().left[rank]) {
         return name + ") has let go of the model";
       }
       if (ticks >= kTicksToStopped && stopped(peers_[rank].process)) {
@@ -242,7 +230,7 @@ class MemoryRanks final : public Collectives {
 
   const std::size_t rank_;
   const std::size_t size_;
-  const Mapping memory_;
+  const SharedMapping memory_;
   const std::vector<Peer> peers_;
   std::size_t buffer_ = 0;
   std::string lost_;
@@ -250,7 +238,7 @@ class MemoryRanks final : public Collectives {
 
 /// Of this rank, as far as it gets on its own.
 struct Part {
-  Mapping memory;
+  SharedMapping memory;
   std::vector<Peer> peers;
   std::string refusal;
 };
@@ -287,7 +275,7 @@ Part take_part(std::size_t rank, std::span<const Invitation> all, int own_file, 
     part.refusal = "rank 0's memory is not there";
     return part;
   }
-  part.memory = Mapping(file, bytes);
+  part.memory = SharedMapping(file, bytes);
   if (part.memory.data() == nullptr) {
     part.refusal = failed("mapping shared memory");
     return part;
@@ -316,8 +304,8 @@ SharedCollectives share_memory(Collectives& group) {
   const std::size_t bytes = kHeaderBytes + group.size() * kNumBuffers * kBufferBytes;
   UniqueFd file;
   if (group.rank() == 0) {
-    file = UniqueFd(::memfd_create("castor-ranks", MFD_CLOEXEC));
-    if (file && ::ftruncate(file.get(), static_cast<off_t>(bytes)) == 0) {
+    file = UniqueFd(make_shared_file(bytes));
+    if (file) {
       std::random_device random;
       own.token = (std::uint64_t{random()} << 32) | random();
       own.file = file.get();
