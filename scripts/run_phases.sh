@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
 # Runs make targets one after the other and closes with the time each took.
 # One that fails does not stop the ones after it, so that a run tells all there is to mend; the exit
-# status is 1 if any failed.
+# status is 1 if any failed. The last lines say what failed, for a reader who has only those: the tests that
+# a target names as FAILED or in ERROR, or else its own last lines.
 # Usage: run_phases.sh TARGET...
 set -uo pipefail
 
+logs=build/phases
+mkdir -p "$logs"
 report=()
 failed=()
 for phase in "$@"; do
   printf '\n==== %s\n' "$phase"
   start=$SECONDS
-  if "${MAKE:-make}" --no-print-directory --keep-going "$phase"; then
+  if "${MAKE:-make}" --no-print-directory --keep-going "$phase" 2>&1 | tee "$logs/$phase.log"; then
     result=ok
   else
     result=FAILED
@@ -23,6 +26,10 @@ printf '\n==== phases\n'
 printf '%s\n' "${report[@]}"
 printf '%-10s %-6s %5d s\n' total "" "$SECONDS"
 if [[ ${#failed[@]} -gt 0 ]]; then
+  for phase in "${failed[@]}"; do
+    printf '\n== %s\n' "$phase"
+    { grep -E '^(FAILED|ERROR) |\(Failed\)$' "$logs/$phase.log" || tail -n 12 "$logs/$phase.log"; } | cut -c 1-400
+  done
   echo "failed: ${failed[*]}"
   exit 1
 fi
