@@ -18,6 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import castor
 from castor.checkpoint import make_resumable
+from castor.checkpoint.rank_sampler import RankSampler
 from castor.checkpoint.values import decode, encode
 from helpers import plugin
 from zoo import tower, tower_batch
@@ -199,3 +200,95 @@ def test_loaders_with_their_own_state_use_it(tmp_path: Path) -> None:
     other.position = {}
     BOOSTER.load(tmp_path / "run", tower(), dataloader=other)
     assert other.position == loader.position
+
+
+SIZE = 50
+
+
+class Ranks:
+    """Loaders over the same data, one a rank."""
+
+    def __init__(self, count: int, batch_size: int, **options: Any) -> None:
+        self.loaders: list[Any] = []
+        for rank in range(count):
+            sampler = RankSampler(range(SIZE), count, rank, seed=3, **options)
+            self.loaders.append(
+                resumable(
+                    list(range(SIZE)),
+                    batch_size=batch_size,
+                    sampler=sampler,
+                    drop_last=sampler.drop_last,
+                )
+            )
+        self._epoch = [iter(())] * count
+
+    def begin(self) -> None:
+        self._epoch = [iter(loader) for loader in self.loaders]
+
+    def take(self, batches: int) -> list[int]:
+        """What all ranks see in so many batches, in the order that they share."""
+        taken: list[int] = []
+        for _ in range(batches):
+            theirs = [next(epoch).tolist() for epoch in self._epoch]
+            assert len({len(batch) for batch in theirs}) == 1
+            taken += [index for together in zip(*theirs, strict=True) for index in together]
+        return taken
+
+    def rest(self) -> list[int]:
+        taken: list[int] = []
+        while True:
+            try:
+                taken += self.take(1)
+            except StopIteration:
+                return taken
+
+
+@pytest.mark.parametrize("saved", [(1, 6), (2, 3), (3, 2), (4, 1)])
+@pytest.mark.parametrize("loaded", [(1, 6), (2, 3), (3, 2), (4, 1), (2, 5)])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_any_number_of_ranks_goes_on_behind_the_samples_that_were_taken(
+    saved: tuple[int, int], loaded: tuple[int, int], shuffle: bool
+) -> None:
+    order = list(RankSampler(range(SIZE), 1, 0, shuffle=shuffle, seed=3))
+    before, after = Ranks(*saved, shuffle=shuffle), Ranks(*loaded, shuffle=shuffle)
+    before.begin()
+    taken = before.take(4)
+    for loader in after.loaders:
+        loader.load_state_dict(before.loaders[0].state_dict())
+    after.begin()
+    taken += after.take(2)
+    once_more = Ranks(*saved, shuffle=shuffle)
+    for loader in once_more.loaders:
+        loader.load_state_dict(after.loaders[0].state_dict())
+    once_more.begin()
+    taken += once_more.rest()
+    assert taken[:SIZE] == order
+    assert taken[SIZE:] == order[: len(taken) - SIZE]  # so that every rank has as many
+    assert len(taken) - SIZE < saved[0]
+    once_more.begin()
+    assert once_more.rest()[:SIZE] == order
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_epoch_that_has_handed_out_all_is_over_for_any_number_of_ranks(drop_last: bool) -> None:
+    before, after = (Ranks(size, 4, drop_last=drop_last) for size in (3, 2))
+    before.begin()
+    before.take(len(before.loaders[0]))
+    for loader in after.loaders:
+        loader.load_state_dict(before.loaders[0].state_dict())
+    after.begin()
+    assert after.rest() == []
+    after.begin()
+    assert len(after.rest()) == (48 if drop_last else SIZE)
+
+
+@pytest.mark.parametrize(("name", "value"), [("seed", 4), ("shuffle", False)])
+def test_an_order_of_samples_that_another_loader_has_is_refused(name: str, value: Any) -> None:
+    options = {"seed": 3, "shuffle": True}
+    loaders = [
+        resumable(list(range(SIZE)), sampler=RankSampler(range(SIZE), 2, 0, **chosen))
+        for chosen in (options, options | {name: value})
+    ]
+    next(iter(loaders[0]))
+    with pytest.raises(castor.CheckpointError, match=f"{name}={options[name]}, this one has"):
+        loaders[1].load_state_dict(loaders[0].state_dict())

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from castor.checkpoint import rng
+from castor.checkpoint.rank_sampler import RankSampler
 from castor.errors import CheckpointError
 
 _FORMAT = "castor-dataloader-1"
@@ -28,6 +29,9 @@ class ResumableLoader(DataLoader[Any]):
     Batches are passed over by their indices alone where no worker and no iterable dataset is
     involved, otherwise by fetching them again. An iterable dataset that draws from the global
     generators while it is read must bring its own state (torchdata's StatefulDataLoader).
+
+    With a RankSampler another number of ranks, or another batch size, goes on behind the samples
+    that all ranks had taken, with random states of its own.
     """
 
     _castor_position: _Position | None
@@ -37,7 +41,13 @@ class ResumableLoader(DataLoader[Any]):
         """An iterator over the batches, after a resume over the rest of them."""
         resume, self._castor_resume = self._castor_resume, None
         if resume is not None:
-            return self._go_on(*resume)
+            state, now = resume
+            return self._go_on(state, now) if self._cut_alike(state) else self._go_behind(state)
+        if (sampler := _rank_sampler(self)) is not None:
+            sampler.begin = 0
+        return self._begin()
+
+    def _begin(self) -> Any:
         begun = {
             "rng": rng.snapshot(),
             "generators": [generator.get_state() for generator in _generators(self)],
@@ -46,6 +56,13 @@ class ResumableLoader(DataLoader[Any]):
         self._castor_position = _Position(begun)
         return _Batches(super().__iter__(), self._castor_position)
 
+    def _go_behind(self, state: dict[str, Any]) -> Any:
+        """What is left of the epoch, in batches that it was not cut into before."""
+        sampler = _sampler_of(self)
+        sampler.set_epoch(state["begun"]["sampler_epoch"])
+        sampler.begin = state["order"]["taken"]
+        return self._begin()
+
     def _go_on(self, state: dict[str, Any], now: rng.Snapshot) -> Any:
         begun = state["begun"]
         own = [generator.get_state() for generator in _generators(self)]
@@ -53,6 +70,8 @@ class ResumableLoader(DataLoader[Any]):
         _set_generators(self, begun["generators"])
         if begun["sampler_epoch"] is not None:
             _sampler_of(self).set_epoch(begun["sampler_epoch"])
+        if (sampler := _rank_sampler(self)) is not None and state.get("order"):
+            sampler.begin = state["order"]["begin"]
         try:
             batches = super().__iter__()
             _pass_over(self, batches, state["handed_out"])
@@ -76,18 +95,41 @@ class ResumableLoader(DataLoader[Any]):
             "generators": [generator.get_state() for generator in _generators(self)],
             "batch_size": self.batch_size,
             "num_batches": _length(self),
+            "order": self._order(position.handed_out),
         }
+
+    def _order(self, handed_out: int) -> dict[str, Any] | None:
+        """Where all ranks are together, None where the sampler does not know."""
+        sampler = _rank_sampler(self)
+        if sampler is None:
+            return None
+        return {
+            **sampler.order,
+            "ranks": sampler.num_replicas,
+            "begin": sampler.begin,
+            "taken": sampler.taken(handed_out, self.batch_size or 1),
+        }
+
+    def _cut_alike(self, state: dict[str, Any]) -> bool:
+        """Whether the epoch that `state` is of had this loader's batches."""
+        sampler, order = _rank_sampler(self), state.get("order")
+        if sampler is None or order is None:
+            return True
+        return (order["ranks"], state["batch_size"]) == (sampler.num_replicas, self.batch_size)
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raises CheckpointError if `state` is that of another loader."""
         if state.get("format") != _FORMAT:
             raise CheckpointError("the saved dataloader position is not that of a torch DataLoader")
-        own = {"batch_size": self.batch_size, "num_batches": _length(self)}
+        sampler, saved = _rank_sampler(self), state | (state.get("order") or {})
+        own: dict[str, Any] = {} if sampler is None else sampler.order
+        if self._cut_alike(state):
+            own |= {"batch_size": self.batch_size, "num_batches": _length(self)}
         for name, value in own.items():
-            if state[name] != value:
+            if saved.get(name, value) != value:
                 raise CheckpointError(
                     f"the saved dataloader position counts batches of a loader with "
-                    f"{name}={state[name]}, this one has {value}; build it over the same data"
+                    f"{name}={saved[name]}, this one has {value}; build it over the same data"
                 )
         if len(state["generators"]) != len(_generators(self)):
             raise CheckpointError(
@@ -102,7 +144,8 @@ class ResumableLoader(DataLoader[Any]):
             CheckpointError: It is of another loader.
         """
         self.check_state_dict(state)
-        _set_generators(self, state["generators"])
+        if self._cut_alike(state):
+            _set_generators(self, state["generators"])
         self._castor_position = None
         self._castor_resume = (state, rng.snapshot()) if state["begun"] is not None else None
 
@@ -174,6 +217,11 @@ def _pass_over(loader: ResumableLoader, batches: Any, count: int) -> None:
 
 def _sampler_of(loader: ResumableLoader) -> Any:
     return getattr(loader.batch_sampler, "sampler", loader.sampler)
+
+
+def _rank_sampler(loader: ResumableLoader) -> RankSampler | None:
+    sampler = _sampler_of(loader)
+    return sampler if isinstance(sampler, RankSampler) else None
 
 
 def _sampler_epoch(loader: ResumableLoader) -> int | None:

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from castor.checkpoint import make_resumable
+from castor.checkpoint.rank_sampler import RankSampler
 from castor.config import GeminiConfig
 from castor.config.names import StateFormat
 from castor.runtime.ranks import Ranks, describe_parameters, find_ranks, rank_and_size
@@ -69,7 +70,7 @@ def loader_of_rank(
 ) -> DataLoader[Any]:
     """A loader of this rank's part of the data; see GeminiPlugin.prepare_dataloader."""
     rank, size = rank_and_size()
-    sampler: DistributedSampler[Any] = DistributedSampler(
+    sampler = RankSampler(
         dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
     )
     loader: DataLoader[Any] = DataLoader(
