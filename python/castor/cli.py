@@ -153,6 +153,45 @@ def estimate(
         render(found, workload, on, Console(highlight=False, soft_wrap=True))
 
 
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+    }
+)
+def run(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="A Python script; what follows is its own.")],
+    module: Annotated[bool, typer.Option("-m", help="The script is a module's name.")] = False,
+    nproc: Annotated[int, typer.Option(help="Ranks on this machine.")] = 1,
+    nodes: Annotated[int, typer.Option(help="Machines; each runs this command.")] = 1,
+    rendezvous: Annotated[
+        str | None, typer.Option(help="Where several machines meet: HOST:PORT on one of them.")
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(help="How often all ranks begin again after a failure.")
+    ] = 0,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="For what ranks other than 0 write; else a temporary one.")
+    ] = None,
+) -> None:
+    """Start a training script on several ranks, as torchrun does; rank 0 keeps the terminal."""
+    from castor import launch
+
+    status = launch.run(
+        script,
+        context.args,
+        module=module,
+        nproc=nproc,
+        nodes=nodes,
+        rendezvous=rendezvous,
+        max_restarts=max_restarts,
+        log_dir=log_dir,
+    )
+    raise typer.Exit(status)
+
+
 @app.command("io-bench")
 def io_bench(
     path: Annotated[Path, typer.Argument(help="A directory on the device; a file is made there.")],

