@@ -5,11 +5,9 @@ A scenario is a function of the directory that the ranks share; what it prints i
 
 import os
 import signal
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,6 +97,7 @@ EXACT = {
 }
 """fp32: the bits of one process with as many micro-batches."""
 
+ON_THREE = ("gpt2", "tight", "uneven")
 OVER_THE_GROUP = ("tight", "uneven", "overlap", "lazy")
 
 CLOSE = {
@@ -125,7 +124,7 @@ def boost(case: RankCase, **settings: Any) -> helpers.Boosted:
 
 
 def train(
-    case: RankCase, ranks: range, *, steps: int = STEPS
+    case: RankCase, ranks: Sequence[int], *, steps: int = STEPS
 ) -> tuple[list[torch.Tensor], list[float], castor.MemoryReport]:
     """Weights, losses and report; `ranks`: whose micro-batches this process takes."""
     booster, model, optimizer = boost(case)
@@ -157,6 +156,11 @@ def some_over_the_group(directory: Path) -> None:
     """Some of them, of which nothing goes through shared memory."""
     os.environ["CASTOR_RANK_LINK"] = "group"
     _train_all({name: EXACT[name] for name in OVER_THE_GROUP}, directory)
+
+
+def on_three(directory: Path) -> None:
+    """Some of them; a third is no power of two."""
+    _train_all({name: EXACT[name] for name in ON_THREE}, directory)
 
 
 def _train_all(cases: dict[str, RankCase], directory: Path) -> None:
@@ -278,10 +282,7 @@ def loads(directory: Path) -> None:
     with _of_rank() as rank:
         booster, model, optimizer = boost(TOWER)
         loader = _loader(booster)
-        same = distributed.get_world_size() == 2
-        info = booster.load(
-            directory / "run", model, optimizer, dataloader=loader if same else None
-        )
+        info = booster.load(directory / "run", model, optimizer, dataloader=loader)
         batches = iter(loader)
         for _ in range(2):
             _step(booster, model, optimizer, next(batches))
@@ -300,6 +301,30 @@ def _step(booster: castor.Booster, model: nn.Module, optimizer: Any, batch: Any)
     booster.backward(loss, optimizer)
     optimizer.step()
     optimizer.zero_grad()
+
+
+KILLED_STEPS = 40
+
+
+def saves_each_step(directory: Path) -> None:
+    """Two micro-batches a step, on two ranks or one, from the last checkpoint on."""
+    world = int(os.environ["WORLD_SIZE"])
+    booster, model, optimizer = boost(TOWER)
+    data = [tower_batch(seed, rows=2) for seed in range(2 * KILLED_STEPS)]
+    loader = booster.plugin.prepare_dataloader(data, batch_size=1, shuffle=True, seed=3)
+    begun = 0
+    if booster.latest(directory / "run"):
+        begun = booster.load(directory / "run", model, optimizer, dataloader=loader).step
+    batches = iter(loader)
+    for _ in range(begun, KILLED_STEPS):
+        for _ in range(2 // world):
+            batch = next(batches)
+            loss = model(batch["x"].flatten(0, 1), batch["labels"].flatten())
+            booster.backward(loss * world / 2, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        booster.save(directory / "run", model, optimizer, dataloader=loader, keep=2)
+    torch.save(list(model.parameters()), directory / f"weights.{os.environ['RANK']}.pt")
 
 
 def one_dies(_: Path) -> None:
@@ -388,59 +413,6 @@ def one_fails(directory: Path) -> None:
                 print(time.time() - float(failed.read_text()) if failed.exists() else 0.0)
         sys.stdout.flush()
         os._exit(0)  # there is nobody to meet at the end
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Of one rank."""
-
-    code: int
-    output: str
-    errors: str
-
-
-def run(
-    scenario: Callable[[Path], None], size: int, directory: Path, *, timeout: float = 240
-) -> list[Outcome]:
-    """Runs a scenario of this file on `size` ranks, as torchrun would start them."""
-    port = _free_port()
-    ranks = []
-    for rank in range(size):
-        environment = os.environ | {
-            "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, __file__, scenario.__name__, str(directory)],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                cwd=directory,
-            )
-        )
-    outputs = []
-    try:
-        outputs = [process.communicate(timeout=timeout) for process in ranks]
-    except subprocess.TimeoutExpired as error:
-        for process in ranks:
-            process.kill()
-        said = "\n".join(str(process.communicate()) for process in ranks)
-        raise AssertionError(
-            f"{scenario.__name__} is not over after {timeout} s: {said}"
-        ) from error
-    return [
-        Outcome(process.returncode, output, errors)
-        for process, (output, errors) in zip(ranks, outputs, strict=True)
-    ]
 
 
 if __name__ == "__main__":
