@@ -78,14 +78,14 @@ PY_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"optim", "distributed", "checkpoint", "activations"}),
     frozenset({"plugins"}),
     frozenset({"booster", "io_bench"}),
-    frozenset({"report", "estimate", "doctor", "launch", "selftest"}),
+    frozenset({"report", "estimate", "doctor", "integrations", "launch", "selftest"}),
     frozenset({"cli"}),
     frozenset({"__init__", "__main__"}),
 )
 # The runtime is told what to do by EngineSettings, and knows no plugin's arguments.
 PLUGIN_SETTINGS = re.compile(r"castor\.config\.(settings|\w+Config)\b")
 # Who may import what castor otherwise never does.
-OWNED_IMPORTS = {"transformers": frozenset({"estimate"})}
+OWNED_IMPORTS = {"transformers": frozenset({"estimate", "integrations"})}
 DYNAMIC_IMPORTS = frozenset({"import_module", "__import__"})
 
 INCLUDE = re.compile(r"^\s*#\s*include\s*([<\"])([^>\"]+)[>\"]")

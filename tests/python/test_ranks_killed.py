@@ -44,12 +44,16 @@ def test_killed_while_saving_any_number_of_ranks_goes_on_bitwise(tmp_path: Path)
             assert all(map(torch.equal, found, expected))
 
 
+def begun_saves(directory: Path) -> set[str]:
+    return {path.name for path in directory.glob("run/.*")}
+
+
 def killed_in_a_save(rank: subprocess.Popen[str], directory: Path, chance: random.Random) -> bool:
     """Kills it in one of the saves to come; False: it has ended before."""
     saves_before = chance.randrange(4)
-    seen: set[str] = set()
+    seen = begun_saves(directory)  # what those before it have left
     while rank.poll() is None:
-        staged = {path.name for path in directory.glob("run/.*")}
+        staged = begun_saves(directory)
         if staged - seen:
             seen |= staged
             saves_before -= 1

@@ -1,0 +1,1 @@
+"""Training frameworks that run on castor, one module each. A module imports its framework."""

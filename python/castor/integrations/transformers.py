@@ -1,0 +1,194 @@
+"""transformers.Trainer, its loop, its callbacks and its checkpoints, over boosted models."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import transformers
+from torch.optim import Optimizer
+from transformers import Trainer, TrainingArguments
+
+from castor.booster import Booster
+from castor.errors import UsageError
+from castor.optim.boosted import StepDriver
+from castor.plugins import GeminiPlugin
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
+
+_OPTIMIZER = "castor_optimizer"
+"""Of a Trainer's checkpoint, where the boosted optimizer is."""
+_SCHEDULER = "scheduler.pt"
+_OVERRIDDEN = (
+    "create_accelerator_and_postprocess",
+    "create_optimizer",
+    "_prepare_for_training",
+    "_save_optimizer_and_scheduler",
+    "_load_optimizer_and_scheduler",
+)
+_PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
+"""A TrainingArguments flag to the plugin's precision."""
+
+
+def trainer(base: type[AnyTrainer], plugin: GeminiPlugin) -> type[AnyTrainer]:
+    """A Trainer class whose models train with castor; everything else stays as it is.
+
+    Its `train` boosts model and optimizer; `trainer.castor` is the Booster. TrainingArguments clip
+    (`max_grad_norm`), accumulate, evaluate, save and resume as ever; a resume goes on bitwise in
+    every state format, with the optimizer in the checkpoint's `castor_optimizer`. Of `bf16=True`
+    castor makes bf16 weights with fp32 masters, without autocast.
+
+    Args:
+        base: Trainer or a class derived from it.
+        plugin: How to train.
+
+    Returns:
+        A class derived from `base`, made as `base` is.
+
+    Raises:
+        ImportError: This transformers has another Trainer than the one that castor knows.
+        NotImplementedError: The plugin's precision is fp16.
+        UsageError: `base` is no Trainer, or plugin and Trainer would both do the same.
+    """
+    given: Any = base
+    if not (isinstance(given, type) and issubclass(given, Trainer)):
+        raise UsageError(f"{base!r} is not a class of transformers.Trainer's")
+    _check_version()
+    _check_plugin(plugin)
+    made: Any = type(base.__name__, (_OnCastor, base), {"__module__": base.__module__})
+    made._castor_plugin = plugin
+    result: type[AnyTrainer] = made
+    return result
+
+
+class _OnCastor:
+    """Mixed in before a Trainer: what it does differently."""
+
+    _castor_plugin: GeminiPlugin
+    castor: Booster
+    model: torch.nn.Module
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: Any
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self.castor = Booster(self._castor_plugin)
+        super().__init__(
+            *(self._castor_arguments(value) for value in arguments),
+            **{name: self._castor_arguments(value) for name, value in keywords.items()},
+        )
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """Never: castor places its chunks."""
+        return False
+
+    @place_model_on_device.setter
+    def place_model_on_device(self, _: bool) -> None: ...
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer's, with one process that nothing else shards."""
+        self._super.create_accelerator_and_postprocess()
+        kind, count = self.accelerator.distributed_type, self.accelerator.num_processes
+        if count > 1 or kind.value not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+            raise NotImplementedError(
+                f"the Trainer has {count} processes and distributed_type={kind.value}; with castor "
+                "it runs in one process so far: leave deepspeed, fsdp and launchers out, or train "
+                "several ranks in a loop of your own"
+            )
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """The Trainer's optimizer, boosted with its model."""
+        optimizer = self._super.create_optimizer(model)
+        own = _unwrapped(optimizer)
+        if not isinstance(getattr(own, "_castor", None), StepDriver):
+            self.castor.boost(self.model, own)
+        return optimizer
+
+    def _prepare_for_training(self, *arguments: Any, **keywords: Any) -> Any:
+        with _placing_nothing(self.accelerator):
+            return self._super._prepare_for_training(*arguments, **keywords)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        own, directory = _unwrapped(self.optimizer), Path(output_dir)
+        self.castor.save_optimizer(own, directory / _OPTIMIZER, model=self.model)
+        torch.save(self.lr_scheduler.state_dict(), directory / _SCHEDULER)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (Path(checkpoint) / _OPTIMIZER).is_dir():
+            self._super._load_optimizer_and_scheduler(checkpoint)  # one that plain PyTorch saved
+            return
+        own, directory = _unwrapped(self.optimizer), Path(checkpoint)
+        self.castor.load_optimizer(own, directory / _OPTIMIZER, model=self.model)
+        self.lr_scheduler.load_state_dict(torch.load(directory / _SCHEDULER, weights_only=True))
+
+    @property
+    def _super(self) -> Any:
+        """The Trainer's own methods."""
+        return super()
+
+    def _castor_arguments(self, value: Any) -> Any:
+        """TrainingArguments without the precision, which is castor's; anything else as it is."""
+        if not isinstance(value, TrainingArguments):
+            return value
+        precision = self._castor_plugin.config.precision
+        for flag, asked in _PRECISIONS.items():
+            if getattr(value, flag) and asked != precision:
+                raise UsageError(
+                    f"TrainingArguments has {flag}=True and GeminiPlugin precision={precision!r}: "
+                    f"give the plugin precision={asked!r}, or leave {flag} out"
+                )
+        own = copy.copy(value)
+        own.bf16 = own.fp16 = False
+        own.mixed_precision = "no"
+        return own
+
+
+def _unwrapped(optimizer: Any) -> Optimizer:
+    """The optimizer that accelerate has wrapped, or one that it has not."""
+    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
+@contextmanager
+def _placing_nothing(accelerator: Any) -> Iterator[None]:
+    placing, accelerator.device_placement = accelerator.device_placement, False
+    try:
+        yield
+    finally:
+        accelerator.device_placement = placing
+
+
+def _check_version() -> None:
+    missing = [name for name in _OVERRIDDEN if not isinstance(vars(Trainer).get(name), Callable)]  # type: ignore[arg-type]
+    if missing:
+        raise ImportError(
+            f"transformers {transformers.__version__} has a Trainer without {', '.join(missing)}: "
+            "castor.integrations.transformers is tested with 5.23"
+        )
+
+
+def _check_plugin(plugin: GeminiPlugin) -> None:
+    config = plugin.config
+    if config.precision == "fp16":
+        raise NotImplementedError(
+            "precision='fp16' needs its loss scaled, which a Trainer on castor does not do yet: "
+            "use precision='bf16'"
+        )
+    if config.max_norm > 0:
+        raise UsageError(
+            f"GeminiPlugin has max_norm={config.max_norm}, and a Trainer clips by its own "
+            "max_grad_norm: leave max_norm out"
+        )
+    if config.overlap == "backward":
+        raise UsageError(
+            "overlap='backward' updates parameters before the Trainer has clipped their gradients: "
+            "pass overlap='forward'"
+        )

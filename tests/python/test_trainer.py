@@ -1,0 +1,268 @@
+"""transformers.Trainer over boosted models."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch.utils.data import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import castor
+from castor.integrations import transformers as integration
+
+STEPS = 8
+BUDGET = 400 << 10
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    """Random texts."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(0, 64, (8,), generator=generator)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+        attention_dropout=0.1,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def plugin(**settings: Any) -> castor.GeminiPlugin:
+    chosen: dict[str, Any] = {
+        "device": "cpu", "precision": "fp32", "device_memory": BUDGET, "host_memory": "64MiB",
+        "chunk_bytes": "16KiB",
+    }  # fmt: skip
+    return castor.GeminiPlugin(**(chosen | settings))
+
+
+def arguments(directory: Path, **settings: Any) -> TrainingArguments:
+    chosen: dict[str, Any] = {
+        "use_cpu": True, "max_steps": STEPS, "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2, "learning_rate": 1e-3, "weight_decay": 0.1,
+        "max_grad_norm": 0.5, "logging_steps": 1, "save_strategy": "no", "report_to": [],
+        "disable_tqdm": True, "seed": 5,
+    }  # fmt: skip
+    return TrainingArguments(output_dir=str(directory), **(chosen | settings))
+
+
+def train(
+    kind: type[Trainer], directory: Path, *, resume: Path | None = None, **settings: Any
+) -> Trainer:
+    run = kind(
+        model=model(),
+        args=arguments(directory, **settings),
+        train_dataset=Tokens(),
+        eval_dataset=Tokens(),
+    )
+    run.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return run
+
+
+def logged(run: Trainer, name: str) -> list[float]:
+    return [entry[name] for entry in run.state.log_history if name in entry]
+
+
+def weights(run: Trainer) -> list[torch.Tensor]:
+    return [param.detach().clone() for param in run.model.parameters()]
+
+
+def test_losses_and_norms_are_those_of_the_plain_trainer(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "eval_strategy": "steps", "eval_steps": 3, "lr_scheduler_type": "cosine",
+        "activation_checkpointing": True,
+    }  # fmt: skip
+    plain = train(Trainer, tmp_path / "plain", **settings)
+    boosted = train(integration.trainer(Trainer, plugin()), tmp_path / "castor", **settings)
+    for name in ("loss", "grad_norm", "eval_loss", "learning_rate"):
+        assert len(logged(boosted, name)) >= 2
+        assert logged(boosted, name) == pytest.approx(logged(plain, name), rel=1e-5)
+    for mine, theirs in zip(weights(boosted), weights(plain), strict=True):
+        assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
+    report = boosted.castor.report(boosted.model)  # type: ignore[attr-defined]
+    assert report.steps == STEPS
+    assert report.evictions > 0
+
+
+@pytest.mark.parametrize(
+    ("precision", "state_format"),
+    [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "split"), ("bf16", "split_int8")],
+)
+def test_a_resume_goes_on_bitwise(precision: str, state_format: str, tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 3, "bf16": precision == "bf16"}
+
+    def kind() -> type[Trainer]:
+        chosen = plugin(precision=precision, optim_state_format=state_format)
+        return integration.trainer(Trainer, chosen)
+
+    whole = train(kind(), tmp_path / "whole", **settings)
+    resumed = train(
+        kind(), tmp_path / "resumed", resume=tmp_path / "whole" / "checkpoint-3", **settings
+    )
+    assert all(map(torch.equal, weights(whole), weights(resumed)))
+    assert logged(resumed, "loss")[-5:] == logged(whole, "loss")[-5:]
+    assert logged(resumed, "grad_norm")[-5:] == logged(whole, "grad_norm")[-5:]
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "checkpoint-8", dtype="auto")
+    for mine, theirs in zip(read.parameters(), whole.model.parameters(), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs)
+
+
+def test_what_a_plain_trainer_saved_goes_on_with_castor(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 3}
+    whole = train(Trainer, tmp_path / "plain", **settings)
+    kind = integration.trainer(Trainer, plugin())
+    resumed = train(kind, tmp_path / "castor", resume=tmp_path / "plain" / "checkpoint-3")
+    assert logged(resumed, "loss")[-5:] == pytest.approx(logged(whole, "loss")[-5:], rel=1e-5)
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    kind = integration.trainer(Trainer, plugin())
+    run = train(
+        kind, tmp_path, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2,
+        load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True,
+    )  # fmt: skip
+    best = Path(str(run.state.best_model_checkpoint))
+    assert best.name != f"checkpoint-{STEPS}"
+    read = AutoModelForCausalLM.from_pretrained(best)
+    assert all(map(torch.equal, read.parameters(), run.model.parameters()))
+    losses = logged(run, "eval_loss")
+    assert run.evaluate()["eval_loss"] == pytest.approx(max(losses), rel=1e-6)
+
+
+def test_training_again_goes_on_with_the_same_boosted_model(tmp_path: Path) -> None:
+    kind = integration.trainer(Trainer, plugin())
+    run = train(kind, tmp_path)
+    boosted = run.model
+    run.train()
+    assert run.model is boosted
+    assert len(logged(run, "loss")) == STEPS
+    assert run.castor.report(run.model).steps == 2 * STEPS  # type: ignore[attr-defined]
+
+
+def test_callbacks_a_subclass_and_an_optimizer_of_the_users_own(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    class Norms(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+            seen.append(float(model.lm_head.weight.grad.norm()))
+
+    class Scaled(Trainer):
+        def compute_loss(self, *values: Any, **named: Any) -> Any:
+            found = super().compute_loss(*values, **named)
+            return found * 0.5
+
+    def run(wrap: Callable[[type[Trainer]], type[Trainer]], directory: Path) -> Trainer:
+        own = model()
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
+        made = wrap(Scaled)(
+            model=own,
+            args=arguments(directory),
+            train_dataset=Tokens(),
+            optimizers=(optimizer, None),
+            callbacks=[Norms()],
+        )
+        made.train()
+        return made
+
+    boosted = run(lambda kind: integration.trainer(kind, plugin()), tmp_path / "castor")
+    plain = run(lambda kind: kind, tmp_path / "plain")
+    assert logged(boosted, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-5)
+    assert seen[:STEPS] == pytest.approx(seen[STEPS:], rel=1e-4)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
+)  # PEFT's
+def test_adapters_train_beside_a_frozen_model(tmp_path: Path) -> None:
+    def run(kind: type[Trainer], directory: Path) -> Trainer:
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        own = get_peft_model(model(), config)
+        settings = arguments(directory, learning_rate=1e-2, save_strategy="steps", save_steps=STEPS)
+        made = kind(model=own, args=settings, train_dataset=Tokens())
+        made.train()
+        return made
+
+    boosted = run(integration.trainer(Trainer, plugin()), tmp_path / "castor")
+    plain = run(Trainer, tmp_path / "plain")
+    assert logged(boosted, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-5)
+    saved = tmp_path / "castor" / f"checkpoint-{STEPS}"
+    adapters = load_file(saved / "adapter_model.safetensors")
+    expected = load_file(tmp_path / "plain" / saved.name / "adapter_model.safetensors")
+    assert adapters.keys() == expected.keys()
+    for name, value in adapters.items():
+        assert (value - expected[name]).norm() <= 1e-4 * expected[name].norm()
+
+
+def test_what_shards_the_model_a_second_time_is_refused(tmp_path: Path) -> None:
+    class Sharded(Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.accelerator.state.distributed_type = DistributedType.FSDP
+
+    kind = integration.trainer(Sharded, plugin())
+    with pytest.raises(NotImplementedError, match="distributed_type=FSDP; with castor it runs"):
+        kind(model=model(), args=arguments(tmp_path), train_dataset=Tokens())
+
+
+def test_the_users_arguments_stay_as_they_are(tmp_path: Path) -> None:
+    given = arguments(tmp_path, bf16=True)
+    kind = integration.trainer(Trainer, plugin(precision="bf16"))
+    run = kind(model=model(), args=given, train_dataset=Tokens())
+    assert given.bf16
+    assert not run.accelerator.native_amp
+    run.train()
+    assert run.model.lm_head.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"precision": "fp16"}, NotImplementedError, "precision='fp16' needs its loss scaled"),
+        ({"max_norm": 1.0}, castor.UsageError, "max_norm=1.0, and a Trainer clips by its own"),
+        (
+            {"overlap": "backward", "nonfinite": "ignore", "enable_gradient_accumulation": False},
+            castor.UsageError,
+            "overlap='backward' updates parameters before",
+        ),
+    ],
+)
+def test_what_plugin_and_trainer_would_both_do_is_refused(
+    settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        integration.trainer(Trainer, plugin(**settings))
+
+
+def test_a_precision_that_the_plugin_does_not_have_is_refused(tmp_path: Path) -> None:
+    kind = integration.trainer(Trainer, plugin())
+    with pytest.raises(castor.UsageError, match=r"bf16=True and GeminiPlugin precision='fp32'"):
+        kind(model=model(), args=arguments(tmp_path, bf16=True), train_dataset=Tokens())
+
+
+def test_another_trainer_than_is_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Trainer, "_prepare_for_training")
+    with pytest.raises(ImportError, match="Trainer without _prepare_for_training: castor"):
+        integration.trainer(Trainer, plugin())
+    with pytest.raises(castor.UsageError, match="not a class of transformers"):
+        integration.trainer(int, plugin())  # type: ignore[type-var]
