@@ -150,6 +150,17 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     assert run.evaluate()["eval_loss"] == pytest.approx(max(losses), rel=1e-6)
 
 
+def test_a_batch_that_the_budget_has_no_room_for_is_halved(tmp_path: Path) -> None:
+    kind = integration.trainer(Trainer, plugin())
+    settings = {"per_device_train_batch_size": 8, "auto_find_batch_size": True}
+    run = train(kind, tmp_path, **settings)
+    assert run._train_batch_size == 2
+    assert run.state.global_step == STEPS
+    assert torch.tensor(logged(run, "loss")).isfinite().all()
+    with pytest.raises(castor.OutOfMemoryError, match="out of device memory"):
+        train(kind, tmp_path, per_device_train_batch_size=8)
+
+
 def test_training_again_goes_on_with_the_same_boosted_model(tmp_path: Path) -> None:
     kind = integration.trainer(Trainer, plugin())
     run = train(kind, tmp_path)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from transformers import Trainer, TrainingArguments
 
 from castor.booster import Booster
-from castor.errors import UsageError
+from castor.errors import OutOfMemoryError, UsageError
 from castor.optim.boosted import StepDriver
 from castor.plugins import GeminiPlugin
 
@@ -30,6 +30,7 @@ _OVERRIDDEN = (
     "create_accelerator_and_postprocess",
     "create_optimizer",
     "_prepare_for_training",
+    "training_step",
     "_save_optimizer_and_scheduler",
     "_load_optimizer_and_scheduler",
 )
@@ -77,6 +78,7 @@ class _OnCastor:
     optimizer: Any
     lr_scheduler: Any
     accelerator: Any
+    args: TrainingArguments
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         self.castor = Booster(self._castor_plugin)
@@ -115,6 +117,19 @@ class _OnCastor:
     def _prepare_for_training(self, *arguments: Any, **keywords: Any) -> Any:
         with _placing_nothing(self.accelerator):
             return self._super._prepare_for_training(*arguments, **keywords)
+
+    def training_step(self, *arguments: Any, **keywords: Any) -> Any:
+        """The Trainer's; a budget that is too small for a batch is what auto_find_batch_size knows.
+
+        Raises:
+            RuntimeError: It is, and the Trainer may take a smaller batch.
+        """
+        try:
+            return self._super.training_step(*arguments, **keywords)
+        except OutOfMemoryError as error:
+            if not self.args.auto_find_batch_size:
+                raise
+            raise RuntimeError(f"{error}\nThe budget is out of memory.") from error
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         own, directory = _unwrapped(self.optimizer), Path(output_dir)
