@@ -175,9 +175,12 @@ class MemoryRanks final : public Collectives {
       if (result != 0 && errno == ETIMEDOUT) {
         ++ticks;
       }
-      const std::string loss = find_loss(round, ticks);
       if (!waiting()) {
         return;
+      }
+      const std::string loss = find_loss(round, ticks);
+      if (!waiting()) {
+        return;  // they came, and one has gone on or let go since
       }
       check_here();
       if (!loss.empty()) {

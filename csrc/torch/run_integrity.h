@@ -14,7 +14,7 @@ namespace castor {
 /// must be neither trained further nor saved. Thread-safe.
 class RunIntegrity {
  public:
-  /// Calls `then`, from any thread, whenever the run has broken: broke(). Before all else.
+  /// broke() calls `then`, on its own thread. To be set before it can be called.
   void when_broken(std::function<void()> then) { then_ = std::move(then); }
   /// `why`: "optimizer.step() failed when it had changed 3 of 12 chunks (...)".
   void broke(const std::string& why);

@@ -58,9 +58,19 @@ def run(
     Raises:
         UsageError: A number does not make sense, or the script is not there.
     """
-    _check(script, module=module, nproc=nproc, nodes=nodes, rendezvous=rendezvous)
-    if max_restarts < 0:
-        raise UsageError(f"--max-restarts is {max_restarts}; give 0 or more")
+    for name, value, least in (
+        ("nproc", nproc, 1),
+        ("nodes", nodes, 1),
+        ("max-restarts", max_restarts, 0),
+    ):
+        if value < least:
+            raise UsageError(f"--{name} is {value}; give {least} or more")
+    if nodes > 1 and rendezvous is None:
+        raise UsageError(
+            f"--nodes {nodes} needs --rendezvous HOST:PORT, the same on all: a port of one of them"
+        )
+    if not module and not Path(script).is_file():
+        raise UsageError(f"there is no file {script}; give a script, or -m and a module")
     logs = log_dir or Path(tempfile.mkdtemp(prefix="castor-run-"))
     others = dict.fromkeys(range(1, nproc), Std.ALL)
     config = LaunchConfig(
@@ -85,18 +95,6 @@ def run(
     if log_dir is None:
         shutil.rmtree(logs, ignore_errors=True)
     return 0
-
-
-def _check(script: str, *, module: bool, nproc: int, nodes: int, rendezvous: str | None) -> None:
-    for name, value in (("nproc", nproc), ("nodes", nodes)):
-        if value < 1:
-            raise UsageError(f"--{name} is {value}; give 1 or more")
-    if nodes > 1 and rendezvous is None:
-        raise UsageError(
-            f"--nodes {nodes} needs --rendezvous HOST:PORT, the same on all: a port of one of them"
-        )
-    if not module and not Path(script).is_file():
-        raise UsageError(f"there is no file {script}; give a script, or -m and a module")
 
 
 def _tell(rank: int, failure: ProcessFailure, logs: Path) -> int:
