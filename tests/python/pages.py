@@ -108,7 +108,7 @@ def messages_in_code() -> str:
                 found.append("".join(map(str, values)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
-    for path in (ROOT / "csrc").rglob("*.cc"):
+    for path in (ROOT / "csrc").rglob("*.[ch]*"):
         statement, end = "", 0
         text = path.read_text(encoding="utf-8")
         for token in _CXX_TOKEN.finditer(text):
