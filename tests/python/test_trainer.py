@@ -9,82 +9,12 @@ import torch
 from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from torch.utils.data import Dataset
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 import castor
 from castor.integrations import transformers as integration
-
-STEPS = 8
-BUDGET = 400 << 10
-
-
-class Tokens(Dataset[dict[str, torch.Tensor]]):
-    """Random texts."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        tokens = torch.randint(0, 64, (8,), generator=generator)
-        return {"input_ids": tokens, "labels": tokens}
-
-
-def model() -> LlamaForCausalLM:
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=6,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
-        attention_dropout=0.1,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-def plugin(**settings: Any) -> castor.GeminiPlugin:
-    chosen: dict[str, Any] = {
-        "device": "cpu", "precision": "fp32", "device_memory": BUDGET, "host_memory": "64MiB",
-        "chunk_bytes": "16KiB",
-    }  # fmt: skip
-    return castor.GeminiPlugin(**(chosen | settings))
-
-
-def arguments(directory: Path, **settings: Any) -> TrainingArguments:
-    chosen: dict[str, Any] = {
-        "use_cpu": True, "max_steps": STEPS, "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2, "learning_rate": 1e-3, "weight_decay": 0.1,
-        "max_grad_norm": 0.5, "logging_steps": 1, "save_strategy": "no", "report_to": [],
-        "disable_tqdm": True, "seed": 5,
-    }  # fmt: skip
-    return TrainingArguments(output_dir=str(directory), **(chosen | settings))
-
-
-def train(
-    kind: type[Trainer], directory: Path, *, resume: Path | None = None, **settings: Any
-) -> Trainer:
-    run = kind(
-        model=model(),
-        args=arguments(directory, **settings),
-        train_dataset=Tokens(),
-        eval_dataset=Tokens(),
-    )
-    run.train(resume_from_checkpoint=None if resume is None else str(resume))
-    return run
-
-
-def logged(run: Trainer, name: str) -> list[float]:
-    return [entry[name] for entry in run.state.log_history if name in entry]
-
-
-def weights(run: Trainer) -> list[torch.Tensor]:
-    return [param.detach().clone() for param in run.model.parameters()]
+from rank_processes import run, succeeded
+from trainer_cases import STEPS, Tokens, arguments, logged, model, on_a_rank, plugin, train, weights
 
 
 def test_losses_and_norms_are_those_of_the_plain_trainer(tmp_path: Path) -> None:
@@ -225,6 +155,23 @@ def test_adapters_train_beside_a_frozen_model(tmp_path: Path) -> None:
         assert (value - expected[name]).norm() <= 1e-4 * expected[name].norm()
 
 
+def test_ranks_train_what_one_process_does_with_their_batches(tmp_path: Path) -> None:
+    (tmp_path / "ranks").mkdir()
+    succeeded(run(on_a_rank, 2, tmp_path / "ranks"))
+    settings = {"eval_strategy": "steps", "eval_steps": 4, "dropout": 0.0}  # 2 micro-batches
+    plain = train(Trainer, tmp_path / "plain", **settings)
+    for rank in range(2):
+        found = torch.load(tmp_path / "ranks" / f"found.{rank}.pt", weights_only=False)
+        assert found["ranks"] == 2
+        assert all(map(torch.equal, found["whole"], found["resumed"]))
+        for mine, theirs in zip(found["whole"], weights(plain), strict=True):
+            assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
+        if rank == 0:
+            for name in ("loss", "grad_norm", "eval_loss"):
+                mine = [entry[name] for entry in found["log"] if name in entry]
+                assert mine == pytest.approx(logged(plain, name), rel=1e-5)
+
+
 def test_what_shards_the_model_a_second_time_is_refused(tmp_path: Path) -> None:
     class Sharded(Trainer):
         def create_accelerator_and_postprocess(self) -> None:
@@ -232,7 +179,7 @@ def test_what_shards_the_model_a_second_time_is_refused(tmp_path: Path) -> None:
             self.accelerator.state.distributed_type = DistributedType.FSDP
 
     kind = integration.trainer(Sharded, plugin())
-    with pytest.raises(NotImplementedError, match="distributed_type=FSDP; with castor it runs"):
+    with pytest.raises(NotImplementedError, match="distributed_type=FSDP, and castor shards"):
         kind(model=model(), args=arguments(tmp_path), train_dataset=Tokens())
 
 

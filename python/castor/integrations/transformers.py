@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import transformers
+from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from torch.optim import Optimizer
 from transformers import Trainer, TrainingArguments
 
@@ -34,6 +35,8 @@ _OVERRIDDEN = (
     "_save_optimizer_and_scheduler",
     "_load_optimizer_and_scheduler",
 )
+_RANKS_OF_CASTOR = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+"""Of accelerate: one process, or several that would get a copy of the model each."""
 _PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
 """A TrainingArguments flag to the plugin's precision."""
 
@@ -44,7 +47,8 @@ def trainer(base: type[AnyTrainer], plugin: GeminiPlugin) -> type[AnyTrainer]:
     Its `train` boosts model and optimizer; `trainer.castor` is the Booster. TrainingArguments clip
     (`max_grad_norm`), accumulate, evaluate, save and resume as ever; a resume goes on bitwise in
     every state format, with the optimizer in the checkpoint's `castor_optimizer`. Of `bf16=True`
-    castor makes bf16 weights with fp32 masters, without autocast.
+    castor makes bf16 weights with fp32 masters, without autocast. On several ranks castor averages
+    gradients and shards optimizer states; nothing is wrapped in DDP.
 
     Args:
         base: Trainer or a class derived from it.
@@ -96,14 +100,13 @@ class _OnCastor:
     def place_model_on_device(self, _: bool) -> None: ...
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's, with one process that nothing else shards."""
+        """As the Trainer's; nothing else shards the model."""
         self._super.create_accelerator_and_postprocess()
-        kind, count = self.accelerator.distributed_type, self.accelerator.num_processes
-        if count > 1 or kind.value not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        kind = self.accelerator.distributed_type
+        if kind not in _RANKS_OF_CASTOR:
             raise NotImplementedError(
-                f"the Trainer has {count} processes and distributed_type={kind.value}; with castor "
-                "it runs in one process so far: leave deepspeed, fsdp and launchers out, or train "
-                "several ranks in a loop of your own"
+                f"the Trainer has distributed_type={kind.value}, and castor shards the model "
+                "itself: leave deepspeed, fsdp and their like out of its arguments"
             )
 
     def create_optimizer(self, model: Any = None) -> Any:
@@ -115,7 +118,7 @@ class _OnCastor:
         return optimizer
 
     def _prepare_for_training(self, *arguments: Any, **keywords: Any) -> Any:
-        with _placing_nothing(self.accelerator):
+        with _wrapping_nothing(self.accelerator):
             return self._super._prepare_for_training(*arguments, **keywords)
 
     def training_step(self, *arguments: Any, **keywords: Any) -> Any:
@@ -134,7 +137,8 @@ class _OnCastor:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         own, directory = _unwrapped(self.optimizer), Path(output_dir)
         self.castor.save_optimizer(own, directory / _OPTIMIZER, model=self.model)
-        torch.save(self.lr_scheduler.state_dict(), directory / _SCHEDULER)
+        if self.args.should_save:  # on one of the ranks
+            torch.save(self.lr_scheduler.state_dict(), directory / _SCHEDULER)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not (Path(checkpoint) / _OPTIMIZER).is_dir():
@@ -173,12 +177,16 @@ def _unwrapped(optimizer: Any) -> Optimizer:
 
 
 @contextmanager
-def _placing_nothing(accelerator: Any) -> Iterator[None]:
-    placing, accelerator.device_placement = accelerator.device_placement, False
+def _wrapping_nothing(accelerator: Any) -> Iterator[None]:
+    """What is prepared stays where it is, and is not wrapped in DDP."""
+    placing, kind = accelerator.device_placement, accelerator.state.distributed_type
+    accelerator.device_placement = False
+    accelerator.state.distributed_type = DistributedType.NO
     try:
         yield
     finally:
         accelerator.device_placement = placing
+        accelerator.state.distributed_type = kind
 
 
 def _check_version() -> None:
