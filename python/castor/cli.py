@@ -164,7 +164,20 @@ def run(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="A Python script; what follows is its own.")],
     module: Annotated[bool, typer.Option("-m", help="The script is a module's name.")] = False,
-    nproc: Annotated[int, typer.Option(help="Ranks on this machine.")] = 1,
+    device_memory: Annotated[
+        str | None, typer.Option(help="Trainers in the script train with castor, in so much.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="GeminiPlugin's arguments for them, JSON or YAML: a run's castor.json."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="One more: NAME=VALUE; may be given several times."),
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="Ranks on this machine. Default: one process, not launched.")
+    ] = None,
     nodes: Annotated[int, typer.Option(help="Machines; each runs this command.")] = 1,
     rendezvous: Annotated[
         str | None, typer.Option(help="Where several machines meet: HOST:PORT on one of them.")
@@ -176,13 +189,15 @@ def run(
         Path | None, typer.Option(help="For what ranks other than 0 write; else a temporary one.")
     ] = None,
 ) -> None:
-    """Start a training script on several ranks, as torchrun does; rank 0 keeps the terminal."""
+    """Start a training script, whose Trainers train with castor, or on several ranks, or both."""
     from castor import launch
 
+    given = [] if device_memory is None else [f"device_memory={device_memory}"]
     status = launch.run(
         script,
         context.args,
         module=module,
+        settings=launch.read_settings(config, [*given, *(settings or [])]),
         nproc=nproc,
         nodes=nodes,
         rendezvous=rendezvous,

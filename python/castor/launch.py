@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -29,7 +32,8 @@ def run(
     arguments: Sequence[str],
     *,
     module: bool,
-    nproc: int,
+    settings: Mapping[str, Any] | None,
+    nproc: int | None,
     nodes: int,
     rendezvous: str | None,
     max_restarts: int,
@@ -37,15 +41,18 @@ def run(
 ) -> int:
     """Runs a script on `nproc` ranks here, and returns when all are over.
 
-    Rank 0 of the machine keeps the terminal; what the others write goes to files. Where a rank
-    fails, the others are ended, and the end of its log is shown. Every rank finds its place in
-    torchrun's environment variables.
+    With settings its transformers Trainers train with castor; a script that boosts its own models
+    needs none. Rank 0 of the machine keeps the terminal; what the others write goes to files. Where
+    a rank fails, the others are ended, and the end of its log is shown. Every rank finds its place
+    in torchrun's environment variables.
 
     Args:
         script: A Python file, or a module's name.
         arguments: Its own.
         module: Whether `script` is a module.
-        nproc: Ranks on this machine.
+        settings: GeminiPlugin's arguments for Trainers; None: the script is left as it is.
+        nproc: Ranks on this machine; None: one process, and where nothing else asks for a launcher
+            none of its environment.
         nodes: Machines; each runs this command.
         rendezvous: Where machines meet, HOST:PORT on one of them; needed with several.
         max_restarts: How often all ranks begin again after a failure.
@@ -59,7 +66,7 @@ def run(
         UsageError: A number does not make sense, or the script is not there.
     """
     for name, value, least in (
-        ("nproc", nproc, 1),
+        ("nproc", 1 if nproc is None else nproc, 1),
         ("nodes", nodes, 1),
         ("max-restarts", max_restarts, 0),
     ):
@@ -71,6 +78,13 @@ def run(
         )
     if not module and not Path(script).is_file():
         raise UsageError(f"there is no file {script}; give a script, or -m and a module")
+    target = ["-m", script] if module else [script]
+    if settings is not None:
+        target = ["-m", "castor.integrations.script", json.dumps(settings), *target]
+    if nproc is None and nodes == 1 and max_restarts == 0 and log_dir is None:
+        status = subprocess.call([sys.executable, "-u", *target, *arguments])
+        return status if status >= 0 else 128 - status
+    nproc = nproc or 1
     logs = log_dir or Path(tempfile.mkdtemp(prefix="castor-run-"))
     others = dict.fromkeys(range(1, nproc), Std.ALL)
     config = LaunchConfig(
@@ -86,8 +100,9 @@ def run(
         signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     )
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # what they say comes below
+    # Each attempt has a store of its own: in torch's, a rank may find the address of a dead one.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
-    target = ["-m", script] if module else [script]
     try:
         elastic_launch(config, sys.executable)("-u", *target, *arguments)
     except ChildFailedError as error:
@@ -95,6 +110,53 @@ def run(
     if log_dir is None:
         shutil.rmtree(logs, ignore_errors=True)
     return 0
+
+
+def read_settings(config: Path | None, given: Sequence[str]) -> dict[str, Any] | None:
+    """GeminiPlugin's arguments from a file and from NAME=VALUE, which go before it.
+
+    Args:
+        config: A JSON file, or a YAML one.
+        given: Values as JSON has them; what is no JSON is text.
+
+    Returns:
+        None where there is neither.
+
+    Raises:
+        UsageError: One cannot be read.
+        OSError: The file cannot be.
+    """
+    if config is None and not given:
+        return None
+    settings: dict[str, Any] = {}
+    if config is not None:
+        text = config.read_text(encoding="utf-8")
+        try:
+            settings = json.loads(text) if config.suffix == ".json" else _yaml(text, config)
+        except ValueError as error:
+            raise UsageError(f"{config} is no JSON: {error}") from error
+        if not isinstance(settings, dict):
+            raise UsageError(f"{config} holds a {type(settings).__name__}: give names and values")
+    for one in given:
+        name, separator, value = one.partition("=")
+        if not separator:
+            raise UsageError(f"--set {one}: give NAME=VALUE")
+        try:
+            settings[name] = json.loads(value)
+        except ValueError:
+            settings[name] = value
+    return settings
+
+
+def _yaml(text: str, path: Path) -> Any:
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ModuleNotFoundError:
+        raise UsageError(f"{path}: reading YAML needs pyyaml; install it, or give JSON") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path} is no YAML: {error}") from error
 
 
 def _tell(rank: int, failure: ProcessFailure, logs: Path) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
+SETTINGS = "castor.json"
+"""In a Trainer's output directory: with which settings it trains."""
 _OPTIMIZER = "castor_optimizer"
 """Of a Trainer's checkpoint, where the boosted optimizer is."""
 _SCHEDULER = "scheduler.pt"
@@ -65,10 +68,48 @@ def trainer(base: type[AnyTrainer], plugin: GeminiPlugin) -> type[AnyTrainer]:
     given: Any = base
     if not (isinstance(given, type) and issubclass(given, Trainer)):
         raise UsageError(f"{base!r} is not a class of transformers.Trainer's")
-    _check_version()
     _check_plugin(plugin)
+    return _derived(base, lambda _: plugin)
+
+
+def trainer_of_settings(base: type[AnyTrainer], settings: Mapping[str, Any]) -> type[AnyTrainer]:
+    """As `trainer`, of the plugin's arguments; those that are not given follow TrainingArguments.
+
+    Precision is theirs (`bf16=True`, else fp32), and the device the CPU where they say `use_cpu`.
+    `train` writes all that were given or followed to castor.json in the output directory.
+
+    Args:
+        base: As there.
+        settings: GeminiPlugin's arguments, as JSON holds them.
+
+    Raises:
+        ImportError: As there.
+    """
+
+    def plugin_for(arguments: TrainingArguments) -> GeminiPlugin:
+        followed: dict[str, Any] = {"precision": "bf16" if arguments.bf16 else "fp32"}
+        if arguments.fp16:
+            followed["precision"] = "fp16"
+        if arguments.use_cpu:
+            followed["device"] = "cpu"
+        chosen = followed | dict(settings)
+        if arguments.should_save:
+            directory = Path(str(arguments.output_dir))
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / SETTINGS).write_text(json.dumps(chosen, indent=2) + "\n")
+        plugin = GeminiPlugin(**chosen)
+        _check_plugin(plugin)
+        return plugin
+
+    return _derived(base, plugin_for)
+
+
+def _derived(
+    base: type[AnyTrainer], plugin_for: Callable[[TrainingArguments], GeminiPlugin]
+) -> type[AnyTrainer]:
+    _check_version()
     made: Any = type(base.__name__, (_OnCastor, base), {"__module__": base.__module__})
-    made._castor_plugin = plugin
+    made._castor_plugin_for = staticmethod(plugin_for)
     result: type[AnyTrainer] = made
     return result
 
@@ -76,7 +117,9 @@ def trainer(base: type[AnyTrainer], plugin: GeminiPlugin) -> type[AnyTrainer]:
 class _OnCastor:
     """Mixed in before a Trainer: what it does differently."""
 
-    _castor_plugin: GeminiPlugin
+    castor_has_trained = False
+    """Whether any of them in this process has."""
+    _castor_plugin_for: Callable[[TrainingArguments], GeminiPlugin]
     castor: Booster
     model: torch.nn.Module
     optimizer: Any
@@ -85,10 +128,16 @@ class _OnCastor:
     args: TrainingArguments
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        self.castor = Booster(self._castor_plugin)
+        given = [*arguments, *keywords.values()]
+        own = next((value for value in given if isinstance(value, TrainingArguments)), None)
+        if own is None:
+            raise UsageError("a Trainer on castor needs its TrainingArguments: give args=")
+        plugin = self._castor_plugin_for(own)
+        self.castor = Booster(plugin)
+        for_accelerate = _without_precision(own, plugin)
         super().__init__(
-            *(self._castor_arguments(value) for value in arguments),
-            **{name: self._castor_arguments(value) for name, value in keywords.items()},
+            *(for_accelerate if value is own else value for value in arguments),
+            **{name: for_accelerate if value is own else value for name, value in keywords.items()},
         )
 
     @property
@@ -115,6 +164,7 @@ class _OnCastor:
         own = _unwrapped(optimizer)
         if not isinstance(getattr(own, "_castor", None), StepDriver):
             self.castor.boost(self.model, own)
+            _OnCastor.castor_has_trained = True
         return optimizer
 
     def _prepare_for_training(self, *arguments: Any, **keywords: Any) -> Any:
@@ -153,21 +203,20 @@ class _OnCastor:
         """The Trainer's own methods."""
         return super()
 
-    def _castor_arguments(self, value: Any) -> Any:
-        """TrainingArguments without the precision, which is castor's; anything else as it is."""
-        if not isinstance(value, TrainingArguments):
-            return value
-        precision = self._castor_plugin.config.precision
-        for flag, asked in _PRECISIONS.items():
-            if getattr(value, flag) and asked != precision:
-                raise UsageError(
-                    f"TrainingArguments has {flag}=True and GeminiPlugin precision={precision!r}: "
-                    f"give the plugin precision={asked!r}, or leave {flag} out"
-                )
-        own = copy.copy(value)
-        own.bf16 = own.fp16 = False
-        own.mixed_precision = "no"
-        return own
+
+def _without_precision(arguments: TrainingArguments, plugin: GeminiPlugin) -> TrainingArguments:
+    """A copy that leaves the precision to castor."""
+    precision = plugin.config.precision
+    for flag, asked in _PRECISIONS.items():
+        if getattr(arguments, flag) and asked != precision:
+            raise UsageError(
+                f"TrainingArguments has {flag}=True and GeminiPlugin precision={precision!r}: "
+                f"give the plugin precision={asked!r}, or leave {flag} out"
+            )
+    own = copy.copy(arguments)
+    own.bf16 = own.fp16 = False
+    own.mixed_precision = "no"
+    return own
 
 
 def _unwrapped(optimizer: Any) -> Optimizer:

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import distributed, nn
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from castor.errors import Error, UsageError
 
@@ -42,7 +44,15 @@ def launch_from_torch() -> None:
             f"no launcher has started this process: {', '.join(missing)} not set; start it with "
             "torchrun --nproc-per-node N, or call torch.distributed.init_process_group"
         )
-    distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    store, rank, size = next(rendezvous("env://"))
+    # torchrun keeps its store when it starts all again, with the addresses of those that are gone.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        store=PrefixStore(f"castor/attempt {attempt}", store),
+        rank=rank,
+        world_size=size,
+    )
     atexit.register(_leave)
 
 
