@@ -120,7 +120,7 @@ def test_a_script_that_makes_no_trainer_is_told(tmp_path: Path) -> None:
     done = run(tmp_path, "--device-memory", "1MiB", "other.py")
     assert done.returncode == 1
     assert done.stdout == "ran\n"
-    assert "castor trained nothing: the script made no transformers.Trainer" in done.stderr
+    assert "castor trained nothing: no transformers.Trainer of the script" in done.stderr
 
 
 @pytest.mark.parametrize(

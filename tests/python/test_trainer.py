@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import pytest
@@ -64,6 +65,13 @@ def test_what_a_plain_trainer_saved_goes_on_with_castor(tmp_path: Path) -> None:
     kind = integration.trainer(Trainer, plugin())
     resumed = train(kind, tmp_path / "castor", resume=tmp_path / "plain" / "checkpoint-3")
     assert logged(resumed, "loss")[-5:] == pytest.approx(logged(whole, "loss")[-5:], rel=1e-5)
+
+
+def test_what_castor_saved_is_not_taken_for_a_run_without_an_optimizer(tmp_path: Path) -> None:
+    kind = integration.trainer(Trainer, plugin())
+    train(kind, tmp_path / "castor", save_strategy="steps", save_steps=STEPS)
+    with pytest.raises(UnpicklingError):
+        train(Trainer, tmp_path / "plain", resume=tmp_path / "castor" / f"checkpoint-{STEPS}")
 
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
@@ -224,3 +232,9 @@ def test_another_trainer_than_is_known_is_refused(monkeypatch: pytest.MonkeyPatc
         integration.trainer(Trainer, plugin())
     with pytest.raises(castor.UsageError, match="not a class of transformers"):
         integration.trainer(int, plugin())  # type: ignore[type-var]
+
+
+def test_a_trainer_that_trains_with_castor_already_is_refused() -> None:
+    kind = integration.trainer(Trainer, plugin())
+    with pytest.raises(castor.UsageError, match="Trainer trains with castor already"):
+        integration.trainer(kind, plugin())

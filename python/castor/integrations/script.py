@@ -28,7 +28,7 @@ def run(settings: Mapping[str, Any], arguments: Sequence[str]) -> None:
         arguments: What python is given: a file or -m and a module, and its own arguments.
 
     Raises:
-        UsageError: The script made no Trainer.
+        UsageError: No Trainer of the script has trained.
     """
     replacement: Any = trainer_of_settings(transformers.trainer.Trainer, settings)
     for module in (transformers, transformers.trainer):
@@ -43,8 +43,8 @@ def run(settings: Mapping[str, Any], arguments: Sequence[str]) -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
     if not replacement.castor_has_trained:
         raise UsageError(
-            "castor trained nothing: the script made no transformers.Trainer, and castor run "
-            "places the models of no other framework yet; boost the model in the script instead"
+            "castor trained nothing: no transformers.Trainer of the script trained a model, and "
+            "castor run knows no other framework yet; boost the model in the script instead"
         )
 
 

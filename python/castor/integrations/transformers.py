@@ -29,6 +29,8 @@ SETTINGS = "castor.json"
 """In a Trainer's output directory: with which settings it trains."""
 _OPTIMIZER = "castor_optimizer"
 """Of a Trainer's checkpoint, where the boosted optimizer is."""
+_TORCHS_OPTIMIZER = "optimizer.pt"
+"""Where a plain Trainer looks: without that file it would begin with a new optimizer."""
 _SCHEDULER = "scheduler.pt"
 _OVERRIDDEN = (
     "create_accelerator_and_postprocess",
@@ -76,14 +78,14 @@ def trainer_of_settings(base: type[AnyTrainer], settings: Mapping[str, Any]) -> 
     """As `trainer`, of the plugin's arguments; those that are not given follow TrainingArguments.
 
     Precision is theirs (`bf16=True`, else fp32), and the device the CPU where they say `use_cpu`.
-    `train` writes all that were given or followed to castor.json in the output directory.
+    A Trainer writes all that were given or followed to castor.json in its output directory.
 
     Args:
         base: As there.
         settings: GeminiPlugin's arguments, as JSON holds them.
 
     Raises:
-        ImportError: As there.
+        ImportError, UsageError: As there.
     """
 
     def plugin_for(arguments: TrainingArguments) -> GeminiPlugin:
@@ -108,6 +110,8 @@ def _derived(
     base: type[AnyTrainer], plugin_for: Callable[[TrainingArguments], GeminiPlugin]
 ) -> type[AnyTrainer]:
     _check_version()
+    if issubclass(base, _OnCastor):
+        raise UsageError(f"{base.__name__} trains with castor already; castor run made it do so")
     made: Any = type(base.__name__, (_OnCastor, base), {"__module__": base.__module__})
     made._castor_plugin_for = staticmethod(plugin_for)
     result: type[AnyTrainer] = made
@@ -188,6 +192,9 @@ class _OnCastor:
         own, directory = _unwrapped(self.optimizer), Path(output_dir)
         self.castor.save_optimizer(own, directory / _OPTIMIZER, model=self.model)
         if self.args.should_save:  # on one of the ranks
+            (directory / _TORCHS_OPTIMIZER).write_text(
+                f"castor wrote the optimizer to {_OPTIMIZER}; resume with a Trainer on castor\n"
+            )
             torch.save(self.lr_scheduler.state_dict(), directory / _SCHEDULER)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
