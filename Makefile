@@ -7,11 +7,12 @@
 #   make study    loss curves of the optimizer state formats: 13 minutes on two cores
 #   make asan-torch | tsan-torch    the Python tests in which threads meet, with castor._C under ASan+UBSan, TSan
 #   make simgpu   suites of the CPU device on the asynchronous simulated GPU, with three seeds of delays
+#   make integration    TRL's scripts as published, with castor and without: 5 minutes on two cores
 #   make docs     the documentation, in build/docs/index.html
 #   make wheel    wheels in dist/ for each Python and torch asked for, tried in clean environments
 #   make gpu-archive    what scripts/gpu_check.sh --wheel needs on a machine with a GPU, torch and nothing else
 #   make pages    train a small GPT and take the screenshots of docs/images
-#   make lint | package | cpp | pytest | simgpu | docs | asan | tsan | asan-torch | tsan-torch | wheel | bench | bench-storage | study | clean
+#   make lint | package | cpp | pytest | integration | simgpu | docs | asan | tsan | asan-torch | tsan-torch | wheel | bench | bench-storage | study | clean
 #
 # Set-up is kept in .venv and build/; stamps in both make a second run cheap.
 
@@ -63,7 +64,7 @@ PY_SOURCES := $(shell find python -type f -not -name '*.pyc')
 CXX_FORMATTED := find csrc tests/cpp tests/simulated_device tests/simulated_gpu benchmarks examples -type f \
 	\( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0
 
-.PHONY: demo test pages browser lint lint-format lint-ruff lint-mypy lint-layers lint-threads package cpp pytest simgpu docs asan tsan asan-torch tsan-torch wheel gpu-archive bench bench-storage study install clean help FORCE
+.PHONY: demo test pages browser lint lint-format lint-ruff lint-mypy lint-layers lint-threads package cpp pytest integration simgpu docs asan tsan asan-torch tsan-torch wheel gpu-archive bench bench-storage study install clean help FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -71,7 +72,7 @@ help:
 # An idle OpenMP thread soon sleeps instead of spinning for milliseconds: where something else wants the
 # cores, torch's kernels otherwise wait for each other's spin loops (4 to 10 times slower on two shared
 # cores). Not for bench, which measures torch as it comes.
-demo pages pytest simgpu: export GOMP_SPINCOUNT ?= 1000
+demo pages pytest integration simgpu: export GOMP_SPINCOUNT ?= 1000
 
 demo: $(VENV_STAMPS)/castor
 	@$(BIN)/python examples/train_gpt.py --demo
@@ -146,6 +147,11 @@ $(STAMPS)/io-peers: scripts/setup_system.sh
 $(VENV_STAMPS)/bench: $(VENV_STAMPS)/castor $(STAMPS)/io-peers
 	@$(BIN)/python scripts/requirements.py bench >$(VENV_STAMPS)/requirements-bench.txt
 	@$(BIN)/python -m pip install --quiet --no-build-isolation -r $(VENV_STAMPS)/requirements-bench.txt
+	@touch $@
+
+$(VENV_STAMPS)/integration: $(VENV_STAMPS)/castor
+	@$(BIN)/python scripts/requirements.py integration >$(VENV_STAMPS)/requirements-integration.txt
+	@$(BIN)/python -m pip install --quiet -r $(VENV_STAMPS)/requirements-integration.txt
 	@touch $@
 
 $(VENV_STAMPS)/docs: $(VENV_STAMPS)/venv
@@ -267,6 +273,9 @@ gpu-archive: $(VENV_STAMPS)/venv
 # Tests compute with one thread each: files go to as many processes as there are cores.
 pytest: $(VENV_STAMPS)/castor
 	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+integration: $(VENV_STAMPS)/integration
+	@$(BIN)/python -m pytest tests/integration $(PYTEST_ARGS)
 
 # The asynchronous simulated GPU: tests made for it with each seed of delays, then suites of the CPU
 # device on it with each. A seed took 26 minutes on two cores that others were busy on.
