@@ -7,7 +7,7 @@
 #   make study    loss curves of the optimizer state formats: 13 minutes on two cores
 #   make asan-torch | tsan-torch    the Python tests in which threads meet, with castor._C under ASan+UBSan, TSan
 #   make simgpu   suites of the CPU device on the asynchronous simulated GPU, with three seeds of delays
-#   make integration    TRL's scripts as published, with castor and without: 5 minutes on two cores
+#   make integration    TRL's scripts as published, Lightning, with castor and without: 6 minutes on two cores
 #   make docs     the documentation, in build/docs/index.html
 #   make wheel    wheels in dist/ for each Python and torch asked for, tried in clean environments
 #   make gpu-archive    what scripts/gpu_check.sh --wheel needs on a machine with a GPU, torch and nothing else

@@ -335,11 +335,17 @@ def zero(record: Record) -> list[str]:
             f"{result['seconds']['median']:.3f}",
             f"{result['cpu_seconds']:.2f}",
             f"{result['loopback_bytes'] / 2**20:.0f}",
-            f"{result['peak_resident_bytes'] / 2**20:.0f}",
+            f"{result['resident_bytes'] / 2**20:.0f}",
         ]
         for result in contenders
     ]
-    headings = ("", "s a step", "CPU s of all ranks", "loopback MiB a step", "resident MiB a rank")
+    headings = (
+        "",
+        "s a step",
+        "CPU s of all ranks",
+        "loopback MiB a step",
+        "resident MiB of all ranks",
+    )
     return [
         inline(Bars(title=f"one step on {record['ranks']} ranks", unit="s", bars=bars)),
         table(headings, rows),

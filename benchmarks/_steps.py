@@ -206,12 +206,21 @@ def _start_process_group() -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
+def proportional_bytes() -> int:
+    """What this process has resident; a page that n processes have counts for one n-th."""
+    return _of_this_process("smaps_rollup", "Pss")
+
+
 def peak_resident_bytes() -> int:
     """The most memory this process ever had resident, libraries included."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
+    return _of_this_process("status", "VmHWM")
+
+
+def _of_this_process(file: str, name: str) -> int:
+    for line in Path("/proc/self", file).read_text().splitlines():
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmHWM line")
+    raise RuntimeError(f"/proc/self/{file} has no {name} line")
 
 
 def work(make: Callable[..., tuple[Step, Report]], arguments: tuple[Any, ...],

@@ -38,7 +38,7 @@ from _steps import (
     Model,
     Report,
     Step,
-    peak_resident_bytes,
+    proportional_bytes,
     run_rounds,
     tight,
     torch_step,
@@ -161,7 +161,7 @@ def work(make: Callable[..., tuple[Step, Report]], arguments: tuple[Any, ...], r
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
         if order == "report":
-            pipe.send({**report(), "peak_resident_bytes": peak_resident_bytes()})
+            pipe.send({**report(), "proportional_bytes": proportional_bytes()})
             continue
         done = []
         for i in range(order[0], order[0] + order[1]):
@@ -245,7 +245,7 @@ class Ranks:
             self.sent_bytes.append(sent / steps)
 
     def report(self) -> list[dict[str, Any]]:
-        """Of each rank: peak resident memory, and what castor's report says so far."""
+        """Of each rank: its part of resident memory, and what castor's report says so far."""
         for pipe in self.pipes:
             pipe.send("report")
         return self.receive()
@@ -318,19 +318,19 @@ def main() -> int:
         ranks.stop()
 
     table = Table(title=f"GPT-2 42.5M, {arguments.ranks} ranks, {ROWS} x {SEQUENCE} tokens each")
-    for heading in ("", "median s", "quartiles", "CPU s", "loopback MiB", "resident MiB"):
+    for heading in ("", "median s", "quartiles", "CPU s", "loopback MiB", "resident MiB, all"):
         table.add_column(heading, justify="left" if not heading else "right")
     results = {}
     for key, ranks in found.items():
         seconds = spread([s for steps in ranks.seconds for s in steps])
-        resident = max(report["peak_resident_bytes"] for report in reports[key])
+        resident = sum(report["proportional_bytes"] for report in reports[key])
         results[key] = {
             "name": ranks.name,
             "seconds": seconds,
             "round_medians": ranks.medians,
             "cpu_seconds": statistics.median(ranks.cpu_seconds),
             "loopback_bytes": statistics.median(ranks.sent_bytes),
-            "peak_resident_bytes": resident,
+            "resident_bytes": resident,
             "largest_relative_loss_difference": differences[key],
         }
         table.add_row(

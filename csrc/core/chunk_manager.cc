@@ -12,7 +12,8 @@ namespace castor {
 
 ChunkManager::ChunkManager(const ChunkLayout& layout, const std::vector<Placement>& placements,
                            std::shared_ptr<MemoryTier> device, std::shared_ptr<MemoryTier> host,
-                           CopyEngine& engine, ParamBinder& binder, HomeStore* homes)
+                           CopyEngine& engine, ParamBinder& binder, HomeStore* homes,
+                           const std::shared_ptr<MemoryTier>& param_host)
     : layout_(layout),
       device_(std::move(device)),
       host_(std::move(host)),
@@ -24,7 +25,7 @@ ChunkManager::ChunkManager(const ChunkLayout& layout, const std::vector<Placemen
       states_(layout.params().size(), TensorState::kFree) {
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    add_payload(chunk, PayloadKind::kParam, layout.chunk(chunk).used_bytes);
+    add_payload(chunk, PayloadKind::kParam, layout.chunk(chunk).used_bytes, {}, param_host);
     if (placements[i] == Placement::kDevice) {
       for (const ParamId param : layout.chunk(chunk).params) {
         states_[index(param)] = TensorState::kHold;
@@ -49,7 +50,7 @@ ChunkManager::~ChunkManager() {
 }
 
 void ChunkManager::add_payload(ChunkId chunk, PayloadKind kind, std::size_t bytes,
-                               std::string_view name) {
+                               std::string_view name, const std::shared_ptr<MemoryTier>& host) {
   const std::string what(name.empty() ? to_string(kind) : name);
   auto& place = slots_[index(chunk)].payloads[static_cast<std::size_t>(kind)];
   if (place) {
@@ -60,8 +61,9 @@ void ChunkManager::add_payload(ChunkId chunk, PayloadKind kind, std::size_t byte
     return;
   }
   const bool on_device = placement(chunk) == Placement::kDevice;
+  const auto& on_host = host ? host : host_;
   place = std::make_shared<Payload>(
-      on_device ? device_ : host_, bytes,
+      on_device ? device_ : on_host, bytes,
       "the " + what + " of chunk " + std::to_string(index(chunk)) + " have no room there; " +
           (on_device ? "raise device_memory, or let them leave the device with "
                        "placement_policy=\"auto\""

@@ -39,12 +39,14 @@ struct TransferCounts {
 /// user code through either is never lost; device bytes are reserved before they are used.
 class ChunkManager {
  public:
-  /// Allocates the kParam home of every chunk: on the device tier for Placement::kDevice, else on
-  /// the host tier; none for what `homes` has (nullptr: there is none). Throws OutOfMemory.
-  /// `layout`, `engine`, `binder` and `homes` outlive the manager.
+  /// Allocates the kParam home of every chunk: on the device tier for Placement::kDevice, else in
+  /// `param_host`, in the order of the chunks (nullptr: on the host tier, as all else); none for
+  /// what `homes` has (nullptr: there is none). Throws OutOfMemory. `layout`, `engine`, `binder`
+  /// and `homes` outlive the manager.
   ChunkManager(const ChunkLayout& layout, const std::vector<Placement>& placements,
                std::shared_ptr<MemoryTier> device, std::shared_ptr<MemoryTier> host,
-               CopyEngine& engine, ParamBinder& binder, HomeStore* homes = nullptr);
+               CopyEngine& engine, ParamBinder& binder, HomeStore* homes = nullptr,
+               const std::shared_ptr<MemoryTier>& param_host = nullptr);
   ChunkManager(const ChunkManager&) = delete;
   ChunkManager& operator=(const ChunkManager&) = delete;
   /// Sends every chunk home, user writes with it, and binds every parameter there. A write-back
@@ -58,9 +60,10 @@ class ChunkManager {
   /// Homes are read only after their updates from now on; nullptr: there are none. Borrowed.
   void follow(PendingUpdates* updates) noexcept { updates_ = updates; }
 
-  /// Adds a payload of `bytes` at the chunk's home tier; errors call it `name`, or by its kind.
-  /// Throws OutOfMemory; UsageError if present.
-  void add_payload(ChunkId chunk, PayloadKind kind, std::size_t bytes, std::string_view name = {});
+  /// Adds a payload of `bytes` at the chunk's home tier, on the host in `host` (nullptr: the host
+  /// tier); errors call it `name`, or by its kind. Throws OutOfMemory; UsageError if present.
+  void add_payload(ChunkId chunk, PayloadKind kind, std::size_t bytes, std::string_view name = {},
+                   const std::shared_ptr<MemoryTier>& host = nullptr);
   /// From now on ParamBinder::before_write_back is told what user code wrote to the chunk also
   /// where it is promoted. Before it is.
   void follow_writes(ChunkId chunk) { slots_[index(chunk)].writes_followed = true; }

@@ -35,12 +35,13 @@ class Collectives {
   [[nodiscard]] virtual std::string description() const = 0;
 };
 
-/// The ranks that train a model together, as two groups whose collectives do not wait for each
-/// other.
+/// The ranks that train a model together, as groups whose collectives do not wait for each other.
 struct RankGroups {
-  std::shared_ptr<Collectives> passes;   ///< of the thread that runs forward, backward and step
-  std::shared_ptr<Collectives> updates;  ///< of the one that runs updates, which may be another
-  std::string link;                      ///< for reports: what the bytes go through, and why
+  std::shared_ptr<Collectives> passes;     ///< of the thread that runs forward, backward and step
+  std::shared_ptr<Collectives> gradients;  ///< of the one that reduces beside backward
+  std::shared_ptr<Collectives> updates;    ///< of the one that runs updates, which may be another
+  std::string link;                        ///< for reports: what the bytes go through, and why
+  bool share_memory = false;               ///< the ranks are on one machine, and all groups know
 };
 
 /// What each rank gives, in rank order.
@@ -50,6 +51,9 @@ std::vector<T> gather(Collectives& ranks, const T& own) {
   ranks.all_gather(std::as_bytes(std::span(&own, 1)), std::as_writable_bytes(std::span(all)));
   return all;
 }
+
+/// Returns when every rank is here.
+inline void meet(Collectives& ranks) { static_cast<void>(gather(ranks, std::byte{})); }
 
 /// What a call throws where another rank is gone; `why`: "rank 1 (process 234) has ended".
 [[nodiscard]] Error lost_ranks(const Collectives& own, const std::string& why);

@@ -58,9 +58,14 @@ std::string describe(const LayoutFacts& facts) {
 
 }  // namespace
 
+GradientMarks::GradientMarks(const ChunkLayout& layout)
+    : fresh(layout.chunks().size(), false),
+      handed(layout.chunks().size(), false),
+      present(layout.params().size(), false) {}
+
 /// What a rank says when it arrives.
 struct RankMeeting::Header {
-  enum class Point : std::uint8_t { kBackwardEnd, kStep, kRead, kServe, kEndService };
+  enum class Point : std::uint8_t { kBackwardEnd, kStep, kLoad, kRead, kServe, kEndService };
 
   Point point = Point::kBackwardEnd;
   StateRequest request{};  // of kRead
@@ -101,6 +106,7 @@ std::string RankMeeting::place_of(const Header& header) const {
     case Header::Point::kStep:
       return "calls optimizer.step() after " + std::to_string(header.backwards) +
              " backward passes, for step " + std::to_string(header.steps + 1);
+    case Header::Point::kLoad: return "loads weights after step " + std::to_string(header.steps);
     case Header::Point::kRead:
       return "reads the optimizer state of parameter '" + layout_.param(header.request.param).name +
              "' after step " + std::to_string(header.steps);
@@ -126,8 +132,8 @@ void RankMeeting::check_same(const std::vector<Header>& headers) const {
           place_of(headers[std::min(first, rank)]) + ", while rank " +
           std::to_string(std::max(first, rank)) + " " + place_of(headers[std::max(first, rank)]) +
           ". Every rank runs as many backward passes and steps as the others, leaves "
-          "booster.no_sync at the same ones, and reads optimizer states (optimizer.state, "
-          "state_dict, saves) when they do");
+          "booster.no_sync at the same ones, and loads weights and reads optimizer states "
+          "(optimizer.state, state_dict, saves) when they do");
     }
   }
 }
@@ -173,11 +179,11 @@ GradientMarks RankMeeting::meet(MeetingPoint point, const GradientMarks& own) {
               .backwards = backwards_,
               .scale = own.scale.value_or(kNoGradients)});
   const std::size_t num_chunks = layout_.chunks().size();
-  std::vector<std::byte> flags(num_chunks + layout_.params().size());
+  std::vector<std::byte> flags(2 * num_chunks + layout_.params().size());
   const auto as_byte = [](bool flag) { return flag ? std::byte{1} : std::byte{0}; };
-  std::transform(own.fresh.begin(), own.fresh.end(), flags.begin(), as_byte);
-  std::transform(own.present.begin(), own.present.end(),
-                 flags.begin() + static_cast<std::ptrdiff_t>(num_chunks), as_byte);
+  auto next = std::transform(own.fresh.begin(), own.fresh.end(), flags.begin(), as_byte);
+  next = std::transform(own.handed.begin(), own.handed.end(), next, as_byte);
+  std::transform(own.present.begin(), own.present.end(), next, as_byte);
   std::vector<std::byte> all(flags.size() * ranks_.size());
   ranks_.all_gather(flags, all);
   GradientMarks marks = own;
@@ -185,14 +191,19 @@ GradientMarks RankMeeting::meet(MeetingPoint point, const GradientMarks& own) {
     const std::byte* const theirs = all.data() + rank * flags.size();
     for (std::size_t i = 0; i < num_chunks; ++i) {
       marks.fresh[i] = marks.fresh[i] || theirs[i] != std::byte{0};
+      marks.handed[i] = marks.handed[i] || theirs[num_chunks + i] != std::byte{0};
     }
     for (std::size_t i = 0; i < layout_.params().size(); ++i) {
-      marks.present[i] = marks.present[i] || theirs[num_chunks + i] != std::byte{0};
+      marks.present[i] = marks.present[i] || theirs[2 * num_chunks + i] != std::byte{0};
     }
   }
   marks.scale = common_scale(headers);
   backwards_ += at_step ? 0 : 1;
   return marks;
+}
+
+void RankMeeting::meet_to_load() {
+  arrive({.point = Header::Point::kLoad, .steps = steps_, .backwards = backwards_});
 }
 
 void RankMeeting::meet_to_read(StateRequest own) {

@@ -25,7 +25,11 @@ struct StateRequest {
 
 /// Which gradients a rank has, or all of them together.
 struct GradientMarks {
+  /// None.
+  explicit GradientMarks(const ChunkLayout& layout);
+
   std::vector<bool> fresh;      ///< per chunk: gradients came that have not been averaged
+  std::vector<bool> handed;     ///< per chunk: ... to be averaged beside the pass, if all do so
   std::vector<bool> present;    ///< per parameter: there is a gradient in its chunk
   std::optional<double> scale;  ///< of the losses that they are of; nullopt: there are none
 };
@@ -43,6 +47,9 @@ class RankMeeting {
   [[nodiscard]] GradientMarks meet(MeetingPoint point, const GradientMarks& own);
   /// The step is over.
   void end_step() noexcept;
+  /// Weights are about to be replaced by every rank, or have been. Throws UsageError, on every
+  /// rank, where one does something else.
+  void meet_to_load();
 
   /// A state is about to be read by every rank, or by some while the others serve. Throws
   /// UsageError, on every rank, where they ask for different ones or do something else.

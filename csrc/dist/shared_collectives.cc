@@ -1,9 +1,7 @@
 #include "dist/shared_collectives.h"
 
-#include <fcntl.h>
 #include <linux/futex.h>
 #include <poll.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -15,7 +13,6 @@
 #include <cstring>
 #include <ctime>
 #include <fstream>
-#include <random>
 #include <span>
 #include <system_error>
 #include <thread>
@@ -23,6 +20,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "dist/shared_file.h"
 #include "host/shared_mapping.h"
 #include "io/unique_fd.h"
 
@@ -41,8 +39,7 @@ constexpr std::size_t kMaxRanks = 512;
 
 /// At the beginning of the memory; the ranks' buffers follow.
 struct Header {
-  std::atomic<std::uint64_t> token;  ///< tells it apart from other files
-  alignas(64) std::atomic<std::uint32_t> arrived;
+  std::atomic<std::uint32_t> arrived;
   alignas(64) std::atomic<std::uint32_t> round;
   alignas(64) std::array<std::atomic<std::uint32_t>, kMaxRanks> met;  ///< rounds
   alignas(64) std::array<std::atomic<bool>, kMaxRanks> left;
@@ -50,40 +47,6 @@ struct Header {
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 constexpr std::size_t kHeaderBytes = 4096;
 static_assert(sizeof(Header) <= kHeaderBytes);
-
-/// What ranks tell each other before they share memory.
-struct Invitation {
-  std::array<char, 64> machine{};    ///< of this boot of it
-  std::array<char, 64> processes{};  ///< in which process numbers mean something
-  std::int32_t process = 0;
-  std::int32_t file = -1;  ///< rank 0's
-  std::uint64_t token = 0;
-};
-
-/// "" where it worked.
-using Refusal = std::array<char, 128>;
-
-std::string first_line(const char* path) {
-  std::ifstream file(path);
-  std::string line;
-  std::getline(file, line);
-  return line;
-}
-
-std::string target_of(const char* path) {
-  std::array<char, 64> target{};
-  const ssize_t length = ::readlink(path, target.data(), target.size() - 1);
-  return length > 0 ? std::string(target.data(), static_cast<std::size_t>(length)) : std::string();
-}
-
-template <std::size_t n>
-void copy_text(const std::string& text, std::array<char, n>& to) {
-  to[text.copy(to.data(), n - 1)] = '\0';
-}
-
-std::string failed(const std::string& what) {
-  return what + " failed: " + std::generic_category().message(errno);
-}
 
 struct Peer {
   int process = 0;
@@ -226,7 +189,9 @@ class MemoryRanks final : public Collectives {
   }
 
   [[nodiscard]] static bool stopped(int process) {
-    const std::string stat = first_line(("/proc/" + std::to_string(process) + "/stat").c_str());
+    std::ifstream file("/proc/" + std::to_string(process) + "/stat");
+    std::string stat;
+    std::getline(file, stat);
     const std::size_t name_end = stat.rfind(") ");
     return name_end != std::string::npos && stat.compare(name_end + 2, 1, "T") == 0;
   }
@@ -239,99 +204,37 @@ class MemoryRanks final : public Collectives {
   std::string lost_;
 };
 
-/// Of this rank, as far as it gets on its own.
-struct Part {
-  SharedMapping memory;
-  std::vector<Peer> peers;
-  std::string refusal;
-};
-
-Part take_part(std::size_t rank, std::span<const Invitation> all, int own_file, std::size_t bytes) {
-  Part part;
-  if (all.size() > kMaxRanks) {
-    part.refusal = "there are more than " + std::to_string(kMaxRanks) + " ranks";
-    return part;
-  }
-  for (const Invitation& other : all) {
-    if (other.machine != all[0].machine) {
-      part.refusal = "ranks run on several machines";
-      return part;
-    }
-    if (other.processes != all[0].processes || other.machine[0] == '\0') {
-      part.refusal = "ranks run in several containers";
-      return part;
-    }
-  }
-  UniqueFd opened;
-  if (rank != 0) {
-    const std::string path =
-        "/proc/" + std::to_string(all[0].process) + "/fd/" + std::to_string(all[0].file);
-    opened = UniqueFd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
-    if (!opened) {
-      part.refusal = failed("opening rank 0's memory");
-      return part;
-    }
-  }
-  const int file = rank == 0 ? own_file : opened.get();
-  struct stat found {};
-  if (::fstat(file, &found) != 0 || static_cast<std::size_t>(found.st_size) != bytes) {
-    part.refusal = "rank 0's memory is not there";
-    return part;
-  }
-  part.memory = SharedMapping(file, bytes);
-  if (part.memory.data() == nullptr) {
-    part.refusal = failed("mapping shared memory");
-    return part;
-  }
-  auto& token = reinterpret_cast<Header*>(part.memory.data())->token;
-  if (rank == 0) {
-    token = all[0].token;
-  }
-  for (const Invitation& other : all) {
-    const auto descriptor = static_cast<int>(::syscall(SYS_pidfd_open, other.process, 0));
-    if (descriptor < 0) {
-      part.refusal = failed("pidfd_open");
-    }
-    part.peers.push_back({.process = other.process, .ended = UniqueFd(descriptor)});
-  }
-  return part;
-}
-
 }  // namespace
 
 SharedCollectives share_memory(Collectives& group) {
-  Invitation own;
-  copy_text(first_line("/proc/sys/kernel/random/boot_id"), own.machine);
-  copy_text(target_of("/proc/self/ns/pid"), own.processes);
-  own.process = ::getpid();
   const std::size_t bytes = kHeaderBytes + group.size() * kNumBuffers * kBufferBytes;
-  UniqueFd file;
-  if (group.rank() == 0) {
-    file = UniqueFd(make_shared_file(bytes));
-    if (file) {
-      std::random_device random;
-      own.token = (std::uint64_t{random()} << 32) | random();
-      own.file = file.get();
-    }
+  std::string refusal;
+  if (group.size() > kMaxRanks) {
+    refusal = "there are more than " + std::to_string(kMaxRanks) + " ranks";
+    return {.ranks = nullptr, .refusal = refusal};
   }
-  const std::vector<Invitation> all = gather(group, own);
-  Part part = take_part(group.rank(), all, file.get(), bytes);
-  Refusal refusal{};
-  copy_text(part.refusal, refusal);
-  const std::vector<Refusal> refusals = gather(group, refusal);  // rank 0 has set the token
-  for (const Refusal& other : refusals) {
-    if (other[0] != '\0') {
-      return {.ranks = nullptr, .refusal = other.data()};
-    }
+  SharedFile shared = share_file(group, bytes);
+  if (!shared.refusal.empty()) {
+    return {.ranks = nullptr, .refusal = std::move(shared.refusal)};
   }
-  const std::uint64_t token = reinterpret_cast<const Header*>(part.memory.data())->token;
-  for (const std::uint64_t other : gather(group, token)) {
-    if (other != all[0].token) {
-      return {.ranks = nullptr, .refusal = "rank 0's memory is another file's"};
-    }
+  SharedMapping memory(shared.file.get(), bytes);
+  if (memory.data() == nullptr) {
+    refusal = "mapping shared memory failed: " + std::generic_category().message(errno);
   }
-  return {.ranks = std::make_shared<MemoryRanks>(group.rank(), group.size(), std::move(part.memory),
-                                                 std::move(part.peers)),
+  std::vector<Peer> peers;
+  for (const int process : shared.processes) {
+    UniqueFd ended(static_cast<int>(::syscall(SYS_pidfd_open, process, 0)));
+    if (!ended) {
+      refusal = "pidfd_open failed: " + std::generic_category().message(errno);
+    }
+    peers.push_back({.process = process, .ended = std::move(ended)});
+  }
+  refusal = any_refusal(group, refusal);
+  if (!refusal.empty()) {
+    return {.ranks = nullptr, .refusal = std::move(refusal)};
+  }
+  return {.ranks = std::make_shared<MemoryRanks>(group.rank(), group.size(), std::move(memory),
+                                                 std::move(peers)),
           .refusal = ""};
 }
 

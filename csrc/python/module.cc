@@ -102,10 +102,10 @@ std::shared_ptr<DeviceBackend> device_backend(const py::object& backend) {
   return *py::capsule(backend).get_pointer<std::shared_ptr<DeviceBackend>>();
 }
 
-/// The ranks of two process groups of torch's; `share`: through memory where they can.
-RankGroups rank_groups(const std::array<std::string, 2>& names, bool share) {
-  std::array<std::shared_ptr<Collectives>, 2> groups = {group_collectives(names[0]),
-                                                        group_collectives(names[1])};
+/// The ranks of three process groups of torch's; `share`: through memory where they can.
+RankGroups rank_groups(const std::array<std::string, 3>& names, bool share) {
+  std::array<std::shared_ptr<Collectives>, 3> groups = {
+      group_collectives(names[0]), group_collectives(names[1]), group_collectives(names[2])};
   std::string why = share ? "" : "as asked for";
   for (std::shared_ptr<Collectives>& group : groups) {
     if (why.empty()) {
@@ -116,8 +116,10 @@ RankGroups rank_groups(const std::array<std::string, 2>& names, bool share) {
   }
   const std::string link = groups[0]->description();
   return {.passes = groups[0],
-          .updates = groups[1],
-          .link = why.empty() ? link : link + " (" + why + ")"};
+          .gradients = groups[1],
+          .updates = groups[2],
+          .link = why.empty() ? link : link + " (" + why + ")",
+          .share_memory = why.empty()};
 }
 
 std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
@@ -125,7 +127,7 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
                                         const std::vector<bool>& trained,
                                         const std::vector<PythonModuleSpec>& modules,
                                         SessionOptions options, const py::object& backend,
-                                        const std::optional<std::array<std::string, 2>>& groups,
+                                        const std::optional<std::array<std::string, 3>>& groups,
                                         bool share_memory,
                                         const std::vector<std::uint32_t>& valueless) {
   options.backend = device_backend(backend);
@@ -266,6 +268,7 @@ py::dict report(Session& session) {
   figures["rank"] = alone ? 0 : ranks->rank();
   figures["ranks"] = alone ? 1 : ranks->size();
   figures["rank_link"] = alone ? "" : ranks->link();
+  figures["rank_shared_bytes"] = session.rank_homes().bytes();
   figures["rank_sent_bytes"] = alone ? 0 : ranks->bytes_sent();
   figures["rank_seconds"] = alone ? 0.0 : std::chrono::duration<double>(ranks->time()).count();
   return figures;
@@ -362,6 +365,7 @@ PYBIND11_MODULE(_C, m) {
            py::arg("weights"), py::arg("states"), released)
       .def("end_load", castor::with_run_load(&Session::end_load), py::kw_only(), py::arg("weights"),
            py::arg("states"), released)
+      .def("share_homes", &Session::share_homes, released)
       .def_property_readonly("whole", py::cpp_function(&Session::whole, released))
       .def("stay_with_parent",
            [](const py::object& self) {

@@ -82,25 +82,43 @@ void ChunkUpdates::run(ChunkId chunk, std::span<const ParamUpdate> updates) {
   }
   places_.host_writes_home(chunk);
   places_.with_all(chunk, [&](const ChunkMemory& memory) {
-    add_segments(updates, memory, segments);
+    add_segments(updates, to_update(chunk, memory), segments);
     rule_->update(executor_, segments);
   });
-  bring_others_parts(chunk);
+  bring_others_parts(std::span(&chunk, 1));
 }
 
-void ChunkUpdates::bring_others_parts(ChunkId chunk) {
+ChunkMemory ChunkUpdates::to_update(ChunkId chunk, ChunkMemory memory) const {
   if (ranks_ != nullptr) {
-    ranks_->gather(places_.home(chunk));
+    memory[static_cast<std::size_t>(PayloadKind::kParam)] =
+        ranks_->begin_update(places_.weights(chunk));
   }
+  return memory;
+}
+
+void ChunkUpdates::bring_others_parts(std::span<const ChunkId> chunks) {
+  if (ranks_ == nullptr) {
+    return;
+  }
+  std::vector<const Payload*> weights;
+  for (const ChunkId chunk : chunks) {
+    weights.push_back(&places_.weights(chunk));
+  }
+  ranks_->gather(weights);
 }
 
 // Chunks in memory wait until there is one to be read, and are updated together meanwhile.
 void ChunkUpdates::run_all(std::span<const std::vector<ParamUpdate>> updates,
                            std::size_t& num_begun) {
+  std::vector<ChunkId> updated;
   std::vector<ChunkId> on_nvme;
   for (std::size_t i = 0; i < updates.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    if (!updates[i].empty() && places_.stored_in_part(chunk)) {
+    if (updates[i].empty()) {
+      continue;
+    }
+    updated.push_back(chunk);
+    if (places_.stored_in_part(chunk)) {
       on_nvme.push_back(chunk);
     }
   }
@@ -116,19 +134,16 @@ void ChunkUpdates::run_all(std::span<const std::vector<ParamUpdate>> updates,
   };
   places_.announce(on_nvme);
   std::size_t next = 0;
-  for (std::size_t i = 0; i < updates.size(); ++i) {
-    const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    if (updates[i].empty()) {
-      continue;
-    }
+  for (const ChunkId chunk : updated) {
+    const std::vector<ParamUpdate>& of_chunk = updates[index(chunk)];
     if (places_.on_device(chunk)) {
-      add_segments(updates[i], places_.in_place(chunk), on_device);
+      add_segments(of_chunk, places_.in_place(chunk), on_device);
       ++num_in_memory;
       continue;
     }
     places_.host_writes_home(chunk);
     if (!places_.stored_in_part(chunk)) {
-      add_segments(updates[i], places_.in_place(chunk), in_memory);
+      add_segments(of_chunk, to_update(chunk, places_.in_place(chunk)), in_memory);
       ++num_in_memory;
       continue;
     }
@@ -136,17 +151,13 @@ void ChunkUpdates::run_all(std::span<const std::vector<ParamUpdate>> updates,
     update_in_memory();
     places_.with_all(chunk, [&](const ChunkMemory& memory) {
       ++num_begun;
-      add_segments(updates[i], memory, in_memory);
+      add_segments(of_chunk, to_update(chunk, memory), in_memory);
       rule_->update(executor_, in_memory);
       in_memory.clear();
     });
   }
   update_in_memory();
-  for (std::size_t i = 0; i < updates.size(); ++i) {
-    if (!updates[i].empty()) {
-      bring_others_parts(ChunkId{static_cast<std::uint32_t>(i)});
-    }
-  }
+  bring_others_parts(updated);
   places_.flush();
 }
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/shard_map.h"
-#include "torch/rank_weights.h"
+#include "dist/rank_weights.h"
 #include "torch/state_places.h"
 
 namespace castor {
@@ -52,7 +52,9 @@ class ChunkUpdates {
   void add_segments(std::span<const ParamUpdate> updates, const ChunkMemory& memory,
                     std::vector<UpdateSegment>& segments) const;
   void run_on_device(std::span<const UpdateSegment> segments) const;
-  void bring_others_parts(ChunkId chunk);
+  /// A chunk's memory, as this rank's part of it is updated.
+  [[nodiscard]] ChunkMemory to_update(ChunkId chunk, ChunkMemory memory) const;
+  void bring_others_parts(std::span<const ChunkId> chunks);
 
   const ChunkLayout& layout_;
   const ShardMap& shards_;

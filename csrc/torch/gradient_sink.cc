@@ -44,7 +44,7 @@ class GradientHook final : public ::torch::autograd::FunctionPostHook {
 
 GradientSink::GradientSink(ChunkManager& manager, std::span<const ParamHandle> params,
                            StoredWeights* weights, Executor& executor, const SessionDevice& device,
-                           bool scaled)
+                           bool scaled, const std::shared_ptr<MemoryTier>& homes)
     : manager_(manager),
       layout_(manager.layout()),
       params_(params),
@@ -62,7 +62,7 @@ GradientSink::GradientSink(ChunkManager& manager, std::span<const ParamHandle> p
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
     if (layout_.chunk(chunk).trainable) {
-      manager_.add_payload(chunk, PayloadKind::kGrad, layout_.chunk(chunk).used_bytes);
+      manager_.add_payload(chunk, PayloadKind::kGrad, layout_.chunk(chunk).used_bytes, {}, homes);
     }
   }
 }
@@ -160,12 +160,7 @@ void GradientSink::forget_stored(ChunkId chunk) {
   if (!stored(chunk)) {
     return;
   }
-  const auto& params = layout_.chunk(chunk).params;
-  const auto has_gradient = [this](ParamId param) {
-    const at::Tensor& view = gradients_[index(param)].view;
-    return view.defined() && params_[index(param)].leaf.grad().is_same(view);
-  };
-  if (std::none_of(params.begin(), params.end(), has_gradient) && !aliased(chunk)) {
+  if (!seen(chunk)) {
     gate_->pass(group(chunk));
     weights_->discard_gradients(chunk);
   }
@@ -213,11 +208,12 @@ void GradientSink::expect_parts(std::span<const ChunkId> chunks) {
 }
 
 GradientMarks GradientSink::marks() const {
-  GradientMarks marks{.fresh = fresh_, .present = {}, .scale = std::nullopt};
+  GradientMarks marks(layout_);
+  marks.fresh = fresh_;
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const at::Tensor& grad = params_[i].leaf.grad();
-    marks.present.push_back(trainable(ParamId{static_cast<std::uint32_t>(i)}) && grad.defined());
-    if (marks.present.back() && !marks.scale && grad.is_same(gradients_[i].view)) {
+    marks.present[i] = trainable(ParamId{static_cast<std::uint32_t>(i)}) && grad.defined();
+    if (marks.present[i] && !marks.scale && grad.is_same(gradients_[i].view)) {
       marks.scale = gradients_[i].scale;
     }
   }
@@ -240,10 +236,9 @@ void GradientSink::make_present(ParamId param, double scale) {
   gradient.version = version_of(gradient.view);
 }
 
-void GradientSink::average(ChunkId chunk, const std::function<void(std::span<std::byte>)>& work) {
+void GradientSink::average(ChunkId chunk, const std::function<void(const Payload&)>& work) {
   const ChunkHolds held(*runtime_, device_, std::span(&chunk, 1));
-  const Payload& payload = *manager_.payload(chunk, PayloadKind::kGrad);
-  work({payload.data(), payload.bytes()});
+  work(*payload(chunk));
   fresh_[index(chunk)] = false;
 }
 
@@ -399,6 +394,14 @@ void GradientSink::for_each_storage(const std::function<void(const c10::Storage&
       visit(gradient.view.storage());
     }
   }
+}
+
+bool GradientSink::seen(ChunkId chunk) const {
+  const auto& params = layout_.chunk(chunk).params;
+  return aliased(chunk) || std::any_of(params.begin(), params.end(), [this](ParamId param) {
+           const at::Tensor& view = gradients_[index(param)].view;
+           return view.defined() && params_[index(param)].leaf.grad().is_same(view);
+         });
 }
 
 bool GradientSink::aliased(ChunkId chunk) const {

@@ -33,10 +33,12 @@ namespace castor {
 /// be called from any.
 class GradientSink {
  public:
-  /// Adds the gradient payloads of every trainable chunk to `manager`. `params` are in ParamId
-  /// order; `scaled`: gradients may carry a loss scale. All outlive this. Throws OutOfMemory.
+  /// Adds the gradient payloads of every trainable chunk to `manager`, on the host in `homes`
+  /// (nullptr: its tier). `params` are in ParamId order; `scaled`: gradients may carry a loss
+  /// scale. All outlive this. Throws OutOfMemory.
   GradientSink(ChunkManager& manager, std::span<const ParamHandle> params, StoredWeights* weights,
-               Executor& executor, const SessionDevice& device, bool scaled);
+               Executor& executor, const SessionDevice& device, bool scaled,
+               const std::shared_ptr<MemoryTier>& homes = nullptr);
   /// Gradients leave the device by copies that run beside backward; see GradientCopies. `account`:
   /// of what is allocated there for others than castor.
   void copy_beside_backward(CopyEngine& engine, NonModelMemory& account);
@@ -66,7 +68,13 @@ class GradientSink {
   /// where this rank has none as zeros.
   void make_present(ParamId param, double scale);
   /// Calls `work` with all of the chunk's gradients, in memory, which become those of all ranks.
-  void average(ChunkId chunk, const std::function<void(std::span<std::byte>)>& work);
+  void average(ChunkId chunk, const std::function<void(const Payload&)>& work);
+  /// All of the chunk's have come, and become those of all ranks without average().
+  void hand_over(ChunkId chunk) { fresh_[index(chunk)] = false; }
+  /// nullptr where the chunk is frozen.
+  [[nodiscard]] const Payload* payload(ChunkId chunk) const {
+    return manager_.payload(chunk, PayloadKind::kGrad).get();
+  }
 
   /// Closes the step: every gradient is in its payload, also those that users assigned. Throws
   /// UsageError for gradients that were scaled differently, or edited while scaled.
@@ -90,6 +98,8 @@ class GradientSink {
   }
   /// Whether somebody holds another tensor over the chunk's gradients than p.grad.
   [[nodiscard]] bool aliased(ChunkId chunk) const;
+  /// Whether there is any tensor over them.
+  [[nodiscard]] bool seen(ChunkId chunk) const;
   /// Of the payloads in memory and on NVMe.
   void for_each_storage(const std::function<void(const c10::Storage&)>& visit) const;
   /// Bytes that went from the device to payloads on the host.

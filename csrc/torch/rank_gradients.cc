@@ -1,39 +1,126 @@
 #include "torch/rank_gradients.h"
 
 #include <algorithm>
-#include <span>
+#include <string>
 
-#include "core/scalar_type.h"
 #include "core/units.h"
-#include "optim/average.h"
 #include "torch/gil.h"
 
 namespace castor {
 namespace {
 
-/// Of a gradient, at most so much is on its way at once.
-constexpr std::size_t kWindowBytes = std::size_t{8} << 20;
+/// So many chunks may wait to be reduced before backward does.
+constexpr std::size_t kMostWaiting = 4;
+/// For ranks that are slower; one that has stopped or does something else must not stop this one
+/// before it comes to where they meet.
+constexpr std::chrono::milliseconds kPatience{250};
 
-// Parts of it are whole elements, and begin where a cache line does.
-std::size_t window_bytes(const ChunkLayout& layout, std::size_t ranks) {
-  std::size_t largest = 1;
+std::size_t largest_gradients(const ChunkLayout& layout) {
+  std::size_t largest = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
-    largest = std::max(largest, chunk.trainable ? chunk.used_bytes : 1);
+    largest = std::max(largest, chunk.trainable ? chunk.used_bytes : 0);
   }
-  return align_up(std::min(largest, kWindowBytes), ranks * kParamAlignment);
+  return largest;
 }
 
 }  // namespace
 
-RankGradients::RankGradients(Collectives& ranks, RankMeeting& meeting, const ChunkLayout& layout,
-                             GradientSink& gradients, Executor& executor, MemoryTier& host)
-    : ranks_(ranks),
+RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, RankMeeting& meeting,
+                             const ChunkLayout& layout, GradientSink& gradients,
+                             const SharedHomes* homes, Executor& executor, MemoryTier& host)
+    : ranks_(std::move(ranks)),
       meeting_(meeting),
       layout_(layout),
       gradients_(gradients),
-      executor_(executor),
-      window_(host.allocate(window_bytes(layout, ranks_.size()),
-                            "gradients pass through it from rank to rank; raise host_memory")) {}
+      homes_(homes),
+      host_(host),
+      reduction_(
+          *ranks_, homes, executor,
+          host.allocate(RankReduction::window_bytes(largest_gradients(layout), ranks_->size()),
+                        "gradients pass through it from rank to rank; raise host_memory"),
+          figures_),
+      handed_(layout.chunks().size(), false),
+      copies_(layout.chunks().size()) {
+  if (homes_ == nullptr) {
+    return;
+  }
+  // Backward comes to modules last to first, and chunks hold them in their order.
+  std::vector<ChunkId> order;
+  for (std::size_t i = layout_.chunks().size(); i-- > 0;) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    if (const Payload* const payload = gradients_.payload(chunk);
+        payload != nullptr && homes_->contains(payload->home())) {
+      order.push_back(chunk);
+    }
+  }
+  reductions_ = std::make_unique<BackwardReductions>(ranks_, layout_.chunks().size(),
+                                                     std::move(order), [this](ChunkId chunk) {
+                                                       gradients_.wait(chunk);
+                                                       reduce(chunk);
+                                                     });
+}
+
+bool RankGradients::at_shared_home(ChunkId chunk) const {
+  const Payload* const payload = gradients_.payload(chunk);
+  return homes_ != nullptr && payload != nullptr && !payload->away() &&
+         homes_->contains(payload->home());
+}
+
+void RankGradients::arriving(ChunkId chunk) {
+  if (!at_shared_home(chunk)) {
+    return;
+  }
+  if (!std::exchange(begun_, true)) {
+    forget_last_step();
+  }
+  using Progress = BackwardReductions::Progress;
+  Progress progress = Progress::kMade;
+  while (patient_ && progress == Progress::kMade && reductions_->num_waiting() >= kMostWaiting) {
+    progress = reductions_->wait_for_others(kPatience);
+    patient_ = progress != Progress::kNone;
+  }
+  take_copy(chunk);
+}
+
+// What was written between backward and step, and nobody can see any more.
+void RankGradients::forget_last_step() {
+  for (std::size_t i = 0; i < handed_.size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    if (at_shared_home(chunk) && !gradients_.seen(chunk)) {
+      homes_->forget({gradients_.payload(chunk)->home(), gradients_.payload(chunk)->bytes()});
+      drop_copy(chunk);
+    }
+  }
+}
+
+void RankGradients::take_copy(ChunkId chunk) {
+  const MutexLock lock(mutex_);
+  Reservation& copy = copies_[index(chunk)];
+  if (copy.bytes() == 0) {
+    copy = host_.ledger().reserve(
+        SharedHomes::size_of(layout_.chunk(chunk).used_bytes),
+        "a rank has gradients of its own until all ranks have theirs; raise host_memory");
+  }
+}
+
+void RankGradients::drop_copy(ChunkId chunk) {
+  const MutexLock lock(mutex_);
+  copies_[index(chunk)].release();
+}
+
+void RankGradients::completed(ChunkId chunk, TensorGate& gate) {
+  if (synchronised_ && at_shared_home(chunk) && reductions_->complete(chunk)) {
+    handed_[index(chunk)] = true;
+    gradients_.hand_over(chunk);
+    gate.close(gradients_.group(chunk));
+  }
+}
+
+void RankGradients::wait(ChunkId chunk) {
+  if (reductions_) {
+    reductions_->wait(chunk);
+  }
+}
 
 void RankGradients::end_backward(TensorGate& gate) {
   if (synchronised_) {
@@ -41,39 +128,53 @@ void RankGradients::end_backward(TensorGate& gate) {
   }
 }
 
+// Ranks that do something else do not come to reduce what this one has handed over.
+GradientMarks RankGradients::meet(MeetingPoint point) {
+  GradientMarks own = gradients_.marks();
+  own.handed = handed_;
+  try {
+    return meeting_.meet(point, own);
+  } catch (...) {
+    ranks_->leave();
+    throw;
+  }
+}
+
 void RankGradients::average(MeetingPoint point, TensorGate& gate) {
   const GilRelease released;
   const RankFigures::Timed timed(figures_);
-  const GradientMarks all = meeting_.meet(point, gradients_.marks());
+  const GradientMarks all = meet(point);
+  std::vector<bool> reduced(all.fresh.size(), false);
+  if (reductions_ && point == MeetingPoint::kBackwardEnd) {
+    reduced = reductions_->end_pass();
+  }
   for (std::size_t i = 0; i < all.fresh.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    if (!all.fresh[i]) {
+    if (!all.fresh[i] && !all.handed[i]) {
       continue;
     }
     gate.pass(gradients_.group(chunk));  // the last update has read them, and copies have arrived
+    if (!all.fresh[i] && reduced[i]) {
+      continue;
+    }
+    if (at_shared_home(chunk)) {
+      take_copy(chunk);
+    }
     for (const ParamId param : layout_.chunk(chunk).params) {
       if (all.present[index(param)]) {
         gradients_.make_present(param, all.scale.value_or(1.0));
       }
     }
-    gradients_.average(chunk, [&](std::span<std::byte> gradients) {
-      average(gradients, layout_.chunk(chunk).type);
-    });
+    gradients_.average(chunk, [&](const Payload&) { reduce(chunk); });
   }
+  handed_.assign(handed_.size(), false);
+  begun_ = false;
+  patient_ = true;
 }
 
-void RankGradients::average(std::span<std::byte> gradients, ScalarType type) {
-  for (std::size_t begin = 0; begin < gradients.size(); begin += window_.bytes()) {
-    const auto piece =
-        gradients.subspan(begin, std::min(window_.bytes(), gradients.size() - begin));
-    const std::span parts(window_.data(), piece.size());
-    ranks_.all_to_all(piece, parts);
-    const auto own = parts.first(piece.size() / ranks_.size());
-    castor::average(&executor_, own.data(), parts.data(), ranks_.size(), own.size() / size_of(type),
-                    type);
-    ranks_.all_gather(own, piece);
-    figures_.add_bytes(2 * (ranks_.size() - 1) * own.size());
-  }
+void RankGradients::reduce(ChunkId chunk) {
+  reduction_.reduce(*gradients_.payload(chunk), layout_.chunk(chunk).type);
+  drop_copy(chunk);
 }
 
 }  // namespace castor

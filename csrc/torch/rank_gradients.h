@@ -1,52 +1,91 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
-#include <span>
+#include <memory>
 #include <utility>
+#include <vector>
 
 #include "core/collectives.h"
 #include "core/memory_tier.h"
+#include "core/mutex.h"
 #include "core/rank_meeting.h"
+#include "dist/backward_reductions.h"
+#include "dist/rank_figures.h"
+#include "dist/rank_reduction.h"
 #include "torch/gradient_sink.h"
-#include "torch/rank_figures.h"
 #include "torch/tensor_gate.h"
 
 namespace castor {
 
 /// Makes the gradients of several ranks their mean, on every rank: at the end of a backward pass,
-/// or later where passes are not to be synchronised, but before the step. Each rank adds up its
-/// part of every chunk, in rank order, and all gather the parts: 2 (n-1)/n of the gradients' bytes
-/// are sent, and one window of memory is needed. Owned by the session; used by the one thread at a
-/// time that runs backward and step.
+/// or later where passes are not to be synchronised, but before the step.
+///
+/// Where ranks share the gradients' homes, a chunk is reduced beside backward as soon as every rank
+/// has completed it (ZeRO-2, Rajbhandari et al. 2020, section 5.2, over chunks). Until then this
+/// rank has a copy of its own, which the host's budget pays for; when a few chunks wait for ranks
+/// that are slower, so does backward, but not for long: then the copies may become more.
+///
+/// Owned by the session; used by the one thread at a time that runs backward and step.
 class RankGradients {
  public:
-  /// Takes the window from `host`. Throws OutOfMemory. All outlive this.
-  RankGradients(Collectives& ranks, RankMeeting& meeting, const ChunkLayout& layout,
-                GradientSink& gradients, Executor& executor, MemoryTier& host);
+  /// `homes`: of gradients, that ranks share; nullptr: there are none. Takes windows from `host`,
+  /// and throws OutOfMemory. All but `ranks` outlive this.
+  RankGradients(std::shared_ptr<Collectives> ranks, RankMeeting& meeting, const ChunkLayout& layout,
+                GradientSink& gradients, const SharedHomes* homes, Executor& executor,
+                MemoryTier& host);
 
   /// Whether the passes that follow are synchronised at their end; returns whether those before
   /// were.
   bool synchronise(bool on) noexcept { return std::exchange(synchronised_, on); }
+  /// A gradient is about to go into the chunk's payload. Throws OutOfMemory.
+  void arriving(ChunkId chunk);
+  /// Somebody else is about to write the chunk's gradients. Throws OutOfMemory. From any thread.
+  void writing(ChunkId chunk) {
+    if (at_shared_home(chunk)) {
+      take_copy(chunk);
+    }
+  }
+  /// Whether this rank has a copy of the chunk's gradients as soon as somebody writes them.
+  [[nodiscard]] bool at_shared_home(ChunkId chunk) const;
+  /// The pass under way brings no more gradients of the chunk, which has all of them.
+  void completed(ChunkId chunk, TensorGate& gate);
+  /// Returns when the chunk's gradients are not being reduced.
+  void wait(ChunkId chunk);
   /// The outermost backward pass is over.
   void end_backward(TensorGate& gate);
   /// Before a step, which may not be taken with gradients that the others do not have.
   void begin_step(TensorGate& gate) { average(MeetingPoint::kStep, gate); }
   void end_step() noexcept { meeting_.end_step(); }
+  /// From any thread.
+  void leave() noexcept { ranks_->leave(); }
 
   [[nodiscard]] const RankFigures& figures() const noexcept { return figures_; }
 
  private:
+  // Of a chunk's gradients, by this rank.
+  void take_copy(ChunkId chunk);
+  void drop_copy(ChunkId chunk);
+  void forget_last_step();
+  void reduce(ChunkId chunk);
   void average(MeetingPoint point, TensorGate& gate);
-  void average(std::span<std::byte> gradients, ScalarType type);
+  [[nodiscard]] GradientMarks meet(MeetingPoint point);
 
-  Collectives& ranks_;
+  const std::shared_ptr<Collectives> ranks_;
   RankMeeting& meeting_;
   const ChunkLayout& layout_;
   GradientSink& gradients_;
-  Executor& executor_;
-  Block window_;
-  bool synchronised_ = true;
+  const SharedHomes* const homes_;
+  MemoryTier& host_;
   RankFigures figures_;
+  RankReduction reduction_;
+  bool synchronised_ = true;
+  bool begun_ = false;        // a pass
+  bool patient_ = true;       // in this pass: others are expected to come soon
+  std::vector<bool> handed_;  // per chunk: in this pass, to reductions_
+  Mutex mutex_;
+  std::vector<Reservation> copies_ CASTOR_GUARDED_BY(mutex_);  // per chunk
+  std::unique_ptr<BackwardReductions> reductions_;             // nullptr: nothing is shared
 };
 
 }  // namespace castor

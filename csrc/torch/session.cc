@@ -133,25 +133,29 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
       host_(std::make_shared<MemoryTier>(TierKind::kHost, options.host_bytes,
                                          make_home_arena(options))),
       nonmodel_(std::make_shared<NonModelMemory>(device_)),
+      rank_homes_(layout_, placements, options, *host_),
       executor_(make_executor(options.num_threads)),
       copy_engine_(make_copy_engine(options)),
       storages_(std::make_unique<ChunkStorages>(layout_, own_device_.torch_device())),
-      weights_(StoredWeights::create(layout_, placements, *storages_, options.state, *host_,
-                                     *executor_, own_device_)),
+      weights_(StoredWeights::create(layout_, placements, *storages_, options.state,
+                                     rank_homes_.weights().homes != nullptr, *host_, *executor_,
+                                     own_device_)),
       manager_(std::make_unique<ChunkManager>(layout_, std::move(placements), device_, host_,
-                                              *copy_engine_, *storages_, weights_.get())) {
+                                              *copy_engine_, *storages_, weights_.get(),
+                                              rank_homes_.weights().tier)) {
   for (at::Tensor& param : params) {
     params_.push_back({.leaf = param, .local = std::move(param)});
   }
-  gradients_ =
-      std::make_unique<GradientSink>(*manager_, params_, weights_.get(), *executor_, own_device_,
-                                     options.precision == ScalarType::kFloat16);
-  state_places_ = std::make_unique<StatePlaces>(*manager_, shards_, *executor_, options.state,
-                                                weights_.get(), own_device_);
+  gradients_ = std::make_unique<GradientSink>(
+      *manager_, params_, weights_.get(), *executor_, own_device_,
+      options.precision == ScalarType::kFloat16, rank_homes_.gradients().tier);
+  state_places_ =
+      std::make_unique<StatePlaces>(*manager_, shards_, *executor_, options.state, weights_.get(),
+                                    rank_homes_.weights().homes.get(), own_device_);
   if (options.ranks) {
     check_ranks();
     ranks_ = std::make_unique<SessionRanks>(*options.ranks, layout_, shards_, *gradients_,
-                                            *state_places_, *executor_, *host_);
+                                            *state_places_, rank_homes_, *executor_, *host_);
     integrity_.when_broken([this] { ranks_->leave(); });
   }
   optimizer_state_ =
@@ -290,6 +294,8 @@ void Session::guard_weights() {
     if (guard != TensorGate::Guard::kNone) {
       gate_->guard(i, guard);
       gate_->guard(gradients_->group(chunk), guard);
+    } else if (ranks_ && ranks_->gradients().at_shared_home(chunk)) {
+      gate_->guard(gradients_->group(chunk), TensorGate::Guard::kHeld);  // writes make copies
     }
   }
 }
@@ -304,6 +310,9 @@ void Session::settle_group(std::size_t group) {
   }
   if (of_gradients) {
     gradients_->wait(chunk);
+    if (ranks_) {
+      ranks_->gradients().wait(chunk);
+    }
   }
   updater_->wait(chunk);
 }
@@ -396,17 +405,24 @@ void Session::gradient_arrived(ParamId param, const at::Tensor& incoming) {
   if (!grad.defined()) {
     return;
   }
-  if (ranks_ && grad.requires_grad()) {
-    throw UsageError("the gradient of parameter '" + layout_.param(param).name +
-                     "' is a part of a graph (backward(create_graph=True)), which several ranks "
-                     "cannot bring together; train with one process");
+  const ChunkId own = layout_.place(param).chunk;
+  if (ranks_) {
+    if (grad.requires_grad()) {
+      throw UsageError("the gradient of parameter '" + layout_.param(param).name +
+                       "' is a part of a graph (backward(create_graph=True)), which several ranks "
+                       "cannot bring together; train with one process");
+    }
+    ranks_->gradients().arriving(own);
   }
-  if (updater_->updated(layout_.place(param).chunk)) {
+  if (updater_->updated(own)) {
     updater_->check_none_updated("another gradient of parameter '" + layout_.param(param).name +
                                  "' arrived");
   }
   if (const auto chunk = gradients_->arrived(param, incoming, passes_->nested())) {
     updater_->completed(*chunk);
+    if (ranks_) {
+      ranks_->gradients().completed(*chunk, *gate_);
+    }
   }
 }
 
@@ -499,6 +515,9 @@ void Session::begin_load(RunLoad load) {
     ranks_->check_there();
   }
   updater_->abandon();
+  if (ranks_ && load.weights != LoadedWeights::kNone) {
+    ranks_->begin_load();
+  }
   gradients_->begin_step();
   note_torn_payloads();
   if (load.states || !integrity_.whole()) {
@@ -513,6 +532,12 @@ void Session::begin_load(RunLoad load) {
 }
 
 void Session::end_load(RunLoad load) { integrity_.loaded(load); }
+
+void Session::share_homes() {
+  if (ranks_) {
+    ranks_->end_load(*state_places_);
+  }
+}
 
 // A failure comes out once as what it is; from then on what it did to the run is said instead.
 void Session::settle() {
@@ -547,6 +572,9 @@ std::shared_ptr<void> Session::visit_groups(std::span<const TensorGate::Use> use
   for (const TensorGate::Use& use : uses) {
     const ChunkId chunk{static_cast<std::uint32_t>(use.group % layout_.chunks().size())};
     const auto used = use.group == index(chunk) ? PayloadKind::kParam : PayloadKind::kGrad;
+    if (ranks_ && used == PayloadKind::kGrad && use.writes) {
+      ranks_->gradients().writing(chunk);
+    }
     if (!visit->chunks.add(chunk, stream, used) && stored(chunk)) {
       parts.push_back({.part = use.group, .writes = use.writes});
     }

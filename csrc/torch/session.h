@@ -15,6 +15,7 @@
 #include "torch/gradient_sink.h"
 #include "torch/optimizer_state.h"
 #include "torch/passes.h"
+#include "torch/rank_homes.h"
 #include "torch/run_integrity.h"
 #include "torch/session_device.h"
 #include "torch/session_options.h"
@@ -65,6 +66,7 @@ class Session : public std::enable_shared_from_this<Session> {
   bool synchronise(bool on);
   /// nullptr: this process is alone.
   [[nodiscard]] SessionRanks* ranks() const noexcept { return ranks_.get(); }
+  [[nodiscard]] const RankHomes& rank_homes() const noexcept { return rank_homes_; }
 
   // The step, in this order.
   /// Brings every parameter home and every gradient into its payload. Throws as GradientSink does.
@@ -84,6 +86,8 @@ class Session : public std::enable_shared_from_this<Session> {
   /// The run counts as broken until end_load; states on NVMe that it replaces, or lost, are zeros.
   void begin_load(RunLoad load);
   void end_load(RunLoad load);
+  /// Every rank has replaced weights, and calls it: from now on each may read what others keep.
+  void share_homes();
   /// Whether weights and states are those of one step. Where they are not, a training forward,
   /// step() and settle throw UsageError.
   [[nodiscard]] bool whole() const { return integrity_.whole() && !torn(); }
@@ -153,6 +157,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::shared_ptr<MemoryTier> device_;
   std::shared_ptr<MemoryTier> host_;
   std::shared_ptr<NonModelMemory> nonmodel_;
+  RankHomes rank_homes_;
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<UpdateQueue>
       update_queue_;  // nullptr with Overlap::kNone; outlives copies' waits

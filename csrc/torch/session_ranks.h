@@ -6,13 +6,16 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "core/collectives.h"
 #include "core/error.h"
 #include "core/rank_meeting.h"
+#include "dist/rank_weights.h"
 #include "torch/rank_gradients.h"
+#include "torch/rank_homes.h"
 #include "torch/rank_states.h"
-#include "torch/rank_weights.h"
+#include "torch/state_places.h"
 
 namespace castor {
 
@@ -20,24 +23,41 @@ namespace castor {
 class SessionRanks {
  public:
   /// Meets the others; see RankMeeting and RankGradients, whose errors it throws. All but the
-  /// groups outlive this.
+  /// groups outlive this. `homes`: see RankWeights.
   SessionRanks(const RankGroups& groups, const ChunkLayout& layout, const ShardMap& shards,
-               GradientSink& gradients, const StatePlaces& places, Executor& executor,
-               MemoryTier& host)
-      : passes_(groups.passes),
-        link_(groups.link),
+               GradientSink& gradients, const StatePlaces& places, const RankHomes& homes,
+               Executor& executor, MemoryTier& host)
+      : layout_(layout),
+        passes_(groups.passes),
+        link_(homes.refusal().empty() ? groups.link
+                                      : groups.link + ", but not homes: " + homes.refusal()),
         meeting_(*passes_, layout),
-        gradients_(*passes_, meeting_, layout, gradients, executor, host),
+        gradients_(groups.gradients, meeting_, layout, gradients, homes.gradients().homes.get(),
+                   executor, host),
         states_(*passes_, meeting_, layout, shards, places),
-        weights_(groups.updates) {}
+        weights_(groups.updates, homes.weights().homes.get()) {}
 
   [[nodiscard]] RankGradients& gradients() noexcept { return gradients_; }
   [[nodiscard]] RankStates& states() noexcept { return states_; }
   [[nodiscard]] RankWeights& weights() noexcept { return weights_; }
 
+  // Around the replacing of weights, which every rank does. Throw as RankMeeting.
+  /// From now on no rank reads them.
+  void begin_load() { meeting_.meet_to_load(); }
+  /// All ranks have theirs, and may read the others' again.
+  void end_load(const StatePlaces& places) {
+    meeting_.meet_to_load();
+    std::vector<const Payload*> weights;
+    for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+      weights.push_back(&places.weights(ChunkId{static_cast<std::uint32_t>(i)}));
+    }
+    weights_.settle(weights);
+  }
+
   /// This run cannot go on here: nobody shall wait for it. From any thread.
   void leave() noexcept {
     left_ = true;
+    gradients_.leave();
     weights_.leave();
     passes_->leave();
   }
@@ -63,6 +83,7 @@ class SessionRanks {
   }
 
  private:
+  const ChunkLayout& layout_;
   const std::shared_ptr<Collectives> passes_;
   const std::string link_;
   RankMeeting meeting_;

@@ -8,6 +8,8 @@
 
 #include "core/error.h"
 #include "core/placement.h"
+#include "dist/rank_weights.h"
+#include "host/shared_homes.h"
 #include "torch/stored_weights.h"
 
 namespace castor {
@@ -63,13 +65,14 @@ std::vector<std::size_t> state_payload_bytes(const ChunkSpec& chunk, const Updat
 
 StatePlaces::StatePlaces(ChunkManager& manager, const ShardMap& shards, Executor& executor,
                          const OptimizerStateOptions& options, StoredWeights* weights,
-                         const SessionDevice& device)
+                         const SharedHomes* homes, const SessionDevice& device)
     : manager_(manager),
       layout_(manager.layout()),
       shards_(shards),
       rule_(options.rule),
       device_(device),
-      weights_(weights) {
+      weights_(weights),
+      homes_(homes) {
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     if (layout_.chunks()[i].trainable) {
       check_format(ChunkId{static_cast<std::uint32_t>(i)});
@@ -224,11 +227,6 @@ ChunkMemory StatePlaces::with_weights(ChunkId chunk, ChunkMemory memory) const {
   return memory;
 }
 
-std::span<std::byte> StatePlaces::home(ChunkId chunk) const {
-  const Payload& payload = *manager_.payload(chunk, PayloadKind::kParam);
-  return {payload.data(), payload.bytes()};
-}
-
 ChunkMemory StatePlaces::in_place(ChunkId chunk) const {
   return with_weights(chunk, resident(chunk));
 }
@@ -280,11 +278,28 @@ void StatePlaces::with_home(ParamId param, const std::function<void(std::byte*)>
   if (!manager_.stored(place.chunk)) {
     host_writes_home(place.chunk);
     work(element(param, PayloadKind::kParam));
+    share_home(param);
     return;
   }
   const std::unique_ptr<HomeHold> hold = weights_->hold(place.chunk);
   hold->wait(HomeAccess::kWrite);
   work(hold->data() + place.offset * size_of(spec.type));
+}
+
+// So that a rank does not keep a copy of all that it has overwritten.
+void StatePlaces::share_home(ParamId param) const {
+  const Payload& chunk = weights(layout_.place(param).chunk);
+  if (homes_ == nullptr || !homes_->contains(chunk.home())) {
+    return;
+  }
+  std::byte* const first = element(param, PayloadKind::kParam);
+  const Piece piece = shards_.piece(param);
+  const std::span own(first + bytes(param, PayloadKind::kParam, piece.first_element),
+                      bytes(param, PayloadKind::kParam, piece.numel));
+  share_bytes(*homes_, chunk, own);
+  if (!chunk.away()) {
+    homes_->forget_within({first, bytes(param, PayloadKind::kParam, layout_.param(param).numel)});
+  }
 }
 
 // Copies to and from a device go through torch, on the compute stream, and are rare: users' edits

@@ -19,6 +19,7 @@
 
 namespace castor {
 
+class SharedHomes;
 class StoredWeights;
 
 /// The payloads of a chunk that are an optimizer's: what 16-bit parameters lack of their fp32
@@ -55,10 +56,10 @@ class StatePlaces {
   /// them on NVMe, where they begin as zeros. Throws OutOfMemory; InvalidArgument for a format that
   /// the chunks' type does not have, or a layout without its param_alignment; what NvmeTier does.
   /// All outlive this. `weights` has the parameters and gradients that are on NVMe; nullptr: all
-  /// are in memory.
+  /// are in memory. `homes`: of parameters, that ranks share; nullptr: there are none.
   StatePlaces(ChunkManager& manager, const ShardMap& shards, Executor& executor,
               const OptimizerStateOptions& options, StoredWeights* weights,
-              const SessionDevice& device);
+              const SharedHomes* homes, const SessionDevice& device);
 
   /// What the chunk has, in the order of its payloads on NVMe; nothing where it is frozen.
   [[nodiscard]] const std::vector<PayloadKind>& kinds(ChunkId chunk) const {
@@ -108,10 +109,14 @@ class StatePlaces {
   void with_states(ChunkId chunk, StreamAccess access, const Work& work) const;
   /// ... its parameters and gradients too, to be updated.
   void with_all(ChunkId chunk, const Work& work) const;
-  /// Calls `work` with the parameter's first element at home, all of which it overwrites.
+  /// Calls `work` with the parameter's first element at home, all of which it overwrites. Where
+  /// ranks share homes all overwrite it, and none reads it from before the first does until all
+  /// have.
   void with_home(ParamId param, const std::function<void(std::byte*)>& work) const;
-  /// The chunk's parameters, in memory, where they are.
-  [[nodiscard]] std::span<std::byte> home(ChunkId chunk) const;
+  /// The chunk's parameters.
+  [[nodiscard]] const Payload& weights(ChunkId chunk) const {
+    return *manager_.payload(chunk, PayloadKind::kParam);
+  }
   /// All payloads of a chunk in memory, where they are.
   [[nodiscard]] ChunkMemory in_place(ChunkId chunk) const;
   /// Before the host writes the chunk's home: no copy reads it any more.
@@ -132,6 +137,7 @@ class StatePlaces {
  private:
   void with_copies(ChunkId chunk, StreamAccess access, const Work& work) const;
   void copy_to_device(std::span<const std::byte> bytes, std::byte* target) const;
+  void share_home(ParamId param) const;
   [[nodiscard]] ChunkMemory resident(ChunkId chunk) const;
   [[nodiscard]] ChunkMemory with_weights(ChunkId chunk, ChunkMemory memory) const;
   void check_format(ChunkId chunk) const;
@@ -145,6 +151,7 @@ class StatePlaces {
   const std::shared_ptr<const UpdateRule> rule_;
   const SessionDevice& device_;
   StoredWeights* const weights_;
+  const SharedHomes* const homes_;
   std::vector<std::vector<PayloadKind>> kinds_;  // per chunk
   std::vector<bool> stored_;                     // per chunk
   std::unique_ptr<NvmeTier> nvme_;

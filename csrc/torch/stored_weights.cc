@@ -68,13 +68,14 @@ NvmeOptions with_own_file(NvmeOptions options) {
 }  // namespace
 
 HostNeeds StoredWeights::needs_of(const ChunkLayout& layout, std::span<const Placement> placements,
-                                  const OptimizerStateOptions& options) {
+                                  const OptimizerStateOptions& options, bool homes_paid) {
   HostNeeds needs;
   for (std::size_t i = 0; i < placements.size(); ++i) {
     const ChunkSpec& chunk = layout.chunks()[i];
     std::vector<PayloadSpec> states;
     const bool on_host = placements[i] != Placement::kDevice;
-    needs.weights.push_back(on_host ? (chunk.trainable ? 2 : 1) * chunk.used_bytes : 0);
+    const std::size_t payloads = (homes_paid ? 0 : 1) + (chunk.trainable ? 1 : 0);
+    needs.weights.push_back(on_host ? payloads * chunk.used_bytes : 0);
     needs.states.push_back(0);
     if (on_host) {
       for (const std::size_t bytes :
@@ -90,18 +91,16 @@ HostNeeds StoredWeights::needs_of(const ChunkLayout& layout, std::span<const Pla
   return needs;
 }
 
-std::unique_ptr<StoredWeights> StoredWeights::create(const ChunkLayout& layout,
-                                                     std::span<const Placement> placements,
-                                                     const ChunkStorages& storages,
-                                                     const OptimizerStateOptions& states,
-                                                     MemoryTier& host, Executor& executor,
-                                                     const SessionDevice& device) {
+std::unique_ptr<StoredWeights> StoredWeights::create(
+    const ChunkLayout& layout, std::span<const Placement> placements, const ChunkStorages& storages,
+    const OptimizerStateOptions& states, bool homes_paid, MemoryTier& host, Executor& executor,
+    const SessionDevice& device) {
   if (!states.nvme) {
     return nullptr;
   }
   StoredWeightsChoice choice =
-      choose_stored_weights(needs_of(layout, placements, states), host.ledger().available(),
-                            {.fewest_for_weights = kLeastSlots});
+      choose_stored_weights(needs_of(layout, placements, states, homes_paid),
+                            host.ledger().available(), {.fewest_for_weights = kLeastSlots});
   if (choice.window_slots == 0) {
     return nullptr;
   }

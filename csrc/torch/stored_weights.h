@@ -47,16 +47,18 @@ class StoredWeights final : public HomeStore {
     return num_slots - (kLeastSlots - 1);
   }
 
-  /// What the chunks that do not live on the device need on the host, windows padded.
+  /// What the chunks that do not live on the device need on the host, windows padded; `homes_paid`:
+  /// beside their parameters.
   [[nodiscard]] static HostNeeds needs_of(const ChunkLayout& layout,
                                           std::span<const Placement> placements,
-                                          const OptimizerStateOptions& options);
+                                          const OptimizerStateOptions& options,
+                                          bool homes_paid = false);
   /// Takes what the host will have no room for beside the optimizer's states; nullptr: there is
-  /// nothing. Throws as the constructor.
+  /// nothing. `homes_paid`: the parameters have their homes. Throws as the constructor.
   static std::unique_ptr<StoredWeights> create(const ChunkLayout& layout,
                                                std::span<const Placement> placements,
                                                const ChunkStorages& storages,
-                                               const OptimizerStateOptions& states,
+                                               const OptimizerStateOptions& states, bool homes_paid,
                                                MemoryTier& host, Executor& executor,
                                                const SessionDevice& device);
   /// Throws as NvmeTier does. All outlive this.

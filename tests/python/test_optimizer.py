@@ -303,6 +303,26 @@ def test_accumulated_micro_batches_equal_one_large_batch() -> None:
     assert_close_weights(four.model, one.model)
 
 
+@pytest.mark.parametrize("max_norm", [0.0, 1e-3])
+def test_the_last_steps_norm_is_reported(max_norm: float) -> None:
+    boosted = boost(tower(), max_norm=max_norm)
+    assert boosted.report().gradient_norm is None
+    for seed in range(2):
+        boosted.booster.backward(tower_loss(boosted.model, seed), boosted.optimizer)
+        gradients = [param.grad.flatten() for param in boosted.model.parameters()]
+        expected = torch.cat(gradients).norm().item()
+        boosted.optimizer.step()
+        boosted.optimizer.zero_grad()
+        assert boosted.report().gradient_norm == pytest.approx(expected, rel=1e-5)
+        assert f"{boosted.report().gradient_norm:.6g}" in str(boosted.report())
+
+
+def test_no_norm_is_reported_where_nothing_asks_for_it() -> None:
+    boosted = boost(tower(), max_norm=0.0, nonfinite="ignore")
+    losses_of_boosted(boosted, tower_loss, steps=1)
+    assert boosted.report().gradient_norm is None
+
+
 def test_step_without_gradients_changes_nothing() -> None:
     boosted = boost(tower())
     before = copies(boosted.model.parameters())

@@ -71,10 +71,14 @@ def test_skipped_step_changes_no_bit_and_warns_once(
         boosted.optimizer.step()  # filterwarnings=error: no second warning
         boosted.optimizer.zero_grad()
     assert same(state_of(boosted), before)
-    assert boosted.report().skipped_steps == 3
+    report = boosted.report()
+    assert (report.skipped_steps, report.step_skipped) == (3, True)
+    assert report.gradient_norm is not None
+    assert not math.isfinite(report.gradient_norm)
     losses = losses_of_boosted(boosted, tower_loss, steps=3)
     assert all(map(math.isfinite, losses))
     assert boosted.report().skipped_steps == 3
+    assert not boosted.report().step_skipped
 
 
 @pytest.mark.filterwarnings("ignore:castor skipped")

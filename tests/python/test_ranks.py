@@ -71,7 +71,8 @@ def test_ranks_that_do_not_share_memory_compute_the_same(
         assert report["rank_link"] == "gloo (as asked for)"
         _, _, shared = trained(2, name, 1)
         assert shared["rank_link"] == "memory that the ranks of this machine share"
-        assert shared["rank_sent_bytes"] == report["rank_sent_bytes"]
+        # Neither the weights nor the means of gradients.
+        assert shared["rank_sent_bytes"] == report["rank_sent_bytes"] // 3
 
 
 def test_three_ranks_are_as_close_to_one_process_as_another_order_of_its_sums(
@@ -90,7 +91,7 @@ def test_three_ranks_are_as_close_to_one_process_as_another_order_of_its_sums(
             weights, _, _ = torch.load(tmp_path / f"{name}.{rank}.pt")
             found = torch.cat([weight.flatten() for weight in weights])
             difference = (found - expected).norm() / expected.norm()
-            assert difference <= max(1e-6, 2 * rounding)
+            assert difference <= max(1e-6, 4 * rounding)
 
 
 def test_another_link_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,34 +115,33 @@ def test_weights_are_close_to_those_of_one_process(
 
 
 def test_bytes_sent_are_counted(trained: Any) -> None:
-    """2 (n-1)/n of the gradients once a step, and (n-1)/n of the weights."""
+    """(n-1)/n of the gradients once a step; their means and the weights are all ranks' together."""
     for size in SIZES:
         weights, _, report = trained(size, "llama", 0)
         gradients = sum(weight.nbytes for weight in weights)
         sent = report["rank_sent_bytes"] / rank_cases.STEPS
         assert (report["rank"], report["ranks"]) == (0, size)
-        assert sent * size / (3 * (size - 1)) == pytest.approx(gradients, rel=0.05)
+        assert sent * size / (size - 1) == pytest.approx(gradients, rel=0.05)
         assert report["rank_seconds"] > 0
 
 
 def test_micro_batches_under_no_sync_cost_one_exchange(trained: Any) -> None:
     _, _, each = trained(2, "accumulated", 0)
     _, _, once = trained(2, "deferred", 0)
-    assert each["rank_sent_bytes"] / once["rank_sent_bytes"] == pytest.approx(5 / 3)
+    assert each["rank_sent_bytes"] / once["rank_sent_bytes"] == 2
 
 
 @pytest.mark.parametrize("name", ["llama", "bf16 fp32", "bf16 split", "bf16 split_int8"])
 def test_every_rank_keeps_its_part_of_the_states(
     name: str, trained: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As many bytes on n ranks together as in one process; weights and gradients on each."""
+    """As many bytes on n ranks together as in one process, and what gradients pass through."""
     monkeypatch.chdir(tmp_path)
     booster, model, _ = rank_cases.boost((EXACT | CLOSE)[name])
-    weights = sum(param.nbytes for param in model.parameters())
     alone = booster.report(model).host_bytes
     for size in SIZES if name in EXACT else (2,):
         _, _, report = trained(size, name, 0)
-        gradients_on_their_way = report["host_bytes"] - 2 * weights - (alone - 2 * weights) / size
+        gradients_on_their_way = report["host_bytes"] - alone / size
         assert 0 <= gradients_on_their_way <= 8 * 2**20 + 0.05 * alone
 
 
@@ -257,7 +257,7 @@ def test_ranks_do_not_wait_for_one_whose_update_failed(
     assert "rank 1 of 2 has let go of the others" in second[1]
     assert "rank 0 of 2 lost the others" in first[0]
     assert link == "group" or re.search(r"rank 1 \(process \d+\) has let go", first[0])
-    assert link == "group" or float(first[1]) < 2
+    assert link == "group" or float(first[1]) < 10
 
 
 @pytest.fixture(scope="module")

@@ -171,6 +171,7 @@ def test_ranks_train_what_one_process_does_with_their_batches(tmp_path: Path) ->
     for rank in range(2):
         found = torch.load(tmp_path / "ranks" / f"found.{rank}.pt", weights_only=False)
         assert found["ranks"] == 2
+        assert found["sent"] == pytest.approx(0.5, rel=0.05)  # 2 micro-batches, one exchange
         assert all(map(torch.equal, found["whole"], found["resumed"]))
         for mine, theirs in zip(found["whole"], weights(plain), strict=True):
             assert (mine - theirs).norm() <= 1e-5 * theirs.norm()

@@ -94,7 +94,10 @@ def on_a_rank(directory: Path) -> None:
     whole = train(kind, directory / "whole", **settings)
     checkpoint = directory / "whole" / "checkpoint-3"
     resumed = train(kind, directory / "resumed", resume=checkpoint, **settings)
+    once = train(kind, directory / "once", gradient_accumulation_steps=2, max_steps=2)
+    sent = once.castor.report(once.model).rank_sent_bytes  # type: ignore[attr-defined]
     found = {
+        "sent": sent / 2 / sum(param.nbytes for param in once.model.parameters()),
         "whole": weights(whole), "resumed": weights(resumed), "log": whole.state.log_history,
         "ranks": whole.castor.report(whole.model).ranks,  # type: ignore[attr-defined]
     }  # fmt: skip

@@ -83,6 +83,8 @@ class ModelLoad:
             engine.session.begin_load(weights=weights, states=with_optimizer)
         for key, source in self.sources():
             self._assign(self.targets[key], source)
+        for engine in self.engines:
+            engine.session.share_homes()
         for engine, before in zip(self.engines, whole, strict=True):
             # Parameters that the checkpoint lacks are still those of a step that failed.
             trained = (p for p, t in zip(engine.params, engine.trained, strict=True) if t)

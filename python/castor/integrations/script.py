@@ -1,4 +1,4 @@
-"""Somebody's training script, whose Trainers train with castor: what `castor run` starts.
+"""Somebody's training script, whose Trainers and Accelerators train with castor: for `castor run`.
 
 python -m castor.integrations.script SETTINGS (-m MODULE | FILE) ARGUMENT...
 """
@@ -12,27 +12,34 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import accelerate  # type: ignore[import-untyped]
 import transformers
 
 from castor.errors import UsageError
+from castor.integrations.accelerate import accelerator_of_settings
+from castor.integrations.common import OnCastor
 from castor.integrations.transformers import trainer_of_settings
 
 
 def run(settings: Mapping[str, Any], arguments: Sequence[str]) -> None:
-    """Runs a script as `python` would, in a process whose transformers.Trainer is castor's.
+    """Runs a script as `python` would, in a process with castor's Trainer and Accelerator.
 
-    Classes that derive from it, as TRL's, do so after it has been replaced.
+    Classes that derive from them, as TRL's, do so after they have been replaced. The Trainer makes
+    an Accelerator of its own, which is accelerate's.
 
     Args:
         settings: GeminiPlugin's arguments.
         arguments: What python is given: a file or -m and a module, and its own arguments.
 
     Raises:
-        UsageError: No Trainer of the script has trained.
+        UsageError: No Trainer and no Accelerator of the script has boosted a model.
     """
-    replacement: Any = trainer_of_settings(transformers.trainer.Trainer, settings)
+    trainer: Any = trainer_of_settings(transformers.trainer.Trainer, settings)
+    accelerator: Any = accelerator_of_settings(accelerate.Accelerator, settings)
     for module in (transformers, transformers.trainer):
-        vars(module)["Trainer"] = replacement
+        vars(module)["Trainer"] = trainer
+    for module in (accelerate, accelerate.accelerator):
+        vars(module)["Accelerator"] = accelerator
     is_module = arguments[0] == "-m"
     sys.argv = list(arguments[1:] if is_module else arguments)
     if is_module:
@@ -41,10 +48,11 @@ def run(settings: Mapping[str, Any], arguments: Sequence[str]) -> None:
     else:
         sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
         runpy.run_path(sys.argv[0], run_name="__main__")
-    if not replacement.castor_has_trained:
+    if not OnCastor.castor_has_trained:
         raise UsageError(
-            "castor trained nothing: no transformers.Trainer of the script trained a model, and "
-            "castor run knows no other framework yet; boost the model in the script instead"
+            "castor trained nothing: no transformers.Trainer of the script trained a model, no "
+            "accelerate.Accelerator was given one to prepare with its optimizer, and castor run "
+            "knows no other framework yet; boost the model in the script instead"
         )
 
 

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import transformers
-from accelerate.utils import DistributedType  # type: ignore[import-untyped]
-from torch.optim import Optimizer
 from transformers import Trainer, TrainingArguments
 
 from castor.booster import Booster
 from castor.errors import OutOfMemoryError, UsageError
-from castor.optim.boosted import StepDriver
+from castor.integrations.accelerate import check_unsharded, wrapping_nothing
+from castor.integrations.common import (
+    OnCastor,
+    boosted,
+    check_class,
+    check_plugin,
+    derived,
+    plugin_of,
+    unwrapped,
+)
 from castor.plugins import GeminiPlugin
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
-SETTINGS = "castor.json"
-"""In a Trainer's output directory: with which settings it trains."""
 _OPTIMIZER = "castor_optimizer"
 """Of a Trainer's checkpoint, where the boosted optimizer is."""
 _TORCHS_OPTIMIZER = "optimizer.pt"
@@ -40,10 +40,9 @@ _OVERRIDDEN = (
     "_save_optimizer_and_scheduler",
     "_load_optimizer_and_scheduler",
 )
-_RANKS_OF_CASTOR = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-"""Of accelerate: one process, or several that would get a copy of the model each."""
 _PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
 """A TrainingArguments flag to the plugin's precision."""
+_CLIPS = "a Trainer clips by its own max_grad_norm"
 
 
 def trainer(base: type[AnyTrainer], plugin: GeminiPlugin) -> type[AnyTrainer]:
@@ -67,11 +66,9 @@ def trainer(base: type[AnyTrainer], plugin: GeminiPlugin) -> type[AnyTrainer]:
         NotImplementedError: The plugin's precision is fp16.
         UsageError: `base` is no Trainer, or plugin and Trainer would both do the same.
     """
-    given: Any = base
-    if not (isinstance(given, type) and issubclass(given, Trainer)):
-        raise UsageError(f"{base!r} is not a class of transformers.Trainer's")
-    _check_plugin(plugin)
-    return _derived(base, lambda _: plugin)
+    made = _derived(base, lambda _: plugin)
+    check_plugin(plugin, _CLIPS)
+    return made
 
 
 def trainer_of_settings(base: type[AnyTrainer], settings: Mapping[str, Any]) -> type[AnyTrainer]:
@@ -94,14 +91,8 @@ def trainer_of_settings(base: type[AnyTrainer], settings: Mapping[str, Any]) -> 
             followed["precision"] = "fp16"
         if arguments.use_cpu:
             followed["device"] = "cpu"
-        chosen = followed | dict(settings)
-        if arguments.should_save:
-            directory = Path(str(arguments.output_dir))
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / SETTINGS).write_text(json.dumps(chosen, indent=2) + "\n")
-        plugin = GeminiPlugin(**chosen)
-        _check_plugin(plugin)
-        return plugin
+        directory = Path(str(arguments.output_dir)) if arguments.should_save else None
+        return plugin_of(settings, followed, _CLIPS, directory)
 
     return _derived(base, plugin_for)
 
@@ -109,22 +100,14 @@ def trainer_of_settings(base: type[AnyTrainer], settings: Mapping[str, Any]) -> 
 def _derived(
     base: type[AnyTrainer], plugin_for: Callable[[TrainingArguments], GeminiPlugin]
 ) -> type[AnyTrainer]:
+    check_class(base, Trainer, "trains")
     _check_version()
-    if issubclass(base, _OnCastor):
-        raise UsageError(f"{base.__name__} trains with castor already; castor run made it do so")
-    made: Any = type(base.__name__, (_OnCastor, base), {"__module__": base.__module__})
-    made._castor_plugin_for = staticmethod(plugin_for)
-    result: type[AnyTrainer] = made
-    return result
+    return derived(base, _OnCastor, plugin_for)
 
 
-class _OnCastor:
+class _OnCastor(OnCastor):
     """Mixed in before a Trainer: what it does differently."""
 
-    castor_has_trained = False
-    """Whether any of them in this process has."""
-    _castor_plugin_for: Callable[[TrainingArguments], GeminiPlugin]
-    castor: Booster
     model: torch.nn.Module
     optimizer: Any
     lr_scheduler: Any
@@ -155,24 +138,20 @@ class _OnCastor:
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's; nothing else shards the model."""
         self._super.create_accelerator_and_postprocess()
-        kind = self.accelerator.distributed_type
-        if kind not in _RANKS_OF_CASTOR:
-            raise NotImplementedError(
-                f"the Trainer has distributed_type={kind.value}, and castor shards the model "
-                "itself: leave deepspeed, fsdp and their like out of its arguments"
-            )
+        check_unsharded(self.accelerator.distributed_type, "the Trainer", "its arguments")
+        # Around all but the last micro-batch of a step.
+        self.accelerator.no_sync = lambda model: self.castor.no_sync(self.model)
 
     def create_optimizer(self, model: Any = None) -> Any:
         """The Trainer's optimizer, boosted with its model."""
         optimizer = self._super.create_optimizer(model)
-        own = _unwrapped(optimizer)
-        if not isinstance(getattr(own, "_castor", None), StepDriver):
-            self.castor.boost(self.model, own)
-            _OnCastor.castor_has_trained = True
+        own = unwrapped(optimizer)
+        if not boosted(own):
+            self._boost_with(self.model, own)
         return optimizer
 
     def _prepare_for_training(self, *arguments: Any, **keywords: Any) -> Any:
-        with _wrapping_nothing(self.accelerator):
+        with wrapping_nothing(self.accelerator):
             return self._super._prepare_for_training(*arguments, **keywords)
 
     def training_step(self, *arguments: Any, **keywords: Any) -> Any:
@@ -189,7 +168,7 @@ class _OnCastor:
             raise RuntimeError(f"{error}\nThe budget is out of memory.") from error
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        own, directory = _unwrapped(self.optimizer), Path(output_dir)
+        own, directory = unwrapped(self.optimizer), Path(output_dir)
         self.castor.save_optimizer(own, directory / _OPTIMIZER, model=self.model)
         if self.args.should_save:  # on one of the ranks
             (directory / _TORCHS_OPTIMIZER).write_text(
@@ -201,14 +180,9 @@ class _OnCastor:
         if checkpoint is None or not (Path(checkpoint) / _OPTIMIZER).is_dir():
             self._super._load_optimizer_and_scheduler(checkpoint)  # one that plain PyTorch saved
             return
-        own, directory = _unwrapped(self.optimizer), Path(checkpoint)
+        own, directory = unwrapped(self.optimizer), Path(checkpoint)
         self.castor.load_optimizer(own, directory / _OPTIMIZER, model=self.model)
         self.lr_scheduler.load_state_dict(torch.load(directory / _SCHEDULER, weights_only=True))
-
-    @property
-    def _super(self) -> Any:
-        """The Trainer's own methods."""
-        return super()
 
 
 def _without_precision(arguments: TrainingArguments, plugin: GeminiPlugin) -> TrainingArguments:
@@ -226,48 +200,10 @@ def _without_precision(arguments: TrainingArguments, plugin: GeminiPlugin) -> Tr
     return own
 
 
-def _unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer that accelerate has wrapped, or one that it has not."""
-    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return inner
-
-
-@contextmanager
-def _wrapping_nothing(accelerator: Any) -> Iterator[None]:
-    """What is prepared stays where it is, and is not wrapped in DDP."""
-    placing, kind = accelerator.device_placement, accelerator.state.distributed_type
-    accelerator.device_placement = False
-    accelerator.state.distributed_type = DistributedType.NO
-    try:
-        yield
-    finally:
-        accelerator.device_placement = placing
-        accelerator.state.distributed_type = kind
-
-
 def _check_version() -> None:
     missing = [name for name in _OVERRIDDEN if not isinstance(vars(Trainer).get(name), Callable)]  # type: ignore[arg-type]
     if missing:
         raise ImportError(
             f"transformers {transformers.__version__} has a Trainer without {', '.join(missing)}: "
             "castor.integrations.transformers is tested with 5.23"
-        )
-
-
-def _check_plugin(plugin: GeminiPlugin) -> None:
-    config = plugin.config
-    if config.precision == "fp16":
-        raise NotImplementedError(
-            "precision='fp16' needs its loss scaled, which a Trainer on castor does not do yet: "
-            "use precision='bf16'"
-        )
-    if config.max_norm > 0:
-        raise UsageError(
-            f"GeminiPlugin has max_norm={config.max_norm}, and a Trainer clips by its own "
-            "max_grad_norm: leave max_norm out"
-        )
-    if config.overlap == "backward":
-        raise UsageError(
-            "overlap='backward' updates parameters before the Trainer has clipped their gradients: "
-            "pass overlap='forward'"
         )

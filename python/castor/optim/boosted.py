@@ -16,13 +16,7 @@ from torch.optim import Optimizer
 from castor.config import GeminiConfig
 from castor.errors import NonFiniteGradientError, UsageError
 from castor.optim.boosted_copy import ordinary_copy
-from castor.optim.boosted_state import (
-    MOMENTS,
-    Entries,
-    StoredState,
-    state_entry,
-    write_entries,
-)
+from castor.optim.boosted_state import MOMENTS, Entries, StoredState, state_entry, write_entries
 from castor.optim.hybrid_adam import HybridAdam
 from castor.optim.loss_scaler import LossScaler
 from castor.optim.rules import FusedRule, rule_of
@@ -127,8 +121,10 @@ class StepDriver:
         session, config = self.engine.session, self.config
         groups = self.rule.options(optimizer) if self.rule else []
         check = config.nonfinite != "ignore" or self.scaler is not None
-        gradients = session.collect_gradients(with_norm=check or config.max_norm > 0)
+        measures = check or config.max_norm > 0
+        gradients = session.collect_gradients(with_norm=measures)
         norm = gradients.norm / gradients.scale
+        self.engine.gradient_norm = norm if measures else None
         overflow = check and not math.isfinite(norm)
         if self.scaler and gradients.num_gradients:
             self.scaler.update(overflow=overflow)
@@ -147,9 +143,9 @@ class StepDriver:
         self._finish(skipped=False)
 
     def _finish(self, *, skipped: bool) -> None:
-        session = self.engine.session
-        session.finish_step()
-        self.engine.history.step_ended(session.step_figures(), skipped=skipped)
+        self.engine.session.finish_step()
+        self.engine.step_skipped = skipped
+        self.engine.history.step_ended(self.engine.session.step_figures(), skipped=skipped)
 
     def arm(self, optimizer: Optimizer) -> None:
         """Before a forward whose backward may update chunks: tells the options of now."""
@@ -178,10 +174,9 @@ class StepDriver:
             )
 
     def _first_nonfinite(self) -> str:
-        for name, param in zip(self.engine.names, self.engine.params, strict=True):
-            if param.grad is not None and not bool(torch.isfinite(param.grad).all()):
-                return name
-        return "?"
+        named = zip(self.engine.names, self.engine.params, strict=True)
+        bad = (name for name, p in named if p.grad is not None and not p.grad.isfinite().all())
+        return next(bad, "?")
 
 
 class BoostedOptimizer(Optimizer):

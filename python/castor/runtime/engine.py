@@ -86,6 +86,9 @@ class Engine:
         self.settings = settings
         self.device = settings.device
         self.skipped_steps = 0
+        self.step_skipped = False
+        self.gradient_norm: float | None = None
+        """Of the last step."""
         self.being_loaded = False
         """Whether state_dict is asked for names and places only, whatever the values are."""
         self.resumed_steps = 0
@@ -99,6 +102,7 @@ class Engine:
                 lazy.cancel()
                 raise
             lazy.run(self._place, self._finish)
+            self.session.share_homes()
             self.session.zero_states()  # last: memory holds no states while values are made
         self.model_name = type(model).__name__
         self.modules = [module.name for module in spec.modules]
@@ -189,6 +193,8 @@ class Engine:
         if values.element_size() < param.element_size():  # _place may have put them at home:
             values = values.clone()  # what is written first would overwrite what is read later
         self.session.adopt(self.index_of[param], values)
+        if self.ranks:
+            self.ranks.meet()  # the next one may be made of it
 
     def _install_hooks(self, model: nn.Module, spec: ModelSpec) -> None:
         if self.settings.precision != "fp32" or self.device.type != "cpu":
@@ -235,7 +241,13 @@ class Engine:
     def report(self) -> MemoryReport:
         """The figures so far."""
         figures: dict[str, Any] = dict(self.session.report())
-        return MemoryReport(**figures, **asdict(self.logits), skipped_steps=self.skipped_steps)
+        return MemoryReport(
+            **figures,
+            **asdict(self.logits),
+            skipped_steps=self.skipped_steps,
+            step_skipped=self.step_skipped,
+            gradient_norm=self.gradient_norm,
+        )
 
     def save_trace(self, path: Path, model: nn.Module) -> None:
         """Writes the trace that the current plan was made from.

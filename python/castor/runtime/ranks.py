@@ -68,15 +68,17 @@ class Ranks:
     rank: int
     size: int
     group: distributed.ProcessGroup
+    gradients: distributed.ProcessGroup
+    """What brings gradients together, beside backward."""
     updates: distributed.ProcessGroup
     """What updates bring together, which may run beside everything else."""
     share_memory: bool
     """Whether what castor sends goes through memory, where all ranks are on one machine."""
 
     @property
-    def names(self) -> tuple[str, str]:
+    def names(self) -> tuple[str, str, str]:
         """Of the groups, as castor._C finds them."""
-        return self.group.group_name, self.updates.group_name
+        return self.group.group_name, self.gradients.group_name, self.updates.group_name
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -100,6 +102,11 @@ class Ranks:
         with self._together():
             distributed.all_gather_object(values, value, group=self.group)
         return values
+
+    def meet(self) -> None:
+        """Returns when every rank is here."""
+        with self._together():
+            distributed.barrier(group=self.group)
 
     def share_of_cores(self) -> int:
         """How many of the cores that this process may run on are its own: ranks share theirs."""
@@ -189,9 +196,15 @@ def find_ranks() -> Ranks | None:
     if size == 1:
         return None
     # Of its own: what the user sends between ranks meanwhile does not come between.
-    group, updates = (distributed.new_group(backend="gloo") for _ in range(2))
-    share = may_share_memory()
-    return Ranks(rank=rank, size=size, group=group, updates=updates, share_memory=share)
+    group, gradients, updates = (distributed.new_group(backend="gloo") for _ in range(3))
+    return Ranks(
+        rank=rank,
+        size=size,
+        group=group,
+        gradients=gradients,
+        updates=updates,
+        share_memory=may_share_memory(),
+    )
 
 
 def may_share_memory() -> bool:

@@ -79,6 +79,11 @@ class MemoryReport:
     """Steps whose modules ran in another order than planned."""
     skipped_steps: int
     """Steps whose update was skipped because a gradient was not finite."""
+    step_skipped: bool
+    """Whether the last one was."""
+    gradient_norm: float | None
+    """Of the last step's gradients, of all ranks and before clipping; None before the first, and
+    where nothing asks for it (max_norm=0 and nonfinite="ignore")."""
     steps: int
     """Optimizer steps."""
     plans: int
@@ -106,6 +111,8 @@ class MemoryReport:
     rank_link: str
     """What goes from rank to rank goes through it: memory that they share, or gloo and why; empty
     for one that is alone."""
+    rank_shared_bytes: int
+    """Weights and gradients that ranks of this machine keep once for all; 0: each has its own."""
     rank_sent_bytes: int
     """Gradients and weights that this rank sent to others."""
     rank_seconds: float
@@ -122,9 +129,12 @@ class MemoryReport:
                 shown = f"{value / 2**20:,.2f} MiB ({value:,} bytes)"
             elif f.name.endswith("_seconds"):
                 shown = f"{value:,.2f} s"
-            elif isinstance(value, float):
+            elif f.name == "waste":
                 shown = f"{value:.2%}"
+            elif isinstance(value, float):
+                shown = f"{value:.6g}"
             else:
-                shown = f"{value:,}" if isinstance(value, int) else str(value)
+                whole = isinstance(value, int) and not isinstance(value, bool)
+                shown = f"{value:,}" if whole else str(value)
             lines.append(f"{f.name:<{width}}  {shown}")
         return "\n".join(lines)

@@ -20,12 +20,6 @@ ChunkLayout layout_of(std::size_t params, bool trainable = true) {
   return ChunkLayout(std::move(specs), {module}, {.chunk_bytes = 512, .world_size = 2});
 }
 
-GradientMarks none(const ChunkLayout& layout) {
-  return {.fresh = std::vector<bool>(layout.chunks().size(), false),
-          .present = std::vector<bool>(layout.params().size(), false),
-          .scale = std::nullopt};
-}
-
 void expect_everywhere(const ThreadRanks& ranks, const std::string& text) {
   for (const std::string& failure : ranks.failures()) {
     EXPECT_NE(failure.find(text), std::string::npos) << failure;
@@ -41,7 +35,7 @@ TEST_P(RankMeetingTest, WhatOneRankHasAllHave) {
   ranks.run([&](Collectives& own) {
     RankMeeting meeting(own, layout);
     for (int step = 0; step < 20; ++step) {
-      GradientMarks marks = none(layout);
+      GradientMarks marks(layout);
       marks.present[own.rank()] = true;
       marks.fresh[own.rank() % layout.chunks().size()] = true;
       if (own.rank() == 1) {
@@ -53,7 +47,7 @@ TEST_P(RankMeetingTest, WhatOneRankHasAllHave) {
       }
       EXPECT_TRUE(all.fresh[0]);
       EXPECT_EQ(all.scale, 4.0 + step);
-      EXPECT_EQ(meeting.meet(MeetingPoint::kStep, none(layout)).scale, std::nullopt);
+      EXPECT_EQ(meeting.meet(MeetingPoint::kStep, GradientMarks(layout)).scale, std::nullopt);
       meeting.end_step();
     }
   });
@@ -65,10 +59,10 @@ TEST_P(RankMeetingTest, RanksAtDifferentPointsAreBothNamedOnEveryRank) {
   const ChunkLayout layout = layout_of(2);
   ranks.run([&](Collectives& own) {
     RankMeeting meeting(own, layout);
-    static_cast<void>(meeting.meet(MeetingPoint::kBackwardEnd, none(layout)));
+    static_cast<void>(meeting.meet(MeetingPoint::kBackwardEnd, GradientMarks(layout)));
     const bool last = own.rank() + 1 == own.size();
     static_cast<void>(
-        meeting.meet(last ? MeetingPoint::kStep : MeetingPoint::kBackwardEnd, none(layout)));
+        meeting.meet(last ? MeetingPoint::kStep : MeetingPoint::kBackwardEnd, GradientMarks(layout)));
   });
   expect_everywhere(ranks, "rank 0 ends backward pass 2 of step 1, while rank " +
                                std::to_string(GetParam() - 1) +
@@ -83,7 +77,7 @@ TEST_P(RankMeetingTest, OneRankThatIsAStepAheadIsNamed) {
     if (own.rank() == 1) {
       meeting.end_step();
     }
-    static_cast<void>(meeting.meet(MeetingPoint::kBackwardEnd, none(layout)));
+    static_cast<void>(meeting.meet(MeetingPoint::kBackwardEnd, GradientMarks(layout)));
   });
   expect_everywhere(ranks, "pass 1 of step 1, while rank 1 ends backward pass 1 of step 2");
 }
@@ -93,7 +87,7 @@ TEST_P(RankMeetingTest, DifferentLossScalesAreNamed) {
   const ChunkLayout layout = layout_of(2);
   ranks.run([&](Collectives& own) {
     RankMeeting meeting(own, layout);
-    GradientMarks marks = none(layout);
+    GradientMarks marks(layout);
     marks.scale = own.rank() == 1 ? 2.0 : 1.0;
     static_cast<void>(meeting.meet(MeetingPoint::kBackwardEnd, marks));
   });
@@ -119,7 +113,7 @@ TEST_P(RankMeetingTest, RanksThatServeAreToldWhatIsRead) {
       EXPECT_EQ(meeting.meet_to_serve(), std::nullopt);
     }
     meeting.meet_to_read({});  // all of them
-    static_cast<void>(meeting.meet(MeetingPoint::kStep, none(layout)));
+    static_cast<void>(meeting.meet(MeetingPoint::kStep, GradientMarks(layout)));
   });
   EXPECT_EQ(ranks.failures(), std::vector<std::string>(GetParam()));
 }
@@ -133,7 +127,7 @@ TEST_P(RankMeetingTest, AStateThatOneRankAloneReadsIsNamedAndNobodyGoesOn) {
       if (own.rank() == 0) {
         meeting.meet_to_read({.param = ParamId{1}, .kind = state_payload(2)});
       } else {
-        static_cast<void>(meeting.meet(MeetingPoint::kBackwardEnd, none(layout)));
+        static_cast<void>(meeting.meet(MeetingPoint::kBackwardEnd, GradientMarks(layout)));
       }
     };
     EXPECT_THROW(arrive(), UsageError);
@@ -142,6 +136,24 @@ TEST_P(RankMeetingTest, AStateThatOneRankAloneReadsIsNamedAndNobodyGoesOn) {
   expect_everywhere(ranks,
                     "rank 0 reads the optimizer state of parameter 'p1' after step 0, while rank 1 "
                     "ends backward pass 1 of step 1");
+}
+
+TEST_P(RankMeetingTest, ALoadThatOneRankDoesNotTakePartInIsNamed) {
+  ThreadRanks ranks(GetParam());
+  const ChunkLayout layout = layout_of(2);
+  ranks.run([&](Collectives& own) {
+    RankMeeting meeting(own, layout);
+    meeting.meet_to_load();
+    meeting.meet_to_load();
+    if (own.rank() == 1) {
+      static_cast<void>(meeting.meet(MeetingPoint::kStep, GradientMarks(layout)));
+    } else {
+      meeting.meet_to_load();
+    }
+  });
+  expect_everywhere(ranks,
+                    "rank 0 loads weights after step 0, while rank 1 calls optimizer.step() after "
+                    "0 backward passes, for step 1");
 }
 
 TEST_P(RankMeetingTest, RanksThatReadDifferentStatesAreNamed) {

@@ -1,0 +1,53 @@
+#include "dist/rank_reduction.h"
+
+#include <algorithm>
+#include <cstring>
+#include <span>
+
+#include "core/chunk_layout.h"
+#include "core/units.h"
+#include "optim/average.h"
+
+namespace castor {
+namespace {
+
+/// Of a gradient, at most so much is on its way at once.
+constexpr std::size_t kWindowBytes = std::size_t{8} << 20;
+
+}  // namespace
+
+// Parts of it are whole elements, and begin where a cache line does.
+std::size_t RankReduction::window_bytes(std::size_t largest, std::size_t ranks) {
+  return align_up(std::clamp<std::size_t>(largest, 1, kWindowBytes), ranks * kParamAlignment);
+}
+
+void RankReduction::reduce(const Payload& gradients, ScalarType type) {
+  const bool shared = homes_ != nullptr && homes_->contains(gradients.home());
+  for (std::size_t begin = 0; begin < gradients.bytes(); begin += window_.bytes()) {
+    const std::span piece(gradients.data() + begin,
+                          std::min(window_.bytes(), gradients.bytes() - begin));
+    const std::span parts(window_.data(), piece.size());
+    ranks_.all_to_all(piece, parts);
+    const auto own = parts.first(piece.size() / ranks_.size());
+    average(&executor_, own.data(), parts.data(), ranks_.size(), own.size() / size_of(type), type);
+    if (shared) {
+      // Every rank has sent what it has of this piece.
+      std::memcpy(homes_->common(gradients.home() + begin) + ranks_.rank() * own.size(), own.data(),
+                  own.size());
+    } else {
+      ranks_.all_gather(own, piece);
+    }
+    figures_.add_bytes((shared ? 1 : 2) * (ranks_.size() - 1) * own.size());
+  }
+  if (!shared) {
+    return;
+  }
+  meet(ranks_);
+  if (gradients.away()) {
+    std::memcpy(gradients.data(), homes_->common(gradients.home()), gradients.bytes());
+  } else {
+    homes_->forget({gradients.home(), gradients.bytes()});
+  }
+}
+
+}  // namespace castor

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "core/collectives.h"
+#include "core/executor.h"
+#include "core/memory_tier.h"
+#include "core/payload.h"
+#include "core/scalar_type.h"
+#include "dist/rank_figures.h"
+#include "host/shared_homes.h"
+
+namespace castor {
+
+/// Makes gradients the mean of those that the ranks have, on every rank: each adds up a part of
+/// them, in rank order.
+///
+/// Where their homes are shared, every rank has its gradients in pages of its own, writes its part
+/// of the mean to the common memory, and forgets those pages when all have: (n-1)/n of the bytes
+/// are sent. Elsewhere all gather the parts: twice that. One window of memory is needed.
+///
+/// Used by one thread at a time.
+class RankReduction {
+ public:
+  /// `homes`: nullptr where ranks share none; `window`: of window_bytes. All outlive this.
+  RankReduction(Collectives& ranks, const SharedHomes* homes, Executor& executor, Block window,
+                RankFigures& figures)
+      : ranks_(ranks),
+        homes_(homes),
+        executor_(executor),
+        window_(std::move(window)),
+        figures_(figures) {}
+
+  /// For gradients of at most so many bytes at once.
+  [[nodiscard]] static std::size_t window_bytes(std::size_t largest, std::size_t ranks);
+
+  void reduce(const Payload& gradients, ScalarType type);
+
+ private:
+  Collectives& ranks_;
+  const SharedHomes* const homes_;
+  Executor& executor_;
+  Block window_;
+  RankFigures& figures_;
+};
+
+}  // namespace castor

@@ -1,0 +1,80 @@
+#include "dist/rank_weights.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace castor {
+
+void share_bytes(const SharedHomes& homes, const Payload& weights, std::span<const std::byte> own) {
+  if (weights.away()) {
+    std::memcpy(homes.common(weights.home()) + (own.data() - weights.data()), own.data(),
+                own.size());
+  } else {
+    homes.publish(own);
+  }
+}
+
+std::byte* RankWeights::begin_update(const Payload& weights) {
+  if (!shared(weights) || weights.away()) {
+    return weights.data();
+  }
+  share_bytes(*homes_, weights, part_of(weights));
+  return homes_->common(weights.home());
+}
+
+void RankWeights::gather(std::span<const Payload* const> weights) {
+  const RankFigures::Timed timed(figures_);
+  bool any_shared = false;
+  for (const Payload* const one : weights) {
+    const std::span<std::byte> own = part_of(*one);
+    if (!shared(*one)) {
+      ranks_->all_gather(own, {one->data(), one->bytes()});
+      figures_.add_bytes((ranks_->size() - 1) * own.size());
+      continue;
+    }
+    any_shared = true;
+    if (one->away()) {
+      share_bytes(*homes_, *one, own);
+    }
+  }
+  if (any_shared) {
+    take_others_parts(weights);
+  }
+}
+
+void RankWeights::settle(std::span<const Payload* const> weights) {
+  if (homes_ == nullptr) {
+    return;
+  }
+  for (const Payload* const one : weights) {
+    if (shared(*one)) {
+      share_bytes(*homes_, *one, part_of(*one));
+    }
+  }
+  take_others_parts(weights);
+}
+
+void RankWeights::take_others_parts(std::span<const Payload* const> weights) {
+  meet(*ranks_);
+  for (const Payload* const one : weights) {
+    if (shared(*one)) {
+      take_others_parts(*one);
+    }
+  }
+}
+
+// Those in common memory are what they should be.
+void RankWeights::take_others_parts(const Payload& weights) const {
+  if (!weights.away()) {
+    homes_->forget({weights.home(), weights.bytes()});
+    return;
+  }
+  const std::byte* const common = homes_->common(weights.home());
+  const std::span<std::byte> own = part_of(weights);
+  const auto before = static_cast<std::size_t>(own.data() - weights.data());
+  const std::size_t after = before + own.size();
+  std::memcpy(weights.data(), common, before);
+  std::memcpy(weights.data() + after, common + after, weights.bytes() - after);
+}
+
+}  // namespace castor

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <utility>
+
+#include "core/collectives.h"
+#include "core/payload.h"
+#include "dist/rank_figures.h"
+#include "host/shared_homes.h"
+
+namespace castor {
+
+/// These bytes of weights with a shared home become what all ranks have, at home or away from it;
+/// they lie where the payload is now.
+void share_bytes(const SharedHomes& homes, const Payload& weights, std::span<const std::byte> own);
+
+/// Brings the weights together of which each rank has updated its part (ShardMap).
+///
+/// Where ranks share homes, a part is updated in the common memory, and nothing is sent: from the
+/// meeting after it on, all see it. That a rank may write there at all is the callers' agreement:
+/// no other reads the weights from the meeting before an update, or a load, to the one after it.
+/// Elsewhere the parts are gathered: (n-1)/n of the bytes are sent.
+///
+/// Owned by the session; used by the one thread at a time that runs updates, which on every rank
+/// are the same, in the same order.
+class RankWeights {
+ public:
+  /// `ranks`: for nothing else. `homes`: nullptr where ranks share none; outlives this.
+  RankWeights(std::shared_ptr<Collectives> ranks, const SharedHomes* homes)
+      : ranks_(std::move(ranks)), homes_(homes) {}
+
+  /// Where this rank's part of the weights is updated, as an address of all of them. What others
+  /// than updates have written there counts.
+  [[nodiscard]] std::byte* begin_update(const Payload& weights);
+  /// The weights' parts become those of the ranks that have updated them.
+  void gather(std::span<const Payload* const> weights);
+  /// Each rank's part of weights that others than updates have written becomes what all have.
+  /// No effect where homes are not shared.
+  void settle(std::span<const Payload* const> weights);
+
+  /// From any thread.
+  void leave() noexcept { ranks_->leave(); }
+
+  [[nodiscard]] const RankFigures& figures() const noexcept { return figures_; }
+
+ private:
+  [[nodiscard]] bool shared(const Payload& weights) const noexcept {
+    return homes_ != nullptr && homes_->contains(weights.home());
+  }
+  /// This rank's.
+  [[nodiscard]] std::span<std::byte> part_of(const Payload& weights) const {
+    const std::size_t part = weights.bytes() / ranks_->size();
+    return {weights.data() + ranks_->rank() * part, part};
+  }
+  // Of those with shared homes: all have given their parts.
+  void take_others_parts(std::span<const Payload* const> weights);
+  void take_others_parts(const Payload& weights) const;
+
+  const std::shared_ptr<Collectives> ranks_;
+  const SharedHomes* const homes_;
+  RankFigures figures_;
+};
+
+}  // namespace castor

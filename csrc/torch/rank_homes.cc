@@ -1,0 +1,72 @@
+#include "torch/rank_homes.h"
+
+#include <functional>
+#include <utility>
+
+#include "dist/shared_file.h"
+
+namespace castor {
+namespace {
+
+// Ranks that keep the parameters together; 1: each has its own.
+std::size_t num_sharing(const SessionOptions& options) {
+  const bool sharing = options.ranks && options.ranks->share_memory && options.state.rule;
+  return sharing ? options.ranks->passes->size() : 1;
+}
+
+}  // namespace
+
+RankHomes::RankHomes(const ChunkLayout& layout, std::span<const Placement> placements,
+                     const SessionOptions& options, MemoryTier& host) {
+  const std::size_t sharing = num_sharing(options);
+  if (sharing == 1) {
+    return;
+  }
+  std::size_t weights = 0;
+  std::size_t gradients = 0;
+  std::string places;
+  for (std::size_t i = 0; i < placements.size(); ++i) {
+    const ChunkSpec& chunk = layout.chunks()[i];
+    if (placements[i] != Placement::kDevice) {
+      weights += SharedHomes::size_of(chunk.used_bytes);
+      gradients += chunk.trainable ? SharedHomes::size_of(chunk.used_bytes) : 0;
+    }
+    places += std::to_string(weights) + ' ';
+  }
+  const std::size_t own = std::hash<std::string>()(places);
+  for (const std::size_t other : gather(*options.ranks->passes, own)) {
+    if (other != own) {
+      refusal_ = "the ranks place chunks differently";
+    }
+  }
+  const auto share = [&](Kind& kind, std::size_t bytes, const std::string& what) {
+    if (bytes == 0 || !refusal_.empty()) {
+      return;
+    }
+    HomesOfRanks shared = share_homes(*options.ranks->passes, bytes);
+    refusal_ = std::move(shared.refusal);
+    if (shared.homes) {
+      kind.homes = std::move(shared.homes);
+      kind.share = host.ledger().reserve((bytes + sharing - 1) / sharing,
+                                         "this rank's share of the " + what +
+                                             " has no room there; raise host_memory, or train a "
+                                             "smaller model");
+      kind.tier = std::make_shared<MemoryTier>(TierKind::kHost, bytes, kind.homes->make_arena());
+    }
+  };
+  share(weights_, weights, "parameters");
+  share(gradients_, gradients, "gradients");
+  if (!refusal_.empty()) {
+    weights_ = {};
+  }
+}
+
+std::size_t RankHomes::bytes() const noexcept {
+  std::size_t bytes = 0;
+  for (const Kind* const kind : {&weights_, &gradients_}) {
+    bytes += kind->tier ? kind->tier->ledger().budget() : 0;
+  }
+  return bytes;
+}
+
+}  // namespace castor

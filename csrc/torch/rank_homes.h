@@ -1,0 +1,48 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "core/chunk_layout.h"
+#include "core/ledger.h"
+#include "core/memory_tier.h"
+#include "core/placement.h"
+#include "host/shared_homes.h"
+#include "torch/session_options.h"
+
+namespace castor {
+
+/// The homes of parameters and gradients of a session whose ranks are on one machine: one copy for
+/// all, of which each rank pays its share. None where ranks share no memory, or where another
+/// optimizer than castor's, which updates all on every rank, would leave each with a copy. Owned by
+/// the session.
+class RankHomes {
+ public:
+  /// All of one kind; empty where there are none.
+  struct Kind {
+    std::unique_ptr<SharedHomes> homes;
+    Reservation share;                 ///< of the host's
+    std::shared_ptr<MemoryTier> tier;  ///< hands them out
+  };
+
+  /// Every rank makes one. `host` pays, and outlives this. Throws OutOfMemory.
+  RankHomes(const ChunkLayout& layout, std::span<const Placement> placements,
+            const SessionOptions& options, MemoryTier& host);
+
+  [[nodiscard]] const Kind& weights() const noexcept { return weights_; }
+  /// Each rank has copies, too, of those that have not been reduced (RankGradients).
+  [[nodiscard]] const Kind& gradients() const noexcept { return gradients_; }
+  /// Of all ranks together.
+  [[nodiscard]] std::size_t bytes() const noexcept;
+  /// Why ranks that share memory have none; "": they have, or share no memory.
+  [[nodiscard]] const std::string& refusal() const noexcept { return refusal_; }
+
+ private:
+  Kind weights_;
+  Kind gradients_;
+  std::string refusal_;
+};
+
+}  // namespace castor

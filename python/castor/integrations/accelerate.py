@@ -1,0 +1,289 @@
+"""accelerate.Accelerator, its loops, gradient accumulation and checkpoints, over boosted models."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import accelerate  # type: ignore[import-untyped]
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType  # type: ignore[import-untyped]
+from torch import nn
+from torch.optim import Optimizer
+
+from castor.booster import Booster
+from castor.errors import UsageError
+from castor.integrations.common import (
+    OnCastor,
+    boosted,
+    check_class,
+    check_plugin,
+    derived,
+    plugin_of,
+    unwrapped,
+)
+from castor.plugins import GeminiPlugin
+
+AnyAccelerator = TypeVar("AnyAccelerator", bound=Accelerator)
+
+_OPTIMIZER = "castor_optimizer"
+"""In a directory of save_state, where a boosted optimizer is; the second's has a number."""
+_OVERRIDDEN = (
+    "prepare",
+    "prepare_model",
+    "prepare_optimizer",
+    "no_sync",
+    "save_state",
+    "load_state",
+)
+_RANKS_OF_CASTOR = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+"""Of accelerate: one process, or several that would get a copy of the model each."""
+_CLIPS = "accelerator.clip_grad_norm_ clips"
+
+
+def accelerator(base: type[AnyAccelerator], plugin: GeminiPlugin) -> type[AnyAccelerator]:
+    """An Accelerator class whose `prepare` boosts; everything else stays as it is.
+
+    A model is boosted when its optimizer is prepared, with it or after it; `accelerator.castor` is
+    the Booster. Loops accumulate, clip (`clip_grad_norm_`), gather, save and load as ever;
+    `save_state` writes the optimizer to `castor_optimizer`, and a run that loads it goes on bitwise
+    in every state format. Of `mixed_precision="bf16"` castor makes bf16 weights with fp32 masters,
+    without autocast. On several ranks castor averages gradients and shards optimizer states;
+    nothing is wrapped in DDP. Models of which no parameter requires a gradient are left to
+    accelerate.
+
+    Args:
+        base: Accelerator or a class derived from it.
+        plugin: How to train.
+
+    Returns:
+        A class derived from `base`, made as `base` is.
+
+    Raises:
+        ImportError: This accelerate has another Accelerator than the one that castor knows.
+        NotImplementedError: The plugin's precision is fp16.
+        UsageError: `base` is no Accelerator, or plugin and loop would both do the same.
+    """
+    made = _derived(base, lambda *_: plugin)
+    check_plugin(plugin, _CLIPS)
+    return made
+
+
+def accelerator_of_settings(
+    base: type[AnyAccelerator], settings: Mapping[str, Any]
+) -> type[AnyAccelerator]:
+    """As `accelerator`, of the plugin's arguments; those not given follow the Accelerator's.
+
+    Precision is theirs (`mixed_precision="bf16"`, else fp32), and the device the CPU where they say
+    `cpu=True`. All that were given or followed are written to castor.json in `project_dir`, where
+    there is one.
+
+    Args:
+        base: As there.
+        settings: GeminiPlugin's arguments, as JSON holds them.
+
+    Raises:
+        ImportError, UsageError: As there.
+    """
+
+    def plugin_for(precision: str, on_cpu: bool, directory: Path | None) -> GeminiPlugin:
+        followed: dict[str, Any] = {"precision": "fp32" if precision == "no" else precision}
+        if on_cpu:
+            followed["device"] = "cpu"
+        first = os.environ.get("RANK", "0") == "0"
+        return plugin_of(settings, followed, _CLIPS, directory if first else None)
+
+    return _derived(base, plugin_for)
+
+
+def _derived(
+    base: type[AnyAccelerator], plugin_for: Callable[[str, bool, Path | None], GeminiPlugin]
+) -> type[AnyAccelerator]:
+    check_class(base, Accelerator, "boosts")
+    missing = [name for name in _OVERRIDDEN if not callable(vars(Accelerator).get(name))]
+    if missing:
+        raise ImportError(
+            f"accelerate {accelerate.__version__} has an Accelerator without {', '.join(missing)}: "
+            "castor.integrations.accelerate is tested with 1.15"
+        )
+    return derived(base, _OnCastor, plugin_for)
+
+
+def check_unsharded(kind: DistributedType, who: str, arguments: str) -> None:
+    """Nothing else than castor shards the model.
+
+    Raises:
+        NotImplementedError: Something does.
+    """
+    if kind not in _RANKS_OF_CASTOR:
+        raise NotImplementedError(
+            f"{who} has distributed_type={kind.value}, and castor shards the model itself: leave "
+            f"deepspeed, fsdp and their like out of {arguments}"
+        )
+
+
+@contextmanager
+def wrapping_nothing(accelerator: Any) -> Iterator[None]:
+    """What is prepared stays where it is, and is not wrapped in DDP."""
+    placing, kind = accelerator.device_placement, accelerator.state.distributed_type
+    accelerator.device_placement = False
+    accelerator.state.distributed_type = DistributedType.NO
+    try:
+        yield
+    finally:
+        accelerator.device_placement = placing
+        accelerator.state.distributed_type = kind
+
+
+class _OnCastor(OnCastor):
+    """Mixed in before an Accelerator: what it does differently."""
+
+    distributed_type: Any
+    project_configuration: Any
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        bound = inspect.signature(Accelerator.__init__).bind(self, *arguments, **keywords)
+        asked = bound.arguments
+        precision = asked.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION")
+        on_cpu = bool(asked.get("cpu")) or os.environ.get("ACCELERATE_USE_CPU") in ("1", "true")
+        directory = asked.get("project_dir")
+        plugin = self._castor_plugin_for(
+            str(precision or "no"), on_cpu, None if directory is None else Path(directory)
+        )
+        own: str = plugin.config.precision
+        if precision not in (None, "no", own):
+            raise UsageError(
+                f"the Accelerator has mixed_precision={str(precision)!r} and GeminiPlugin "
+                f"precision={own!r}: give the plugin precision={str(precision)!r}, or leave "
+                "mixed_precision out"
+            )
+        self._precision = own
+        self.castor = Booster(plugin)
+        asked["mixed_precision"] = "no"
+        asked["cpu"] = on_cpu or plugin.config.device == "cpu"
+        super().__init__(*bound.args[1:], **bound.kwargs)
+        where = "its arguments and of accelerate's configuration"
+        check_unsharded(self.distributed_type, "the Accelerator", where)
+
+    @property
+    def mixed_precision(self) -> str:
+        """As accelerate calls what the plugin computes in."""
+        return "no" if self._precision == "fp32" else self._precision
+
+    def prepare(self, *args: Any, **keywords: Any) -> Any:
+        """Accelerate's; models are boosted with their optimizers."""
+        models = [arg for arg in args if isinstance(arg, nn.Module)]
+        for arg in args:
+            if isinstance(arg, Optimizer):
+                self._boost(arg, models + self._models)
+        return self._super.prepare(*args, **keywords)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Accelerate's, but one that trains stays where it is, and is wrapped in nothing."""
+        if evaluation_mode or not any(param.requires_grad for param in model.parameters()):
+            return self._super.prepare_model(model, device_placement, evaluation_mode)
+        with wrapping_nothing(self):
+            return self._super.prepare_model(model, False, evaluation_mode)
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        """Accelerate's; its model, which has been prepared, is boosted with it."""
+        self._boost(optimizer, self._models)
+        return self._super.prepare_optimizer(optimizer, False)
+
+    def backward(self, loss: torch.Tensor, **keywords: Any) -> None:
+        """Accelerate's.
+
+        Raises:
+            UsageError: No model trains on castor.
+        """
+        if not any(boosted(optimizer) for optimizer in self._optimizers):
+            raise UsageError(
+                "castor trains nothing here: give accelerator.prepare the optimizer, too, with its "
+                "model or after it"
+            )
+        self._super.backward(loss, **keywords)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Backward passes in it leave each rank its own gradients."""
+        ours = any(model is of for of, _ in self._trained())
+        with self.castor.no_sync(model) if ours else self._super.no_sync(model):
+            yield
+
+    def save_state(self, *arguments: Any, **keywords: Any) -> Any:
+        """Accelerate's, with the boosted optimizers in castor_optimizer; every rank calls it."""
+        with self._others_only():
+            location = self._super.save_state(*arguments, **keywords)
+        for directory, model, optimizer in self._checkpoints(location):
+            self.castor.save_optimizer(optimizer, directory, model=model)
+        return location
+
+    def load_state(self, input_dir: Any = None, *arguments: Any, **keywords: Any) -> None:
+        """Accelerate's, of what save_state of castor's or of accelerate's has written."""
+        directory = self._newest() if input_dir is None else Path(input_dir).expanduser()
+        if not (directory / _OPTIMIZER).is_dir():  # one that plain PyTorch saved
+            self._super.load_state(str(directory), *arguments, **keywords)
+            return
+        with self._others_only():
+            self._super.load_state(str(directory), *arguments, **keywords)
+        for part, model, optimizer in self._checkpoints(directory):
+            self.castor.load_optimizer(optimizer, part, model=model)
+
+    def _boost(self, optimizer: Optimizer, models: list[nn.Module]) -> None:
+        own = unwrapped(optimizer)
+        if boosted(own):
+            return
+        model = _model_of(own, models)
+        if model is None:
+            raise UsageError(
+                f"the {type(own).__name__} holds no parameter of a model that accelerator.prepare "
+                "has been given: prepare the model with it, or before"
+            )
+        self._boost_with(model, own)
+
+    def _trained(self) -> Iterator[tuple[nn.Module, Optimizer]]:
+        """Boosted models with their optimizers."""
+        for own in map(unwrapped, self._optimizers):
+            model = _model_of(own, self._models) if boosted(own) else None
+            if model is not None:
+                yield model, own
+
+    def _checkpoints(self, location: Any) -> Iterator[tuple[Path, nn.Module, Optimizer]]:
+        for i, (model, optimizer) in enumerate(self._trained()):
+            yield Path(location) / (f"{_OPTIMIZER}_{i}" if i else _OPTIMIZER), model, optimizer
+
+    @contextmanager
+    def _others_only(self) -> Iterator[None]:
+        """Accelerate knows no optimizers but those that are not boosted."""
+        everyone = self._optimizers
+        self._optimizers = [one for one in everyone if not boosted(one)]
+        try:
+            yield
+        finally:
+            self._optimizers = everyone
+
+    def _newest(self) -> Path:
+        """Of the directories that save_state has named itself; as accelerate finds it."""
+        project = self.project_configuration
+        if not project.automatic_checkpoint_naming:
+            raise UsageError(
+                "load_state needs a directory, or a ProjectConfiguration with "
+                "automatic_checkpoint_naming=True"
+            )
+        folder = Path(project.project_dir) / "checkpoints"
+        return max(folder.iterdir(), key=lambda path: int(path.name.rpartition("_")[2]))
+
+
+def _model_of(optimizer: Optimizer, models: list[nn.Module]) -> nn.Module | None:
+    """The one whose parameters it holds."""
+    held = {param for group in optimizer.param_groups for param in group["params"]}
+    return next((model for model in models if held.intersection(model.parameters())), None)

@@ -1,0 +1,134 @@
+"""What the adapters of frameworks share; needs none of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from castor.booster import Booster
+from castor.errors import UsageError
+from castor.optim.boosted import StepDriver
+from castor.plugins import GeminiPlugin
+
+Class = TypeVar("Class", bound=type)
+
+_SETTINGS = "castor.json"
+"""In a run's directory: with which settings it trains."""
+
+
+class OnCastor:
+    """Mixed in before a framework's class: what all that castor enters in this way have."""
+
+    castor_has_trained = False
+    """Whether any of them in this process has boosted a model."""
+    castor: Booster
+    _castor_plugin_for: Callable[..., GeminiPlugin]
+    """Of what the framework was asked for, when one is made."""
+
+    def _boost_with(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.castor.boost(model, optimizer)
+        OnCastor.castor_has_trained = True
+
+    @property
+    def _super(self) -> Any:
+        """The framework's own methods."""
+        return super()
+
+
+def check_class(base: Any, known: type, does: str) -> None:
+    """Let castor enter a framework's class.
+
+    Args:
+        base: The class.
+        known: The framework's, from which it derives.
+        does: What it then does with castor; for messages.
+
+    Raises:
+        UsageError: `base` is no such class, or one of castor's already.
+    """
+    if not (isinstance(base, type) and issubclass(base, known)):
+        package = known.__module__.partition(".")[0]
+        raise UsageError(f"{base!r} is not a class of {package}.{known.__name__}'s")
+    if issubclass(base, OnCastor):
+        raise UsageError(f"{base.__name__} {does} with castor already; castor run made it do so")
+
+
+def derived(base: Class, mixin: type[OnCastor], plugin_for: Callable[..., GeminiPlugin]) -> Class:
+    """A class of a framework's that trains with castor.
+
+    Args:
+        base: What it derives from.
+        mixin: What it does differently.
+        plugin_for: As OnCastor's.
+    """
+    made: Any = type(base.__name__, (mixin, base), {"__module__": base.__module__})
+    made._castor_plugin_for = staticmethod(plugin_for)
+    result: Class = made
+    return result
+
+
+def plugin_of(
+    settings: Mapping[str, Any], followed: Mapping[str, Any], clips: str, directory: Path | None
+) -> GeminiPlugin:
+    """The plugin of settings that somebody gave from outside.
+
+    Args:
+        settings: GeminiPlugin's arguments, as JSON holds them.
+        followed: What the framework was asked for, where the settings are silent.
+        clips: As check_plugin's.
+        directory: Where all of them are written down; None: nowhere.
+
+    Raises:
+        As check_plugin.
+    """
+    chosen = {**followed, **settings}
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / _SETTINGS).write_text(json.dumps(chosen, indent=2) + "\n")
+    plugin = GeminiPlugin(**chosen)
+    check_plugin(plugin, clips)
+    return plugin
+
+
+def check_plugin(plugin: GeminiPlugin, clips: str) -> None:
+    """A framework's loop can train with it.
+
+    Args:
+        plugin: How to train.
+        clips: What in the loop clips gradients.
+
+    Raises:
+        NotImplementedError: Its precision is fp16.
+        UsageError: Plugin and loop would both do the same, or one before the other.
+    """
+    config = plugin.config
+    if config.precision == "fp16":
+        raise NotImplementedError(
+            "precision='fp16' needs its loss scaled, which castor does not do in other people's "
+            "loops yet: use precision='bf16'"
+        )
+    if config.max_norm > 0:
+        raise UsageError(
+            f"GeminiPlugin has max_norm={config.max_norm}, and {clips} too: leave max_norm out"
+        )
+    if config.overlap == "backward":
+        raise UsageError(
+            "overlap='backward' updates parameters before the loop has clipped their gradients: "
+            "pass overlap='forward'"
+        )
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """The optimizer that accelerate or Lightning has wrapped, or one that they have not."""
+    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
+def boosted(optimizer: Any) -> bool:
+    """Whether castor steps it, or the one that is wrapped."""
+    return isinstance(getattr(unwrapped(optimizer), "_castor", None), StepDriver)

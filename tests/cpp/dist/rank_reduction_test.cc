@@ -1,0 +1,97 @@
+#include "dist/rank_reduction.h"
+
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/thread_collectives.h"
+#include "core/units.h"
+#include "dist/shared_file.h"
+#include "host/mmap_arena.h"
+#include "parallel/thread_executor.h"
+
+namespace castor {
+namespace {
+
+struct Case {
+  std::size_t ranks;
+  bool shared;
+};
+std::string name_of(const ::testing::TestParamInfo<Case>& info) {
+  return (info.param.shared ? "Shared" : "Apart") + std::to_string(info.param.ranks);
+}
+class RankReductionTest : public ::testing::TestWithParam<Case> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, RankReductionTest,
+                         ::testing::Values(Case{2, true}, Case{3, true}, Case{4, true},
+                                           Case{2, false}, Case{3, false}),
+                         name_of);
+
+std::span<float> floats(const Payload& payload) {
+  return {reinterpret_cast<float*>(payload.data()), payload.bytes() / sizeof(float)};
+}
+
+// Gradients of several windows; a rank that has them on its device; ones that a rank leaves as they
+// are, and reads from the common memory.
+TEST_P(RankReductionTest, EveryRankHasTheMeanInRankOrder) {
+  const std::size_t size = GetParam().ranks;
+  ThreadRanks threads(size, 4);
+  threads.run([&](Collectives& group) {
+    const std::size_t bytes = size * 64 * 1100;
+    std::unique_ptr<SharedHomes> homes;
+    std::unique_ptr<Arena> arena = std::make_unique<MmapArena>();
+    if (GetParam().shared) {
+      HomesOfRanks made = share_homes(group, SharedHomes::size_of(bytes));
+      ASSERT_NE(made.homes, nullptr) << made.refusal;
+      homes = std::move(made.homes);
+      arena = homes->make_arena();
+    }
+    const auto host = std::make_shared<MemoryTier>(TierKind::kHost, kGiB, std::move(arena));
+    const auto device =
+        std::make_shared<MemoryTier>(TierKind::kDevice, kGiB, std::make_unique<MmapArena>());
+    Payload gradients(host, bytes, "");
+    ThreadExecutor executor(2);
+    RankFigures figures;
+    RankReduction reduction(group, homes.get(), executor, device->allocate(size * 64 * 300, ""),
+                            figures);
+    std::vector<float> before(bytes / sizeof(float), 0.0F);
+    for (unsigned pass = 0; pass < 8; ++pass) {
+      std::vector<float> sum(before.size(), 0.0F);
+      for (std::size_t rank = 0; rank < size; ++rank) {
+        std::minstd_rand random(100 * pass + static_cast<unsigned>(rank) + 1);
+        for (std::size_t i = 0; i < sum.size(); ++i) {
+          const bool skips = pass % 3 == 2 && rank == pass % size && i > sum.size() / 2;
+          const float added = static_cast<float>(random() % 1000) / 7.0F;
+          const float value = skips ? before[i] : before[i] + added;
+          sum[i] = rank == 0 ? value : sum[i] + value;
+          if (rank == group.rank() && !skips) {
+            floats(gradients)[i] += added;
+          }
+        }
+      }
+      if (group.rank() == 1 && pass == 3) {
+        Block block = device->allocate(bytes, "");
+        std::memcpy(block.data(), gradients.data(), bytes);
+        gradients.move_to(device, std::move(block));
+      }
+      reduction.reduce(gradients, ScalarType::kFloat32);
+      for (std::size_t i = 0; i < sum.size(); ++i) {
+        before[i] = sum[i] / static_cast<float>(size);
+        ASSERT_EQ(floats(gradients)[i], before[i]) << i << " on rank " << group.rank();
+      }
+      meet(group);  // all have read
+    }
+    EXPECT_EQ(figures.bytes_sent(), (GetParam().shared ? 8 : 16) * (size - 1) * bytes / size);
+  });
+  for (const std::string& failure : threads.failures()) {
+    EXPECT_EQ(failure, "");
+  }
+}
+
+}  // namespace
+}  // namespace castor

@@ -1,0 +1,285 @@
+"""Loops over accelerate.Accelerator, with castor and without."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import ProjectConfiguration
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader
+
+import castor
+from castor.integrations import accelerate as integration
+from helpers import engine_of
+from zoo import CASES
+
+STEPS = 6
+TIGHT = {"device": "cpu", "device_memory": "200KiB", "host_memory": "64MiB", "chunk_bytes": "16KiB"}
+
+
+def plugin(**settings: Any) -> castor.GeminiPlugin:
+    return castor.GeminiPlugin(**(TIGHT | settings))
+
+
+@pytest.fixture(autouse=True)
+def first_accelerator() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def data() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        {
+            "input_ids": torch.randint(0, 64, (8,), generator=generator),
+            "labels": torch.randint(0, 64, (8,), generator=generator),
+        }
+        for _ in range(64)
+    ]
+
+
+@dataclass
+class Run:
+    """What a loop has."""
+
+    accelerator: Any
+    model: Any
+    optimizer: Any
+    loader: Any
+    scheduler: Any
+
+    def train(self, steps: int) -> list[tuple[float, float]]:
+        """(loss, gradient norm) of each micro-batch, two of which make a step."""
+        found = []
+        batches = iter(self.loader)
+        for _ in range(2 * steps):
+            batch = next(batches)
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(**batch).loss
+                self.accelerator.backward(loss)
+                norm = 0.0
+                if self.accelerator.sync_gradients:
+                    clipped = self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+                    norm = clipped.item()
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            found.append((self.accelerator.gather(loss.detach()).mean().item(), norm))
+        return found
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        model = self.accelerator.unwrap_model(self.model)
+        return [param.detach().clone() for param in model.parameters()]
+
+
+def begin(kind: type[Accelerator], *, apart: bool = False, **keywords: Any) -> Run:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    accelerator = kind(cpu=True, gradient_accumulation_steps=2, **keywords)
+    model: nn.Module = CASES["llama"].model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
+    generator = torch.Generator().manual_seed(5)
+    loader: Any = DataLoader(data(), batch_size=2, shuffle=True, generator=generator)  # type: ignore[arg-type]
+    if apart:
+        own = [accelerator.prepare(one) for one in (model, optimizer, loader, scheduler)]
+    else:
+        own = accelerator.prepare(model, optimizer, loader, scheduler)
+    return Run(accelerator, *own)
+
+
+def on_castor(**settings: Any) -> Any:
+    return integration.accelerator(Accelerator, plugin(**settings))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_loop_computes_what_it_did(apart: bool) -> None:
+    plain = begin(Accelerator)
+    expected, weights = plain.train(STEPS), plain.weights
+    run = begin(on_castor(), apart=apart)
+    found = run.train(STEPS)
+    assert engine_of(run.model)
+    assert run.accelerator.castor.report(run.model).divergent_steps == 0
+    for (loss, norm), (plain_loss, plain_norm) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(plain_loss, rel=1e-5)
+        assert norm == pytest.approx(plain_norm, rel=1e-4)
+    for weight, reference in zip(run.weights, weights, strict=True):
+        assert (weight - reference).norm() <= 1e-5 * reference.norm()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"precision": "bf16", "optim_state_format": "fp32"},
+        {"precision": "bf16", "optim_state_format": "split_int8"},
+        {"overlap": "forward"},
+    ],
+)
+def test_a_saved_state_goes_on_bitwise(settings: dict[str, Any], tmp_path: Path) -> None:
+    precision = {"mixed_precision": "bf16"} if settings.get("precision") == "bf16" else {}
+    first = begin(on_castor(**settings), **precision)
+    first.train(2)
+    first.accelerator.save_state(tmp_path / "state")
+    expected, weights = first.train(2), first.weights
+
+    again = begin(on_castor(**settings), **precision)
+    assert again.accelerator.mixed_precision == ("bf16" if precision else "no")
+    again.train(1)
+    again.accelerator.load_state(tmp_path / "state")
+    assert again.train(2) == expected
+    assert all(map(torch.equal, again.weights, weights))
+
+
+def test_states_that_are_named_for_the_loop_are_found_again(tmp_path: Path) -> None:
+    def project() -> ProjectConfiguration:
+        return ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+
+    first = begin(on_castor(), project_config=project())
+    for _ in range(3):
+        first.train(1)
+        first.accelerator.save_state()
+    weights = first.weights
+    again = begin(on_castor(), project_config=project())
+    again.accelerator.load_state()
+    assert all(map(torch.equal, again.weights, weights))
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["checkpoint_1", "checkpoint_2"]
+
+
+def test_a_plain_state_goes_on_here_and_ours_is_no_plain_one(tmp_path: Path) -> None:
+    plain = begin(Accelerator)
+    plain.train(2)
+    plain.accelerator.save_state(tmp_path / "plain")
+    expected = plain.train(2)
+    run = begin(on_castor())
+    run.train(1)  # the loader's second order comes next
+    run.accelerator.load_state(tmp_path / "plain")
+    for (loss, _), (plain_loss, _) in zip(run.train(2), expected, strict=True):
+        assert loss == pytest.approx(plain_loss, rel=1e-5)
+
+    run.accelerator.save_state(tmp_path / "own")
+    saved = load_file(tmp_path / "own" / "model.safetensors")
+    assert len(saved) == len(run.model.state_dict())
+    with pytest.raises(FileNotFoundError, match="optimizer"):
+        begin(Accelerator).accelerator.load_state(tmp_path / "own")
+
+
+def test_a_model_that_does_not_train_is_left_to_accelerate() -> None:
+    run = begin(on_castor())
+    reference = CASES["llama"].model().requires_grad_(False)
+    assert run.accelerator.prepare(reference) is reference
+    assert type(reference).__name__ == "LlamaForCausalLM"
+    run.train(1)
+    with pytest.raises(castor.UsageError, match="not boosted"):
+        engine_of(reference)
+
+
+def test_what_would_train_without_castor_is_refused() -> None:
+    accelerator = on_castor()(cpu=True)
+    model = CASES["llama"].model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(castor.UsageError, match="AdamW holds no parameter of a model that"):
+        accelerator.prepare(optimizer)
+    model = accelerator.prepare(model)
+    batch = {key: value[None] for key, value in data()[0].items()}
+    with pytest.raises(castor.UsageError, match="castor trains nothing here"):
+        accelerator.backward(model(**batch).loss)
+
+
+def test_settings_that_accelerator_and_plugin_both_have_are_compared() -> None:
+    with pytest.raises(castor.UsageError, match="mixed_precision='bf16' and GeminiPlugin"):
+        on_castor()(cpu=True, mixed_precision="bf16")
+    with pytest.raises(castor.UsageError, match=r"max_norm=1.0, and accelerator.clip_grad_norm_"):
+        on_castor(max_norm=1.0)
+    with pytest.raises(NotImplementedError, match="precision='fp16' needs its loss scaled"):
+        on_castor(precision="fp16")
+
+
+def test_another_accelerator_than_is_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = on_castor()
+    with pytest.raises(castor.UsageError, match="Accelerator boosts with castor already"):
+        integration.accelerator(kind, plugin())
+    with pytest.raises(castor.UsageError, match="not a class of accelerate"):
+        integration.accelerator(int, plugin())  # type: ignore[type-var]
+    monkeypatch.delattr(Accelerator, "prepare_optimizer")
+    with pytest.raises(ImportError, match="Accelerator without prepare_optimizer: castor"):
+        integration.accelerator(Accelerator, plugin())
+
+
+SCRIPT = """
+import sys
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+accelerator = Accelerator(cpu=True, project_dir=sys.argv[1],
+                          gradient_accumulation_steps=int(sys.argv[2]))
+set_seed(5)
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=6,
+                     num_attention_heads=4, num_key_value_heads=2)
+model = LlamaForCausalLM(config)
+tokens = torch.randint(0, 64, (64, 8), generator=torch.Generator().manual_seed(1))
+data = [{"input_ids": row, "labels": row} for row in tokens]
+loader = DataLoader(data, batch_size=2, shuffle=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+losses = []
+for batch in loader:
+    with accelerator.accumulate(model):
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    losses.append(accelerator.gather(loss.detach()).mean().item())
+accelerator.save_state(sys.argv[1] + "/state")
+accelerator.wait_for_everyone()
+accelerator.load_state(sys.argv[1] + "/state")
+accelerator.save_model(model, sys.argv[1])
+if accelerator.is_main_process:
+    torch.save(losses, sys.argv[1] + "/losses.pt")
+    print("done on", accelerator.num_processes, type(model).__name__)
+"""
+
+
+def run_script(directory: Path, *command: str) -> str:
+    (directory / "train.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=directory, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_script_as_it_is_trains_under_castor_run(ranks: int, tmp_path: Path) -> None:
+    processes = ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks))
+    plain = run_script(tmp_path, *processes, "train.py", "plain", "2")
+    assert "done on" in plain
+    settings = ("--device-memory", "300KiB", "--set", "host_memory=64MiB")
+    launch = ("-m", "castor", "run", "--nproc", str(ranks), *settings)
+    output = run_script(tmp_path, *launch, "train.py", "own", "2")
+    assert f"done on {ranks} LlamaForCausalLM" in output
+    assert (tmp_path / "own" / "castor.json").exists()
+    losses = torch.load(tmp_path / "own" / "losses.pt")
+    assert losses == pytest.approx(torch.load(tmp_path / "plain" / "losses.pt"), rel=1e-5)
+    weights = load_file(tmp_path / "own" / "model.safetensors")
+    expected = load_file(tmp_path / "plain" / "model.safetensors")
+    assert weights.keys() == expected.keys()
+    for name, value in weights.items():
+        assert (value - expected[name]).norm() <= 1e-5 * expected[name].norm()
