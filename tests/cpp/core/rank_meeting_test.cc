@@ -61,8 +61,8 @@ TEST_P(RankMeetingTest, RanksAtDifferentPointsAreBothNamedOnEveryRank) {
     RankMeeting meeting(own, layout);
     static_cast<void>(meeting.meet(MeetingPoint::kBackwardEnd, GradientMarks(layout)));
     const bool last = own.rank() + 1 == own.size();
-    static_cast<void>(
-        meeting.meet(last ? MeetingPoint::kStep : MeetingPoint::kBackwardEnd, GradientMarks(layout)));
+    static_cast<void>(meeting.meet(last ? MeetingPoint::kStep : MeetingPoint::kBackwardEnd,
+                                   GradientMarks(layout)));
   });
   expect_everywhere(ranks, "rank 0 ends backward pass 2 of step 1, while rank " +
                                std::to_string(GetParam() - 1) +
