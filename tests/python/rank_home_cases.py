@@ -238,7 +238,7 @@ def apart_without_room(_: Path) -> None:
 
 
 def clips(_: Path) -> None:
-    """Prints what this rank pays more for clipping in place, its copies, and those of the next pass."""
+    """Prints what clipping in place costs this rank, its copies, and those of the next pass."""
     with _of_rank() as rank:
         boosted = _boost_deep(room=DEEP + 4)
         booster, model, optimizer = boosted

@@ -101,7 +101,7 @@ def test_gradients_of_passes_apart_that_have_no_room_are_named(tmp_path: Path) -
 
 
 def test_gradients_that_a_loop_writes_itself_are_paid_for(tmp_path: Path) -> None:
-    """clip_grad_norm_ scales them in place: copies, until a backward pass that finds them unseen."""
+    """clip_grad_norm_ writes them: copies, until a backward pass that finds them unseen."""
     for output in succeeded(run(rank_home_cases.clips, 2, tmp_path)):
         paid, copied, left = map(int, output.split())
         assert paid == copied == rank_home_cases.DEEP * 2 * rank_home_cases.WIDE_LAYER // 2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import types
-import weakref
 from typing import Any
 
 import torch
@@ -11,6 +9,7 @@ from torch import nn
 
 from castor.activations.functions import HeadFunction, plain_torch
 from castor.activations.lazy_logits import Head
+from castor.activations.own_forward import OwnForward, has_own_forward
 from castor.config import GeminiConfig, TileLogits
 from castor.errors import UsageError
 from castor.runtime.engine import Engine
@@ -61,10 +60,8 @@ def _find(model: nn.Module) -> tuple[nn.Linear | None, str]:
 
 
 def _is_linears(head: nn.Linear) -> bool:
-    """Whether the module's forward is nn.Linear's; a copy of a boosted one has it as attribute."""
-    forward = head.forward
-    function, owner = getattr(forward, "__func__", None), getattr(forward, "__self__", None)
-    return function is nn.Linear.forward and owner is head
+    """Whether the module's forward is nn.Linear's."""
+    return type(head).forward is nn.Linear.forward and not has_own_forward(head)
 
 
 def defer_logits(engine: Engine, head: nn.Linear, config: GeminiConfig) -> None:
@@ -78,11 +75,11 @@ def defer_logits(engine: Engine, head: nn.Linear, config: GeminiConfig) -> None:
     head.forward = _DeferringForward(engine, head, config)  # type: ignore[method-assign, assignment]
 
 
-class _DeferringForward:
-    """The forward of a boosted model's output embedding; a copy of the module gets its own back."""
+class _DeferringForward(OwnForward):
+    """The forward of a boosted model's output embedding."""
 
     def __init__(self, engine: Engine, module: nn.Linear, config: GeminiConfig) -> None:
-        self._module = weakref.ref(module)
+        super().__init__(module)
         self._head = Head(
             engine,
             module,
@@ -94,8 +91,8 @@ class _DeferringForward:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Gives logits of (..., vocabulary) for hidden states of (..., width)."""
-        module = self._module()
-        assert module is not None
+        module = self.module
+        assert isinstance(module, nn.Linear)
         if _defers(module, hidden):
             rows = self._rows_per_tile(hidden.numel() // hidden.shape[-1], module)
             if rows:
@@ -116,15 +113,6 @@ class _DeferringForward:
             saved -= _FLOAT32 * module.weight.numel()  # the sum of the head's gradient
         worth = max(WORTH_BYTES, self._device_bytes // WORTH_SHARE)
         return 0 if self._tile_logits == "auto" and saved < worth else tile
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """The forward of a copy of the module."""
-        copy = memo.get(id(self._module()))
-        return nn.Linear.forward if copy is None else types.MethodType(nn.Linear.forward, copy)
-
-    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        """The forward of a module that is read from a pickle: its class's, as ModuleHook gives."""
-        return getattr, (self._module(), "forward")
 
 
 def _defers(module: nn.Linear, hidden: Any) -> bool:

@@ -1,6 +1,7 @@
 """What is told to castor, and what it finds out about the machine: settings, units, memory."""
 
 from castor.config.names import (
+    Activations,
     NonFinite,
     Overlap,
     PlacementPolicy,
@@ -17,6 +18,7 @@ from castor.config.settings import (
 from castor.config.units import parse_bandwidth, parse_bytes, parse_paths
 
 __all__ = [
+    "Activations",
     "GeminiConfig",
     "LossScalerConfig",
     "NonFinite",

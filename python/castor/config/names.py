@@ -6,6 +6,7 @@ against the C++ enums (csrc/python/names.h), where all others come from.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from castor import _C
@@ -17,6 +18,7 @@ Overlap = Literal["none", "forward", "backward"]
 NonFinite = Literal["skip", "raise", "ignore"]
 StateFormat = Literal["fp32", "split", "split_bf16", "split_int8"]
 TileLogits = Literal["auto"] | bool | int
+Activations = str | Mapping[str, str]
 LoadedWeights = Literal["none", "some", "all"]
 
 SCALAR_TYPES: dict[Precision, ScalarType] = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
 from castor.config.names import (
+    Activations,
     NonFinite,
     Overlap,
     PlacementPolicy,
@@ -63,6 +65,22 @@ def _check_tile_logits(value: object) -> None:
         raise TypeError(f"tile_logits is {value!r}; {asked}")
     if value < 1:
         raise ValueError(f"tile_logits is {value}; {asked}, at least 1")
+
+
+def _check_activations(value: object) -> None:
+    asked = (
+        "choose 'keep', 'recompute', 'recompute:PART' with a part of each block such as 'mlp', or "
+        "a mapping from patterns of block names to these"
+    )
+    patterns = value if isinstance(value, Mapping) else {"*": value}
+    if not patterns or not all(isinstance(part, str) for item in patterns.items() for part in item):
+        raise TypeError(f"activations is {value!r}; {asked}")
+    for choice in map(str, patterns.values()):
+        if choice in ("auto", "offload"):
+            raise NotImplementedError(f"activations={choice!r} is not supported yet; {asked}")
+        kind, colon, part = choice.partition(":")
+        if choice != "keep" and (kind != "recompute" or (colon and not part)):
+            raise ValueError(f"activations has {choice!r}; {asked}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +164,8 @@ class GeminiConfig:
     """Whether embeddings stay at home, where forward reads the rows that it looks up."""
     tile_logits: TileLogits = "auto"
     """Whether, or in how many rows at once, the loss computes the logits."""
+    activations: Activations = "keep"
+    """Of the model's blocks: kept until backward, or computed again there."""
     device: str = "cpu"
     """Where the model computes: "cpu" or a GPU such as "cuda:0"."""
 
@@ -190,6 +210,7 @@ class GeminiConfig:
                 f"{self.placement_policy!r} says itself what is there; use 'auto' or 'cpu'"
             )
         _check_tile_logits(self.tile_logits)
+        _check_activations(self.activations)
         if self.optim_state_format is not None:
             _choice("optim_state_format", self.optim_state_format, get_args(StateFormat))
             check_format_of_precision(

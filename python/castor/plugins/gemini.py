@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,8 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from castor.activations import defer_logits, output_embedding
+from castor.activations import Blocks, defer_logits, output_embedding
 from castor.config import (
+    Activations,
     GeminiConfig,
     LossScalerConfig,
     NonFinite,
@@ -29,9 +29,9 @@ from castor.config import (
     parse_bytes,
     parse_paths,
 )
-from castor.errors import UsageError
 from castor.optim.boosted import StepDriver, boost_optimizer, check_optimizer
 from castor.optim.boosted_state import choose_state_format
+from castor.optim.held_params import held_params
 from castor.optim.rules import rule_of
 from castor.plugins.data_parallel import join_ranks, loader_of_rank
 from castor.plugins.engine_settings import engine_settings
@@ -39,9 +39,6 @@ from castor.plugins.machine import choose_budgets, choose_device, warn_of_budget
 from castor.plugins.not_yet import check_not_yet
 from castor.runtime.engine import Engine, check_not_boosted
 from castor.runtime.hooks import ModuleHook
-
-_NAMED = 3
-"""Parameters that a warning names, of many."""
 
 
 class GeminiPlugin:
@@ -101,6 +98,11 @@ class GeminiPlugin:
             their values. True, False, or how many rows a tile has. "auto": where that leaves 16 MiB
             and 1/16 of device_memory free. One tile is plain PyTorch's bits; with more, the loss
             and the output embedding's gradient are sums in another order.
+        activations: Which of the model's blocks backward computes again instead of keeping what
+            they save: "keep" (none, or what the model's own gradient checkpointing says),
+            "recompute", "recompute:mlp" (that part of each block) or a mapping from patterns of
+            block names to these, {"model.layers.*": "recompute", "model.layers.0": "keep"}, of
+            which the last that matches counts. Bits are plain PyTorch's.
         initial_scale: fp16: loss scale at the start.
         min_scale: fp16: lowest loss scale.
         growth_factor: fp16: growth of the loss scale.
@@ -168,6 +170,7 @@ class GeminiPlugin:
         gpu_margin_mem_ratio: float | None = None,
         gather_embeddings: bool = False,
         tile_logits: TileLogits = "auto",
+        activations: Activations = "keep",
         initial_scale: float = 2.0**16,
         min_scale: float = 1.0,
         growth_factor: float = 2.0,
@@ -241,6 +244,7 @@ class GeminiPlugin:
             gpu_margin_mem_ratio=gpu_margin_mem_ratio,
             gather_embeddings=gather_embeddings,
             tile_logits=tile_logits,
+            activations=activations,
             max_norm=max_norm,
             nonfinite=cast(NonFinite, nonfinite),
             loss_scaler=LossScalerConfig(
@@ -303,11 +307,12 @@ class GeminiPlugin:
         check_not_boosted(model)
         choice = choose_state_format(optimizer, self.config)
         head = output_embedding(model, self.config.tile_logits)
+        blocks = Blocks(model, self.config.activations)
         config = self._with_nvme_of(optimizer)
         rule, held = None, None
         if optimizer is not None:
             check_optimizer(optimizer, config)
-            held = _held_params(model, optimizer)
+            held = held_params(model, optimizer)
             rule = rule_of(optimizer)
         warn_of_budgets(
             torch.device(config.device), config.device_bytes, config.host_bytes, stacklevel=3
@@ -325,6 +330,8 @@ class GeminiPlugin:
             ),
             updated=held,
         )
+        blocks.apply()
+        engine.block_figures = blocks.figures
         if head is not None:
             defer_logits(engine, head, config)
         if optimizer is None:
@@ -369,32 +376,3 @@ def _arm(driver: StepDriver, held: weakref.ref[Optimizer], *_: Any) -> None:
     """A pre-hook of a model whose backward may update chunks."""
     if torch.is_grad_enabled() and (optimizer := held()) is not None:
         driver.arm(optimizer)
-
-
-def _held_params(model: nn.Module, optimizer: Optimizer) -> set[torch.Tensor]:
-    """What the optimizer updates; warns of what it does not.
-
-    Raises:
-        UsageError: It holds parameters that the model lacks.
-    """
-    names = {param: name for name, param in model.named_parameters()}
-    held = {param for group in optimizer.param_groups for param in group["params"]}
-    foreign = [tuple(param.shape) for param in held if param not in names]
-    if foreign:
-        raise UsageError(
-            f"the optimizer holds {len(foreign)} parameters that the model lacks, the first of "
-            f"shape {foreign[0]}; build the optimizer from this model's parameters()"
-        )
-    missing = [
-        f"'{name}'" for param, name in names.items() if param.requires_grad and param not in held
-    ]
-    if missing:  # before anything is changed: warnings may be errors
-        listed = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
-        warnings.warn(
-            f"the optimizer does not hold {len(missing)} parameters that require a gradient "
-            f"({listed}): as in plain PyTorch they get gradients, which model.zero_grad() clears, "
-            "and no update. Add them to it, or freeze them with requires_grad_(False), which saves "
-            "the gradients",
-            stacklevel=4,  # past configure and boost
-        )
-    return held

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from castor.runtime.history import StepHistory
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.input_cast import InputCast
 from castor.runtime.ranks import Ranks
-from castor.runtime.report import LogitFigures, MemoryReport
+from castor.runtime.report import BlockFigures, LogitFigures, MemoryReport
 from castor.runtime.spec import ModelSpec, check_distinct_memory
 from castor.runtime.stored_weight import StoredWeights
 from castor.runtime.trace_file import read_trace, write_trace
@@ -112,6 +112,7 @@ class Engine:
         """Of the modules that the session follows, in its order."""
         self.history = StepHistory()
         self.logits = LogitFigures()
+        self.block_figures: Callable[[], BlockFigures] = BlockFigures
         self._install_hooks(model, spec)
         _convert_buffers(model, WORKING_DTYPES[settings.precision], self.device)
         if self.ranks:
@@ -241,9 +242,9 @@ class Engine:
     def report(self) -> MemoryReport:
         """The figures so far."""
         figures: dict[str, Any] = dict(self.session.report())
+        figures |= asdict(self.logits) | asdict(self.block_figures())
         return MemoryReport(
             **figures,
-            **asdict(self.logits),
             skipped_steps=self.skipped_steps,
             step_skipped=self.step_skipped,
             gradient_norm=self.gradient_norm,

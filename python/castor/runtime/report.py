@@ -40,6 +40,14 @@ class LogitFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockFigures:
+    """What becomes of activations; see MemoryReport."""
+
+    activation_blocks: int = 0
+    recomputed_blocks: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryReport:
     """Figures since boost. Sizes are bytes."""
 
@@ -94,6 +102,10 @@ class MemoryReport:
     """Tiles of that loss."""
     logit_unheld_bytes: int
     """Logits, of the largest such loss, that never stood in memory: all but a tile."""
+    activation_blocks: int
+    """Repeated parts of the model, whose activations are kept or recomputed."""
+    recomputed_blocks: int
+    """Of these, how many backward computes again, in whole or in part."""
     num_chunks: int
     """Chunks of the model."""
     chunk_bytes: int

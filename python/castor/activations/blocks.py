@@ -1,0 +1,184 @@
+"""Finds the blocks of a model and decides which of them keep their activations."""
+
+from __future__ import annotations
+
+import fnmatch
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from castor.activations.own_forward import has_own_forward
+from castor.activations.recompute import Recomputation, RecomputingForward
+from castor.config import Activations
+from castor.errors import UsageError
+from castor.runtime.report import BlockFigures
+
+_SWITCH = "GradientCheckpointingLayer"
+_NAMED = 4
+"""Blocks that an error names, of many."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of a module's activations."""
+
+    name: str
+    """The module's, in the model."""
+    module: nn.Module
+    recompute: bool
+
+
+class Blocks:
+    """The repeated parts of one model, and what was decided for each. Holds no module."""
+
+    def __init__(self, model: nn.Module, activations: Activations) -> None:
+        """Decides; the model is as it was until apply().
+
+        Args:
+            model: Not boosted yet.
+            activations: GeminiPlugin's argument.
+
+        Raises:
+            UsageError: The model has no such blocks, or what is asked for cannot be done.
+        """
+        self._blocks = {name: weakref.ref(module) for name, module in find_blocks(model).items()}
+        self._decisions = _decide(find_blocks(model), activations)
+        self._recomputed = 0
+        switched = sum(decision.recompute for decision in self._decisions)
+        if self._decisions and self._with_switch_on():
+            warnings.warn(
+                f"the model's gradient checkpointing gives way to activations: {switched} of "
+                f"{len(self._blocks)} blocks are recomputed. Pass activations='keep' for its own",
+                stacklevel=4,  # past configure and boost
+            )
+
+    def apply(self) -> None:
+        """From now on forwards in training do what was decided. Called once."""
+        classes: set[type] = set()
+        for decision in self._decisions:
+            module = decision.module
+            compared = type(module) not in classes
+            if decision.recompute:
+                classes.add(type(module))
+            if _has_switch(module):
+                module.gradient_checkpointing = decision.recompute  # type: ignore[assignment]
+                if decision.recompute:
+                    module._gradient_checkpointing_func = Recomputation(  # type: ignore[assignment]
+                        module, decision.name, compared=compared
+                    )
+            elif decision.recompute:
+                module.forward = RecomputingForward(module, decision.name, compared=compared)
+                self._recomputed += 1
+        self._decisions = []
+
+    def figures(self) -> BlockFigures:
+        """As they are now: a model's own switch may be turned at any time."""
+        return BlockFigures(
+            activation_blocks=len(self._blocks),
+            recomputed_blocks=self._recomputed + len(self._with_switch_on()),
+        )
+
+    def _with_switch_on(self) -> list[nn.Module]:
+        alive = [module for ref in self._blocks.values() if (module := ref()) is not None]
+        return [block for block in alive if getattr(block, "gradient_checkpointing", False) is True]
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model by name, in its order.
+
+    They are the layers that transformers can checkpoint, or else what stands at least twice in an
+    nn.ModuleList or nn.Sequential and has parts of its own; of blocks within blocks the outermost.
+    """
+    return _outermost(model, {id(m) for m in model.modules() if _has_switch(m)}) or _outermost(
+        model, _repeated(model)
+    )
+
+
+def _outermost(model: nn.Module, wanted: set[int]) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if id(module) in wanted and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return found
+
+
+def _repeated(model: nn.Module) -> set[int]:
+    found: set[int] = set()
+    for container in model.modules():
+        if isinstance(container, nn.ModuleList | nn.Sequential):
+            children = list(container)
+            counts = Counter(map(type, children))
+            found |= {
+                id(child) for child in children if counts[type(child)] > 1 and _is_block(child)
+            }
+    return found
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Whether it can be called, and has parts and parameters."""
+    callable_ = type(module).forward is not nn.Module.forward
+    has_parts = next(module.children(), None) is not None
+    return callable_ and has_parts and next(module.parameters(), None) is not None
+
+
+def _has_switch(module: nn.Module) -> bool:
+    """Whether it is one of transformers' layers that recompute themselves when they are told to."""
+    return any(kind.__name__ == _SWITCH for kind in type(module).__mro__)
+
+
+def _decide(blocks: Mapping[str, nn.Module], activations: Activations) -> list[Decision]:
+    if activations == "keep":
+        return []
+    if not blocks:
+        raise UsageError(
+            f"activations={activations!r}, but the model has no blocks: no layers that "
+            "transformers can checkpoint, and nothing with parts of its own that stands twice in a "
+            "ModuleList or Sequential; use activations='keep', and torch.utils.checkpoint within "
+            "the model"
+        )
+    chosen: dict[str, str] = {}
+    patterns = {"*": activations} if isinstance(activations, str) else activations
+    for pattern, choice in patterns.items():
+        matched = [name for name in blocks if fnmatch.fnmatchcase(name, pattern)]
+        if not matched:
+            raise UsageError(
+                f"activations has {pattern!r}, which is no block's name; blocks are {_some(blocks)}"
+            )
+        chosen |= dict.fromkeys(matched, choice)  # the last pattern that matches
+    decisions = []
+    for name, choice in chosen.items():
+        part = choice.partition(":")[2]
+        if part and _has_switch(blocks[name]):
+            decisions.append(Decision(name, blocks[name], recompute=False))
+        target = _part(blocks[name], part, name)
+        if choice != "keep" and not _has_switch(target) and has_own_forward(target):
+            raise UsageError(
+                f"activations={choice!r} for '{name}', but a forward has been put in place of its "
+                "own, which castor cannot run twice; take it off, or choose 'keep'"
+            )
+        whole_name = f"{name}.{part}" if part else name
+        decisions.append(Decision(whole_name, target, recompute=choice != "keep"))
+    return decisions
+
+
+def _part(block: nn.Module, part: str, name: str) -> nn.Module:
+    try:
+        return block.get_submodule(part)
+    except AttributeError:
+        parts = ", ".join(repr(child) for child, _ in block.named_children())
+        raise UsageError(
+            f"activations has 'recompute:{part}' for '{name}', a {type(block).__name__} without "
+            f"such a part; it has {parts}"
+        ) from None
+
+
+def _some(names: Mapping[str, Any]) -> str:
+    listed = [f"'{name}'" for name in names]
+    if len(listed) <= _NAMED:
+        return ", ".join(listed)
+    return f"{', '.join(listed[: _NAMED - 1])}, ... {listed[-1]}"

@@ -1,0 +1,261 @@
+"""Parts of a model whose activations backward computes again (Chen et al. 2016)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from castor.activations.own_forward import OwnForward
+from castor.errors import UsageError
+
+_ROUNDING = 1e-2
+"""Relative, in the norm: what operators that add in any order may change on a GPU."""
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
+_plain_checkpoint = functools.partial(checkpoint, use_reentrant=False)
+
+
+class Recomputation:
+    """Runs one module's forward, keeps its inputs and runs it again in backward.
+
+    torch.utils.checkpoint does so; random states, autocast and early stopping are as there. Added
+    is that a second forward which is not the first one is an error: buffers that forward writes,
+    parameters written in between, and, once for the first module of each class, another output.
+    Routers choose their experts in the first forward only.
+
+    Transformers calls it as a `_gradient_checkpointing_func`; a copy of the module, or a pickle,
+    gets torch's.
+    """
+
+    def __init__(self, module: nn.Module, name: str, *, compared: bool) -> None:
+        """Args are the module, its name in the model, and whether outputs are compared once."""
+        self._owner = weakref.ref(module)
+        self._name = name
+        self._early_stop = not compared  # a forward that stops early has no output
+        self._compares = compared
+        self._writes_no_buffer = False  # known since the first forward
+        self._options: dict[str, Any] = {"context_fn": _choosing_once} if _routes(module) else {}
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Gives function(*args, **kwargs).
+
+        Raises:
+            UsageError: It writes buffers of the module.
+        """
+        module = self._owner()
+        if module is None or not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        buffers = [] if self._writes_no_buffer else _versions(module.named_buffers())
+        output = checkpoint(
+            functools.partial(_Forward(function, self, module), **kwargs),
+            *args,
+            use_reentrant=False,
+            early_stop=self._early_stop,
+            **self._options,
+        )
+        self._check_buffers(module, buffers)
+        return output
+
+    def _check_buffers(self, module: nn.Module, before: list[tuple[str, int]]) -> None:
+        for name, version in before:
+            if module.get_buffer(name)._version != version:
+                raise UsageError(
+                    f"{self._what()} writes its buffer '{name}' in forward, and recomputing it "
+                    f'writes it twice; keep its activations: activations={{"*": "recompute", '
+                    f"{self._name!r}: 'keep'}}"
+                )
+        self._writes_no_buffer = True
+
+    def _what(self) -> str:
+        return f"module '{self._name}' ({type(self._owner()).__name__})"
+
+    def check_parameters(self, module: nn.Module, before: list[tuple[str, int]]) -> None:
+        """Raises UsageError where parameters were written since the first forward."""
+        for name, version in before:
+            if module.get_parameter(name)._version != version:
+                raise UsageError(
+                    f"parameter '{self._name}.{name}' was written between forward and backward, "
+                    f"and activations='recompute' has backward run {self._what()} again; write it "
+                    "after backward, or keep the activations"
+                )
+
+    def first_output(self, output: Any) -> list[torch.Tensor]:
+        """Copies of its tensors, if they are to be compared."""
+        if not self._compares:
+            return []
+        return [tensor.detach().clone() for tensor in _tensors(output)]
+
+    def check_output(self, output: Any, first: list[torch.Tensor]) -> None:
+        """Raises UsageError where a second forward is not the first."""
+        if not first:
+            return
+        second = list(_tensors(output))
+        if len(second) != len(first) or not all(map(_same, second, first)):
+            raise UsageError(
+                f"{self._what()} gives another output when backward runs it again, so its "
+                "gradients would be wrong: something that forward changes (a cache, a counter, a "
+                "generator of its own) is not among its inputs; keep its activations: "
+                f"activations={{'*': 'recompute', {self._name!r}: 'keep'}}"
+            )
+        self._compares = False
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Any:
+        """What a copy of the module gets."""
+        return _plain_checkpoint
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        """What a pickle of the module holds."""
+        return functools.partial, (checkpoint,), (checkpoint, (), {"use_reentrant": False}, None)
+
+
+class _Forward:
+    """A forward that runs twice: the first time it notes what the second one is held against."""
+
+    def __init__(
+        self, function: Callable[..., Any], recomputation: Recomputation, module: nn.Module
+    ) -> None:
+        self._function = function
+        self._recomputation = recomputation
+        self._module = module
+        self._parameters: list[tuple[str, int]] | None = None
+        self._output: list[torch.Tensor] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._parameters is None:
+            self._parameters = _versions(self._module.named_parameters())
+            output = self._function(*args, **kwargs)
+            self._output = self._recomputation.first_output(output)
+            return output
+        self._recomputation.check_parameters(self._module, self._parameters)
+        output = self._function(*args, **kwargs)
+        self._recomputation.check_output(output, self._output)
+        return output
+
+
+class RecomputingForward(OwnForward):
+    """The forward of a module without a switch of its own for that."""
+
+    def __init__(self, module: nn.Module, name: str, *, compared: bool) -> None:
+        """See Recomputation."""
+        super().__init__(module)
+        self._name = name
+        self._recomputation = Recomputation(module, name, compared=compared)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Gives what the class's forward gives.
+
+        Raises:
+            UsageError: An argument is something that forward may change.
+        """
+        module = self.module
+        forward = functools.partial(type(module).forward, module)
+        if not module.training or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        for value in (*args, *kwargs.values()):
+            if (changeable := _not_plain(value)) is not None:
+                raise UsageError(
+                    f"module '{self._name}' ({type(module).__name__}) is passed a {changeable}, "
+                    "which it may change, and recomputing it would change it twice; call the model "
+                    "without it (use_cache=False where it is a cache), or keep its activations: "
+                    f"activations={{'*': 'recompute', {self._name!r}: 'keep'}}"
+                )
+        return self._recomputation(forward, *args, **kwargs)
+
+
+class _Choices(TorchDispatchMode):
+    """Keeps which elements topk and argmax choose, and has a second forward choose the same ones.
+
+    Rounding, of kernels that add in any order, must not send a token to another expert there: its
+    activations would be those of experts that the loss has not seen.
+    """
+
+    def __init__(self, chosen: list[torch.Tensor], *, again: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._chosen = chosen
+        self._again = again
+        self._next = 0
+
+    def __enter__(self) -> _Choices:
+        self._next = 0
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Runs an operator, and notes what it chose or chooses that."""
+        kwargs = kwargs or {}
+        chooses = func in (torch.ops.aten.topk.default, torch.ops.aten.argmax.default)
+        if not chooses:
+            return func(*args, **kwargs)
+        if not self._again:
+            found = func(*args, **kwargs)
+            self._chosen.append((found[1] if isinstance(found, tuple) else found).clone())
+            return found
+        chosen = self._chosen[self._next].clone()
+        self._next += 1
+        if func is torch.ops.aten.argmax.default:
+            return chosen
+        dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+        return args[0].gather(dim, chosen), chosen
+
+
+def _choosing_once() -> tuple[_Choices, _Choices]:
+    """Contexts of a first forward and of those after it."""
+    chosen: list[torch.Tensor] = []
+    return _Choices(chosen, again=False), _Choices(chosen, again=True)
+
+
+def _versions(tensors: Iterator[tuple[str, torch.Tensor]]) -> list[tuple[str, int]]:
+    return [(name, tensor._version) for name, tensor in tensors]
+
+
+def _routes(module: nn.Module) -> bool:
+    """Whether a router in it chooses experts."""
+    return any(name.rpartition(".")[2] == "experts" for name, _ in module.named_modules())
+
+
+def _same(second: torch.Tensor, first: torch.Tensor) -> bool:
+    if second.shape != first.shape or second.dtype != first.dtype:
+        return False
+    second = second.detach()
+    if second.device.type != "cpu" and second.is_floating_point():
+        error = (second.double() - first.double()).norm()
+        return bool(error <= _ROUNDING * first.double().norm())
+    return torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (second, first)))
+
+
+def _parts(value: Any) -> list[Any] | None:
+    """What a plain container holds; None: it is none."""
+    if isinstance(value, tuple | list):
+        return list(value)
+    if isinstance(value, dict):
+        return list(value.values())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return None
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    for part in _parts(value) or ():
+        yield from _tensors(part)
+
+
+def _not_plain(value: Any) -> str | None:
+    """The type of what is neither a tensor nor a value that nobody can change."""
+    if isinstance(value, (torch.Tensor, *_PLAIN)):
+        return None
+    parts = _parts(value)
+    if parts is None:
+        return type(value).__name__
+    return next((found for part in parts if (found := _not_plain(part))), None)
