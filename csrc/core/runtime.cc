@@ -451,6 +451,11 @@ RuntimeCounts Runtime::counts() const {
   return counts;
 }
 
+std::size_t Runtime::num_moments() const {
+  const MutexLock lock(mutex_);
+  return tracer_.size();
+}
+
 Timeline Runtime::timeline() const {
   const MutexLock lock(mutex_);
   return timeline_.last();

@@ -126,6 +126,8 @@ class Runtime final : public Reclaimer {
   [[nodiscard]] std::optional<Trace> trace() const;
   [[nodiscard]] std::optional<Prediction> prediction() const;
   [[nodiscard]] RuntimeCounts counts() const;
+  /// Moments of the step under way so far.
+  [[nodiscard]] std::size_t num_moments() const;
   /// Of the last finished training step; without events before there is one.
   [[nodiscard]] Timeline timeline() const;
   [[nodiscard]] std::size_t step_peak_device_bytes() const;

@@ -66,6 +66,7 @@ class Tracer {
   [[nodiscard]] Trace finish(std::uint64_t nonmodel_bytes);
   [[nodiscard]] bool complete() const noexcept { return events_.size() < kMaxEvents; }
   [[nodiscard]] bool empty() const noexcept { return events_.empty(); }
+  [[nodiscard]] std::size_t size() const noexcept { return events_.size(); }
 
  private:
   std::vector<Event> events_;

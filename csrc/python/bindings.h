@@ -30,6 +30,7 @@ template <typename Function>
 /// What Python passes to the core; throws InvalidArgument for what it does not know.
 [[nodiscard]] std::vector<ModuleSpec> module_specs(const std::vector<PythonModuleSpec>& modules);
 [[nodiscard]] Trace trace_of(const std::vector<PythonEvent>& events);
+[[nodiscard]] std::vector<PythonEvent> events_of(const std::vector<Event>& events);
 
 /// castor._C.SessionOptions and its parts, and NAMES.
 void bind_options(pybind11::module_& module);

@@ -86,6 +86,16 @@ Trace trace_of(const std::vector<PythonEvent>& events) {
   return Trace(std::move(parsed));
 }
 
+std::vector<PythonEvent> events_of(const std::vector<Event>& events) {
+  std::vector<PythonEvent> result;
+  result.reserve(events.size());
+  for (const Event& event : events) {
+    result.emplace_back(static_cast<std::uint8_t>(event.kind), event.id, event.nonmodel_bytes,
+                        event.time_ns);
+  }
+  return result;
+}
+
 namespace {
 
 /// Of the capsule that castor._cuda makes; nullptr of None.
@@ -289,6 +299,12 @@ py::dict memory(Session& session) {
   return figures;
 }
 
+/// Where the step is: its moments so far, and the non-model bytes now.
+std::pair<std::size_t, std::uint64_t> moment(Session& session) {
+  const std::size_t moments = without_gil([&] { return session.runtime().num_moments(); });
+  return {moments, session.nonmodel().bytes()};
+}
+
 std::optional<py::dict> prediction(Session& session) {
   const auto predicted = without_gil([&] { return session.runtime().prediction(); });
   if (!predicted) {
@@ -309,12 +325,7 @@ std::optional<std::vector<PythonEvent>> trace(Session& session) {
   if (!recorded) {
     return std::nullopt;
   }
-  std::vector<PythonEvent> events;
-  for (const Event& event : recorded->events()) {
-    events.emplace_back(static_cast<std::uint8_t>(event.kind), event.id, event.nonmodel_bytes,
-                        event.time_ns);
-  }
-  return events;
+  return events_of(recorded->events());
 }
 
 /// A method that takes a RunLoad, with its parts as arguments.
@@ -379,6 +390,7 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly("steps", &Session::steps)
       .def("report", &castor::report)
       .def("memory", &castor::memory)
+      .def("moment", &castor::moment)
       .def("prediction", &castor::prediction)
       .def("trace", &castor::trace, released)
       .def("timeline", &castor::timeline)

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/activation_plan.h"
 #include "core/error.h"
 #include "core/hybrid_placement.h"
 #include "core/placement.h"
@@ -240,9 +241,26 @@ class Simulator {
   ChunkLayout layout_;
 };
 
+/// The members of a RecomputedSpan, in their order.
+using PythonSpan = std::tuple<std::size_t, std::size_t, std::size_t, std::size_t, std::uint64_t,
+                              std::uint64_t, std::uint64_t>;
+
+std::pair<std::vector<PythonEvent>, std::vector<double>> keep(
+    const std::vector<PythonEvent>& events, std::vector<double> compute_seconds,
+    const std::vector<PythonSpan>& spans) {
+  std::vector<RecomputedSpan> kept;
+  for (const auto& [begin, end, again_begin, again_end, base, again_base, bytes] : spans) {
+    kept.push_back({begin, end, again_begin, again_end, base, again_base, bytes});
+  }
+  RecordedStep step = keep_activations(
+      {.events = trace_of(events).events(), .compute_seconds = std::move(compute_seconds)}, kept);
+  return {events_of(step.events), std::move(step.compute_seconds)};
+}
+
 }  // namespace
 
 void bind_simulator(py::module_& m) {
+  m.def("keep_activations", &keep, py::arg("events"), py::arg("compute_seconds"), py::arg("kept"));
   py::class_<Simulator>(m, "Simulator")
       .def(py::init<const std::vector<PythonParamSpec>&, const std::vector<PythonModuleSpec>&,
                     ScalarType, std::size_t, StateFormat>(),

@@ -366,9 +366,13 @@ def test_blocks_of_a_lazy_model() -> None:
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
-        ("auto", NotImplementedError, "activations='auto' is not supported yet; choose 'keep'"),
+        ({"*": "auto"}, ValueError, "activations has 'auto'; choose 'auto', 'keep'"),
         ({"*": "offload"}, NotImplementedError, "activations='offload' is not supported yet"),
-        ("checkpoint", ValueError, "activations has 'checkpoint'; choose 'keep', 'recompute'"),
+        (
+            "checkpoint",
+            ValueError,
+            "activations has 'checkpoint'; choose 'auto', 'keep', 'recompute'",
+        ),
         ("recompute:", ValueError, "activations has 'recompute:'"),
         (True, TypeError, "activations is True"),
         ({}, TypeError, "activations is {}"),

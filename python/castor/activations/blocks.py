@@ -12,10 +12,13 @@ from typing import Any
 
 from torch import nn
 
+from castor.activations.auto import AutoKeep
 from castor.activations.own_forward import has_own_forward
 from castor.activations.recompute import Recomputation, RecomputingForward
-from castor.config import Activations
+from castor.config import Activations, GeminiConfig
 from castor.errors import UsageError
+from castor.runtime.block_policy import BlockPolicy
+from castor.runtime.engine import Engine
 from castor.runtime.report import BlockFigures
 
 _SWITCH = "GradientCheckpointingLayer"
@@ -33,34 +36,40 @@ class Decision:
     recompute: bool
 
 
-class Blocks:
+class Blocks(BlockPolicy):
     """The repeated parts of one model, and what was decided for each. Holds no module."""
 
-    def __init__(self, model: nn.Module, activations: Activations) -> None:
+    def __init__(self, model: nn.Module, config: GeminiConfig) -> None:
         """Decides; the model is as it was until apply().
 
         Args:
             model: Not boosted yet.
-            activations: GeminiPlugin's argument.
+            config: The plugin's.
 
         Raises:
             UsageError: The model has no such blocks, or what is asked for cannot be done.
         """
-        self._blocks = {name: weakref.ref(module) for name, module in find_blocks(model).items()}
-        self._decisions = _decide(find_blocks(model), activations)
+        blocks = find_blocks(model)
+        self._config = config
+        self._blocks = {name: weakref.ref(module) for name, module in blocks.items()}
+        self._decisions = _decide(blocks, config.activations)
         self._recomputed = 0
-        switched = sum(decision.recompute for decision in self._decisions)
+        self._auto: AutoKeep | None = None
         if self._decisions and self._with_switch_on():
+            chosen = sum(decision.recompute for decision in self._decisions)
+            counted = "as many as serve" if config.activations == "auto" else str(chosen)
             warnings.warn(
-                f"the model's gradient checkpointing gives way to activations: {switched} of "
+                f"the model's gradient checkpointing gives way to activations: {counted} of "
                 f"{len(self._blocks)} blocks are recomputed. Pass activations='keep' for its own",
                 stacklevel=4,  # past configure and boost
             )
 
-    def apply(self) -> None:
-        """From now on forwards in training do what was decided. Called once."""
+    def apply(self, model: nn.Module, engine: Engine) -> None:
+        """From now on forwards in training do what was decided. Called once, of a boosted model."""
+        if self._decisions and self._config.activations == "auto":
+            self._auto = AutoKeep(model, engine, self._config, len(self._decisions))
         classes: set[type] = set()
-        for decision in self._decisions:
+        for block, decision in enumerate(self._decisions):
             module = decision.module
             compared = type(module) not in classes
             if decision.recompute:
@@ -69,7 +78,7 @@ class Blocks:
                 module.gradient_checkpointing = decision.recompute  # type: ignore[assignment]
                 if decision.recompute:
                     module._gradient_checkpointing_func = Recomputation(  # type: ignore[assignment]
-                        module, decision.name, compared=compared
+                        module, decision.name, compared=compared, auto=self._auto, block=block
                     )
             elif decision.recompute:
                 module.forward = RecomputingForward(module, decision.name, compared=compared)
@@ -78,10 +87,22 @@ class Blocks:
 
     def figures(self) -> BlockFigures:
         """As they are now: a model's own switch may be turned at any time."""
+        switched = len(self._with_switch_on())
+        if self._auto is None:
+            return BlockFigures(
+                activation_blocks=len(self._blocks), recomputed_blocks=self._recomputed + switched
+            )
         return BlockFigures(
             activation_blocks=len(self._blocks),
-            recomputed_blocks=self._recomputed + len(self._with_switch_on()),
+            recomputed_blocks=min(switched, self._auto.num_recomputed),
+            kept_activation_bytes=self._auto.kept_bytes,
+            recompute_seconds=self._auto.recompute_seconds,
         )
+
+    def step_ended(self) -> None:
+        """What follows may be decided anew."""
+        if self._auto:
+            self._auto.step_ended()
 
     def _with_switch_on(self) -> list[nn.Module]:
         alive = [module for ref in self._blocks.values() if (module := ref()) is not None]
@@ -134,6 +155,8 @@ def _has_switch(module: nn.Module) -> bool:
 def _decide(blocks: Mapping[str, nn.Module], activations: Activations) -> list[Decision]:
     if activations == "keep":
         return []
+    if activations == "auto":
+        return [Decision(*item, recompute=True) for item in blocks.items() if _has_switch(item[1])]
     if not blocks:
         raise UsageError(
             f"activations={activations!r}, but the model has no blocks: no layers that "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,9 +14,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from castor.activations.auto import AutoKeep
+from castor.activations.block_profile import BlockRun
 from castor.activations.own_forward import OwnForward
 from castor.errors import UsageError
 
+_STOPPED = "_StopRecomputationError"
+"""What torch ends a second forward with, as soon as it has all that backward needs."""
 _ROUNDING = 1e-2
 """Relative, in the norm: what operators that add in any order may change on a GPU."""
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
@@ -35,9 +40,27 @@ class Recomputation:
     gets torch's.
     """
 
-    def __init__(self, module: nn.Module, name: str, *, compared: bool) -> None:
-        """Args are the module, its name in the model, and whether outputs are compared once."""
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        *,
+        compared: bool,
+        auto: AutoKeep | None = None,
+        block: int = 0,
+    ) -> None:
+        """Recomputes a module.
+
+        Args:
+            module: The module.
+            name: Its name in the model.
+            compared: Whether its outputs are, once.
+            auto: What decides at each forward; None: all are recomputed.
+            block: Its number there.
+        """
         self._owner = weakref.ref(module)
+        self._auto = auto
+        self._block = block
         self._name = name
         self._early_stop = not compared  # a forward that stops early has no output
         self._compares = compared
@@ -53,9 +76,14 @@ class Recomputation:
         module = self._owner()
         if module is None or not torch.is_grad_enabled():
             return function(*args, **kwargs)
+        run = None
+        if self._auto:
+            if self._auto.keeps(self._block, _arguments(function, args)):
+                return function(*args, **kwargs)
+            run = self._auto.open(self._block)
         buffers = [] if self._writes_no_buffer else _versions(module.named_buffers())
         output = checkpoint(
-            functools.partial(_Forward(function, self, module), **kwargs),
+            functools.partial(_Forward(function, self, module, run), **kwargs),
             *args,
             use_reentrant=False,
             early_stop=self._early_stop,
@@ -120,21 +148,41 @@ class _Forward:
     """A forward that runs twice: the first time it notes what the second one is held against."""
 
     def __init__(
-        self, function: Callable[..., Any], recomputation: Recomputation, module: nn.Module
+        self,
+        function: Callable[..., Any],
+        recomputation: Recomputation,
+        module: nn.Module,
+        run: BlockRun | None,
     ) -> None:
         self._function = function
         self._recomputation = recomputation
         self._module = module
+        self._run = run
         self._parameters: list[tuple[str, int]] | None = None
         self._output: list[torch.Tensor] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._parameters is None:
-            self._parameters = _versions(self._module.named_parameters())
-            output = self._function(*args, **kwargs)
-            self._output = self._recomputation.first_output(output)
-            return output
-        self._recomputation.check_parameters(self._module, self._parameters)
+        again = self._parameters is not None
+        if self._run:
+            self._run.begin(again=again)
+        try:
+            return self._second(*args, **kwargs) if again else self._first(*args, **kwargs)
+        except BaseException as stop:
+            if self._run and type(stop).__name__ == _STOPPED:
+                traceback.clear_frames(stop.__traceback__)  # their tensors are not kept
+            raise
+        finally:
+            if self._run:
+                self._run.end(again=again)
+
+    def _first(self, *args: Any, **kwargs: Any) -> Any:
+        self._parameters = _versions(self._module.named_parameters())
+        output = self._function(*args, **kwargs)
+        self._output = self._recomputation.first_output(output)
+        return output
+
+    def _second(self, *args: Any, **kwargs: Any) -> Any:
+        self._recomputation.check_parameters(self._module, self._parameters or [])
         output = self._function(*args, **kwargs)
         self._recomputation.check_output(output, self._output)
         return output
@@ -212,6 +260,12 @@ def _choosing_once() -> tuple[_Choices, _Choices]:
     """Contexts of a first forward and of those after it."""
     chosen: list[torch.Tensor] = []
     return _Choices(chosen, again=False), _Choices(chosen, again=True)
+
+
+def _arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+    """Those that transformers' switch has bound to the function as well."""
+    bound = function.keywords if isinstance(function, functools.partial) else {}
+    return [*args, *bound.values()]
 
 
 def _versions(tensors: Iterator[tuple[str, torch.Tensor]]) -> list[tuple[str, int]]:

@@ -1,6 +1,7 @@
 """What is told to castor, and what it finds out about the machine: settings, units, memory."""
 
 from castor.config.names import (
+    SCALAR_TYPES,
     Activations,
     NonFinite,
     Overlap,
@@ -18,6 +19,7 @@ from castor.config.settings import (
 from castor.config.units import parse_bandwidth, parse_bytes, parse_paths
 
 __all__ = [
+    "SCALAR_TYPES",
     "Activations",
     "GeminiConfig",
     "LossScalerConfig",

@@ -69,14 +69,16 @@ def _check_tile_logits(value: object) -> None:
 
 def _check_activations(value: object) -> None:
     asked = (
-        "choose 'keep', 'recompute', 'recompute:PART' with a part of each block such as 'mlp', or "
-        "a mapping from patterns of block names to these"
+        "choose 'auto', 'keep', 'recompute', 'recompute:PART' with a part of each block such as "
+        "'mlp', or a mapping from patterns of block names to the last three"
     )
     patterns = value if isinstance(value, Mapping) else {"*": value}
     if not patterns or not all(isinstance(part, str) for item in patterns.items() for part in item):
         raise TypeError(f"activations is {value!r}; {asked}")
     for choice in map(str, patterns.values()):
-        if choice in ("auto", "offload"):
+        if choice == "auto" and value == "auto":
+            return
+        if choice == "offload":
             raise NotImplementedError(f"activations={choice!r} is not supported yet; {asked}")
         kind, colon, part = choice.partition(":")
         if choice != "keep" and (kind != "recompute" or (colon and not part)):

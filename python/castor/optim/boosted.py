@@ -144,6 +144,7 @@ class StepDriver:
 
     def _finish(self, *, skipped: bool) -> None:
         self.engine.session.finish_step()
+        self.engine.blocks.step_ended()
         self.engine.step_skipped = skipped
         self.engine.history.step_ended(self.engine.session.step_figures(), skipped=skipped)
 

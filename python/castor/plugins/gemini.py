@@ -99,10 +99,11 @@ class GeminiPlugin:
             and 1/16 of device_memory free. One tile is plain PyTorch's bits; with more, the loss
             and the output embedding's gradient are sums in another order.
         activations: Which of the model's blocks backward computes again instead of keeping what
-            they save: "keep" (none, or what the model's own gradient checkpointing says),
-            "recompute", "recompute:mlp" (that part of each block) or a mapping from patterns of
-            block names to these, {"model.layers.*": "recompute", "model.layers.0": "keep"}, of
-            which the last that matches counts. Bits are plain PyTorch's.
+            they save: "keep" (none, or what the model's own gradient checkpointing says), "auto"
+            (as many as a profile of the first step says is fastest in device_memory), "recompute",
+            "recompute:mlp" (that part of each block) or a mapping from patterns of block names to
+            all but "auto", {"model.layers.*": "recompute", "model.layers.0": "keep"}, of which the
+            last that matches counts. Bits are plain PyTorch's.
         initial_scale: fp16: loss scale at the start.
         min_scale: fp16: lowest loss scale.
         growth_factor: fp16: growth of the loss scale.
@@ -307,7 +308,7 @@ class GeminiPlugin:
         check_not_boosted(model)
         choice = choose_state_format(optimizer, self.config)
         head = output_embedding(model, self.config.tile_logits)
-        blocks = Blocks(model, self.config.activations)
+        blocks = Blocks(model, self.config)
         config = self._with_nvme_of(optimizer)
         rule, held = None, None
         if optimizer is not None:
@@ -330,8 +331,8 @@ class GeminiPlugin:
             ),
             updated=held,
         )
-        blocks.apply()
-        engine.block_figures = blocks.figures
+        blocks.apply(model, engine)
+        engine.blocks = blocks
         if head is not None:
             defer_logits(engine, head, config)
         if optimizer is None:

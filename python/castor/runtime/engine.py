@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,13 +17,14 @@ from castor import _C
 from castor.config.names import SCALAR_TYPES, Precision
 from castor.errors import IoError, UsageError
 from castor.lazy import Materialisation, check_inactive, in_own_pages
+from castor.runtime.block_policy import BlockPolicy
 from castor.runtime.device import make_backend
 from castor.runtime.guard import guard
 from castor.runtime.history import StepHistory
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.input_cast import InputCast
 from castor.runtime.ranks import Ranks
-from castor.runtime.report import BlockFigures, LogitFigures, MemoryReport
+from castor.runtime.report import LogitFigures, MemoryReport
 from castor.runtime.spec import ModelSpec, check_distinct_memory
 from castor.runtime.stored_weight import StoredWeights
 from castor.runtime.trace_file import read_trace, write_trace
@@ -88,7 +89,6 @@ class Engine:
         self.skipped_steps = 0
         self.step_skipped = False
         self.gradient_norm: float | None = None
-        """Of the last step."""
         self.being_loaded = False
         """Whether state_dict is asked for names and places only, whatever the values are."""
         self.resumed_steps = 0
@@ -112,7 +112,7 @@ class Engine:
         """Of the modules that the session follows, in its order."""
         self.history = StepHistory()
         self.logits = LogitFigures()
-        self.block_figures: Callable[[], BlockFigures] = BlockFigures
+        self.blocks = BlockPolicy()
         self._install_hooks(model, spec)
         _convert_buffers(model, WORKING_DTYPES[settings.precision], self.device)
         if self.ranks:
@@ -242,7 +242,7 @@ class Engine:
     def report(self) -> MemoryReport:
         """The figures so far."""
         figures: dict[str, Any] = dict(self.session.report())
-        figures |= asdict(self.logits) | asdict(self.block_figures())
+        figures |= asdict(self.logits) | asdict(self.blocks.figures())
         return MemoryReport(
             **figures,
             skipped_steps=self.skipped_steps,

@@ -45,6 +45,8 @@ class BlockFigures:
 
     activation_blocks: int = 0
     recomputed_blocks: int = 0
+    kept_activation_bytes: int = 0
+    recompute_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +108,10 @@ class MemoryReport:
     """Repeated parts of the model, whose activations are kept or recomputed."""
     recomputed_blocks: int
     """Of these, how many backward computes again, in whole or in part."""
+    kept_activation_bytes: int
+    """activations="auto": what the other blocks keep from forward to backward, as profiled."""
+    recompute_seconds: float
+    """activations="auto": what computing blocks again takes of a step, as profiled."""
     num_chunks: int
     """Chunks of the model."""
     chunk_bytes: int

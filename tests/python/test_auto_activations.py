@@ -1,0 +1,251 @@
+"""activations="auto": the step that is predicted is the one that runs; the fastest is chosen."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from castor.activations import auto
+from castor.runtime.engine import engine_of
+from helpers import Boosted, assert_equal, boost, copies, train_on
+from test_recomputed_blocks import MODELS, own
+from zoo import VOCABULARY, Batch, Case, gpt2, llama
+
+RANDOM_STATE_BYTES = torch.get_rng_state().nbytes
+KEEP_NONE, KEEP_ONE, KEEP_ALL = 0, 1, 1000
+
+
+def choosing(kept: int, monkeypatch: pytest.MonkeyPatch) -> list[auto._Choice]:
+    """From now on so many blocks are kept, or all there are; gives the choices."""
+    chosen: list[auto._Choice] = []
+
+    def search(choice: Any, most: int) -> auto._Choice:
+        chosen.append(choice(min(kept, most)))
+        return chosen[-1]
+
+    monkeypatch.setattr(auto, "search", search)
+    return chosen
+
+
+def step(boosted: Boosted, batch: Batch, case: Case, micro_batches: int = 1) -> float:
+    for _ in range(micro_batches):
+        loss = case.loss(boosted.model(**batch), batch)
+        boosted.booster.backward(loss, boosted.optimizer)
+    boosted.optimizer.step()
+    boosted.optimizer.zero_grad()
+    return loss.item()
+
+
+def moments(boosted: Boosted) -> list[tuple[int, int, int]]:
+    """(kind, id, non-model bytes) of the last step."""
+    timeline = engine_of(boosted.model).session.timeline()
+    assert timeline is not None
+    return [(moment[0], moment[1], moment[4]) for moment in timeline["moments"]]
+
+
+def block_input_bytes(case: Case) -> int:
+    batch = case.batch(0)
+    tokens = next(iter(batch.values())).shape[:2].numel()
+    return 4 * 48 * max(tokens, 4 * 17)  # the models are 48 wide; ViT's images have 17 patches
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("kept", [KEEP_NONE, KEEP_ONE, KEEP_ALL])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_step_that_is_predicted_is_the_step_that_runs(
+    name: str, kept: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = MODELS[name]
+    chosen = choosing(kept, monkeypatch)
+    boosted = boost(case.model(), activations="auto", tile_logits=False)
+    plain = boost(case.model(), tile_logits=False)
+    for number in range(3):
+        batch = case.batch(number)
+        assert step(boosted, batch, case, micro_batches) == step(plain, batch, case, micro_batches)
+        assert len(chosen) == 1
+        if number == 0:
+            continue
+        found = moments(boosted)
+        assert [event[:2] for event in found] == [event[:2] for event in chosen[0].events]
+        predicted = max(event[2] for event in chosen[0].events)
+        actual = max(event[2] for event in found)
+        # Above: of each block a random state, an input and an output that are not kept, and the
+        # output that the profile compares. Below: what backward of a kept block holds longer.
+        extra = 2 * block_input_bytes(case) + RANDOM_STATE_BYTES * micro_batches
+        assert predicted - actual <= extra * (1 + boosted.report().activation_blocks)
+        assert actual - predicted <= 0.05 * actual
+    report = boosted.report()
+    assert report.recomputed_blocks == report.activation_blocks - min(
+        kept, report.activation_blocks
+    )
+    assert (report.kept_activation_bytes > 0) == (kept > 0)
+    assert (report.recompute_seconds > 0) == (report.recomputed_blocks > 0)
+    assert report.divergent_steps == 0
+    assert_equal(copies(boosted.model.parameters()), copies(plain.model.parameters()))
+
+
+DEEP = replace(MODELS["llama"], name="deep", build=lambda: llama(layers=8))
+
+
+def test_a_budget_keeps_what_fits() -> None:
+    kept = boost(DEEP.model(), tile_logits=False)
+    losses = train_on(kept, DEEP)
+    least = boost(DEEP.model(), activations="recompute", tile_logits=False)
+    train_on(least, DEEP)
+    low, high = (run.report().peak_nonmodel_bytes for run in (least, kept))
+    recomputed = []
+    for budget in (3 * low, high, 2 * kept.report().peak_device_bytes):
+        boosted = boost(DEEP.model(), budget, activations="auto", tile_logits=False)
+        assert train_on(boosted, DEEP) == losses
+        report = boosted.report()
+        assert report.divergent_steps == 0
+        assert report.peak_device_bytes <= budget
+        recomputed.append(report.recomputed_blocks)
+        assert_equal(copies(boosted.model.parameters()), copies(kept.model.parameters()))
+    assert recomputed == sorted(recomputed, reverse=True)
+    assert recomputed[0] > 0
+    assert 0 < recomputed[1] < 8
+    assert recomputed[2] == 0
+
+
+def longer(rows: int, length: int, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def test_larger_inputs_are_recomputed_and_profiled() -> None:
+    shapes = [
+        (2, 16),
+        (2, 16),
+        (2, 8),
+        (4, 32),
+        (4, 32),
+        (4, 32),
+        (2, 16),
+        (1, 64),
+        (1, 64),
+        (1, 64),
+    ]
+    plain = boost(DEEP.model(), tile_logits=False)
+    boosted = boost(DEEP.model(), activations="auto", tile_logits=False)
+    recomputed = []
+    for number, shape in enumerate(shapes):
+        batch = longer(*shape, number)
+        assert step(boosted, batch, DEEP) == step(plain, batch, DEEP)
+        recomputed.append(boosted.report().recomputed_blocks)
+    # A step that is larger is recomputed; the one after it is the profile.
+    assert recomputed == [0, 0, 0, 8, 0, 0, 0, 8, 0, 0]
+    settled = boosted.report().divergent_steps
+    for number, shape in enumerate(2 * [(4, 32), (1, 64), (2, 16)]):
+        step(boosted, longer(*shape, number), DEEP)
+    assert boosted.report().recomputed_blocks == 0
+    assert boosted.report().divergent_steps == settled
+
+
+def test_passes_that_nobody_ends() -> None:
+    boosted = boost(DEEP.model(), activations="auto", tile_logits=False)
+    plain = boost(DEEP.model(), tile_logits=False)
+    for number in range(3):
+        batch = DEEP.batch(number)
+        for model in (boosted.model, plain.model):
+            model(**batch)  # without a backward
+            model.eval()
+            with torch.no_grad():
+                model(**batch)
+            model.train()
+        assert step(boosted, batch, DEEP) == step(plain, batch, DEEP)
+    assert boosted.report().recomputed_blocks == 0
+
+
+def test_a_skipped_step_is_a_profile_as_well() -> None:
+    boosted = boost(DEEP.model(), activations="auto", tile_logits=False)
+    batch = DEEP.batch(0)
+    loss = DEEP.loss(boosted.model(**batch), batch)
+    boosted.booster.backward(loss * float("nan"), boosted.optimizer)
+    with pytest.warns(RuntimeWarning, match="skipped an optimizer step"):
+        boosted.optimizer.step()
+    boosted.optimizer.zero_grad()
+    assert boosted.report().recomputed_blocks == 0
+    step(boosted, batch, DEEP)
+    assert boosted.report().divergent_steps == 0
+
+
+@pytest.mark.parametrize("settings", [
+    {"overlap": "forward"},
+    {"overlap": "backward", "nonfinite": "ignore", "enable_gradient_accumulation": False},
+    {"precision": "bf16"},
+    {"precision": "fp16"},
+    {"link_bandwidth": "2GB/s"},
+    {"tile_logits": 16},
+    {"placement_policy": "cpu"},
+    {"placement_policy": "cuda"},
+    {"gather_embeddings": True},
+])  # fmt: skip
+def test_beside_other_settings(settings: dict[str, Any]) -> None:
+    runs = []
+    for activations in ("keep", "auto"):
+        boosted = boost(
+            DEEP.model(), activations=activations, **({"tile_logits": False} | settings)
+        )
+        runs.append((train_on(boosted, DEEP), copies(boosted.model.parameters())))
+        assert boosted.report().divergent_steps == 0
+    assert runs[0][0] == runs[1][0]
+    assert_equal(runs[0][1], runs[1][1])
+
+
+def test_a_model_without_such_layers_keeps_all() -> None:
+    boosted = boost(own().model(), activations="auto")
+    assert boosted.report().recomputed_blocks == 0
+    train_on(boosted, own())
+    assert boost(nn.Linear(4, 4), activations="auto").report().activation_blocks == 0
+
+
+def test_the_models_own_checkpointing_gives_way() -> None:
+    with pytest.warns(UserWarning, match="gives way to activations: as many as serve of 8 blocks"):
+        boosted = boost(DEEP.model(checkpointing=True), activations="auto")
+    train_on(boosted, DEEP)
+    assert boosted.report().recomputed_blocks == 0
+
+
+def choices(seconds: list[float], fitting: int) -> tuple[auto._Choice, list[int]]:
+    """What is found where so many fit, and what was tried."""
+    tried: list[int] = []
+
+    def choice(kept: int) -> auto._Choice:
+        tried.append(kept)
+        return auto._Choice(kept, [], seconds[kept], kept <= fitting)
+
+    return auto.search(choice, len(seconds) - 1), tried
+
+
+@pytest.mark.parametrize("blocks", range(9))
+def test_few_blocks_are_all_tried(blocks: int) -> None:
+    seconds = torch.rand(blocks + 1, generator=torch.Generator().manual_seed(blocks)).tolist()
+    for fitting in range(blocks + 1):
+        found, tried = choices(seconds, fitting)
+        assert sorted(tried) == list(range(blocks + 1))
+        assert found.kept == min(range(fitting + 1), key=lambda kept: seconds[kept])
+
+
+def test_many_blocks_are_searched_around_the_best() -> None:
+    seconds = [abs(kept - 53) + 1.0 for kept in range(81)]
+    found, tried = choices(seconds, 80)
+    assert found.kept == 53
+    found, more = choices(seconds, 41)
+    assert found.kept == 41
+    assert max(len(tried), len(more)) <= 18
+    assert choices([1.0] * 81, 80)[0].kept == 80  # of equals the most
+    assert choices([1.0] * 81, -1)[0].kept == 0  # nothing fits
+
+
+def test_deep_gpt2_with_dropout() -> None:
+    case = replace(MODELS["gpt2"], build=lambda: gpt2(dropout=0.1, layers=6))
+    runs = []
+    for activations in ("keep", "auto"):
+        boosted = boost(case.model(), activations=activations)
+        torch.manual_seed(7)
+        runs.append(train_on(boosted, case))
+    assert runs[0] == runs[1]
