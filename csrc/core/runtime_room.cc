@@ -111,8 +111,8 @@ void Runtime::throw_out_of_memory(std::size_t bytes, const std::string& where) c
                         " and activations and temporaries " + format_bytes(activations) +
                         "; the smallest budget that gets past this point is " +
                         format_bytes(smallest) +
-                        ": raise device_memory to that or more, make the batch smaller, or turn "
-                        "on gradient checkpointing");
+                        ": raise device_memory to that or more, make the batch smaller, or "
+                        "recompute activations: activations='auto'");
 }
 
 }  // namespace castor

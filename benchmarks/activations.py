@@ -1,0 +1,212 @@
+# Question: in how small a device budget does a model train when castor decides what becomes of its
+#     activations and logits, and what does a step take there beside settings made by hand?
+# Baseline: castor without either (activations="keep", tile_logits=False), in the same process; by
+#     hand: keep all blocks, recompute all, every second.
+# Models: GPT-2 of 42.5M parameters (vocabulary 8192) at 4 x 512 tokens, and a small Llama with a
+#     vocabulary of 128,256 at 1 x 4096; fp32, the same seed and batches everywhere.
+# Method: the smallest budget is bisected to 3% over two steps, the second by plan. At each budget
+#     of a sweep, of the GPT-2, contenders step in turn; ratios are taken within a round.
+# Targets: smallest budget at most 0.30 of the baseline's; step at most 1.05 of the best by hand.
+"""Activations in a budget: `python benchmarks/activations.py [--quick]`."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from _machine import RESULTS, describe_machine, paired, write_record
+from _steps import VOCAB, Model
+from logits import LARGE_VOCABULARY, small_llama
+from rich.console import Console
+from rich.table import Table
+
+from castor import Booster, GeminiPlugin, OutOfMemoryError
+from castor.activations.blocks import find_blocks
+
+BASELINE = {"activations": "keep", "tile_logits": False}
+SMALLEST_TARGET, STEP_TARGET = 0.30, 1.05
+RESOLUTION = 1.03
+SHARES = (1.1, 2.0, 4.0)
+"""Budgets of the sweep, in the smallest that trains; and one in which everything stays."""
+
+
+class Contender:
+    """A boosted model, and what its steps took."""
+
+    def __init__(
+        self, model: Any, vocabulary: int, tokens: tuple[int, int], budget: int, settings: Any
+    ) -> None:
+        self.model, self.vocabulary, self.tokens = model, vocabulary, tokens
+        plugin = GeminiPlugin(
+            device="cpu",
+            device_memory=budget,
+            host_memory="3GiB",
+            precision="fp32",
+            max_norm=1.0,
+            **settings,
+        )
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        self.booster = Booster(plugin=plugin)
+        self.booster.boost(model, self.optimizer)
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+
+    def step(self, number: int) -> None:
+        """One step on the batch of that number, timed."""
+        generator = torch.Generator().manual_seed(number)
+        ids = torch.randint(0, self.vocabulary, self.tokens, generator=generator)
+        gc.collect()
+        start = time.perf_counter()
+        loss = self.model(input_ids=ids, labels=ids).loss
+        self.booster.backward(loss, self.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.seconds.append(time.perf_counter() - start)
+        self.losses.append(loss.item())
+
+
+class Workload:
+    """A model and its batches."""
+
+    def __init__(self, build: Callable[[], Any], vocabulary: int, tokens: tuple[int, int]) -> None:
+        self.build, self.vocabulary, self.tokens = build, vocabulary, tokens
+        self.blocks = list(find_blocks(build()))
+
+    def contender(self, budget: int, settings: Any) -> Contender:
+        """A model boosted anew."""
+        return Contender(self.build(), self.vocabulary, self.tokens, budget, settings)
+
+    def trains(self, budget: int, settings: Any) -> bool:
+        """Whether two steps fit the budget, and nothing of them is left."""
+        try:
+            contender = self.contender(budget, settings)
+            for number in range(2):
+                contender.step(number)
+        except OutOfMemoryError:
+            return False
+        finally:
+            contender = None
+            gc.collect()
+        return True
+
+    def smallest(self, settings: Any, enough: int) -> int:
+        """The smallest budget that trains, within RESOLUTION; `enough` does."""
+        low, high = enough // 64, enough
+        while high > low * RESOLUTION:
+            middle = int((low * high) ** 0.5)
+            if self.trains(middle, settings):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def by_hand(self) -> dict[str, Any]:
+        """Settings that somebody may choose."""
+        return {
+            "keep": "keep",
+            "recompute": "recompute",
+            "every second": dict.fromkeys(self.blocks[::2], "recompute"),
+        }
+
+    def sweep(self, budget: int, rounds: int) -> dict[str, Any]:
+        """Steps of "auto" and of what is made by hand, in turn; the first two are not timed."""
+        contenders: dict[str, Contender] = {}
+        for name, activations in ({"auto": "auto"} | self.by_hand()).items():
+            try:
+                contender = self.contender(budget, {"activations": activations})
+                for number in range(2):
+                    contender.step(number)
+            except OutOfMemoryError:
+                continue
+            contenders[name] = contender
+        for number in range(2, rounds + 2):
+            for contender in contenders.values():
+                contender.step(number)
+        losses = {tuple(contender.losses) for contender in contenders.values()}
+        if len(losses) > 1:
+            raise AssertionError("activations change the losses")
+        auto = contenders["auto"]
+        report = auto.booster.report(auto.model)
+        ratios = {
+            name: paired(auto.seconds[2:], contender.seconds[2:])
+            for name, contender in contenders.items()
+            if name != "auto"
+        }
+        return {
+            "budget_bytes": budget,
+            "recomputed_blocks": report.recomputed_blocks,
+            "blocks": report.activation_blocks,
+            "divergent_steps": report.divergent_steps,
+            "step_ratio": ratios,
+            "best_by_hand": max(ratios, key=lambda name: ratios[name]["median"]),
+        }
+
+
+def measure(workload: Workload, rounds: int) -> dict[str, Any]:
+    """The smallest budgets and, if there are rounds, the sweep."""
+    whole = workload.contender(8 << 30, BASELINE)
+    for number in range(2):
+        whole.step(number)
+    report = whole.booster.report(whole.model)
+    enough = int(1.2 * report.peak_nonmodel_bytes) + 4 * sum(
+        p.numel() for p in whole.model.parameters()
+    )
+    del whole
+    gc.collect()
+    settings: dict[str, Any] = {"without": BASELINE, "tiles, auto": {"activations": "auto"}}
+    if rounds:
+        settings |= {"tiles": {}, "tiles, recompute": {"activations": "recompute"}}
+    smallest = {name: workload.smallest(chosen, enough) for name, chosen in settings.items()}
+    ratio = smallest["tiles, auto"] / smallest["without"]
+    found = {
+        "smallest_budget_bytes": smallest,
+        "smallest_ratio": ratio,
+        "smallest_within_target": ratio <= SMALLEST_TARGET,
+    }
+    if not rounds:
+        return found
+    budgets = [int(share * smallest["tiles, auto"]) for share in SHARES] + [8 << 30]
+    sweep = [workload.sweep(budget, rounds) for budget in budgets]
+    best = max(point["step_ratio"][point["best_by_hand"]]["median"] for point in sweep)
+    return found | {
+        "sweep": sweep,
+        "largest_step_ratio": best,
+        "steps_within_target": best <= STEP_TARGET,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="1 timed round of smaller models")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=RESULTS / "activations.json")
+    args = parser.parse_args()
+    machine, rounds = describe_machine(), 1 if args.quick else args.rounds
+    layers, rows = (3, (1, 256)) if args.quick else (12, (4, 512))
+    deep = Workload(Model(layers=layers).build, VOCAB, rows)
+    results = {f"GPT-2, {layers} layers": measure(deep, rounds)}
+    if not args.quick:
+        wide = Workload(lambda: small_llama(128), LARGE_VOCABULARY, (1, 4096))
+        results["Llama, 128k vocabulary"] = measure(wide, 0)
+    for name, result in results.items():
+        table = Table("budget", "blocks recomputed", "auto / by hand", title=name)
+        for point in result.get("sweep", ()):
+            ratios = ", ".join(
+                f"{other} {found['median']:.2f}" for other, found in point["step_ratio"].items()
+            )
+            counted = f"{point['recomputed_blocks']} of {point['blocks']}"
+            table.add_row(f"{point['budget_bytes'] / 2**20:.0f} MiB", counted, ratios)
+        Console().print(table)
+        smallest = {k: round(v / 2**20, 1) for k, v in result["smallest_budget_bytes"].items()}
+        Console().print("smallest budgets, MiB:", smallest, f"ratio {result['smallest_ratio']:.3f}")
+    if not args.quick:
+        write_record(args.output, "activations", {"results": results}, machine=machine)
+
+
+if __name__ == "__main__":
+    main()
