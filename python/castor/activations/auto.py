@@ -32,7 +32,8 @@ class _Choice:
     kept: int
     events: _Events
     seconds: float
-    fits: bool
+    spare_bytes: int
+    """Of the device budget, beyond what the step needs at least; below 0: it does not fit."""
 
 
 class AutoKeep:
@@ -45,7 +46,9 @@ class AutoKeep:
     the last blocks, whose activations live the shortest. The chosen step is the next one's plan.
 
     A block whose input is larger than any that was profiled is recomputed, and the step after it is
-    a profile again; of several profiles the one that keeps the fewest blocks counts.
+    a profile again; of several profiles the one that keeps the fewest blocks counts. Where more
+    stands in the device's memory than the profile saw, and than the budget has to spare, blocks
+    that come are recomputed too, so that the step goes on.
     """
 
     def __init__(
@@ -62,6 +65,8 @@ class AutoKeep:
         self._sizes: list[dict[int, _Size]] = []  # of each profile, by block
         self._seen: dict[int, _Size] = {}  # in this step
         self._grown = False
+        self._expected: list[int] = []  # non-model bytes of the chosen step, by moment
+        self._spare = 0  # bytes of the budget beyond what that needs
         self.kept_bytes = 0
         """Of the activations of the blocks that are kept, in the profile's step."""
         self.recompute_seconds = 0.0
@@ -82,7 +87,14 @@ class AutoKeep:
         if not any(_within(size, sizes.get(block, (0, 0))) for sizes in self._sizes):
             self._grown = True
             return False
-        return block >= self._first_kept
+        return block >= self._first_kept and self._has_room()
+
+    def _has_room(self) -> bool:
+        """Whether non-model memory is as the chosen step has it, or there is room for more."""
+        moments, now = self._engine.session.moment()
+        if not 0 < moments <= len(self._expected):
+            return True
+        return now <= self._expected[moments - 1] + self._spare
 
     def open(self, block: int) -> BlockRun:
         """A pass through a block that is not kept."""
@@ -114,8 +126,7 @@ class AutoKeep:
             found = self._simulator.run(step, durations, options)
             # Backward of a block that is recomputed frees tensors sooner than of one that is kept.
             needed = found["smallest_budget_bytes"] + (margin if kept else 0)
-            fits = needed <= options["device_bytes"]
-            return _Choice(kept, step, found["step_seconds"], fits)
+            return _Choice(kept, step, found["step_seconds"], options["device_bytes"] - needed)
 
         best = search(choice, self._most_kept)
         self._most_kept = best.kept
@@ -124,6 +135,8 @@ class AutoKeep:
         kept = [run for run in runs if run.block >= self._first_kept]
         self.kept_bytes = sum(run.kept_bytes for run in kept)
         self.recompute_seconds = sum(run.seconds for run in runs if run.block < self._first_kept)
+        self._expected = [event[2] for event in best.events]
+        self._spare = max(0, best.spare_bytes)
         if best.kept:
             self._engine.session.load_trace(best.events)
 
@@ -137,7 +150,7 @@ def search(choice: Callable[[int], _Choice], most: int) -> _Choice:
     tried: dict[int, _Choice] = {}
 
     def best() -> _Choice:
-        fitting = [found for found in tried.values() if found.fits]
+        fitting = [found for found in tried.values() if found.spare_bytes >= 0]
         return min(fitting, key=lambda found: (found.seconds, -found.kept), default=tried[0])
 
     for i in range(_GRID + 1):

@@ -96,14 +96,11 @@ class Recomputation:
         for name, version in before:
             if module.get_buffer(name)._version != version:
                 raise UsageError(
-                    f"{self._what()} writes its buffer '{name}' in forward, and recomputing it "
-                    f'writes it twice; keep its activations: activations={{"*": "recompute", '
-                    f"{self._name!r}: 'keep'}}"
+                    f"module '{self._name}' ({type(module).__name__}) writes its buffer '{name}' "
+                    "in forward, and recomputing it would write it twice; keep its activations: "
+                    "activations='keep', or a mapping that keeps this block"
                 )
         self._writes_no_buffer = True
-
-    def _what(self) -> str:
-        return f"module '{self._name}' ({type(self._owner()).__name__})"
 
     def check_parameters(self, module: nn.Module, before: list[tuple[str, int]]) -> None:
         """Raises UsageError where parameters were written since the first forward."""
@@ -111,8 +108,9 @@ class Recomputation:
             if module.get_parameter(name)._version != version:
                 raise UsageError(
                     f"parameter '{self._name}.{name}' was written between forward and backward, "
-                    f"and activations='recompute' has backward run {self._what()} again; write it "
-                    "after backward, or keep the activations"
+                    f"which runs module '{self._name}' ({type(module).__name__}) again; write it "
+                    "after backward, or keep its activations: activations='keep', or a mapping "
+                    "that keeps this block"
                 )
 
     def first_output(self, output: Any) -> list[torch.Tensor]:
@@ -128,10 +126,10 @@ class Recomputation:
         second = list(_tensors(output))
         if len(second) != len(first) or not all(map(_same, second, first)):
             raise UsageError(
-                f"{self._what()} gives another output when backward runs it again, so its "
-                "gradients would be wrong: something that forward changes (a cache, a counter, a "
-                "generator of its own) is not among its inputs; keep its activations: "
-                f"activations={{'*': 'recompute', {self._name!r}: 'keep'}}"
+                f"module '{self._name}' ({type(self._owner()).__name__}) gives another output when "
+                "backward runs it again, so its gradients would be wrong: something that forward "
+                "changes (a cache, a counter, a generator of its own) is not among its inputs; "
+                "keep its activations: activations='keep', or a mapping that keeps this block"
             )
         self._compares = False
 
@@ -213,7 +211,7 @@ class RecomputingForward(OwnForward):
                     f"module '{self._name}' ({type(module).__name__}) is passed a {changeable}, "
                     "which it may change, and recomputing it would change it twice; call the model "
                     "without it (use_cache=False where it is a cache), or keep its activations: "
-                    f"activations={{'*': 'recompute', {self._name!r}: 'keep'}}"
+                    "activations='keep', or a mapping that keeps this block"
                 )
         return self._recomputation(forward, *args, **kwargs)
 
