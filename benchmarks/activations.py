@@ -201,7 +201,8 @@ def main() -> None:
             )
             counted = f"{point['recomputed_blocks']} of {point['blocks']}"
             table.add_row(f"{point['budget_bytes'] / 2**20:.0f} MiB", counted, ratios)
-        Console().print(table)
+        if "sweep" in result:
+            Console().print(table)
         smallest = {k: round(v / 2**20, 1) for k, v in result["smallest_budget_bytes"].items()}
         Console().print("smallest budgets, MiB:", smallest, f"ratio {result['smallest_ratio']:.3f}")
     if not args.quick:
