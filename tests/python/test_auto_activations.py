@@ -1,8 +1,10 @@
 """activations="auto": the step that is predicted is the one that runs; the fastest is chosen."""
 
 import gc
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -249,6 +251,51 @@ def test_beside_other_settings(settings: dict[str, Any]) -> None:
     assert_equal(runs[0][1], runs[1][1])
 
 
+def with_adapters() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(DEEP.model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+def partly_frozen() -> nn.Module:
+    model = DEEP.model()
+    for name, param in model.named_parameters():
+        param.requires_grad_("layers.0" not in name and "layers.3" not in name)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("build", [with_adapters, partly_frozen])
+def test_models_that_train_in_part(build: Callable[[], nn.Module]) -> None:
+    runs = []
+    for activations in ("keep", "auto", "recompute"):
+        torch.manual_seed(0)
+        boosted = boost(build(), activations=activations, tile_logits=False)
+        runs.append((train_on(boosted, DEEP), copies(boosted.model.parameters())))
+        assert boosted.report().divergent_steps == 0
+    assert runs[0][0] == runs[1][0] == runs[2][0]
+    assert_equal(runs[0][1], runs[1][1])
+    assert_equal(runs[0][1], runs[2][1])
+
+
+def test_states_on_nvme_and_an_optimizer_of_ones_own(tmp_path: Path) -> None:
+    for optimizer, settings in (
+        (torch.optim.AdamW, {"nvme_path": tmp_path, "host_memory": "1MiB"}),
+        (torch.optim.SGD, {}),
+    ):
+        runs = []
+        for activations in ("keep", "auto"):
+            model = DEEP.model()
+            boosted = boost(
+                model, GIB, optimizer(model.parameters(), lr=1e-3), activations=activations,
+                tile_logits=False, **settings,
+            )  # fmt: skip
+            runs.append(train_on(boosted, DEEP))
+            del model, boosted
+            gc.collect()
+        assert runs[0] == runs[1]
+
+
 def test_a_model_without_such_layers_keeps_all() -> None:
     boosted = boost(own().model(), activations="auto")
     assert boosted.report().recomputed_blocks == 0
@@ -261,6 +308,29 @@ def test_the_models_own_checkpointing_gives_way() -> None:
         boosted = boost(DEEP.model(checkpointing=True), activations="auto")
     train_on(boosted, DEEP)
     assert boosted.report().recomputed_blocks == 0
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+def test_a_switch_that_is_turned_afterwards_counts() -> None:
+    boosted = boost(DEEP.model(), activations="auto", tile_logits=False)
+    train_on(boosted, DEEP, steps=2)
+    assert boosted.report().recomputed_blocks == 0
+    boosted.model.gradient_checkpointing_enable()
+    assert boosted.report().recomputed_blocks == 8
+    train_on(boosted, DEEP, steps=2)
+
+
+def test_a_model_that_is_dropped_gives_its_memory_back_at_once() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        boosted = boost(DEEP.model(), activations="auto")
+        train_on(boosted, DEEP, steps=2)
+        engine = weakref.ref(engine_of(boosted.model))
+        del boosted
+        assert engine() is None
+    finally:
+        gc.enable()
 
 
 def choices(seconds: list[float], fitting: int) -> tuple[auto._Choice, list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -55,8 +56,8 @@ class AutoKeep:
     def __init__(
         self, model: nn.Module, engine: Engine, config: GeminiConfig, num_blocks: int
     ) -> None:
-        self._engine = engine
-        self._config = config
+        self._session = engine.session
+        self._options = functools.partial(_options, config, engine.device)
         self._num_blocks = num_blocks
         self._simulator = _lay_out(model, engine, config)
         self._profile = BlockProfile(engine.session)
@@ -73,10 +74,9 @@ class AutoKeep:
         self.recompute_seconds = 0.0
         """Of the second forwards of the others there."""
 
-    @property
-    def num_recomputed(self) -> int:
-        """Blocks that backward runs again."""
-        return self._first_kept
+    def recomputes(self, block: int) -> bool:
+        """Whether backward runs the block again, as far as was decided."""
+        return block < self._first_kept
 
     def keeps(self, block: int, inputs: Iterable[Any]) -> bool:
         """Whether the forward of a block with such inputs keeps its activations."""
@@ -92,7 +92,7 @@ class AutoKeep:
 
     def _has_room(self) -> bool:
         """Whether non-model memory is as the chosen step has it, or there is room for more."""
-        moments, now = self._engine.session.moment()
+        moments, now = self._session.moment()
         if not 0 < moments <= len(self._expected):
             return True
         return now <= self._expected[moments - 1] + self._spare
@@ -112,13 +112,13 @@ class AutoKeep:
         self._seen, self._grown = {}, False
 
     def _decide(self, runs: list[BlockRun]) -> None:
-        timeline = self._engine.session.timeline()
+        timeline = self._session.timeline()
         self._profiling = False
         if timeline is None or not timeline["complete"]:
             return  # a step of so many moments has no plan either
         events: _Events = [(m[0], m[1], m[4], m[2]) for m in timeline["moments"]]
         seconds = compute_seconds(timeline)
-        options = _options(self._config, self._engine)
+        options = self._options()
         margin = max(run.kept_bytes for run in runs)
 
         def choice(kept: int) -> _Choice:
@@ -139,7 +139,7 @@ class AutoKeep:
         self._expected = [event[2] for event in best.events]
         self._spare = max(0, best.spare_bytes)
         if best.kept:
-            self._engine.session.load_trace(best.events)
+            self._session.load_trace(best.events)
 
 
 def search(choice: Callable[[int], _Choice], most: int) -> _Choice:
@@ -204,12 +204,12 @@ def _lay_out(model: nn.Module, engine: Engine, config: GeminiConfig) -> _C.Simul
     )
 
 
-def _options(config: GeminiConfig, engine: Engine) -> dict[str, Any]:
+def _options(config: GeminiConfig, device: torch.device) -> dict[str, Any]:
     """What Simulator.run is told of the machine."""
-    on_gpu = engine.device.type != "cpu"
+    on_gpu = device.type != "cpu"
     dram = _C.in_place_bandwidth(_PROBE_BYTES, 3)
     link = config.link_bytes_per_second or (
-        _link_of(engine.device, config) if on_gpu else _C.copy_bandwidth(_PROBE_BYTES, 3)
+        _link_of(device, config) if on_gpu else _C.copy_bandwidth(_PROBE_BYTES, 3)
     )
     copies = "overlapped" if on_gpu or config.link_bytes_per_second else "synchronous"
     margin = config.gpu_margin_mem_ratio

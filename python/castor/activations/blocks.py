@@ -87,16 +87,15 @@ class Blocks(BlockPolicy):
 
     def figures(self) -> BlockFigures:
         """As they are now: a model's own switch may be turned at any time."""
-        switched = len(self._with_switch_on())
-        if self._auto is None:
-            return BlockFigures(
-                activation_blocks=len(self._blocks), recomputed_blocks=self._recomputed + switched
-            )
+        switches = [
+            getattr(m, "_gradient_checkpointing_func", None) for m in self._with_switch_on()
+        ]
+        off = sum(isinstance(s, Recomputation) and not s.recomputes for s in switches)
         return BlockFigures(
             activation_blocks=len(self._blocks),
-            recomputed_blocks=min(switched, self._auto.num_recomputed),
-            kept_activation_bytes=self._auto.kept_bytes,
-            recompute_seconds=self._auto.recompute_seconds,
+            recomputed_blocks=self._recomputed + len(switches) - off,
+            kept_activation_bytes=self._auto.kept_bytes if self._auto else 0,
+            recompute_seconds=self._auto.recompute_seconds if self._auto else 0.0,
         )
 
     def step_ended(self) -> None:

@@ -67,6 +67,11 @@ class Recomputation:
         self._writes_no_buffer = False  # known since the first forward
         self._options: dict[str, Any] = {"context_fn": _choosing_once} if _routes(module) else {}
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether its forward runs again, and is not one that "auto" keeps."""
+        return self._auto is None or self._auto.recomputes(self._block)
+
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Gives function(*args, **kwargs).
 
