@@ -103,9 +103,9 @@ def estimate(
         ),
     ] = None,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
-    gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Recompute activations in backward.")
-    ] = False,
+    activations: Annotated[
+        str, typer.Option(help="As in GeminiPlugin: keep, recompute or auto.")
+    ] = "keep",
     overlap: Annotated[
         str, typer.Option(help="Adam beside the next forward (forward) or after backward (none).")
     ] = "forward",
@@ -117,7 +117,7 @@ def estimate(
 ) -> None:
     """Predict whether a model trains on a machine, how fast, and what bounds it."""
     from castor.config import Precision, StateFormat
-    from castor.estimate.estimator import Estimator, Overlap, Workload
+    from castor.estimate.estimator import Activations, Estimator, Overlap, Workload
     from castor.estimate.machine import machine
     from castor.estimate.render import render
 
@@ -128,7 +128,7 @@ def estimate(
         state_format=cast(
             StateFormat, state_format or ("split" if precision == "bf16" else "fp32")
         ),
-        gradient_checkpointing=gradient_checkpointing,
+        activations=cast(Activations, activations),
         overlap=cast(Overlap, overlap),
         max_prefetch=max_prefetch,
         gather_embeddings=gather_embeddings,

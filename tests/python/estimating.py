@@ -76,6 +76,7 @@ def train(
     steps: int = 3,
     *,
     model: dict[str, Any] = SMALL,
+    batch: int = 2,
     **settings: Any,
 ) -> Any:
     """The session of a GPT-2 after some steps of one batch, in fp32 unless set."""
@@ -86,7 +87,7 @@ def train(
     optimizer = torch.optim.AdamW(gpt.parameters())
     booster = Booster(plugin=GeminiPlugin(device="cpu", device_memory=device_memory, **settings))
     gpt, optimizer, *_ = booster.boost(gpt, optimizer)
-    tokens = torch.zeros((2, 64), dtype=torch.long)
+    tokens = torch.zeros((batch, 64), dtype=torch.long)
     for _ in range(steps):
         loss = gpt(input_ids=tokens, labels=tokens).loss
         booster.backward(loss, optimizer)

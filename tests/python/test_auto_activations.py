@@ -28,11 +28,11 @@ def _alone() -> Iterator[None]:
     gc.collect()
 
 
-def choosing(kept: int, monkeypatch: pytest.MonkeyPatch) -> list[auto._Choice]:
+def choosing(kept: int, monkeypatch: pytest.MonkeyPatch) -> list[auto.Choice]:
     """From now on so many blocks are kept, or all there are; gives the choices."""
-    chosen: list[auto._Choice] = []
+    chosen: list[auto.Choice] = []
 
-    def search(choice: Any, most: int) -> auto._Choice:
+    def search(choice: Any, most: int) -> auto.Choice:
         chosen.append(choice(min(kept, most)))
         return chosen[-1]
 
@@ -333,13 +333,13 @@ def test_a_model_that_is_dropped_gives_its_memory_back_at_once() -> None:
         gc.enable()
 
 
-def choices(seconds: list[float], fitting: int) -> tuple[auto._Choice, list[int]]:
+def choices(seconds: list[float], fitting: int) -> tuple[auto.Choice, list[int]]:
     """What is found where so many fit, and what was tried."""
     tried: list[int] = []
 
-    def choice(kept: int) -> auto._Choice:
+    def choice(kept: int) -> auto.Choice:
         tried.append(kept)
-        return auto._Choice(kept, [], seconds[kept], fitting - kept)
+        return auto.Choice(kept, [], seconds[kept], fitting - kept)
 
     return auto.search(choice, len(seconds) - 1), tried
 

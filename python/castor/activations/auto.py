@@ -22,17 +22,18 @@ _GRID = 8
 _PROBE_BYTES = 1 << 22
 """Of a copy that measures a link; at most this share of the device budget:"""
 _PROBE_SHARE = 64
-_Events = list[tuple[int, int, int, int]]
+Events = list[tuple[int, int, int, int]]
+"""Of a step, as _C takes them."""
 _Size = tuple[int, int]
 """Of a block's inputs: most elements, and most rows of a sample."""
 
 
 @dataclass(frozen=True)
-class _Choice:
+class Choice:
     """A number of blocks that are kept, and the step that the simulator predicts with it."""
 
     kept: int
-    events: _Events
+    events: Events
     seconds: float
     spare_bytes: int
     """Of the device budget, beyond what the step needs at least; below 0: it does not fit."""
@@ -60,7 +61,7 @@ class AutoKeep:
         self._options = functools.partial(_options, config, engine.device)
         self._num_blocks = num_blocks
         self._simulator = _lay_out(model, engine, config)
-        self._profile = BlockProfile(engine.session)
+        self._profile = BlockProfile(engine.session.moment)
         self._profiling = True
         self._most_kept = num_blocks
         self._first_kept = num_blocks
@@ -116,18 +117,18 @@ class AutoKeep:
         self._profiling = False
         if timeline is None or not timeline["complete"]:
             return  # a step of so many moments has no plan either
-        events: _Events = [(m[0], m[1], m[4], m[2]) for m in timeline["moments"]]
+        events: Events = [(m[0], m[1], m[4], m[2]) for m in timeline["moments"]]
         seconds = compute_seconds(timeline)
         options = self._options()
         margin = max(run.kept_bytes for run in runs)
 
-        def choice(kept: int) -> _Choice:
+        def choice(kept: int) -> Choice:
             spans = [run.span() for run in runs if run.block >= self._num_blocks - kept]
             step, durations = _C.keep_activations(events, seconds, spans)
             found = self._simulator.run(step, durations, options)
             # Backward of a block that is recomputed frees tensors sooner than of one that is kept.
             needed = found["smallest_budget_bytes"] + (margin if kept else 0)
-            return _Choice(kept, step, found["step_seconds"], options["device_bytes"] - needed)
+            return Choice(kept, step, found["step_seconds"], options["device_bytes"] - needed)
 
         best = search(choice, self._most_kept)
         self._most_kept = best.kept
@@ -142,15 +143,15 @@ class AutoKeep:
             self._session.load_trace(best.events)
 
 
-def search(choice: Callable[[int], _Choice], most: int) -> _Choice:
+def search(choice: Callable[[int], Choice], most: int) -> Choice:
     """The fastest choice that fits, of 0 to `most` kept blocks; none kept where no choice fits.
 
     Step times are not convex in that number: freed memory holds chunks, and whole ones. So a grid
     comes first, then numbers ever closer to the best.
     """
-    tried: dict[int, _Choice] = {}
+    tried: dict[int, Choice] = {}
 
-    def best() -> _Choice:
+    def best() -> Choice:
         fitting = [found for found in tried.values() if found.spare_bytes >= 0]
         return min(fitting, key=lambda found: (found.seconds, -found.kept), default=tried[0])
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-
-from castor import _C
+from typing import Any, Protocol
 
 Moment = Callable[[], tuple[int, int]]
 """Gives the moments of the step so far, and the non-model bytes now."""
@@ -63,11 +62,27 @@ class BlockRun:
         return begin, end, again_begin, again_end, base, again_base, self.kept_bytes
 
 
+class Decisions(Protocol):
+    """What is asked at each forward of a block."""
+
+    def recomputes(self, block: int) -> bool:
+        """Whether backward runs the block again, as far as was decided."""
+        ...
+
+    def keeps(self, block: int, inputs: Iterable[Any]) -> bool:
+        """Whether the forward of a block with such inputs keeps its activations."""
+        ...
+
+    def open(self, block: int) -> BlockRun:
+        """A pass through a block that is not kept."""
+        ...
+
+
 class BlockProfile:
     """The passes through blocks of the step under way."""
 
-    def __init__(self, session: _C.Session) -> None:
-        self._moment = session.moment
+    def __init__(self, moment: Moment) -> None:
+        self._moment = moment
         self._runs: list[BlockRun] = []
 
     def open(self, block: int) -> BlockRun:

@@ -74,7 +74,7 @@ class Blocks(BlockPolicy):
             compared = type(module) not in classes
             if decision.recompute:
                 classes.add(type(module))
-            if _has_switch(module):
+            if has_switch(module):
                 module.gradient_checkpointing = decision.recompute  # type: ignore[assignment]
                 if decision.recompute:
                     module._gradient_checkpointing_func = Recomputation(  # type: ignore[assignment]
@@ -114,7 +114,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     They are the layers that transformers can checkpoint, or else what stands at least twice in an
     nn.ModuleList or nn.Sequential and has parts of its own; of blocks within blocks the outermost.
     """
-    return _outermost(model, {id(m) for m in model.modules() if _has_switch(m)}) or _outermost(
+    return _outermost(model, {id(m) for m in model.modules() if has_switch(m)}) or _outermost(
         model, _repeated(model)
     )
 
@@ -146,7 +146,7 @@ def _is_block(module: nn.Module) -> bool:
     return callable_ and has_parts and next(module.parameters(), None) is not None
 
 
-def _has_switch(module: nn.Module) -> bool:
+def has_switch(module: nn.Module) -> bool:
     """Whether it is one of transformers' layers that recompute themselves when they are told to."""
     return any(kind.__name__ == _SWITCH for kind in type(module).__mro__)
 
@@ -155,7 +155,7 @@ def _decide(blocks: Mapping[str, nn.Module], activations: Activations) -> list[D
     if activations == "keep":
         return []
     if activations == "auto":
-        return [Decision(*item, recompute=True) for item in blocks.items() if _has_switch(item[1])]
+        return [Decision(*item, recompute=True) for item in blocks.items() if has_switch(item[1])]
     if not blocks:
         raise UsageError(
             f"activations={activations!r}, but the model has no blocks: no layers that "
@@ -175,10 +175,10 @@ def _decide(blocks: Mapping[str, nn.Module], activations: Activations) -> list[D
     decisions = []
     for name, choice in chosen.items():
         part = choice.partition(":")[2]
-        if part and _has_switch(blocks[name]):
+        if part and has_switch(blocks[name]):
             decisions.append(Decision(name, blocks[name], recompute=False))
         target = _part(blocks[name], part, name)
-        if choice != "keep" and not _has_switch(target) and has_own_forward(target):
+        if choice != "keep" and not has_switch(target) and has_own_forward(target):
             raise UsageError(
                 f"activations={choice!r} for '{name}', but a forward has been put in place of its "
                 "own, which castor cannot run twice; take it off, or choose 'keep'"

@@ -94,7 +94,8 @@ class _DeferringForward(OwnForward):
         module = self.module
         assert isinstance(module, nn.Linear)
         if _defers(module, hidden):
-            rows = self._rows_per_tile(hidden.numel() // hidden.shape[-1], module)
+            all_rows = hidden.numel() // hidden.shape[-1]
+            rows = rows_per_tile(all_rows, module, self._tile_logits, self._device_bytes)
             if rows:
                 logits: torch.Tensor = HeadFunction.apply(  # type: ignore[no-untyped-call]
                     hidden, module.weight, module.bias, self._head, module, rows
@@ -102,17 +103,25 @@ class _DeferringForward(OwnForward):
                 return logits
         return nn.Linear.forward(module, hidden)
 
-    def _rows_per_tile(self, rows: int, module: nn.Linear) -> int:
-        """0: the logits are computed at once."""
-        if type(self._tile_logits) is int:
-            return self._tile_logits
-        row_bytes = module.out_features * _FLOAT32
-        tile = max(1, max(TILE_BYTES, self._device_bytes // TILE_SHARE) // row_bytes)
-        saved = COPIES * (rows - tile) * row_bytes
-        if module.weight.requires_grad and module.weight.dtype != torch.float32:
-            saved -= _FLOAT32 * module.weight.numel()  # the sum of the head's gradient
-        worth = max(WORTH_BYTES, self._device_bytes // WORTH_SHARE)
-        return 0 if self._tile_logits == "auto" and saved < worth else tile
+
+def rows_per_tile(rows: int, head: nn.Linear, tile_logits: TileLogits, device_bytes: int) -> int:
+    """How many rows of logits are computed at once; 0: all.
+
+    Args:
+        rows: Of the logits.
+        head: The output embedding.
+        tile_logits: GeminiPlugin's argument.
+        device_bytes: The device budget.
+    """
+    if type(tile_logits) is int:
+        return tile_logits
+    row_bytes = head.out_features * _FLOAT32
+    tile = max(1, max(TILE_BYTES, device_bytes // TILE_SHARE) // row_bytes)
+    saved = COPIES * (rows - tile) * row_bytes
+    if head.weight.requires_grad and head.weight.dtype != torch.float32:
+        saved -= _FLOAT32 * head.weight.numel()  # the sum of the head's gradient
+    worth = max(WORTH_BYTES, device_bytes // WORTH_SHARE)
+    return 0 if tile_logits == "auto" and saved < worth else tile
 
 
 def _defers(module: nn.Linear, hidden: Any) -> bool:

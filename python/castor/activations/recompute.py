@@ -14,8 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from castor.activations.auto import AutoKeep
-from castor.activations.block_profile import BlockRun
+from castor.activations.block_profile import BlockRun, Decisions
 from castor.activations.own_forward import OwnForward
 from castor.errors import UsageError
 
@@ -46,7 +45,7 @@ class Recomputation:
         name: str,
         *,
         compared: bool,
-        auto: AutoKeep | None = None,
+        auto: Decisions | None = None,
         block: int = 0,
     ) -> None:
         """Recomputes a module.

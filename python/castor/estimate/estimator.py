@@ -11,14 +11,17 @@ from typing import Any, Literal, get_args
 import torch
 
 from castor import _C
+from castor.activations.auto import Choice, Events, search
 from castor.config import Precision, StateFormat
 from castor.config.names import SCALAR_TYPES
+from castor.estimate.activations import Logits, RecomputedBlocks
 from castor.estimate.machine import Machine
-from castor.estimate.metatrace import Step, record_step
+from castor.estimate.metatrace import Moment, Step, record_step
 from castor.estimate.model import build, make_inputs, quiet
 from castor.runtime.spec import ModelSpec
 
 Overlap = Literal["none", "forward"]
+Activations = Literal["keep", "recompute", "auto"]
 
 _MAX_BATCH = 2**20
 """Where the search for the largest batch ends."""
@@ -36,8 +39,8 @@ class Workload:
     """Of parameters, gradients and computing."""
     state_format: StateFormat = "split"
     """Of the optimizer state; fp32 and fp16 have "fp32" only."""
-    gradient_checkpointing: bool = False
-    """Whether backward computes activations again instead of keeping them."""
+    activations: Activations = "keep"
+    """Of the model's blocks, as in GeminiPlugin."""
     overlap: Overlap = "forward"
     """Whether the host's Adam runs beside the next forward, or between the steps."""
     max_prefetch: int = 1
@@ -54,6 +57,7 @@ class Workload:
             ("precision", Precision),
             ("state_format", StateFormat),
             ("overlap", Overlap),
+            ("activations", Activations),
         ):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(
@@ -93,6 +97,14 @@ class Estimate:
     parameters: int
     flops: int
     """Of a step, recomputation included."""
+    nonmodel_bytes: int
+    """Peak of activations, temporaries and gradients on their way."""
+    blocks: int
+    """Of the model, that may be recomputed; 0 with "keep"."""
+    recomputed_blocks: int
+    """Of these, those that are."""
+    rows_per_tile: int
+    """Logits are computed so many rows at a time; 0: all at once."""
     remedies: tuple[str, ...]
     """What would make it fit; empty where it does."""
 
@@ -120,10 +132,11 @@ class Estimator:
         """
         self.workload = workload
         dtype: torch.dtype = getattr(torch, SCALAR_TYPES[workload.precision])
-        self._model = build(
-            config, dtype=dtype, gradient_checkpointing=workload.gradient_checkpointing
-        )
+        self._model = build(config, dtype=dtype)
         self._spec = ModelSpec.structure(self._model, gather_embeddings=workload.gather_embeddings)
+        keep = workload.activations == "keep"
+        self._blocks = None if keep else RecomputedBlocks(self._model)
+        self._logits = Logits(self._model, self._spec)
         self._simulator = self._lay_out(workload.state_format)
         self._chunk_of = self._simulator.chunk_of()
         self._steps: dict[int, Step] = {}
@@ -148,7 +161,9 @@ class Estimator:
         if batch not in self._steps:
             inputs = make_inputs(self._model, batch=batch, sequence=self.workload.sequence)
             with quiet():
-                self._steps[batch] = record_step(self._model, self._spec, inputs, self._chunk_of)
+                self._steps[batch] = record_step(
+                    self._model, self._spec, inputs, self._chunk_of, self._blocks
+                )
         return self._steps[batch]
 
     def estimate(self, machine: Machine) -> Estimate:
@@ -183,6 +198,10 @@ class Estimator:
             busy_s=figures["busy_seconds"],
             parameters=self.num_parameters,
             flops=step.flops,
+            nonmodel_bytes=figures["nonmodel_bytes"],
+            blocks=self._blocks.num_blocks if self._blocks else 0,
+            recomputed_blocks=figures["recomputed_blocks"],
+            rows_per_tile=figures["rows_per_tile"],
             remedies=() if fits else self._remedies(machine, device_needed, host_needed, figures),
         )
 
@@ -192,6 +211,7 @@ class Estimator:
         machine: Machine,
         *,
         margin_ratio: float = 1.0,
+        least: bool = False,
     ) -> dict[str, Any]:
         """Plans and simulates a step; see csrc/python/simulator.cc for the figures.
 
@@ -200,45 +220,65 @@ class Estimator:
             machine: Where it runs.
             margin_ratio: GeminiPlugin's gpu_margin_mem_ratio. 0 where the least bytes are asked
                 for: they are the same, and found sooner.
+            least: Whether activations="auto" keeps no block, which takes the least memory.
+
+        Returns:
+            The figures, and "nonmodel_bytes", "recomputed_blocks" and "rows_per_tile".
         """
-        events, seconds = [], []
-        bandwidth = machine.device_bandwidth
-        for moment in step.moments:
-            # The time stands in `seconds`; the trace's own is not read.
-            events.append((moment.kind, moment.position, moment.nonmodel_bytes, 0))
-            seconds.append(
-                sum(
-                    max(flops / machine.flops, touched / bandwidth if bandwidth else 0.0)
-                    for flops, touched in moment.work
-                )
-            )
-        return self._simulator.run(
-            events=events,
-            compute_seconds=seconds,
-            options=_places(machine)
-            | {
-                "margin_ratio": margin_ratio,
-                "max_prefetch": self.workload.max_prefetch,
-                "device_bytes": machine.device_bytes,
-                "h2d_bytes_per_second": machine.h2d,
-                "d2h_bytes_per_second": machine.d2h,
-                "dram_bytes_per_second": machine.dram,
-                # Of updates on the device.
-                "device_memory_bytes_per_second": bandwidth or machine.dram,
-                "parameter_copies": "overlapped",
-                "gradient_copies": "overlapped",
-                "update_cores": "own",
-                "overlap": self.workload.overlap,
-                "with_norm": True,
-            },
-        )
+        rows = step.rows
+        tile = self._logits.rows_per_tile(rows, machine.device_bytes)
+        moments = self._logits.tiled(step.moments, rows, tile) if tile else step.moments
+        # The time stands in `seconds`; the trace's own is not read.
+        events: Events = [(m.kind, m.position, m.nonmodel_bytes, 0) for m in moments]
+        seconds = [_seconds_of(moment, machine) for moment in moments]
+        options = self._options(machine, margin_ratio)
+
+        def kept(num_blocks: int) -> tuple[Events, list[float]]:
+            first = (self._blocks.num_blocks if self._blocks else 0) - num_blocks
+            spans = [run.span() for run in step.runs if run.block >= first]
+            return _C.keep_activations(events, seconds, spans)
+
+        def choice(num_blocks: int) -> Choice:
+            found = self._simulator.run(*kept(num_blocks), options)
+            needed = found["smallest_budget_bytes"]
+            if num_blocks:  # as AutoKeep
+                needed += max(run.kept_bytes for run in step.runs)
+            room = machine.device_bytes - needed
+            return Choice(num_blocks, [], found["step_seconds"], room)
+
+        recomputed, num_kept = self._blocks.num_blocks if self._blocks else 0, 0
+        if self.workload.activations == "auto" and not least:
+            num_kept = search(choice, recomputed).kept
+        events, seconds = kept(num_kept)
+        return dict(self._simulator.run(events, seconds, options)) | {
+            "nonmodel_bytes": max(event[2] for event in events),
+            "recomputed_blocks": recomputed - num_kept,
+            "rows_per_tile": tile,
+        }
+
+    def _options(self, machine: Machine, margin_ratio: float) -> dict[str, Any]:
+        return _places(machine) | {
+            "margin_ratio": margin_ratio,
+            "max_prefetch": self.workload.max_prefetch,
+            "device_bytes": machine.device_bytes,
+            "h2d_bytes_per_second": machine.h2d,
+            "d2h_bytes_per_second": machine.d2h,
+            "dram_bytes_per_second": machine.dram,
+            # Of updates on the device.
+            "device_memory_bytes_per_second": machine.device_bandwidth or machine.dram,
+            "parameter_copies": "overlapped",
+            "gradient_copies": "overlapped",
+            "update_cores": "own",
+            "overlap": self.workload.overlap,
+            "with_norm": True,
+        }
 
     def _max_batch(self, machine: Machine, host_bytes: int) -> int:
         if host_bytes > machine.host_bytes:
             return 0
 
         def needed(batch: int) -> int:
-            figures = self.simulate(self.step(batch), machine, margin_ratio=0.0)
+            figures = self.simulate(self.step(batch), machine, margin_ratio=0.0, least=True)
             return int(figures["smallest_budget_bytes"])
 
         return _largest(needed, machine.device_bytes, start=self.workload.batch, most=_MAX_BATCH)
@@ -249,9 +289,9 @@ class Estimator:
         found = []
         if device_needed > machine.device_bytes:
             instead = (
-                "a device with more memory"
-                if self.workload.gradient_checkpointing
-                else "--gradient-checkpointing"
+                "--activations auto"
+                if self.workload.activations == "keep"
+                else "a device with more memory"
             )
             found.append(
                 f"module '{figures['smallest_budget_module']}' needs {size(device_needed)} of "
@@ -285,6 +325,14 @@ class Estimator:
             for name in get_args(StateFormat)
             if self._lay_out(name).places(_places(machine))["host_bytes"] <= machine.host_bytes
         ]
+
+
+def _seconds_of(moment: Moment, machine: Machine) -> float:
+    bandwidth = machine.device_bandwidth
+    return sum(
+        max(flops / machine.flops, touched / bandwidth if bandwidth else 0.0)
+        for flops, touched in moment.work
+    )
 
 
 def _places(machine: Machine) -> dict[str, object]:

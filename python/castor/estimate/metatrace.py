@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,12 +18,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from castor.activations.block_profile import BlockRun
 from castor.runtime.spec import ModelSpec
 
 _aten = torch.ops.aten
 
 FORWARD_ENTER, FORWARD_EXIT, BACKWARD_ENTER, GRAD_READY = range(4)
 """Kinds of events, as in csrc/core/trace.h."""
+
+
+class BlockProfiler(Protocol):
+    """What keeps the passes through recomputed blocks of a step."""
+
+    def begin(self, now: Callable[[], tuple[int, int]]) -> None:
+        """A step is about to be recorded; `now` gives its moments so far and its live bytes."""
+        ...
+
+    def take(self) -> list[BlockRun]:
+        """Those of the step that was."""
+        ...
 
 
 @dataclass
@@ -35,6 +48,8 @@ class Moment:
     """Of a module, or of a chunk for GRAD_READY."""
     nonmodel_bytes: int = 0
     """Most bytes of tensors that are not parameters."""
+    live_bytes: int = 0
+    """Of these, at its beginning."""
     work: list[tuple[int, int]] = field(default_factory=list)
     """(FLOPs, bytes read and written) of each operator."""
 
@@ -44,6 +59,10 @@ class Step:
     """A step's moments, and the sizes of what was there before it."""
 
     moments: list[Moment]
+    rows: int = 0
+    """Of its logits: samples times tokens."""
+    runs: list[BlockRun] = field(default_factory=list)
+    """The passes through blocks that were recomputed."""
 
     @property
     def flops(self) -> int:
@@ -126,7 +145,7 @@ class _Recorder(TorchDispatchMode):
 
     def event(self, kind: int, position: int) -> None:
         """Something happens: a new moment begins."""
-        self.moments.append(Moment(kind, position))
+        self.moments.append(Moment(kind, position, live_bytes=self.live_bytes))
         self.note()
 
 
@@ -248,6 +267,7 @@ def record_step(
     spec: ModelSpec,
     inputs: dict[str, torch.Tensor],
     chunk_of: list[int],
+    blocks: BlockProfiler | None = None,
 ) -> Step:
     """Runs one forward and backward of a meta model.
 
@@ -256,6 +276,7 @@ def record_step(
         spec: What castor sees of it.
         inputs: Keyword arguments of its forward, on the meta device, with labels.
         chunk_of: The chunk of each of `spec.params`.
+        blocks: What keeps the passes through recomputed blocks; None: no block is.
 
     Returns:
         The step's moments, in order.
@@ -268,6 +289,8 @@ def record_step(
     hooks = _Hooks(recorder, spec, chunk_of)
     for tensor in (*model.buffers(), *inputs.values()):
         recorder._charge(tensor)  # on a GPU they are there throughout
+    if blocks:
+        blocks.begin(lambda: (len(recorder.moments), recorder.live_bytes))
     with hooks.installed(), _fused_attention(), recorder:
         try:
             loss = getattr(model(**inputs), "loss", None)
@@ -282,4 +305,5 @@ def record_step(
                 "architecture with a head in the config's 'architectures'"
             )
         loss.backward()
-    return Step(moments=recorder.moments)
+    rows = inputs["input_ids"].numel() if "input_ids" in inputs else 0
+    return Step(moments=recorder.moments, rows=rows, runs=blocks.take() if blocks else [])

@@ -74,13 +74,12 @@ def _class_of(transformers: ModuleType, document: dict[str, Any], config: Any) -
     return mapping[type(config)]
 
 
-def build(path: Path, *, dtype: torch.dtype, gradient_checkpointing: bool) -> nn.Module:
+def build(path: Path, *, dtype: torch.dtype) -> nn.Module:
     """Builds the model of a config.json in training mode on the meta device.
 
     Args:
         path: The config; code that it names elsewhere is not run.
         dtype: Of the parameters and persistent buffers.
-        gradient_checkpointing: Recompute activations in backward.
 
     Returns:
         The model; its parameters take no memory.
@@ -105,8 +104,6 @@ def build(path: Path, *, dtype: torch.dtype, gradient_checkpointing: bool) -> nn
             with torch.device("meta"):
                 model: nn.Module = architecture(config)
             model.tie_weights()  # type: ignore[operator]
-            if gradient_checkpointing:
-                _checkpoint(model)
         except Exception as error:
             # Whatever a config may break: transformers checks few of its values.
             raise ValueError(
@@ -114,13 +111,6 @@ def build(path: Path, *, dtype: torch.dtype, gradient_checkpointing: bool) -> nn
                 f"{type(error).__name__}: {error}"
             ) from error
     return model.to(dtype).train()
-
-
-def _checkpoint(model: nn.Module) -> None:
-    # transformers 5 renamed it.
-    new = getattr(model, "activation_checkpointing_enable", None)
-    enable: Any = new or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
 
 
 def make_inputs(model: nn.Module, *, batch: int, sequence: int) -> dict[str, torch.Tensor]:

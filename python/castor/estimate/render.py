@@ -18,6 +18,16 @@ _BOUNDS = {
 }
 
 
+def _activations(estimate: Estimate) -> str:
+    """The decisions, and what they leave."""
+    found = f"at most {size(estimate.nonmodel_bytes)} beside chunks"
+    if estimate.blocks:
+        found += f"; {estimate.recomputed_blocks} of {estimate.blocks} blocks are recomputed"
+    if estimate.rows_per_tile:
+        found += f"; logits in tiles of {estimate.rows_per_tile} rows"
+    return found
+
+
 def render(estimate: Estimate, workload: Workload, machine: Machine, console: Console) -> None:
     """Prints what a step takes, and what it would need if it does not fit."""
     console.print(
@@ -29,6 +39,7 @@ def render(estimate: Estimate, workload: Workload, machine: Machine, console: Co
     table.add_row("fits", "[green]yes[/green]" if estimate.fits else "[red]no[/red]")
     least = "" if estimate.fits else "at least "
     table.add_row("device", f"{least}{size(estimate.device_bytes)} of {size(machine.device_bytes)}")
+    table.add_row("activations", _activations(estimate))
     table.add_row("host", f"{size(estimate.host_bytes)} of {size(machine.host_bytes)}")
     weights = estimate.nvme_weight_bytes
     of_these = f", {size(weights)} of it parameters and gradients" if weights else ""

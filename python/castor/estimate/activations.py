@@ -1,0 +1,109 @@
+"""What castor does about activations, in an estimate: blocks that run again, logits in tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from castor.activations import output_embedding
+from castor.activations.block_profile import BlockProfile, BlockRun
+from castor.activations.block_profile import Moment as Now
+from castor.activations.blocks import find_blocks, has_switch
+from castor.activations.output_embedding import rows_per_tile
+from castor.activations.recompute import Recomputation
+from castor.estimate.metatrace import BACKWARD_ENTER, FORWARD_ENTER, Moment
+from castor.runtime.spec import ModelSpec
+
+_FLOAT32 = 4
+
+
+class RecomputedBlocks:
+    """Has every block of a model run again in backward, and keeps what a recorded step shows."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Turns the blocks' switches.
+
+        Raises:
+            ValueError: The model has no layers that transformers can checkpoint.
+        """
+        blocks = {name: block for name, block in find_blocks(model).items() if has_switch(block)}
+        if not blocks:
+            raise ValueError(
+                f"{type(model).__name__} has no layers that transformers can checkpoint; use "
+                "--activations keep"
+            )
+        self.num_blocks = len(blocks)
+        self._profile: BlockProfile | None = None
+        for i, (name, block) in enumerate(blocks.items()):
+            block.gradient_checkpointing = True  # type: ignore[assignment]
+            block._gradient_checkpointing_func = Recomputation(  # type: ignore[assignment]
+                block, name, compared=False, auto=self, block=i
+            )
+
+    def begin(self, now: Now) -> None:
+        """A step is about to be recorded."""
+        self._profile = BlockProfile(now)
+
+    def take(self) -> list[BlockRun]:
+        """The passes through blocks of the step that was."""
+        assert self._profile is not None
+        return self._profile.take()
+
+    def recomputes(self, block: int) -> bool:
+        """As Decisions."""
+        return block < self.num_blocks
+
+    def keeps(self, _block: int, _inputs: Iterable[Any]) -> bool:
+        """As Decisions: none is."""
+        return False
+
+    def open(self, block: int) -> BlockRun:
+        """As Decisions."""
+        assert self._profile is not None
+        return self._profile.open(block)
+
+
+class Logits:
+    """A model's output embedding, whose logits castor computes in tiles where that pays."""
+
+    def __init__(self, model: nn.Module, spec: ModelSpec) -> None:
+        self._head = output_embedding(model, "auto")
+        owners = [owner.module for owner in spec.modules]
+        self._position = owners.index(self._head) if self._head in owners else -1
+
+    def rows_per_tile(self, rows: int, device_bytes: int) -> int:
+        """As GeminiPlugin(tile_logits="auto") decides; 0: all at once."""
+        if self._head is None or self._position < 0:
+            return 0
+        return rows_per_tile(rows, self._head, "auto", device_bytes)
+
+    def tiled(self, moments: list[Moment], rows: int, rows_of_a_tile: int) -> list[Moment]:
+        """The moments of a step as they are in tiles.
+
+        What stands above the hidden states from the head's forward to the end of its backward is
+        in proportion to the rows, but for the gradients of hidden states and head. The head's
+        product runs once more.
+        """
+        head = self._head
+        assert head is not None
+        own = [i for i, moment in enumerate(moments) if moment.position == self._position]
+        begin = next((i for i in own if moments[i].kind == FORWARD_ENTER), None)
+        end = next((i for i in reversed(own) if moments[i].kind == BACKWARD_ENTER), None)
+        if begin is None or end is None:
+            return moments
+        element = head.weight.element_size()
+        gradients = rows * head.in_features * element
+        if head.weight.requires_grad:  # a sum in fp32, and what it is rounded to
+            rounded = element if element < _FLOAT32 else 0
+            gradients += (_FLOAT32 + rounded) * head.weight.numel()
+        base, result = moments[begin].live_bytes, list(moments)
+        for i in range(begin, end + 1):
+            above = max(0, moments[i].nonmodel_bytes - base)
+            tile = above * rows_of_a_tile // rows
+            result[i] = replace(moments[i], nonmodel_bytes=base + tile + gradients)
+        again = (2 * rows * head.weight.numel(), head.weight.numel() * element)
+        result[end] = replace(result[end], work=[*moments[end].work, again])
+        return result
