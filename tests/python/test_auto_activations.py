@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import castor.report
 from castor.activations import auto
 from castor.runtime.engine import engine_of
 from helpers import GIB, Boosted, assert_equal, boost, copies, on_device_of, train_on
@@ -133,6 +134,8 @@ def test_a_budget_keeps_what_fits() -> None:
         assert report.divergent_steps == 0
         assert report.peak_device_bytes <= budget
         recomputed.append(report.recomputed_blocks)
+        shown = castor.report.summary(boosted.model)
+        assert ("of 8 blocks" in shown) is (report.recomputed_blocks > 0)
         assert_equal(copies(boosted.model.parameters()), kept.weights)
         del boosted
         gc.collect()

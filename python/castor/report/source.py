@@ -91,6 +91,16 @@ class Source:
                 f"{memory.promoted_chunks} chunks live on the device, optimizer state included",
             )
         ]
+        recomputed = [
+            (
+                "Recomputed",
+                f"{memory.recomputed_blocks} of {memory.activation_blocks} blocks",
+                f"{duration(int(memory.recompute_seconds * 1e9))} of a step; the others keep "
+                f"{size(memory.kept_activation_bytes)}"
+                if memory.recompute_seconds
+                else "in backward; their activations are not kept",
+            )
+        ]
         steps_remark = f"{memory.skipped_steps} skipped, {memory.divergent_steps} left the plan"
         return [
             (
@@ -100,6 +110,7 @@ class Source:
                 f"{size(memory.device_budget_bytes)}",
             ),
             ("Non-model peak", size(memory.peak_nonmodel_bytes), "activations and temporaries"),
+            *(recomputed if memory.recomputed_blocks else []),
             ("Host memory", size(memory.host_bytes), f"in {memory.num_chunks} chunks"),
             *(promoted if memory.promoted_chunks else []),
             ("Loss", "unknown" if loss is None else f"{loss:.4f}", f"of step {memory.steps}"),
