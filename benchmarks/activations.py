@@ -6,7 +6,9 @@
 #     vocabulary of 128,256 at 1 x 4096; fp32, the same seed and batches everywhere.
 # Method: the smallest budget is bisected to 3% over two steps, the second by plan. At each budget
 #     of a sweep, of the GPT-2, contenders step in turn; ratios are taken within a round.
-# Targets: smallest budget at most 0.30 of the baseline's; step at most 1.05 of the best by hand.
+#     The largest batch is bisected, in 1.5 times what the baseline needs for one sample.
+# Targets: smallest budget at most 0.30 of the baseline's; step at most 1.05 of the best by hand;
+#     largest batch at least 3 of the baseline's.
 """Activations in a budget: `python benchmarks/activations.py [--quick]`."""
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from castor import Booster, GeminiPlugin, OutOfMemoryError
 from castor.activations.blocks import find_blocks
 
 BASELINE = {"activations": "keep", "tile_logits": False}
-SMALLEST_TARGET, STEP_TARGET = 0.30, 1.05
+SMALLEST_TARGET, STEP_TARGET, BATCH_TARGET = 0.30, 1.05, 3.0
+MOST = 64
 RESOLUTION = 1.03
 SHARES = (1.1, 2.0, 4.0)
 """Budgets of the sweep, in the smallest that trains; and one in which everything stays."""
@@ -77,14 +80,15 @@ class Workload:
         self.build, self.vocabulary, self.tokens = build, vocabulary, tokens
         self.blocks = list(find_blocks(build()))
 
-    def contender(self, budget: int, settings: Any) -> Contender:
+    def contender(self, budget: int, settings: Any, batch: int | None = None) -> Contender:
         """A model boosted anew."""
-        return Contender(self.build(), self.vocabulary, self.tokens, budget, settings)
+        tokens = (batch or self.tokens[0], self.tokens[1])
+        return Contender(self.build(), self.vocabulary, tokens, budget, settings)
 
-    def trains(self, budget: int, settings: Any) -> bool:
+    def trains(self, budget: int, settings: Any, batch: int | None = None) -> bool:
         """Whether two steps fit the budget, and nothing of them is left."""
         try:
-            contender = self.contender(budget, settings)
+            contender = self.contender(budget, settings, batch)
             for number in range(2):
                 contender.step(number)
         except OutOfMemoryError:
@@ -104,6 +108,17 @@ class Workload:
             else:
                 low = middle
         return high
+
+    def largest(self, settings: Any, budget: int) -> int:
+        """The largest batch that trains; at most MOST."""
+        low, high = 0, MOST + 1
+        while high - low > 1:
+            middle = min(2 * low, MOST) if high > MOST else (low + high) // 2
+            if self.trains(budget, settings, max(1, middle)):
+                low = max(1, middle)
+            else:
+                high = max(1, middle)
+        return low
 
     def by_hand(self) -> dict[str, Any]:
         """Settings that somebody may choose."""
@@ -170,6 +185,14 @@ def measure(workload: Workload, rounds: int) -> dict[str, Any]:
     }
     if not rounds:
         return found
+    budget = int(1.5 * smallest["without"] / workload.tokens[0])
+    batches = {
+        name: workload.largest(settings[name], budget) for name in ("without", "tiles, auto")
+    }
+    found |= {
+        "largest_batch": batches | {"budget_bytes": budget},
+        "batch_within_target": batches["tiles, auto"] >= BATCH_TARGET * batches["without"],
+    }
     budgets = [int(share * smallest["tiles, auto"]) for share in SHARES] + [8 << 30]
     sweep = [workload.sweep(budget, rounds) for budget in budgets]
     best = max(point["step_ratio"][point["best_by_hand"]]["median"] for point in sweep)
@@ -204,6 +227,8 @@ def main() -> None:
         if "sweep" in result:
             Console().print(table)
         smallest = {k: round(v / 2**20, 1) for k, v in result["smallest_budget_bytes"].items()}
+        if "largest_batch" in result:
+            Console().print("largest batch:", result["largest_batch"])
         Console().print("smallest budgets, MiB:", smallest, f"ratio {result['smallest_ratio']:.3f}")
     if not args.quick:
         write_record(args.output, "activations", {"results": results}, machine=machine)
