@@ -64,13 +64,13 @@ class Simulator {
  public:
   Simulator(const std::vector<PythonParamSpec>& params,
             const std::vector<PythonModuleSpec>& modules, ScalarType precision,
-            std::size_t chunk_bytes, StateFormat state_format)
+            std::size_t chunk_bytes, StateFormat state_format, std::size_t num_ranks)
       : type_(precision),
         rule_(rule_for(type_, state_format)),
         state_bytes_per_element_(state_bytes_per_element(type_, *rule_)),
         layout_(param_specs(params, type_), module_specs(modules),
                 {.chunk_bytes = chunk_bytes,
-                 .world_size = 1,
+                 .world_size = num_ranks,
                  .param_alignment = param_alignment(rule_.get(), type_)}) {}
 
   /// The chunk of each parameter.
@@ -263,9 +263,9 @@ void bind_simulator(py::module_& m) {
   m.def("keep_activations", &keep, py::arg("events"), py::arg("compute_seconds"), py::arg("kept"));
   py::class_<Simulator>(m, "Simulator")
       .def(py::init<const std::vector<PythonParamSpec>&, const std::vector<PythonModuleSpec>&,
-                    ScalarType, std::size_t, StateFormat>(),
+                    ScalarType, std::size_t, StateFormat, std::size_t>(),
            py::arg("params"), py::arg("modules"), py::arg("precision"), py::arg("chunk_bytes"),
-           py::arg("state_format"))
+           py::arg("state_format"), py::arg("num_ranks") = 1)
       .def("chunk_of", &Simulator::chunk_of)
       .def("places", &Simulator::places, py::arg("options"))
       .def("run", &Simulator::run, py::arg("events"), py::arg("compute_seconds"),

@@ -86,6 +86,8 @@ def _lazy_llama() -> nn.Module:
 EXACT = {
     **{name: _zoo(name) for name in ("gpt2", "llama", "t5", "bert", "vit", "mixtral")},
     "checkpointed": _zoo("llama", checkpointing=True),
+    "recomputed": _zoo("t5", activations="recompute"),
+    "activations": _zoo("gpt2", activations="auto"),
     "frozen": RankCase(_frozen, _zoo("gpt2").loss),
     "lazy": RankCase(_lazy_llama, _zoo("llama").loss),
     "tight": RankCase(tower, _tower_loss, {"memory": 24 << 10, "chunk_bytes": "8KiB"}),

@@ -202,6 +202,7 @@ def _lay_out(model: nn.Module, engine: Engine, config: GeminiConfig) -> _C.Simul
         precision=SCALAR_TYPES[config.precision],
         chunk_bytes=config.chunk_bytes,
         state_format=engine.session.optim_state_format,
+        num_ranks=engine.ranks.size if engine.ranks else 1,
     )
 
 

@@ -100,11 +100,6 @@ def _check_supported(
             f"{size} ranks train on the CPU device so far, and device={config.device!r} was asked "
             "for: pass device='cpu', or start one process"
         )
-    if config.activations == "auto":
-        raise NotImplementedError(
-            f"activations='auto' decides for one process, and {size} ranks train together; pass "
-            "'keep', 'recompute' or a mapping"
-        )
     if config.overlap == "backward":
         raise NotImplementedError(
             f"overlap='backward' updates chunks before {size} ranks have brought their gradients "
