@@ -77,6 +77,14 @@ def simulated(
     simulated_gpu.rest()
 
 
+@pytest.fixture
+def same_kernels() -> Iterator[None]:
+    """Products without oneDNN: for bf16 it takes memory of its own, on some processors only."""
+    enabled = torch.backends.mkldnn.set_flags(_enabled=False)[0]
+    yield
+    torch.backends.mkldnn.set_flags(_enabled=enabled)
+
+
 @pytest.fixture(params=ACCELERATORS)
 def gpu(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
     """A GPU, real or simulated."""

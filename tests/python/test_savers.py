@@ -304,6 +304,7 @@ def test_a_state_dict_is_the_parameters_memory_and_no_more() -> None:
     assert state["lm_head.weight"].data_ptr() == state["transformer.wte.weight"].data_ptr()
 
 
+@pytest.mark.usefixtures("same_kernels")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_state_dict_follows_the_training_and_writes_the_weights(precision: str) -> None:
     """As in plain PyTorch: an average that somebody swaps in through a state_dict, say."""

@@ -196,6 +196,7 @@ def test_a_write_on_the_device_is_kept_where_homes_are_on_nvme(name: str, tmp_pa
     assert_halved(boosted, lambda: boosted.model(**batch), name)
 
 
+@pytest.mark.usefixtures("same_kernels")
 @pytest.mark.parametrize("state_format", ["fp32", "split", "split_int8"])
 def test_the_master_follows_a_write_through_data(state_format: str) -> None:
     model = tower(width=64)
