@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from castor import _C, Booster, GeminiPlugin, HybridAdam
+from castor.activations.auto import compute_seconds
 from castor.runtime.engine import engine_of
 from castor.runtime.spec import ModelSpec
 
@@ -69,16 +70,6 @@ class Contender:
         if timeline is None or not timeline["complete"]:
             raise RuntimeError("the step left no complete timeline")
         return seconds, timeline
-
-
-def compute_seconds(timeline: dict[str, Any]) -> list[float]:
-    """Of each moment, until the next, without the copies that held it up."""
-    times = [moment[2] for moment in timeline["moments"]] + [timeline["update_begin_ns"]]
-    held = [0] * len(timeline["moments"])
-    for _, cause, moment, _, _, submit_ns, wait_ns, _ in timeline["transfers"]:
-        if cause != "step_end":
-            held[moment] += submit_ns + wait_ns
-    return [max(times[i + 1] - times[i] - copies, 0) / 1e9 for i, copies in enumerate(held)]
 
 
 def median(measure: Callable[[], float], repetitions: int = 7) -> float:
