@@ -102,10 +102,8 @@ class ChunkManager {
   /// `cap_bytes` after adding them; only chunks whose next use is `horizon` or later.
   /// Returns whether `bytes` fit the budget: the cap is a wish, the budget is not.
   bool make_room(std::size_t bytes, std::size_t cap_bytes, std::uint64_t horizon = 0);
-  /// Gives free slots back that would not fit beside those in use within `cap_bytes`.
-  void trim_slots(std::size_t cap_bytes) noexcept {
-    device_->trim(cap_bytes - std::min(cap_bytes, slot_bytes()));
-  }
+  /// Gives free slots back beyond `keep_bytes` of them.
+  void trim_slots(std::size_t keep_bytes) noexcept { device_->trim(keep_bytes); }
   [[nodiscard]] bool update_pending(ChunkId chunk) const {
     return updates_ != nullptr && updates_->pending(chunk);
   }

@@ -186,10 +186,16 @@ void Runtime::acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins) {
     static_cast<void>(manager_.make_room(0, slot_cap()));
     prefetch();
   }
-  // What the cap leaves to non-model bytes is theirs in fact: free slots are resident too.
-  if (const std::size_t cap = slot_cap(); cap != kNoCap) {
-    manager_.trim_slots(cap + options_.kept_slot_bytes);
-  }
+  trim_slots();
+}
+
+// What non-model bytes take, or the cap leaves to them, is theirs in fact: free slots are resident
+// too.
+void Runtime::trim_slots() {
+  const Ledger& device = manager_.device().ledger();
+  const std::size_t slots = manager_.slot_bytes();
+  const std::size_t room = std::min(std::max(slot_cap(), slots) - slots, device.available());
+  manager_.trim_slots(room + std::min(options_.kept_slot_bytes, device.budget() / 8));
 }
 
 void Runtime::prefetch() {

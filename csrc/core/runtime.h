@@ -38,8 +38,8 @@ struct RuntimeOptions {
   /// kAuto: share of what non-model data leaves of it that whole chunks may take, in [0, 1].
   double margin_ratio = 1.0;
   FreedSlots freed_slots = FreedSlots::kKeepTheirBytes;
-  /// Free slots may take so much of what a plan leaves to non-model data: less is not worth the
-  /// page faults of the next fetch.
+  /// Free slots may take so much of what non-model data takes or a plan leaves to it, but at most
+  /// an eighth of the budget: less is not worth the page faults of the next fetch.
   std::size_t kept_slot_bytes = std::size_t{128} << 20;
 };
 
@@ -157,6 +157,7 @@ class Runtime final : public Reclaimer {
   [[nodiscard]] bool on_plan() const noexcept CASTOR_REQUIRES(mutex_);
   static constexpr std::size_t kNoCap = ~std::size_t{0};
   [[nodiscard]] std::size_t slot_cap() const noexcept CASTOR_REQUIRES(mutex_);
+  void trim_slots() CASTOR_REQUIRES(mutex_);
   [[nodiscard]] std::uint64_t unplanned_rank() CASTOR_REQUIRES(mutex_);
   [[nodiscard]] std::string place_of(EventKind kind, ModuleId module) const;
   [[nodiscard]] std::string place_under_way() const CASTOR_REQUIRES(mutex_);

@@ -155,6 +155,18 @@ TEST(RuntimeTest, FreeSlotsGoBeforeTheActivationsThatThePlanExpects) {
   EXPECT_LE(machine.rig.device_blocks->kept() + machine.rig.manager->slot_bytes(), 2 * kChunk);
 }
 
+TEST(RuntimeTest, FreeSlotsGoBeforeActivationsThatNoPlanKnowsOf) {
+  Machine machine(Net::row(3).layout(), 4 * kChunk, {.kept_slot_bytes = 0});
+  const auto resident_slots = [&] {
+    return machine.rig.device_blocks->kept() + machine.rig.manager->slot_bytes();
+  };
+  machine.run({enter(0), exit(0)}, PassMode::kInference);
+  EXPECT_GE(resident_slots(), 4 * kChunk);
+  machine.run({allocate(2 * kChunk), enter(1), exit(1)}, PassMode::kInference);
+  EXPECT_LE(resident_slots(), 2 * kChunk);
+  machine.run({release(2 * kChunk)}, PassMode::kInference);
+}
+
 TEST(RuntimeTest, TraceHoldsTheActivationsAndTheClock) {
   Machine machine(Net::row(2).layout(), 10 * kChunk);
   machine.train({enter(0), allocate(100), exit(0), allocate(50), release(150), enter(1),
