@@ -48,6 +48,9 @@ void bind_io(pybind11::module_& module);
 /// castor._C.Simulator: plans and simulates steps of a model that is not built.
 void bind_simulator(pybind11::module_& module);
 
+/// castor._C.ActivationOffload and what it hands out.
+void bind_activation_offload(pybind11::module_& module);
+
 class Session;
 
 /// What Session has of the optimizer's state: formats, masters, moments.

@@ -127,7 +127,12 @@ class Session : public std::enable_shared_from_this<Session> {
   [[nodiscard]] Runtime& runtime() noexcept { return *runtime_; }
   /// Its payloads and placements do not change; everything else belongs to the runtime.
   [[nodiscard]] const ChunkManager& chunks() const noexcept { return *manager_; }
-  [[nodiscard]] const NonModelMemory& nonmodel() const noexcept { return *nonmodel_; }
+  [[nodiscard]] NonModelMemory& nonmodel() const noexcept { return *nonmodel_; }
+  [[nodiscard]] CopyEngine& copies() const noexcept { return *copy_engine_; }
+  /// Where activations are.
+  [[nodiscard]] c10::Device torch_device() const { return own_device_.torch_device(); }
+  /// As SessionDevice's.
+  [[nodiscard]] StreamId current_stream() const { return own_device_.current_stream(); }
   [[nodiscard]] MemoryTier& device() noexcept { return *device_; }
   [[nodiscard]] MemoryTier& host() noexcept { return *host_; }
 

@@ -387,7 +387,7 @@ def test_blocks_of_a_lazy_model() -> None:
     ("value", "error", "message"),
     [
         ({"*": "auto"}, ValueError, "activations has 'auto'; choose 'auto', 'keep'"),
-        ({"*": "offload"}, NotImplementedError, "activations='offload' is not supported yet"),
+        ({"*": "offload:"}, ValueError, "activations has 'offload:'"),
         (
             "checkpoint",
             ValueError,
@@ -414,7 +414,7 @@ def test_values_that_mean_nothing(value: Any, error: type[Exception], message: s
         ),
         (
             "recompute:ffn",
-            "'recompute:ffn' for 'model.layers.0', a LlamaDecoderLayer without such a",
+            "names the part 'ffn' of 'model.layers.0', a LlamaDecoderLayer without such a",
         ),
     ],
 )

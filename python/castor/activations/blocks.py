@@ -12,7 +12,9 @@ from typing import Any
 
 from torch import nn
 
+from castor import _C
 from castor.activations.auto import AutoKeep
+from castor.activations.offload import OffloadingForward
 from castor.activations.own_forward import has_own_forward
 from castor.activations.recompute import Recomputation, RecomputingForward
 from castor.config import Activations, GeminiConfig
@@ -33,7 +35,13 @@ class Decision:
     name: str
     """The module's, in the model."""
     module: nn.Module
-    recompute: bool
+    choice: str
+    """"keep", "recompute" or "offload"."""
+
+    @property
+    def recompute(self) -> bool:
+        """Whether backward runs its forward again."""
+        return self.choice == "recompute"
 
 
 class Blocks(BlockPolicy):
@@ -54,7 +62,10 @@ class Blocks(BlockPolicy):
         self._blocks = {name: weakref.ref(module) for name, module in blocks.items()}
         self._decisions = _decide(blocks, config.activations)
         self._recomputed = 0
+        self._offloaded = 0
         self._auto: AutoKeep | None = None
+        self._offload: _C.ActivationOffload | None = None
+        self._moved_before = self._moved_in_step = 0
         if self._decisions and self._with_switch_on():
             chosen = sum(decision.recompute for decision in self._decisions)
             counted = "as many as serve" if config.activations == "auto" else str(chosen)
@@ -68,6 +79,8 @@ class Blocks(BlockPolicy):
         """From now on forwards in training do what was decided. Called once, of a boosted model."""
         if self._decisions and self._config.activations == "auto":
             self._auto = AutoKeep(model, engine, self._config, len(self._decisions))
+        if any(decision.choice == "offload" for decision in self._decisions):
+            self._offload = _C.ActivationOffload(engine.session)
         classes: set[type] = set()
         for block, decision in enumerate(self._decisions):
             module = decision.module
@@ -83,6 +96,9 @@ class Blocks(BlockPolicy):
             elif decision.recompute:
                 module.forward = RecomputingForward(module, decision.name, compared=compared)
                 self._recomputed += 1
+            if decision.choice == "offload" and self._offload:
+                module.forward = OffloadingForward(module, self._offload)
+                self._offloaded += 1
         self._decisions = []
 
     def figures(self) -> BlockFigures:
@@ -96,12 +112,17 @@ class Blocks(BlockPolicy):
             recomputed_blocks=self._recomputed + len(switches) - off,
             kept_activation_bytes=self._auto.kept_bytes if self._auto else 0,
             recompute_seconds=self._auto.recompute_seconds if self._auto else 0.0,
+            offloaded_blocks=self._offloaded,
+            offloaded_activation_bytes=self._moved_in_step,
         )
 
     def step_ended(self) -> None:
         """What follows may be decided anew."""
         if self._auto:
             self._auto.step_ended()
+        if self._offload:
+            moved = self._offload.figures()["bytes_offloaded"]
+            self._moved_in_step, self._moved_before = moved - self._moved_before, moved
 
     def _with_switch_on(self) -> list[nn.Module]:
         alive = [module for ref in self._blocks.values() if (module := ref()) is not None]
@@ -155,7 +176,7 @@ def _decide(blocks: Mapping[str, nn.Module], activations: Activations) -> list[D
     if activations == "keep":
         return []
     if activations == "auto":
-        return [Decision(*item, recompute=True) for item in blocks.items() if has_switch(item[1])]
+        return [Decision(*item, "recompute") for item in blocks.items() if has_switch(item[1])]
     if not blocks:
         raise UsageError(
             f"activations={activations!r}, but the model has no blocks: no layers that "
@@ -176,15 +197,17 @@ def _decide(blocks: Mapping[str, nn.Module], activations: Activations) -> list[D
     for name, choice in chosen.items():
         part = choice.partition(":")[2]
         if part and has_switch(blocks[name]):
-            decisions.append(Decision(name, blocks[name], recompute=False))
+            decisions.append(Decision(name, blocks[name], "keep"))
         target = _part(blocks[name], part, name)
-        if choice != "keep" and not has_switch(target) and has_own_forward(target):
+        kind = choice.partition(":")[0]
+        replaces = kind == "offload" or (kind == "recompute" and not has_switch(target))
+        if replaces and has_own_forward(target):
             raise UsageError(
                 f"activations={choice!r} for '{name}', but a forward has been put in place of its "
-                "own, which castor cannot run twice; take it off, or choose 'keep'"
+                "own, which castor would replace; take it off, or choose 'keep'"
             )
         whole_name = f"{name}.{part}" if part else name
-        decisions.append(Decision(whole_name, target, recompute=choice != "keep"))
+        decisions.append(Decision(whole_name, target, kind))
     return decisions
 
 
@@ -194,7 +217,7 @@ def _part(block: nn.Module, part: str, name: str) -> nn.Module:
     except AttributeError:
         parts = ", ".join(repr(child) for child, _ in block.named_children())
         raise UsageError(
-            f"activations has 'recompute:{part}' for '{name}', a {type(block).__name__} without "
+            f"activations names the part '{part}' of '{name}', a {type(block).__name__} without "
             f"such a part; it has {parts}"
         ) from None
 

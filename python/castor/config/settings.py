@@ -69,8 +69,9 @@ def _check_tile_logits(value: object) -> None:
 
 def _check_activations(value: object) -> None:
     asked = (
-        "choose 'auto', 'keep', 'recompute', 'recompute:PART' with a part of each block such as "
-        "'mlp', or a mapping from patterns of block names to the last three"
+        "choose 'auto', 'keep', 'recompute', 'offload', 'recompute:PART' or 'offload:PART' with a "
+        "part of each block such as 'mlp', or a mapping from patterns of block names to all of "
+        "these but 'auto'"
     )
     patterns = value if isinstance(value, Mapping) else {"*": value}
     if not patterns or not all(isinstance(part, str) for item in patterns.items() for part in item):
@@ -78,10 +79,8 @@ def _check_activations(value: object) -> None:
     for choice in map(str, patterns.values()):
         if choice == "auto" and value == "auto":
             return
-        if choice == "offload":
-            raise NotImplementedError(f"activations={choice!r} is not supported yet; {asked}")
         kind, colon, part = choice.partition(":")
-        if choice != "keep" and (kind != "recompute" or (colon and not part)):
+        if choice != "keep" and (kind not in ("recompute", "offload") or (colon and not part)):
             raise ValueError(f"activations has {choice!r}; {asked}")
 
 

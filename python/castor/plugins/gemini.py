@@ -98,12 +98,13 @@ class GeminiPlugin:
             their values. True, False, or how many rows a tile has. "auto": where that leaves 16 MiB
             and 1/16 of device_memory free. One tile is plain PyTorch's bits; with more, the loss
             and the output embedding's gradient are sums in another order.
-        activations: Which of the model's blocks backward computes again instead of keeping what
-            they save: "keep" (none, or what the model's own gradient checkpointing says), "auto"
-            (as many as a profile of the first step says is fastest in device_memory), "recompute",
-            "recompute:mlp" (that part of each block) or a mapping from patterns of block names to
-            all but "auto", {"model.layers.*": "recompute", "model.layers.0": "keep"}, of which the
-            last that matches counts. Bits are plain PyTorch's.
+        activations: What becomes of what the model's blocks save for backward: "keep" (it stays,
+            but for what the model's own gradient checkpointing says), "recompute" (backward
+            computes it again), "offload" (it waits in host memory), "auto" (as many blocks are
+            recomputed as a profile of the first step says is fastest in device_memory),
+            "recompute:mlp" or "offload:mlp" (that part of each block), or a mapping from patterns
+            of block names to all but "auto", {"model.layers.*": "recompute", "model.layers.0":
+            "keep"}, of which the last that matches counts. Bits are plain PyTorch's.
         initial_scale: fp16: loss scale at the start.
         min_scale: fp16: lowest loss scale.
         growth_factor: fp16: growth of the loss scale.

@@ -101,6 +101,13 @@ class Source:
                 else "in backward; their activations are not kept",
             )
         ]
+        offloaded = [
+            (
+                "Offloaded",
+                f"{memory.offloaded_blocks} of {memory.activation_blocks} blocks",
+                f"{size(memory.offloaded_activation_bytes)} of activations a step",
+            )
+        ]
         steps_remark = f"{memory.skipped_steps} skipped, {memory.divergent_steps} left the plan"
         return [
             (
@@ -111,6 +118,7 @@ class Source:
             ),
             ("Non-model peak", size(memory.peak_nonmodel_bytes), "activations and temporaries"),
             *(recomputed if memory.recomputed_blocks else []),
+            *(offloaded if memory.offloaded_blocks else []),
             ("Host memory", size(memory.host_bytes), f"in {memory.num_chunks} chunks"),
             *(promoted if memory.promoted_chunks else []),
             ("Loss", "unknown" if loss is None else f"{loss:.4f}", f"of step {memory.steps}"),

@@ -47,6 +47,8 @@ class BlockFigures:
     recomputed_blocks: int = 0
     kept_activation_bytes: int = 0
     recompute_seconds: float = 0.0
+    offloaded_blocks: int = 0
+    offloaded_activation_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,13 +107,17 @@ class MemoryReport:
     logit_unheld_bytes: int
     """Logits, of the largest such loss, that never stood in memory: all but a tile."""
     activation_blocks: int
-    """Repeated parts of the model, whose activations are kept or recomputed."""
+    """Repeated parts of the model, whose activations are kept, recomputed or offloaded."""
     recomputed_blocks: int
     """Of these, how many backward computes again, in whole or in part."""
     kept_activation_bytes: int
     """activations="auto": what the other blocks keep from forward to backward, as profiled."""
     recompute_seconds: float
     """activations="auto": what computing blocks again takes of a step, as profiled."""
+    offloaded_blocks: int
+    """Blocks, or parts of them, whose activations wait for backward in host memory."""
+    offloaded_activation_bytes: int
+    """What the last step copied there."""
     num_chunks: int
     """Chunks of the model."""
     chunk_bytes: int

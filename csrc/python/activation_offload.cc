@@ -1,0 +1,29 @@
+#include "torch/activation_offload.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+#include "python/bindings.h"
+
+namespace py = pybind11;
+
+namespace castor {
+
+void bind_activation_offload(py::module_& module) {
+  using Offload = ActivationOffload;
+  const auto released = py::call_guard<py::gil_scoped_release>();
+  py::class_<Offload::Pass, std::shared_ptr<Offload::Pass>>(module, "OffloadPass");
+  py::class_<Offload::Saved, std::shared_ptr<Offload::Saved>>(module, "OffloadedTensor");
+  py::class_<Offload, std::shared_ptr<Offload>>(module, "ActivationOffload")
+      .def(py::init<std::shared_ptr<Session>>(), py::arg("session"))
+      .def("begin", &Offload::begin, released)
+      .def("save", &Offload::save, py::arg("forward"), py::arg("tensor"), released)
+      .def("restore", &Offload::restore, py::arg("saved"), released)
+      .def("figures", [](const Offload& self) {
+        const Offload::Figures figures = self.figures();
+        return py::dict(py::arg("host_bytes") = figures.host_bytes,
+                        py::arg("bytes_offloaded") = figures.bytes_offloaded,
+                        py::arg("bytes_returned") = figures.bytes_returned);
+      });
+}
+
+}  // namespace castor

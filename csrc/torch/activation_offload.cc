@@ -1,0 +1,265 @@
+#include "torch/activation_offload.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "core/error.h"
+#include "torch/chunk_storages.h"
+
+namespace castor {
+namespace {
+
+/// A smaller storage stays: a copy would cost more than its bytes are worth.
+constexpr std::size_t kSmallest = std::size_t{4} << 10;
+
+/// Whether the tensor is plain memory of `device` that its storage owns. A parameter's storage
+/// borrows its bytes from a chunk.
+bool can_leave(const at::Tensor& tensor, c10::Device device) {
+  if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.device() != device ||
+      !tensor.has_storage() || tensor.is_conj() || tensor.is_neg() ||
+      tensor.unsafeGetTensorImpl()->is_python_dispatch() ||
+      (tensor.is_leaf() && tensor.requires_grad())) {
+    return false;
+  }
+  const c10::Storage& storage = tensor.storage();
+  return storage.nbytes() >= kSmallest && storage.data_ptr().get_context() != nullptr;
+}
+
+std::span<std::byte> bytes_of(const c10::Storage& storage) {
+  return {static_cast<std::byte*>(storage.mutable_data()), storage.nbytes()};
+}
+
+}  // namespace
+
+/// A storage that passes hands back and forth. At any time it is on the device, at home or both.
+struct ActivationOffload::Moved {
+  explicit Moved(const c10::Storage& storage, std::shared_ptr<ActivationOffload> offload)
+      : owner(std::move(offload)),
+        bytes(storage.nbytes()),
+        device(storage),
+        original(storage.getWeakStorageImpl()) {}
+  ~Moved() { owner->forget(*this); }
+  Moved(const Moved&) = delete;
+  Moved& operator=(const Moved&) = delete;
+
+  const std::shared_ptr<ActivationOffload> owner;
+  const std::size_t bytes;
+  c10::Storage device;  // null: not there
+  // Whoever else holds it keeps it, and it need not come back.
+  const c10::weak_intrusive_ptr<c10::StorageImpl> original;
+  Block home;  // empty: it never left
+  CopyTicket out = CopyTicket::kNone;
+  CopyTicket in = CopyTicket::kNone;
+};
+
+template <typename Function>
+void ActivationOffload::for_each(const Pass& pass, Function&& function) {
+  for (const auto& entry : pass.moved_) {
+    if (const auto alive = entry.lock()) {
+      function(*alive);
+    }
+  }
+}
+
+std::shared_ptr<ActivationOffload::Pass> ActivationOffload::begin() {
+  const bool beside = session_->copies().asynchronous();
+  Dropped dropped;
+  const std::lock_guard lock(mutex_);
+  if (const auto leaving = leaving_.lock()) {
+    let_go(*leaving, dropped);
+  }
+  const auto last = latest_.lock();
+  if (last) {
+    send(*last);
+    if (!beside) {
+      let_go(*last, dropped);
+    }
+  }
+  leaving_ = last;
+  auto pass = std::make_shared<Pass>();
+  pass->previous_ = last;
+  latest_ = pass;
+  return pass;
+}
+
+std::shared_ptr<ActivationOffload::Saved> ActivationOffload::save(const std::shared_ptr<Pass>& pass,
+                                                                  const at::Tensor& tensor) {
+  auto saved = std::make_shared<Saved>();
+  saved->pass_ = pass;
+  saved->counter_ = tensor.unsafeGetTensorImpl()->version_counter();
+  saved->version_ = saved->counter_.enabled() ? saved->counter_.current_version() : 0;
+  if (!can_leave(tensor, session_->torch_device())) {
+    saved->kept_ = tensor;
+    return saved;
+  }
+  saved->type_ = tensor.scalar_type();
+  saved->offset_ = static_cast<std::size_t>(tensor.storage_offset());
+  saved->geometry_ = {tensor.sizes().vec(), tensor.strides().vec()};
+  const std::lock_guard lock(mutex_);
+  std::weak_ptr<Moved>& known = pass->by_storage_[tensor.storage().unsafeGetStorageImpl()];
+  saved->moved_ = known.lock();
+  if (!saved->moved_) {
+    saved->moved_ = std::make_shared<Moved>(tensor.storage(), shared_from_this());
+    known = saved->moved_;
+    pass->moved_.push_back(known);
+  }
+  return saved;
+}
+
+at::Tensor ActivationOffload::restore(const Saved& saved) {
+  if (saved.counter_.enabled() && saved.counter_.current_version() != saved.version_) {
+    throw UsageError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        "operation: a tensor that a block with activations=\"offload\" saved is at version " +
+        std::to_string(saved.counter_.current_version()) + "; expected version " +
+        std::to_string(saved.version_) + " instead");
+  }
+  if (!saved.moved_) {
+    return saved.kept_;
+  }
+  const at::NoGradGuard no_graph;
+  const bool beside = session_->copies().asynchronous();
+  Dropped dropped;
+  const std::lock_guard lock(mutex_);
+  const auto before = in_backward_.lock();
+  in_backward_ = saved.pass_;
+  if (before != saved.pass_) {
+    if (before) {
+      let_go(*before, dropped);  // its graph was retained
+    }
+    if (beside) {
+      for_each(*saved.pass_, [this](Moved& moved) { fetch(moved); });
+    }
+  }
+  fetch(*saved.moved_);
+  session_->copies().order(saved.moved_->in, session_->current_stream());
+  const at::Tensor restored =
+      tensor_over(saved.moved_->device, saved.type_, saved.offset_, saved.geometry_);
+  if (before != saved.pass_ && beside) {
+    fetch_ahead(*saved.pass_);
+  }
+  return restored;
+}
+
+void ActivationOffload::send(Pass& pass) {
+  pass.by_storage_.clear();  // what is saved from now on may have been written since
+  for_each(pass, [this](Moved& moved) {
+    if (moved.home.data() != nullptr) {
+      return;
+    }
+    moved.home = home(moved.bytes);
+    moved.out = session_->copies().submit({.source = bytes_of(moved.device),
+                                           .target = {moved.home.data(), moved.bytes},
+                                           .direction = CopyDirection::kDeviceToHost,
+                                           .behind = session_->device().stream(),
+                                           .await_source = {}});
+    const std::lock_guard lock(homes_mutex_);
+    figures_.host_bytes += moved.bytes;
+    figures_.bytes_offloaded += moved.bytes;
+  });
+}
+
+void ActivationOffload::let_go(Pass& pass, Dropped& dropped) {
+  for_each(pass, [&](Moved& moved) {
+    if (moved.home.data() != nullptr && moved.device) {
+      session_->copies().wait(moved.out);
+      session_->copies().wait(moved.in);
+      dropped.push_back(std::exchange(moved.device, {}));
+    }
+  });
+}
+
+void ActivationOffload::fetch(Moved& moved) {
+  if (moved.device) {
+    return;
+  }
+  if (auto alive = moved.original.lock()) {
+    moved.device = c10::Storage(std::move(alive));
+    return;
+  }
+  const auto options = at::TensorOptions().dtype(at::kByte).device(session_->torch_device());
+  const c10::Storage storage =
+      at::empty({static_cast<std::int64_t>(moved.bytes)}, options).storage();
+  moved.in = session_->copies().submit({.source = {moved.home.data(), moved.bytes},
+                                        .target = bytes_of(storage),
+                                        .direction = CopyDirection::kHostToDevice,
+                                        .behind = session_->current_stream(),
+                                        .await_source = {}});
+  moved.device = storage;
+  const std::lock_guard lock(homes_mutex_);
+  figures_.bytes_returned += moved.bytes;
+}
+
+// Where there is no room, backward of that block brings in what it needs.
+void ActivationOffload::fetch_ahead(Pass& pass) {
+  const auto next = pass.previous_.lock();
+  if (!next) {
+    return;
+  }
+  try {
+    for_each(*next, [this](Moved& moved) {
+      if (!moved.device) {
+        session_->nonmodel().make_room(moved.bytes);
+        fetch(moved);
+      }
+    });
+  } catch (const OutOfMemory& error) {
+    if (error.tier() != TierKind::kDevice) {
+      throw;
+    }
+  }
+}
+
+Block ActivationOffload::home(std::size_t bytes) {
+  {
+    const std::lock_guard lock(homes_mutex_);
+    if (const auto free = free_homes_.find(bytes); free != free_homes_.end()) {
+      Block block = std::move(free->second);
+      free_homes_.erase(free);
+      return block;
+    }
+  }
+  const auto allocate = [&] {
+    return session_->host().allocate(
+        bytes,
+        "activations=\"offload\" keeps activations in host memory; raise host_memory, or offload "
+        "fewer blocks");
+  };
+  try {
+    return allocate();
+  } catch (const OutOfMemory&) {
+    std::multimap<std::size_t, Block> other_sizes;
+    const std::lock_guard lock(homes_mutex_);
+    if (free_homes_.empty()) {
+      throw;
+    }
+    other_sizes.swap(free_homes_);
+  }
+  return allocate();
+}
+
+// Called wherever autograd drops a graph, by threads that hold Python's global lock too.
+void ActivationOffload::forget(Moved& moved) noexcept {
+  for (const CopyTicket ticket : {moved.out, moved.in}) {
+    try {
+      session_->copies().wait(ticket);
+    } catch (...) {  // nobody needs the bytes any more
+    }
+  }
+  if (moved.home.data() != nullptr) {
+    const std::lock_guard lock(homes_mutex_);
+    figures_.host_bytes -= moved.bytes;
+    free_homes_.emplace(moved.bytes, std::move(moved.home));
+  }
+}
+
+ActivationOffload::Figures ActivationOffload::figures() const {
+  const std::lock_guard lock(homes_mutex_);
+  return figures_;
+}
+
+}  // namespace castor

@@ -1,0 +1,101 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+#include <c10/core/TensorImpl.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "core/memory_tier.h"
+#include "torch/chunk_storages.h"
+#include "torch/session.h"
+
+namespace castor {
+
+/// Activations of a model's blocks that wait for backward in host memory (docs/design/0030).
+///
+/// What autograd saves during a block's forward leaves the device when the next block begins. Where
+/// copies run beside the compute, it stays until the block after that begins, and comes back while
+/// the backward of the block behind it runs: what the device holds does not depend on how fast the
+/// link is, only how long anybody waits. The last block's is never copied.
+///
+/// Whoever else holds a tensor keeps its memory on the device, and backward reads it there. Views
+/// of one storage leave as one. Thread-safe. Owns a share of the session, and so do the tensors
+/// that it gives out: a graph may outlive the model.
+class ActivationOffload : public std::enable_shared_from_this<ActivationOffload> {
+ private:
+  struct Moved;
+
+ public:
+  /// One forward of a block.
+  class Pass {
+    friend class ActivationOffload;
+    std::weak_ptr<Pass> previous_;
+    std::vector<std::weak_ptr<Moved>> moved_;
+    // Of those that have not left.
+    std::unordered_map<const c10::StorageImpl*, std::weak_ptr<Moved>> by_storage_;
+  };
+  /// What autograd keeps of a tensor.
+  class Saved {
+    friend class ActivationOffload;
+    std::shared_ptr<Pass> pass_;
+    std::shared_ptr<Moved> moved_;  // nullptr: the tensor stayed
+    at::Tensor kept_;
+    at::ScalarType type_ = at::kFloat;
+    std::size_t offset_ = 0;  // elements
+    ParamGeometry geometry_;
+    c10::VariableVersion counter_;
+    std::uint32_t version_ = 0;
+  };
+
+  /// Bytes now, and of the whole run.
+  struct Figures {
+    std::size_t host_bytes = 0;         ///< of activations that are away
+    std::uint64_t bytes_offloaded = 0;  ///< copied to the host so far
+    std::uint64_t bytes_returned = 0;   ///< copied back so far
+  };
+
+  explicit ActivationOffload(std::shared_ptr<Session> session) : session_(std::move(session)) {}
+
+  /// A block's forward begins: what was saved before it leaves. Throws OutOfMemory of the host.
+  [[nodiscard]] std::shared_ptr<Pass> begin();
+  /// What autograd keeps of a tensor that an operator of the pass saves. Parameters, tensors of
+  /// another device and small ones stay as they are; but their versions are checked as well.
+  [[nodiscard]] std::shared_ptr<Saved> save(const std::shared_ptr<Pass>& pass,
+                                            const at::Tensor& tensor);
+  /// The tensor, for backward; on the device. Throws UsageError where it was written in place since
+  /// it was saved, OutOfMemory where it does not fit.
+  [[nodiscard]] at::Tensor restore(const Saved& saved);
+
+  [[nodiscard]] Figures figures() const;
+
+ private:
+  using Dropped = std::vector<c10::Storage>;  // freed without the mutex: Python may know them
+
+  /// Calls `function` with what is still needed of a pass.
+  template <typename Function>
+  static void for_each(const Pass& pass, Function&& function);
+  void send(Pass& pass);
+  void let_go(Pass& pass, Dropped& dropped);
+  void fetch(Moved& moved);
+  void fetch_ahead(Pass& pass);
+  [[nodiscard]] Block home(std::size_t bytes);
+  void forget(Moved& moved) noexcept;
+
+  const std::shared_ptr<Session> session_;
+  std::mutex mutex_;                              // guards passes, what they moved, and:
+  std::weak_ptr<Pass> latest_;                    // its forward runs, or was the last to
+  std::weak_ptr<Pass> leaving_;                   // on its way to the host
+  std::weak_ptr<Pass> in_backward_;               // restored from last
+  mutable std::mutex homes_mutex_;                // a leaf, taken where graphs are dropped; guards:
+  std::multimap<std::size_t, Block> free_homes_;  // by size: the next step needs the same ones
+  Figures figures_;
+};
+
+}  // namespace castor

@@ -1,0 +1,307 @@
+"""Blocks whose activations wait for backward in host memory: plain PyTorch's bits."""
+
+import copy
+import gc
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import castor
+from castor.activations.blocks import find_blocks
+from helpers import GIB, assert_equal, boost, copies, plugin, train_on
+from test_recomputed_blocks import MODELS, Block, Tower, of_boosted, of_plain, own, with_dropout
+from zoo import CASES, Case
+
+LLAMA, GPT2 = CASES["llama"], CASES["gpt2"]
+LINKS = {"memory": {}, "slow": {"link_bandwidth": "100MB/s"}}
+"""Copies that are made at once, and copies beside the compute that must be waited for."""
+
+
+@pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_gradients_and_random_state_are_plain_pytorchs(name: str, dropout: bool) -> None:
+    case = MODELS[name]
+    case = replace(case, build=with_dropout(case.build)) if dropout else case
+    expected = of_plain(case)
+    blocks = list(find_blocks(case.model()))
+    for activations, count in (
+        ("offload", len(blocks)),
+        ({"*": "offload", blocks[0]: "keep", blocks[-1]: "recompute"}, len(blocks) - 2),
+    ):
+        for link in LINKS.values():
+            found, report = of_boosted(case, activations=activations, **link)
+            assert_equal(found, expected)
+            assert report.offloaded_blocks == count
+            assert report.divergent_steps == 0
+    boosted = boost(case.model(), activations="offload")
+    train_on(boosted, case)
+    assert boosted.report().offloaded_activation_bytes > 0
+
+
+class Wide(Tower):
+    """Blocks that save 900 KiB each, of a batch of 64 rows."""
+
+    def __init__(self, block: type[nn.Module] = Block, num_blocks: int = 8) -> None:
+        super().__init__(block, 256)
+        self.blocks = nn.ModuleList(block(256) for _ in range(num_blocks))
+
+
+def wide(block: type[nn.Module] = Block, num_blocks: int = 8) -> Case:
+    def batch(seed: int) -> dict[str, Any]:
+        return {"x": torch.randn(64, 256, generator=torch.Generator().manual_seed(seed))}
+
+    return Case("wide", lambda: Wide(block, num_blocks), batch, lambda loss, _: loss)
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_the_device_holds_two_blocks_activations_at_most(link: str) -> None:
+    case = wide()
+    kept = of_boosted(case)[1].peak_nonmodel_bytes
+    one = kept - of_boosted(wide(num_blocks=7))[1].peak_nonmodel_bytes
+    found, report = of_boosted(case, activations="offload", **LINKS[link])
+    assert_equal(found, of_plain(case))
+    held = 2 if link == "memory" else 3
+    rest = kept - 8 * one
+    assert report.peak_nonmodel_bytes < held * one + max(rest, 0) + (1 << 20)
+    assert report.offloaded_activation_bytes == 0  # no step has ended
+
+
+def test_every_block_but_the_last_leaves_once_a_step() -> None:
+    case = wide()
+    boosted = boost(case.model(), activations="offload")
+    train_on(boosted, case)
+    report = boosted.report()
+    of_one = boost(case.model(), activations={"blocks.[01]": "offload"})
+    train_on(of_one, case)
+    assert report.offloaded_activation_bytes == 7 * of_one.report().offloaded_activation_bytes
+    assert (report.offloaded_blocks, of_one.report().offloaded_blocks) == (8, 2)
+    assert "8 of 8 blocks" in castor.report.summary(boosted.model)
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_training_in_a_tight_budget(link: str, overlap: str) -> None:
+    case = wide()
+    settings: dict[str, Any] = {"overlap": overlap} | LINKS[link]
+    kept = boost(case.model(), **settings)
+    losses = train_on(kept, case)
+    free = boost(case.model(), activations="offload", **settings)
+    train_on(free, case)
+    budget = free.report().peak_nonmodel_bytes + (5 << 20)
+    tight = boost(case.model(), budget, activations="offload", **settings)
+    assert train_on(tight, case) == losses
+    assert_equal(copies(tight.model.parameters()), copies(kept.model.parameters()))
+    report = tight.report()
+    assert report.peak_device_bytes <= budget < kept.report().peak_device_bytes
+    assert report.divergent_steps == 0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_accumulation_and_nvme(precision: str, tmp_path: Path) -> None:
+    runs = []
+    for settings in ({}, {"activations": "offload", "nvme_path": tmp_path, **LINKS["slow"]}):
+        boosted = boost(LLAMA.model(), precision=precision, **settings)
+        losses = train_on(boosted, LLAMA, micro_batches=2)
+        runs.append((losses, copies(boosted.model.parameters())))
+    assert runs[0][0] == runs[1][0]
+    assert_equal(runs[0][1], runs[1][1])
+
+
+@pytest.mark.parametrize("part", ["mlp", "norm"])
+def test_parts_of_blocks(part: str) -> None:
+    case = wide()
+    found, report = of_boosted(case, activations=f"offload:{part}")
+    assert_equal(found, of_plain(case))
+    assert report.offloaded_blocks == 8
+
+
+class Writing(Block):
+    """It writes to what an operator of its own has saved."""
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        y = self.norm(x)
+        z = y.sigmoid()
+        w = z.exp()
+        z.add_(1.0)
+        return y + w + z
+
+
+@pytest.mark.parametrize("choice", ["keep", "offload"])
+def test_writing_to_what_was_saved_raises_as_in_plain_pytorch(choice: str) -> None:
+    case = wide(Writing)
+    boosted = boost(case.model(), activations=choice)
+    loss = boosted.model(**case.batch(0))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        boosted.booster.backward(loss, boosted.optimizer)
+
+
+def test_a_parameter_written_before_backward_raises_as_in_plain_pytorch() -> None:
+    case = wide()
+    boosted = boost(case.model(), activations="offload")
+    loss = boosted.model(**case.batch(0))
+    with torch.no_grad():
+        boosted.model.blocks[2].mlp[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        boosted.booster.backward(loss, boosted.optimizer)
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_graph_is_read_twice(link: str) -> None:
+    case = wide()
+    plain = case.model()
+    torch.manual_seed(1)
+    plain(**case.batch(0)).backward()
+    expected = [2 * param.grad for param in plain.parameters() if param.grad is not None]
+    boosted = boost(case.model(), activations="offload", **LINKS[link])
+    torch.manual_seed(1)
+    loss = boosted.model(**case.batch(0))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert_equal(copies(param.grad for param in boosted.model.parameters()), expected)
+
+
+def test_a_gradient_of_a_gradient() -> None:
+    case = wide()
+
+    def penalty(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        x = case.batch(0)["x"].requires_grad_()
+        (of_x,) = torch.autograd.grad(model(x=x), x, create_graph=True)
+        (again,) = torch.autograd.grad(of_x.square().sum(), x)
+        return [of_x.detach(), again]
+
+    assert_equal(penalty(boost(case.model(), activations="offload").model), penalty(case.model()))
+
+
+def test_what_others_hold_stays_readable() -> None:
+    case = wide()
+    boosted = boost(case.model(), activations="offload")
+    held: list[torch.Tensor] = []
+    for block in boosted.model.blocks:
+        block.mlp[1].register_forward_hook(lambda _, __, output: held.append(output))
+    loss = boosted.model(**case.batch(0))
+    values = copies(held)
+    boosted.booster.backward(loss, boosted.optimizer)
+    assert_equal(copies(held), values)
+
+
+class Checkpointing(Block):
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        return checkpoint(super().forward, x, scale=scale, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_a_block_that_checkpoints_itself() -> None:
+    case = wide(Checkpointing)
+    found, _ = of_boosted(case, activations="offload")
+    assert_equal(found, of_plain(case))
+
+
+def test_saved_tensors_hooks_of_others_see_the_other_modules() -> None:
+    case = wide()
+    seen: list[int] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor.nbytes)
+        return tensor
+
+    boosted = boost(case.model(), activations="offload")
+    torch.manual_seed(1)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = boosted.model(**case.batch(0))
+    boosted.booster.backward(loss, boosted.optimizer)
+    assert seen
+    plain = case.model()
+    torch.manual_seed(1)
+    plain(**case.batch(0)).backward()
+    assert_equal(
+        copies(p.grad for p in boosted.model.parameters()),
+        copies(p.grad for p in plain.parameters()),
+    )
+
+
+def test_only_training_forwards_offload() -> None:
+    boosted = boost(GPT2.model(), activations="offload", tile_logits=False)
+    ids = GPT2.batch(0)["input_ids"]
+    with torch.no_grad():
+        expected = boosted.model(ids).logits
+    assert torch.equal(boosted.model(ids).logits, expected)
+    boosted.model.eval()
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    plain = GPT2.model().eval()
+    assert torch.equal(boosted.model.generate(ids, **settings), plain.generate(ids, **settings))
+
+
+def test_a_loss_that_is_dropped_frees_the_host() -> None:
+    case = wide()
+    boosted = boost(case.model(), activations="offload", **LINKS["slow"])
+    before = boosted.report().host_bytes
+    found, peaks = [], []
+    for number in range(3):
+        loss = boosted.model(**case.batch(number))
+        del loss
+        report = boosted.report()
+        found.append(report.host_bytes)
+        peaks.append(report.peak_nonmodel_bytes)
+    assert before < found[0]  # the homes are there for the next step
+    assert found == found[:1] * 3
+    assert peaks[-1] < 1.1 * peaks[0]
+
+
+def test_host_memory_that_is_too_small_is_an_error() -> None:
+    case = wide()
+    boosted = boost(case.model(), host_memory=GIB, activations="offload")
+    needed = boosted.report().host_bytes
+    boosted = boost(case.model(), host_memory=needed + (1 << 20), activations="offload")
+    weights = copies(boosted.model.parameters())
+    with pytest.raises(castor.OutOfMemoryError, match="raise host_memory, or offload fewer blocks"):
+        boosted.model(**case.batch(0))
+    assert_equal(copies(boosted.model.parameters()), weights)
+    boosted.model.eval()
+    boosted.model(**case.batch(0))
+
+
+def test_a_dropped_model_is_freed_and_copies_are_plain() -> None:
+    case = wide()
+    boosted = boost(case.model(), activations="offload")
+    train_on(boosted, case)
+    copied = copy.deepcopy(boosted.model)
+    plain = case.model()
+    plain.load_state_dict(boosted.model.state_dict())
+    torch.manual_seed(2)
+    expected = plain(**case.batch(9))
+    torch.manual_seed(2)
+    assert torch.equal(copied(**case.batch(9)), expected)
+    gone = weakref.ref(boosted.model.blocks[0])
+    del boosted
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_forward_of_somebody_elses_is_refused() -> None:
+    model = own().model()
+    forward = model.blocks[1].forward
+    model.blocks[1].forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(castor.UsageError, match="a forward has been put in place of its own"):
+        boost(model, activations="offload")
+
+
+def test_models_own_checkpointing_gives_way() -> None:
+    model = LLAMA.model()
+    model.activation_checkpointing_enable()
+    with pytest.warns(UserWarning, match="the model's gradient checkpointing gives way"):
+        boosted = boost(model, activations="offload")
+    train_on(boosted, LLAMA)
+    report = boosted.report()
+    assert (report.recomputed_blocks, report.offloaded_blocks) == (0, 2)
+
+
+def test_settings_name_it() -> None:
+    assert plugin(activations={"*": "offload:mlp"}).config.activations == {"*": "offload:mlp"}
+    with pytest.raises(ValueError, match="activations has 'offload:'"):
+        plugin(activations="offload:")
