@@ -15,7 +15,8 @@ void check(const RecordedStep& step, std::span<const RecomputedSpan> kept) {
   }
   for (const RecomputedSpan& span : kept) {
     if (span.forward_begin > span.forward_end || span.forward_end > span.again_begin ||
-        span.again_begin > span.again_end || span.again_end > step.events.size()) {
+        span.again_begin > span.again_end || span.again_end > step.events.size() ||
+        span.away_begin > span.away_end || span.away_end > span.again_begin) {
       throw InvalidArgument("events " + std::to_string(span.forward_begin) + " to " +
                             std::to_string(span.forward_end) + " and " +
                             std::to_string(span.again_begin) + " to " +
@@ -55,7 +56,11 @@ RecordedStep keep_activations(const RecordedStep& step, std::span<const Recomput
   for (const RecomputedSpan& span : kept) {
     const std::size_t num_again = span.again_end - span.again_begin;
     for (std::size_t i = span.forward_begin; i < span.again_begin; ++i) {
-      events[i].nonmodel_bytes += more_bytes(step.events, span, i);
+      if (span.away_begin <= i && i < span.away_end) {
+        events[i].nonmodel_bytes = above(events[i].nonmodel_bytes, span.input_bytes);
+      } else {
+        events[i].nonmodel_bytes += more_bytes(step.events, span, i);
+      }
     }
     for (std::size_t i = span.again_begin; i < span.again_end; ++i) {
       if (dropped[i]) {

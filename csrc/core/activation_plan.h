@@ -19,6 +19,9 @@ struct RecomputedSpan {
   std::uint64_t forward_base = 0;  ///< non-model bytes when the first forward began
   std::uint64_t again_base = 0;    ///< ... when the second one did
   std::uint64_t kept_bytes = 0;    ///< what the second one left for backward
+  std::size_t away_begin = 0;      ///< first event at which these wait in host memory; 0 if never
+  std::size_t away_end = 0;        ///< first event at which they do not any more
+  std::uint64_t input_bytes = 0;   ///< of the first forward, which wait there too
 };
 
 /// A training step: its events and, for each, seconds of computing until the next.
@@ -28,7 +31,8 @@ struct RecordedStep {
 };
 
 /// The step as it had been if the activations of `kept` had been kept: without the second forwards,
-/// and with their bytes from the first ones on. A pure function, O(events + kept x events of each).
+/// and with their bytes from the first ones on, but for where they are away. A pure function,
+/// O(events + kept x events of each).
 ///
 /// In a first forward bytes grow as they did in the second; behind the event at which the second
 /// one stopped, for it stops at the last tensor that backward needs, all are there.

@@ -242,15 +242,18 @@ class Simulator {
 };
 
 /// The members of a RecomputedSpan, in their order.
-using PythonSpan = std::tuple<std::size_t, std::size_t, std::size_t, std::size_t, std::uint64_t,
-                              std::uint64_t, std::uint64_t>;
+using PythonSpan =
+    std::tuple<std::size_t, std::size_t, std::size_t, std::size_t, std::uint64_t, std::uint64_t,
+               std::uint64_t, std::size_t, std::size_t, std::uint64_t>;
 
 std::pair<std::vector<PythonEvent>, std::vector<double>> keep(
     const std::vector<PythonEvent>& events, std::vector<double> compute_seconds,
     const std::vector<PythonSpan>& spans) {
   std::vector<RecomputedSpan> kept;
-  for (const auto& [begin, end, again_begin, again_end, base, again_base, bytes] : spans) {
-    kept.push_back({begin, end, again_begin, again_end, base, again_base, bytes});
+  for (const auto& [begin, end, again_begin, again_end, base, again_base, bytes, away_begin,
+                    away_end, input] : spans) {
+    kept.push_back(
+        {begin, end, again_begin, again_end, base, again_base, bytes, away_begin, away_end, input});
   }
   RecordedStep step = keep_activations(
       {.events = trace_of(events).events(), .compute_seconds = std::move(compute_seconds)}, kept);

@@ -259,7 +259,11 @@ void ActivationOffload::forget(Moved& moved) noexcept {
 
 ActivationOffload::Figures ActivationOffload::figures() const {
   const std::lock_guard lock(homes_mutex_);
-  return figures_;
+  Figures figures = figures_;
+  for (const auto& [bytes, home] : free_homes_) {
+    figures.ready_host_bytes += bytes;
+  }
+  return figures;
 }
 
 }  // namespace castor

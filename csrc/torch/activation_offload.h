@@ -57,6 +57,7 @@ class ActivationOffload : public std::enable_shared_from_this<ActivationOffload>
   /// Bytes now, and of the whole run.
   struct Figures {
     std::size_t host_bytes = 0;         ///< of activations that are away
+    std::size_t ready_host_bytes = 0;   ///< that the next ones may take
     std::uint64_t bytes_offloaded = 0;  ///< copied to the host so far
     std::uint64_t bytes_returned = 0;   ///< copied back so far
   };

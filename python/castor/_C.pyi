@@ -156,7 +156,7 @@ class ActivationOffload:
 def keep_activations(
     events: Sequence[tuple[int, int, int, int]],
     compute_seconds: Sequence[float],
-    kept: Sequence[tuple[int, int, int, int, int, int, int]],
+    kept: Sequence[tuple[int, int, int, int, int, int, int, int, int, int]],
 ) -> tuple[list[tuple[int, int, int, int]], list[float]]: ...
 
 class Simulator:

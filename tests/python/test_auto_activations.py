@@ -29,12 +29,25 @@ def _alone() -> Iterator[None]:
     gc.collect()
 
 
-def choosing(kept: int, monkeypatch: pytest.MonkeyPatch) -> list[auto.Choice]:
+DEEP = replace(MODELS["llama"], name="deep", build=lambda: llama(layers=8))
+LONG = replace(DEEP, name="long", batch=lambda seed: longer(8, 64, seed))
+"""Its blocks save tensors that are large enough to be offloaded."""
+
+
+def longer(rows: int, length: int, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def choosing(
+    kept: int, monkeypatch: pytest.MonkeyPatch, *, offloads: bool = False
+) -> list[auto.Choice]:
     """From now on so many blocks are kept, or all there are; gives the choices."""
     chosen: list[auto.Choice] = []
 
-    def search(choice: Any, most: int) -> auto.Choice:
-        chosen.append(choice(min(kept, most)))
+    def search(choice: Any, most: int, links: Any) -> auto.Choice:
+        chosen.append(choice(min(kept, most), links[offloads]))
         return chosen[-1]
 
     monkeypatch.setattr(auto, "search", search)
@@ -61,6 +74,47 @@ def block_input_bytes(case: Case) -> int:
     batch = case.batch(0)
     tokens = next(iter(batch.values())).shape[:2].numel()
     return 4 * 48 * max(tokens, 4 * 17)  # the models are 48 wide; ViT's images have 17 patches
+
+
+def without_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on what is not kept is recomputed."""
+    search = auto.search
+    monkeypatch.setattr(auto, "search", lambda choice, most, _: search(choice, most, [None]))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("link", [{}, {"link_bandwidth": "1GB/s"}], ids=["memory", "link"])
+@pytest.mark.parametrize("kept", [KEEP_NONE, KEEP_ONE])
+def test_the_step_that_is_predicted_for_offloaded_blocks_is_the_step_that_runs(
+    kept: int, link: dict[str, Any], micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = LONG
+    chosen = choosing(kept, monkeypatch, offloads=True)
+    boosted = boost(case.model(), activations="auto", tile_logits=False, **link)
+    plain = boost(case.model(), tile_logits=False)
+    for number in range(3):
+        batch = case.batch(number)
+        assert step(boosted, batch, case, micro_batches) == step(plain, batch, case, micro_batches)
+        if number == 0:
+            continue
+        found = moments(boosted)
+        assert [event[:2] for event in found] == [event[:2] for event in chosen[0].events]
+        predicted = max(event[2] for event in chosen[0].events)
+        actual = max(event[2] for event in found)
+        assert predicted == pytest.approx(actual, rel=0.15)
+        assert actual < 0.8 * plain.report().peak_nonmodel_bytes
+    report = boosted.report()
+    assert (report.offloaded_blocks, report.recomputed_blocks) == (8 - kept, 0)
+    assert report.divergent_steps == 0
+    assert_equal(copies(boosted.model.parameters()), copies(plain.model.parameters()))
+
+
+def test_host_memory_that_is_full_is_not_offloaded_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = choosing(KEEP_NONE, monkeypatch, offloads=True)
+    host = boost(LONG.model()).report().host_bytes + (1 << 20)
+    boosted = boost(LONG.model(), host_memory=host, activations="auto", tile_logits=False)
+    step(boosted, LONG.batch(0), LONG)
+    assert not chosen[0].fits
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -98,9 +152,6 @@ def test_the_step_that_is_predicted_is_the_step_that_runs(
     assert_equal(copies(boosted.model.parameters()), copies(plain.model.parameters()))
 
 
-DEEP = replace(MODELS["llama"], name="deep", build=lambda: llama(layers=8))
-
-
 @dataclass
 class Figures:
     """Of a run with room for everything."""
@@ -124,7 +175,8 @@ def whole_run(activations: str, steps: int = 4) -> Figures:
     return found
 
 
-def test_a_budget_keeps_what_fits() -> None:
+def test_a_budget_keeps_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_offload(monkeypatch)
     kept, least = whole_run("keep"), whole_run("recompute")
     recomputed = []
     for budget in (3 * least.peak_nonmodel_bytes, kept.peak_nonmodel_bytes, GIB):
@@ -145,7 +197,10 @@ def test_a_budget_keeps_what_fits() -> None:
     assert recomputed[2] == 0
 
 
-def test_a_shortage_in_mid_forward_recomputes_the_blocks_that_come() -> None:
+def test_a_shortage_in_mid_forward_recomputes_the_blocks_that_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_offload(monkeypatch)
     kept = whole_run("keep", steps=5)
     budget = kept.peak_nonmodel_bytes
     boosted = boost(DEEP.model(), budget, activations="auto", tile_logits=False)
@@ -166,12 +221,6 @@ def test_a_shortage_in_mid_forward_recomputes_the_blocks_that_come() -> None:
             hook.remove()
             held.clear()
     assert boosted.report().peak_device_bytes <= budget
-
-
-def longer(rows: int, length: int, seed: int) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
-    return {"input_ids": ids, "labels": ids.clone()}
 
 
 def test_larger_inputs_are_recomputed_and_profiled() -> None:
@@ -340,11 +389,11 @@ def choices(seconds: list[float], fitting: int) -> tuple[auto.Choice, list[int]]
     """What is found where so many fit, and what was tried."""
     tried: list[int] = []
 
-    def choice(kept: int) -> auto.Choice:
+    def choice(kept: int, link: Any) -> auto.Choice:
         tried.append(kept)
-        return auto.Choice(kept, [], seconds[kept], fitting - kept)
+        return auto.Choice(kept, link, [], seconds[kept], fitting - kept)
 
-    return auto.search(choice, len(seconds) - 1), tried
+    return auto.search(choice, len(seconds) - 1, [None]), tried
 
 
 @pytest.mark.parametrize("blocks", range(9))

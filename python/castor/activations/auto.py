@@ -1,10 +1,12 @@
-"""Chooses the blocks that keep their activations, from a profile of a step that kept none."""
+"""Chooses what becomes of the blocks' activations, from a profile of a step that kept none."""
 
 from __future__ import annotations
 
 import functools
+import mmap
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,8 @@ import torch
 from torch import nn
 
 from castor import _C
-from castor.activations.block_profile import BlockProfile, BlockRun
+from castor.activations.block_profile import BlockProfile, BlockRun, Decided, Link, spans_of
+from castor.activations.offload import offloading
 from castor.config import SCALAR_TYPES, GeminiConfig
 from castor.runtime.engine import Engine
 from castor.runtime.spec import ModelSpec
@@ -22,6 +25,8 @@ _GRID = 8
 _PROBE_BYTES = 1 << 22
 """Of a copy that measures a link; at most this share of the device budget:"""
 _PROBE_SHARE = 64
+_FAULTED_BYTES = 1 << 25
+"""Of fresh memory that is written to see what that takes."""
 Events = list[tuple[int, int, int, int]]
 """Of a step, as _C takes them."""
 _Size = tuple[int, int]
@@ -33,20 +38,28 @@ class Choice:
     """A number of blocks that are kept, and the step that the simulator predicts with it."""
 
     kept: int
+    link: Link | None
+    """What the others are offloaded over; None: they are recomputed."""
     events: Events
     seconds: float
     spare_bytes: int
     """Of the device budget, beyond what the step needs at least; below 0: it does not fit."""
 
+    @property
+    def fits(self) -> bool:
+        """Whether it does."""
+        return self.spare_bytes >= 0
+
 
 class AutoKeep:
-    """Which blocks of a model keep their activations: as many as make a step fastest.
+    """Which blocks of a model keep their activations, and whether the others are recomputed.
 
-    The first step recomputes every block, which needs the least memory, and records what each one
-    would keep and what its second forward takes. From that the steps with more kept blocks follow
-    without running them (_C.keep_activations), and the planner and the simulator say what each
-    would take: kept activations cost no computing, but room in which chunks could stay. Kept are
-    the last blocks, whose activations live the shortest. The chosen step is the next one's plan.
+    The first step recomputes every block, which needs little memory, and records what each one
+    would keep and what its second forward takes. From that the steps follow in which the last
+    blocks, whose activations live the shortest, are kept, and the others recomputed or offloaded,
+    without running them (_C.keep_activations); the planner and the simulator say what each would
+    take. Kept activations cost room in which chunks could stay, recomputed ones computing, and
+    offloaded ones the link and host memory. The fastest that fits is the next step's plan.
 
     A block whose input is larger than any that was profiled is recomputed, and the step after it is
     a profile again; of several profiles the one that keeps the fewest blocks counts. Where more
@@ -61,6 +74,9 @@ class AutoKeep:
         self._options = functools.partial(_options, config, engine.device)
         self._num_blocks = num_blocks
         self._simulator = _lay_out(model, engine, config)
+        self._offload = _C.ActivationOffload(engine.session)
+        self._offloads = False
+        self._faults = _fault_seconds() if engine.device.type == "cpu" else 0.0
         self._profile = BlockProfile(engine.session.moment)
         self._profiling = True
         self._most_kept = num_blocks
@@ -77,19 +93,35 @@ class AutoKeep:
 
     def recomputes(self, block: int) -> bool:
         """Whether backward runs the block again, as far as was decided."""
-        return block < self._first_kept
+        return block < self._first_kept and not self._offloads
 
-    def keeps(self, block: int, inputs: Iterable[Any]) -> bool:
-        """Whether the forward of a block with such inputs keeps its activations."""
+    @property
+    def offloaded_blocks(self) -> int:
+        """Blocks that were decided to be."""
+        return self._first_kept if self._offloads else 0
+
+    @property
+    def bytes_offloaded(self) -> int:
+        """Copied to host memory so far."""
+        return self._offload.figures()["bytes_offloaded"]
+
+    def offloading(self) -> AbstractContextManager[None]:
+        """In which a forward of a block runs that was decided to be offloaded."""
+        return offloading(self._offload)
+
+    def decide(self, block: int, inputs: Iterable[Any]) -> Decided:
+        """What becomes of the activations of a forward of a block with such inputs."""
         size = _size(inputs)
         if self._profiling:
             seen = self._seen.get(block, (0, 0))
             self._seen[block] = (max(size[0], seen[0]), max(size[1], seen[1]))
-            return False
+            return "recompute"
         if not any(_within(size, sizes.get(block, (0, 0))) for sizes in self._sizes):
             self._grown = True
-            return False
-        return block >= self._first_kept and self._has_room()
+            return "recompute"
+        if self.recomputes(block) or not self._has_room():
+            return "recompute"
+        return "keep" if block >= self._first_kept else "offload"
 
     def _has_room(self) -> bool:
         """Whether non-model memory is as the chosen step has it, or there is room for more."""
@@ -109,7 +141,7 @@ class AutoKeep:
             if runs:
                 self._decide(runs)
         elif self._grown:
-            self._profiling, self._first_kept = True, self._num_blocks
+            self._profiling, self._first_kept, self._offloads = True, self._num_blocks, False
         self._seen, self._grown = {}, False
 
     def _decide(self, runs: list[BlockRun]) -> None:
@@ -122,37 +154,66 @@ class AutoKeep:
         options = self._options()
         margin = max(run.kept_bytes for run in runs)
 
-        def choice(kept: int) -> Choice:
-            spans = [run.span() for run in runs if run.block >= self._num_blocks - kept]
-            step, durations = _C.keep_activations(events, seconds, spans)
-            found = self._simulator.run(step, durations, options)
-            # Backward of a block that is recomputed frees tensors sooner than of one that is kept.
-            needed = found["smallest_budget_bytes"] + (margin if kept else 0)
-            return Choice(kept, step, found["step_seconds"], options["device_bytes"] - needed)
+        beside = options["parameter_copies"] == "overlapped"
+        link = Link(options["d2h_bytes_per_second"], beside)
+        memory = self._session.memory()
+        host_room = memory["host_budget_bytes"] - memory["host_bytes"]
+        host_room += self._offload.figures()["ready_host_bytes"]
 
-        best = search(choice, self._most_kept)
+        def choice(kept: int, link: Link | None) -> Choice:
+            first = self._num_blocks - kept
+            spans = spans_of(runs, first, link, seconds)
+            step, durations = _C.keep_activations(events, spans.seconds, spans.spans)
+            found = self._simulator.run(step, durations, options)
+            kept_bytes = sum(run.kept_bytes for run in runs if run.block >= first)
+            # Backward of a block that is recomputed frees tensors sooner than of one that is kept.
+            needed = found["smallest_budget_bytes"] + (margin if spans.spans else 0)
+            spare = options["device_bytes"] - needed
+            return Choice(
+                kept=kept,
+                link=link,
+                events=step,
+                seconds=found["step_seconds"] + kept_bytes * self._faults,
+                spare_bytes=spare if spans.host_bytes <= host_room else -1,
+            )
+
+        best = search(choice, self._most_kept, [None, link])
         self._most_kept = best.kept
         self._first_kept = self._num_blocks - best.kept
+        self._offloads = best.link is not None and self._first_kept > 0
         self._sizes = [s for s in self._sizes if not _covers(self._seen, s)] + [self._seen]
         kept = [run for run in runs if run.block >= self._first_kept]
         self.kept_bytes = sum(run.kept_bytes for run in kept)
-        self.recompute_seconds = sum(run.seconds for run in runs if run.block < self._first_kept)
+        self.recompute_seconds = sum(run.seconds for run in runs if self.recomputes(run.block))
         self._expected = [event[2] for event in best.events]
         self._spare = max(0, best.spare_bytes)
-        if best.kept:
+        if best.kept or self._offloads:
             self._session.load_trace(best.events)
 
 
-def search(choice: Callable[[int], Choice], most: int) -> Choice:
-    """The fastest choice that fits, of 0 to `most` kept blocks; none kept where no choice fits.
+def search(
+    choice: Callable[[int, Link | None], Choice], most: int, links: Sequence[Link | None]
+) -> Choice:
+    """The fastest choice that fits; where none does, none is kept and all are recomputed.
 
-    Step times are not convex in that number: freed memory holds chunks, and whole ones. So a grid
-    comes first, then numbers ever closer to the best.
+    Step times are not convex in the number of kept blocks: freed memory holds chunks, and whole
+    ones. So a grid comes first, then numbers ever closer to the best.
+
+    Args:
+        choice: Of a number of kept blocks, and a link for the others.
+        most: Blocks that may be kept.
+        links: What may become of the others: offloaded over it, or None, recomputed.
     """
+    found = [_search(lambda kept, link=link: choice(kept, link), most) for link in links]  # type: ignore[misc]
+    fitting = [best for best in found if best.fits]
+    return min(fitting, key=lambda best: (best.seconds, -best.kept), default=found[0])
+
+
+def _search(choice: Callable[[int], Choice], most: int) -> Choice:
     tried: dict[int, Choice] = {}
 
     def best() -> Choice:
-        fitting = [found for found in tried.values() if found.spare_bytes >= 0]
+        fitting = [found for found in tried.values() if found.fits]
         return min(fitting, key=lambda found: (found.seconds, -found.kept), default=tried[0])
 
     for i in range(_GRID + 1):
@@ -176,6 +237,23 @@ def compute_seconds(timeline: dict[str, Any]) -> list[float]:
         if cause != "step_end":
             held[moment] += submit_ns + wait_ns
     return [max(times[i + 1] - times[i] - copies, 0) / 1e9 for i, copies in enumerate(held)]
+
+
+def _fault_seconds() -> float:
+    """What a byte of memory costs that the kernel has not given to this process yet.
+
+    Malloc gives large tensors back when they are freed, so what is kept is such memory at each
+    step; a second forward's or an offloaded block's is that of the block before.
+    """
+    with mmap.mmap(-1, _FAULTED_BYTES) as fresh:
+        pages = torch.frombuffer(fresh, dtype=torch.uint8)
+        times = [time.perf_counter()]
+        for value in range(2):
+            pages.fill_(value)
+            times.append(time.perf_counter())
+        del pages
+    first, second = times[1] - times[0], times[2] - times[1]
+    return max(0.0, first - second) / _FAULTED_BYTES
 
 
 def _size(inputs: Iterable[Any]) -> _Size:

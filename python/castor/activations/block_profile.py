@@ -1,14 +1,19 @@
-"""What a step that recomputes blocks shows of each: its moments, its bytes, its time."""
+"""What a step that recomputes blocks shows of each, and what follows for other decisions."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+Decided = Literal["keep", "recompute", "offload"]
 Moment = Callable[[], tuple[int, int]]
 """Gives the moments of the step so far, and the non-model bytes now."""
+
+
+Span = tuple[int, int, int, int, int, int, int, int, int, int]
 
 
 @dataclass
@@ -28,6 +33,8 @@ class BlockRun:
     """Where the second one did."""
     seconds: float = 0.0
     """Of the second one, until it stopped."""
+    input_bytes: int = 0
+    """Of the first one's inputs that backward needs again."""
 
     def begin(self, *, again: bool) -> None:
         """A forward begins."""
@@ -55,11 +62,12 @@ class BlockRun:
         """What the second forward left for backward."""
         return max(0, self.again[1][1] - self.again[0][1])
 
-    def span(self) -> tuple[int, int, int, int, int, int, int]:
-        """As _C.keep_activations takes it."""
+    def span(self, away: tuple[int, int] = (0, 0)) -> Span:
+        """As _C.keep_activations takes it: kept, but for the moments in which it is away."""
         (begin, base), (end, _) = self.forward
         (again_begin, again_base), (again_end, _) = self.again
-        return begin, end, again_begin, again_end, base, again_base, self.kept_bytes
+        kept = (base, again_base, self.kept_bytes)
+        return (begin, end, again_begin, again_end, *kept, *away, self.input_bytes)
 
 
 class Decisions(Protocol):
@@ -69,8 +77,12 @@ class Decisions(Protocol):
         """Whether backward runs the block again, as far as was decided."""
         ...
 
-    def keeps(self, block: int, inputs: Iterable[Any]) -> bool:
-        """Whether the forward of a block with such inputs keeps its activations."""
+    def decide(self, block: int, inputs: Iterable[Any]) -> Decided:
+        """What becomes of the activations of a forward of a block with such inputs."""
+        ...
+
+    def offloading(self) -> AbstractContextManager[None]:
+        """In which a forward of a block runs that was decided to be offloaded."""
         ...
 
     def open(self, block: int) -> BlockRun:
@@ -96,3 +108,68 @@ class BlockProfile:
         complete = [run for run in self._runs if run.complete]
         self._runs = []
         return complete
+
+
+@dataclass(frozen=True)
+class Link:
+    """What offloaded activations go over."""
+
+    bytes_per_second: float
+    """In each direction."""
+    beside: bool
+    """Whether copies run beside the compute; else it waits for them."""
+
+
+@dataclass(frozen=True)
+class Spans:
+    """What _C.keep_activations is told of a decision."""
+
+    spans: list[Span]
+    seconds: list[float]
+    """Of computing, by moment, with what waiting for the link adds."""
+    host_bytes: int
+    """Of activations that are away at once, at most."""
+
+
+def spans_of(
+    runs: Sequence[BlockRun], first_kept: int, link: Link | None, seconds: list[float]
+) -> Spans:
+    """The spans of a decision: blocks from the `first_kept`-th on are kept.
+
+    Args:
+        runs: Of a profile.
+        first_kept: Number of a block.
+        link: What the blocks before it are offloaded over; None: they are recomputed.
+        seconds: Of computing, by moment of the profile.
+
+    Returns:
+        As ActivationOffload has it: a block's activations leave when the next offloaded one begins,
+        and where copies run beside the compute, they are gone when the one after it begins, and
+        back when backward comes to the next one.
+    """
+    spans = [run.span() for run in runs if run.block >= first_kept]
+    if link is None:
+        return Spans(spans, seconds, 0)
+    moved = sorted((run for run in runs if run.block < first_kept), key=lambda r: r.forward[0])
+    seconds, host_bytes, lag = list(seconds), 0, 2 if link.beside else 1
+    for i, run in enumerate(moved):
+        back = run.again[0][0]
+        leaves = moved[i + lag].forward[0][0] if i + lag < len(moved) else back
+        if leaves >= back:  # the last ones of a pass stay
+            spans.append(run.span())
+            continue
+        num_bytes = run.kept_bytes + run.input_bytes
+        out = into = num_bytes / link.bytes_per_second
+        returns = back
+        if link.beside:
+            ahead = moved[i + 1]
+            (again_begin, _), (again_end, _) = ahead.again
+            returns = min(again_begin, back)
+            backward = seconds[max(again_begin - 1, 0)] + sum(seconds[again_end - 1 : back])
+            out = max(0.0, out - sum(seconds[ahead.forward[0][0] : leaves]))
+            into = max(0.0, into - backward)
+        seconds[leaves] += out
+        seconds[max(back - 1, 0)] += into
+        host_bytes += num_bytes
+        spans.append(run.span((leaves, max(returns, leaves))))
+    return Spans(spans, seconds, host_bytes)

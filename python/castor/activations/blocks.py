@@ -107,12 +107,13 @@ class Blocks(BlockPolicy):
             getattr(m, "_gradient_checkpointing_func", None) for m in self._with_switch_on()
         ]
         off = sum(isinstance(s, Recomputation) and not s.recomputes for s in switches)
+        chosen = self._auto.offloaded_blocks if self._auto else 0
         return BlockFigures(
             activation_blocks=len(self._blocks),
             recomputed_blocks=self._recomputed + len(switches) - off,
             kept_activation_bytes=self._auto.kept_bytes if self._auto else 0,
             recompute_seconds=self._auto.recompute_seconds if self._auto else 0.0,
-            offloaded_blocks=self._offloaded,
+            offloaded_blocks=self._offloaded + chosen,
             offloaded_activation_bytes=self._moved_in_step,
         )
 
@@ -120,9 +121,10 @@ class Blocks(BlockPolicy):
         """What follows may be decided anew."""
         if self._auto:
             self._auto.step_ended()
+        moved = self._auto.bytes_offloaded if self._auto else 0
         if self._offload:
-            moved = self._offload.figures()["bytes_offloaded"]
-            self._moved_in_step, self._moved_before = moved - self._moved_before, moved
+            moved += self._offload.figures()["bytes_offloaded"]
+        self._moved_in_step, self._moved_before = moved - self._moved_before, moved
 
     def _with_switch_on(self) -> list[nn.Module]:
         alive = [module for ref in self._blocks.values() if (module := ref()) is not None]

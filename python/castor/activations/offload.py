@@ -36,6 +36,14 @@ class OffloadingForward(OwnForward):
         forward = functools.partial(type(module).forward, module)
         if not module.training or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        save = functools.partial(self._offload.save, self._offload.begin())
-        with saved_tensors_hooks(save, self._offload.restore):
+        with offloading(self._offload):
             return forward(*args, **kwargs)
+
+
+def offloading(offload: _C.ActivationOffload) -> saved_tensors_hooks:
+    """Within it autograd saves what backward needs there: one forward of a block.
+
+    Raises:
+        castor.OutOfMemoryError: Host memory has no room for what the block before saved.
+    """
+    return saved_tensors_hooks(functools.partial(offload.save, offload.begin()), offload.restore)

@@ -68,7 +68,7 @@ class Recomputation:
 
     @property
     def recomputes(self) -> bool:
-        """Whether its forward runs again, and is not one that "auto" keeps."""
+        """Whether its forward runs again, and is not one that "auto" keeps or offloads."""
         return self._auto is None or self._auto.recomputes(self._block)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -82,9 +82,15 @@ class Recomputation:
             return function(*args, **kwargs)
         run = None
         if self._auto:
-            if self._auto.keeps(self._block, _arguments(function, args)):
+            inputs = _arguments(function, args)
+            decided = self._auto.decide(self._block, inputs)
+            if decided == "keep":
                 return function(*args, **kwargs)
+            if decided == "offload":
+                with self._auto.offloading():
+                    return function(*args, **kwargs)
             run = self._auto.open(self._block)
+            run.input_bytes = sum(tensor.nbytes for tensor in inputs if _has_graph(tensor))
         buffers = [] if self._writes_no_buffer else _versions(module.named_buffers())
         output = checkpoint(
             functools.partial(_Forward(function, self, module, run), **kwargs),
@@ -268,6 +274,10 @@ def _arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]
     """Those that transformers' switch has bound to the function as well."""
     bound = function.keywords if isinstance(function, functools.partial) else {}
     return [*args, *bound.values()]
+
+
+def _has_graph(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _versions(tensors: Iterator[tuple[str, torch.Tensor]]) -> list[tuple[str, int]]:

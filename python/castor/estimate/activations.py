@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from castor.activations import output_embedding
-from castor.activations.block_profile import BlockProfile, BlockRun
+from castor.activations.block_profile import BlockProfile, BlockRun, Decided
 from castor.activations.block_profile import Moment as Now
 from castor.activations.blocks import find_blocks, has_switch
 from castor.activations.output_embedding import rows_per_tile
@@ -56,9 +57,13 @@ class RecomputedBlocks:
         """As Decisions."""
         return block < self.num_blocks
 
-    def keeps(self, _block: int, _inputs: Iterable[Any]) -> bool:
+    def decide(self, _block: int, _inputs: Iterable[Any]) -> Decided:
+        """As Decisions: all are."""
+        return "recompute"
+
+    def offloading(self) -> AbstractContextManager[None]:
         """As Decisions: none is."""
-        return False
+        return nullcontext()
 
     def open(self, block: int) -> BlockRun:
         """As Decisions."""

@@ -12,6 +12,7 @@ import torch
 
 from castor import _C
 from castor.activations.auto import Choice, Events, search
+from castor.activations.block_profile import Link
 from castor.config import Precision, StateFormat
 from castor.config.names import SCALAR_TYPES
 from castor.estimate.activations import Logits, RecomputedBlocks
@@ -238,17 +239,17 @@ class Estimator:
             spans = [run.span() for run in step.runs if run.block >= first]
             return _C.keep_activations(events, seconds, spans)
 
-        def choice(num_blocks: int) -> Choice:
+        def choice(num_blocks: int, link: Link | None) -> Choice:
             found = self._simulator.run(*kept(num_blocks), options)
             needed = found["smallest_budget_bytes"]
             if num_blocks:  # as AutoKeep
                 needed += max(run.kept_bytes for run in step.runs)
             room = machine.device_bytes - needed
-            return Choice(num_blocks, [], found["step_seconds"], room)
+            return Choice(num_blocks, link, [], found["step_seconds"], room)
 
         recomputed, num_kept = self._blocks.num_blocks if self._blocks else 0, 0
         if self.workload.activations == "auto" and not least:
-            num_kept = search(choice, recomputed).kept
+            num_kept = search(choice, recomputed, [None]).kept
         events, seconds = kept(num_kept)
         return dict(self._simulator.run(events, seconds, options)) | {
             "nonmodel_bytes": max(event[2] for event in events),
