@@ -242,8 +242,9 @@ endef
 # Where most threads meet, and where objects of C++ outlive each other; without what repeats one thing over
 # many models and formats.
 SANITIZED_TESTS := $(patsubst %,tests/python/test_%.py,streams overlap gradient_parts threads lifetimes \
-	copied_optimizers writes nvme_faults nvme_abuse nvme_weights_shared) \
+	copied_optimizers writes nvme_faults nvme_abuse nvme_weights_shared offloaded_blocks) \
 	$(addprefix --deselect=tests/python/test_,overlap.py::test_every_mode_gives_the_same_weights \
+	offloaded_blocks.py::test_loss_gradients_and_random_state_are_plain_pytorchs \
 	nvme_faults.py::test_any_operation_of_a_run_may_fail)
 
 asan-torch: $(VENV_STAMPS)/venv
@@ -283,7 +284,7 @@ SIMGPU_SEEDS ?= 1 2 3
 SIMGPU_OWN := cuda cuda_session streams simulated_gpu simulated_device simulated_nvme embeddings
 SIMGPU_SUITES := parity checkpoint_resume checkpoint_model checkpoint_optimizer checkpoint_faults \
 	checkpoint_damage checkpoint_dataloader gradient_parts hybrid nvme nvme_abuse nvme_weights \
-	nvme_weights_shared passes states untrained writes recomputed_blocks auto_activations
+	nvme_weights_shared passes states untrained writes recomputed_blocks auto_activations offloaded_blocks
 comma := ,
 simgpu: export CASTOR_REQUIRE_SIMULATED_DEVICE := 1
 simgpu: $(VENV_STAMPS)/castor

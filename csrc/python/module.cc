@@ -296,7 +296,6 @@ py::dict memory(Session& session) {
   figures["device_bytes"] = session.device().ledger().used();
   figures["nonmodel_bytes"] = session.nonmodel().bytes();
   figures["host_bytes"] = session.host().ledger().used();
-  figures["host_budget_bytes"] = session.host().ledger().budget();
   return figures;
 }
 

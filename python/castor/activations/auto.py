@@ -156,8 +156,8 @@ class AutoKeep:
 
         beside = options["parameter_copies"] == "overlapped"
         link = Link(options["d2h_bytes_per_second"], beside)
-        memory = self._session.memory()
-        host_room = memory["host_budget_bytes"] - memory["host_bytes"]
+        memory = self._session.report()
+        host_room = int(memory["host_budget_bytes"]) - int(memory["host_bytes"])
         host_room += self._offload.figures()["ready_host_bytes"]
 
         def choice(kept: int, link: Link | None) -> Choice:

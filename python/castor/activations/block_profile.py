@@ -153,7 +153,7 @@ def spans_of(
     moved = sorted((run for run in runs if run.block < first_kept), key=lambda r: r.forward[0])
     seconds, host_bytes, lag = list(seconds), 0, 2 if link.beside else 1
     for i, run in enumerate(moved):
-        back = run.again[0][0]
+        back = max(run.again[0][0] - 1, 0)  # that moment asks for the second forward
         leaves = moved[i + lag].forward[0][0] if i + lag < len(moved) else back
         if leaves >= back:  # the last ones of a pass stay
             spans.append(run.span())
@@ -164,12 +164,12 @@ def spans_of(
         if link.beside:
             ahead = moved[i + 1]
             (again_begin, _), (again_end, _) = ahead.again
-            returns = min(again_begin, back)
+            returns = min(max(again_begin - 1, 0), back)
             backward = seconds[max(again_begin - 1, 0)] + sum(seconds[again_end - 1 : back])
             out = max(0.0, out - sum(seconds[ahead.forward[0][0] : leaves]))
             into = max(0.0, into - backward)
         seconds[leaves] += out
-        seconds[max(back - 1, 0)] += into
+        seconds[back] += into
         host_bytes += num_bytes
         spans.append(run.span((leaves, max(returns, leaves))))
     return Spans(spans, seconds, host_bytes)

@@ -110,6 +110,22 @@ TEST(ActivationPlanTest, BlocksAddUp) {
   EXPECT_EQ(step.events.size(), 13u);
 }
 
+TEST(ActivationPlanTest, WhatIsAwayIsNotOnTheDevice) {
+  RecomputedSpan away = kFirst;
+  away.away_begin = 6;
+  away.away_end = 12;
+  away.input_bytes = 5;
+  // As with both blocks kept, but without the 70 and the 5 from the second block's second module to
+  // the moment before its backward is over.
+  const RecordedStep step = keep_activations(recomputed(), std::vector{away, kSecond});
+  EXPECT_EQ(bytes(step),
+            (std::vector<std::uint64_t>{45, 42, 100, 90, 125, 122, 105, 95, 105, 150, 92, 99, 70}));
+  away.away_end = 16;
+  EXPECT_THROW(static_cast<void>(keep_activations(recomputed(), std::vector{away})),
+               InvalidArgument)
+      << "it is away when backward needs it";
+}
+
 TEST(ActivationPlanTest, ABlockWhoseSecondForwardEntersNoModule) {
   const RecomputedSpan quiet{.forward_begin = 4,
                              .forward_end = 4,
