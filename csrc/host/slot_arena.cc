@@ -1,7 +1,5 @@
 #include "host/slot_arena.h"
 
-#include <malloc.h>
-
 #include <cassert>
 #include <utility>
 
@@ -9,12 +7,6 @@
 #include "core/units.h"
 
 namespace castor {
-namespace {
-
-/// Its page faults take longer than a look through malloc's free lists.
-[[maybe_unused]] constexpr std::size_t kLargeBlock = std::size_t{1} << 20;
-
-}  // namespace
 
 SlotArena::SlotArena(std::unique_ptr<Arena> upstream, TierKind tier)
     : upstream_(std::move(upstream)), tier_(tier) {}
@@ -52,12 +44,6 @@ std::byte* SlotArena::allocate(std::size_t bytes) {
 }
 
 std::byte* SlotArena::new_block(std::size_t bytes) {
-#ifdef __GLIBC__
-  if (bytes >= kLargeBlock) {
-    // What malloc keeps of freed activations and gradients would be resident beside the new block.
-    malloc_trim(0);
-  }
-#endif
   try {
     return upstream_->allocate(bytes);
   } catch (const OutOfMemory& error) {

@@ -20,8 +20,9 @@ namespace castor {
 /// itself when upstream is out of memory: free slots of other sizes are then named in the error.
 /// Free slots stay resident and are not charged to any Ledger: a tier trims them to what its budget
 /// has left whenever it makes a block, so that slots of several sizes do not add up, and the
-/// runtime to what non-model data takes or a plan leaves to it. A new block first gives back what
-/// malloc keeps of freed memory: in turns, slots and activations would else be resident twice.
+/// runtime to what non-model data takes or a plan leaves to it. What malloc keeps of freed
+/// activations is resident beside that: to have it given back (malloc_trim) whenever a slot is made
+/// costs a step in a tight budget 18%, in page faults.
 ///
 /// Owned by its MemoryTier; every block must be given back before the arena is destroyed.
 /// Thread-safe; calls upstream without holding its mutex.

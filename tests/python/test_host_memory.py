@@ -133,13 +133,13 @@ def test_this_machine_is_read() -> None:
     [
         (0, 0),
         (100 << 20, 50 << 20),
-        (GIB, GIB - (256 << 20)),
+        (GIB, GIB - (384 << 20)),
         (10 * GIB, 9 * GIB),
         (80 * GIB, 72 * GIB),
         (GIB << 9, 504 * GIB),
     ],
 )
-def test_the_process_keeps_a_tenth_between_256_mib_and_8_gib(available: int, usable: int) -> None:
+def test_the_process_keeps_a_tenth_between_384_mib_and_8_gib(available: int, usable: int) -> None:
     assert usable_bytes(available) == usable
 
 

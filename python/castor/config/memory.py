@@ -14,7 +14,7 @@ PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 
 _UNLIMITED_V1 = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
-_HEADROOM_DIVISOR, _LEAST_HEADROOM, _MOST_HEADROOM = 10, 256 << 20, 8 << 30
+_HEADROOM_DIVISOR, _LEAST_HEADROOM, _MOST_HEADROOM = 10, 384 << 20, 8 << 30
 _DEVICE_DIVISOR, _LEAST_DIVISOR = 4, 8
 
 
@@ -74,7 +74,7 @@ def usable_bytes(available_bytes: int) -> int:
 
     The rest is for the process itself: data loaders, batches, buffers of files, and what malloc
     keeps of freed tensors, which is tens of MiB a thread however small the model. It is a tenth, at
-    most 8 GiB and at least 256 MiB, but never more than half.
+    most 8 GiB and at least 384 MiB, but never more than half.
     """
     tenth = available_bytes // _HEADROOM_DIVISOR
     headroom = min(max(tenth, _LEAST_HEADROOM), available_bytes // 2, _MOST_HEADROOM)

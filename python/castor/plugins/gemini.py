@@ -59,7 +59,7 @@ class GeminiPlugin:
             torch.cuda.set_per_process_memory_fraction holds as well. Default of the CPU device: a
             quarter of the memory that castor may use, or what host_memory leaves of it and an
             eighth at least. That is what is available now, to the machine and to each cgroup
-            around this process, less a tenth (256 MiB at least, 8 GiB at most) for itself.
+            around this process, less a tenth (384 MiB at least, 8 GiB at most) for itself.
         host_memory: Budget of the host tier; on a GPU it is page-locked. Default: the memory that
             castor may use; beside the CPU device three quarters of it, or what device_memory leaves
             and an eighth at least. Budgets above what machine or cgroup have are taken with a
