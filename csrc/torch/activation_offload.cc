@@ -19,7 +19,7 @@ constexpr std::size_t kSmallest = std::size_t{4} << 10;
 /// borrows its bytes from a chunk.
 bool can_leave(const at::Tensor& tensor, c10::Device device) {
   if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.device() != device ||
-      !tensor.has_storage() || tensor.is_conj() || tensor.is_neg() ||
+      !tensor.has_storage() || tensor.is_nested() || tensor.is_conj() || tensor.is_neg() ||
       tensor.unsafeGetTensorImpl()->is_python_dispatch() ||
       (tensor.is_leaf() && tensor.requires_grad())) {
     return false;

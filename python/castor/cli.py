@@ -104,7 +104,7 @@ def estimate(
     ] = None,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
     activations: Annotated[
-        str, typer.Option(help="As in GeminiPlugin: keep, recompute or auto.")
+        str, typer.Option(help="As in GeminiPlugin: keep, recompute, offload or auto.")
     ] = "keep",
     overlap: Annotated[
         str, typer.Option(help="Adam beside the next forward (forward) or after backward (none).")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from castor import _C
+from castor.activations.block_profile import Link, spans_of
 from castor.estimate import Estimator, Workload, estimate, machine, preset_names
 from castor.estimate.estimator import _largest
 from castor.estimate.machine import _data, parse_flops
@@ -31,6 +33,7 @@ KEYS = {
     "nonmodel_bytes",
     "blocks",
     "recomputed_blocks",
+    "offloaded_blocks",
     "rows_per_tile",
 }
 RTX3090 = ("--preset", "rtx3090")
@@ -265,7 +268,8 @@ def test_an_8b_llama_fits_a_card_of_24_gib(
     decided = estimator.simulate(step, card)
     assert decided["smallest_budget_bytes"] <= card.device_bytes
     assert decided["step_seconds"] <= found["step_seconds"]
-    assert decided["recomputed_blocks"] <= 32
+    assert decided["recomputed_blocks"] + decided["offloaded_blocks"] <= 32
+    assert decided["host_bytes"] <= card.host_bytes
 
 
 def test_decisions_are_the_fastest_of_all_that_fit(tmp_path: Path) -> None:
@@ -279,19 +283,19 @@ def test_decisions_are_the_fastest_of_all_that_fit(tmp_path: Path) -> None:
     for memory in ("3MiB", "5MiB", "8MiB", "12MiB", "64MiB"):
         on = small_machine(device_memory=memory, flops="100G")
         decided = estimator.simulate(step, on)
-        decisions.append(decided["recomputed_blocks"])
+        decisions.append(decided["recomputed_blocks"] + decided["offloaded_blocks"])
         seconds = [sum(flops / on.flops for flops, _ in m.work) for m in step.moments]
         times = {}
-        for kept in range(5):
-            spans = [run.span() for run in step.runs if run.block >= 4 - kept]
+        for kept, link in itertools.product(range(5), (None, Link(min(on.h2d, on.d2h), True))):
+            spans = spans_of(step.runs, 4 - kept, link, seconds)
             figures = estimator._simulator.run(
-                *_C.keep_activations(events, seconds, spans), estimator._options(on, 1.0)
+                *_C.keep_activations(events, spans.seconds, spans.spans),
+                estimator._options(on, 1.0),
             )
-            needed = figures["smallest_budget_bytes"] + (margin if kept else 0)
-            if needed <= on.device_bytes or not kept:
-                times[kept] = figures["step_seconds"]
+            needed = figures["smallest_budget_bytes"] + (margin if kept or link else 0)
+            if needed <= on.device_bytes or not (kept or link):
+                times[kept, link] = figures["step_seconds"]
         assert decided["step_seconds"] == min(times.values())
-    assert decisions == sorted(decisions, reverse=True)
     assert decisions[0] > 0 == decisions[-1]
 
 

@@ -12,7 +12,7 @@ import torch
 
 from castor import _C
 from castor.activations.auto import Choice, Events, search
-from castor.activations.block_profile import Link
+from castor.activations.block_profile import Link, spans_of
 from castor.config import Precision, StateFormat
 from castor.config.names import SCALAR_TYPES
 from castor.estimate.activations import Logits, RecomputedBlocks
@@ -22,7 +22,7 @@ from castor.estimate.model import build, make_inputs, quiet
 from castor.runtime.spec import ModelSpec
 
 Overlap = Literal["none", "forward"]
-Activations = Literal["keep", "recompute", "auto"]
+Activations = Literal["keep", "recompute", "offload", "auto"]
 
 _MAX_BATCH = 2**20
 """Where the search for the largest batch ends."""
@@ -101,9 +101,11 @@ class Estimate:
     nonmodel_bytes: int
     """Peak of activations, temporaries and gradients on their way."""
     blocks: int
-    """Of the model, that may be recomputed; 0 with "keep"."""
+    """Of the model, that may be recomputed or offloaded; 0 with "keep"."""
     recomputed_blocks: int
     """Of these, those that are."""
+    offloaded_blocks: int
+    """Of these, those whose activations wait in host memory instead."""
     rows_per_tile: int
     """Logits are computed so many rows at a time; 0: all at once."""
     remedies: tuple[str, ...]
@@ -202,6 +204,7 @@ class Estimator:
             nonmodel_bytes=figures["nonmodel_bytes"],
             blocks=self._blocks.num_blocks if self._blocks else 0,
             recomputed_blocks=figures["recomputed_blocks"],
+            offloaded_blocks=figures["offloaded_blocks"],
             rows_per_tile=figures["rows_per_tile"],
             remedies=() if fits else self._remedies(machine, device_needed, host_needed, figures),
         )
@@ -224,7 +227,8 @@ class Estimator:
             least: Whether activations="auto" keeps no block, which takes the least memory.
 
         Returns:
-            The figures, and "nonmodel_bytes", "recomputed_blocks" and "rows_per_tile".
+            The figures, and "nonmodel_bytes", "recomputed_blocks", "offloaded_blocks" and
+            "rows_per_tile".
         """
         rows = step.rows
         tile = self._logits.rows_per_tile(rows, machine.device_bytes)
@@ -234,26 +238,37 @@ class Estimator:
         seconds = [_seconds_of(moment, machine) for moment in moments]
         options = self._options(machine, margin_ratio)
 
-        def kept(num_blocks: int) -> tuple[Events, list[float]]:
-            first = (self._blocks.num_blocks if self._blocks else 0) - num_blocks
-            spans = [run.span() for run in step.runs if run.block >= first]
-            return _C.keep_activations(events, seconds, spans)
+        num_blocks = self._blocks.num_blocks if self._blocks else 0
 
-        def choice(num_blocks: int, link: Link | None) -> Choice:
-            found = self._simulator.run(*kept(num_blocks), options)
+        def simulated(num_kept: int, link: Link | None) -> dict[str, Any]:
+            spans = spans_of(step.runs, num_blocks - num_kept, link, seconds)
+            moved = _C.keep_activations(events, spans.seconds, spans.spans)
+            figures = dict(self._simulator.run(*moved, options))
+            figures["host_bytes"] += spans.host_bytes
+            busy = figures["busy_seconds"] = dict(figures["busy_seconds"])
+            busy["d2h"] += spans.host_bytes / machine.d2h
+            busy["h2d"] += spans.host_bytes / machine.h2d
+            return figures | {"nonmodel_bytes": max(event[2] for event in moved[0])}
+
+        def choice(num_kept: int, link: Link | None) -> Choice:
+            found = simulated(num_kept, link)
             needed = found["smallest_budget_bytes"]
-            if num_blocks:  # as AutoKeep
+            if num_kept or link:  # as AutoKeep
                 needed += max(run.kept_bytes for run in step.runs)
             room = machine.device_bytes - needed
-            return Choice(num_blocks, link, [], found["step_seconds"], room)
+            if link and found["host_bytes"] > machine.host_bytes:
+                room = -1
+            return Choice(num_kept, link, [], found["step_seconds"], room)
 
-        recomputed, num_kept = self._blocks.num_blocks if self._blocks else 0, 0
-        if self.workload.activations == "auto" and not least:
-            num_kept = search(choice, recomputed, [None]).kept
-        events, seconds = kept(num_kept)
-        return dict(self._simulator.run(events, seconds, options)) | {
-            "nonmodel_bytes": max(event[2] for event in events),
-            "recomputed_blocks": recomputed - num_kept,
+        beside = Link(min(machine.h2d, machine.d2h), beside=True)
+        num_kept, link = 0, beside if self.workload.activations == "offload" else None
+        if self.workload.activations == "auto" and num_blocks and not least:
+            best = search(choice, num_blocks, [None, beside])
+            num_kept, link = best.kept, best.link
+        away = num_blocks - num_kept if link else 0
+        return simulated(num_kept, link) | {
+            "recomputed_blocks": num_blocks - num_kept - away,
+            "offloaded_blocks": away,
             "rows_per_tile": tile,
         }
 
@@ -280,7 +295,8 @@ class Estimator:
 
         def needed(batch: int) -> int:
             figures = self.simulate(self.step(batch), machine, margin_ratio=0.0, least=True)
-            return int(figures["smallest_budget_bytes"])
+            on_host = figures["host_bytes"] <= machine.host_bytes
+            return int(figures["smallest_budget_bytes"]) if on_host else machine.device_bytes + 1
 
         return _largest(needed, machine.device_bytes, start=self.workload.batch, most=_MAX_BATCH)
 
@@ -306,6 +322,7 @@ class Estimator:
             if machine.nvme is None:
                 what = "parameters, gradients and optimizer state"
                 instead = f"--nvme, or {instead}"
+            what += " and offloaded activations" if figures["offloaded_blocks"] else ""
             found.append(
                 f"{what} take {size(host_needed)} of host memory, "
                 f"{size(host_needed - machine.host_bytes)} more than there is: "

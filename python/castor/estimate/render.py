@@ -23,6 +23,8 @@ def _activations(estimate: Estimate) -> str:
     found = f"at most {size(estimate.nonmodel_bytes)} beside chunks"
     if estimate.blocks:
         found += f"; {estimate.recomputed_blocks} of {estimate.blocks} blocks are recomputed"
+        if estimate.offloaded_blocks:
+            found += f", {estimate.offloaded_blocks} offloaded"
     if estimate.rows_per_tile:
         found += f"; logits in tiles of {estimate.rows_per_tile} rows"
     return found
