@@ -14,7 +14,16 @@ from torch import nn
 import castor.report
 from castor.activations import auto
 from castor.runtime.engine import engine_of
-from helpers import GIB, Boosted, assert_equal, boost, copies, on_device_of, train_on
+from helpers import (
+    GIB,
+    ON_THE_CPU_DEVICE,
+    Boosted,
+    assert_equal,
+    boost,
+    copies,
+    on_device_of,
+    train_on,
+)
 from test_recomputed_blocks import MODELS, own
 from zoo import VOCABULARY, Batch, Case, gpt2, llama
 
@@ -331,10 +340,12 @@ def test_models_that_train_in_part(build: Callable[[], nn.Module]) -> None:
 
 
 def test_states_on_nvme_and_an_optimizer_of_ones_own(tmp_path: Path) -> None:
-    for optimizer, settings in (
-        (torch.optim.AdamW, {"nvme_path": tmp_path, "host_memory": "1MiB"}),
-        (torch.optim.SGD, {}),
-    ):
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (torch.optim.AdamW, {"nvme_path": tmp_path, "host_memory": "1MiB"})
+    ]
+    if ON_THE_CPU_DEVICE:
+        cases.append((torch.optim.SGD, {}))
+    for optimizer, settings in cases:
         runs = []
         for activations in ("keep", "auto"):
             model = DEEP.model()
