@@ -85,6 +85,13 @@ def block_input_bytes(case: Case) -> int:
     return 4 * 48 * max(tokens, 4 * 17)  # the models are 48 wide; ViT's images have 17 patches
 
 
+def peaks(boosted: Boosted, choice: auto.Choice) -> tuple[int, int]:
+    """Non-model bytes of the last step, predicted and actual; its moments are those predicted."""
+    found = moments(boosted)
+    assert [event[:2] for event in found] == [event[:2] for event in choice.events]
+    return max(event[2] for event in choice.events), max(event[2] for event in found)
+
+
 def without_offload(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on what is not kept is recomputed."""
     search = auto.search
@@ -106,10 +113,7 @@ def test_the_step_that_is_predicted_for_offloaded_blocks_is_the_step_that_runs(
         assert step(boosted, batch, case, micro_batches) == step(plain, batch, case, micro_batches)
         if number == 0:
             continue
-        found = moments(boosted)
-        assert [event[:2] for event in found] == [event[:2] for event in chosen[0].events]
-        predicted = max(event[2] for event in chosen[0].events)
-        actual = max(event[2] for event in found)
+        predicted, actual = peaks(boosted, chosen[0])
         assert predicted == pytest.approx(actual, rel=0.15)
         assert actual < 0.8 * plain.report().peak_nonmodel_bytes
     report = boosted.report()
@@ -142,10 +146,7 @@ def test_the_step_that_is_predicted_is_the_step_that_runs(
         assert len(chosen) == 1
         if number == 0:
             continue
-        found = moments(boosted)
-        assert [event[:2] for event in found] == [event[:2] for event in chosen[0].events]
-        predicted = max(event[2] for event in chosen[0].events)
-        actual = max(event[2] for event in found)
+        predicted, actual = peaks(boosted, chosen[0])
         # Above: of each block a random state, an input and an output that are not kept, and the
         # output that the profile compares. Below: what backward of a kept block holds longer.
         extra = 2 * block_input_bytes(case) + RANDOM_STATE_BYTES * micro_batches

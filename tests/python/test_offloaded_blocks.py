@@ -15,10 +15,21 @@ from torch.utils.checkpoint import checkpoint
 import castor
 from castor.activations.blocks import find_blocks
 from helpers import GIB, assert_equal, boost, copies, plugin, train_on
-from test_recomputed_blocks import MODELS, Block, Tower, of_boosted, of_plain, own, with_dropout
+from test_recomputed_blocks import (
+    MODELS,
+    Block,
+    Tower,
+    assert_only_training_differs,
+    assert_same_in_half_precision,
+    assert_same_run_in,
+    of_boosted,
+    of_plain,
+    own,
+    with_dropout,
+)
 from zoo import CASES, Case
 
-LLAMA, GPT2 = CASES["llama"], CASES["gpt2"]
+LLAMA = CASES["llama"]
 LINKS = {"memory": {}, "slow": {"link_bandwidth": "100MB/s"}}
 """Copies that are made at once, and copies beside the compute that must be waited for."""
 
@@ -94,23 +105,13 @@ def test_training_in_a_tight_budget(link: str, overlap: str) -> None:
     free = boost(case.model(), activations="offload", **settings)
     train_on(free, case)
     budget = free.report().peak_nonmodel_bytes + (5 << 20)
-    tight = boost(case.model(), budget, activations="offload", **settings)
-    assert train_on(tight, case) == losses
-    assert_equal(copies(tight.model.parameters()), copies(kept.model.parameters()))
-    report = tight.report()
-    assert report.peak_device_bytes <= budget < kept.report().peak_device_bytes
-    assert report.divergent_steps == 0
+    assert_same_run_in(budget, kept, losses, case, activations="offload", **settings)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_accumulation_and_nvme(precision: str, tmp_path: Path) -> None:
-    runs = []
-    for settings in ({}, {"activations": "offload", "nvme_path": tmp_path, **LINKS["slow"]}):
-        boosted = boost(LLAMA.model(), precision=precision, **settings)
-        losses = train_on(boosted, LLAMA, micro_batches=2)
-        runs.append((losses, copies(boosted.model.parameters())))
-    assert runs[0][0] == runs[1][0]
-    assert_equal(runs[0][1], runs[1][1])
+    settings = {"activations": "offload", "nvme_path": tmp_path} | LINKS["slow"]
+    assert_same_in_half_precision(precision, **settings)
 
 
 @pytest.mark.parametrize("part", ["mlp", "norm"])
@@ -226,15 +227,7 @@ def test_saved_tensors_hooks_of_others_see_the_other_modules() -> None:
 
 
 def test_only_training_forwards_offload() -> None:
-    boosted = boost(GPT2.model(), activations="offload", tile_logits=False)
-    ids = GPT2.batch(0)["input_ids"]
-    with torch.no_grad():
-        expected = boosted.model(ids).logits
-    assert torch.equal(boosted.model(ids).logits, expected)
-    boosted.model.eval()
-    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    plain = GPT2.model().eval()
-    assert torch.equal(boosted.model.generate(ids, **settings), plain.generate(ids, **settings))
+    assert_only_training_differs("offload")
 
 
 def test_a_loss_that_is_dropped_frees_the_host() -> None:

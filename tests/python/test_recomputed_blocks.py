@@ -15,7 +15,7 @@ from torch import nn
 
 import castor
 from castor.activations.blocks import find_blocks
-from helpers import GIB, assert_equal, boost, copies, plugin, train_on
+from helpers import GIB, Boosted, assert_equal, boost, copies, plugin, train_on
 from zoo import CASES, VOCABULARY, Batch, Case
 
 LLAMA, GPT2 = CASES["llama"], CASES["gpt2"]
@@ -142,7 +142,14 @@ def test_training_in_a_tight_budget(name: str, overlap: str) -> None:
     tight = boost(case.model(), activations="recompute", **settings)
     peak = train_on(tight, case) and tight.report().peak_nonmodel_bytes
     budget = peak + sum(param.nbytes for param in kept.model.parameters()) // 2
-    tight = boost(case.model(), budget, activations="recompute", **settings)
+    assert_same_run_in(budget, kept, losses, case, activations="recompute", **settings)
+
+
+def assert_same_run_in(
+    budget: int, kept: Boosted, losses: list[float], case: Case, **settings: Any
+) -> None:
+    """A model that trains in less than `kept` took has its losses and weights."""
+    tight = boost(case.model(), budget, **settings)
     assert train_on(tight, case) == losses
     assert_equal(copies(tight.model.parameters()), copies(kept.model.parameters()))
     report = tight.report()
@@ -152,8 +159,13 @@ def test_training_in_a_tight_budget(name: str, overlap: str) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_and_accumulation(precision: str, tmp_path: Path) -> None:
+    assert_same_in_half_precision(precision, activations="recompute", nvme_path=tmp_path)
+
+
+def assert_same_in_half_precision(precision: str, **changed: Any) -> None:
+    """The settings change nothing in a run that accumulates gradients."""
     runs = []
-    for settings in ({}, {"activations": "recompute", "nvme_path": tmp_path}):
+    for settings in ({}, changed):
         boosted = boost(LLAMA.model(), precision=precision, **settings)
         losses = train_on(boosted, LLAMA, micro_batches=2)
         runs.append((losses, copies(boosted.model.parameters())))
@@ -162,7 +174,12 @@ def test_half_precision_and_accumulation(precision: str, tmp_path: Path) -> None
 
 
 def test_only_training_forwards_are_recomputed() -> None:
-    boosted = boost(GPT2.model(), activations="recompute", tile_logits=False)
+    assert_only_training_differs("recompute")
+
+
+def assert_only_training_differs(activations: str) -> None:
+    """Forwards without backward, evaluation and generation are plain PyTorch's."""
+    boosted = boost(GPT2.model(), activations=activations, tile_logits=False)
     ids = GPT2.batch(0)["input_ids"]
     with torch.no_grad():
         expected = boosted.model(ids).logits

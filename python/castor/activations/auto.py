@@ -68,15 +68,20 @@ class AutoKeep:
     """
 
     def __init__(
-        self, model: nn.Module, engine: Engine, config: GeminiConfig, num_blocks: int
+        self,
+        model: nn.Module,
+        engine: Engine,
+        config: GeminiConfig,
+        num_blocks: int,
+        offload: _C.ActivationOffload,
     ) -> None:
         self._session = engine.session
         self._options = functools.partial(_options, config, engine.device)
         self._num_blocks = num_blocks
         self._simulator = _lay_out(model, engine, config)
-        self._offload = _C.ActivationOffload(engine.session)
+        self._offload = offload
         self._offloads = False
-        self._faults = _fault_seconds() if engine.device.type == "cpu" else 0.0
+        self._device = engine.device
         self._profile = BlockProfile(engine.session.moment)
         self._profiling = True
         self._most_kept = num_blocks
@@ -99,11 +104,6 @@ class AutoKeep:
     def offloaded_blocks(self) -> int:
         """Blocks that were decided to be."""
         return self._first_kept if self._offloads else 0
-
-    @property
-    def bytes_offloaded(self) -> int:
-        """Copied to host memory so far."""
-        return self._offload.figures()["bytes_offloaded"]
 
     def offloading(self) -> AbstractContextManager[None]:
         """In which a forward of a block runs that was decided to be offloaded."""
@@ -153,7 +153,7 @@ class AutoKeep:
         seconds = compute_seconds(timeline)
         options = self._options()
         margin = max(run.kept_bytes for run in runs)
-
+        faults = _fault_seconds() if self._device.type == "cpu" else 0.0
         beside = options["parameter_copies"] == "overlapped"
         link = Link(options["d2h_bytes_per_second"], beside)
         memory = self._session.report()
@@ -173,7 +173,7 @@ class AutoKeep:
                 kept=kept,
                 link=link,
                 events=step,
-                seconds=found["step_seconds"] + kept_bytes * self._faults,
+                seconds=found["step_seconds"] + kept_bytes * faults,
                 spare_bytes=spare if spans.host_bytes <= host_room else -1,
             )
 
@@ -205,16 +205,17 @@ def search(
         links: What may become of the others: offloaded over it, or None, recomputed.
     """
     found = [_search(lambda kept, link=link: choice(kept, link), most) for link in links]  # type: ignore[misc]
-    fitting = [best for best in found if best.fits]
-    return min(fitting, key=lambda best: (best.seconds, -best.kept), default=found[0])
+    return _fastest(found, default=found[0])
+
+
+def _fastest(choices: Iterable[Choice], default: Choice) -> Choice:
+    """Of those that fit; of equals the one that keeps the most."""
+    fitting = [choice for choice in choices if choice.fits]
+    return min(fitting, key=lambda choice: (choice.seconds, -choice.kept), default=default)
 
 
 def _search(choice: Callable[[int], Choice], most: int) -> Choice:
     tried: dict[int, Choice] = {}
-
-    def best() -> Choice:
-        fitting = [found for found in tried.values() if found.fits]
-        return min(fitting, key=lambda found: (found.seconds, -found.kept), default=tried[0])
 
     for i in range(_GRID + 1):
         kept = round(most * i / _GRID)
@@ -222,11 +223,11 @@ def _search(choice: Callable[[int], Choice], most: int) -> Choice:
     distance = -(-most // _GRID)
     while distance > 1:
         distance = -(-distance // 2)
-        middle = best().kept
+        middle = _fastest(tried.values(), default=tried[0]).kept
         for kept in (middle - distance, middle + distance):
             if 0 <= kept <= most and kept not in tried:
                 tried[kept] = choice(kept)
-    return best()
+    return _fastest(tried.values(), default=tried[0])
 
 
 def compute_seconds(timeline: dict[str, Any]) -> list[float]:

@@ -77,10 +77,11 @@ class Blocks(BlockPolicy):
 
     def apply(self, model: nn.Module, engine: Engine) -> None:
         """From now on forwards in training do what was decided. Called once, of a boosted model."""
-        if self._decisions and self._config.activations == "auto":
-            self._auto = AutoKeep(model, engine, self._config, len(self._decisions))
-        if any(decision.choice == "offload" for decision in self._decisions):
+        if self._decisions:
             self._offload = _C.ActivationOffload(engine.session)
+        if self._offload and self._config.activations == "auto":
+            num_blocks = len(self._decisions)
+            self._auto = AutoKeep(model, engine, self._config, num_blocks, self._offload)
         classes: set[type] = set()
         for block, decision in enumerate(self._decisions):
             module = decision.module
@@ -121,10 +122,9 @@ class Blocks(BlockPolicy):
         """What follows may be decided anew."""
         if self._auto:
             self._auto.step_ended()
-        moved = self._auto.bytes_offloaded if self._auto else 0
         if self._offload:
-            moved += self._offload.figures()["bytes_offloaded"]
-        self._moved_in_step, self._moved_before = moved - self._moved_before, moved
+            moved = self._offload.figures()["bytes_offloaded"]
+            self._moved_in_step, self._moved_before = moved - self._moved_before, moved
 
     def _with_switch_on(self) -> list[nn.Module]:
         alive = [module for ref in self._blocks.values() if (module := ref()) is not None]

@@ -100,8 +100,9 @@ class GeminiPlugin:
             and the output embedding's gradient are sums in another order.
         activations: What becomes of what the model's blocks save for backward: "keep" (it stays,
             but for what the model's own gradient checkpointing says), "recompute" (backward
-            computes it again), "offload" (it waits in host memory), "auto" (as many blocks are
-            recomputed as a profile of the first step says is fastest in device_memory),
+            computes it again), "offload" (it waits in host memory), "auto" (as many blocks keep
+            it as a profile of the first step says is fastest in device_memory, and the others
+            are recomputed, or offloaded as far as host_memory has room),
             "recompute:mlp" or "offload:mlp" (that part of each block), or a mapping from patterns
             of block names to all but "auto", {"model.layers.*": "recompute", "model.layers.0":
             "keep"}, of which the last that matches counts. Bits are plain PyTorch's.
