@@ -20,10 +20,8 @@ void bind_activation_offload(py::module_& module) {
       .def("restore", &Offload::restore, py::arg("saved"), released)
       .def("figures", [](const Offload& self) {
         const Offload::Figures figures = self.figures();
-        return py::dict(py::arg("host_bytes") = figures.host_bytes,
-                        py::arg("ready_host_bytes") = figures.ready_host_bytes,
-                        py::arg("bytes_offloaded") = figures.bytes_offloaded,
-                        py::arg("bytes_returned") = figures.bytes_returned);
+        return py::dict(py::arg("ready_host_bytes") = figures.ready_host_bytes,
+                        py::arg("bytes_offloaded") = figures.bytes_offloaded);
       });
 }
 

@@ -157,8 +157,7 @@ void ActivationOffload::send(Pass& pass) {
                                            .behind = session_->device().stream(),
                                            .await_source = {}});
     const std::lock_guard lock(homes_mutex_);
-    figures_.host_bytes += moved.bytes;
-    figures_.bytes_offloaded += moved.bytes;
+    bytes_offloaded_ += moved.bytes;
   });
 }
 
@@ -189,8 +188,6 @@ void ActivationOffload::fetch(Moved& moved) {
                                         .behind = session_->current_stream(),
                                         .await_source = {}});
   moved.device = storage;
-  const std::lock_guard lock(homes_mutex_);
-  figures_.bytes_returned += moved.bytes;
 }
 
 // Where there is no room, backward of that block brings in what it needs.
@@ -251,14 +248,13 @@ void ActivationOffload::forget(Moved& moved) noexcept {
   }
   if (moved.home.data() != nullptr) {
     const std::lock_guard lock(homes_mutex_);
-    figures_.host_bytes -= moved.bytes;
     free_homes_.emplace(moved.bytes, std::move(moved.home));
   }
 }
 
 ActivationOffload::Figures ActivationOffload::figures() const {
   const std::lock_guard lock(homes_mutex_);
-  Figures figures = figures_;
+  Figures figures{.bytes_offloaded = bytes_offloaded_};
   for (const auto& [bytes, home] : free_homes_) {
     figures.ready_host_bytes += bytes;
   }

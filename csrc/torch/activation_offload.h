@@ -56,10 +56,8 @@ class ActivationOffload : public std::enable_shared_from_this<ActivationOffload>
 
   /// Bytes now, and of the whole run.
   struct Figures {
-    std::size_t host_bytes = 0;         ///< of activations that are away
-    std::size_t ready_host_bytes = 0;   ///< that the next ones may take
-    std::uint64_t bytes_offloaded = 0;  ///< copied to the host so far
-    std::uint64_t bytes_returned = 0;   ///< copied back so far
+    std::size_t ready_host_bytes = 0;   ///< of the host, that the next activations may take
+    std::uint64_t bytes_offloaded = 0;  ///< copied there so far
   };
 
   explicit ActivationOffload(std::shared_ptr<Session> session) : session_(std::move(session)) {}
@@ -96,7 +94,7 @@ class ActivationOffload : public std::enable_shared_from_this<ActivationOffload>
   std::weak_ptr<Pass> in_backward_;               // restored from last
   mutable std::mutex homes_mutex_;                // a leaf, taken where graphs are dropped; guards:
   std::multimap<std::size_t, Block> free_homes_;  // by size: the next step needs the same ones
-  Figures figures_;
+  std::uint64_t bytes_offloaded_ = 0;
 };
 
 }  // namespace castor
