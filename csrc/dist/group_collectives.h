@@ -1,16 +1,42 @@
 #pragma once
 
-#include <memory>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <atomic>
+#include <cstddef>
+#include <span>
 #include <string>
 
 #include "core/collectives.h"
 
 namespace castor {
 
-/// Collectives of a process group that torch.distributed has made, by its name there, over host
-/// memory (its backend for the CPU, gloo). Throws UsageError where there is no such group, or no
-/// such backend. May be called, and its calls be made, with or without Python's lock, which must
-/// not be held where others need it to arrive.
-[[nodiscard]] std::shared_ptr<Collectives> group_collectives(const std::string& group);
+/// Collectives of a process group that torch.distributed has made, over host memory: of its backend
+/// for the CPU, gloo. May be made and called with or without Python's lock, which must not be held
+/// where others need it to arrive.
+class GroupCollectives final : public Collectives {
+ public:
+  /// By its name in torch.distributed. Throws UsageError where there is no such group, or no such
+  /// backend.
+  explicit GroupCollectives(const std::string& group);
+
+  [[nodiscard]] std::size_t rank() const noexcept override;
+  [[nodiscard]] std::size_t size() const noexcept override;
+  [[nodiscard]] std::string description() const override;
+  void all_gather(std::span<const std::byte> own, std::span<std::byte> all) override;
+  void all_to_all(std::span<const std::byte> sent, std::span<std::byte> received) override;
+  /// `values` of rank 0 become every rank's.
+  void broadcast(std::span<std::byte> values);
+  /// gloo has no way to break a connection but to end: others hear of it then, or at their timeout.
+  void leave() noexcept override { left_ = true; }
+
+ private:
+  template <typename Begin>
+  void complete(const Begin& begin);
+
+  const c10::intrusive_ptr<c10d::Backend> backend_;
+  std::atomic<bool> left_ = false;
+};
 
 }  // namespace castor

@@ -115,7 +115,8 @@ std::shared_ptr<DeviceBackend> device_backend(const py::object& backend) {
 /// The ranks of three process groups of torch's; `share`: through memory where they can.
 RankGroups rank_groups(const std::array<std::string, 3>& names, bool share) {
   std::array<std::shared_ptr<Collectives>, 3> groups = {
-      group_collectives(names[0]), group_collectives(names[1]), group_collectives(names[2])};
+      std::make_shared<GroupCollectives>(names[0]), std::make_shared<GroupCollectives>(names[1]),
+      std::make_shared<GroupCollectives>(names[2])};
   std::string why = share ? "" : "as asked for";
   for (std::shared_ptr<Collectives>& group : groups) {
     if (why.empty()) {
@@ -405,4 +406,5 @@ PYBIND11_MODULE(_C, m) {
   castor::bind_machine(m);
   castor::bind_io(m);
   castor::bind_simulator(m);
+  castor::bind_rank_group(m);
 }

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 SCRIPT = """
+import atexit
 import sys
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def main():
     trainer.log_metrics("train", found.metrics)
     trainer.save_metrics("train", found.metrics)
     print("done as", __name__, Path(sys.argv[0]).name, torch.distributed.is_initialized())
+    atexit.register(lambda: print("grouped at exit:", torch.distributed.is_initialized()))
 
 
 if __name__ == "__main__":
@@ -108,7 +110,7 @@ def test_a_script_as_it_is_trains_on_several_ranks(tmp_path: Path) -> None:
     own = ("train.py", "--output_dir", "ranks", *TRAINING)
     done = run(tmp_path, "--config", "castor.yaml", "--nproc", "2", *own)
     assert done.returncode == 0, done.stderr
-    assert "done as __main__ train.py True" in done.stdout
+    assert "done as __main__ train.py True\ngrouped at exit: False" in done.stdout
     more = ("--gradient_accumulation_steps", "2")
     plain = run(tmp_path, "train.py", "--output_dir", "plain", *TRAINING, *more, castor=False)
     assert plain.returncode == 0, plain.stderr

@@ -19,6 +19,7 @@ from castor.errors import UsageError
 from castor.integrations.accelerate import accelerator_of_settings
 from castor.integrations.common import OnCastor
 from castor.integrations.transformers import trainer_of_settings
+from castor.runtime.ranks import leave
 
 
 def run(settings: Mapping[str, Any], arguments: Sequence[str]) -> None:
@@ -40,6 +41,21 @@ def run(settings: Mapping[str, Any], arguments: Sequence[str]) -> None:
         vars(module)["Trainer"] = trainer
     for module in (accelerate, accelerate.accelerator):
         vars(module)["Accelerator"] = accelerator
+    try:
+        _run(arguments)
+    except SystemExit as end:
+        if end.code:
+            raise
+    leave()  # of torch.distributed's group, which scripts leave to the end of the process
+    if not OnCastor.castor_has_trained:
+        raise UsageError(
+            "castor trained nothing: no transformers.Trainer of the script trained a model, no "
+            "accelerate.Accelerator was given one to prepare with its optimizer, and castor run "
+            "knows no other framework yet; boost the model in the script instead"
+        )
+
+
+def _run(arguments: Sequence[str]) -> None:
     is_module = arguments[0] == "-m"
     sys.argv = list(arguments[1:] if is_module else arguments)
     if is_module:
@@ -48,12 +64,6 @@ def run(settings: Mapping[str, Any], arguments: Sequence[str]) -> None:
     else:
         sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
         runpy.run_path(sys.argv[0], run_name="__main__")
-    if not OnCastor.castor_has_trained:
-        raise UsageError(
-            "castor trained nothing: no transformers.Trainer of the script trained a model, no "
-            "accelerate.Accelerator was given one to prepare with its optimizer, and castor run "
-            "knows no other framework yet; boost the model in the script instead"
-        )
 
 
 if __name__ == "__main__":

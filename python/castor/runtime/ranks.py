@@ -6,10 +6,8 @@ import atexit
 import hashlib
 import os
 import pickle
-import re
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,6 +16,7 @@ from torch import distributed, nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from castor import _C
 from castor.errors import Error, UsageError
 
 Result = TypeVar("Result")
@@ -53,60 +52,43 @@ def launch_from_torch() -> None:
         rank=rank,
         world_size=size,
     )
-    atexit.register(_leave)
+    atexit.register(leave)
 
 
-def _leave() -> None:
+def leave() -> None:
+    """Ends torch.distributed's process group, where there is one.
+
+    A process that only ends may be aborted by gloo's threads, which let go of the last collective's
+    tensors when Python is gone.
+    """
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The ranks that share one boosted model, and process groups of its own between them."""
+    """The ranks that share one boosted model, and process groups of its own between them.
+
+    Its calls are collective, and raise Error where another rank is gone.
+    """
 
     rank: int
     size: int
-    group: distributed.ProcessGroup
-    gradients: distributed.ProcessGroup
-    """What brings gradients together, beside backward."""
-    updates: distributed.ProcessGroup
-    """What updates bring together, which may run beside everything else."""
+    names: tuple[str, str, str]
+    """Of the groups: for passes and all that is between them; for gradients, which come together
+    beside backward; for updates, which may run beside everything else."""
     share_memory: bool
     """Whether what castor sends goes through memory, where all ranks are on one machine."""
-
-    @property
-    def names(self) -> tuple[str, str, str]:
-        """Of the groups, as castor._C finds them."""
-        return self.group.group_name, self.gradients.group_name, self.updates.group_name
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        """A collective of torch's, whose failure is that another rank is gone.
-
-        Raises:
-            Error: It is.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            why = re.sub(r"^\[/\S*\] ", "", str(error).partition("\n")[0])
-            raise Error(
-                f"rank {self.rank} of {self.size} lost the others: {why}. A rank that failed says "
-                "why in its own output; start all again, from the last checkpoint"
-            ) from error
+    group: _C.RankGroup
+    """The first of them, as Python uses it."""
 
     def gather(self, value: Any) -> list[Any]:
         """What every rank gives, in rank order; picklable."""
-        values: list[Any] = [None] * self.size
-        with self._together():
-            distributed.all_gather_object(values, value, group=self.group)
-        return values
+        return [pickle.loads(one) for one in self.group.gather(pickle.dumps(value))]
 
     def meet(self) -> None:
         """Returns when every rank is here."""
-        with self._together():
-            distributed.barrier(group=self.group)
+        self.group.meet()
 
     def share_of_cores(self) -> int:
         """How many of the cores that this process may run on are its own: ranks share theirs."""
@@ -114,12 +96,10 @@ class Ranks:
         return max(1, len(mine[1]) // self.gather(mine).count(mine))
 
     def share(self, tensor: torch.Tensor) -> None:
-        """Rank 0's values become every rank's, in place; a tensor in host memory."""
+        """Rank 0's values become every rank's, in place."""
         whole = tensor.detach()
-        values = whole.contiguous()
-        if values.numel() > 0:  # bytes: gloo does not know every type
-            with self._together():
-                distributed.broadcast(values.view(-1).view(torch.uint8), src=0, group=self.group)
+        values = whole.cpu().contiguous()
+        self.group.broadcast(values)
         if values is not whole:
             whole.copy_(values)
 
@@ -158,20 +138,19 @@ class Ranks:
         Raises:
             Exception: What `work` raised on rank 0.
         """
-        outcome: list[Any] = [None, None]  # what it returned, what it raised
+        outcome: tuple[Any, Exception | None] = None, None
         if self.rank == 0:
             try:
-                outcome[0] = work()
+                outcome = work(), None
             except Exception as error:
-                outcome[1] = _sendable(error)
+                outcome = None, _sendable(error)
             end_service()
         else:
             serve()
-        with self._together():
-            distributed.broadcast_object_list(outcome, src=0, group=self.group)
-        if outcome[1] is not None:
-            raise outcome[1]
-        result: Result = outcome[0]
+        returned, raised = self.gather(outcome)[0]
+        if raised is not None:
+            raise raised
+        result: Result = returned
         return result
 
 
@@ -196,14 +175,15 @@ def find_ranks() -> Ranks | None:
     if size == 1:
         return None
     # Of its own: what the user sends between ranks meanwhile does not come between.
-    group, gradients, updates = (distributed.new_group(backend="gloo") for _ in range(3))
+    passes, gradients, updates = (
+        distributed.new_group(backend="gloo").group_name for _ in range(3)
+    )
     return Ranks(
         rank=rank,
         size=size,
-        group=group,
-        gradients=gradients,
-        updates=updates,
+        names=(passes, gradients, updates),
         share_memory=may_share_memory(),
+        group=_C.RankGroup(passes),
     )
 
 
