@@ -81,7 +81,7 @@ class Measurement {
       requests.clear();
       for (const IoCompletion& completion : completions) {
         count(completion, result);
-        if (now < deadline) {
+        if (now < deadline || in_need_of_the_other()) {
           requests.push_back(next(completion.tag));
         }
       }
@@ -93,6 +93,10 @@ class Measurement {
   }
 
  private:
+  [[nodiscard]] bool in_need_of_the_other() const noexcept {
+    return workload_.mix == IoMix::kMixed && num_issued_ < 2;
+  }
+
   IoRequest next(std::size_t slot) {
     const bool mixed_read = workload_.mix == IoMix::kMixed && num_issued_++ % 2 == 0;
     const IoOperation operation =

@@ -16,7 +16,8 @@ enum class IoMix { kRead, kWrite, kMixed };
 [[nodiscard]] IoMix parse_io_mix(std::string_view name);
 
 /// Sequential transfers of one size, a fixed number in flight, over a range of a file and again
-/// from its start, for a time. kMixed reads and writes in turn, each in its own sequence.
+/// from its start, for a time. kMixed reads and writes in turn, each in its own sequence; once
+/// at least.
 struct IoWorkload {
   IoMix mix = IoMix::kRead;
   std::size_t block_bytes = std::size_t{1} << 20;
