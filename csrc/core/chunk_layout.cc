@@ -30,11 +30,12 @@ constexpr std::size_t kMaxIds = std::numeric_limits<std::uint32_t>::max();
 
 constexpr std::size_t kNumScalarTypes = 3;
 static_assert(to_string(static_cast<ScalarType>(kNumScalarTypes)) == "unknown");
-constexpr std::size_t kNumClasses = 4 * kNumScalarTypes;
+constexpr std::size_t kNumClasses = 6 * kNumScalarTypes;
 
 // Parameters share a chunk only within a class.
 std::size_t class_of(const ParamSpec& param, bool needed) {
-  return 4 * static_cast<std::size_t>(param.type) + (param.trainable ? 2 : 0) + (needed ? 1 : 0);
+  const std::size_t role = !param.trainable ? 0 : param.has_state ? 1 : 2;
+  return 6 * static_cast<std::size_t>(param.type) + 2 * role + (needed ? 1 : 0);
 }
 
 // By some module, on the device. Without modules there is nobody to tell: all are.
@@ -402,6 +403,7 @@ ChunkLayout::ChunkLayout(std::vector<ParamSpec> params, std::vector<ModuleSpec> 
     const std::size_t chunk = packer.chunk_of(i);
     chunks_[chunk].type = params_[i].type;
     chunks_[chunk].trainable = params_[i].trainable;
+    chunks_[chunk].has_state = params_[i].trainable && params_[i].has_state;
     chunks_[chunk].read_at_home = !needed[i];
     chunks_[chunk].params.push_back(static_cast<ParamId>(i));
     places_.push_back(

@@ -19,6 +19,7 @@ struct ParamSpec {
   std::size_t numel = 0;
   ScalarType type = ScalarType::kFloat32;
   bool trainable = true;
+  bool has_state = true;  ///< where trainable: the optimizer's rule updates it, and keeps states
 };
 
 /// A module that owns parameters: the unit that must be resident at one time. `parent` is the
@@ -35,14 +36,15 @@ struct ParamPlace {
   std::size_t offset = 0;
 };
 
-/// A contiguous block of parameters of one type, all trainable or all frozen, and all needed on the
-/// device by some module or all by none.
-/// capacity_bytes is what a device slot takes; used_bytes (<= capacity) is what payloads store, up
-/// to the end of the last parameter. Both are positive multiples of world_size * param_alignment,
-/// so that equal shards stay aligned.
+/// A contiguous block of parameters of one type, all trainable or all frozen, all with states or
+/// all without, and all needed on the device by some module or all by none. capacity_bytes is what
+/// a device slot takes; used_bytes (<= capacity) is what payloads store, up to the end of the last
+/// parameter. Both are positive multiples of world_size * param_alignment, so that equal shards
+/// stay aligned.
 struct ChunkSpec {
   ScalarType type = ScalarType::kFloat32;
   bool trainable = true;
+  bool has_state = true;      ///< never where it is frozen
   bool read_at_home = false;  ///< no module needs it on the device
   std::size_t capacity_bytes = 0;
   std::size_t used_bytes = 0;
@@ -61,9 +63,9 @@ struct LayoutOptions {
 
 /// The immutable result of laying a model out in chunks, in execution order; safe to read from any
 /// thread. Chunks share one capacity, but for two cases: a parameter larger than it has a chunk of
-/// its own, and the last shared chunk of each class (type, trainable, needed on the device) ends
-/// where its parameters end. Chunk ids ascend with the first parameter of each chunk. A parameter
-/// of no elements takes no bytes; its offset may be the end of its chunk.
+/// its own, and the last shared chunk of each class (type, trainable, with states, needed on the
+/// device) ends where its parameters end. Chunk ids ascend with the first parameter of each chunk.
+/// A parameter of no elements takes no bytes; its offset may be the end of its chunk.
 class ChunkLayout {
  public:
   /// Lays out at options.chunk_bytes, or searches for it: the largest size, up to 64 MiB and a

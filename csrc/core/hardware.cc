@@ -48,7 +48,7 @@ std::uint64_t payload_bytes(const ChunkSpec& chunk, const OptimizerCost& optimiz
 }
 
 std::uint64_t state_bytes_of(const ChunkSpec& chunk, const OptimizerCost& optimizer) {
-  if (!chunk.trainable) {
+  if (!chunk.has_state) {
     return 0;
   }
   const double state = static_cast<double>(num_elements(chunk)) * optimizer.state_bytes_per_element;

@@ -38,6 +38,7 @@ LayoutFacts facts_of(const ChunkLayout& layout) {
   for (const ChunkSpec& chunk : layout.chunks()) {
     digest.add(static_cast<std::uint64_t>(chunk.type));
     digest.add(chunk.trainable ? 1 : 0);
+    digest.add(chunk.has_state ? 1 : 0);
     digest.add(chunk.used_bytes);
     for (const ParamId param : chunk.params) {
       digest.add(index(param));

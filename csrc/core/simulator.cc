@@ -179,7 +179,7 @@ class Simulation final : private DryRun {
 
   void update_on_host(ChunkId chunk, double now) {
     const ChunkSpec& spec = layout_.chunk(chunk);
-    if (spec.trainable && !on_device(chunk)) {
+    if (spec.has_state && !on_device(chunk)) {
       const double done = dram_.serve(now, elements_of(spec) * optimizer_.moved_bytes_per_element);
       chunks_[index(chunk)].updated = std::max(done, nvme_.update(chunk, now));
     }

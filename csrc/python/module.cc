@@ -135,13 +135,14 @@ RankGroups rank_groups(const std::array<std::string, 3>& names, bool share) {
 
 std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
                                         std::vector<std::string> param_names,
-                                        const std::vector<bool>& trained,
+                                        const std::vector<bool>& trained, std::vector<bool> ruled,
                                         const std::vector<PythonModuleSpec>& modules,
                                         SessionOptions options, const py::object& backend,
                                         const std::optional<std::array<std::string, 3>>& groups,
                                         bool share_memory,
                                         const std::vector<std::uint32_t>& valueless) {
   options.backend = device_backend(backend);
+  options.state.ruled = std::move(ruled);
   if (groups) {
     options.ranks = without_gil([&] { return rank_groups(*groups, share_memory); });
     options.layout.world_size = options.ranks->passes->size();
@@ -363,8 +364,8 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Session, std::shared_ptr<Session>> session(m, "Session");
   session
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),
-           py::arg("trained"), py::arg("modules"), py::arg("options"), py::arg("backend"),
-           py::arg("groups"), py::arg("share_memory"), py::arg("valueless"))
+           py::arg("trained"), py::arg("ruled"), py::arg("modules"), py::arg("options"),
+           py::arg("backend"), py::arg("groups"), py::arg("share_memory"), py::arg("valueless"))
       .def("forward_pre_hook", &castor::forward_pre_hook)
       .def("forward_hook", &castor::forward_hook)
       .def("set_loss_scale", &Session::set_loss_scale, released)

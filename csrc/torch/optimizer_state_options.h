@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "io/nvme_tier.h"
 #include "optim/update_rule.h"
@@ -12,6 +13,8 @@ struct OptimizerStateOptions {
   /// nullptr: another optimizer updates the parameters, which are fp32, and keeps its states
   /// itself.
   std::shared_ptr<const UpdateRule> rule;
+  /// Per parameter, whether the rule updates it; other optimizers do the others. Empty: all.
+  std::vector<bool> ruled;
   /// The NVMe tier takes the states of chunks that the host has no room for. nullopt: there is
   /// none.
   std::optional<NvmeOptions> nvme;

@@ -43,8 +43,9 @@ struct OperatorVisit {
 
 std::vector<ParamSpec> describe(const std::vector<at::Tensor>& params,
                                 std::vector<std::string> names, const std::vector<bool>& trained,
-                                ScalarType precision) {
-  if (params.size() != names.size() || params.size() != trained.size()) {
+                                const std::vector<bool>& ruled, ScalarType precision) {
+  if (params.size() != names.size() || params.size() != trained.size() ||
+      (!ruled.empty() && params.size() != ruled.size())) {
     throw InvalidArgument("there are " + std::to_string(params.size()) + " parameters but " +
                           std::to_string(names.size()) + " names and " +
                           std::to_string(trained.size()) + " marks of what is trained");
@@ -52,8 +53,11 @@ std::vector<ParamSpec> describe(const std::vector<at::Tensor>& params,
   std::vector<ParamSpec> specs;
   specs.reserve(params.size());
   for (std::size_t i = 0; i < params.size(); ++i) {
-    specs.push_back(
-        {std::move(names[i]), static_cast<std::size_t>(params[i].numel()), precision, trained[i]});
+    specs.push_back({.name = std::move(names[i]),
+                     .numel = static_cast<std::size_t>(params[i].numel()),
+                     .type = precision,
+                     .trainable = trained[i],
+                     .has_state = ruled.empty() || ruled[i]});
   }
   return specs;
 }
@@ -98,7 +102,8 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
                                          const SessionOptions& options,
                                          std::span<const ParamId> valueless) {
   const at::NoGradGuard no_grad;
-  auto specs = describe(params, std::move(param_names), trained, options.precision);
+  auto specs =
+      describe(params, std::move(param_names), trained, options.state.ruled, options.precision);
   const UpdateRule* const rule = options.state.rule.get();
   if (rule != nullptr && options.backend && !options.backend->has_kernels(rule->name())) {
     throw InvalidArgument("this device has no kernels for the optimizer '" +

@@ -17,7 +17,7 @@ namespace {
 
 std::vector<PayloadKind> state_kinds(const ChunkSpec& chunk, const UpdateRule* rule) {
   std::vector<PayloadKind> kinds;
-  if (rule == nullptr || !chunk.trainable) {
+  if (rule == nullptr || !chunk.has_state) {
     return kinds;
   }
   if (rule->splits_masters()) {

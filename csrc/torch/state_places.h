@@ -52,16 +52,17 @@ using ChunkMemory = std::array<std::byte*, kNumPayloadKinds>;
 /// For chunks on NVMe every call may throw IoError or CorruptionError.
 class StatePlaces {
  public:
-  /// Adds the payloads of every trainable chunk to `manager`, their contents unspecified, or makes
-  /// them on NVMe, where they begin as zeros. Throws OutOfMemory; InvalidArgument for a format that
-  /// the chunks' type does not have, or a layout without its param_alignment; what NvmeTier does.
-  /// All outlive this. `weights` has the parameters and gradients that are on NVMe; nullptr: all
-  /// are in memory. `homes`: of parameters, that ranks share; nullptr: there are none.
+  /// Adds the payloads of every chunk with states to `manager`, their contents unspecified, or
+  /// makes them on NVMe, where they begin as zeros. Throws OutOfMemory; InvalidArgument for a
+  /// format that the chunks' type does not have, or a layout without its param_alignment; what
+  /// NvmeTier does. All outlive this. `weights` has the parameters and gradients that are on NVMe;
+  /// nullptr: all are in memory. `homes`: of parameters, that ranks share; nullptr: there are none.
   StatePlaces(ChunkManager& manager, const ShardMap& shards, Executor& executor,
               const OptimizerStateOptions& options, StoredWeights* weights,
               const SharedHomes* homes, const SessionDevice& device);
 
-  /// What the chunk has, in the order of its payloads on NVMe; nothing where it is frozen.
+  /// What the chunk has, in the order of its payloads on NVMe; nothing where it is frozen, or
+  /// another optimizer than the rule updates it.
   [[nodiscard]] const std::vector<PayloadKind>& kinds(ChunkId chunk) const {
     return kinds_[index(chunk)];
   }

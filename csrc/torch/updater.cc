@@ -32,7 +32,8 @@ void Updater::check(const GroupOptions& options) const {
     }
   }
   for (const std::int64_t group : options.group_of) {
-    if (group < 0 || static_cast<std::size_t>(group) >= options.groups.size()) {
+    if (group < GroupOptions::kNoGroup ||
+        group >= static_cast<std::int64_t>(options.groups.size())) {
       throw InvalidArgument("group_of names group " + std::to_string(group) + " of " +
                             std::to_string(options.groups.size()));
     }
@@ -115,6 +116,9 @@ void Updater::step(const GroupOptions& options, double grad_scale) {
   for (std::size_t i = 0; i < parts_.params.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
     const ChunkId chunk = parts_.layout.place(param).chunk;
+    if (!options.has(param)) {
+      continue;
+    }
     if (updated(chunk)) {
       check_used_gradient(param, options.of(param));
     } else if (parts_.gradients.present(param)) {

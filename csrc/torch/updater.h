@@ -23,9 +23,13 @@ namespace castor {
 
 /// What parameter groups ask of their updates: `groups[group_of[i]]` are parameter i's options.
 struct GroupOptions {
+  static constexpr std::int64_t kNoGroup = -1;  ///< it is not updated
+
   std::vector<RuleOptions> groups;
   std::vector<std::int64_t> group_of;
 
+  [[nodiscard]] bool has(ParamId param) const { return group_of[index(param)] != kNoGroup; }
+  /// Requires that it has a group.
   [[nodiscard]] const RuleOptions& of(ParamId param) const {
     return groups[static_cast<std::size_t>(group_of[index(param)])];
   }
@@ -65,7 +69,7 @@ class Updater {
   void update_completed();
   /// step() has begun: it updates what backward has not.
   void forget_completed() { completed_.clear(); }
-  /// Updates the parameters that have a gradient and were not updated in backward. With
+  /// Updates the parameters that have a group and a gradient and were not updated in backward. With
   /// Overlap::kForward it may still be under way on return. If it throws, nothing has moved, or the
   /// run counts as broken.
   void step(const GroupOptions& options, double grad_scale);

@@ -85,6 +85,7 @@ class Session:
         params: Sequence[Tensor],
         param_names: Sequence[str],
         trained: Sequence[bool],
+        ruled: Sequence[bool],
         modules: Sequence[tuple[str, Sequence[int], int]],
         options: SessionOptions,
         backend: object | None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from castor import checkpoint
 from castor.checkpoint.arguments import absolute, check_only, shard_bytes
 from castor.errors import UsageError
-from castor.optim.boosted import StepDriver
-from castor.plugins.protocol import Plugin, check_one_optimizer
+from castor.optim.step_driver import StepDriver
+from castor.plugins.protocol import Plugin, list_of_optimizers
 from castor.runtime import together
 from castor.runtime.engine import Engine, engine_of, engines_holding
 from castor.runtime.report import MemoryReport, MemoryUse
@@ -44,7 +44,7 @@ class Booster:
     def boost(
         self,
         model: Model,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         criterion: Any = None,
         dataloader: Any = None,
         lr_scheduler: Any = None,
@@ -55,8 +55,9 @@ class Booster:
             model: Any module on the CPU.
             optimizer: An optimizer over the model's trainable parameters. Adam, AdamW and
                 HybridAdam run fused on the chunks; others run their own step on the host copies
-                (float32 only). Parameters that it does not hold get gradients and no update, as in
-                plain PyTorch, and a warning names them.
+                (float32 only). Several may share the parameters, in a list: gradients are checked
+                and clipped, all together, in the first step after a pass. Parameters that none
+                holds get gradients and no update, as in plain PyTorch, and a warning names them.
             criterion: Returned as it is.
             dataloader: A torch DataLoader learns to tell its position (state_dict), for
                 checkpoints; anything else is returned as it is.
@@ -66,14 +67,12 @@ class Booster:
             (model, optimizer, criterion, dataloader, lr_scheduler), None for what was not given.
 
         Raises:
-            UsageError, NotImplementedError: See GeminiPlugin.configure; several optimizers are not
-                supported.
+            UsageError, NotImplementedError: See GeminiPlugin.configure.
             OutOfMemoryError: A budget is too small; nothing was changed.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
-        check_one_optimizer(optimizer)
-        self.plugin.configure(model, optimizer)
+        self.plugin.configure(model, list_of_optimizers(optimizer))
         self._latest = weakref.ref(model)
         checkpoint.make_resumable(dataloader)
         return model, optimizer, criterion, dataloader, lr_scheduler
@@ -297,7 +296,7 @@ class Booster:
         self,
         directory: str | Path,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         lr_scheduler: Any = None,
         dataloader: Any = None,
         *,
@@ -315,7 +314,7 @@ class Booster:
         Args:
             directory: The run's; created if only its parent exists.
             model: Boosted or plain.
-            optimizer: As in save_optimizer.
+            optimizer: As in save_optimizer, or all that the model was boosted with.
             lr_scheduler: Anything with state_dict.
             dataloader: A DataLoader that went through boost, or anything with state_dict.
             step: Optimizer steps so far; by default those that the boosted model has taken.
@@ -336,7 +335,7 @@ class Booster:
         return self._once(
             model,
             lambda: checkpoint.save(
-                path, model, optimizer, lr_scheduler, processes,
+                path, model, list_of_optimizers(optimizer), lr_scheduler, processes,
                 step=step, extra=extra, keep=keep, max_bytes=max_bytes,
             ),
         )  # fmt: skip
@@ -345,7 +344,7 @@ class Booster:
         self,
         directory: str | Path,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         lr_scheduler: Any = None,
         dataloader: Any = None,
     ) -> checkpoint.CheckpointInfo:
@@ -370,7 +369,8 @@ class Booster:
         """
         engine, path = self._shared(model), absolute(directory)
         rank = engine.ranks.rank if engine and engine.ranks else 0
-        return checkpoint.load(path, model, optimizer, lr_scheduler, dataloader, rank=rank)
+        optimizers = list_of_optimizers(optimizer)
+        return checkpoint.load(path, model, optimizers, lr_scheduler, dataloader, rank=rank)
 
     def latest(self, directory: str | Path) -> Path | None:
         """The whole checkpoint of the highest step in a run's directory, None without one."""

@@ -141,6 +141,41 @@ def test_a_saved_state_goes_on_bitwise(settings: dict[str, Any], tmp_path: Path)
     assert all(map(torch.equal, again.weights, weights))
 
 
+def test_several_optimizers_share_a_model(tmp_path: Path) -> None:
+    def run_with(kind: type[Accelerator]) -> tuple[Any, Any, list[Any], list[float]]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        accelerator = kind(cpu=True)
+        model: nn.Module = CASES["llama"].model()
+        blocks = [p for name, p in model.named_parameters() if ".layers." in name]
+        others = [p for name, p in model.named_parameters() if ".layers." not in name]
+        made = torch.optim.SGD(blocks, lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=1e-2)
+        loader = DataLoader(data(), batch_size=2)  # type: ignore[arg-type]
+        model, *optimizers, loader = accelerator.prepare(model, *made, loader)
+        losses = []
+        for batch in list(loader)[:STEPS]:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        return accelerator, model, optimizers, losses
+
+    *_, expected = run_with(Accelerator)
+    accelerator, model, optimizers, found = run_with(on_castor())
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert accelerator.castor.report(model).steps == STEPS
+    accelerator.save_state(str(tmp_path / "state"))
+    momenta = [entry["momentum_buffer"].clone() for entry in optimizers[0].state.values()]
+    for entry in optimizers[0].state.values():
+        entry["momentum_buffer"].zero_()
+    accelerator.load_state(str(tmp_path / "state"))
+    loaded = [entry["momentum_buffer"] for entry in optimizers[0].state.values()]
+    assert all(map(torch.equal, loaded, momenta))
+
+
 def test_states_that_are_named_for_the_loop_are_found_again(tmp_path: Path) -> None:
     def project() -> ProjectConfiguration:
         return ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)

@@ -195,3 +195,21 @@ def test_the_merged_model_is_that_of_a_copy(tmp_path: Path) -> None:
     torch.testing.assert_close(
         again(input_ids=BATCH).logits, boosted.model.eval()(input_ids=BATCH).logits
     )
+
+
+@pytest.mark.parametrize(("precision", "state_bytes"), [("fp32", 8), ("bf16", 10)])
+def test_a_frozen_base_costs_its_weights_alone(precision: str, state_bytes: int) -> None:
+    """State: of fp32 two moments, of bf16 with "split" these and half a master."""
+    boosted = boost(adapted(layers=6), precision=precision, placement_policy="cpu")
+    params = list(boosted.model.parameters())
+    size = params[0].element_size()
+    trainable = sum(p.numel() for p in params if p.requires_grad)
+    frozen = sum(p.numel() for p in params if not p.requires_grad)
+    moved = []
+    for _ in range(4):
+        before = boosted.report().d2h_bytes
+        boosted.step(boosted.model(input_ids=BATCH, labels=BATCH).loss)
+        moved.append(boosted.report().d2h_bytes - before)
+    expected = frozen * size + trainable * (2 * size + state_bytes)
+    assert boosted.report().host_bytes == pytest.approx(expected, rel=0.03)
+    assert moved == [trainable * size] * 4

@@ -116,14 +116,6 @@ def test_parameters_in_no_optimizer_are_named_once() -> None:
     losses_of_boosted(boost(model, optimizer=AdamW(model.head.parameters())), tower_loss, steps=2)
 
 
-def test_several_optimizers_are_refused_by_name() -> None:
-    model = tower()
-    halves = [AdamW(model.layers.parameters()), torch.optim.SGD(model.head.parameters())]
-    with pytest.raises(NotImplementedError, match=r"given 2 \(AdamW, SGD\).*param_groups"):
-        Booster(plugin=plugin()).boost(model, halves)  # type: ignore[arg-type]
-    losses_of_boosted(boost(model), tower_loss, steps=2)
-
-
 def test_boosting_twice_is_refused() -> None:
     boosted = boost(tower())
     with pytest.raises(castor.UsageError, match="boosted already"):

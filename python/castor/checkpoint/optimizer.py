@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -43,16 +44,31 @@ class Scaler(Protocol):
 
 
 class Driver(Protocol):
-    """What a checkpoint needs of a boosted optimizer's step (castor.optim.boosted.StepDriver)."""
+    """What a checkpoint needs of the step of a boosted optimizer (StepDriver)."""
 
     engine: Engine
     fused: bool
+    num_optimizers: int
     scaler: Scaler | None
 
 
 def driver_of(optimizer: Optimizer) -> Driver | None:
     """The driver of a boosted optimizer, None for any other."""
     return cast("Driver | None", getattr(optimizer, "_castor", None))
+
+
+def check_all_given(optimizers: Sequence[Optimizer]) -> None:
+    """A run is saved and loaded with all optimizers of a boosted model, or with none.
+
+    Raises:
+        UsageError: One is missing.
+    """
+    drivers = [driver for optimizer in optimizers if (driver := driver_of(optimizer)) is not None]
+    if drivers and drivers[0].num_optimizers != len(drivers):
+        raise UsageError(
+            f"the model was boosted with {drivers[0].num_optimizers} optimizers, and "
+            f"{len(drivers)} of them were given; give all, in a list"
+        )
 
 
 def names_of(optimizer: Optimizer, model: nn.Module | None) -> dict[torch.Tensor, str]:

@@ -20,7 +20,7 @@ from castor.checkpoint.manifest import PART_MANIFEST, verify
 from castor.checkpoint.optimizer import DESCRIPTION, FORMAT, driver_of, names_of
 from castor.checkpoint.staging import recover
 from castor.checkpoint.values import decode
-from castor.errors import CheckpointError
+from castor.errors import CheckpointError, UsageError
 
 _ADAM_ENTRIES = {"step", "exp_avg", "exp_avg_sq"}
 _ADAM_LIKE = _ADAM_ENTRIES | {"max_exp_avg_sq", "master"}
@@ -128,8 +128,14 @@ def load_optimizer(optimizer: Optimizer, directory: Path, model: nn.Module | Non
 
     Raises:
         CheckpointError: It is damaged, or of another optimizer; nothing was changed.
-        UsageError: See names_of.
+        UsageError: See names_of; or the run is broken, and has more optimizers than this.
     """
+    driver = driver_of(optimizer)
+    if driver is not None and driver.num_optimizers > 1 and not driver.engine.session.whole:
+        raise UsageError(
+            f"the run is broken, and the states of {driver.num_optimizers} optimizers with it: "
+            "load them together, with booster.load(..., optimizer=[...])"
+        )
     recover(directory)
     verify(directory, PART_MANIFEST)
     prepare_optimizer(optimizer, directory, model).apply()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from castor.checkpoint.manifest import (
 )
 from castor.checkpoint.model import model_bytes, write_model
 from castor.checkpoint.model_load import prepare_model
-from castor.checkpoint.optimizer import state_of_optimizer, write_optimizer
+from castor.checkpoint.optimizer import check_all_given, state_of_optimizer, write_optimizer
 from castor.checkpoint.optimizer_load import prepare_optimizer
 from castor.checkpoint.scheduler import scheduler_document, scheduler_state
 from castor.checkpoint.sealed_json import canonical
@@ -33,7 +34,7 @@ from castor.errors import CheckpointError, UsageError
 from castor.runtime.engine import engines_holding
 
 _STEP = re.compile(r"step-(\d{8,})")
-_OURS = frozenset({"model", "optimizer", "trainer.json", RUN_MANIFEST})
+_OURS = re.compile(rf"model|optimizer(-\d+)?|trainer\.json|{re.escape(RUN_MANIFEST)}")
 _FORMAT = "castor-trainer-1"
 
 
@@ -60,7 +61,7 @@ def process_state(dataloader: Any) -> dict[str, Any]:
 def save(
     root: Path,
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizers: Sequence[Optimizer],
     lr_scheduler: Any,
     processes: list[dict[str, Any]],
     *,
@@ -73,7 +74,8 @@ def save(
     number = _step_number(model, step)
     if keep is not None:
         _check_count("keep", keep, 1)
-    optimizer_state = None if optimizer is None else state_of_optimizer(optimizer, model)
+    check_all_given(optimizers)
+    optimizer_states = [state_of_optimizer(optimizer, model) for optimizer in optimizers]
     trainer = {
         "format": _FORMAT,
         "step": number,
@@ -87,8 +89,7 @@ def save(
     with os_errors(root, "write"):
         root.mkdir(exist_ok=True)
     recover_all(root)
-    needed = model_bytes(model) + OVERHEAD_BYTES
-    needed += optimizer_state.bytes if optimizer_state is not None else 0
+    needed = model_bytes(model) + OVERHEAD_BYTES + sum(state.bytes for state in optimizer_states)
     with staged(target, needed) as staging:
         entries: dict[str, FileEntry] = {}
 
@@ -100,18 +101,21 @@ def save(
             "model",
             lambda new, old: write_model(model, new, old, max_bytes=max_bytes, tokenizer=None),
         )
-        if optimizer_state is not None:
-            state = optimizer_state
-            part(
-                "optimizer",
-                lambda new, old: write_optimizer(state, new, old, max_bytes=max_bytes),
-            )
+        for name, state in zip(_parts_of(optimizers), optimizer_states, strict=True):
+            part(name, partial(write_optimizer, state, max_bytes=max_bytes))
         entries["trainer.json"] = write_file(staging / "trainer.json", [canonical(trainer)])
-        carry_over(target, staging, _OURS.__contains__)
+        carry_over(target, staging, lambda name: bool(_OURS.fullmatch(name)))
         write_manifest(staging, RUN_MANIFEST, entries)
     if keep is not None:
         _prune(root, number, keep)
     return target
+
+
+def _parts_of(optimizers: Sequence[Optimizer]) -> list[str]:
+    """Directories of their states."""
+    if len(optimizers) == 1:
+        return ["optimizer"]
+    return [f"optimizer-{i}" for i in range(len(optimizers))]
 
 
 def _step_number(model: nn.Module, step: int | None) -> int:
@@ -179,7 +183,7 @@ def latest(root: Path) -> Path | None:
 def load(
     path: Path,
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizers: Sequence[Optimizer],
     lr_scheduler: Any,
     dataloader: Any,
     *,
@@ -195,12 +199,21 @@ def load(
             f"{file} has format {trainer.get('format')!r}; this version reads {_FORMAT!r}"
         )
     # All checks, then all changes.
+    check_all_given(optimizers)
     model_load = prepare_model(model, directory / "model", strict=True)
-    optimizer_load = None
-    if optimizer is not None:
-        if not (directory / "optimizer").is_dir():
-            raise CheckpointError(f"{directory} was saved without an optimizer; load without one")
-        optimizer_load = prepare_optimizer(optimizer, directory / "optimizer", model)
+    parts = _parts_of(optimizers)
+    if optimizers and not all((directory / part).is_dir() for part in parts):
+        saved = [entry.name for entry in directory.iterdir() if entry.name.startswith("optimizer")]
+        raise CheckpointError(
+            f"{directory} was saved with {len(saved)} optimizers, and {len(optimizers)} were given "
+            "to load"
+            if saved
+            else f"{directory} was saved without an optimizer; load without one"
+        )
+    optimizer_loads = [
+        prepare_optimizer(optimizer, directory / part, model)
+        for optimizer, part in zip(optimizers, parts, strict=True)
+    ]
     scheduler = _part(trainer, "lr_scheduler", lr_scheduler, file)
     if scheduler is not None:
         scheduler = scheduler_state(scheduler, lr_scheduler, file)
@@ -214,8 +227,8 @@ def load(
         rng.check(states)
     info = CheckpointInfo(step=trainer["step"], extra=decode(trainer["extra"]), path=directory)
 
-    model_load.apply(with_optimizer=optimizer_load is not None)
-    if optimizer_load is not None:
+    model_load.apply(with_optimizer=bool(optimizer_loads))
+    for optimizer_load in optimizer_loads:
         optimizer_load.apply()
     if scheduler is not None:
         lr_scheduler.load_state_dict(scheduler)

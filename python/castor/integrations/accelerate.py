@@ -180,9 +180,8 @@ class _OnCastor(OnCastor):
     def prepare(self, *args: Any, **keywords: Any) -> Any:
         """Accelerate's; models are boosted with their optimizers."""
         models = [arg for arg in args if isinstance(arg, nn.Module)]
-        for arg in args:
-            if isinstance(arg, Optimizer):
-                self._boost(arg, models + self._models)
+        optimizers = [arg for arg in args if isinstance(arg, Optimizer)]
+        self._boost(optimizers, models + self._models)
         return self._super.prepare(*args, **keywords)
 
     def prepare_model(
@@ -196,7 +195,7 @@ class _OnCastor(OnCastor):
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Accelerate's; its model, which has been prepared, is boosted with it."""
-        self._boost(optimizer, self._models)
+        self._boost([optimizer], self._models)
         return self._super.prepare_optimizer(optimizer, False)
 
     def backward(self, loss: torch.Tensor, **keywords: Any) -> None:
@@ -238,17 +237,20 @@ class _OnCastor(OnCastor):
         for part, model, optimizer in self._checkpoints(directory):
             self.castor.load_optimizer(optimizer, part, model=model)
 
-    def _boost(self, optimizer: Optimizer, models: list[nn.Module]) -> None:
-        own = unwrapped(optimizer)
-        if boosted(own):
-            return
-        model = _model_of(own, models)
-        if model is None:
-            raise UsageError(
-                f"the {type(own).__name__} holds no parameter of a model that accelerator.prepare "
-                "has been given: prepare the model with it, or before"
-            )
-        self._boost_with(model, own)
+    def _boost(self, optimizers: list[Optimizer], models: list[nn.Module]) -> None:
+        """Boosts the models of those that are not boosted yet, each with all that it has here."""
+        new = [own for own in map(unwrapped, optimizers) if not boosted(own)]
+        of: dict[nn.Module, list[Optimizer]] = {}
+        for own in new:
+            model = _model_of(own, models)
+            if model is None:
+                raise UsageError(
+                    f"the {type(own).__name__} holds no parameter of a model that "
+                    "accelerator.prepare has been given: prepare the model with it, or before"
+                )
+            of.setdefault(model, []).append(own)
+        for model, its_optimizers in of.items():
+            self._boost_with(model, *its_optimizers)
 
     def _trained(self) -> Iterator[tuple[nn.Module, Optimizer]]:
         """Boosted models with their optimizers."""

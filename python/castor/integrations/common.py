@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from castor.booster import Booster
 from castor.errors import UsageError
-from castor.optim.boosted import StepDriver
+from castor.optim.step_driver import StepDriver
 from castor.plugins import GeminiPlugin
 
 Class = TypeVar("Class", bound=type)
@@ -30,8 +30,8 @@ class OnCastor:
     _castor_plugin_for: Callable[..., GeminiPlugin]
     """Of what the framework was asked for, when one is made."""
 
-    def _boost_with(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.castor.boost(model, optimizer)
+    def _boost_with(self, model: nn.Module, *optimizers: Optimizer) -> None:
+        self.castor.boost(model, optimizers)
         OnCastor.castor_has_trained = True
 
     @property

@@ -1,11 +1,9 @@
-"""The step of an optimizer whose parameters live in chunks."""
+"""Optimizers whose parameters live in chunks: torch's classes, with another step."""
 
 from __future__ import annotations
 
 import functools
-import math
 import operator
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,171 +11,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from castor.config import GeminiConfig
-from castor.errors import NonFiniteGradientError, UsageError
+from castor.errors import UsageError
 from castor.optim.boosted_copy import ordinary_copy
 from castor.optim.boosted_state import MOMENTS, Entries, StoredState, state_entry, write_entries
 from castor.optim.hybrid_adam import HybridAdam
-from castor.optim.loss_scaler import LossScaler
-from castor.optim.rules import FusedRule, rule_of
 from castor.optim.state_formats import ROUNDING_FORMATS, to_portable
+from castor.optim.step_driver import StepDriver
 from castor.runtime.engine import Engine
-
-
-def check_optimizer(optimizer: Optimizer, config: GeminiConfig) -> None:
-    """Raises before anything is changed if the optimizer cannot be boosted.
-
-    Raises:
-        NotImplementedError: The optimizer needs the generic path, which is float32 only.
-        UsageError: The optimizer is boosted already.
-    """
-    name = type(optimizer).__name__
-    if isinstance(optimizer, BoostedOptimizer):
-        raise UsageError(f"this {name} is boosted already; use what boost returned")
-    generic = rule_of(optimizer) is None
-    if generic and config.precision != "fp32":
-        raise NotImplementedError(
-            f"{name} with these options runs on castor's generic path, which has no "
-            f"{config.precision} master weights; use precision='fp32', or Adam, AdamW or "
-            "HybridAdam without amsgrad and maximize"
-        )
-    if generic and config.device != "cpu":
-        raise NotImplementedError(
-            f"{name} with these options runs on castor's generic path, on the host copies, which a "
-            "GPU would read over the link; use device='cpu', or Adam, AdamW or HybridAdam without "
-            "amsgrad and maximize"
-        )
-    if generic and config.overlap != "none":
-        raise NotImplementedError(
-            f"overlap={config.overlap!r} needs castor's Adam, and {name} with these options runs "
-            "on the generic path; use overlap='none', or Adam, AdamW or HybridAdam without amsgrad "
-            "and maximize"
-        )
-    if generic and config.nvme_paths:
-        raise NotImplementedError(
-            f"the NVMe tier holds the states of castor's Adam, and {name} with these options runs "
-            "on the generic path; leave nvme_path out, or use Adam, AdamW or HybridAdam without "
-            "amsgrad and maximize"
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise NotImplementedError("LBFGS evaluates the model inside step; castor cannot run it")
-
-
-class StepDriver:
-    """Turns the gradients of a step into an update: unscale, check, clip, apply the rule."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        engine: Engine,
-        config: GeminiConfig,
-        *,
-        rule: FusedRule | None,
-        seed: int,
-    ) -> None:
-        self.engine = engine
-        self.config = config
-        self.rule = rule
-        self.scaler = LossScaler(config.loss_scaler) if config.precision == "fp16" else None
-        self._warned = False
-        self.num_trained = sum(engine.trained)
-        self.group_of = [0] * len(engine.params)
-        self._streams = [0] * len(engine.params)
-        position = 0
-        for g, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                self.group_of[engine.index_of[param]] = g
-                # As a standalone HybridAdam numbers them: the same seed gives the same bits.
-                self._streams[engine.index_of[param]] = position
-                position += 1
-        self.seed = seed
-
-    @property
-    def seed(self) -> int:
-        """Of the stochastic rounding of moments."""
-        return self._seed
-
-    @seed.setter
-    def seed(self, seed: int) -> None:
-        self._seed = seed
-        self.engine.session.set_rounding(seed, self._streams)
-
-    @property
-    def fused(self) -> bool:
-        """Whether a rule updates the chunks; else the optimizer's own step does."""
-        return self.rule is not None
-
-    @property
-    def loss_scale(self) -> float:
-        """What the loss of the next backward is multiplied with."""
-        return self.scaler.scale if self.scaler else 1.0
-
-    def step(self, optimizer: Optimizer, generic_step: Callable[[], Any]) -> None:
-        """Updates the parameters from the gradients held now, or skips the step.
-
-        Where it raises something else than NonFiniteGradientError, no step is counted: nothing has
-        moved, and it may be called again, or the run is broken.
-        """
-        session, config = self.engine.session, self.config
-        groups = self.rule.options(optimizer) if self.rule else []
-        check = config.nonfinite != "ignore" or self.scaler is not None
-        measures = check or config.max_norm > 0
-        gradients = session.collect_gradients(with_norm=measures)
-        norm = gradients.norm / gradients.scale
-        self.engine.gradient_norm = norm if measures else None
-        overflow = check and not math.isfinite(norm)
-        if self.scaler and gradients.num_gradients:
-            self.scaler.update(overflow=overflow)
-        if overflow:
-            self._skip(norm)
-            return
-        scale = 1.0 / gradients.scale
-        if config.max_norm > 0:
-            scale *= min(1.0, config.max_norm / (norm + 1e-6))
-        if self.rule:
-            session.update(groups, self.group_of, scale)
-        else:
-            if scale != 1.0:
-                session.scale_gradients(scale)
-            generic_step()
-        self._finish(skipped=False)
-
-    def _finish(self, *, skipped: bool) -> None:
-        self.engine.session.finish_step()
-        self.engine.blocks.step_ended()
-        self.engine.step_skipped = skipped
-        self.engine.history.step_ended(self.engine.session.step_figures(), skipped=skipped)
-
-    def arm(self, optimizer: Optimizer) -> None:
-        """Before a forward whose backward may update chunks: tells the options of now."""
-        if self.rule:
-            self.engine.session.arm_updates(self.rule.options(optimizer), self.group_of)
-
-    def _skip(self, norm: float) -> None:
-        """Leaves the update out: a gradient is not finite."""
-        self.engine.skipped_steps += 1
-        self._finish(skipped=True)
-        if self.config.nonfinite == "raise" and self.scaler is None:
-            raise NonFiniteGradientError(
-                f"the gradient of parameter '{self._first_nonfinite()}' is not finite (total "
-                f"norm {norm}); no weight was changed. Lower the learning rate, check the batch, "
-                "or skip such steps with nonfinite='skip'"
-            )
-        if not self._warned:
-            self._warned = True
-            what_next = f"; loss scale is now {self.loss_scale:g}" if self.scaler else ""
-            warnings.warn(
-                f"castor skipped an optimizer step: the gradient of parameter "
-                f"'{self._first_nonfinite()}' is not finite{what_next}. Further skips are counted "
-                "in booster.report().skipped_steps without a warning",
-                RuntimeWarning,
-                stacklevel=6,  # past this class, step and the two decorators that torch puts on it
-            )
-
-    def _first_nonfinite(self) -> str:
-        named = zip(self.engine.names, self.engine.params, strict=True)
-        bad = (name for name, p in named if p.grad is not None and not p.grad.isfinite().all())
-        return next(bad, "?")
 
 
 class BoostedOptimizer(Optimizer):
@@ -210,7 +50,7 @@ class BoostedOptimizer(Optimizer):
 
     def _show_state(self) -> None:
         """Makes `state` entries of the parameters that have taken their first step."""
-        if len(self.state) == self._castor.num_trained:
+        if len(self.state) == self._castor.num_updated:
             return
         session = self._castor.engine.session
         for group in self.param_groups:
@@ -224,11 +64,11 @@ class BoostedOptimizer(Optimizer):
     def rounding_seed(self) -> int | None:
         """The seed where moments are rounded by it; a part of what is saved and loaded."""
         narrow = self._castor.engine.session.optim_state_format in ROUNDING_FORMATS
-        return self._castor.seed if narrow else None
+        return self._castor.model_step.seed if narrow else None
 
     @rounding_seed.setter
     def rounding_seed(self, seed: int) -> None:
-        self._castor.seed = seed
+        self._castor.model_step.seed = seed
         if hasattr(self, "requested_state"):  # HybridAdam
             self.seed = seed
 
@@ -372,7 +212,7 @@ def boost_optimizer(optimizer: Optimizer, driver: StepDriver) -> None:
     optimizer.__dict__["_step_supports_amp_scaling"] = False
     if isinstance(optimizer, HybridAdam):
         optimizer.optim_state_format = engine.session.optim_state_format
-        optimizer.seed = driver.seed
+        optimizer.seed = driver.model_step.seed
     if getattr(own_step, "_wrapped_by_lr_sched", False):
         _track_step(optimizer)
     if driver.fused and old_state:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import ItemsView, Iterator, KeysView, ValuesView
+from collections.abc import ItemsView, Iterator, KeysView, Sequence, ValuesView
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,28 +30,34 @@ class StateChoice:
     seed: int
 
 
-def choose_state_format(optimizer: Optimizer | None, config: GeminiConfig) -> StateChoice:
+def choose_state_format(optimizers: Sequence[Optimizer], config: GeminiConfig) -> StateChoice:
     """The state format and the seed of a model that is about to be boosted.
 
     Raises:
-        ValueError: GeminiPlugin and HybridAdam ask for different ones, or the precision does not
-            have the format.
+        ValueError: GeminiPlugin and a HybridAdam, or two of them, ask for different ones, or the
+            precision does not have the format.
     """
-    own_format, own_seed = getattr(optimizer, "requested_state", (None, None))
-    for name, mine, other in (
-        ("optim_state_format", config.optim_state_format, own_format),
-        ("seed", config.seed, own_seed),
-    ):
-        if mine is not None and other is not None and mine != other:
-            raise ValueError(
-                f"GeminiPlugin({name}={mine!r}) and {type(optimizer).__name__}({name}={other!r}) "
-                "contradict each other; give one"
-            )
-    chosen = config.optim_state_format or own_format or _DEFAULT_FORMATS[config.precision]
+    chosen, seed = config.optim_state_format, config.seed
+    asked_by = {"optim_state_format": "GeminiPlugin", "seed": "GeminiPlugin"}
+    for optimizer in optimizers:
+        own_format, own_seed = getattr(optimizer, "requested_state", (None, None))
+        for name, mine, other in (
+            ("optim_state_format", chosen, own_format),
+            ("seed", seed, own_seed),
+        ):
+            if mine is None and other is not None:
+                asked_by[name] = type(optimizer).__name__
+            elif other is not None and mine != other:
+                raise ValueError(
+                    f"{asked_by[name]}({name}={mine!r}) and "
+                    f"{type(optimizer).__name__}({name}={other!r}) contradict each other; give one"
+                )
+        chosen = chosen or own_format
+        seed = own_seed if seed is None else seed
+    chosen = chosen or _DEFAULT_FORMATS[config.precision]
     check_format_of_precision(
-        f"{type(optimizer).__name__}(optim_state_format={chosen!r})", chosen, config.precision
+        f"{asked_by['optim_state_format']}(optim_state_format={chosen!r})", chosen, config.precision
     )
-    seed = config.seed if config.seed is not None else own_seed
     return StateChoice(state_format=chosen, seed=seed or 0)
 
 

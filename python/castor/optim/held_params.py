@@ -1,28 +1,41 @@
-"""Which parameters of a model an optimizer updates."""
+"""Which parameters of a model its optimizers update."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from castor.errors import UsageError
+from castor.optim.rules import rule_of
 
 _NAMED = 3
 """Parameters that a warning names, of many."""
 
 
-def held_params(model: nn.Module, optimizer: Optimizer) -> set[torch.Tensor]:
-    """What the optimizer updates; warns of what it does not.
+def held_params(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[torch.Tensor, bool]:
+    """What the optimizers update, and whether by a rule; warns of what they do not.
 
     Raises:
-        UsageError: It holds parameters that the model lacks.
+        UsageError: They hold parameters that the model lacks, or two hold the same one.
     """
     names = {param: name for name, param in model.named_parameters()}
-    held = {param for group in optimizer.param_groups for param in group["params"]}
-    foreign = [tuple(param.shape) for param in held if param not in names]
+    held: dict[torch.Tensor, bool] = {}
+    holder: dict[torch.Tensor, Optimizer] = {}
+    foreign: list[tuple[int, ...]] = []
+    for optimizer in optimizers:
+        by_rule = rule_of(optimizer) is not None
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if param not in names:
+                foreign.append(tuple(param.shape))
+            elif holder.setdefault(param, optimizer) is not optimizer:
+                raise UsageError(
+                    f"two optimizers hold parameter '{names[param]}'; give it to one of them"
+                )
+            held[param] = by_rule
     if foreign:
         raise UsageError(
             f"the optimizer holds {len(foreign)} parameters that the model lacks, the first of "
@@ -33,8 +46,9 @@ def held_params(model: nn.Module, optimizer: Optimizer) -> set[torch.Tensor]:
     ]
     if missing:  # before anything is changed: warnings may be errors
         listed = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
+        subject = "the optimizer does" if len(optimizers) == 1 else "the optimizers do"
         warnings.warn(
-            f"the optimizer does not hold {len(missing)} parameters that require a gradient "
+            f"{subject} not hold {len(missing)} parameters that require a gradient "
             f"({listed}): as in plain PyTorch they get gradients, which model.zero_grad() clears, "
             "and no update. Add them to it, or freeze them with requires_grad_(False), which saves "
             "the gradients",

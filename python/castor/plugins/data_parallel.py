@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -17,12 +18,12 @@ from castor.runtime.ranks import Ranks, describe_parameters, find_ranks, rank_an
 
 def join_ranks(
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizers: Sequence[Optimizer],
     config: GeminiConfig,
     *,
     state_format: StateFormat,
     seed: int,
-    held: set[Any] | None,
+    held: Collection[Any] | None,
 ) -> Ranks | None:
     """The ranks of this process, which have been given the same model and the same settings.
 
@@ -30,11 +31,11 @@ def join_ranks(
 
     Args:
         model: To be boosted.
-        optimizer: To be boosted with it.
+        optimizers: To be boosted with it.
         config: The plugin's.
         state_format: What was chosen.
         seed: As state_format.
-        held: The parameters that the optimizer updates; None: there is no optimizer.
+        held: The parameters that optimizers update; None: there is no optimizer.
 
     Returns:
         None where this process is alone.
@@ -57,10 +58,15 @@ def join_ranks(
             **settings,
             "optim_state_format": state_format,
             "seed": seed,
-            "the optimizer": type(optimizer).__name__,
-            "the optimizer's param_groups": _groups(optimizer),
+            "the optimizer": ", ".join(type(one).__name__ for one in optimizers),
+            "the optimizer's param_groups": _groups(optimizers),
         }
     )
+    if len(optimizers) > 1:
+        raise NotImplementedError(
+            f"{ranks.size} ranks step one optimizer a model, and boost was given "
+            f"{len(optimizers)}: give one with param_groups"
+        )
     _check_supported(model, config, held, ranks.size)
     return ranks
 
@@ -80,7 +86,7 @@ def loader_of_rank(
     return loader
 
 
-def _groups(optimizer: Optimizer | None) -> list[dict[str, Any]]:
+def _groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
     """Numbers and flags of the groups, and how many parameters each has."""
     return [
         {
@@ -88,12 +94,13 @@ def _groups(optimizer: Optimizer | None) -> list[dict[str, Any]]:
             for name, value in group.items()
             if name == "params" or isinstance(value, int | float | tuple | None)
         }
-        for group in (optimizer.param_groups if optimizer is not None else [])
+        for optimizer in optimizers
+        for group in optimizer.param_groups
     ]
 
 
 def _check_supported(
-    model: nn.Module, config: GeminiConfig, held: set[Any] | None, size: int
+    model: nn.Module, config: GeminiConfig, held: Collection[Any] | None, size: int
 ) -> None:
     if config.device != "cpu":
         raise NotImplementedError(

@@ -29,10 +29,12 @@ from castor.config import (
     parse_bytes,
     parse_paths,
 )
-from castor.optim.boosted import StepDriver, boost_optimizer, check_optimizer
+from castor.optim.boosted import boost_optimizer
 from castor.optim.boosted_state import choose_state_format
+from castor.optim.check_optimizers import check_optimizers
 from castor.optim.held_params import held_params
 from castor.optim.rules import rule_of
+from castor.optim.step_driver import ModelStep, StepDriver
 from castor.plugins.data_parallel import join_ranks, loader_of_rank
 from castor.plugins.engine_settings import engine_settings
 from castor.plugins.machine import choose_budgets, choose_device, warn_of_budgets
@@ -291,43 +293,40 @@ class GeminiPlugin:
         options |= {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
         return loader_of_rank(dataset, batch_size=batch_size, **options)
 
-    def configure(
-        self, model: nn.Module, optimizer: Optimizer | None
-    ) -> tuple[Engine, StepDriver | None]:
-        """Takes model and optimizer over, in place. Called by Booster.boost.
+    def configure(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Engine:
+        """Takes model and optimizers over, in place. Called by Booster.boost.
 
         Raises:
-            UsageError: The model or optimizer cannot be boosted, tile_logits is not "auto" and
+            UsageError: The model or an optimizer cannot be boosted, tile_logits is not "auto" and
                 the model has no logits that castor can compute in tiles, or the ranks were given
                 different ones; neither is changed.
             OutOfMemoryError: A budget is too small; neither is changed.
-            NotImplementedError: The optimizer is not supported in this precision, or a setting
-                with several ranks.
+            NotImplementedError: An optimizer is not supported in this precision, or a setting with
+                several optimizers or ranks.
             ValueError: HybridAdam's optim_state_format, seed or nvme_offload_dir contradicts the
                 plugin's, or the precision does not have the format.
             IoError: The NVMe tier's files cannot be made; model and optimizer are unchanged.
         """
         check_not_boosted(model)
-        choice = choose_state_format(optimizer, self.config)
+        choice = choose_state_format(optimizers, self.config)
         head = output_embedding(model, self.config.tile_logits)
         blocks = Blocks(model, self.config)
-        config = self._with_nvme_of(optimizer)
-        rule, held = None, None
-        if optimizer is not None:
-            check_optimizer(optimizer, config)
-            held = held_params(model, optimizer)
-            rule = rule_of(optimizer)
+        config = self._with_nvme_of(optimizers)
+        check_optimizers(optimizers, config)
+        held = held_params(model, optimizers) if optimizers else None
+        rules = [rule_of(optimizer) for optimizer in optimizers]
+        rule = next((one.name for one in rules if one), None)
         warn_of_budgets(
             torch.device(config.device), config.device_bytes, config.host_bytes, stacklevel=3
         )
         ranks = join_ranks(
-            model, optimizer, config, state_format=choice.state_format, seed=choice.seed, held=held
+            model, optimizers, config, state_format=choice.state_format, seed=choice.seed, held=held
         )
         engine = Engine(
             model,
             engine_settings(
                 config,
-                rule=rule.name if rule else None,
+                rule=rule,
                 state_format=choice.state_format,
                 ranks=ranks,
             ),
@@ -337,21 +336,22 @@ class GeminiPlugin:
         engine.blocks = blocks
         if head is not None:
             defer_logits(engine, head, config)
-        if optimizer is None:
-            return engine, None
-        driver = StepDriver(optimizer, engine, config, rule=rule, seed=choice.seed)
-        boost_optimizer(optimizer, driver)
-        if self.config.overlap == "backward":
-            model.register_forward_pre_hook(ModuleHook(_arm, driver, weakref.ref(optimizer)))
-        return engine, driver
+        model_step = ModelStep(engine, config, optimizers, in_place=None in rules, seed=choice.seed)
+        for optimizer, its_rule in zip(optimizers, rules, strict=True):
+            driver = StepDriver(optimizer, model_step, rule=its_rule)
+            boost_optimizer(optimizer, driver)
+            if self.config.overlap == "backward":
+                model.register_forward_pre_hook(ModuleHook(_arm, driver, weakref.ref(optimizer)))
+        return engine
 
-    def _with_nvme_of(self, optimizer: Optimizer | None) -> GeminiConfig:
-        """The settings, with what HybridAdam says about NVMe.
+    def _with_nvme_of(self, optimizers: Sequence[Optimizer]) -> GeminiConfig:
+        """The settings, with what a HybridAdam says about NVMe.
 
         Raises:
             ValueError: It contradicts them.
         """
-        fraction, directory = getattr(optimizer, "requested_nvme", (0.0, None))
+        asked = [getattr(optimizer, "requested_nvme", (0.0, None)) for optimizer in optimizers]
+        fraction, directory = next((one for one in asked if one[1] is not None), (0.0, None))
         if directory is None:
             return self.config
         if self.config.nvme_paths:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 from torch.optim import Optimizer
 
-from castor.optim.boosted import StepDriver
 from castor.runtime.engine import Engine
 
 
@@ -24,30 +24,21 @@ class Plugin(Protocol):
         """Whether backward multiplies the loss, and so has to be given the optimizer."""
         ...
 
-    def configure(
-        self, model: nn.Module, optimizer: Optimizer | None
-    ) -> tuple[Engine, StepDriver | None]:
-        """Takes model and optimizer over, in place.
-
-        Returns:
-            The model's engine, and what steps the optimizer; None without one.
-        """
+    def configure(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Engine:
+        """Takes a model and the optimizers over it, of which there may be none, in place."""
         ...
 
 
-def check_one_optimizer(optimizer: Any) -> None:
-    """Takes one optimizer, or None.
+def list_of_optimizers(given: Any) -> list[Optimizer]:
+    """What boost was given: none, one or several.
 
     Raises:
-        NotImplementedError: There are several.
         TypeError: It is something else.
     """
-    if isinstance(optimizer, list | tuple):
-        names = ", ".join(type(one).__name__ for one in optimizer)
-        raise NotImplementedError(
-            f"castor steps one optimizer a model, and was given {len(optimizer)} ({names}): give "
-            "one with param_groups, or boost with one and step the others, over the parameters "
-            "that it does not hold, yourself"
-        )
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a torch Optimizer")
+    optimizers = list(given) if isinstance(given, list | tuple) else [given]
+    if given is None:
+        return []
+    for one in optimizers:
+        if not isinstance(one, Optimizer):
+            raise TypeError(f"optimizer is a {type(one).__name__}; give a torch Optimizer")
+    return optimizers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,14 +67,14 @@ class Engine:
         model: nn.Module,
         settings: EngineSettings,
         *,
-        updated: Collection[torch.Tensor] | None = None,
+        updated: Mapping[torch.Tensor, bool] | None = None,
     ) -> None:
         """Takes the model's parameters over and installs the hooks.
 
         Args:
             model: The model.
             settings: What it is to be.
-            updated: What the optimizer holds; None: all parameters.
+            updated: What optimizers hold, and whether by the session's rule; None: all, so.
 
         Raises:
             UsageError: The model is boosted already, or cannot be.
@@ -93,7 +93,7 @@ class Engine:
         """Whether state_dict is asked for names and places only, whatever the values are."""
         self.resumed_steps = 0
         """Steps that were taken before this process, by the checkpoint it resumed from."""
-        self._updated = None if updated is None else set(updated)
+        self._updated = updated
         lazy = Materialisation(model)
         with _telling_what_is_lost(model):
             try:
@@ -139,8 +139,7 @@ class Engine:
             param.requires_grad and (self._updated is None or param in self._updated)
             for param in spec.params
         ]
-        """Per parameter, whether it has a gradient and a state in chunks; of the others that
-        require a gradient, p.grad is torch's own."""
+        """Per parameter, whether it has a gradient in chunks; p.grad of others is torch's own."""
         if self.ranks:
             without_values = set(lazy.params)
             for param in spec.params:
@@ -150,6 +149,7 @@ class Engine:
             params=spec.params,
             param_names=spec.names,
             trained=self.trained,
+            ruled=[not self._updated or self._updated.get(p, False) for p in spec.params],
             modules=[(m.name, m.params, m.parent) for m in spec.modules],
             options=settings.session,
             backend=make_backend(settings.device),

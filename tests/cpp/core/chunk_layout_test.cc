@@ -233,7 +233,7 @@ void expect_sound(const Model& model, const ChunkLayout& layout, std::size_t wor
   std::vector<int> times_placed(model.params.size(), 0);
   std::size_t used_bytes = 0;
   std::size_t slot_bytes = 0;
-  std::array<std::optional<std::size_t>, 12> last_shared;
+  std::array<std::optional<std::size_t>, 24> last_shared;
   std::set<ParamId> needed;
   for (const ModuleSpec& module : model.modules) {
     needed.insert(module.params.begin(), module.params.end());
@@ -253,6 +253,7 @@ void expect_sound(const Model& model, const ChunkLayout& layout, std::size_t wor
       EXPECT_EQ(layout.place(id).chunk, static_cast<ChunkId>(c));
       EXPECT_EQ(param.type, chunk.type);
       EXPECT_EQ(param.trainable, chunk.trainable);
+      EXPECT_EQ(param.trainable && param.has_state, chunk.has_state);
       EXPECT_EQ(!model.modules.empty() && !needed.contains(id), chunk.read_at_home);
       EXPECT_EQ(layout.place(id).offset * size_of(param.type), end) << "gap or overlap";
       end = align_up(end + bytes_of(param), kParamAlignment);
@@ -271,8 +272,8 @@ void expect_sound(const Model& model, const ChunkLayout& layout, std::size_t wor
       continue;
     }
     // A shared chunk closes only when the next parameter of its class does not fit.
-    auto& last = last_shared[4 * static_cast<std::size_t>(chunk.type) + (chunk.trainable ? 2 : 0) +
-                             (chunk.read_at_home ? 1 : 0)];
+    auto& last = last_shared[8 * static_cast<std::size_t>(chunk.type) + (chunk.trainable ? 4 : 0) +
+                             (chunk.has_state ? 2 : 0) + (chunk.read_at_home ? 1 : 0)];
     if (last.has_value()) {
       const ChunkSpec& closed = layout.chunks()[*last];
       const ParamId end_id = closed.params.back();
@@ -466,6 +467,19 @@ TEST(ChunkLayoutTest, FrozenAndTrainableNeverShareAChunk) {
   EXPECT_EQ(layout.chunks()[0].params.size(), 2u);
   EXPECT_FALSE(layout.chunks()[1].trainable);
   EXPECT_EQ(layout.chunks()[1].capacity_bytes, 64u);
+}
+
+TEST(ChunkLayoutTest, WithAndWithoutStatesNeverShareAChunk) {
+  Model model;
+  for (const bool has_state : {true, false, true, false}) {
+    model.params[index(model.add_param(16, ScalarType::kFloat32))].has_state = has_state;
+  }
+  const ChunkLayout layout = model.layout(256);
+  ASSERT_EQ(layout.chunks().size(), 2u);
+  EXPECT_TRUE(layout.chunks()[0].has_state);
+  EXPECT_FALSE(layout.chunks()[1].has_state);
+  EXPECT_TRUE(layout.chunks()[1].trainable);
+  expect_sound(model, layout, 1);
 }
 
 TEST(ChunkLayoutTest, WhatNoModuleNeedsNeverSharesAChunkWithWhatOneNeeds) {

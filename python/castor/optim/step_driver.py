@@ -1,0 +1,199 @@
+"""What a step makes of gradients: unscale, check, clip, apply the optimizers' rules."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from castor.config import GeminiConfig
+from castor.errors import NonFiniteGradientError
+from castor.optim.loss_scaler import LossScaler
+from castor.optim.rules import FusedRule
+from castor.runtime.engine import Engine
+
+
+class ModelStep:
+    """What the optimizers of one model share of a step: the gradients, checked and clipped once.
+
+    The first optimizer that steps after a pass does that for all of them, and ends the step. Those
+    that step before the next pass take what it found.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: GeminiConfig,
+        optimizers: Sequence[Optimizer],
+        *,
+        in_place: bool,
+        seed: int,
+    ) -> None:
+        """All are over the engine's parameters.
+
+        Args:
+            engine: Of the model.
+            config: The plugin's.
+            optimizers: That will step.
+            in_place: Whether one of them reads p.grad, which clipping has to scale then.
+            seed: Of the stochastic rounding of moments.
+        """
+        self.engine = engine
+        self.config = config
+        self.num_optimizers = len(optimizers)
+        self.scaler = LossScaler(config.loss_scaler) if config.precision == "fp16" else None
+        self._in_place = in_place
+        self._warned = False
+        self._taken_by: weakref.WeakSet[StepDriver] = weakref.WeakSet()
+        self._scale: float | None = None
+        # As a standalone HybridAdam numbers them: the same seed gives the same bits.
+        self._streams = [0] * len(engine.params)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for position, param in enumerate(param for group in groups for param in group["params"]):
+            self._streams[engine.index_of[param]] = position
+        self.seed = seed
+
+    @property
+    def seed(self) -> int:
+        """Of the stochastic rounding of moments."""
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._seed = seed
+        self.engine.session.set_rounding(seed, self._streams)
+
+    def scale_for(self, driver: StepDriver) -> float | None:
+        """What the driver's update multiplies each gradient with; None: the step is skipped."""
+        session = self.engine.session
+        passes_since, _ = session.moment()
+        if not self._taken_by or driver in self._taken_by or passes_since:
+            self._taken_by.clear()
+            self._scale = self._collect()
+        else:
+            session.collect_gradients(with_norm=False)  # p.grad may be another tensor now
+        return self._scale
+
+    def _collect(self) -> float | None:
+        config = self.config
+        check = config.nonfinite != "ignore" or self.scaler is not None
+        measures = check or config.max_norm > 0
+        gradients = self.engine.session.collect_gradients(with_norm=measures)
+        norm = gradients.norm / gradients.scale
+        self.engine.gradient_norm = norm if measures else None
+        overflow = check and not math.isfinite(norm)
+        if self.scaler and gradients.num_gradients:
+            self.scaler.update(overflow=overflow)
+        if overflow:
+            return None
+        scale = 1.0 / gradients.scale
+        if config.max_norm > 0:
+            scale *= min(1.0, config.max_norm / (norm + 1e-6))
+        if self._in_place and scale != 1.0:
+            self.engine.session.scale_gradients(scale)
+            return 1.0
+        return scale
+
+    def taken_by(self, driver: StepDriver, *, skipped: bool) -> None:
+        """The driver has updated its parameters, or left the update out."""
+        first = not self._taken_by
+        self._taken_by.add(driver)
+        if not first:
+            return
+        self.engine.session.finish_step()
+        self.engine.blocks.step_ended()
+        self.engine.step_skipped = skipped
+        self.engine.history.step_ended(self.engine.session.step_figures(), skipped=skipped)
+        if skipped:
+            self.engine.skipped_steps += 1
+            self._tell_of_skip()
+
+    def _tell_of_skip(self) -> None:
+        if self.config.nonfinite == "raise" and self.scaler is None:
+            raise NonFiniteGradientError(
+                f"the gradient of parameter '{self._first_nonfinite()}' is not finite (total "
+                f"norm {self.engine.gradient_norm}); no weight was changed. Lower the learning "
+                "rate, check the batch, or skip such steps with nonfinite='skip'"
+            )
+        if not self._warned:
+            self._warned = True
+            what_next = f"; loss scale is now {self.scaler.scale:g}" if self.scaler else ""
+            warnings.warn(
+                f"castor skipped an optimizer step: the gradient of parameter "
+                f"'{self._first_nonfinite()}' is not finite{what_next}. Further skips are counted "
+                "in booster.report().skipped_steps without a warning",
+                RuntimeWarning,
+                # Past this class, the driver, step and the two decorators that torch puts on it.
+                stacklevel=7,
+            )
+
+    def _first_nonfinite(self) -> str:
+        named = zip(self.engine.names, self.engine.params, strict=True)
+        bad = (name for name, p in named if p.grad is not None and not p.grad.isfinite().all())
+        return next(bad, "?")
+
+
+class StepDriver:
+    """The step of one optimizer of a model."""
+
+    def __init__(
+        self, optimizer: Optimizer, model_step: ModelStep, *, rule: FusedRule | None
+    ) -> None:
+        self.engine = model_step.engine
+        self.model_step = model_step
+        self.rule = rule
+        self.num_updated = 0
+        """Parameters that it holds."""
+        self.group_of = [_NO_GROUP] * len(self.engine.params)
+        for g, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                self.group_of[self.engine.index_of[param]] = g
+                self.num_updated += param.requires_grad
+
+    @property
+    def fused(self) -> bool:
+        """Whether a rule updates the chunks; else the optimizer's own step does."""
+        return self.rule is not None
+
+    @property
+    def num_optimizers(self) -> int:
+        """Of the model."""
+        return self.model_step.num_optimizers
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """Of fp16's losses."""
+        return self.model_step.scaler
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the next backward is multiplied with."""
+        return self.scaler.scale if self.scaler else 1.0
+
+    def step(self, optimizer: Optimizer, generic_step: Callable[[], Any]) -> None:
+        """Updates the parameters from the gradients held now, or skips the step.
+
+        Where it raises something else than NonFiniteGradientError, no step is counted: nothing has
+        moved, and it may be called again, or the run is broken.
+        """
+        groups = self.rule.options(optimizer) if self.rule else []
+        scale = self.model_step.scale_for(self)
+        if scale is not None:
+            if self.rule:
+                self.engine.session.update(groups, self.group_of, scale)
+            else:
+                generic_step()
+        self.model_step.taken_by(self, skipped=scale is None)
+
+    def arm(self, optimizer: Optimizer) -> None:
+        """Before a forward whose backward may update chunks: tells the options of now."""
+        if self.rule:
+            self.engine.session.arm_updates(self.rule.options(optimizer), self.group_of)
+
+
+_NO_GROUP = -1
+"""Of a parameter that another optimizer updates, or none, in castor._C."""
