@@ -64,11 +64,12 @@ class Simulator {
  public:
   Simulator(const std::vector<PythonParamSpec>& params,
             const std::vector<PythonModuleSpec>& modules, ScalarType precision,
-            std::size_t chunk_bytes, StateFormat state_format, std::size_t num_ranks)
+            std::size_t chunk_bytes, StateFormat state_format, std::size_t num_ranks,
+            const std::vector<bool>& ruled)
       : type_(precision),
         rule_(rule_for(type_, state_format)),
         state_bytes_per_element_(state_bytes_per_element(type_, *rule_)),
-        layout_(param_specs(params, type_), module_specs(modules),
+        layout_(param_specs(params, ruled, type_), module_specs(modules),
                 {.chunk_bytes = chunk_bytes,
                  .world_size = num_ranks,
                  .param_alignment = param_alignment(rule_.get(), type_)}) {}
@@ -193,11 +194,16 @@ class Simulator {
     return homes;
   }
 
+  /// `ruled`: per parameter, whether the optimizer's rule updates it; empty: all.
   static std::vector<ParamSpec> param_specs(const std::vector<PythonParamSpec>& params,
-                                            ScalarType type) {
+                                            const std::vector<bool>& ruled, ScalarType type) {
+    if (!ruled.empty() && ruled.size() != params.size()) {
+      throw InvalidArgument("there are " + std::to_string(params.size()) + " parameters and " +
+                            std::to_string(ruled.size()) + " marks of what the rule updates");
+    }
     std::vector<ParamSpec> specs;
     for (const auto& [name, numel, trainable] : params) {
-      specs.push_back({name, numel, type, trainable});
+      specs.push_back({name, numel, type, trainable, ruled.empty() || ruled[specs.size()]});
     }
     return specs;
   }
@@ -266,9 +272,10 @@ void bind_simulator(py::module_& m) {
   m.def("keep_activations", &keep, py::arg("events"), py::arg("compute_seconds"), py::arg("kept"));
   py::class_<Simulator>(m, "Simulator")
       .def(py::init<const std::vector<PythonParamSpec>&, const std::vector<PythonModuleSpec>&,
-                    ScalarType, std::size_t, StateFormat, std::size_t>(),
+                    ScalarType, std::size_t, StateFormat, std::size_t, const std::vector<bool>&>(),
            py::arg("params"), py::arg("modules"), py::arg("precision"), py::arg("chunk_bytes"),
-           py::arg("state_format"), py::arg("num_ranks") = 1)
+           py::arg("state_format"), py::arg("num_ranks") = 1,
+           py::arg("ruled") = std::vector<bool>())
       .def("chunk_of", &Simulator::chunk_of)
       .def("places", &Simulator::places, py::arg("options"))
       .def("run", &Simulator::run, py::arg("events"), py::arg("compute_seconds"),

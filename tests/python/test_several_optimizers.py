@@ -221,6 +221,24 @@ def test_a_gradient_that_is_not_finite_makes_all_skip_and_counts_once(
         step(booster, optimizers, tower_loss(model, 1) * float("nan"))
 
 
+@pytest.mark.parametrize("activations", ["auto", "recompute", "offload"])
+def test_activations_are_planned_beside_them(activations: str) -> None:
+    model = language_model()
+    booster, optimizers = boosted(model, muon_and(castor.HybridAdam))
+    expected = [step(booster, optimizers, gpt2_loss(model, i)) for i in range(4)]
+    ample = booster.report(model).peak_device_bytes
+    model = language_model()
+    memory = int(0.7 * ample)
+    booster, optimizers = boosted(
+        model, muon_and(castor.HybridAdam), memory, activations=activations
+    )
+    assert [step(booster, optimizers, gpt2_loss(model, i)) for i in range(4)] == expected
+    report = booster.report(model)
+    assert report.peak_device_bytes <= memory
+    assert report.recomputed_blocks + report.offloaded_blocks > 0
+    assert report.divergent_steps == 0
+
+
 def test_a_parameter_that_none_holds_is_named() -> None:
     model = tower()
     with pytest.warns(UserWarning, match=r"the optimizers do not hold 1 .*'layers\.0\.bias'"):

@@ -282,6 +282,7 @@ def _lay_out(model: nn.Module, engine: Engine, config: GeminiConfig) -> _C.Simul
         chunk_bytes=config.chunk_bytes,
         state_format=engine.session.optim_state_format,
         num_ranks=engine.ranks.size if engine.ranks else 1,
+        ruled=engine.ruled,
     )
 
 

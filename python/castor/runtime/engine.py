@@ -135,11 +135,11 @@ class Engine:
         self.names = spec.names
         self.params = spec.params
         self.index_of = {param: i for i, param in enumerate(spec.params)}
-        self.trained = [
-            param.requires_grad and (self._updated is None or param in self._updated)
-            for param in spec.params
-        ]
+        held = dict.fromkeys(spec.params, True) if self._updated is None else self._updated
+        self.trained = [param.requires_grad and param in held for param in spec.params]
         """Per parameter, whether it has a gradient in chunks; p.grad of others is torch's own."""
+        self.ruled = [held.get(param, False) for param in spec.params]
+        """Per parameter, whether the session's rule updates it, and has states in chunks."""
         if self.ranks:
             without_values = set(lazy.params)
             for param in spec.params:
@@ -149,7 +149,7 @@ class Engine:
             params=spec.params,
             param_names=spec.names,
             trained=self.trained,
-            ruled=[not self._updated or self._updated.get(p, False) for p in spec.params],
+            ruled=self.ruled,
             modules=[(m.name, m.params, m.parent) for m in spec.modules],
             options=settings.session,
             backend=make_backend(settings.device),
