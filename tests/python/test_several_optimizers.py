@@ -311,6 +311,28 @@ def test_a_run_resumes_bitwise(make: Callable[[nn.Module], Optimizers], tmp_path
     alone = boost(tower())
     with pytest.raises(CheckpointError, match="saved with 2 optimizers, and 1 were given"):
         alone.booster.load(tmp_path / "run", alone.model, alone.optimizer)
+    more = tower()
+    booster, seven = boosted(
+        more,
+        lambda model: [AdamW(part.parameters(), lr=LR) for part in (*model.layers, model.head)],
+    )
+    with pytest.raises(CheckpointError, match="saved with 2 optimizers, and 7 were given"):
+        booster.load(tmp_path / "run", more, seven)
+    booster.save(tmp_path / "more", more, seven)
+    with pytest.raises(CheckpointError, match="saved with 7 optimizers, and 2 were given"):
+        booster.load(tmp_path / "more", resumed, optimizers)
+
     for i, one in enumerate(optimizers):  # each also by itself
         booster.save_optimizer(one, tmp_path / f"own{i}")
         booster.load_optimizer(one, tmp_path / f"own{i}")
+
+
+def test_models_of_one_wrapper_have_optimizers_of_their_own(tmp_path: Path) -> None:
+    pair = nn.ModuleList([tower(), tower()])
+    parts = [boosted(one, two_adamw if i else halves) for i, one in enumerate(pair)]
+    every = [optimizer for _, optimizers in parts for optimizer in optimizers]
+    booster = parts[0][0]
+    booster.save(tmp_path / "run", pair, every, step=1)
+    assert booster.load(tmp_path / "run", pair, every).step == 1
+    with pytest.raises(castor.UsageError, match="boosted with 2 optimizers, and 1 of them"):
+        booster.save(tmp_path / "run", pair, every[:3], step=2)

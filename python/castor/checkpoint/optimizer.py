@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,11 +65,13 @@ def check_all_given(optimizers: Sequence[Optimizer]) -> None:
         UsageError: One is missing.
     """
     drivers = [driver for optimizer in optimizers if (driver := driver_of(optimizer)) is not None]
-    if drivers and drivers[0].num_optimizers != len(drivers):
-        raise UsageError(
-            f"the model was boosted with {drivers[0].num_optimizers} optimizers, and "
-            f"{len(drivers)} of them were given; give all, in a list"
-        )
+    given = Counter(driver.engine for driver in drivers)
+    for driver in drivers:
+        if given[driver.engine] != driver.num_optimizers:
+            raise UsageError(
+                f"the model was boosted with {driver.num_optimizers} optimizers, and "
+                f"{given[driver.engine]} of them were given; give all, in a list"
+            )
 
 
 def names_of(optimizer: Optimizer, model: nn.Module | None) -> dict[torch.Tensor, str]:

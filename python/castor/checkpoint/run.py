@@ -34,7 +34,8 @@ from castor.errors import CheckpointError, UsageError
 from castor.runtime.engine import engines_holding
 
 _STEP = re.compile(r"step-(\d{8,})")
-_OURS = re.compile(rf"model|optimizer(-\d+)?|trainer\.json|{re.escape(RUN_MANIFEST)}")
+_OPTIMIZER = re.compile(r"optimizer(-\d+)?")
+_OURS = re.compile(rf"model|{_OPTIMIZER.pattern}|trainer\.json|{re.escape(RUN_MANIFEST)}")
 _FORMAT = "castor-trainer-1"
 
 
@@ -202,8 +203,8 @@ def load(
     check_all_given(optimizers)
     model_load = prepare_model(model, directory / "model", strict=True)
     parts = _parts_of(optimizers)
-    if optimizers and not all((directory / part).is_dir() for part in parts):
-        saved = [entry.name for entry in directory.iterdir() if entry.name.startswith("optimizer")]
+    saved = [part.name for part in directory.iterdir() if _OPTIMIZER.fullmatch(part.name)]
+    if optimizers and set(saved) != set(parts):
         raise CheckpointError(
             f"{directory} was saved with {len(saved)} optimizers, and {len(optimizers)} were given "
             "to load"
