@@ -226,6 +226,32 @@ def one_saves(directory: Path) -> None:
             print(_refused(lambda: booster.backward(_tower_loss(model, 1, rank), optimizer)))
 
 
+def nothing_of_pythons(directory: Path) -> None:
+    """What castor sends holds no Python tensors: gloo lets go of them when it likes."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a collective of Python tensors")
+
+    with _of_rank() as rank:
+        own = {name: value for name, value in vars(distributed).items() if name in _OF_TENSORS}
+        assert len(own) == len(_OF_TENSORS)
+        vars(distributed).update(dict.fromkeys(own, refuse))
+        booster, model, optimizer = boost(TOWER)
+        booster.backward(_tower_loss(model, 0, rank), optimizer)
+        optimizer.step()
+        booster.save(directory / "run", model, optimizer)
+        print(booster.load(directory / "run", model, optimizer).step)
+        lazy = boost(RankCase(_lazy_llama, _zoo("llama").loss))
+        print(sum(param.numel() for param in lazy.model.parameters()) > 0)
+        vars(distributed).update(own)
+
+
+_OF_TENSORS = (
+    *("all_gather", "all_gather_object", "all_gather_into_tensor", "all_reduce", "broadcast"),
+    *("broadcast_object_list", "gather_object", "scatter_object_list"),
+)
+
+
 def others_weights(_: Path) -> None:
     """Rank 1 was built with other random values, and rank 0 has the gradient that counts."""
     with _of_rank() as rank:

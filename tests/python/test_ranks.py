@@ -199,6 +199,11 @@ def test_a_save_that_one_rank_does_not_take_part_in_is_named(tmp_path: Path) -> 
         )
 
 
+def test_nothing_that_castor_sends_is_a_tensor_of_pythons(tmp_path: Path) -> None:
+    for output in succeeded(run(rank_cases.nothing_of_pythons, 2, tmp_path)):
+        assert output.split() == ["1", "True"]
+
+
 def test_ranks_begin_with_rank_0s_weights_and_see_averaged_gradients(tmp_path: Path) -> None:
     for output in succeeded(run(rank_cases.others_weights, 2, tmp_path)):
         assert output.split() == ["True"] * 3
