@@ -213,3 +213,36 @@ def test_a_frozen_base_costs_its_weights_alone(precision: str, state_bytes: int)
     expected = frozen * size + trainable * (2 * size + state_bytes)
     assert boosted.report().host_bytes == pytest.approx(expected, rel=0.03)
     assert moved == [trainable * size] * 4
+
+
+def test_lora_is_enabled_and_gone_on_with(tmp_path: Path) -> None:
+    booster = castor.Booster(plugin=castor.GeminiPlugin(device="cpu", device_memory="8MiB"))
+    config = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"])
+    model = booster.enable_lora(base(), lora_config=config)
+    assert isinstance(model, PeftModel)
+    trained_by_hand = trained(adapted())
+    boosted = trained(model)
+    assert_equal(copies(model.parameters()), copies(trained_by_hand.model.parameters()))
+    booster.save_model(model, tmp_path / "adapters")
+    going_on = booster.enable_lora(base(), tmp_path / "adapters")
+    assert_equal(copies(going_on.parameters()), copies(model.parameters()))
+    assert [p.requires_grad for p in going_on.parameters()] == [
+        p.requires_grad for p in model.parameters()
+    ]
+    trained(going_on, steps=1)
+
+    with castor.LazyInitContext():
+        lazy = booster.enable_lora(base(), lora_config=config)
+    trained(lazy)
+    assert_equal(copies(lazy.parameters()), copies(model.parameters()))
+
+    with pytest.raises(castor.UsageError, match="give lora_config"):
+        booster.enable_lora(base())
+    with pytest.raises(TypeError, match="lora_config is a dict"):
+        booster.enable_lora(base(), lora_config={})
+    with pytest.raises(castor.UsageError, match="boosted"):
+        booster.enable_lora(boosted.model, lora_config=config)
+    with pytest.raises(castor.CheckpointError, match="holds no adapter"):
+        booster.enable_lora(base(), tmp_path)
+    with pytest.raises(NotImplementedError, match="quantize=True"):
+        booster.enable_lora(base(), lora_config=config, quantize=True)

@@ -14,7 +14,8 @@ from safetensors import safe_open
 from torch import nn
 
 from castor.checkpoint.container import StoredTensor, read_header
-from castor.errors import CheckpointError
+from castor.errors import CheckpointError, UsageError
+from castor.runtime.engine import engines_holding
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -27,6 +28,28 @@ def is_peft_model(model: nn.Module) -> bool:
     """Whether it is a peft.PeftModel."""
     peft: Any = sys.modules.get("peft")  # whoever has one has imported it
     return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def with_adapters(model: nn.Module, directory: Path | None, config: Any) -> Any:
+    """The model in a PeftModel with adapters to train; see Booster.enable_lora."""
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        raise UsageError("adapters need peft: pip install peft") from error
+    if engines_holding(model):
+        raise UsageError(
+            f"this {type(model).__name__} is boosted: its chunks are laid out, and what adapters "
+            "freeze has its place in them; enable LoRA before booster.boost"
+        )
+    if config is not None and not isinstance(config, peft.PeftConfig):
+        raise TypeError(f"lora_config is a {type(config).__name__}; give a peft.LoraConfig")
+    if directory is None:
+        if config is None:
+            raise UsageError("give lora_config, a peft.LoraConfig, or pretrained_dir, or both")
+        return peft.get_peft_model(model, config)
+    if not (directory / CONFIG).is_file():
+        raise CheckpointError(f"{directory} holds no adapter: {CONFIG} is not there")
+    return peft.PeftModel.from_pretrained(model, directory, is_trainable=True, config=config)
 
 
 def check_no_loose_adapters(model: nn.Module) -> None:

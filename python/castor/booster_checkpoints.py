@@ -1,0 +1,270 @@
+"""What Booster saves and loads."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from castor import checkpoint
+from castor.checkpoint.arguments import absolute, check_only, shard_bytes
+from castor.plugins.protocol import list_of_optimizers
+from castor.runtime import together
+from castor.runtime.engine import Engine, engines_holding
+
+Result = TypeVar("Result")
+
+
+class Checkpoints:
+    """The methods of Booster that write and read files; of several ranks every one calls them."""
+
+    _latest: weakref.ref[nn.Module] | None
+    """The model boosted last."""
+
+    def save_model(
+        self,
+        model: nn.Module,
+        directory: str | Path,
+        *,
+        shard: bool = True,
+        size_per_shard: int | str = "2GB",
+        tokenizer: Any = None,
+        prefix: str | None = None,
+        use_safetensors: bool = True,
+        use_async: bool = False,
+    ) -> None:
+        """Writes the model as Hugging Face's save_pretrained does: from_pretrained reads it.
+
+        Parameters and persistent buffers go to safetensors files in the working dtype, tied ones
+        once, streamed from where they lie: the extra memory is two 4 MiB pieces at most. The
+        directory appears as a whole; a kill at any moment leaves what was there before. Files in
+        it that castor did not write stay.
+
+        Of a peft.PeftModel the adapters are written, one file each, as its own save_pretrained
+        does; PEFT reads them.
+
+        Args:
+            model: Boosted or plain.
+            directory: Created or replaced; its parent must exist.
+            shard: Whether weights may go to several files.
+            size_per_shard: Bytes of tensors in one file, as a number or "2GB".
+            tokenizer: Saved along, by its save_pretrained.
+            prefix: Only None is supported.
+            use_safetensors: Only True is supported.
+            use_async: Only False is supported.
+
+        Raises:
+            CheckpointError: The model holds something other than dense tensors, or PEFT's adapters
+                without being a PeftModel.
+            IoError: Not enough room (checked before), a read-only disk, a missing parent.
+            NotImplementedError: An argument asks for what this version lacks.
+        """
+        check_only(prefix=(prefix, None), use_safetensors=(use_safetensors, True))
+        check_only(use_async=(use_async, False))
+        path, max_bytes = absolute(directory), shard_bytes(shard, size_per_shard)
+        self._once(
+            model,
+            lambda: checkpoint.save_model(model, path, max_bytes=max_bytes, tokenizer=tokenizer),
+        )
+
+    def load_model(self, model: nn.Module, directory: str | Path, *, strict: bool = True) -> Any:
+        """Reads a checkpoint of this architecture, castor's or any in Hugging Face's layout.
+
+        Tensors go one by one from the file to their place, cast to the model's dtype; in 16-bit
+        precisions the fp32 masters get the stored values, so load the optimizer afterwards. All is
+        verified first: castor's own checkpoints by checksum, others by structure. Pickled files
+        are never read.
+
+        Where the names on disk are not the model's (a Mixtral's experts one by one, a base model's
+        checkpoint), the model's class reads it by its from_pretrained: a second model stands in
+        host memory then.
+
+        Args:
+            model: Boosted or plain.
+            directory: Holds model.safetensors, or shards and their index; for a peft.PeftModel,
+                or adapter_model.safetensors and adapter_config.json of the same adapters.
+            strict: Whether missing and unexpected keys are errors.
+
+        Returns:
+            torch's named tuple (missing_keys, unexpected_keys).
+
+        Raises:
+            CheckpointError: The checkpoint is damaged, or keys (strict) or shapes do not match, in
+                the words of torch's load_state_dict; the model was not changed.
+        """
+        return checkpoint.load_model(model, absolute(directory), strict=strict)
+
+    def save_optimizer(
+        self,
+        optimizer: Optimizer,
+        directory: str | Path,
+        *,
+        model: nn.Module | None = None,
+        shard: bool = True,
+        size_per_shard: int | str = "2GB",
+        prefix: str | None = None,
+        use_async: bool = False,
+    ) -> None:
+        """Writes the optimizer's state as torch.optim lays it out, by parameter name.
+
+        safetensors files hold "<parameter>.exp_avg" and so on, with "<parameter>.master" in 16-bit
+        precisions; optimizer.json holds the groups and the loss scale.
+
+        Args:
+            optimizer: Boosted, or any torch optimizer whose state is tensors and numbers.
+            directory: As in save_model.
+            model: Names the parameters of an optimizer that is not boosted.
+            shard: Whether tensors may go to several files.
+            size_per_shard: Bytes of tensors in one file, as a number or "2GB".
+            prefix: Only None is supported.
+            use_async: Only False is supported.
+
+        Raises:
+            CheckpointError: The state holds something else; the message names it.
+            IoError: As in save_model.
+            UsageError: Nothing tells the parameters' names.
+            NotImplementedError: An argument asks for what this version lacks.
+        """
+        check_only(prefix=(prefix, None), use_async=(use_async, False))
+        path, max_bytes = absolute(directory), shard_bytes(shard, size_per_shard)
+        self._once(
+            model,
+            lambda: checkpoint.save_optimizer(optimizer, path, model=model, max_bytes=max_bytes),
+        )
+
+    def load_optimizer(
+        self, optimizer: Optimizer, directory: str | Path, *, model: nn.Module | None = None
+    ) -> None:
+        """Reads what save_optimizer wrote, into a boosted or a plain optimizer of the same kind.
+
+        Load the model first. Adam, AdamW and HybridAdam read each other's states. Masters go where
+        the optimizer keeps them; a float32 parameter is its own master and takes their value.
+
+        Args:
+            optimizer: Over the same parameters, in any order.
+            directory: What save_optimizer was given.
+            model: Names the parameters of an optimizer that is not boosted.
+
+        Raises:
+            CheckpointError: Damaged, or of another optimizer; nothing was changed.
+            UsageError: Nothing tells the parameters' names.
+        """
+        checkpoint.load_optimizer(optimizer, absolute(directory), model)
+
+    def save_lr_scheduler(self, lr_scheduler: Any, path: str | Path) -> None:
+        """Writes a scheduler's state as one JSON file, with a checksum in it.
+
+        Raises:
+            CheckpointError: The state holds what JSON cannot; the message names the key.
+            IoError: As in save_model.
+        """
+        self._once(None, lambda: checkpoint.save_lr_scheduler(lr_scheduler, absolute(path)))
+
+    def load_lr_scheduler(self, lr_scheduler: Any, path: str | Path) -> None:
+        """Reads what save_lr_scheduler wrote.
+
+        Raises:
+            CheckpointError: The file is damaged, or of another class of scheduler.
+        """
+        checkpoint.load_lr_scheduler(lr_scheduler, absolute(path))
+
+    def save(
+        self,
+        directory: str | Path,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+        *,
+        step: int | None = None,
+        extra: Any = None,
+        keep: int | None = None,
+        size_per_shard: int | str = "2GB",
+    ) -> Path:
+        """Writes all that a run needs to go on bitwise, as `directory`/step-00000040.
+
+        Call it between optimizer.step() and the next forward; gradients are not saved. Beside the
+        objects given it holds the random states of torch, Python and numpy, and the step count.
+        Every rank calls it: rank 0 writes, with the random states and data positions of all.
+
+        Args:
+            directory: The run's; created if only its parent exists.
+            model: Boosted or plain.
+            optimizer: As in save_optimizer, or all that the model was boosted with.
+            lr_scheduler: Anything with state_dict.
+            dataloader: A DataLoader that went through boost, or anything with state_dict.
+            step: Optimizer steps so far; by default those that the boosted model has taken.
+            extra: Numbers, strings, lists, dicts, small tensors: load returns them.
+            keep: How many checkpoints up to this step remain; older ones go once this is durable.
+            size_per_shard: Bytes of tensors in one file.
+
+        Returns:
+            The checkpoint's directory.
+
+        Raises:
+            CheckpointError, IoError, UsageError: As in the methods for the parts.
+        """
+        path, max_bytes = absolute(directory), shard_bytes(True, size_per_shard)
+        engine = self._shared(model)
+        process = checkpoint.process_state(dataloader)
+        processes = together.gather(engine, process)
+        return self._once(
+            model,
+            lambda: checkpoint.save(
+                path, model, list_of_optimizers(optimizer), lr_scheduler, processes,
+                step=step, extra=extra, keep=keep, max_bytes=max_bytes,
+            ),
+        )  # fmt: skip
+
+    def load(
+        self,
+        directory: str | Path,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+    ) -> checkpoint.CheckpointInfo:
+        """Takes a run up where `save` left it, budgets and placement may differ.
+
+        The first iteration over `dataloader` goes on after the last batch handed out before. Every
+        rank calls it; one that the saved run lacked takes rank 0's position, not its random states.
+
+        Args:
+            directory: A run's directory (its latest whole checkpoint is read) or one checkpoint.
+            model: As saved.
+            optimizer: None leaves the saved state unread; so for the next two.
+            lr_scheduler: As saved.
+            dataloader: As saved, over the same data.
+
+        Returns:
+            The step, what was given as extra, and the path.
+
+        Raises:
+            CheckpointError: Nothing whole is there, a byte differs from what was saved, or an
+                object does not fit; nothing was changed.
+        """
+        engine, path = self._shared(model), absolute(directory)
+        rank = engine.ranks.rank if engine and engine.ranks else 0
+        optimizers = list_of_optimizers(optimizer)
+        return checkpoint.load(path, model, optimizers, lr_scheduler, dataloader, rank=rank)
+
+    def latest(self, directory: str | Path) -> Path | None:
+        """The whole checkpoint of the highest step in a run's directory, None without one."""
+        return checkpoint.latest(absolute(directory))
+
+    def _shared(self, model: nn.Module | None) -> Engine | None:
+        """That of the model, or of the one boosted last, where several ranks share it."""
+        latest = self._latest() if model is None and self._latest else model
+        engines = [] if latest is None else engines_holding(latest)
+        if len(engines) > 1 and engines[0].ranks:
+            what = f"the model holds {len(engines)} boosted ones, which several ranks"
+            raise NotImplementedError(f"{what} save and load one by one: give each")
+        return engines[0] if engines and engines[0].ranks else None
+
+    def _once(self, model: nn.Module | None, work: Callable[[], Result]) -> Result:
+        """What `work` gives, which runs on one of the ranks that share the model."""
+        return together.on_first(self._shared(model), work)
