@@ -300,7 +300,7 @@ docs: $(VENV_STAMPS)/castor $(VENV_STAMPS)/docs
 
 # About 20 minutes on two cores; the first run also compiles DeepSpeed's CPU Adam, 4 minutes more.
 STORAGE_BENCHMARKS := $(addprefix benchmarks/,beyond.py build.py io.py llama8b.py nvme.py)
-BENCHMARKS := $(filter-out benchmarks/formats.py benchmarks/page.py $(STORAGE_BENCHMARKS), \
+BENCHMARKS := $(filter-out benchmarks/builds.py benchmarks/formats.py benchmarks/page.py $(STORAGE_BENCHMARKS), \
 	$(wildcard benchmarks/[!_]*.py))
 
 bench: TIMED := $(BENCHMARKS)

@@ -21,6 +21,7 @@ struct BlockMean {
   std::size_t count;
   std::size_t stride;
   std::size_t numel;
+  float divisor;
 
   [[gnu::always_inline]] void operator()() const {
     float sums[kBlockElements];
@@ -31,7 +32,6 @@ struct BlockMean {
       for (std::size_t i = 0; i < numel; ++i)
         sums[i] += Codec::load(values[i]);
     }
-    const auto divisor = static_cast<float>(count);
     for (std::size_t i = 0; i < numel; ++i)
       mean[i] = Codec::round(sums[i] / divisor);
   }
@@ -39,7 +39,7 @@ struct BlockMean {
 
 template <ScalarType type>
 void run(Executor* executor, void* mean, const void* parts, std::size_t count, std::size_t numel,
-         Isa isa) {
+         float divisor, Isa isa) {
   using Storage = typename ScalarCodec<type>::Storage;
   auto* const out = static_cast<Storage*>(mean);
   const auto* const in = static_cast<const Storage*>(parts);
@@ -50,7 +50,8 @@ void run(Executor* executor, void* mean, const void* parts, std::size_t count, s
                                                 .parts = in + begin,
                                                 .count = count,
                                                 .stride = numel,
-                                                .numel = std::min(kBlockElements, end - begin)});
+                                                .numel = std::min(kBlockElements, end - begin),
+                                                .divisor = divisor});
     }
   };
   const std::size_t num_tasks = (numel + kElementsPerTask - 1) / kElementsPerTask;
@@ -66,23 +67,27 @@ void run(Executor* executor, void* mean, const void* parts, std::size_t count, s
 }  // namespace
 
 void detail::average(Executor* executor, void* mean, const void* parts, std::size_t count,
-                     std::size_t numel, ScalarType type, Isa isa) {
+                     std::size_t numel, float divisor, ScalarType type, Isa isa) {
   switch (type) {
     case ScalarType::kFloat32:
-      run<ScalarType::kFloat32>(executor, mean, parts, count, numel, isa);
+      run<ScalarType::kFloat32>(executor, mean, parts, count, numel, divisor, isa);
       return;
     case ScalarType::kBFloat16:
-      run<ScalarType::kBFloat16>(executor, mean, parts, count, numel, isa);
+      run<ScalarType::kBFloat16>(executor, mean, parts, count, numel, divisor, isa);
       return;
     case ScalarType::kFloat16:
-      run<ScalarType::kFloat16>(executor, mean, parts, count, numel, isa);
+      run<ScalarType::kFloat16>(executor, mean, parts, count, numel, divisor, isa);
       return;
   }
 }
 
 void average(Executor* executor, void* mean, const void* parts, std::size_t count,
              std::size_t numel, ScalarType type) {
-  detail::average(executor, mean, parts, count, numel, type, best_isa());
+  detail::average(executor, mean, parts, count, numel, static_cast<float>(count), type, best_isa());
+}
+
+void sum(void* total, const void* parts, std::size_t count, std::size_t numel, ScalarType type) {
+  detail::average(nullptr, total, parts, count, numel, 1.0F, type, best_isa());
 }
 
 }  // namespace castor

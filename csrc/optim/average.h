@@ -16,10 +16,13 @@ namespace castor {
 void average(Executor* executor, void* mean, const void* parts, std::size_t count,
              std::size_t numel, ScalarType type);
 
+/// As average, without the division: the sum, rounded once.
+void sum(void* total, const void* parts, std::size_t count, std::size_t numel, ScalarType type);
+
 namespace detail {
-/// average on a given one of supported_isas().
+/// The sum over `divisor`, on a given one of supported_isas().
 void average(Executor* executor, void* mean, const void* parts, std::size_t count,
-             std::size_t numel, ScalarType type, Isa isa);
+             std::size_t numel, float divisor, ScalarType type, Isa isa);
 }  // namespace detail
 
 }  // namespace castor

@@ -357,7 +357,8 @@ PYBIND11_MODULE(_C, m) {
   py::class_<castor::GradientSummary>(m, "GradientSummary")
       .def_readonly("norm", &castor::GradientSummary::norm)
       .def_readonly("scale", &castor::GradientSummary::scale)
-      .def_readonly("num_gradients", &castor::GradientSummary::num_gradients);
+      .def_readonly("num_gradients", &castor::GradientSummary::num_gradients)
+      .def_readonly("squares", &castor::GradientSummary::squares);
 
   castor::bind_options(m);
   const auto released = py::call_guard<py::gil_scoped_release>();

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -13,7 +14,10 @@
 #include "core/collectives.h"
 #include "core/error.h"
 #include "dist/group_collectives.h"
+#include "dist/rank_sums.h"
+#include "dist/shared_collectives.h"
 #include "python/bindings.h"
+#include "python/state_tensors.h"
 
 namespace py = pybind11;
 
@@ -43,14 +47,61 @@ std::vector<py::bytes> gather_bytes(GroupCollectives& ranks, const std::string& 
   return values;
 }
 
-void broadcast(GroupCollectives& ranks, const at::Tensor& values) {
-  if (!values.is_cpu() || !values.is_contiguous()) {
-    throw InvalidArgument("broadcast: takes a contiguous tensor in memory of the host");
+std::span<std::byte> bytes_of(const at::Tensor& tensor) {
+  if (!tensor.is_cpu() || !tensor.is_contiguous()) {
+    throw InvalidArgument("ranks exchange contiguous tensors in memory of the host");
   }
+  return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()};
+}
+
+void broadcast(GroupCollectives& ranks, const at::Tensor& values) {
   if (values.numel() > 0) {
-    ranks.broadcast({static_cast<std::byte*>(values.data_ptr()), values.nbytes()});
+    ranks.broadcast(bytes_of(values));
   }
 }
+
+struct Link {
+  std::shared_ptr<Collectives> ranks;
+  std::string description;
+};
+
+/// Through shared memory where that may be and can be, else over the group.
+Link make_link(const std::string& group, bool may_share_memory) {
+  auto ranks = std::make_shared<GroupCollectives>(group);
+  Link link{.ranks = ranks, .description = ranks->description()};
+  if (may_share_memory) {
+    SharedCollectives shared = share_memory(*ranks);
+    if (shared.ranks) {
+      link = {.ranks = shared.ranks, .description = shared.ranks->description()};
+    } else {
+      link.description += ": " + shared.refusal;
+    }
+  }
+  return link;
+}
+
+/// Activations of the ranks that have a part of each layer.
+class RankTensors {
+ public:
+  RankTensors(const std::string& group, bool may_share_memory)
+      : link_(make_link(group, may_share_memory)), sums_(*link_.ranks) {}
+
+  [[nodiscard]] const std::string& link() const noexcept { return link_.description; }
+  void sum(const at::Tensor& values) { sums_.sum(bytes_of(values), scalar_type_of(values)); }
+  void gather(const at::Tensor& own, const at::Tensor& into) {
+    const auto received = bytes_of(into);
+    if (received.size() != bytes_of(own).size() * link_.ranks->size()) {
+      throw InvalidArgument("what is gathered has another size than what the ranks give");
+    }
+    if (!received.empty()) {
+      link_.ranks->all_gather(bytes_of(own), received);
+    }
+  }
+
+ private:
+  const Link link_;
+  RankSums sums_;
+};
 
 }  // namespace
 
@@ -64,6 +115,12 @@ void bind_rank_group(py::module_& module) {
       .def("broadcast", &broadcast, py::arg("values"), Released())
       .def(
           "meet", [](GroupCollectives& ranks) { meet(ranks); }, Released());
+  py::class_<RankTensors>(module, "RankTensors")
+      .def(py::init<const std::string&, bool>(), py::arg("group"), py::kw_only(),
+           py::arg("share_memory"), Released())
+      .def_property_readonly("link", &RankTensors::link)
+      .def("sum", &RankTensors::sum, py::arg("values"), Released())
+      .def("gather", &RankTensors::gather, py::arg("own"), py::arg("into"), Released());
 }
 
 }  // namespace castor

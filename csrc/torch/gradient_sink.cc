@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -273,7 +274,10 @@ GradientSummary GradientSink::collect(bool with_norm) {
     }
   }
   device_.await();  // it may have written gradients where they are
-  summary.norm = with_norm ? norm() : 0.0;
+  if (with_norm) {
+    summary.squares = squares();
+    summary.norm = std::sqrt(std::accumulate(summary.squares.begin(), summary.squares.end(), 0.0));
+  }
   return summary;
 }
 
@@ -328,7 +332,7 @@ void GradientSink::measure_stored(std::span<double> squares) const {
   });
 }
 
-double GradientSink::norm() const {
+std::vector<double> GradientSink::squares() const {
   std::vector<ChunkId> chunks;
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     chunks.push_back(ChunkId{static_cast<std::uint32_t>(i)});
@@ -359,11 +363,7 @@ double GradientSink::norm() const {
   if (weights_ != nullptr) {
     measure_stored(squares);
   }
-  double sum = 0.0;
-  for (const double square : squares) {
-    sum += square;
-  }
-  return std::sqrt(sum);
+  return squares;
 }
 
 void GradientSink::scale(double factor) {

@@ -115,7 +115,7 @@ class GradientSink {
   [[nodiscard]] double square_norm(ParamId param, const std::byte* data, Executor* executor) const;
   void measure_on_device(std::span<double> squares) const;
   void measure_stored(std::span<double> squares) const;
-  [[nodiscard]] double norm() const;
+  [[nodiscard]] std::vector<double> squares() const;
 
   ChunkManager& manager_;
   const ChunkLayout& layout_;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace torch::autograd {
 struct Node;
@@ -27,6 +28,8 @@ struct GradientSummary {
   double norm = 0.0;   ///< L2 norm of all gradients as they are; not finite if an element is not
   double scale = 1.0;  ///< the loss scale that all of them carry
   std::int64_t num_gradients = 0;
+  /// Per parameter the sum of its gradient's squares, 0 where it has none; empty: not asked for.
+  std::vector<double> squares;
 };
 
 /// A trainable parameter's gradient: a view of its payload, which p.grad becomes.

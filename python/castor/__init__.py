@@ -19,7 +19,7 @@ from castor.errors import (
 )
 from castor.lazy import LazyInitContext
 from castor.optim import HybridAdam
-from castor.plugins import GeminiPlugin
+from castor.plugins import GeminiPlugin, HybridParallelPlugin
 from castor.runtime.ranks import launch_from_torch
 from castor.runtime.report import MemoryReport, MemoryUse
 
@@ -34,6 +34,7 @@ __all__ = [
     "Error",
     "GeminiPlugin",
     "HybridAdam",
+    "HybridParallelPlugin",
     "IoError",
     "LazyInitContext",
     "MemoryReport",

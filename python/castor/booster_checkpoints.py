@@ -134,6 +134,7 @@ class Checkpoints:
         self._once(
             model,
             lambda: checkpoint.save_optimizer(optimizer, path, model=model, max_bytes=max_bytes),
+            [optimizer],
         )
 
     def load_optimizer(
@@ -218,6 +219,7 @@ class Checkpoints:
                 path, model, list_of_optimizers(optimizer), lr_scheduler, processes,
                 step=step, extra=extra, keep=keep, max_bytes=max_bytes,
             ),
+            list_of_optimizers(optimizer),
         )  # fmt: skip
 
     def load(
@@ -260,11 +262,21 @@ class Checkpoints:
         """That of the model, or of the one boosted last, where several ranks share it."""
         latest = self._latest() if model is None and self._latest else model
         engines = [] if latest is None else engines_holding(latest)
-        if len(engines) > 1 and engines[0].ranks:
+        if len(engines) > 1 and _on_several_ranks(engines[0]):
             what = f"the model holds {len(engines)} boosted ones, which several ranks"
             raise NotImplementedError(f"{what} save and load one by one: give each")
-        return engines[0] if engines and engines[0].ranks else None
+        return engines[0] if engines and _on_several_ranks(engines[0]) else None
 
-    def _once(self, model: nn.Module | None, work: Callable[[], Result]) -> Result:
+    def _once(
+        self,
+        model: nn.Module | None,
+        work: Callable[[], Result],
+        optimizers: Sequence[Optimizer] = (),
+    ) -> Result:
         """What `work` gives, which runs on one of the ranks that share the model."""
-        return together.on_first(self._shared(model), work)
+        parts_of = checkpoint.parts_of(model, optimizers)
+        return together.on_first(self._shared(model), work, parts_of)
+
+
+def _on_several_ranks(engine: Engine) -> bool:
+    return engine.ranks is not None or engine.parts is not None

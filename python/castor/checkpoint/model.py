@@ -37,6 +37,7 @@ from castor.checkpoint.files import (
     write_file,
 )
 from castor.checkpoint.manifest import PART_MANIFEST, read_manifest, write_manifest
+from castor.checkpoint.parts import in_whole
 from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.staging import carry_over, staged
 from castor.errors import CheckpointError
@@ -87,7 +88,7 @@ def without_ties(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, 
 
 def model_bytes(model: nn.Module) -> int:
     """Bytes that save_model writes at most."""
-    return bytes_of(without_ties(model, state_of(model))) + OVERHEAD_BYTES
+    return bytes_of(_in_turn(model, without_ties(model, state_of(model)))) + OVERHEAD_BYTES
 
 
 def save_model(
@@ -163,7 +164,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _in_turn(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, SavedTensor]:
-    """Parameters on NVMe as copies that are made when they are written, one after the other."""
+    """What is made when it is written: copies of parameters on NVMe, wholes of ranks' parts."""
     saved: dict[str, SavedTensor] = dict(state)
     for engine in engines_holding(model):
         for key, tensor in state.items():
@@ -172,6 +173,7 @@ def _in_turn(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, Save
                 saved[key] = ComputedTensor(
                     dtype=tensor.dtype, shape=tuple(tensor.shape), compute=partial(_copy_of, tensor)
                 )
+        saved = in_whole(engine, saved, state.get, "model")
     return saved
 
 

@@ -18,6 +18,7 @@ from castor.checkpoint import adapters
 from castor.checkpoint.container import StoredTensor, read_headers
 from castor.checkpoint.manifest import PART_MANIFEST, verify
 from castor.checkpoint.model import INDEX, SINGLE_FILE, state_of, weight_files
+from castor.checkpoint.parts import own_part, whole_shape
 from castor.checkpoint.staging import recover
 from castor.config.names import LoadedWeights
 from castor.errors import CheckpointError
@@ -97,7 +98,7 @@ class ModelLoad:
             index = engine.index_of.get(target)  # type: ignore[call-overload]
             if index is not None:
                 # By the update's own rounding, so that the next one sees no edit.
-                engine.session.adopt(index, source)
+                engine.session.adopt(index, own_part(engine, target, source).contiguous())
                 torch.autograd.graph.increment_version(target)
                 return
         target.copy_(source)
@@ -133,7 +134,7 @@ def prepare_model(model: nn.Module, directory: Path, *, strict: bool) -> ModelLo
     else:
         stored = read_headers(weight_files(directory))
         sources = _from_files(stored, targets)
-    comparison = _compare(stored, targets)
+    comparison = _compare(stored, targets, engines)
     if not of_peft and (comparison.missing or comparison.unexpected) and _can_convert(model):
         try:
             comparison, sources = _through_transformers(model, directory, stored, targets)
@@ -159,14 +160,16 @@ def _check_targets(model: nn.Module, targets: dict[str, torch.Tensor]) -> None:
             )
 
 
-def _compare(stored: dict[str, StoredTensor], targets: dict[str, torch.Tensor]) -> Comparison:
+def _compare(
+    stored: dict[str, StoredTensor], targets: dict[str, torch.Tensor], engines: list[Engine]
+) -> Comparison:
     comparison = Comparison()
     loaded = {id(targets[key]) for key in stored if key in targets}
     for key, target in targets.items():
         if key in stored:
-            shape = stored[key].shape
-            if shape != tuple(target.shape):
-                comparison.mis_shaped.append((key, shape, tuple(target.shape)))
+            shape, own = stored[key].shape, whole_shape(engines, target)
+            if shape != own:
+                comparison.mis_shaped.append((key, shape, own))
         elif id(target) not in loaded:  # else it is tied to one that is there
             comparison.missing.append(key)
     comparison.unexpected = [key for key in stored if key not in targets]

@@ -24,6 +24,7 @@ from castor.checkpoint.container import (
 )
 from castor.checkpoint.files import OVERHEAD_BYTES, PIECE_BYTES, FileEntry, write_file
 from castor.checkpoint.model import seal_part
+from castor.checkpoint.parts import in_whole
 from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.staging import staged
 from castor.checkpoint.values import encode
@@ -135,11 +136,37 @@ def state_of_optimizer(optimizer: Optimizer, model: nn.Module | None) -> Optimiz
     """
     driver = driver_of(optimizer)
     names = names_of(optimizer, model)
+    tensors, numbers = tensors_and_numbers(optimizer, model)
+    if driver is not None:
+        params = {name: param for param, name in names.items()}
+        tensors = in_whole(
+            driver.engine, tensors, lambda key: params[key.rpartition(".")[0]], "optimizer"
+        )
+    description = {
+        "format": FORMAT,
+        "optimizer": type(optimizer).__name__,
+        "groups": [_describe_group(i, g, names) for i, g in enumerate(optimizer.param_groups)],
+        "state": numbers,
+        "loss_scaler": driver.scaler.state_dict() if driver and driver.scaler else None,
+        "rounding_seed": getattr(optimizer, "rounding_seed", None),
+    }
+    return OptimizerState(tensors=tensors, description=description)
+
+
+def tensors_and_numbers(
+    optimizer: Optimizer, model: nn.Module | None
+) -> tuple[dict[str, SavedTensor], dict[str, dict[str, Any]]]:
+    """State as this process has it: tensors by "<parameter>.<entry>", the rest by parameter.
+
+    Raises:
+        CheckpointError, UsageError: See state_of_optimizer.
+    """
+    driver = driver_of(optimizer)
     if driver is not None:
         driver.engine.session.send_home()
     tensors: dict[str, SavedTensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
-    for param, name in names.items():
+    for param, name in names_of(optimizer, model).items():
         for key, value in _entries(optimizer, param).items():
             if not isinstance(key, str) or "." in key:
                 raise CheckpointError(f"the state of '{name}' has an entry called {key!r}")
@@ -152,15 +179,7 @@ def state_of_optimizer(optimizer: Optimizer, model: nn.Module | None) -> Optimiz
         if master is not None:
             tensors[f"{name}.master"] = master
     check_savable(tensors)
-    description = {
-        "format": FORMAT,
-        "optimizer": type(optimizer).__name__,
-        "groups": [_describe_group(i, g, names) for i, g in enumerate(optimizer.param_groups)],
-        "state": numbers,
-        "loss_scaler": driver.scaler.state_dict() if driver and driver.scaler else None,
-        "rounding_seed": getattr(optimizer, "rounding_seed", None),
-    }
-    return OptimizerState(tensors=tensors, description=description)
+    return tensors, numbers
 
 
 def _entries(optimizer: Optimizer, param: torch.Tensor) -> dict[Any, Any]:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from castor.checkpoint.container import StoredTensor, read_headers
 from castor.checkpoint.manifest import PART_MANIFEST, verify
 from castor.checkpoint.optimizer import DESCRIPTION, FORMAT, driver_of, names_of
+from castor.checkpoint.parts import own_part, whole_shape
 from castor.checkpoint.staging import recover
 from castor.checkpoint.values import decode
 from castor.errors import CheckpointError, UsageError
@@ -56,9 +57,13 @@ class OptimizerLoad:
             }
             # These are mapped from the files: nothing is read before it is copied.
             entries: dict[str, dict[str, Any]] = {name: {} for name in self.names.values()}
+            params = {name: param for param, name in self.names.items()}
             for key, entry in self.stored.items():
                 name, _, field = key.rpartition(".")
-                entries[name][field] = files[entry.path].get_tensor(key)
+                value = files[entry.path].get_tensor(key)
+                if driver is not None:
+                    value = own_part(driver.engine, params[name], value)
+                entries[name][field] = value
             for name, numbers in self.numbers.items():
                 entries[name].update(numbers)
             self._load_masters(entries)
@@ -234,19 +239,20 @@ def _check_entries(
 ) -> None:
     """Shapes, and what the fused Adam needs."""
     params = {name: param for param, name in names.items()}
+    driver = driver_of(optimizer)
+    engines = [] if driver is None else [driver.engine]
     fields: dict[str, set[str]] = {}
     for key, entry in stored.items():
         name, _, field = key.rpartition(".")
         if name not in params:
             raise CheckpointError(f"{entry.path} holds '{key}', of a parameter that is in no group")
-        shape = tuple(params[name].shape)
+        shape = whole_shape(engines, params[name])
         if field in (_ADAM_LIKE - {"step"}) and entry.shape != shape:
             raise CheckpointError(
                 f"size mismatch for the optimizer state '{key}': the checkpoint has "
                 f"{entry.shape}, the parameter {shape}"
             )
         fields.setdefault(name, set()).add(field)
-    driver = driver_of(optimizer)
     if driver is None or not driver.fused:
         return
     for name, present in fields.items():

@@ -84,6 +84,8 @@ class ModelStep:
         measures = check or config.max_norm > 0
         gradients = self.engine.session.collect_gradients(with_norm=measures)
         norm = gradients.norm / gradients.scale
+        if self.engine.parts and measures:
+            norm = self.engine.parts.norm(self.engine.params, gradients.squares) / gradients.scale
         self.engine.gradient_norm = norm if measures else None
         overflow = check and not math.isfinite(norm)
         if self.scaler and gradients.num_gradients:

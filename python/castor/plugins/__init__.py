@@ -1,6 +1,7 @@
 """Ways to train: each plugin sets a model and its optimizer up for one."""
 
 from castor.plugins.gemini import GeminiPlugin
+from castor.plugins.hybrid import HybridParallelPlugin
 from castor.plugins.protocol import Plugin
 
-__all__ = ["GeminiPlugin", "Plugin"]
+__all__ = ["GeminiPlugin", "HybridParallelPlugin", "Plugin"]

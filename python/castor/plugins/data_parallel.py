@@ -13,10 +13,12 @@ from castor.checkpoint import make_resumable
 from castor.checkpoint.rank_sampler import RankSampler
 from castor.config import GeminiConfig
 from castor.config.names import StateFormat
-from castor.runtime.ranks import Ranks, describe_parameters, find_ranks, rank_and_size
+from castor.distributed import RankLayout
+from castor.runtime.ranks import describe_parameters
 
 
 def join_ranks(
+    layout: RankLayout,
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     config: GeminiConfig,
@@ -24,58 +26,64 @@ def join_ranks(
     state_format: StateFormat,
     seed: int,
     held: Collection[Any] | None,
-) -> Ranks | None:
-    """The ranks of this process, which have been given the same model and the same settings.
+) -> None:
+    """All ranks have been given the same model and the same settings.
 
     Collective: every rank calls it.
 
     Args:
-        model: To be boosted.
+        layout: How they are divided.
+        model: To be boosted, whole.
         optimizers: To be boosted with it.
         config: The plugin's.
         state_format: What was chosen.
         seed: As state_format.
         held: The parameters that optimizers update; None: there is no optimizer.
 
-    Returns:
-        None where this process is alone.
-
     Raises:
         NotImplementedError: The settings ask for what castor does not do on several ranks.
         UsageError: Two ranks differ.
     """
-    ranks = find_ranks()
-    if ranks is None:
-        return None
+    groups = [group for group in (layout.tensor, layout.data) if group is not None]
+    if not groups:
+        return
     settings = {
         name: getattr(config, name)
         for name in ("precision", "max_norm", "nonfinite", "chunk_bytes", "device", "overlap",
                      "gather_embeddings", "loss_scaler")
     }  # fmt: skip
-    ranks.check_equal(
-        {
-            **describe_parameters(model),
-            **settings,
-            "optim_state_format": state_format,
-            "seed": seed,
-            "the optimizer": ", ".join(type(one).__name__ for one in optimizers),
-            "the optimizer's param_groups": _groups(optimizers),
-        }
-    )
+    facts = {
+        **describe_parameters(model),
+        **settings,
+        "optim_state_format": state_format,
+        "seed": seed,
+        "the optimizer": ", ".join(type(one).__name__ for one in optimizers),
+        "the optimizer's param_groups": _groups(optimizers),
+    }
+    size = 1
+    for group in groups:
+        group.check_equal(facts)
+        size *= group.size
     if len(optimizers) > 1:
         raise NotImplementedError(
-            f"{ranks.size} ranks step one optimizer a model, and boost was given "
+            f"{size} ranks step one optimizer a model, and boost was given "
             f"{len(optimizers)}: give one with param_groups"
         )
-    _check_supported(model, config, held, ranks.size)
-    return ranks
+    _check_supported(model, config, held, size)
 
 
 def loader_of_rank(
-    dataset: Any, *, batch_size: int, shuffle: bool, seed: int, drop_last: bool, **options: Any
+    dataset: Any,
+    place: tuple[int, int],
+    *,
+    batch_size: int,
+    shuffle: bool,
+    seed: int,
+    drop_last: bool,
+    **options: Any,
 ) -> DataLoader[Any]:
-    """A loader of this rank's part of the data; see GeminiPlugin.prepare_dataloader."""
-    rank, size = rank_and_size()
+    """A loader of a part of the data, (which, of how many); see GeminiPlugin.prepare_dataloader."""
+    rank, size = place
     sampler = RankSampler(
         dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
     )

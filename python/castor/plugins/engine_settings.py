@@ -9,27 +9,27 @@ import torch
 from castor import _C
 from castor.config import GeminiConfig
 from castor.config.names import SCALAR_TYPES, StateFormat
+from castor.distributed import RankLayout
 from castor.errors import IoError
 from castor.runtime.engine import EngineSettings
-from castor.runtime.ranks import Ranks
 
 _ALL_OF_THE_DISKS = 2**63
 """More than any disk holds."""
 
 
-def _of_rank(directory: Path, ranks: Ranks | None) -> Path:
+def _of_rank(directory: Path, layout: RankLayout) -> Path:
     """Where a rank's scratch file goes: each has a directory of its own.
 
     Raises:
         IoError: It cannot be made.
     """
-    if ranks is None:
+    if layout.data is None and layout.tensor is None:
         return directory
-    own = directory / f"rank{ranks.rank}"
+    own = directory / f"rank{layout.process}"
     try:
         own.mkdir(exist_ok=True)
     except OSError as error:
-        what = f"the directory of rank {ranks.rank} cannot be made: {error.strerror}"
+        what = f"the directory of rank {layout.process} cannot be made: {error.strerror}"
         raise IoError(error.errno, what, str(own)) from error
     return own
 
@@ -39,7 +39,7 @@ def engine_settings(
     *,
     rule: str | None,
     state_format: StateFormat,
-    ranks: Ranks | None = None,
+    layout: RankLayout,
 ) -> EngineSettings:
     """What the engine is told.
 
@@ -47,11 +47,11 @@ def engine_settings(
         config: Its optim_state_format is what the user said, not what was chosen.
         rule: The fused optimizer's (castor.optim.rules); None: its own step updates.
         state_format: How masters and the rule's states are kept.
-        ranks: Those that share the model.
+        layout: Of the ranks; those with the same part share it.
     """
     margin = config.gpu_margin_mem_ratio
     nvme = _C.NvmeOptions(
-        directories=[str(_of_rank(path, ranks)) for path in config.nvme_paths],
+        directories=[str(_of_rank(path, layout)) for path in config.nvme_paths],
         budget_bytes=_ALL_OF_THE_DISKS if config.nvme_bytes is None else config.nvme_bytes,
         verify=config.nvme_verify,
     )
@@ -79,7 +79,7 @@ def engine_settings(
             nvme_fraction=config.nvme_offload_fraction or 0.0,
         ),
         overlap=config.overlap if rule else "none",
-        num_threads=ranks.share_of_cores() if ranks else 0,
+        num_threads=layout.share_of_cores(),
     )
     return EngineSettings(
         session=session,
@@ -88,5 +88,5 @@ def engine_settings(
         gather_embeddings=config.gather_embeddings,
         trace_file=config.trace_file,
         nvme_directory=config.nvme_paths[0] if config.nvme_paths else None,
-        ranks=ranks,
+        ranks=layout.data,
     )

@@ -16,7 +16,14 @@ _NOT_YET: dict[str, tuple[object, str]] = {
     "hidden_dim": (None, "give chunk_bytes"),
     "min_chunk_size_m": (None, "give chunk_bytes"),
     "memstats": (None, "give trace_file"),
-    "tp_size": (1, "every rank has the whole model"),
+    "tp_size": (1, "use HybridParallelPlugin"),
+    "pp_size": (1, "every rank has all layers"),
+    "ep_size": (1, "every rank has all experts"),
+    "sp_size": (1, "every rank has whole sequences"),
+    "sequence_parallelism_mode": (None, "every rank has whole sequences"),
+    "zero_stage": (1, "optimizer states are sharded, and gradients where ranks share memory"),
+    "num_microbatches": (None, "accumulate gradients in the training loop"),
+    "microbatch_size": (None, "accumulate gradients in the training loop"),
     "extra_dp_size": (1, "every rank has the whole model"),
     "enable_all_optimization": (False, "turn it on in the model"),
     "enable_fused_normalization": (False, "turn it on in the model"),
@@ -30,7 +37,7 @@ _NOT_YET: dict[str, tuple[object, str]] = {
 }
 
 
-def check_not_yet(arguments: dict[str, Any]) -> None:
+def check_not_yet(plugin: str, arguments: dict[str, Any]) -> None:
     """Takes what asks for nothing.
 
     Raises:
@@ -39,7 +46,7 @@ def check_not_yet(arguments: dict[str, Any]) -> None:
     """
     for name, value in arguments.items():
         if name not in _NOT_YET:
-            raise TypeError(f"GeminiPlugin has no argument {name!r}")
+            raise TypeError(f"{plugin} has no argument {name!r}")
         neutral, instead = _NOT_YET[name]
         if value != neutral:
             raise NotImplementedError(f"{name}={value!r} is not supported yet: {instead}")

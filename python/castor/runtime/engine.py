@@ -22,7 +22,8 @@ from castor.runtime.device import make_backend
 from castor.runtime.guard import guard
 from castor.runtime.history import StepHistory
 from castor.runtime.hooks import ModuleHook
-from castor.runtime.input_cast import InputCast
+from castor.runtime.input_cast import InputCast, convert_buffers
+from castor.runtime.model_parts import ModelParts
 from castor.runtime.ranks import Ranks
 from castor.runtime.report import LogitFigures, MemoryReport
 from castor.runtime.spec import ModelSpec, check_distinct_memory
@@ -113,8 +114,10 @@ class Engine:
         self.history = StepHistory()
         self.logits = LogitFigures()
         self.blocks = BlockPolicy()
+        self.parts: ModelParts | None = None
+        """Where this process has parts of layers; None: they are whole."""
         self._install_hooks(model, spec)
-        _convert_buffers(model, WORKING_DTYPES[settings.precision], self.device)
+        convert_buffers(model, WORKING_DTYPES[settings.precision], self.device)
         if self.ranks:
             for buffer in model.buffers():
                 self.ranks.share(buffer)
@@ -383,18 +386,3 @@ def _before_load(
             and values.shape == param.shape  # others are refused
         ):
             engine.session.before_overwrite(engine.index_of[param], values.detach())
-
-
-def _convert_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Brings buffers to the device, those that a checkpoint would hold in the working precision.
-
-    BatchNorm needs its own to match. Others keep their type, as in from_pretrained(dtype=...):
-    rotary frequencies, say. In fp32, so do all.
-    """
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            kept = dtype == torch.float32 or name in module._non_persistent_buffers_set
-            working = dtype if buffer.is_floating_point() and not kept else buffer.dtype
-            module._buffers[name] = buffer.to(device=device, dtype=working)

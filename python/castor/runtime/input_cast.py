@@ -34,3 +34,18 @@ class InputCast:
         if isinstance(value, dict) and type(value) is dict:
             return {key: self._cast(item) for key, item in value.items()}
         return value
+
+
+def convert_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Brings buffers to the device, those that a checkpoint would hold in the working precision.
+
+    BatchNorm needs its own to match. Others keep their type, as in from_pretrained(dtype=...):
+    rotary frequencies, say. In fp32, so do all.
+    """
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            kept = dtype == torch.float32 or name in module._non_persistent_buffers_set
+            working = dtype if buffer.is_floating_point() and not kept else buffer.dtype
+            module._buffers[name] = buffer.to(device=device, dtype=working)

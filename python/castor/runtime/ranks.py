@@ -6,14 +6,14 @@ import atexit
 import hashlib
 import os
 import pickle
-import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed, nn
 from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import GroupMember
 from torch.distributed.rendezvous import rendezvous
 
 from castor import _C
@@ -65,22 +65,16 @@ def leave() -> None:
         distributed.destroy_process_group()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """The ranks that share one boosted model, and process groups of its own between them.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Peers:
+    """Some ranks of a run, and a process group of their own.
 
     Its calls are collective, and raise Error where another rank is gone.
     """
 
     rank: int
     size: int
-    names: tuple[str, str, str]
-    """Of the groups: for passes and all that is between them; for gradients, which come together
-    beside backward; for updates, which may run beside everything else."""
-    share_memory: bool
-    """Whether what castor sends goes through memory, where all ranks are on one machine."""
     group: _C.RankGroup
-    """The first of them, as Python uses it."""
 
     def gather(self, value: Any) -> list[Any]:
         """What every rank gives, in rank order; picklable."""
@@ -89,11 +83,6 @@ class Ranks:
     def meet(self) -> None:
         """Returns when every rank is here."""
         self.group.meet()
-
-    def share_of_cores(self) -> int:
-        """How many of the cores that this process may run on are its own: ranks share theirs."""
-        mine = (socket.gethostname(), sorted(os.sched_getaffinity(0)))
-        return max(1, len(mine[1]) // self.gather(mine).count(mine))
 
     def share(self, tensor: torch.Tensor) -> None:
         """Rank 0's values become every rank's, in place."""
@@ -154,6 +143,17 @@ class Ranks:
         return result
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ranks(Peers):
+    """The ranks that share one boosted model, and have other data."""
+
+    names: tuple[str, str, str]
+    """Of the groups: for passes and all that is between them, which is `group`; for gradients,
+    which come together beside backward; for updates, which may run beside everything else."""
+    share_memory: bool
+    """Whether what castor sends goes through memory, where all ranks are on one machine."""
+
+
 def _sendable(error: Exception) -> Exception:
     """The error, or what it says where it cannot be pickled."""
     try:
@@ -163,28 +163,40 @@ def _sendable(error: Exception) -> Exception:
     return error
 
 
-def find_ranks() -> Ranks | None:
-    """The ranks of this process's group, which is made if a launcher has started several.
+def make_ranks(parts: Sequence[Sequence[int]]) -> Ranks | None:
+    """Those of this process's part, where all ranks are divided into parts.
 
-    Collective: every rank calls it.
+    Collective: every rank calls it, with the same parts. rank_and_size comes before it.
 
     Returns:
-        None where this process is alone.
+        None where its part is this process alone.
     """
-    rank, size = rank_and_size()
-    if size == 1:
+    rank, _ = rank_and_size()
+    mine = next(part for part in parts if rank in part)
+    if len(mine) == 1:
         return None
-    # Of its own: what the user sends between ranks meanwhile does not come between.
-    passes, gradients, updates = (
-        distributed.new_group(backend="gloo").group_name for _ in range(3)
-    )
+    passes, gradients, updates = own_groups(parts, 3)
     return Ranks(
-        rank=rank,
-        size=size,
+        rank=mine.index(rank),
+        size=len(mine),
         names=(passes, gradients, updates),
         share_memory=may_share_memory(),
         group=_C.RankGroup(passes),
     )
+
+
+def own_groups(parts: Sequence[Sequence[int]], count: int) -> list[str]:
+    """Names of `count` new process groups of this process's part of all ranks.
+
+    Of its own: what the user sends between ranks meanwhile does not come between. Collective: every
+    rank calls it, with the same parts.
+    """
+    names = []
+    for _ in range(count):
+        groups = [distributed.new_group(list(part), backend="gloo") for part in parts]
+        mine = next(group for group in groups if group is not GroupMember.NON_GROUP_MEMBER)
+        names.append(mine.group_name)
+    return names
 
 
 def may_share_memory() -> bool:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
+from castor.errors import UsageError
 from castor.runtime.engine import Engine
+from castor.runtime.model_parts import PartsOf
 from castor.runtime.ranks import Result
 
 
@@ -29,12 +32,15 @@ def gather(engine: Engine | None, value: Any) -> list[Any]:
     return engine.ranks.gather(value)
 
 
-def on_first(engine: Engine | None, work: Callable[[], Result]) -> Result:
+def on_first(
+    engine: Engine | None, work: Callable[[], Result], parts_of: PartsOf | None = None
+) -> Result:
     """Runs `work` on rank 0, for all; the others give what it reads of their optimizer states.
 
     Args:
         engine: Of the model; None: this process is alone.
         work: What is done once.
+        parts_of: Where ranks have parts of layers: finds this one's.
 
     Returns:
         What `work` returned, on every rank.
@@ -43,7 +49,16 @@ def on_first(engine: Engine | None, work: Callable[[], Result]) -> Result:
         Exception: What `work` raised on rank 0.
         UsageError: A rank does something else; every rank raises it.
     """
-    if engine is None or engine.ranks is None:
+    if engine is None:
         return work()
+    once, parts = work, engine.parts
+    if parts is not None:
+        once = partial(parts.on_first, work, parts_of or _nothing)
+    if engine.ranks is None:
+        return once()
     session = engine.session
-    return engine.ranks.on_first(work, serve=session.serve_states, end_service=session.end_service)
+    return engine.ranks.on_first(once, serve=session.serve_states, end_service=session.end_service)
+
+
+def _nothing(key: str) -> NoReturn:
+    raise UsageError(f"nobody looks '{key}' up")

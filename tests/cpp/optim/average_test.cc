@@ -48,7 +48,8 @@ void expect_means(std::size_t count, std::size_t numel, Executor* executor) {
   };
   for (const Isa isa : supported_isas()) {
     std::vector<typename Codec::Storage> in_place = parts;
-    detail::average(executor, in_place.data(), in_place.data(), count, numel, type, isa);
+    detail::average(executor, in_place.data(), in_place.data(), count, numel,
+                    static_cast<float>(count), type, isa);
     for (std::size_t i = 0; i < numel; ++i) {
       ASSERT_TRUE(same(in_place[i], expected[i])) << to_string(isa) << ", element " << i;
     }

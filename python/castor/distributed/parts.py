@@ -1,0 +1,77 @@
+"""Which part of a tensor is a rank's."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from castor.distributed.tensor_ranks import TensorRanks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How a parameter is divided: evenly along a dimension, the first ranks have one more."""
+
+    dim: int
+    shape: tuple[int, ...]
+    """Of the whole."""
+    pieces: int = 1
+    """So many tensors lie one behind the other in that dimension, each of which is divided."""
+
+    def own(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+        """A rank's part: a view, or a new tensor where there are several pieces."""
+        parts = [
+            piece.tensor_split(size, dim=self.dim)[rank]
+            for piece in whole.chunk(self.pieces, dim=self.dim)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole of what the ranks have, in rank order."""
+        pieces = [part.chunk(self.pieces, dim=self.dim) for part in parts]
+        return torch.cat(
+            [of_rank[piece] for piece in range(self.pieces) for of_rank in pieces], dim=self.dim
+        )
+
+    def shape_of(self, rank: int, size: int) -> tuple[int, ...]:
+        """Of a rank's part."""
+        return tuple(self.own(torch.empty(self.shape, device="meta"), rank, size).shape)
+
+
+_ranks: weakref.WeakValueDictionary[str, TensorRanks] = weakref.WeakValueDictionary()
+
+
+def own_part(whole: torch.Tensor, cut: Cut | None, ranks: TensorRanks) -> torch.Tensor:
+    """This rank's part of rank 0's values; a contiguous tensor of its own. Collective.
+
+    Args:
+        whole: A CPU tensor. A lazy one gives a lazy one.
+        cut: None: all of it.
+        ranks: Those that have the parts.
+    """
+    _ranks[ranks.name] = ranks
+    dim, pieces = (cut.dim, cut.pieces) if cut else (-1, 1)
+    part: torch.Tensor = _own_part(whole, dim, pieces, ranks.name, ranks.rank, ranks.size)
+    return part
+
+
+# An operator, so that a lazy model records it.
+@torch.library.custom_op("castor::own_part", mutates_args=(), device_types="cpu")
+def _own_part(
+    whole: torch.Tensor, dim: int, pieces: int, group: str, rank: int, size: int
+) -> torch.Tensor:
+    values = whole.contiguous() if rank == 0 else torch.empty_like(whole).contiguous()
+    _ranks[group].share(values)
+    if dim >= 0:
+        values = Cut(dim=dim, shape=(), pieces=pieces).own(values, rank, size)
+    return values.clone(memory_format=torch.contiguous_format)
+
+
+@_own_part.register_fake
+def _(whole: torch.Tensor, dim: int, pieces: int, group: str, rank: int, size: int) -> torch.Tensor:
+    if dim >= 0:
+        whole = Cut(dim=dim, shape=(), pieces=pieces).own(whole, rank, size)
+    return whole.new_empty(whole.shape)

@@ -1,0 +1,398 @@
+"""Cuts the layers of a model among ranks, on plain local tensors.
+
+Source: Shoeybi et al. 2019 (Megatron-LM, section 3). Parameters stay the same objects, so ties and
+optimizers keep them; modules stay the same, with another `forward`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from castor.distributed.parts import Cut, own_part
+from castor.distributed.tensor_ranks import TensorRanks
+from castor.errors import Error, UsageError
+from castor.runtime.hooks import ModuleHook
+from castor.runtime.model_parts import PartsOf
+from castor.runtime.ranks import Result
+
+Forward = Callable[..., Any]
+
+_PARTIAL = "replicated_with_grad_allreduce"
+
+
+class TensorParallel:
+    """A model of which this process has a part of each layer."""
+
+    def __init__(
+        self, model: nn.Module, plan: Mapping[str, Sequence[str]], ranks: TensorRanks
+    ) -> None:
+        """Finds out what is cut; nothing is changed.
+
+        Args:
+            model: On the CPU, lazy or not.
+            plan: Styles by name; see castor.distributed.tensor_plan.
+            ranks: Among which.
+
+        Raises:
+            UsageError: A size or a module does not fit its style.
+            NotImplementedError: A style is not known.
+        """
+        self.ranks = ranks
+        self.cuts: dict[torch.Tensor, Cut] = {}
+        self._model = weakref.ref(model)
+        self._forwards: list[tuple[nn.Module, _Part]] = []
+        self._attributes: list[tuple[nn.Module, str, Any]] = []
+        self._partial: list[nn.Parameter] = []
+        modules, params = dict(model.named_modules()), dict(model.named_parameters())
+        for name, styles in plan.items():
+            for style in styles:
+                kind, _, argument = style.partition(":")
+                if name in params:
+                    self._cut_bare(name, params[name], kind)
+                else:
+                    self._plan_module(name, modules[name], kind, argument)
+
+    def apply(self) -> None:
+        """Leaves this rank's parts of rank 0's values in the model. Collective."""
+        model = self._model()
+        assert model is not None
+        with torch.no_grad():
+            for param in model.parameters():
+                param.data = own_part(param.data, self.cuts.get(param), self.ranks)
+        for module, name, value in self._attributes:
+            setattr(module, name, value)
+        for module, part in self._forwards:
+            module.forward = part
+
+    def start(self) -> None:
+        """After boost: watches inputs, shares random states and sums gradients of partial layers.
+
+        Collective.
+        """
+        model = self._model()
+        assert model is not None
+        for param in self._partial:
+            if param.requires_grad:
+                param.register_hook(self.ranks.sum)
+        # Dropout of what every rank has has to be the same.
+        state = torch.get_rng_state()
+        self.ranks.share(state)
+        torch.set_rng_state(state)
+        model.register_forward_pre_hook(ModuleHook(_check_inputs, self.ranks), with_kwargs=True)
+        for module in model.modules():
+            module.register_state_dict_pre_hook(ModuleHook(_check_reader, self.ranks))
+
+    def norm(self, params: Sequence[torch.Tensor], squares: Sequence[float]) -> float:
+        """The L2 norm of all gradients, each counted once. Collective.
+
+        Args:
+            params: This rank's.
+            squares: The sum of squares of each one's gradient.
+        """
+        cut = sum(s for param, s in zip(params, squares, strict=True) if param in self.cuts)
+        whole = sum(s for param, s in zip(params, squares, strict=True) if param not in self.cuts)
+        parts = self.ranks.gather((cut, whole))
+        return float((parts[0][1] + sum(of_rank for of_rank, _ in parts)) ** 0.5)
+
+    def whole_shape(self, param: torch.Tensor) -> tuple[int, ...] | None:
+        """Of a parameter that is cut; None for one that is not."""
+        cut = self.cuts.get(param)
+        return None if cut is None else cut.shape
+
+    def own(self, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of what belongs to a parameter that is cut."""
+        return self.cuts[param].own(whole, self.ranks.rank, self.ranks.size)
+
+    def on_first(self, work: Callable[[], Result], parts_of: PartsOf) -> Result:
+        """Runs `work` on rank 0, for all, which may ask for whole tensors meanwhile. Collective.
+
+        Args:
+            work: What is done once.
+            parts_of: Of every rank: this rank's part of a tensor by its key, and the parameter that
+                it belongs to.
+        """
+        return self.ranks.on_first(work, serve=lambda: self._serve(parts_of), end_service=self._end)
+
+    def whole(self, key: str, param: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """The whole of a tensor that belongs to a parameter, on the rank that `work` runs on.
+
+        Args:
+            key: By which the other ranks find their parts.
+            param: This rank's.
+            own: This rank's part of the tensor; on the CPU, the parameter's shape.
+
+        Raises:
+            Error: Another rank cannot read its part.
+        """
+        self._ask(key)
+        return self._join(key, param, own, None)
+
+    def _ask(self, key: str | None) -> str | None:
+        asked: str | None = self.ranks.gather(key)[0]
+        return asked
+
+    def _end(self) -> None:
+        self._ask(None)
+
+    def _join(
+        self, key: str, param: torch.Tensor | None, own: torch.Tensor | None, failed: str | None
+    ) -> torch.Tensor:
+        failures = [one for one in self.ranks.gather(failed) if one]
+        if failures or param is None or own is None:
+            raise Error(f"'{key}' cannot be put together: {failures[0]}")
+        cut, size = self.cuts[param], self.ranks.size
+        shapes = [cut.shape_of(rank, size) for rank in range(size)]
+        return cut.joined(self.ranks.gather_parts(own, shapes))
+
+    def _serve(self, parts_of: PartsOf) -> None:
+        while (key := self._ask(None)) is not None:
+            param, own, failed = None, None, None
+            try:
+                param, own = parts_of(key)
+            except Exception as error:
+                failed = f"rank {self.ranks.rank}: {type(error).__name__}: {error}"
+            with suppress(Error):  # rank 0 raises it
+                self._join(key, param, own, failed)
+
+    def _cut_bare(self, name: str, param: nn.Parameter, kind: str) -> None:
+        """A parameter that is named itself."""
+        if kind in ("colwise", "packed_colwise"):
+            self._cut(name, param, max(param.ndim - 2, 0), 2 if kind == "packed_colwise" else 1)
+        elif kind == "rowwise":
+            if not name.endswith("bias"):
+                self._cut(name, param, param.ndim - 1)
+        elif kind == "embedding_rowwise":
+            self._cut(name, param, 0)
+        elif kind == _PARTIAL:
+            self._partial.append(param)
+        else:
+            self._refuse_style(name, kind)
+
+    def _plan_module(self, name: str, module: nn.Module, kind: str, argument: str) -> None:
+        size = self.ranks.size
+        if kind in ("colwise", "packed_colwise", "colwise_gather_output", "colwise_rep"):
+            pieces = int(argument or (2 if kind == "packed_colwise" else 1))
+            width = self._cut_linear(name, module, inputs=False, pieces=pieces)
+            gathers = kind in ("colwise_gather_output", "colwise_rep")
+            self._replace(module, _gathered_columns if gathers else _columns, width)
+        elif kind in ("rowwise", "rowwise_split_input", "rowwise_rep"):
+            width = self._cut_linear(name, module, inputs=True)
+            self._replace(module, _rows if kind == "rowwise" else _split_rows, width)
+        elif kind == "embedding_rowwise":
+            self._cut_vocabulary(name, module)
+        elif kind == "heads":
+            if not isinstance(module, nn.Embedding):
+                self._refuse_module(name, module, kind)
+            self._cut(f"{name}.weight", module.weight, 1)
+        elif kind == _PARTIAL:
+            self._partial += module.parameters()
+        elif kind == "moe_tp_experts":
+            self._replace(module, _experts)
+        elif kind == "all_reduce":
+            self._replace(module, _reduced)
+        elif kind == "divided":
+            for attribute in argument.split(","):
+                count = getattr(module, attribute, None)
+                if not isinstance(count, int) or count % size:
+                    raise UsageError(
+                        f"{attribute} of '{name}' is {count}, which tp_size={size} ranks cannot "
+                        "share; give a tp_size that divides it"
+                    )
+                self._attributes.append((module, attribute, count // size))
+        elif kind == "heads_of":
+            self._replace(module, _own_heads, argument)
+        else:
+            self._refuse_style(name, kind)
+
+    def _cut_linear(self, name: str, module: nn.Module, *, inputs: bool, pieces: int = 1) -> int:
+        """Cuts a linear layer; returns how many inputs or outputs the whole one has."""
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        # transformers' Conv1D keeps its weight the other way round.
+        transposed = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+        if not isinstance(weight, nn.Parameter) or not (
+            transposed or isinstance(module, nn.Linear)
+        ):
+            self._refuse_module(name, module, "rowwise" if inputs else "colwise")
+        dim = int(inputs) if not transposed else int(not inputs)
+        width = weight.shape[dim]
+        cut = self._cut(f"{name}.weight", weight, dim, pieces)
+        own = cut.shape_of(self.ranks.rank, self.ranks.size)[dim]
+        if not inputs and isinstance(bias, nn.Parameter):
+            self._cut(f"{name}.bias", bias, 0, pieces)
+        names = ("nx", "nf") if transposed else ("in_features", "out_features")
+        self._attributes.append((module, names[0] if inputs else names[1], own))
+        return width
+
+    def _cut_vocabulary(self, name: str, module: nn.Module) -> None:
+        if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+            self._refuse_module(name, module, "embedding_rowwise")
+        self._cut(f"{name}.weight", module.weight, 0)
+        rows = torch.arange(module.num_embeddings).tensor_split(self.ranks.size)[self.ranks.rank]
+        first, count = int(rows[0]), len(rows)
+        padding = module.padding_idx
+        if padding is not None:
+            padding = padding - first if first <= padding < first + count else None
+        self._attributes += [(module, "num_embeddings", count), (module, "padding_idx", padding)]
+        self._replace(module, _vocabulary, first)
+
+    def _cut(self, name: str, param: torch.Tensor, dim: int, pieces: int = 1) -> Cut:
+        length = param.shape[dim]
+        if length % pieces or length // pieces < self.ranks.size:
+            raise UsageError(
+                f"dimension {dim} of '{name}' has {length} elements in {pieces} pieces, too few or "
+                f"uneven for tp_size={self.ranks.size} ranks"
+            )
+        cut = Cut(dim=dim, shape=tuple(param.shape), pieces=pieces)
+        if self.cuts.setdefault(param, cut) != cut:
+            raise UsageError(
+                f"'{name}' is tied to a parameter that is cut in another way; give a tp_plan that "
+                "cuts both alike"
+            )
+        return cut
+
+    def _replace(self, module: nn.Module, forward: Forward, argument: Any = None) -> None:
+        before = next((part for known, part in self._forwards if known is module), None)
+        if before is not None:
+            raise UsageError(f"tp_plan gives a {type(module).__name__} two ways to compute")
+        if "forward" in vars(module):
+            raise UsageError(
+                f"forward of a {type(module).__name__} has been replaced, and tensor parallelism "
+                "needs its own: boost the model first"
+            )
+        self._forwards.append((module, _Part(module, forward, self.ranks, argument)))
+
+    def _refuse_module(self, name: str, module: nn.Module, kind: str) -> NoReturn:
+        raise UsageError(f"'{name}' is a {type(module).__name__}, which '{kind}' cannot cut")
+
+    def _refuse_style(self, name: str, kind: str) -> NoReturn:
+        raise NotImplementedError(
+            f"the plan cuts '{name}' by '{kind}', which castor does not know; give a tp_plan of "
+            "your own (castor.distributed.tensor_plan lists its styles)"
+        )
+
+
+class _Part:
+    """The forward of a module of which this rank has a part."""
+
+    def __init__(
+        self, module: nn.Module, forward: Forward, ranks: TensorRanks, argument: Any
+    ) -> None:
+        self._module = weakref.ref(module)
+        self._forward = forward
+        self._ranks = ranks
+        self._argument = argument
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own forward."""
+        module = self._module()
+        assert module is not None
+        return self._forward(module, self._ranks, self._argument, *args, **kwargs)
+
+    def __deepcopy__(self, _: dict[int, Any]) -> NoReturn:
+        """Refused: a copy would compute with a part, and need the other ranks."""
+        self._refuse()
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        """Refused, as copies are."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise UsageError(
+            f"rank {self._ranks.rank} of {self._ranks.size} has a part of this model only, and a "
+            "copy of it, or a pickle, would be no model: booster.save_model writes the whole one"
+        )
+
+
+def _whole(module: nn.Module) -> Forward:
+    """What computes with the module's tensors as they are."""
+    forward: Forward = type(module).forward.__get__(module)
+    return forward
+
+
+def _columns(m: nn.Module, ranks: TensorRanks, _: int, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = _whole(m)(ranks.enter(x))
+    return result
+
+
+def _gathered_columns(
+    m: nn.Module, ranks: TensorRanks, width: int, x: torch.Tensor
+) -> torch.Tensor:
+    return ranks.gather_columns(_columns(m, ranks, width, x), width)
+
+
+def _rows(m: Any, ranks: TensorRanks, _: int, x: torch.Tensor) -> torch.Tensor:
+    weight = m.weight if isinstance(m, nn.Linear) else m.weight.t()
+    total = ranks.reduce(nn.functional.linear(x, weight))
+    return total if m.bias is None else total + m.bias
+
+
+def _split_rows(m: Any, ranks: TensorRanks, width: int, x: torch.Tensor) -> torch.Tensor:
+    return _rows(m, ranks, width, ranks.split(x))
+
+
+def _vocabulary(m: Any, ranks: TensorRanks, first: int, ids: torch.Tensor) -> torch.Tensor:
+    own = (ids >= first) & (ids < first + m.num_embeddings)
+    rows = _whole(m)((ids - first).clamp(0, m.num_embeddings - 1))
+    return ranks.reduce(rows.masked_fill(~own.unsqueeze(-1), 0.0))
+
+
+def _experts(
+    m: nn.Module, ranks: TensorRanks, _: None, x: torch.Tensor, chosen: Any, weights: torch.Tensor
+) -> torch.Tensor:
+    return ranks.reduce(_whole(m)(ranks.enter(x), chosen, ranks.enter(weights)))
+
+
+def _reduced(m: nn.Module, ranks: TensorRanks, _: None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return ranks.reduce(_whole(m)(*args, **kwargs))
+
+
+def _own_heads(m: nn.Module, ranks: TensorRanks, name: str, *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(_whole(m)).bind(*args, **kwargs)
+    by_head = given.arguments[name]
+    batch = by_head.shape[0] // (m.num_heads * ranks.size)  # type: ignore[operator]
+    heads = by_head.view(batch, -1, *by_head.shape[1:])
+    own = heads.tensor_split(ranks.size, dim=1)[ranks.rank]
+    given.arguments[name] = own.reshape(-1, *by_head.shape[1:])
+    return _whole(m)(*given.args, **given.kwargs)
+
+
+def _check_reader(ranks: TensorRanks, module: nn.Module, _prefix: str, keep_vars: bool) -> None:
+    """A state_dict hook: parts of parameters are not taken for parameters.
+
+    Raises:
+        UsageError: Values are asked for; with keep_vars=True it is the parameters themselves.
+    """
+    if not keep_vars:
+        raise UsageError(
+            f"rank {ranks.rank} of {ranks.size} has parts of this {type(module).__name__}'s "
+            "parameters, and its state_dict would hold those: booster.save_model, or booster.save, "
+            "on all ranks writes the whole"
+        )
+
+
+def _check_inputs(
+    ranks: TensorRanks, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """A pre-hook of the model: ranks with parts of one model compute one batch.
+
+    Raises:
+        UsageError: They were given different ones; every rank raises it.
+    """
+    leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+    digest = 0
+    for leaf in leaves:
+        digest = zlib.crc32(repr(tuple(leaf.shape)).encode(), digest)
+        values = leaf.detach().contiguous().view(-1)
+        if values.numel():
+            digest = zlib.crc32(values.view(torch.uint8).numpy().data, digest)
+    what = f"the inputs of {type(model).__name__} (ranks that share its layers take one batch)"
+    ranks.check_equal({what: f"{digest:08x}"})

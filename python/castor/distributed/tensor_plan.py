@@ -1,0 +1,208 @@
+"""Which parameters of a model are cut, and how: Hugging Face's plans, and ours where there is none.
+
+A plan maps names of modules and parameters, with `*` for numbers, to styles:
+
+    colwise                  a linear layer's outputs are divided, and stay so
+    colwise:3                ... of which it has three kinds, one behind the other (fused q, k, v)
+    colwise_gather_output    ... and are put together again
+    rowwise                  a linear layer's inputs are divided; its outputs are summed
+    rowwise_split_input      ... after each rank has taken its part of whole ones
+    embedding_rowwise        the vocabulary is divided
+    heads                    an embedding whose columns are heads: they stay divided
+    replicated_with_grad_allreduce   whole, on parts of the activations
+    packed_colwise, rowwise  of a parameter: as the layers
+    moe_tp_experts           a module of parameters that are cut so
+    divided:a,b              attributes of a module that count heads
+    heads_of:a               an argument of forward whose first dimension is batch x heads
+
+Several styles of one name are given as a tuple.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from castor.errors import UsageError
+
+Plan = Mapping[str, str | tuple[str, ...]]
+
+_GPT2 = {
+    "transformer.wte": "embedding_rowwise",
+    "transformer.h.*.attn": "divided:num_heads,split_size",
+    "transformer.h.*.attn.c_attn": "colwise:3",
+    "transformer.h.*.attn.c_proj": "rowwise",
+    "transformer.h.*.mlp.c_fc": "colwise",
+    "transformer.h.*.mlp.c_proj": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+_OPT = {
+    "model.decoder.embed_tokens": "embedding_rowwise",
+    "model.decoder.layers.*.self_attn": "divided:num_heads",
+    "model.decoder.layers.*.self_attn.q_proj": "colwise",
+    "model.decoder.layers.*.self_attn.k_proj": "colwise",
+    "model.decoder.layers.*.self_attn.v_proj": "colwise",
+    "model.decoder.layers.*.self_attn.out_proj": "rowwise",
+    "model.decoder.layers.*.fc1": "colwise",
+    "model.decoder.layers.*.fc2": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+_BLOOM: Plan = {
+    "transformer.word_embeddings": "embedding_rowwise",
+    "transformer.h.*.self_attention": ("divided:num_heads", "heads_of:alibi"),
+    "transformer.h.*.self_attention.query_key_value": "colwise",
+    "transformer.h.*.self_attention.dense": "rowwise",
+    "transformer.h.*.mlp.dense_h_to_4h": "colwise",
+    "transformer.h.*.mlp.dense_4h_to_h": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+_FALCON = {
+    "transformer.word_embeddings": "embedding_rowwise",
+    "transformer.h.*.self_attention": "divided:num_heads,num_kv_heads",
+    "transformer.h.*.self_attention.query_key_value": "colwise",
+    "transformer.h.*.self_attention.dense": "rowwise",
+    "transformer.h.*.mlp.dense_h_to_4h": "colwise",
+    "transformer.h.*.mlp.dense_4h_to_h": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+_GPTJ = {
+    "transformer.wte": "embedding_rowwise",
+    "transformer.h.*.attn": "divided:num_attention_heads",
+    "transformer.h.*.attn.q_proj": "colwise",
+    "transformer.h.*.attn.k_proj": "colwise",
+    "transformer.h.*.attn.v_proj": "colwise",
+    "transformer.h.*.attn.out_proj": "rowwise",
+    "transformer.h.*.mlp.fc_in": "colwise",
+    "transformer.h.*.mlp.fc_out": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+_BERT = {
+    "bert.embeddings.word_embeddings": "embedding_rowwise",
+    "bert.encoder.layer.*.attention.self": "divided:num_attention_heads,all_head_size",
+    "bert.encoder.layer.*.attention.self.query": "colwise",
+    "bert.encoder.layer.*.attention.self.key": "colwise",
+    "bert.encoder.layer.*.attention.self.value": "colwise",
+    "bert.encoder.layer.*.attention.output.dense": "rowwise",
+    "bert.encoder.layer.*.intermediate.dense": "colwise",
+    "bert.encoder.layer.*.output.dense": "rowwise",
+    "cls.predictions.decoder": "colwise_gather_output",
+}
+_T5_LAYERS = {
+    f"{stack}.block.*.layer.*.{part}": style
+    for stack in ("encoder", "decoder")
+    for attention in ("SelfAttention", "EncDecAttention")
+    for part, style in {
+        attention: "divided:n_heads,inner_dim",
+        f"{attention}.q": "colwise",
+        f"{attention}.k": "colwise",
+        f"{attention}.v": "colwise",
+        f"{attention}.o": "rowwise",
+        f"{attention}.relative_attention_bias": "heads",
+        "DenseReluDense.wi": "colwise",
+        "DenseReluDense.wi_0": "colwise",
+        "DenseReluDense.wi_1": "colwise",
+        "DenseReluDense.wo": "rowwise",
+    }.items()
+}
+_T5 = {
+    "shared": "embedding_rowwise",
+    "encoder.embed_tokens": "embedding_rowwise",
+    "decoder.embed_tokens": "embedding_rowwise",
+    **_T5_LAYERS,
+    "lm_head": "colwise_gather_output",
+}
+_VIT = {
+    "vit.layers.*.attention": "divided:num_attention_heads",
+    "vit.layers.*.attention.q_proj": "colwise",
+    "vit.layers.*.attention.k_proj": "colwise",
+    "vit.layers.*.attention.v_proj": "colwise",
+    "vit.layers.*.attention.o_proj": "rowwise",
+    "vit.layers.*.mlp.fc1": "colwise",
+    "vit.layers.*.mlp.fc2": "rowwise",
+}
+_OURS: dict[str, Plan] = {
+    "bert": _BERT,
+    "bloom": _BLOOM,
+    "falcon": _FALCON,
+    "gpt2": _GPT2,
+    "gptj": _GPTJ,
+    "opt": _OPT,
+    "t5": _T5,
+    "vit": _VIT,
+}
+"""By model_type of the configuration."""
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+def find_plan(model: nn.Module, size: int, given: Plan | None) -> dict[str, tuple[str, ...]]:
+    """Styles by name of a module or parameter of the model.
+
+    Args:
+        model: What is cut.
+        size: Among how many ranks.
+        given: The user's; None: transformers' own, or castor's.
+
+    Raises:
+        UsageError: Heads cannot be divided, or a name of the user's plan is not the model's.
+        NotImplementedError: There is no plan for this model.
+    """
+    config: Any = getattr(model, "config", None)
+    plan = given if given is not None else _own_plan(model, config)
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    of_pattern: dict[str, list[str]] = {}
+    for name in names:
+        of_pattern.setdefault(_NUMBER.sub("*", name), []).append(name)
+        of_pattern.setdefault(name, []).append(name)
+    found: dict[str, tuple[str, ...]] = {}
+    for pattern, styles in plan.items():
+        matching = of_pattern.get(pattern, [])
+        if given is not None and not matching:
+            raise UsageError(
+                f"tp_plan names '{pattern}', and this {type(model).__name__} has no such module or "
+                "parameter; numbers of layers are written *"
+            )
+        for name in matching:
+            found[name] = (styles,) if isinstance(styles, str) else tuple(styles)
+    if not found:
+        raise NotImplementedError(_no_plan(model))
+    for attribute in _HEADS:
+        heads = getattr(config, attribute, None)
+        if given is None and isinstance(heads, int) and heads % size:
+            raise UsageError(
+                f"{heads} {attribute} of this {type(model).__name__} cannot be divided among "
+                f"tp_size={size} ranks; give a tp_size that divides them"
+            )
+    return found
+
+
+def _own_plan(model: nn.Module, config: Any) -> Plan:
+    if getattr(config, "model_type", "") == "falcon" and config.alibi:
+        raise NotImplementedError(
+            f"this {type(model).__name__} has ALiBi in its attention masks, of whose heads castor "
+            "knows no part: give tp_size=1"
+        )
+    ours = _OURS.get(str(getattr(config, "model_type", "")))
+    if ours is not None:
+        prefix = f"{getattr(model, 'base_model_prefix', '')}."
+        if getattr(model, "base_model", None) is not model:
+            return ours
+        return {name.removeprefix(prefix): style for name, style in ours.items()}
+    theirs: Any = getattr(model, "tp_plan", None)
+    if isinstance(theirs, Mapping) and theirs:
+        return {str(name): str(style) for name, style in theirs.items()}
+    raise NotImplementedError(_no_plan(model))
+
+
+def _no_plan(model: nn.Module) -> str:
+    return (
+        f"castor knows no way to cut a {type(model).__name__} among ranks, and transformers has no "
+        f"tp_plan for it. Castor's own: {', '.join(sorted(_OURS))}. Give "
+        "HybridParallelPlugin(tp_plan={...}): names of modules, with * for numbers, and a style: "
+        "'colwise' for the layers behind which heads or hidden units are divided, 'rowwise' for "
+        "those that take them, 'embedding_rowwise', 'colwise_gather_output' for the output "
+        "embedding, 'divided:num_heads' for attributes that count heads"
+    )

@@ -1,0 +1,176 @@
+"""The ranks that have parts of each layer, and what autograd sends between them.
+
+Sources: Shoeybi et al. 2019 (Megatron-LM, section 3), whose f is `TensorRanks.enter` and whose g is
+`TensorRanks.reduce`.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from castor import _C
+from castor.runtime.ranks import Peers, may_share_memory
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TensorRanks(Peers):
+    """Those with the parts of each layer. Collective: all make the same calls in the same order."""
+
+    name: str
+    """Of the process group, which nobody else uses."""
+    tensors: _C.RankTensors
+    _entered: _Entered = field(default_factory=lambda: _Entered())
+
+    @classmethod
+    def of(cls, name: str, *, rank: int, size: int) -> TensorRanks:
+        """Those of a process group."""
+        return cls(
+            rank=rank,
+            size=size,
+            group=_C.RankGroup(name),
+            name=name,
+            tensors=_C.RankTensors(name, share_memory=may_share_memory()),
+        )
+
+    @property
+    def link(self) -> str:
+        """What activations go through, for reports."""
+        return self.tensors.link
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, in rank order: the same bits on all. A new tensor."""
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self.tensors.sum(total)
+        return total
+
+    def own_columns(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the last dimension."""
+        return tensor.tensor_split(self.size, dim=-1)[self.rank]
+
+    def all_columns(self, own: torch.Tensor, width: int) -> torch.Tensor:
+        """Every rank's part of the last dimension, `width` together, one behind the other."""
+        widths = [len(part) for part in torch.arange(width).tensor_split(self.size)]
+        padded = torch.nn.functional.pad(own.detach(), (0, widths[0] - own.shape[-1])).contiguous()
+        parts = padded.new_empty((self.size, *padded.shape))
+        self.tensors.gather(padded, parts)
+        return torch.cat(
+            [part[..., :of] for part, of in zip(parts.unbind(), widths, strict=True)], dim=-1
+        )
+
+    def gather_parts(
+        self, own: torch.Tensor, shapes: Sequence[tuple[int, ...]]
+    ) -> list[torch.Tensor]:
+        """What every rank gives, in rank order.
+
+        Args:
+            own: On the CPU.
+            shapes: Of what each gives.
+        """
+        longest = max(map(math.prod, shapes))
+        padded = own.new_zeros(longest)
+        padded[: own.numel()] = own.detach().reshape(-1)
+        parts = own.new_empty((self.size, longest))
+        self.tensors.gather(padded, parts)
+        return [
+            part[: math.prod(shape)].view(shape)
+            for part, shape in zip(parts.unbind(), shapes, strict=True)
+        ]
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """What every rank has, as input of a layer's parts: its gradient is the parts' sum.
+
+        Layers that are given the same tensor one after the other (query, key and value) share one
+        sum.
+        """
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        known = self._entered.output_for(x)
+        if known is None:
+            known = _apply(_Enter, x, self)
+            self._entered.remember(x, known)
+        return known
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of what the parts of a layer give."""
+        return _apply(_Reduce, x, self)
+
+    def gather_columns(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        """All columns of what each rank has some of; `width` together."""
+        return _apply(_Gather, x, self, width)
+
+    def split(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's columns of what every rank has."""
+        return _apply(_Split, x, self)
+
+
+class _Entered:
+    """The tensor that entered last, as long as it and what became of it live."""
+
+    def __init__(self) -> None:
+        self._input: weakref.ref[torch.Tensor] | None = None
+        self._output: weakref.ref[torch.Tensor] | None = None
+        self._version = 0
+
+    def output_for(self, x: torch.Tensor) -> torch.Tensor | None:
+        if self._input is None or self._output is None or self._input() is not x:
+            return None
+        return self._output() if x._version == self._version else None
+
+    def remember(self, x: torch.Tensor, output: torch.Tensor) -> None:
+        self._input, self._output = weakref.ref(x), weakref.ref(output)
+        self._version = x._version
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
+    apply: Any = function.apply
+    result: torch.Tensor = apply(*arguments)
+    return result
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.ranks.sum(grad), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
+        return ranks.sum(x)
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks, width: int) -> torch.Tensor:
+        ctx.ranks = ranks
+        return ranks.all_columns(x, width)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.ranks.own_columns(grad), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
+        ctx.ranks, ctx.width = ranks, x.shape[-1]
+        return ranks.own_columns(x).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.ranks.all_columns(grad, ctx.width), None

@@ -1,0 +1,327 @@
+"""What tests of tensor parallelism run on several ranks: `python tensor_cases.py NAME DIRECTORY`.
+
+A scenario is a function of the directory that the ranks share; rank 0 writes its findings there as
+NAME.json.
+"""
+
+import copy
+import json
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import distributed, nn
+
+import castor
+from helpers import GIB, Boosted
+from zoo import CASES, VOCABULARY, Case, gpt2_with_dropout, tower
+
+LR, MAX_NORM, STEPS = 1e-3, 0.5, 10
+
+
+def _decoder(name: str, config: type, **settings: Any) -> Case:
+    common: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 64, "pad_token_id": 0,
+    }  # fmt: skip
+    common = {key: value for key, value in (common | settings).items() if value is not None}
+    return Case(
+        name,
+        lambda: hf.AutoModelForCausalLM.from_config(config(**common)),
+        CASES["llama"].batch,
+    )
+
+
+def _without_kv(config: type, name: str, **settings: Any) -> Case:
+    return _decoder(name, config, num_key_value_heads=None, **settings)
+
+
+FAMILIES = CASES | {
+    case.name: case
+    for case in (
+        _decoder("qwen3", hf.Qwen3Config, head_dim=12),
+        _decoder("mistral", hf.MistralConfig),
+        _decoder("gemma2", hf.Gemma2Config, head_dim=12),
+        _decoder("glm", hf.GlmConfig, head_dim=12),
+        _decoder("phi3", hf.Phi3Config),
+        _decoder("qwen2_moe", hf.Qwen2MoeConfig, num_experts=4, num_experts_per_tok=2,
+                 moe_intermediate_size=48, shared_expert_intermediate_size=48),
+        _without_kv(hf.GPTNeoXConfig, "gpt_neox", hidden_dropout=0.0, attention_dropout=0.0),
+        _without_kv(hf.BloomConfig, "bloom", hidden_dropout=0.0, attention_dropout=0.0),
+        _without_kv(hf.FalconConfig, "falcon", multi_query=False),
+        _without_kv(hf.FalconConfig, "falcon_groups", new_decoder_architecture=True,
+                    num_kv_heads=2),
+        _without_kv(hf.GPTJConfig, "gptj", rotary_dim=8, attn_pdrop=0.0, resid_pdrop=0.0,
+                    embd_pdrop=0.0),
+    )
+}  # fmt: skip
+SIZES = {2: tuple(FAMILIES), 4: ("gpt2", "t5", "bert")}
+"""Families by the number of ranks that share a layer."""
+
+
+def boost(
+    case: Case, size: int, *, lazy: bool = False, optimizer: Any = None, **settings: Any
+) -> Boosted:
+    """A model among `size` ranks; 1: as GeminiPlugin has it."""
+    if lazy:
+        with castor.LazyInitContext():
+            model = case.model()
+    else:
+        model = case.model()
+    if optimizer is None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    else:
+        optimizer = optimizer(model.parameters())
+    settings = {
+        "device": "cpu", "device_memory": GIB, "host_memory": GIB, "precision": "fp32",
+        "max_norm": MAX_NORM,
+    } | settings  # fmt: skip
+    booster = castor.Booster(plugin=castor.HybridParallelPlugin(tp_size=size, **settings))
+    booster.boost(model, optimizer)
+    return Boosted(booster, model, optimizer)
+
+
+def train(
+    case: Case, boosted: Boosted, first: int = 0, steps: int = STEPS, *, share: int = 0, of: int = 1
+) -> list[float]:
+    """Losses; `share` of `of`: which rows of the batches."""
+    losses = []
+    for seed in range(first, first + steps):
+        batch = {key: value[share::of] for key, value in case.batch(seed).items()}
+        losses.append(boosted.step(case.loss(boosted.model(**batch), batch)))
+    return losses
+
+
+def plain(case: Case, steps: int = STEPS) -> list[float]:
+    """Losses of plain PyTorch."""
+    model = case.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    losses = []
+    for seed in range(steps):
+        batch = case.batch(seed)
+        loss = case.loss(model(**batch), batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def families(directory: Path) -> None:
+    """Losses of every family among all ranks, and of plain PyTorch."""
+    found = {}
+    for name in SIZES[distributed.get_world_size()]:
+        case = FAMILIES[name]
+        boosted = boost(case, distributed.get_world_size())
+        mine = train(case, boosted)
+        own = sum(param.numel() for param in boosted.model.parameters())
+        whole = sum(param.numel() for param in case.model().parameters())
+        found[name] = [mine, plain(case), own / whole]
+        assert _of_all(mine) == [mine] * distributed.get_world_size()
+    _write(directory, "families", found)
+
+
+def settings(directory: Path) -> None:
+    """Losses of GPT-2 and Llama with settings that do not change them, and budgets."""
+    size = distributed.get_world_size()
+    found: dict[str, Any] = {}
+    for name in ("gpt2", "llama"):
+        case = FAMILIES[name]
+        ample = boost(case, size)
+        found[name] = [train(case, ample)]
+        report = ample.report()
+        own = sum(param.nbytes for param in ample.model.parameters())
+        tight = int(report.peak_nonmodel_bytes + 0.5 * own)
+        scratch = directory / name
+        scratch.mkdir(exist_ok=True)
+        for given in (
+            {"device_memory": tight},
+            {"device_memory": tight, "nvme_path": scratch, "nvme_offload_fraction": 1.0},
+            {"overlap": "forward"},
+            {"activations": "recompute"},
+            {"activations": "offload"},
+            {"lazy": True},
+        ):
+            boosted = boost(case, size, **given)  # type: ignore[arg-type]
+            found[name].append(train(case, boosted))
+            if "device_memory" in given:
+                assert boosted.report().peak_device_bytes <= tight
+        for precision, state_format in (("bf16", "split"), ("bf16", "split_bf16"), ("fp16", None)):
+            boosted = boost(case, size, precision=precision, optim_state_format=state_format)
+            found[f"{name} {precision} {state_format}"] = train(case, boosted)
+    _write(directory, "settings", found)
+
+
+def data_too(directory: Path) -> None:
+    """Two ranks a layer, two copies of the model with half of the batch each."""
+    rank, found = distributed.get_rank(), {}
+    for name in ("gpt2", "llama", "mixtral"):
+        case = FAMILIES[name]
+        boosted = boost(case, 2)
+        losses = torch.tensor(train(case, boosted, share=rank // 2, of=2))
+        everyone = _of_all(losses.tolist())
+        assert everyone[0] == everyone[1]
+        assert everyone[2] == everyone[3]
+        found[name] = [(a + b) / 2 for a, b in zip(everyone[0], everyone[2], strict=True)]
+        loader = boosted.booster.plugin.prepare_dataloader(list(range(8)), 2)
+        found[f"{name} data"] = _of_all([batch.tolist() for batch in loader])
+        boosted.booster.save(directory / name, boosted.model, boosted.optimizer)
+        found[f"{name} later"] = train(case, boosted, STEPS, 2)
+        again = boost(case, 2, lazy=True)
+        again.booster.load(directory / name, again.model, again.optimizer)
+        assert train(case, again, STEPS, 2) == found[f"{name} later"]
+    _write(directory, "data_too", found)
+
+
+def saved(directory: Path) -> None:
+    """Models and runs written among two ranks, and read."""
+    found = {}
+    for name, given in {
+        "gpt2": {}, "llama": {"precision": "bf16"}, "mixtral": {}, "t5": {}, "bert": {},
+    }.items():  # fmt: skip
+        case = FAMILIES[name]
+        boosted = boost(case, 2, **given)  # type: ignore[arg-type]
+        boosted.booster.save_model(boosted.model, directory / f"{name}-fresh")
+        train(case, boosted, 0, 3)
+        boosted.booster.save(directory / name, boosted.model, boosted.optimizer)
+        boosted.booster.save_model(boosted.model, directory / f"{name}-model")
+        later = train(case, boosted, 3, 3)
+        again = boost(case, 2, lazy=True, **given)  # type: ignore[arg-type]
+        train(case, again, 7, 1)
+        assert again.booster.load(directory / name, again.model, again.optimizer).step == 3
+        assert train(case, again, 3, 3) == later
+        again.booster.load_model(again.model, directory / f"{name}-model")
+        boosted.booster.load(directory / name, boosted.model, boosted.optimizer)
+        mine, theirs = (list(one.model.parameters()) for one in (again, boosted))
+        assert all(map(torch.equal, mine, theirs))
+        found[name] = later
+    _write(directory, "saved", found)
+
+
+def loaded(directory: Path) -> None:
+    """Goes on with what one process has written."""
+    case = FAMILIES["llama"]
+    boosted = boost(case, 2)
+    boosted.booster.load(directory / "run", boosted.model, boosted.optimizer)
+    losses = train(case, boosted, 3, 3)
+    boosted.booster.load(directory / "run", boosted.model, boosted.optimizer)
+    boosted.booster.save(directory / "again", boosted.model, boosted.optimizer)
+    _write(directory, "loaded", losses)
+
+
+def uses(directory: Path) -> None:
+    """What else is done with a model: generate, evaluation, accumulation."""
+    case, found = FAMILIES["llama"], {}
+    boosted = boost(case, 2)
+    ids = case.batch(0)["input_ids"]
+    found["generated"] = boosted.model.generate(  # type: ignore[operator]
+        ids, max_new_tokens=8, do_sample=False, pad_token_id=0
+    ).tolist()
+    with torch.no_grad():
+        found["logits"] = boosted.model(input_ids=ids).logits.double().tolist()
+    for seed in range(2):
+        loss = case.loss(boosted.model(**case.batch(seed)), case.batch(seed)) / 2
+        with boosted.booster.no_sync(boosted.model):
+            boosted.booster.backward(loss, boosted.optimizer)
+    boosted.optimizer.step()
+    found["norm"] = boosted.report().gradient_norm
+    # What every rank has draws the same dropout.
+    model, dropping = gpt2_with_dropout().model(), gpt2_with_dropout()
+    torch.manual_seed(distributed.get_rank())
+    booster = castor.Booster(plugin=boosted.booster.plugin)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    booster.boost(model, optimizer)
+    losses = train(dropping, Boosted(booster, model, optimizer), 0, 3)
+    assert _of_all(losses) == [losses, losses]
+    _write(directory, "uses", found)
+
+
+def refused(directory: Path) -> None:
+    """What a rank says to what does not go with parts."""
+    case, rank = FAMILIES["llama"], distributed.get_rank()
+    boosted = boost(case, 2)
+    batch = case.batch(rank)
+    found = {
+        "copy": _said(lambda: copy.deepcopy(boosted.model)),
+        "pickle": _said(lambda: pickle.dumps(boosted.model)),
+        "state_dict": _said(lambda: boosted.model.state_dict()),
+        "inputs": _said(lambda: boosted.model(**batch)),
+        "ranks": _said(lambda: boost(case, 3)),
+        "heads": _said(lambda: boost(_decoder("odd", hf.LlamaConfig, num_key_value_heads=1), 2)),
+        "multi_query": _said(
+            lambda: boost(_without_kv(hf.FalconConfig, "mq", multi_query=True), 2)
+        ),
+        "alibi": _said(
+            lambda: boost(_without_kv(hf.FalconConfig, "a", multi_query=False, alibi=True), 2)
+        ),
+        "no plan": _said(lambda: boost(Case("tower", tower, case.batch), 2)),
+        "unknown name": _said(lambda: boost(case, 2, tp_plan={"model.layer.*": "colwise"})),
+        "unknown style": _said(lambda: boost(case, 2, tp_plan={"lm_head": "diagonal"})),
+        "wrong module": _said(lambda: boost(case, 2, tp_plan={"model.norm": "colwise"})),
+        "muon": _said(lambda: boost(case, 2, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))),
+        "state": _said(lambda: boost(case, 2, optimizer=_stepped)),
+        "int8": _said(lambda: boost(case, 2, precision="bf16", optim_state_format="split_int8")),
+        "models": _said(lambda: boost(FAMILIES["llama" if rank else "mistral"], 2, max_norm=rank)),
+    }
+    # The model works on after each of them.
+    found["works"] = train(case, boosted, 0, 1)
+    _write(directory, f"refused{rank}", found, everyone=True)
+
+
+def own_plan(directory: Path) -> None:
+    """A model of nobody's, with a plan of the user's."""
+    case = Case("tower", tower, lambda seed: {"seed": seed})
+    plan = {
+        "layers.0": "colwise", "layers.1": "rowwise", "layers.2": "colwise_gather_output",
+        "layers.3": "rowwise_split_input",
+    }  # fmt: skip
+    losses = {}
+    for size, given in ((1, None), (2, plan)):
+        boosted = boost(case, size, tp_plan=given)
+        generator = torch.Generator().manual_seed(3)
+        losses[size] = []
+        for _ in range(STEPS):
+            x = torch.randn((4, 32), generator=generator)
+            labels = torch.randint(0, 4, (4,), generator=generator)
+            losses[size].append(boosted.step(boosted.model(x, labels=labels)))
+    _write(directory, "own_plan", list(losses.values()))
+
+
+def _stepped(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(params, lr=LR)
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    return optimizer
+
+
+def _said(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _of_all(value: Any) -> list[Any]:
+    everyone: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyone, value)
+    return everyone
+
+
+def _write(directory: Path, name: str, found: Any, *, everyone: bool = False) -> None:
+    if everyone or distributed.get_rank() == 0:
+        (directory / f"{name}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    castor.launch_from_torch()
+    globals()[sys.argv[1]](Path(sys.argv[2]))
+    distributed.barrier()

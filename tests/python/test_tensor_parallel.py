@@ -1,0 +1,198 @@
+"""Ranks that divide the layers of one model: what they compute, save and refuse."""
+
+import json
+import operator
+from functools import cache, reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import castor
+import tensor_cases
+from rank_processes import run, succeeded
+from tensor_cases import FAMILIES, SIZES, STEPS, boost, plain, train
+
+LOSS = 1e-5
+"""Relative, of each of ten clipped steps' losses in fp32."""
+
+
+def found(scenario: Any, size: int, directory: Path, name: str = "") -> Any:
+    succeeded(run(scenario, size, directory, timeout=600))
+    return json.loads((directory / f"{name or scenario.__name__}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def of(size: int) -> Any:
+        return found(tensor_cases.families, size, tmp_path_factory.mktemp(f"families{size}"))
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("size", "name"), [(n, name) for n, names in SIZES.items() for name in names]
+)
+def test_losses_are_plain_pytorchs(size: int, name: str, families: Any) -> None:
+    losses, expected, share = families(size)[name]
+    assert losses == pytest.approx(expected, rel=LOSS)
+    assert share < 1 / size + 0.12  # norms, positions and routers are whole
+
+
+def test_settings_change_nothing(tmp_path: Path) -> None:
+    losses = found(tensor_cases.settings, 2, tmp_path)
+    for name in ("gpt2", "llama"):
+        first, *others = losses.pop(name)
+        assert first == pytest.approx(plain(FAMILIES[name]), rel=LOSS)
+        assert all(other == first for other in others)
+    for name, reduced in losses.items():
+        assert reduced == pytest.approx(plain(FAMILIES[name.partition(" ")[0]]), rel=1e-3), name
+
+
+def test_copies_of_the_model_take_other_data(tmp_path: Path) -> None:
+    seen = found(tensor_cases.data_too, 4, tmp_path)
+    for name in ("gpt2", "llama", "mixtral"):
+        assert seen[name] == pytest.approx(plain(FAMILIES[name]), rel=LOSS)
+        first, same, second, too = seen[f"{name} data"]
+        assert first == same
+        assert second == too
+        assert sorted(reduce(operator.iadd, first + second, [])) == list(range(8))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("saved")
+    return directory, found(tensor_cases.saved, 2, directory)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "t5", "bert"])
+def test_what_ranks_save_is_what_one_process_saves(name: str, saved: Any, tmp_path: Path) -> None:
+    directory, later = saved
+    case = FAMILIES[name]
+    boosted = boost(case, 1, precision="bf16" if name == "llama" else "fp32")
+    boosted.booster.save_model(boosted.model, tmp_path / "fresh")
+    theirs = directory / f"{name}-fresh" / "model.safetensors"
+    assert (tmp_path / "fresh" / "model.safetensors").read_bytes() == theirs.read_bytes()
+    # Whole runs go on, here and there.
+    info = boosted.booster.load(directory / name, boosted.model, boosted.optimizer)
+    assert info.step == 3
+    weights = [param.detach().clone() for param in boosted.model.parameters()]
+    boosted.booster.save(tmp_path / "again", boosted.model, boosted.optimizer)
+    again = tmp_path / "again" / "step-00000003"
+    for part in ("model/model", "optimizer/optimizer"):
+        written = directory / name / "step-00000003" / f"{part}.safetensors"
+        assert (again / f"{part}.safetensors").read_bytes() == written.read_bytes()
+    close = 1e-3 if name == "llama" else LOSS
+    assert train(case, boosted, 3, 3) == pytest.approx(later[name], rel=close)
+    # transformers reads it.
+    model = type(boosted.model).from_pretrained(directory / f"{name}-model")
+    for mine, other in zip(weights, model.parameters(), strict=True):
+        assert torch.equal(mine, other.detach())
+
+
+def test_a_run_of_one_process_goes_on_on_two(tmp_path: Path) -> None:
+    case = FAMILIES["llama"]
+    alone = boost(case, 1)
+    train(case, alone, 0, 3)
+    alone.booster.save(tmp_path / "run", alone.model, alone.optimizer)
+    losses = found(tensor_cases.loaded, 2, tmp_path)
+    assert losses == pytest.approx(train(case, alone, 3, 3), rel=LOSS)
+    for part in ("model/model", "optimizer/optimizer"):
+        first, again = (
+            tmp_path / name / "step-00000003" / f"{part}.safetensors" for name in ("run", "again")
+        )
+        assert first.read_bytes() == again.read_bytes()
+
+
+def test_a_divided_model_generates_and_evaluates(tmp_path: Path) -> None:
+    seen = found(tensor_cases.uses, 2, tmp_path)
+    case = FAMILIES["llama"]
+    boosted = boost(case, 1)
+    ids = case.batch(0)["input_ids"]
+    generated = boosted.model.generate(  # type: ignore[operator]
+        ids, max_new_tokens=8, do_sample=False, pad_token_id=0
+    )
+    assert seen["generated"] == generated.tolist()
+    with torch.no_grad():
+        logits = boosted.model(input_ids=ids).logits
+    assert torch.allclose(torch.tensor(seen["logits"]), logits, atol=1e-5)
+    for seed in range(2):
+        batch = case.batch(seed)
+        boosted.booster.backward(case.loss(boosted.model(**batch), batch) / 2, boosted.optimizer)
+    boosted.optimizer.step()
+    assert seen["norm"] == pytest.approx(boosted.report().gradient_norm, rel=1e-6)
+
+
+def test_a_users_plan_divides_a_users_model(tmp_path: Path) -> None:
+    alone, together = found(tensor_cases.own_plan, 2, tmp_path)
+    assert together == pytest.approx(alone, rel=LOSS)
+    assert len(alone) == STEPS
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("refused")
+    return [found(tensor_cases.refused, 2, directory, f"refused{rank}") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "part"),
+    [
+        ("copy", "UsageError", "booster.save_model writes the whole one"),
+        ("pickle", "UsageError", "has a part of this model only"),
+        ("state_dict", "UsageError", "booster.save_model, or booster.save, on all ranks"),
+        ("inputs", "UsageError", "differ in the inputs of LlamaForCausalLM"),
+        ("ranks", "UsageError", "tp_size=3 needs a multiple of 3 ranks, and 2 ranks"),
+        ("heads", "UsageError", "1 num_key_value_heads"),
+        ("multi_query", "UsageError", "num_kv_heads of 'transformer.h.0.self_attention' is 1"),
+        ("alibi", "NotImplementedError", "ALiBi"),
+        ("no plan", "NotImplementedError", "no way to cut a Tower"),
+        ("unknown name", "UsageError", "'model.layer.*'"),
+        ("unknown style", "NotImplementedError", "'diagonal'"),
+        ("wrong module", "UsageError", "'model.norm' is a LlamaRMSNorm"),
+        ("muon", "NotImplementedError", "parts of matrices as if they were whole"),
+        ("state", "UsageError", "states of whole parameters"),
+        ("int8", "NotImplementedError", "'split_int8'"),
+        ("models", "UsageError", "differ in"),
+    ],
+)
+def test_what_does_not_go_with_parts_is_named_on_every_rank(
+    what: str, kind: str, part: str, refused: Any
+) -> None:
+    for of_rank in refused:
+        assert of_rank[what].startswith(kind)
+        assert part in of_rank[what]
+
+
+def test_the_model_works_after_each_refusal(refused: Any) -> None:
+    assert refused[0]["works"] == refused[1]["works"]
+
+
+def test_one_process_is_told_how_to_start_more() -> None:
+    with pytest.raises(castor.UsageError, match=r"tp_size=2 .* this process is alone: .*--nproc 2"):
+        boost(FAMILIES["llama"], 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "part"),
+    [
+        ({"tp_size": 0}, ValueError, "tp_size is 0"),
+        ({"tp_size": "2"}, TypeError, "tp_size is '2'"),
+        ({"tp_size": 2, "tp_plan": ["colwise"]}, TypeError, "tp_plan is a list"),
+        ({"tp_size": 2, "pp_size": 2}, NotImplementedError, "pp_size=2"),
+        ({"tp_size": 2, "activations": "auto"}, NotImplementedError, "activations='auto'"),
+        ({"tp_size": 2, "tile_logits": True}, NotImplementedError, "tile_logits=True"),
+        ({"tp_size": 2, "gather_embeddings": True}, NotImplementedError, "gather_embeddings"),
+        ({"tp_size": 2, "colour": "red"}, TypeError, "HybridParallelPlugin has no argument"),
+    ],
+)
+def test_arguments_are_checked(given: dict[str, Any], error: type[Exception], part: str) -> None:
+    with pytest.raises(error, match=part.replace("'", ".")):
+        castor.HybridParallelPlugin(device="cpu", **given)
+
+
+def test_one_rank_a_layer_is_gemini() -> None:
+    case = FAMILIES["gpt2"]
+    assert train(case, boost(case, 1), steps=2) == pytest.approx(plain(case, 2), rel=LOSS)
