@@ -1,0 +1,210 @@
+# Question: what does a step cost whose layers two ranks divide, with room for the whole part and
+#     inside a budget it does not fit, beside transformers' and torch's own tensor parallelism?
+# Baseline: transformers' tp_plan applied by transformers (DTensor); torch's parallelize_module with
+#     the same styles; plain PyTorch in one process with as many threads. All over gloo, processes
+#     of this machine, AdamW, no clipping (clip_grad_norm_ takes no mixture of DTensors and others).
+# Model: a Llama of 44M parameters (12 layers, 512 wide, 8 heads, vocabulary 8192), fp32, 4 x 128
+#     tokens, one thread a rank, the same seed and batches everywhere. tight(x) is the non-model
+#     peak of the ample run and x * the bytes of a rank's part.
+# Method: zero.py's.
+"""A step of divided layers, castor against its peers: `python benchmarks/hybrid_parallel.py`."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from _machine import RESULTS, describe_machine, paired, spread, write_record
+from _ranks import Ranks
+from _steps import (
+    COMPARED_STEPS,
+    LR,
+    TOLERANCE,
+    VOCAB,
+    Report,
+    Step,
+    batch,
+    run_rounds,
+    tight,
+    worst_difference,
+)
+from rich.console import Console
+from rich.table import Table
+
+TIGHT_SHARE = 0.5
+BARS = {"castor ample / transformers": 1.0, "castor tight / transformers": None}
+
+
+def build() -> Any:
+    """The model; the same weights at every call."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=512, intermediate_size=1408, num_hidden_layers=12,
+        num_attention_heads=8, num_key_value_heads=8, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).train()
+
+
+def _step(module: Any, optimizer: Any) -> Step:
+    def step(i: int) -> float:
+        loss = module(**batch(i)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.item())
+
+    return step
+
+
+def make_plain(_: int) -> tuple[Step, Report]:
+    """One process, a thread for each rank of the others."""
+    import torch
+
+    torch.set_num_threads(2)
+    module = build()
+    return _step(module, torch.optim.AdamW(module.parameters(), lr=LR, fused=True)), dict
+
+
+def make_transformers(_: int) -> tuple[Step, Report]:
+    """Transformers' own, over DTensor."""
+    import torch
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    size = distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    module = build()
+    settings = DistributedConfig(tp_size=size, tp_plan="auto")
+    plan, *_rest = module._resolve_parallel_plans(settings)
+    apply_tensor_parallelism(module, mesh, plan)
+    return _step(module, torch.optim.AdamW(module.parameters(), lr=LR, foreach=False)), dict
+
+
+def make_torch(_: int) -> tuple[Step, Report]:
+    """Torch's parallelize_module."""
+    import torch
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    module = build()
+    columns, rows = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
+    for layer in module.model.layers:
+        plan = {f"self_attn.{name}": ColwiseParallel() for name in columns}
+        plan |= {f"self_attn.{name}": RowwiseParallel() for name in rows}
+        plan |= {f"mlp.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")}
+        parallelize_module(layer, mesh, plan | {"mlp.down_proj": RowwiseParallel()})
+    whole = Replicate()
+    top = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=whole),
+        "lm_head": ColwiseParallel(output_layouts=whole),
+    }
+    parallelize_module(module, mesh, top)
+    return _step(module, torch.optim.AdamW(module.parameters(), lr=LR, foreach=False)), dict
+
+
+def make_castor(_: int, device_memory: int | None) -> tuple[Step, Report]:
+    """With castor, in a device budget of bytes (None: room for everything)."""
+    import torch
+    from torch import distributed
+
+    from castor import Booster, HybridParallelPlugin
+
+    module = build()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, fused=True)
+    plugin = HybridParallelPlugin(
+        tp_size=distributed.get_world_size(), device="cpu", precision="fp32",
+        device_memory=device_memory or "3GiB", host_memory="3GiB",
+    )  # fmt: skip
+    booster = Booster(plugin)
+    booster.boost(module, optimizer)
+    param_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+    return _step(module, optimizer), lambda: vars(booster.report()) | {"param_bytes": param_bytes}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3, help="of each contender in a round")
+    parser.add_argument("--output", type=Path, default=RESULTS / "hybrid_parallel.json")
+    arguments = parser.parse_args()
+    console = Console(width=110)
+    machine = describe_machine()
+
+    size = arguments.ranks
+    found = {
+        "plain": Ranks.start("plain PyTorch, one process", 1, make_plain),
+        "transformers": Ranks.start("transformers' tp_plan (DTensor)", size, make_transformers),
+        "torch": Ranks.start("torch's parallelize_module", size, make_torch),
+        "castor ample": Ranks.start("castor, ample budget", size, make_castor, None),
+    }
+    budget = tight(found["castor ample"].report()[0], TIGHT_SHARE)
+    name = f"castor, tight({TIGHT_SHARE}) = {budget / 2**20:.0f} MiB a rank"
+    found["castor tight"] = Ranks.start(name, size, make_castor, budget)
+    run_rounds(found, arguments.rounds, arguments.steps)
+    reports = {key: ranks.report() for key, ranks in found.items()}
+    for ranks in found.values():
+        ranks.stop()
+
+    table = Table(title=f"Llama 44M, {size} ranks divide each layer, 4 x 128 tokens")
+    for heading in ("", "median s", "quartiles", "CPU s", "loopback MiB", "resident MiB, all"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    results = {}
+    for key, ranks in found.items():
+        difference = worst_difference(
+            ranks.losses[:COMPARED_STEPS], found["plain"].losses[:COMPARED_STEPS]
+        )
+        if not difference <= TOLERANCE:
+            raise RuntimeError(f"{ranks.name}: losses differ from plain by {difference:.1e}")
+        seconds = spread([s for steps in ranks.seconds for s in steps])
+        results[key] = {
+            "name": ranks.name,
+            "seconds": seconds,
+            "round_medians": ranks.medians,
+            "cpu_seconds": statistics.median(ranks.cpu_seconds),
+            "loopback_bytes": statistics.median(ranks.sent_bytes),
+            "resident_bytes": sum(report["proportional_bytes"] for report in reports[key]),
+            "largest_relative_loss_difference": difference,
+        }
+        table.add_row(
+            ranks.name,
+            f"{seconds['median']:.3f}",
+            f"{seconds['lower_quartile']:.3f} - {seconds['upper_quartile']:.3f}",
+            f"{results[key]['cpu_seconds']:.2f}",
+            f"{results[key]['loopback_bytes'] / 2**20:.0f}",
+            f"{results[key]['resident_bytes'] / 2**20:.0f}",
+        )
+    console.print(table)
+    ratios = {}
+    for key in ("transformers", "torch", "plain"):
+        for own in ("castor ample", "castor tight"):
+            name = f"{own} / {key}"
+            ratio: dict[str, Any] = paired(found[own].medians, found[key].medians)
+            bar = BARS.get(name)
+            if bar is not None:
+                ratio |= {"bar": f"<= {bar}", "met": ratio["median"] <= bar}
+            ratios[name] = ratio
+            verdict = "" if bar is None else f" (<= {bar}) {'met' if ratio['met'] else 'MISSED'}"
+            console.print(f"{name}: {ratio['median']:.2f}{verdict}")
+    figures = {"ranks": size, "contenders": results, "ratios": ratios}
+    write_record(arguments.output, "hybrid_parallel", figures, machine=machine)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
