@@ -86,7 +86,7 @@ PY_ORDER: tuple[frozenset[str], ...] = (
 # The runtime is told what to do by EngineSettings, and knows no plugin's arguments.
 PLUGIN_SETTINGS = re.compile(r"castor\.config\.(settings|\w+Config)\b")
 # Who may import what castor otherwise never does.
-OWNED_IMPORTS = {"transformers": frozenset({"estimate", "integrations"})}
+OWNED_IMPORTS = {"transformers": frozenset({"distributed", "estimate", "integrations"})}
 DYNAMIC_IMPORTS = frozenset({"import_module", "__import__"})
 
 INCLUDE = re.compile(r"^\s*#\s*include\s*([<\"])([^>\"]+)[>\"]")

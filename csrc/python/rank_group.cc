@@ -97,6 +97,14 @@ class RankTensors {
       link_.ranks->all_gather(bytes_of(own), received);
     }
   }
+  void exchange(const at::Tensor& sent, const at::Tensor& into) {
+    if (sent.nbytes() != into.nbytes() || sent.nbytes() % link_.ranks->size() != 0) {
+      throw InvalidArgument("what is exchanged is no equal part for each rank");
+    }
+    if (sent.nbytes() > 0) {
+      link_.ranks->all_to_all(bytes_of(sent), bytes_of(into));
+    }
+  }
 
  private:
   const Link link_;
@@ -120,7 +128,8 @@ void bind_rank_group(py::module_& module) {
            py::arg("share_memory"), Released())
       .def_property_readonly("link", &RankTensors::link)
       .def("sum", &RankTensors::sum, py::arg("values"), Released())
-      .def("gather", &RankTensors::gather, py::arg("own"), py::arg("into"), Released());
+      .def("gather", &RankTensors::gather, py::arg("own"), py::arg("into"), Released())
+      .def("exchange", &RankTensors::exchange, py::arg("sent"), py::arg("into"), Released());
 }
 
 }  // namespace castor

@@ -18,7 +18,7 @@ from torch import distributed, nn
 
 import castor
 from helpers import GIB, Boosted
-from zoo import CASES, VOCABULARY, Case, gpt2_with_dropout, tower
+from zoo import CASES, LENGTH, VOCABULARY, Case, gpt2_with_dropout, tower
 
 LR, MAX_NORM, STEPS = 1e-3, 0.5, 10
 
@@ -46,6 +46,8 @@ FAMILIES = CASES | {
     for case in (
         _decoder("qwen3", hf.Qwen3Config, head_dim=12),
         _decoder("mistral", hf.MistralConfig),
+        _decoder("windows", hf.MistralConfig, sliding_window=5),
+        _decoder("eager", hf.LlamaConfig, attn_implementation="eager"),
         _decoder("gemma2", hf.Gemma2Config, head_dim=12),
         _decoder("glm", hf.GlmConfig, head_dim=12),
         _decoder("phi3", hf.Phi3Config),
@@ -60,12 +62,26 @@ FAMILIES = CASES | {
                     embd_pdrop=0.0),
     )
 }  # fmt: skip
-SIZES = {2: tuple(FAMILIES), 4: ("gpt2", "t5", "bert")}
+SIZES = {
+    2: tuple(name for name in FAMILIES if name not in ("windows", "eager")),
+    4: ("gpt2", "t5", "bert"),
+}
 """Families by the number of ranks that share a layer."""
+
+SEQUENCES = ("llama", "qwen3", "mistral", "gemma2", "glm", "phi3", "gpt_neox", "gpt2", "opt",
+             "mixtral", "windows", "eager")  # fmt: skip
+"""Families whose sequences are divided."""
+SEQUENCE_SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "recompute": {"activations": "recompute"},
+    "offload": {"activations": "offload"},
+    "tiles": {"tile_logits": 8},
+    "two": {"tp_size": 2},
+}
 
 
 def boost(
-    case: Case, size: int, *, lazy: bool = False, optimizer: Any = None, **settings: Any
+    case: Case, size: int = 1, *, lazy: bool = False, optimizer: Any = None, **settings: Any
 ) -> Boosted:
     """A model among `size` ranks; 1: as GeminiPlugin has it."""
     if lazy:
@@ -272,6 +288,95 @@ def refused(directory: Path) -> None:
     # The model works on after each of them.
     found["works"] = train(case, boosted, 0, 1)
     _write(directory, f"refused{rank}", found, everyone=True)
+
+
+def padded(case: Case, seed: int) -> dict[str, torch.Tensor]:
+    """A batch whose second row ends early, and whose first tokens have no labels."""
+    batch = case.batch(seed)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[1, LENGTH - 5 - seed % 3 :] = 0
+    labels = batch["input_ids"].masked_fill(mask == 0, -100)
+    labels[0, :3] = -100
+    return {"input_ids": batch["input_ids"], "attention_mask": mask, "labels": labels}
+
+
+def sequences(directory: Path) -> None:
+    """Losses of families whose ranks divide sequences."""
+    size = distributed.get_world_size()
+    found = {}
+    for name in SEQUENCES if size == 2 else ("llama", "gpt2"):
+        case = FAMILIES[name]
+        boosted = boost(case, sp_size=size)
+        losses = [boosted.step(boosted.model(**padded(case, seed)).loss) for seed in range(STEPS)]
+        assert _of_all(losses) == [losses] * size
+        found[name] = losses
+    _write(directory, "sequences", found)
+
+
+def sequence_settings(directory: Path) -> None:
+    """Losses of Llama with settings, whole forwards between, and two kinds of parallelism."""
+    case, found = FAMILIES["llama"], {}
+    ids = case.batch(0)["input_ids"]
+    for name, given in SEQUENCE_SETTINGS.items():
+        if distributed.get_world_size() % (given.get("tp_size", 1) * 2):
+            continue
+        sharing = 2 * given.pop("tp_size", 1)
+        copies, mine = distributed.get_world_size() // sharing, distributed.get_rank() // sharing
+        boosted = boost(case, sharing // 2, sp_size=2, **given)
+        losses = []
+        for seed in range(STEPS):
+            batch = {key: value[mine::copies] for key, value in case.batch(seed).items()}
+            losses.append(boosted.step(case.loss(boosted.model(**batch), batch)))
+            with torch.no_grad():
+                boosted.model(input_ids=ids)
+        found[name] = (torch.tensor(_of_all(losses)).mean(0)).tolist()
+        if name == "plain":
+            generated = boosted.model.generate(  # type: ignore[operator]
+                ids, max_new_tokens=4, do_sample=False, pad_token_id=0
+            )
+            found["generated"] = generated.tolist()
+            boosted.booster.save_model(boosted.model, directory / "model")
+    # A loss of the user's own, over logits.
+    boosted = boost(case, sp_size=2)
+    losses = []
+    for seed in range(3):
+        batch = case.batch(seed)
+        logits = boosted.model(input_ids=batch["input_ids"]).logits
+        losses.append(boosted.step(_own_loss(logits, batch["labels"])))
+    found["own loss"] = losses
+    _write(directory, "sequence_settings", found)
+
+
+def _own_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def sequences_refused(directory: Path) -> None:
+    """What cannot be divided."""
+    rank = distributed.get_rank()
+    llama = FAMILIES["llama"]
+    batch = llama.batch(0)
+    boosted = boost(llama, sp_size=2)
+    ids = batch["input_ids"]
+    found = {
+        name: _said(lambda name=name: boost(FAMILIES[name], sp_size=2))  # type: ignore[misc]
+        for name in ("t5", "bert", "bloom", "falcon", "vit")
+    }
+    found |= {
+        "odd": _said(lambda: boosted.model(input_ids=ids[:, :-1], labels=ids[:, :-1])),
+        "packed": _said(lambda: boosted.model(**batch, position_ids=torch.zeros_like(ids))),
+        "mask": _said(lambda: boosted.model(**batch, attention_mask=ids[:, None, None] > 0)),
+        "argument": _said(lambda: boosted.model(**batch, output_hidden_states=True)),
+        "inputs": _said(lambda: boosted.model(**llama.batch(rank))),
+        "heads": _said(
+            lambda: boost(
+                _decoder("three", hf.LlamaConfig, num_attention_heads=3, num_key_value_heads=3,
+                         hidden_size=48), sp_size=2)
+        ),
+        "mode": _said(lambda: boost(llama, sp_size=2, sequence_parallelism_mode="ring")),
+        "works": [boosted.step(boosted.model(**batch).loss)],
+    }  # fmt: skip
+    _write(directory, f"sequences_refused{rank}", found, everyone=True)
 
 
 def own_plan(directory: Path) -> None:

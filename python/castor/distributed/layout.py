@@ -6,6 +6,8 @@ import os
 import socket
 from dataclasses import dataclass
 
+import torch
+
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.errors import UsageError
 from castor.runtime.ranks import Ranks, make_ranks, own_groups, rank_and_size
@@ -16,33 +18,39 @@ class RankLayout:
     """The groups that this process is in. Ranks of one layer's parts are neighbours."""
 
     data: Ranks | None
-    """Those with the same part of the model and other data; None: there are no others."""
+    """Those with the same part of the model and other data or tokens; None: there are none."""
     tensor: TensorRanks | None
-    """Those with the other parts of each layer, and the same data; None: layers are whole."""
+    """Those with the other parts of each layer, and the same tokens; None: layers are whole."""
     process: int
     """Of all ranks, this one's number."""
 
+    sequence: TensorRanks | None
+    """Those with other tokens of the same data; None: sequences are whole."""
+
     @classmethod
-    def find(cls, tensor_size: int) -> RankLayout:
-        """Divides all ranks into groups of `tensor_size`. Collective: every rank calls it.
+    def find(cls, tensor_size: int, sequence_size: int) -> RankLayout:
+        """Divides all ranks: neighbours share layers, neighbours of these sequences.
+
+        Collective: every rank calls it.
 
         Raises:
-            UsageError: Their number is no multiple of it.
+            UsageError: Their number is no multiple of the product.
         """
         rank, size = rank_and_size()
-        if tensor_size == 1:
-            return cls(data=make_ranks([range(size)]), tensor=None, process=rank)
-        if size % tensor_size:
+        each = tensor_size * sequence_size
+        if size % each:
             started = f"{size} ranks have been started" if size > 1 else "this process is alone"
+            sizes = {"tp_size": tensor_size, "sp_size": sequence_size}
+            asked = ", ".join(f"{name}={of}" for name, of in sizes.items() if of > 1)
             raise UsageError(
-                f"tp_size={tensor_size} needs a multiple of {tensor_size} ranks, and {started}: "
-                f"start them with `castor run --nproc {tensor_size} ...`"
+                f"{asked} needs a multiple of {each} ranks, and {started}: start them with "
+                f"`castor run --nproc {each} ...`"
             )
-        blocks = [list(range(i, i + tensor_size)) for i in range(0, size, tensor_size)]
-        (tensor,) = own_groups(blocks, 1)
+        ranks = torch.arange(size).view(-1, sequence_size, tensor_size)
         return cls(
-            data=make_ranks([list(of_one_part) for of_one_part in zip(*blocks, strict=True)]),
-            tensor=TensorRanks.of(tensor, rank=rank % tensor_size, size=tensor_size),
+            data=make_ranks(ranks.view(-1, tensor_size).t().tolist()),
+            tensor=_exchanging(ranks.reshape(-1, tensor_size).tolist(), rank),
+            sequence=_exchanging(ranks.transpose(1, 2).reshape(-1, sequence_size).tolist(), rank),
             process=rank,
         )
 
@@ -61,10 +69,22 @@ class RankLayout:
         return max(1, len(mine[1]) // everyone.count(mine))
 
 
-def data_rank_and_size(tensor_size: int) -> tuple[int, int]:
+def _exchanging(parts: list[list[int]], rank: int) -> TensorRanks | None:
+    """Those of this rank's part, if it has others."""
+    mine = next(part for part in parts if rank in part)
+    if len(mine) == 1:
+        return None
+    (name,) = own_groups(parts, 1)
+    return TensorRanks.of(name, rank=mine.index(rank), size=len(mine))
+
+
+def data_rank_and_size(sharing: int) -> tuple[int, int]:
     """Which part of the data is this process's, and how many parts there are.
 
     Collective: every rank calls it.
+
+    Args:
+        sharing: How many ranks take the same data.
     """
     rank, size = rank_and_size()
-    return rank // tensor_size, max(1, size // tensor_size)
+    return rank // sharing, max(1, size // sharing)

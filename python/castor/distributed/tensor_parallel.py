@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import inspect
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
+from castor.distributed.inputs import check_inputs
 from castor.distributed.parts import Cut, own_part
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.errors import Error, UsageError
@@ -87,7 +86,7 @@ class TensorParallel:
         state = torch.get_rng_state()
         self.ranks.share(state)
         torch.set_rng_state(state)
-        model.register_forward_pre_hook(ModuleHook(_check_inputs, self.ranks), with_kwargs=True)
+        model.register_forward_pre_hook(ModuleHook(check_inputs, self.ranks), with_kwargs=True)
         for module in model.modules():
             module.register_state_dict_pre_hook(ModuleHook(_check_reader, self.ranks))
 
@@ -377,22 +376,3 @@ def _check_reader(ranks: TensorRanks, module: nn.Module, _prefix: str, keep_vars
             "parameters, and its state_dict would hold those: booster.save_model, or booster.save, "
             "on all ranks writes the whole"
         )
-
-
-def _check_inputs(
-    ranks: TensorRanks, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """A pre-hook of the model: ranks with parts of one model compute one batch.
-
-    Raises:
-        UsageError: They were given different ones; every rank raises it.
-    """
-    leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-    digest = 0
-    for leaf in leaves:
-        digest = zlib.crc32(repr(tuple(leaf.shape)).encode(), digest)
-        values = leaf.detach().contiguous().view(-1)
-        if values.numel():
-            digest = zlib.crc32(values.view(torch.uint8).numpy().data, digest)
-    what = f"the inputs of {type(model).__name__} (ranks that share its layers take one batch)"
-    ranks.check_equal({what: f"{digest:08x}"})

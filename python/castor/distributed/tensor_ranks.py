@@ -108,6 +108,34 @@ class TensorRanks(Peers):
         """This rank's columns of what every rank has."""
         return _apply(_Split, x, self)
 
+    def swap(self, x: torch.Tensor, scattered: int, gathered: int) -> torch.Tensor:
+        """All of one dimension and a part of another, for a part of the one and all of the other.
+
+        Args:
+            x: Of the same shape on every rank.
+            scattered: The dimension of which each rank keeps its part.
+            gathered: The one of which each gets what the others have, in rank order.
+        """
+        return _apply(_Swap, x, self, scattered, gathered)
+
+    def exchanged(self, x: torch.Tensor, scattered: int, gathered: int) -> torch.Tensor:
+        """As swap, outside autograd."""
+        parts = torch.stack(x.detach().chunk(self.size, scattered))
+        received = torch.empty_like(parts)
+        self.tensors.exchange(parts, received)
+        return torch.cat(received.unbind(), gathered)
+
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean over the ranks; each rank's gradient is that of its own."""
+        return _apply(_Mean, x, self)
+
+    def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """All of dimension 1, of which each rank has a part.
+
+        What every rank makes of it is one thing: its gradient counts once in their mean.
+        """
+        return _apply(_GatherTokens, x, self)
+
 
 class _Entered:
     """The tensor that entered last, as long as it and what became of it live."""
@@ -174,3 +202,37 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.ranks.all_columns(grad, ctx.width), None
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, ranks: TensorRanks, scattered: int, gathered: int
+    ) -> torch.Tensor:
+        ctx.ranks, ctx.back = ranks, (gathered, scattered)
+        return ranks.exchanged(x, scattered, gathered)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.ranks.exchanged(grad, *ctx.back), None, None, None
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
+        return ranks.sum(x) / ranks.size
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
+        ctx.ranks = ranks
+        return torch.cat(ranks.gather_parts(x, [tuple(x.shape)] * ranks.size), dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.chunk(ctx.ranks.size, dim=1)[ctx.ranks.rank] * ctx.ranks.size, None

@@ -29,7 +29,7 @@ from castor.config import (
     parse_bytes,
     parse_paths,
 )
-from castor.distributed import Plan, RankLayout, data_rank_and_size
+from castor.distributed import data_rank_and_size
 from castor.optim.boosted import boost_optimizer
 from castor.optim.boosted_state import choose_state_format
 from castor.optim.check_optimizers import check_optimizers
@@ -37,7 +37,7 @@ from castor.optim.held_params import held_params
 from castor.optim.rules import rule_of
 from castor.optim.step_driver import ModelStep, StepDriver
 from castor.plugins.data_parallel import join_ranks, loader_of_rank
-from castor.plugins.divide import divide
+from castor.plugins.divide import Division
 from castor.plugins.engine_settings import engine_settings
 from castor.plugins.machine import choose_budgets, choose_device, warn_of_budgets
 from castor.plugins.not_yet import check_not_yet
@@ -154,10 +154,8 @@ class GeminiPlugin:
         ImportError: castor was built without its GPU parts.
     """
 
-    _tensor_size = 1
-    """Ranks among which layers are divided."""
-    _tensor_plan: Plan | None = None
-    """How; None: as castor or transformers knows it."""
+    _division = Division()
+    """Of the model among ranks."""
 
     def __init__(
         self,
@@ -298,7 +296,7 @@ class GeminiPlugin:
         one rank's samples; `options` are DataLoader's. Checkpoints keep its position.
         """
         options |= {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
-        place = data_rank_and_size(self._tensor_size)
+        place = data_rank_and_size(self._division.ranks)
         return loader_of_rank(dataset, place, batch_size=batch_size, **options)
 
     def configure(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Engine:
@@ -327,15 +325,12 @@ class GeminiPlugin:
         warn_of_budgets(
             torch.device(config.device), config.device_bytes, config.host_bytes, stacklevel=3
         )
-        layout = RankLayout.find(self._tensor_size)
+        layout = self._division.layout()
         join_ranks(
             *(layout, model, optimizers, config),
             state_format=choice.state_format, seed=choice.seed, held=held,
         )  # fmt: skip
-        parts = None
-        if layout.tensor:
-            plan, state_format = self._tensor_plan, choice.state_format
-            parts = divide(model, optimizers, layout, plan=plan, state_format=state_format)
+        divided = self._division.divide(model, optimizers, layout, state_format=choice.state_format)
         engine = Engine(
             model,
             engine_settings(
@@ -346,9 +341,7 @@ class GeminiPlugin:
             ),
             updated=held,
         )
-        if parts is not None:
-            engine.parts = parts
-            parts.start()
+        divided.start(engine)
         blocks.apply(model, engine)
         engine.blocks = blocks
         if head is not None:

@@ -1,0 +1,118 @@
+"""Ranks that divide sequences: what they compute, and what they refuse."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import castor
+import tensor_cases
+from rank_processes import run, succeeded
+from tensor_cases import FAMILIES, LR, MAX_NORM, SEQUENCE_SETTINGS, SEQUENCES, STEPS, padded, plain
+
+LOSS = 1e-5
+"""Relative, of each of ten clipped steps' losses in fp32."""
+
+
+def found(scenario: Any, size: int, directory: Path, name: str = "") -> Any:
+    succeeded(run(scenario, size, directory, timeout=600))
+    return json.loads((directory / f"{name or scenario.__name__}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def of(size: int) -> Any:
+        return found(tensor_cases.sequences, size, tmp_path_factory.mktemp(f"sequences{size}"))
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("size", "name"), [*((2, name) for name in SEQUENCES), (4, "llama"), (4, "gpt2")]
+)
+def test_losses_of_padded_batches_are_plain_pytorchs(size: int, name: str, divided: Any) -> None:
+    case = FAMILIES[name]
+    model = case.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    expected = []
+    for seed in range(STEPS):
+        loss = model(**padded(case, seed)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert divided(size)[name] == pytest.approx(expected, rel=LOSS)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_settings_and_other_parallelism_change_nothing(size: int, tmp_path: Path) -> None:
+    losses = found(tensor_cases.sequence_settings, size, tmp_path)
+    case = FAMILIES["llama"]
+    expected = plain(case)
+    for name in SEQUENCE_SETTINGS.keys() & losses.keys():
+        assert losses[name] == pytest.approx(expected, rel=LOSS), name
+    assert ("two" in losses) == (size == 4)
+    assert losses["own loss"] == pytest.approx(expected[:3], rel=LOSS)
+    # What was saved is a model like any other, and generates what the ranks did.
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    ids = case.batch(0)["input_ids"]
+    generated = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert losses["generated"] == generated.tolist()
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("refused")
+    scenario = tensor_cases.sequences_refused
+    succeeded(run(scenario, 2, directory))
+    names = [f"sequences_refused{rank}.json" for rank in (0, 1)]
+    return [json.loads((directory / name).read_text()) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "part"),
+    [
+        ("t5", "NotImplementedError", "does not go through transformers' registry"),
+        ("bert", "NotImplementedError", "no decoder"),
+        ("bloom", "NotImplementedError", "registry"),
+        ("falcon", "NotImplementedError", "registry"),
+        ("vit", "NotImplementedError", "no decoder"),
+        ("odd", "UsageError", "sequences of 23 tokens; pad them to 24"),
+        ("packed", "NotImplementedError", "packed documents"),
+        ("mask", "NotImplementedError", "attention_mask of shape (batch, tokens)"),
+        ("argument", "NotImplementedError", "'output_hidden_states'"),
+        ("inputs", "UsageError", "differ in the inputs of LlamaForCausalLM"),
+        ("heads", "NotImplementedError", "3 attention heads"),
+        ("mode", "NotImplementedError", "'ring'"),
+    ],
+)
+def test_what_cannot_be_divided_is_named_on_every_rank(
+    what: str, kind: str, part: str, refused: Any
+) -> None:
+    for of_rank in refused:
+        assert of_rank[what].startswith(kind)
+        assert part in of_rank[what]
+
+
+def test_the_model_works_after_each_refusal(refused: Any) -> None:
+    first = plain(FAMILIES["llama"], 1)
+    assert refused[0]["works"] == refused[1]["works"] == pytest.approx(first, rel=LOSS)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "part"),
+    [
+        ({"sp_size": 0}, ValueError, "sp_size is 0"),
+        ({"sp_size": None}, TypeError, "sp_size is None"),
+        ({"sp_size": 2, "activations": "auto"}, NotImplementedError, "on each rank alone"),
+    ],
+)
+def test_arguments_are_checked(given: dict[str, Any], error: type[Exception], part: str) -> None:
+    with pytest.raises(error, match=part):
+        castor.HybridParallelPlugin(device="cpu", **given)
