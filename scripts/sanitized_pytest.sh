@@ -29,7 +29,7 @@ case $kind in
     # ignore_interceptors_accesses: torch and Python are not instrumented. Of what they do TSan sees their
     # locks, which it has to, and calls of memcpy, free and the like, but not the atomics that order
     # those. die_after_fork: a data loader's worker may start threads.
-    export TSAN_OPTIONS=ignore_interceptors_accesses=1:die_after_fork=0:second_deadlock_stack=1:history_size=4:log_path=$reports/tsan
+    export TSAN_OPTIONS=ignore_interceptors_accesses=1:die_after_fork=0:second_deadlock_stack=1:history_size=4:suppressions=$(realpath "${BASH_SOURCE[0]%/*}")/tsan_suppressions.txt:log_path=$reports/tsan
     # As in the Makefile's target tsan.
     if setarch -R true 2>/dev/null; then layout=(setarch -R); fi
     ;;
