@@ -25,7 +25,7 @@ namespace castor {
 namespace {
 
 /// What each rank gives, in rank order; of any size each.
-std::vector<py::bytes> gather_bytes(GroupCollectives& ranks, const std::string& own) {
+std::vector<py::bytes> gather_bytes(Collectives& ranks, const std::string& own) {
   std::vector<std::uint64_t> sizes;
   std::size_t longest = 0;
   std::string all;
@@ -87,6 +87,7 @@ class RankTensors {
       : link_(make_link(group, may_share_memory)), sums_(*link_.ranks) {}
 
   [[nodiscard]] const std::string& link() const noexcept { return link_.description; }
+  [[nodiscard]] Collectives& ranks() const noexcept { return *link_.ranks; }
   void sum(const at::Tensor& values) { sums_.sum(bytes_of(values), scalar_type_of(values)); }
   void gather(const at::Tensor& own, const at::Tensor& into) {
     const auto received = bytes_of(into);
@@ -119,7 +120,10 @@ void bind_rank_group(py::module_& module) {
   using Released = py::call_guard<py::gil_scoped_release>;
   py::class_<GroupCollectives>(module, "RankGroup")
       .def(py::init<const std::string&>(), py::arg("group"))
-      .def("gather", &gather_bytes, py::arg("own"))
+      .def(
+          "gather",
+          [](GroupCollectives& ranks, const std::string& own) { return gather_bytes(ranks, own); },
+          py::arg("own"))
       .def("broadcast", &broadcast, py::arg("values"), Released())
       .def(
           "meet", [](GroupCollectives& ranks) { meet(ranks); }, Released());
@@ -129,6 +133,12 @@ void bind_rank_group(py::module_& module) {
       .def_property_readonly("link", &RankTensors::link)
       .def("sum", &RankTensors::sum, py::arg("values"), Released())
       .def("gather", &RankTensors::gather, py::arg("own"), py::arg("into"), Released())
+      .def(
+          "gather_bytes",
+          [](const RankTensors& tensors, const std::string& own) {
+            return gather_bytes(tensors.ranks(), own);
+          },
+          py::arg("own"))
       .def("exchange", &RankTensors::exchange, py::arg("sent"), py::arg("into"), Released());
 }
 

@@ -6,8 +6,11 @@ NAME.json.
 
 import copy
 import json
+import os
 import pickle
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -377,6 +380,36 @@ def sequences_refused(directory: Path) -> None:
         "works": [boosted.step(boosted.model(**batch).loss)],
     }  # fmt: skip
     _write(directory, f"sequences_refused{rank}", found, everyone=True)
+
+
+def one_dies(directory: Path) -> None:
+    """Rank 1 is killed in a phase that the environment names; rank 0 says what it hears."""
+    kind, phase = os.environ["KIND"], os.environ["PHASE"]
+    case = FAMILIES["llama"]
+    boosted = boost(case, 2) if kind == "tp_size" else boost(case, sp_size=2)
+    train(case, boosted, 0, 1)
+
+    def die(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if distributed.get_rank() == 1:
+        layer = boosted.model.model.layers[1]  # type: ignore[union-attr, index]
+        if phase == "forward":
+            layer.register_forward_pre_hook(die)
+        elif phase == "backward":
+            layer.register_full_backward_hook(die)
+        elif phase == "step":
+            boosted.optimizer.step = die  # type: ignore[method-assign]
+        else:
+            boosted.booster.save_model = die  # type: ignore[method-assign]
+    start = time.monotonic()
+    try:
+        train(case, boosted, 1, 1)
+        boosted.booster.save_model(boosted.model, directory / "model")
+    except castor.Error as error:
+        _write(directory, "one_dies", [str(error), time.monotonic() - start])
+    sys.stdout.flush()
+    os._exit(0)  # there is nobody to meet at the end
 
 
 def own_plan(directory: Path) -> None:

@@ -196,3 +196,19 @@ def test_arguments_are_checked(given: dict[str, Any], error: type[Exception], pa
 def test_one_rank_a_layer_is_gemini() -> None:
     case = FAMILIES["gpt2"]
     assert train(case, boost(case, 1), steps=2) == pytest.approx(plain(case, 2), rel=LOSS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase"),
+    [("tp_size", "backward"), ("tp_size", "save"), ("sp_size", "forward"), ("sp_size", "step")],
+)
+def test_a_rank_that_dies_is_named(
+    kind: str, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KIND", kind)
+    monkeypatch.setenv("PHASE", phase)
+    first, second = run(tensor_cases.one_dies, 2, tmp_path, timeout=60)
+    assert (first.code, second.code) == (0, -9), first.errors
+    message, seconds = json.loads((tmp_path / "one_dies.json").read_text())
+    assert "rank 1 (process" in message
+    assert seconds < 20

@@ -7,6 +7,7 @@ Sources: Shoeybi et al. 2019 (Megatron-LM, section 3), whose f is `TensorRanks.e
 from __future__ import annotations
 
 import math
+import pickle
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,11 @@ class TensorRanks(Peers):
     def link(self) -> str:
         """What activations go through, for reports."""
         return self.tensors.link
+
+    def gather(self, value: Any) -> list[Any]:
+        """See Peers."""
+        # By the link that names a rank which has ended.
+        return [pickle.loads(one) for one in self.tensors.gather_bytes(pickle.dumps(value))]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, in rank order: the same bits on all. A new tensor."""
