@@ -215,8 +215,7 @@ class TensorParallel:
     def _cut_linear(self, name: str, module: nn.Module, *, inputs: bool, pieces: int = 1) -> int:
         """Cuts a linear layer; returns how many inputs or outputs the whole one has."""
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        # transformers' Conv1D keeps its weight the other way round.
-        transposed = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+        transposed = _is_conv1d(module)
         if not isinstance(weight, nn.Parameter) or not (
             transposed or isinstance(module, nn.Linear)
         ):
@@ -317,6 +316,11 @@ def _whole(module: nn.Module) -> Forward:
     return forward
 
 
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' linear layer that keeps its weight the other way round."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
 def _columns(m: nn.Module, ranks: TensorRanks, _: int, x: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = _whole(m)(ranks.enter(x))
     return result
@@ -329,9 +333,17 @@ def _gathered_columns(
 
 
 def _rows(m: Any, ranks: TensorRanks, _: int, x: torch.Tensor) -> torch.Tensor:
-    weight = m.weight if isinstance(m, nn.Linear) else m.weight.t()
-    total = ranks.reduce(nn.functional.linear(x, weight))
-    return total if m.bias is None else total + m.bias
+    bias = m._parameters.get("bias")
+    if bias is None:
+        return ranks.reduce(_whole(m)(x))
+    if _is_conv1d(m):  # whose forward needs one
+        return ranks.reduce(nn.functional.linear(x, m.weight.t())) + bias
+    m._parameters["bias"] = None  # added once
+    try:
+        part = _whole(m)(x)
+    finally:
+        m._parameters["bias"] = bias
+    return ranks.reduce(part) + bias
 
 
 def _split_rows(m: Any, ranks: TensorRanks, width: int, x: torch.Tensor) -> torch.Tensor:
