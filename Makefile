@@ -114,7 +114,7 @@ $(VENV_STAMPS)/venv: $(STAMPS)/system $(VENV_STAMPS)/torch pyproject.toml script
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "$(PYTHON) is older than Python 3.10; run make PYTHON=python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python scripts/requirements.py build test dev wheel >$(VENV_STAMPS)/requirements.txt
+	@$(BIN)/python scripts/requirements.py build test pages dev wheel >$(VENV_STAMPS)/requirements.txt
 	@echo "python packages: torch $(CASTOR_TORCH) and $$(paste -s -d' ' $(VENV_STAMPS)/requirements.txt)"
 	@$(BIN)/python -m pip install --quiet 'torch==$(CASTOR_TORCH)' -r $(VENV_STAMPS)/requirements.txt
 	@touch $@

@@ -9,6 +9,8 @@ there, and run castor-gpu/scripts/gpu_check.sh --wheel castor-gpu/wheels/castor_
 
 import argparse
 import io
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +23,10 @@ from requirements import requirements
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "castor-gpu"
 MAX_BYTES = 60 * 10**6
+OF_TORCH = re.compile(
+    r"(torch|triton|sympy|mpmath|networkx|setuptools|cuda-.*|nvidia-.*)$", re.IGNORECASE
+)
+"""Torch, and what it needs: a machine with torch has them."""
 SOURCES = (
     *("tests/python/*.py", "benchmarks/gpu.py", "benchmarks/_gpu*.py", "benchmarks/_machine.py"),
     *("scripts/gpu_*.py", "scripts/gpu_check.sh", "pyproject.toml", "LICENSE"),
@@ -52,6 +58,24 @@ def build_gpu_tests(build: Path, definitions: list[str]) -> Path:
     return stripped
 
 
+def download_wheels(python: Path, wanted: list[str], directory: Path) -> None:
+    """Puts wheels of what is wanted, and of all that it needs beside torch, into a folder.
+
+    Args:
+        python: As on the machine with the GPU, with pip.
+        wanted: Requirements; some need torch, which that machine has.
+        directory: Where they go.
+    """
+    pip = (python, "-m", "pip", "--quiet", "--disable-pip-version-check")
+    report = directory / "report.json"
+    only = ("--ignore-installed", "--only-binary=:all:")
+    call(*pip, "install", "--dry-run", *only, "--report", report, *wanted)
+    found = [entry["metadata"] for entry in json.loads(report.read_text())["install"]]
+    report.unlink()
+    pins = [f"{one['name']}=={one['version']}" for one in found if not OF_TORCH.match(one["name"])]
+    call(*pip, "download", "--no-deps", "--only-binary=:all:", "--dest", directory, *pins)
+
+
 def commit() -> str:
     """HEAD, and whether files differ from it."""
     head = call("git", "-C", ROOT, "rev-parse", "HEAD").strip()
@@ -70,8 +94,7 @@ def main(argv: list[str]) -> None:
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
         wheels = Path(directory)
-        pip = (arguments.python, "-m", "pip", "download", "--quiet", "--disable-pip-version-check")
-        call(*pip, "--only-binary=:all:", "--dest", wheels, "pip", *requirements(["test"]))
+        download_wheels(arguments.python, ["pip", *requirements(["test"])], wheels)
         shutil.copy(arguments.wheel, wheels)
         with tarfile.open(arguments.output, "w:gz") as archive:
             for name in tracked:
