@@ -5,12 +5,14 @@ NAME.json.
 """
 
 import copy
+import gc
 import json
 import os
 import pickle
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -250,6 +252,16 @@ def uses(directory: Path) -> None:
             boosted.booster.backward(loss, boosted.optimizer)
     boosted.optimizer.step()
     found["norm"] = boosted.report().gradient_norm
+    # A model that nobody holds goes at once, without the garbage collector.
+    for given in ({"size": 2}, {"sp_size": 2}):
+        gc.collect()
+        gc.disable()
+        gone = boost(case, **given)  # type: ignore[arg-type]
+        train(case, gone, 0, 1)
+        held = weakref.ref(gone.model)
+        del gone
+        assert held() is None
+        gc.enable()
     # What every rank has draws the same dropout.
     model, dropping = gpt2_with_dropout().model(), gpt2_with_dropout()
     torch.manual_seed(distributed.get_rank())

@@ -71,6 +71,9 @@ class TensorParallel:
             setattr(module, name, value)
         for module, part in self._forwards:
             module.forward = part
+        # The model's hooks hold this: it must not hold modules.
+        self._attributes.clear()
+        self._forwards.clear()
 
     def start(self) -> None:
         """After boost: watches inputs, shares random states and sums gradients of partial layers.
