@@ -362,6 +362,20 @@ def sequence_settings(directory: Path) -> None:
     _write(directory, "sequence_settings", found)
 
 
+def activation_bytes(directory: Path) -> None:
+    """Peaks of what is not the model, of long sequences, by how they are divided."""
+    found = {}
+    case = _decoder("long", hf.LlamaConfig, max_position_embeddings=1024)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCABULARY, (2, 1024), generator=generator)
+    for name, sizes in (("whole", {}), ("sequences", {"sp_size": 2}), ("layers", {"size": 2})):
+        boosted = boost(case, tile_logits=False, **sizes)  # type: ignore[arg-type]
+        for _ in range(2):
+            boosted.step(boosted.model(input_ids=ids, labels=ids).loss)
+        found[name] = boosted.report().peak_nonmodel_bytes
+    _write(directory, "activation_bytes", found)
+
+
 def _own_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 

@@ -66,6 +66,12 @@ def test_settings_and_other_parallelism_change_nothing(size: int, tmp_path: Path
     assert losses["generated"] == generated.tolist()
 
 
+def test_a_rank_has_its_share_of_the_activations(tmp_path: Path) -> None:
+    peaks = found(tensor_cases.activation_bytes, 2, tmp_path)
+    assert peaks["sequences"] < 0.53 * peaks["whole"]  # all of them, but the batch
+    assert peaks["layers"] < 0.85 * peaks["whole"]  # inputs of norms and logits are whole
+
+
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = tmp_path_factory.mktemp("refused")
