@@ -118,14 +118,18 @@ def train(
     return losses
 
 
-def plain(case: Case, steps: int = STEPS) -> list[float]:
-    """Losses of plain PyTorch."""
+Batches = Callable[[Case, int], dict[str, torch.Tensor]]
+
+
+def plain(case: Case, steps: int = STEPS, *, batch: Batches | None = None) -> list[float]:
+    """Losses of plain PyTorch; `batch`: another one than the case's, whose loss is the model's."""
     model = case.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     losses = []
     for seed in range(steps):
-        batch = case.batch(seed)
-        loss = case.loss(model(**batch), batch)
+        given = case.batch(seed) if batch is None else batch(case, seed)
+        outputs = model(**given)
+        loss = case.loss(outputs, given) if batch is None else outputs.loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
@@ -368,12 +372,41 @@ def activation_bytes(directory: Path) -> None:
     case = _decoder("long", hf.LlamaConfig, max_position_embeddings=1024)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCABULARY, (2, 1024), generator=generator)
-    for name, sizes in (("whole", {}), ("sequences", {"sp_size": 2}), ("layers", {"size": 2})):
+    for name, sizes in {
+        "whole": {}, "sequences": {"sp_size": 2}, "layers": {"size": 2},
+        "loss too": {"size": 2, "parallel_output": True},
+    }.items():  # fmt: skip
         boosted = boost(case, tile_logits=False, **sizes)  # type: ignore[arg-type]
         for _ in range(2):
             boosted.step(boosted.model(input_ids=ids, labels=ids).loss)
         found[name] = boosted.report().peak_nonmodel_bytes
     _write(directory, "activation_bytes", found)
+
+
+def divided_loss(directory: Path) -> None:
+    """Losses of causal models, of which nobody has all logits."""
+    found: dict[str, Any] = {}
+    size = distributed.get_world_size()
+    for name in ("gpt2", "llama", "gemma2", "mixtral"):
+        case = FAMILIES[name]
+        boosted = boost(case, 2, sp_size=size // 2, parallel_output=True)
+        assert boosted.model(**padded(case, 0)).logits is None
+        losses = [boosted.step(boosted.model(**padded(case, seed)).loss) for seed in range(STEPS)]
+        assert _of_all(losses) == [losses] * size
+        found[name] = losses
+    ids = padded(case, 0)["input_ids"]
+    with torch.no_grad():
+        found["logits"] = list(boosted.model(input_ids=ids).logits.shape)
+    reduced = boost(FAMILIES["llama"], 2, parallel_output=True, precision="bf16")
+    found["llama bf16"] = [
+        reduced.step(reduced.model(**padded(FAMILIES["llama"], seed)).loss) for seed in range(STEPS)
+    ]
+    found["bert"] = _said(lambda: boost(FAMILIES["bert"], 2, parallel_output=True))
+    found["no head"] = _said(
+        lambda: boost(FAMILIES["llama"], 2, parallel_output=True,
+                      tp_plan={"model.layers.*.mlp.down_proj": "rowwise_split_input"})
+    )  # fmt: skip
+    _write(directory, "divided_loss", found)
 
 
 def _own_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,8 @@ import torch
 import castor
 import tensor_cases
 from rank_processes import run, succeeded
-from tensor_cases import FAMILIES, SIZES, STEPS, boost, plain, train
+from tensor_cases import FAMILIES, SIZES, STEPS, boost, padded, plain, train
+from zoo import LENGTH, VOCABULARY
 
 LOSS = 1e-5
 """Relative, of each of ten clipped steps' losses in fp32."""
@@ -59,6 +60,19 @@ def test_copies_of_the_model_take_other_data(tmp_path: Path) -> None:
         assert first == same
         assert second == too
         assert sorted(reduce(operator.iadd, first + second, [])) == list(range(8))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_loss_may_be_divided_like_the_vocabulary(size: int, tmp_path: Path) -> None:
+    """On four ranks sequences are divided as well."""
+    seen = found(tensor_cases.divided_loss, size, tmp_path)
+    for name in ("gpt2", "llama", "gemma2", "mixtral"):
+        case = FAMILIES[name]
+        assert seen[name] == pytest.approx(plain(case, batch=padded), rel=LOSS)
+    assert seen["llama bf16"] == pytest.approx(seen["llama"], rel=1e-3)
+    assert seen["logits"] == [2, LENGTH, VOCABULARY]
+    assert "ForMaskedLMLoss" in seen["bert"]
+    assert "leaves it whole" in seen["no head"]
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from torch import nn
 from castor.distributed.inputs import check_inputs
 from castor.distributed.parts import Cut, own_part
 from castor.distributed.tensor_ranks import TensorRanks
+from castor.distributed.vocabulary_loss import VocabularyLoss
 from castor.errors import Error, UsageError
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.model_parts import PartsOf
@@ -32,7 +33,12 @@ class TensorParallel:
     """A model of which this process has a part of each layer."""
 
     def __init__(
-        self, model: nn.Module, plan: Mapping[str, Sequence[str]], ranks: TensorRanks
+        self,
+        model: nn.Module,
+        plan: Mapping[str, Sequence[str]],
+        ranks: TensorRanks,
+        *,
+        divide_loss: bool = False,
     ) -> None:
         """Finds out what is cut; nothing is changed.
 
@@ -40,12 +46,14 @@ class TensorParallel:
             model: On the CPU, lazy or not.
             plan: Styles by name; see castor.distributed.tensor_plan.
             ranks: Among which.
+            divide_loss: Whether the loss is computed of each rank's logits.
 
         Raises:
             UsageError: A size or a module does not fit its style.
-            NotImplementedError: A style is not known.
+            NotImplementedError: A style is not known, or the loss cannot be divided.
         """
         self.ranks = ranks
+        self._loss = VocabularyLoss(model, ranks) if divide_loss else None
         self.cuts: dict[torch.Tensor, Cut] = {}
         self._model = weakref.ref(model)
         self._forwards: list[tuple[nn.Module, _Part]] = []
@@ -59,6 +67,8 @@ class TensorParallel:
                     self._cut_bare(name, params[name], kind)
                 else:
                     self._plan_module(name, modules[name], kind, argument)
+        if self._loss:
+            self._divide_head(model, self._loss)
 
     def apply(self) -> None:
         """Leaves this rank's parts of rank 0's values in the model. Collective."""
@@ -90,6 +100,8 @@ class TensorParallel:
         self.ranks.share(state)
         torch.set_rng_state(state)
         model.register_forward_pre_hook(ModuleHook(check_inputs, self.ranks), with_kwargs=True)
+        if self._loss:
+            self._loss.start()
         for module in model.modules():
             module.register_state_dict_pre_hook(ModuleHook(_check_reader, self.ranks))
 
@@ -215,6 +227,19 @@ class TensorParallel:
         else:
             self._refuse_style(name, kind)
 
+    def _divide_head(self, model: nn.Module, loss: VocabularyLoss) -> None:
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        for i, (module, part) in enumerate(self._forwards):
+            if module is head and part.forward is _gathered_columns:
+                loss.width = part.argument
+                argument = (part.argument, loss)
+                self._forwards[i] = module, _Part(module, _head, self.ranks, argument)
+                return
+        raise NotImplementedError(
+            f"parallel_output=True needs a divided output embedding, and the plan of this "
+            f"{type(model).__name__} leaves it whole"
+        )
+
     def _cut_linear(self, name: str, module: nn.Module, *, inputs: bool, pieces: int = 1) -> int:
         """Cuts a linear layer; returns how many inputs or outputs the whole one has."""
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
@@ -287,16 +312,16 @@ class _Part:
     def __init__(
         self, module: nn.Module, forward: Forward, ranks: TensorRanks, argument: Any
     ) -> None:
+        self.forward = forward
+        self.argument = argument
         self._module = weakref.ref(module)
-        self._forward = forward
         self._ranks = ranks
-        self._argument = argument
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own forward."""
         module = self._module()
         assert module is not None
-        return self._forward(module, self._ranks, self._argument, *args, **kwargs)
+        return self.forward(module, self._ranks, self.argument, *args, **kwargs)
 
     def __deepcopy__(self, _: dict[int, Any]) -> NoReturn:
         """Refused: a copy would compute with a part, and need the other ranks."""
@@ -335,8 +360,15 @@ def _gathered_columns(
     return ranks.gather_columns(_columns(m, ranks, width, x), width)
 
 
+def _head(
+    m: nn.Module, ranks: TensorRanks, given: tuple[int, VocabularyLoss], x: torch.Tensor
+) -> torch.Tensor:
+    width, loss = given
+    return _columns(m, ranks, width, x) if loss.local else _gathered_columns(m, ranks, width, x)
+
+
 def _rows(m: Any, ranks: TensorRanks, _: int, x: torch.Tensor) -> torch.Tensor:
-    bias = m._parameters.get("bias")
+    bias: torch.Tensor | None = m._parameters.get("bias")
     if bias is None:
         return ranks.reduce(_whole(m)(x))
     if _is_conv1d(m):  # whose forward needs one

@@ -48,6 +48,8 @@ class Division:
     """Sequences."""
     plan: Plan | None = None
     """How layers are; None: as castor or transformers knows it."""
+    loss: bool = False
+    """Whether the loss is computed of each rank's part of the vocabulary."""
 
     @property
     def ranks(self) -> int:
@@ -84,7 +86,7 @@ class Division:
         if layout.tensor:
             _check_updates(optimizers, layout.tensor, state_format)
             plan = find_plan(model, self.tensor_size, self.plan)
-            layers = TensorParallel(model, plan, layout.tensor)
+            layers = TensorParallel(model, plan, layout.tensor, divide_loss=self.loss)
             layers.apply()
         return Divided(layers=layers, sequences=sequences)
 

@@ -22,6 +22,9 @@ class HybridParallelPlugin(GeminiPlugin):
 
     Args:
         tp_size: Ranks among which layers are divided. It divides the numbers of heads.
+        parallel_output: With tp_size > 1, whether transformers' loss of a causal language model is
+            computed of each rank's part of the vocabulary, and nobody has all logits: outputs of
+            forwards with labels have none. False: every rank has them.
         sp_size: Ranks among which sequences are divided while there are gradients; without, each
             computes whole ones. It divides sequences and the attention heads that a rank has. For
             decoders of transformers whose attention goes through its registry. A loss is that of
@@ -43,6 +46,7 @@ class HybridParallelPlugin(GeminiPlugin):
         self,
         *,
         tp_size: int = 1,
+        parallel_output: bool = False,
         sp_size: int = 1,
         sequence_parallelism_mode: str | None = None,
         tp_plan: Plan | None = None,
@@ -60,6 +64,8 @@ class HybridParallelPlugin(GeminiPlugin):
             )
         if tp_plan is not None and not isinstance(tp_plan, Mapping):
             raise TypeError(f"tp_plan is a {type(tp_plan).__name__}; give names and styles")
+        if not isinstance(parallel_output, bool):
+            raise TypeError(f"parallel_output is {parallel_output!r}; give True or False")
         if tp_size * sp_size > 1 and gemini.get("activations") == "auto":
             raise NotImplementedError(
                 "activations='auto' decides on each rank alone, and ranks that share layers or "
@@ -69,7 +75,9 @@ class HybridParallelPlugin(GeminiPlugin):
             _check_divided_layers(gemini, tp_size)
             gemini["tile_logits"] = False
         super().__init__(**gemini)
-        self._division = Division(tensor_size=tp_size, sequence_size=sp_size, plan=tp_plan)
+        self._division = Division(
+            tensor_size=tp_size, sequence_size=sp_size, plan=tp_plan, loss=parallel_output
+        )
 
 
 def _check_divided_layers(gemini: Mapping[str, Any], size: int) -> None:
