@@ -6,7 +6,6 @@ optimizers keep them; modules stay the same, with another `forward`.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from castor.distributed import styles
 from castor.distributed.inputs import check_inputs
 from castor.distributed.parts import Cut, own_part
 from castor.distributed.tensor_ranks import TensorRanks
@@ -23,8 +23,6 @@ from castor.errors import Error, UsageError
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.model_parts import PartsOf
 from castor.runtime.ranks import Result
-
-Forward = Callable[..., Any]
 
 _PARTIAL = "replicated_with_grad_allreduce"
 
@@ -56,12 +54,12 @@ class TensorParallel:
         self._loss = VocabularyLoss(model, ranks) if divide_loss else None
         self.cuts: dict[torch.Tensor, Cut] = {}
         self._model = weakref.ref(model)
-        self._forwards: list[tuple[nn.Module, _Part]] = []
+        self._forwards: list[tuple[nn.Module, styles.Part]] = []
         self._attributes: list[tuple[nn.Module, str, Any]] = []
         self._partial: list[nn.Parameter] = []
         modules, params = dict(model.named_modules()), dict(model.named_parameters())
-        for name, styles in plan.items():
-            for style in styles:
+        for name, given in plan.items():
+            for style in given:
                 kind, _, argument = style.partition(":")
                 if name in params:
                     self._cut_bare(name, params[name], kind)
@@ -197,10 +195,10 @@ class TensorParallel:
             pieces = int(argument or (2 if kind == "packed_colwise" else 1))
             width = self._cut_linear(name, module, inputs=False, pieces=pieces)
             gathers = kind in ("colwise_gather_output", "colwise_rep")
-            self._replace(module, _gathered_columns if gathers else _columns, width)
+            self._replace(module, styles.gathered_columns if gathers else styles.columns, width)
         elif kind in ("rowwise", "rowwise_split_input", "rowwise_rep"):
             width = self._cut_linear(name, module, inputs=True)
-            self._replace(module, _rows if kind == "rowwise" else _split_rows, width)
+            self._replace(module, styles.rows if kind == "rowwise" else styles.split_rows, width)
         elif kind == "embedding_rowwise":
             self._cut_vocabulary(name, module)
         elif kind == "heads":
@@ -210,9 +208,9 @@ class TensorParallel:
         elif kind == _PARTIAL:
             self._partial += module.parameters()
         elif kind == "moe_tp_experts":
-            self._replace(module, _experts)
+            self._replace(module, styles.experts)
         elif kind == "all_reduce":
-            self._replace(module, _reduced)
+            self._replace(module, styles.reduced)
         elif kind == "divided":
             for attribute in argument.split(","):
                 count = getattr(module, attribute, None)
@@ -223,17 +221,17 @@ class TensorParallel:
                     )
                 self._attributes.append((module, attribute, count // size))
         elif kind == "heads_of":
-            self._replace(module, _own_heads, argument)
+            self._replace(module, styles.own_heads, argument)
         else:
             self._refuse_style(name, kind)
 
     def _divide_head(self, model: nn.Module, loss: VocabularyLoss) -> None:
         head = model.get_output_embeddings()  # type: ignore[operator]
         for i, (module, part) in enumerate(self._forwards):
-            if module is head and part.forward is _gathered_columns:
+            if module is head and part.forward is styles.gathered_columns:
                 loss.width = part.argument
                 argument = (part.argument, loss)
-                self._forwards[i] = module, _Part(module, _head, self.ranks, argument)
+                self._forwards[i] = module, styles.Part(module, styles.head, self.ranks, argument)
                 return
         raise NotImplementedError(
             f"parallel_output=True needs a divided output embedding, and the plan of this "
@@ -243,7 +241,7 @@ class TensorParallel:
     def _cut_linear(self, name: str, module: nn.Module, *, inputs: bool, pieces: int = 1) -> int:
         """Cuts a linear layer; returns how many inputs or outputs the whole one has."""
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        transposed = _is_conv1d(module)
+        transposed = styles.is_conv1d(module)
         if not isinstance(weight, nn.Parameter) or not (
             transposed or isinstance(module, nn.Linear)
         ):
@@ -268,7 +266,7 @@ class TensorParallel:
         if padding is not None:
             padding = padding - first if first <= padding < first + count else None
         self._attributes += [(module, "num_embeddings", count), (module, "padding_idx", padding)]
-        self._replace(module, _vocabulary, first)
+        self._replace(module, styles.vocabulary, first)
 
     def _cut(self, name: str, param: torch.Tensor, dim: int, pieces: int = 1) -> Cut:
         length = param.shape[dim]
@@ -285,7 +283,7 @@ class TensorParallel:
             )
         return cut
 
-    def _replace(self, module: nn.Module, forward: Forward, argument: Any = None) -> None:
+    def _replace(self, module: nn.Module, forward: styles.Forward, argument: Any = None) -> None:
         before = next((part for known, part in self._forwards if known is module), None)
         if before is not None:
             raise UsageError(f"tp_plan gives a {type(module).__name__} two ways to compute")
@@ -294,7 +292,7 @@ class TensorParallel:
                 f"forward of a {type(module).__name__} has been replaced, and tensor parallelism "
                 "needs its own: boost the model first"
             )
-        self._forwards.append((module, _Part(module, forward, self.ranks, argument)))
+        self._forwards.append((module, styles.Part(module, forward, self.ranks, argument)))
 
     def _refuse_module(self, name: str, module: nn.Module, kind: str) -> NoReturn:
         raise UsageError(f"'{name}' is a {type(module).__name__}, which '{kind}' cannot cut")
@@ -304,111 +302,6 @@ class TensorParallel:
             f"the plan cuts '{name}' by '{kind}', which castor does not know; give a tp_plan of "
             "your own (castor.distributed.tensor_plan lists its styles)"
         )
-
-
-class _Part:
-    """The forward of a module of which this rank has a part."""
-
-    def __init__(
-        self, module: nn.Module, forward: Forward, ranks: TensorRanks, argument: Any
-    ) -> None:
-        self.forward = forward
-        self.argument = argument
-        self._module = weakref.ref(module)
-        self._ranks = ranks
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own forward."""
-        module = self._module()
-        assert module is not None
-        return self.forward(module, self._ranks, self.argument, *args, **kwargs)
-
-    def __deepcopy__(self, _: dict[int, Any]) -> NoReturn:
-        """Refused: a copy would compute with a part, and need the other ranks."""
-        self._refuse()
-
-    def __reduce_ex__(self, _: Any) -> NoReturn:
-        """Refused, as copies are."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise UsageError(
-            f"rank {self._ranks.rank} of {self._ranks.size} has a part of this model only, and a "
-            "copy of it, or a pickle, would be no model: booster.save_model writes the whole one"
-        )
-
-
-def _whole(module: nn.Module) -> Forward:
-    """What computes with the module's tensors as they are."""
-    forward: Forward = type(module).forward.__get__(module)
-    return forward
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' linear layer that keeps its weight the other way round."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-
-
-def _columns(m: nn.Module, ranks: TensorRanks, _: int, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = _whole(m)(ranks.enter(x))
-    return result
-
-
-def _gathered_columns(
-    m: nn.Module, ranks: TensorRanks, width: int, x: torch.Tensor
-) -> torch.Tensor:
-    return ranks.gather_columns(_columns(m, ranks, width, x), width)
-
-
-def _head(
-    m: nn.Module, ranks: TensorRanks, given: tuple[int, VocabularyLoss], x: torch.Tensor
-) -> torch.Tensor:
-    width, loss = given
-    return _columns(m, ranks, width, x) if loss.local else _gathered_columns(m, ranks, width, x)
-
-
-def _rows(m: Any, ranks: TensorRanks, _: int, x: torch.Tensor) -> torch.Tensor:
-    bias: torch.Tensor | None = m._parameters.get("bias")
-    if bias is None:
-        return ranks.reduce(_whole(m)(x))
-    if _is_conv1d(m):  # whose forward needs one
-        return ranks.reduce(nn.functional.linear(x, m.weight.t())) + bias
-    m._parameters["bias"] = None  # added once
-    try:
-        part = _whole(m)(x)
-    finally:
-        m._parameters["bias"] = bias
-    return ranks.reduce(part) + bias
-
-
-def _split_rows(m: Any, ranks: TensorRanks, width: int, x: torch.Tensor) -> torch.Tensor:
-    return _rows(m, ranks, width, ranks.split(x))
-
-
-def _vocabulary(m: Any, ranks: TensorRanks, first: int, ids: torch.Tensor) -> torch.Tensor:
-    own = (ids >= first) & (ids < first + m.num_embeddings)
-    rows = _whole(m)((ids - first).clamp(0, m.num_embeddings - 1))
-    return ranks.reduce(rows.masked_fill(~own.unsqueeze(-1), 0.0))
-
-
-def _experts(
-    m: nn.Module, ranks: TensorRanks, _: None, x: torch.Tensor, chosen: Any, weights: torch.Tensor
-) -> torch.Tensor:
-    return ranks.reduce(_whole(m)(ranks.enter(x), chosen, ranks.enter(weights)))
-
-
-def _reduced(m: nn.Module, ranks: TensorRanks, _: None, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return ranks.reduce(_whole(m)(*args, **kwargs))
-
-
-def _own_heads(m: nn.Module, ranks: TensorRanks, name: str, *args: Any, **kwargs: Any) -> Any:
-    given = inspect.signature(_whole(m)).bind(*args, **kwargs)
-    by_head = given.arguments[name]
-    batch = by_head.shape[0] // (m.num_heads * ranks.size)  # type: ignore[operator]
-    heads = by_head.view(batch, -1, *by_head.shape[1:])
-    own = heads.tensor_split(ranks.size, dim=1)[ranks.rank]
-    given.arguments[name] = own.reshape(-1, *by_head.shape[1:])
-    return _whole(m)(*given.args, **given.kwargs)
 
 
 def _check_reader(ranks: TensorRanks, module: nn.Module, _prefix: str, keep_vars: bool) -> None:

@@ -1,0 +1,130 @@
+"""What the modules of which a rank has a part compute: a forward for each style."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from castor.distributed.tensor_ranks import TensorRanks
+from castor.distributed.vocabulary_loss import VocabularyLoss
+from castor.errors import UsageError
+
+Forward = Callable[..., Any]
+"""(module, ranks, its argument, *args, **kwargs) -> outputs."""
+
+
+class Part:
+    """The forward of a module of which this rank has a part."""
+
+    def __init__(
+        self, module: nn.Module, forward: Forward, ranks: TensorRanks, argument: Any
+    ) -> None:
+        self.forward = forward
+        self.argument = argument
+        self._module = weakref.ref(module)
+        self._ranks = ranks
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own forward."""
+        module = self._module()
+        assert module is not None
+        return self.forward(module, self._ranks, self.argument, *args, **kwargs)
+
+    def __deepcopy__(self, _: dict[int, Any]) -> NoReturn:
+        """Refused: a copy would compute with a part, and need the other ranks."""
+        self._refuse()
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        """Refused, as copies are."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise UsageError(
+            f"rank {self._ranks.rank} of {self._ranks.size} has a part of this model only, and a "
+            "copy of it, or a pickle, would be no model: booster.save_model writes the whole one"
+        )
+
+
+def _whole(module: nn.Module) -> Forward:
+    """What computes with the module's tensors as they are."""
+    forward: Forward = type(module).forward.__get__(module)
+    return forward
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' linear layer that keeps its weight the other way round."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def columns(m: nn.Module, ranks: TensorRanks, _: int, x: torch.Tensor) -> torch.Tensor:
+    """A linear layer of which this rank has some outputs."""
+    result: torch.Tensor = _whole(m)(ranks.enter(x))
+    return result
+
+
+def gathered_columns(m: nn.Module, ranks: TensorRanks, width: int, x: torch.Tensor) -> torch.Tensor:
+    """... whose outputs all ranks get; `width` of them."""
+    return ranks.gather_columns(columns(m, ranks, width, x), width)
+
+
+def head(
+    m: nn.Module, ranks: TensorRanks, given: tuple[int, VocabularyLoss], x: torch.Tensor
+) -> torch.Tensor:
+    """The output embedding, whose logits stay divided where the loss is."""
+    width, loss = given
+    return columns(m, ranks, width, x) if loss.local else gathered_columns(m, ranks, width, x)
+
+
+def rows(m: Any, ranks: TensorRanks, _: int, x: torch.Tensor) -> torch.Tensor:
+    """A linear layer of which this rank has some inputs, which come divided."""
+    bias: torch.Tensor | None = m._parameters.get("bias")
+    if bias is None:
+        return ranks.reduce(_whole(m)(x))
+    if is_conv1d(m):  # whose forward needs one
+        return ranks.reduce(nn.functional.linear(x, m.weight.t())) + bias
+    m._parameters["bias"] = None  # added once
+    try:
+        part = _whole(m)(x)
+    finally:
+        m._parameters["bias"] = bias
+    return ranks.reduce(part) + bias
+
+
+def split_rows(m: Any, ranks: TensorRanks, width: int, x: torch.Tensor) -> torch.Tensor:
+    """... which come whole; `width` of them."""
+    return rows(m, ranks, width, ranks.split(x))
+
+
+def vocabulary(m: Any, ranks: TensorRanks, first: int, ids: torch.Tensor) -> torch.Tensor:
+    """An embedding of which this rank has some rows, from `first` on."""
+    own = (ids >= first) & (ids < first + m.num_embeddings)
+    found = _whole(m)((ids - first).clamp(0, m.num_embeddings - 1))
+    return ranks.reduce(found.masked_fill(~own.unsqueeze(-1), 0.0))
+
+
+def experts(
+    m: nn.Module, ranks: TensorRanks, _: None, x: torch.Tensor, chosen: Any, weights: torch.Tensor
+) -> torch.Tensor:
+    """Experts of whose hidden units this rank has some."""
+    return ranks.reduce(_whole(m)(ranks.enter(x), chosen, ranks.enter(weights)))
+
+
+def reduced(m: nn.Module, ranks: TensorRanks, _: None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A module whose outputs are summed."""
+    return ranks.reduce(_whole(m)(*args, **kwargs))
+
+
+def own_heads(m: nn.Module, ranks: TensorRanks, name: str, *args: Any, **kwargs: Any) -> Any:
+    """A module whose argument `name` has (batch x heads) first, of all heads."""
+    given = inspect.signature(_whole(m)).bind(*args, **kwargs)
+    by_head = given.arguments[name]
+    batch = by_head.shape[0] // (m.num_heads * ranks.size)  # type: ignore[operator]
+    heads = by_head.view(batch, -1, *by_head.shape[1:])
+    own = heads.tensor_split(ranks.size, dim=1)[ranks.rank]
+    given.arguments[name] = own.reshape(-1, *by_head.shape[1:])
+    return _whole(m)(*given.args, **given.kwargs)
