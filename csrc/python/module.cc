@@ -15,8 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "dist/group_collectives.h"
-#include "dist/shared_collectives.h"
+#include "dist/linked_groups.h"
 #include "python/bindings.h"
 #include "python/names.h"
 #include "torch/chunk_storages.h"
@@ -114,23 +113,12 @@ std::shared_ptr<DeviceBackend> device_backend(const py::object& backend) {
 
 /// The ranks of three process groups of torch's; `share`: through memory where they can.
 RankGroups rank_groups(const std::array<std::string, 3>& names, bool share) {
-  std::array<std::shared_ptr<Collectives>, 3> groups = {
-      std::make_shared<GroupCollectives>(names[0]), std::make_shared<GroupCollectives>(names[1]),
-      std::make_shared<GroupCollectives>(names[2])};
-  std::string why = share ? "" : "as asked for";
-  for (std::shared_ptr<Collectives>& group : groups) {
-    if (why.empty()) {
-      SharedCollectives shared = share_memory(*group);
-      why = shared.refusal;
-      group = shared.ranks ? shared.ranks : group;
-    }
-  }
-  const std::string link = groups[0]->description();
-  return {.passes = groups[0],
-          .gradients = groups[1],
-          .updates = groups[2],
-          .link = why.empty() ? link : link + " (" + why + ")",
-          .share_memory = why.empty()};
+  LinkedGroups linked = link_groups(names, share);
+  return {.passes = linked.groups[0],
+          .gradients = linked.groups[1],
+          .updates = linked.groups[2],
+          .link = std::move(linked.link),
+          .share_memory = linked.share_memory};
 }
 
 std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -14,8 +13,8 @@
 #include "core/collectives.h"
 #include "core/error.h"
 #include "dist/group_collectives.h"
+#include "dist/linked_groups.h"
 #include "dist/rank_sums.h"
-#include "dist/shared_collectives.h"
 #include "python/bindings.h"
 #include "python/state_tensors.h"
 
@@ -60,55 +59,35 @@ void broadcast(GroupCollectives& ranks, const at::Tensor& values) {
   }
 }
 
-struct Link {
-  std::shared_ptr<Collectives> ranks;
-  std::string description;
-};
-
-/// Through shared memory where that may be and can be, else over the group.
-Link make_link(const std::string& group, bool may_share_memory) {
-  auto ranks = std::make_shared<GroupCollectives>(group);
-  Link link{.ranks = ranks, .description = ranks->description()};
-  if (may_share_memory) {
-    SharedCollectives shared = share_memory(*ranks);
-    if (shared.ranks) {
-      link = {.ranks = shared.ranks, .description = shared.ranks->description()};
-    } else {
-      link.description += ": " + shared.refusal;
-    }
-  }
-  return link;
-}
-
 /// Activations of the ranks that have a part of each layer.
 class RankTensors {
  public:
   RankTensors(const std::string& group, bool may_share_memory)
-      : link_(make_link(group, may_share_memory)), sums_(*link_.ranks) {}
+      : linked_(link_groups({&group, 1}, may_share_memory)), sums_(ranks()) {}
 
-  [[nodiscard]] const std::string& link() const noexcept { return link_.description; }
-  [[nodiscard]] Collectives& ranks() const noexcept { return *link_.ranks; }
+  [[nodiscard]] const std::string& link() const noexcept { return linked_.link; }
+  [[nodiscard]] Collectives& ranks() const noexcept { return *linked_.groups[0]; }
   void sum(const at::Tensor& values) { sums_.sum(bytes_of(values), scalar_type_of(values)); }
   void gather(const at::Tensor& own, const at::Tensor& into) {
     const auto received = bytes_of(into);
-    if (received.size() != bytes_of(own).size() * link_.ranks->size()) {
+    if (received.size() != bytes_of(own).size() * ranks().size()) {
       throw InvalidArgument("what is gathered has another size than what the ranks give");
     }
     if (!received.empty()) {
-      link_.ranks->all_gather(bytes_of(own), received);
+      ranks().all_gather(bytes_of(own), received);
     }
   }
   void exchange(const at::Tensor& sent, const at::Tensor& into) {
-    if (sent.nbytes() != into.nbytes() || sent.nbytes() % link_.ranks->size() != 0) {
+    if (sent.nbytes() != into.nbytes() || sent.nbytes() % ranks().size() != 0) {
       throw InvalidArgument("what is exchanged is no equal part for each rank");
     }
     if (sent.nbytes() > 0) {
-      link_.ranks->all_to_all(bytes_of(sent), bytes_of(into));
+      ranks().all_to_all(bytes_of(sent), bytes_of(into));
     }
   }
 
  private:
-  const Link link_;
+  const LinkedGroups linked_;
   RankSums sums_;
 };
 
