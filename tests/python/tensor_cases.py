@@ -438,6 +438,13 @@ def sequences_refused(directory: Path) -> None:
         "mode": _said(lambda: boost(llama, sp_size=2, sequence_parallelism_mode="ring")),
         "works": [boosted.step(boosted.model(**batch).loss)],
     }  # fmt: skip
+    # Its model is what it was: with other attention it is boosted.
+    model: Any = _decoder("flex", hf.LlamaConfig, attn_implementation="flex_attention").model()
+    flex = Case("flex", lambda: model, llama.batch)
+    found["attention"] = _said(lambda: boost(flex, sp_size=2))
+    model.set_attn_implementation("sdpa")
+    boosted = boost(flex, sp_size=2)
+    found["other attention"] = [boosted.step(boosted.model(**batch).loss)]
     _write(directory, f"sequences_refused{rank}", found, everyone=True)
 
 

@@ -85,6 +85,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("argument", "NotImplementedError", "'output_hidden_states'"),
         ("inputs", "UsageError", "differ in the inputs of LlamaForCausalLM"),
         ("heads", "NotImplementedError", "3 attention heads"),
+        ("attention", "NotImplementedError", "its attn_implementation is 'flex_attention'"),
         ("mode", "NotImplementedError", "'ring'"),
     ],
 )
@@ -99,6 +100,9 @@ def test_what_cannot_be_divided_is_named_on_every_rank(
 def test_the_model_works_after_each_refusal(refused: Any) -> None:
     first = plain(FAMILIES["llama"], 1)
     assert refused[0]["works"] == refused[1]["works"] == pytest.approx(first, rel=LOSS)
+    again = plain(FAMILIES["eager"], 1)
+    for of_rank in refused:
+        assert of_rank["other attention"] == pytest.approx(again, rel=LOSS)
 
 
 @pytest.mark.parametrize(

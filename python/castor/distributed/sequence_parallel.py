@@ -57,6 +57,9 @@ class SequenceParallel:
             why = "its forward takes no position_ids"
         elif getattr(config, "output_router_logits", False):
             why = "its router loss needs all tokens (output_router_logits)"
+        elif config._attn_implementation not in ("eager", "sdpa"):
+            given = config._attn_implementation
+            why = f"its attn_implementation is {given!r}, and 'sdpa' and 'eager' can be divided"
         if why is None and config.num_attention_heads % (ranks.size * tensor_size):
             needed = f"tp_size={tensor_size} x sp_size={ranks.size}"
             why = f"its {config.num_attention_heads} attention heads are no multiple of {needed}"
@@ -165,7 +168,6 @@ class SequenceParallel:
         return output
 
 
-_PREFIX = "castor_all_to_all_"
 _divided: weakref.WeakKeyDictionary[nn.Module, SequenceParallel] = weakref.WeakKeyDictionary()
 """By each module of their models."""
 _running = threading.local()
@@ -176,12 +178,7 @@ def _register(implementation: str) -> str:
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-    if implementation not in ("eager", "sdpa"):
-        raise NotImplementedError(
-            "sequences are divided in attn_implementation 'sdpa' and 'eager', not in "
-            f"{implementation!r}"
-        )
-    name = _PREFIX + implementation
+    name = f"castor_all_to_all_{implementation}"
     mask_of_whole: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
 
     def attention(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:

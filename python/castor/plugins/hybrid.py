@@ -22,9 +22,9 @@ class HybridParallelPlugin(GeminiPlugin):
 
     Args:
         tp_size: Ranks among which layers are divided. It divides the numbers of heads.
-        parallel_output: With tp_size > 1, whether transformers' loss of a causal language model is
-            computed of each rank's part of the vocabulary, and nobody has all logits: outputs of
-            forwards with labels have none. False: every rank has them.
+        parallel_output: Only with tp_size > 1: whether transformers' loss of a causal language
+            model is computed of each rank's part of the vocabulary, and nobody has all logits:
+            outputs of forwards with labels have none. False: every rank has them.
         sp_size: Ranks among which sequences are divided while there are gradients; without, each
             computes whole ones. It divides sequences and the attention heads that a rank has. For
             decoders of transformers whose attention goes through its registry. A loss is that of
@@ -39,7 +39,8 @@ class HybridParallelPlugin(GeminiPlugin):
     Raises:
         NotImplementedError: pp_size or ep_size other than 1, or a setting that does not go with the
             sizes; the message names it.
-        ValueError, TypeError, UsageError, ImportError: See GeminiPlugin.
+        ValueError: parallel_output=True with tp_size=1; see GeminiPlugin.
+        TypeError, UsageError, ImportError: See GeminiPlugin.
     """
 
     def __init__(
@@ -66,6 +67,11 @@ class HybridParallelPlugin(GeminiPlugin):
             raise TypeError(f"tp_plan is a {type(tp_plan).__name__}; give names and styles")
         if not isinstance(parallel_output, bool):
             raise TypeError(f"parallel_output is {parallel_output!r}; give True or False")
+        if parallel_output and tp_size == 1:
+            raise ValueError(
+                "parallel_output=True divides the loss among ranks that divide the vocabulary, and "
+                "with tp_size=1 there are none; leave it out, or give a tp_size of 2 or more"
+            )
         if tp_size * sp_size > 1 and gemini.get("activations") == "auto":
             raise NotImplementedError(
                 "activations='auto' decides on each rank alone, and ranks that share layers or "
