@@ -11,6 +11,8 @@ import torch
 
 import castor
 import tensor_cases
+from castor.distributed import TensorRanks
+from castor.distributed.inputs import by_name
 from rank_processes import run, succeeded
 from tensor_cases import FAMILIES, SIZES, STEPS, boost, padded, plain, train
 from zoo import LENGTH, VOCABULARY
@@ -212,6 +214,30 @@ def test_arguments_are_checked(given: dict[str, Any], error: type[Exception], pa
 def test_one_rank_a_layer_is_gemini() -> None:
     case = FAMILIES["gpt2"]
     assert train(case, boost(case, 1), steps=2) == pytest.approx(plain(case, 2), rel=LOSS)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_extents_are_those_of_tensor_split(size: int) -> None:
+    nothing: Any = None
+    for length in range(25):
+        expected = [part.tolist() for part in torch.arange(length).tensor_split(size)]
+        for rank in range(size):
+            ranks = TensorRanks(rank=rank, size=size, name="", group=nothing, tensors=nothing)
+            assert list(ranks.own_range(length)) == expected[rank]
+            assert [list(ranks.own_range(length, of)) for of in range(size)] == expected
+
+
+def _forward(x: int, scale: int = 1, **others: int) -> None:
+    """What arguments are given to."""
+
+
+def test_arguments_are_known_by_name_however_they_are_given() -> None:
+    named = {"x": 1, "scale": 2}
+    assert by_name(_forward, (), named) == by_name(_forward, (1,), {"scale": 2}) == named
+    assert by_name(_forward, (1, 2), {"more": 3}) == named | {"more": 3}
+    for args, given in (((1, 2, 3), {}), ((1,), {"x": 1})):
+        with pytest.raises(TypeError):
+            by_name(_forward, args, given)
 
 
 @pytest.mark.parametrize(

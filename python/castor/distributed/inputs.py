@@ -1,8 +1,10 @@
-"""Whether ranks that compute one batch together were given one."""
+"""What a model was called with, and whether ranks that compute one batch were given one."""
 
 from __future__ import annotations
 
+import inspect
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +12,22 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from castor.runtime.ranks import Peers
+
+
+def by_name(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """What a call gives the function, all of it by name.
+
+    Raises:
+        TypeError: There are too many arguments, or one is given twice.
+    """
+    if not args:
+        return kwargs
+    signature = inspect.signature(function)
+    # Of others a decorator of the function may know.
+    known = {name: value for name, value in kwargs.items() if name in signature.parameters}
+    return signature.bind_partial(*args, **known).arguments | kwargs
 
 
 def check_inputs(

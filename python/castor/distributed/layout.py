@@ -10,7 +10,7 @@ import torch
 
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.errors import UsageError
-from castor.runtime.ranks import Ranks, make_ranks, own_groups, rank_and_size
+from castor.runtime.ranks import Peers, Ranks, make_ranks, own_groups, rank_and_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +23,13 @@ class RankLayout:
     """Those with the other parts of each layer, and the same tokens; None: layers are whole."""
     process: int
     """Of all ranks, this one's number."""
-
     sequence: TensorRanks | None
     """Those with other tokens of the same data; None: sequences are whole."""
+
+    @property
+    def groups(self) -> tuple[Peers, ...]:
+        """Those through which this rank reaches all others; none: it is alone."""
+        return tuple(group for group in (self.tensor, self.data) if group is not None)
 
     @classmethod
     def find(cls, tensor_size: int, sequence_size: int) -> RankLayout:
@@ -59,13 +63,12 @@ class RankLayout:
 
         Collective. 0: it is alone, and has all.
         """
-        if self.data is None and self.tensor is None:
+        if not self.groups:
             return 0
         mine = (socket.gethostname(), sorted(os.sched_getaffinity(0)))
         everyone = [mine]
-        for group in (self.tensor, self.data):
-            if group is not None:
-                everyone = [one for some in group.gather(everyone) for one in some]
+        for group in self.groups:
+            everyone = [one for some in group.gather(everyone) for one in some]
         return max(1, len(mine[1]) // everyone.count(mine))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from castor.distributed.inputs import check_inputs
+from castor.distributed.inputs import by_name, check_inputs
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.errors import UsageError
 from castor.runtime.hooks import ModuleHook
@@ -53,7 +53,7 @@ class SequenceParallel:
             why = "its attention does not go through transformers' registry (AttentionInterface)"
         elif getattr(config, "is_encoder_decoder", False) or not _is_causal_model(model):
             why = "it is no decoder whose loss is that of the next token"
-        elif "position_ids" not in _arguments(model):
+        elif "position_ids" not in inspect.signature(model.forward).parameters:
             why = "its forward takes no position_ids"
         elif getattr(config, "output_router_logits", False):
             why = "its router loss needs all tokens (output_router_logits)"
@@ -97,7 +97,7 @@ class SequenceParallel:
             return args, kwargs
         _running.size = ranks.size
         check_inputs(ranks, model, args, kwargs)
-        kwargs = dict(zip(_arguments(model), args, strict=False)) | kwargs
+        kwargs = by_name(model.forward, args, kwargs)
         given = {name: value for name, value in kwargs.items() if value is not None}
         if unknown := given.keys() - _KNOWN:
             raise NotImplementedError(
@@ -129,7 +129,8 @@ class SequenceParallel:
                 f"sp_size={ranks.size} takes an attention_mask of shape (batch, tokens), not "
                 f"{tuple(mask.shape)}"
             )
-        part = slice(ranks.rank * length // ranks.size, (ranks.rank + 1) * length // ranks.size)
+        mine = ranks.own_range(length)
+        part = slice(mine.start, mine.stop)
         own = given | {name: given[name][:, part] for name in _ALONG_TOKENS if name in given}
         own |= {"attention_mask": mask, "position_ids": positions[:, part], "use_cache": False}
         if "labels" in given:
@@ -245,10 +246,6 @@ def _exchanged(
         if groups is not None:
             module.num_key_value_groups = groups
     return ranks.swap(output, 1, 2), None
-
-
-def _arguments(model: nn.Module) -> list[str]:
-    return list(inspect.signature(model.forward).parameters)
 
 
 def _is_causal_model(model: nn.Module) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -10,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from castor.distributed.inputs import by_name
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.distributed.vocabulary_loss import VocabularyLoss
 from castor.errors import UsageError
@@ -121,10 +121,9 @@ def reduced(m: nn.Module, ranks: TensorRanks, _: None, *args: Any, **kwargs: Any
 
 def own_heads(m: nn.Module, ranks: TensorRanks, name: str, *args: Any, **kwargs: Any) -> Any:
     """A module whose argument `name` has (batch x heads) first, of all heads."""
-    given = inspect.signature(_whole(m)).bind(*args, **kwargs)
-    by_head = given.arguments[name]
+    given = by_name(_whole(m), args, kwargs)
+    by_head = given[name]
     batch = by_head.shape[0] // (m.num_heads * ranks.size)  # type: ignore[operator]
     heads = by_head.view(batch, -1, *by_head.shape[1:])
     own = heads.tensor_split(ranks.size, dim=1)[ranks.rank]
-    given.arguments[name] = own.reshape(-1, *by_head.shape[1:])
-    return _whole(m)(*given.args, **given.kwargs)
+    return _whole(m)(**given | {name: own.reshape(-1, *by_head.shape[1:])})

@@ -54,7 +54,7 @@ class TensorParallel:
         self._loss = VocabularyLoss(model, ranks) if divide_loss else None
         self.cuts: dict[torch.Tensor, Cut] = {}
         self._model = weakref.ref(model)
-        self._forwards: list[tuple[nn.Module, styles.Part]] = []
+        self._forwards: dict[nn.Module, styles.Part] = {}
         self._attributes: list[tuple[nn.Module, str, Any]] = []
         self._partial: list[nn.Parameter] = []
         modules, params = dict(model.named_modules()), dict(model.named_parameters())
@@ -77,7 +77,7 @@ class TensorParallel:
                 param.data = own_part(param.data, self.cuts.get(param), self.ranks)
         for module, name, value in self._attributes:
             setattr(module, name, value)
-        for module, part in self._forwards:
+        for module, part in self._forwards.items():
             module.forward = part
         # The model's hooks hold this: it must not hold modules.
         self._attributes.clear()
@@ -227,16 +227,14 @@ class TensorParallel:
 
     def _divide_head(self, model: nn.Module, loss: VocabularyLoss) -> None:
         head = model.get_output_embeddings()  # type: ignore[operator]
-        for i, (module, part) in enumerate(self._forwards):
-            if module is head and part.forward is styles.gathered_columns:
-                loss.width = part.argument
-                argument = (part.argument, loss)
-                self._forwards[i] = module, styles.Part(module, styles.head, self.ranks, argument)
-                return
-        raise NotImplementedError(
-            f"parallel_output=True needs a divided output embedding, and the plan of this "
-            f"{type(model).__name__} leaves it whole"
-        )
+        part = self._forwards.get(head)
+        if part is None or part.forward is not styles.gathered_columns:
+            raise NotImplementedError(
+                f"parallel_output=True needs a divided output embedding, and the plan of this "
+                f"{type(model).__name__} leaves it whole"
+            )
+        loss.width = part.argument
+        self._forwards[head] = styles.Part(head, styles.head, self.ranks, (loss.width, loss))
 
     def _cut_linear(self, name: str, module: nn.Module, *, inputs: bool, pieces: int = 1) -> int:
         """Cuts a linear layer; returns how many inputs or outputs the whole one has."""
@@ -260,13 +258,12 @@ class TensorParallel:
         if not isinstance(module, nn.Embedding) or module.max_norm is not None:
             self._refuse_module(name, module, "embedding_rowwise")
         self._cut(f"{name}.weight", module.weight, 0)
-        rows = torch.arange(module.num_embeddings).tensor_split(self.ranks.size)[self.ranks.rank]
-        first, count = int(rows[0]), len(rows)
-        padding = module.padding_idx
+        rows, padding = self.ranks.own_range(module.num_embeddings), module.padding_idx
         if padding is not None:
-            padding = padding - first if first <= padding < first + count else None
-        self._attributes += [(module, "num_embeddings", count), (module, "padding_idx", padding)]
-        self._replace(module, styles.vocabulary, first)
+            padding = padding - rows.start if padding in rows else None
+        self._attributes.append((module, "num_embeddings", len(rows)))
+        self._attributes.append((module, "padding_idx", padding))
+        self._replace(module, styles.vocabulary, rows.start)
 
     def _cut(self, name: str, param: torch.Tensor, dim: int, pieces: int = 1) -> Cut:
         length = param.shape[dim]
@@ -284,15 +281,14 @@ class TensorParallel:
         return cut
 
     def _replace(self, module: nn.Module, forward: styles.Forward, argument: Any = None) -> None:
-        before = next((part for known, part in self._forwards if known is module), None)
-        if before is not None:
+        if module in self._forwards:
             raise UsageError(f"tp_plan gives a {type(module).__name__} two ways to compute")
         if "forward" in vars(module):
             raise UsageError(
                 f"forward of a {type(module).__name__} has been replaced, and tensor parallelism "
                 "needs its own: boost the model first"
             )
-        self._forwards.append((module, styles.Part(module, forward, self.ranks, argument)))
+        self._forwards[module] = styles.Part(module, forward, self.ranks, argument)
 
     def _refuse_module(self, name: str, module: nn.Module, kind: str) -> NoReturn:
         raise UsageError(f"'{name}' is a {type(module).__name__}, which '{kind}' cannot cut")

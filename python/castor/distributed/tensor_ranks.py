@@ -55,13 +55,19 @@ class TensorRanks(Peers):
         self.tensors.sum(total)
         return total
 
+    def own_range(self, length: int, rank: int | None = None) -> range:
+        """Which of `length` elements are this rank's, or another's, as tensor_split has it."""
+        each, more = divmod(length, self.size)
+        rank = self.rank if rank is None else rank
+        return range(rank * each + min(rank, more), (rank + 1) * each + min(rank + 1, more))
+
     def own_columns(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part of the last dimension."""
         return tensor.tensor_split(self.size, dim=-1)[self.rank]
 
     def all_columns(self, own: torch.Tensor, width: int) -> torch.Tensor:
         """Every rank's part of the last dimension, `width` together, one behind the other."""
-        widths = [len(part) for part in torch.arange(width).tensor_split(self.size)]
+        widths = [len(self.own_range(width, rank)) for rank in range(self.size)]
         padded = torch.nn.functional.pad(own.detach(), (0, widths[0] - own.shape[-1])).contiguous()
         parts = padded.new_empty((self.size, *padded.shape))
         self.tensors.gather(padded, parts)

@@ -5,13 +5,13 @@ Source: Shoeybi et al. 2019 (Megatron-LM, section 3: the output embedding).
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from typing import Any
 
 import torch
 from torch import nn
 
+from castor.distributed.inputs import by_name
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.errors import UsageError
 from castor.runtime.hooks import ModuleHook
@@ -54,9 +54,7 @@ class VocabularyLoss:
         model.register_forward_hook(ModuleHook(self._end), always_call=True)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        names = inspect.signature(model.forward).parameters
-        given = dict(zip(names, args, strict=False)) | kwargs
-        self.local = given.get("labels") is not None
+        self.local = by_name(model.forward, args, kwargs).get("labels") is not None
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         local, self.local = self.local, False
@@ -105,10 +103,9 @@ class _SumOfLosses(torch.autograd.Function):
         ignored: int,
     ) -> torch.Tensor:
         values = logits.detach().float()
-        own = torch.arange(vocabulary).tensor_split(ranks.size)[ranks.rank]
-        first, count = int(own[0]), len(own)
-        here = (target >= first) & (target < first + count)
-        column = (target - first).clamp(0, count - 1)
+        own = ranks.own_range(vocabulary)
+        here = (target >= own.start) & (target < own.stop)
+        column = (target - own.start).clamp(0, len(own) - 1)
         largest = values.max(dim=-1).values
         shapes = [tuple(largest.shape)] * ranks.size
         largest = torch.stack(ranks.gather_parts(largest, shapes)).max(dim=0).values

@@ -44,8 +44,7 @@ def join_ranks(
         NotImplementedError: The settings ask for what castor does not do on several ranks.
         UsageError: Two ranks differ.
     """
-    groups = [group for group in (layout.tensor, layout.data) if group is not None]
-    if not groups:
+    if not layout.groups:
         return
     settings = {
         name: getattr(config, name)
@@ -61,7 +60,7 @@ def join_ranks(
         "the optimizer's param_groups": _groups(optimizers),
     }
     size = 1
-    for group in groups:
+    for group in layout.groups:
         group.check_equal(facts)
         size *= group.size
     if len(optimizers) > 1:

@@ -23,7 +23,7 @@ def _of_rank(directory: Path, layout: RankLayout) -> Path:
     Raises:
         IoError: It cannot be made.
     """
-    if layout.data is None and layout.tensor is None:
+    if not layout.groups:
         return directory
     own = directory / f"rank{layout.process}"
     try:
