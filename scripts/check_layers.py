@@ -77,7 +77,7 @@ PY_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"runtime"}),
     frozenset({"optim", "distributed", "checkpoint", "activations"}),
     frozenset({"plugins"}),
-    frozenset({"booster_checkpoints"}),
+    frozenset({"booster_checkpoints", "data"}),
     frozenset({"booster", "io_bench"}),
     frozenset({"report", "estimate", "doctor", "integrations", "launch", "selftest"}),
     frozenset({"cli"}),

@@ -8,6 +8,7 @@ from castor import report
 from castor._C import __version__
 from castor.booster import Booster
 from castor.checkpoint import CheckpointInfo
+from castor.data import AsyncLoader
 from castor.errors import (
     CheckpointError,
     CorruptionError,
@@ -27,6 +28,7 @@ ZeroInitContext = LazyInitContext
 """The older name, of Colossal-AI's first versions."""
 
 __all__ = [
+    "AsyncLoader",
     "Booster",
     "CheckpointError",
     "CheckpointInfo",

@@ -37,6 +37,19 @@ def snapshot() -> Snapshot:
     return states
 
 
+def differing(before: Snapshot, after: Snapshot) -> list[str]:
+    """The generators that both have in different states."""
+    return [name for name in before if name in after and not _same(before[name], after[name])]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list):
+        return all(map(_same, one, other))
+    return bool(one == other)
+
+
 def check(states: Snapshot) -> None:
     """Raises CheckpointError if this process cannot take over the states."""
     if "cuda" in states and torch.cuda.is_available():

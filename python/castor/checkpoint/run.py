@@ -143,7 +143,12 @@ def _position_of(dataloader: Any) -> dict[str, Any]:
             "booster.boost, or use one with state_dict (torchdata's StatefulDataLoader)"
         )
     state = encode(dataloader.state_dict(), "dataloader state")
-    return {"class": type(dataloader).__name__, "state": state}
+    return {"class": _position_class(dataloader), "state": state}
+
+
+def _position_class(dataloader: Any) -> str:
+    """Whose state_dict it is: a loader that wraps another one may speak its words."""
+    return str(getattr(dataloader, "position_class", type(dataloader).__name__))
 
 
 def _whole_steps(root: Path) -> list[tuple[int, Path]]:
@@ -262,10 +267,10 @@ def _part(trainer: dict[str, Any], name: str, given: Any, file: Path) -> Any:
 
 
 def _checked_position(position: dict[str, Any], dataloader: Any, file: Path) -> Any:
-    if position["class"] != type(dataloader).__name__ or not hasattr(dataloader, "state_dict"):
+    kind = _position_class(dataloader)
+    if position["class"] != kind or not hasattr(dataloader, "state_dict"):
         raise CheckpointError(
-            f"{file} holds the position of a {position['class']}; the dataloader is a "
-            f"{type(dataloader).__name__}"
+            f"{file} holds the position of a {position['class']}; the dataloader is a {kind}"
             + ("" if hasattr(dataloader, "state_dict") else ", which booster.boost was not given")
         )
     state = decode(position["state"])

@@ -1,0 +1,302 @@
+"""Data loaders whose batches are made ready, and moved, while the model computes."""
+
+from __future__ import annotations
+
+import copy
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from castor.checkpoint import make_resumable
+from castor.checkpoint.dataloader import ResumableLoader
+from castor.data.buckets import Buckets
+from castor.data.copy_lane import CopyLane
+from castor.data.read_ahead import ReadAhead, Reading
+from castor.errors import UsageError
+from castor.plugins.machine import choose_device
+
+
+class AsyncLoader:
+    """Reads a loader's batches ahead on a thread, pads them, and copies them to the GPU.
+
+    It gives the batches of `loader` in their order; one whose making raised raises, with its
+    traceback, when its turn comes. Tensors in mappings, lists and tuples are copied out of
+    page-locked memory on a stream of their own, and the stream that is current where the loop takes
+    a batch waits for them; other objects, and what is on a device already, stay as they are. Up to
+    `depth` batches lie on the device in addition to the loop's.
+
+    **Random numbers** are those of the plain loader. The base seed of workers and a sampler's seed
+    are drawn on the caller's thread, where the plain loader draws them. A dataset or collate_fn
+    without workers that draws from the global generators of torch, Python or numpy would race with
+    the model's dropout; it is refused at the second batch, with what to do. One whose first two
+    batches of an epoch draw nothing, and later ones do, is not noticed.
+
+    **Position.** `state_dict` tells that of the batch handed out last, however far the thread is,
+    in the words of `loader`: booster.save and load take either of them, and read what the other
+    wrote. A torch DataLoader learns to tell its position, in place (as booster.boost does it);
+    others bring their own state_dict (torchdata's StatefulDataLoader), which is asked after each
+    batch.
+
+    **One iteration at a time.** `iter()`, load_state_dict and the end of the iterator's life (a
+    `break`) end the one that is under way, with its thread. The next one begins where the loader
+    begins; where the loader is an iterator itself, it goes on with what had been read ahead. In a
+    forked child an iteration of the parent's raises, and a new one works.
+
+    Args:
+        loader: A DataLoader, or anything that gives batches when it is iterated.
+        device: Where batches go, as in GeminiPlugin: "cuda", "cuda:1" or "cpu", where nothing is
+            copied. Default: "cuda" when there is one, else "cpu".
+        depth: Batches that may be ready before the loop asks for them. 0: no thread; each batch is
+            read, padded and copied when it is asked for.
+        buckets: Lengths, each larger than the one before, such as [128, 256, 512]. Tensors named in
+            pad_values, [batch, length, ...], are padded at their end to the next of them. Models
+            then see a few shapes, and castor plans for each once. Mind the mean over tokens of a
+            loss of your own: labels are padded with what losses ignore, and no mask is added to a
+            batch that has none.
+        pad_values: By name in a mapping, or "0", "1", ... in a tuple, with what to pad a tensor, or
+            None to leave it as it is. These are there unless given, for tensors of two dimensions:
+            0 for input_ids, attention_mask, token_type_ids, decoder_input_ids and
+            decoder_attention_mask, -100 for labels.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type, or is out of range.
+        UsageError: There is no such GPU. While iterating: a batch is longer than the largest
+            bucket, or a tensor of it has no value to pad with; the loader draws from global
+            generators; the iteration has been ended, or is the parent process's.
+        ImportError, NotImplementedError: See GeminiPlugin's device.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        device: str | torch.device | None = None,
+        depth: int = 2,
+        buckets: Iterable[int] | None = None,
+        pad_values: Mapping[str, float | None] | None = None,
+    ) -> None:
+        if isinstance(loader, AsyncLoader):
+            raise TypeError("the loader is an AsyncLoader already; give the one inside it")
+        if isinstance(loader, str | bytes | Mapping) or not isinstance(loader, Iterable):
+            raise TypeError(f"loader is a {type(loader).__name__}; give a DataLoader")
+        if isinstance(depth, bool) or not isinstance(depth, int):
+            raise TypeError(f"depth is {depth!r}; give a number of batches")
+        if depth < 0:
+            raise ValueError(f"depth is {depth}; give 0 or more")
+        if pad_values is not None and buckets is None:
+            raise ValueError("pad_values says what buckets pad with, and there are none: give both")
+        self._depth = depth
+        self._buckets = None if buckets is None else Buckets(buckets, pad_values)
+        self._device = choose_device(device)
+        self._lane: CopyLane | None = None
+        make_resumable(loader)
+        self.loader: Any = loader
+        """What is read."""
+        self._position = _Position()
+        self._left: ReadAhead | None = None
+        """Of a loader that is an iterator: what it has given is not there a second time."""
+        self._latest: weakref.ref[_Batches] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """An iterator over the batches; its thread begins with the first one."""
+        self._end()
+        source = iter(self.loader)
+        if self._lane is None and self._device.type != "cpu":
+            self._lane = CopyLane(self._device)
+        reading = self._left
+        if reading is None or reading.process != os.getpid():
+            read = _Reader(source, self.loader, self._buckets, self._lane)
+            reading = ReadAhead(read, self._depth, type(self.loader).__name__)
+            self._position = _Position(_position_of(self.loader))
+        self._left = reading if source is self.loader else None
+        batches = _Batches(reading, self._lane, self._position)
+        self._latest = weakref.ref(batches)
+        return batches
+
+    def __len__(self) -> int:
+        """That of the loader; TypeError where it has none."""
+        return len(self.loader)
+
+    @property
+    def dataset(self) -> Any:
+        """The loader's."""
+        return self.loader.dataset
+
+    @property
+    def batch_size(self) -> Any:
+        """The loader's."""
+        return self.loader.batch_size
+
+    @property
+    def sampler(self) -> Any:
+        """The loader's, for its set_epoch."""
+        return self.loader.sampler
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The loader's."""
+        return self.loader.batch_sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Another order in the next iteration: the loader's own set_epoch, or its sampler's.
+
+        Raises:
+            UsageError: Neither has one.
+        """
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        of_batches = getattr(batch_sampler, "sampler", None)
+        sampler = getattr(self.loader, "sampler", None)
+        owners: tuple[Any, ...] = (self.loader, sampler, batch_sampler, of_batches)
+        for one in owners:
+            if hasattr(one, "set_epoch"):
+                one.set_epoch(epoch)
+                return
+        raise UsageError(
+            f"neither the {type(self.loader).__name__} nor its sampler has set_epoch; a shuffling "
+            "DataLoader has another order in each epoch without"
+        )
+
+    @property
+    def position_class(self) -> str:
+        """Whose words state_dict speaks, by class."""
+        return type(self.loader).__name__
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stood when the batch handed out last had been read.
+
+        Raises:
+            UsageError: The loader does not know.
+        """
+        self._check_knows_position()
+        state = self._position.state
+        found: dict[str, Any] = self.loader.state_dict() if state is None else state
+        return found
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises CheckpointError if `state` is that of another loader, where it can tell."""
+        if hasattr(self.loader, "check_state_dict"):
+            self.loader.check_state_dict(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Makes the next `iter()` go on behind the batch handed out last.
+
+        Raises:
+            UsageError: The loader knows no positions.
+            CheckpointError: `state` is that of another loader.
+        """
+        self._check_knows_position()
+        self._end()
+        self._left = None
+        self.loader.load_state_dict(state)
+        self._position = _Position()
+
+    def _check_knows_position(self) -> None:
+        if not hasattr(self.loader, "state_dict"):
+            raise UsageError(
+                f"the {type(self.loader).__name__} in this AsyncLoader does not know its position: "
+                "give it a torch DataLoader, or a loader with state_dict"
+            )
+
+    def _end(self) -> None:
+        """Of the iteration under way."""
+        batches = self._latest() if self._latest else None
+        if batches is not None:
+            batches.close()
+
+
+@dataclass
+class _Position:
+    """Where the loader stood at the batch handed out last; None: ask it."""
+
+    state: Any = None
+
+
+@dataclass
+class _Reader:
+    """Reads one batch and makes it ready. Knows nothing of the AsyncLoader, which may go before."""
+
+    source: Iterator[Any]
+    loader: Any
+    buckets: Buckets | None
+    lane: CopyLane | None
+
+    def __call__(self) -> Reading:
+        try:
+            try:
+                batch = next(self.source)
+            except StopIteration:
+                return Reading(ended=True, position=_position_of(self.loader))
+            position = _position_of(self.loader)
+        except BaseException as error:
+            return Reading(error=error)
+        arrived = None
+        try:
+            if self.buckets is not None:
+                batch = self.buckets.pad(batch)
+            if self.lane is not None:
+                batch, arrived = self.lane.send(batch)
+        except BaseException as error:
+            return Reading(error=error, position=position)
+        return Reading(batch=batch, arrived=arrived, position=position)
+
+
+def _position_of(loader: Any) -> Any:
+    if not hasattr(loader, "state_dict"):
+        return None
+    state = loader.state_dict()
+    # Others may give what they go on to change.
+    return state if isinstance(loader, ResumableLoader) else copy.deepcopy(state)
+
+
+class _Batches:
+    """The iterator handed to the loop. When it goes, its thread goes."""
+
+    def __init__(self, reading: ReadAhead, lane: CopyLane | None, position: _Position) -> None:
+        self._reading: ReadAhead | None = reading
+        self._process = os.getpid()
+        self._lane = lane
+        self._position = position
+        self._stop = weakref.finalize(self, reading.stop)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"this iteration of an AsyncLoader is of process {self._process}, whose thread "
+                "reads; iterate over the loader in the child"
+            )
+        if self._reading is None:
+            raise UsageError(
+                "this iteration of an AsyncLoader has been ended, by another one, load_state_dict "
+                "or an interrupt; two that go on beside each other need an AsyncLoader each"
+            )
+        try:
+            reading = self._reading.take()
+        except BaseException:
+            self.close()
+            raise
+        if reading.position is not None:
+            self._position.state = reading.position
+        if reading.error is not None:
+            # The error's traceback holds this iteration, for as long as somebody holds the error.
+            self._reading.stop()
+            try:
+                raise reading.error
+            finally:
+                del reading  # this frame is in the traceback, and would hold the error
+        if reading.ended:
+            raise StopIteration
+        if self._lane is not None:
+            self._lane.receive(reading.batch, reading.arrived)
+        return reading.batch
+
+    def close(self) -> None:
+        """Ends the iteration: its thread is over when this returns."""
+        self._stop()
+        self._reading = None

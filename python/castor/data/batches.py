@@ -1,0 +1,43 @@
+"""Batches as data loaders make them: tensors in mappings, lists and tuples."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+
+def each_tensor(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The batch with `function` of each of its tensors; objects of other kinds stay as they are."""
+    if isinstance(batch, torch.Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return _like(batch, {name: each_tensor(one, function) for name, one in batch.items()})
+    if isinstance(batch, list | tuple) and not isinstance(batch, PackedSequence):
+        return _sequence_like(batch, [each_tensor(one, function) for one in batch])
+    return batch
+
+
+def with_fields(batch: Any, fields: Mapping[str, Any]) -> Any:
+    """The batch with other values in some fields; those of a list or tuple are '0', '1', ..."""
+    if isinstance(batch, Mapping):
+        return _like(batch, {**batch, **fields})
+    return _sequence_like(batch, [fields.get(str(i), one) for i, one in enumerate(batch)])
+
+
+def _like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """A mapping of its class, with what else its objects hold (transformers' BatchEncoding)."""
+    if isinstance(batch, MutableMapping):
+        made = copy.copy(batch)
+        made.update(values)
+        return made
+    return values
+
+
+def _sequence_like(batch: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
+    if hasattr(batch, "_fields"):
+        return type(batch)(*values)
+    return type(batch)(values)

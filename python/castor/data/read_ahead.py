@@ -1,0 +1,150 @@
+"""A thread that reads ahead of whoever takes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from castor.checkpoint import rng
+from castor.errors import UsageError
+
+_GENERATORS = {
+    "torch": "torch's global generator",
+    "python": "Python's random",
+    "numpy": "numpy's global generator",
+    "cuda": "CUDA's generators",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What one read gave."""
+
+    batch: Any = None
+    arrived: Any = None
+    """What a CopyLane needs to receive it."""
+    error: BaseException | None = None
+    """What it raised instead of a batch."""
+    ended: bool = False
+    """There is no further batch."""
+    position: Any = None
+    """Where the loader stood after it, where it knows."""
+
+
+class ReadAhead:
+    """Calls `read` on a thread, at most `depth` readings ahead of those that were taken.
+
+    One thread takes. The first two readings are made on it, before there is another thread: what a
+    loader draws when its iteration begins (a sampler's seed) is drawn where plain PyTorch draws it.
+    By the second it has begun, and a loader that still draws from the global generators would race
+    with the training that draws from them, too: it is refused.
+
+    Args:
+        read: Catches what the loader raises.
+        depth: 0: every reading is made when it is taken, and there is no thread.
+        what: Read from; for messages.
+    """
+
+    def __init__(self, read: Callable[[], Reading], depth: int, what: str) -> None:
+        self._read = read
+        self._depth = depth
+        self._what = what
+        self.process = os.getpid()
+        """That made it, and has the thread."""
+        self._changed = threading.Condition()
+        # Guarded by _changed while there is a thread.
+        self._ready: deque[Reading] = deque()
+        self._stopping = False
+        self._end: Reading | None = None
+        self._begun = False
+        self._thread: threading.Thread | None = None
+
+    def take(self) -> Reading:
+        """The next reading; when the loader has ended, its end again and again.
+
+        Raises:
+            UsageError: The loader draws from global generators.
+        """
+        if self._end is not None:
+            return self._end
+        reading = self._next()
+        if reading.ended:
+            self._end = reading
+        return reading
+
+    def _next(self) -> Reading:
+        if self._depth == 0:
+            return self._read()
+        if not self._begun:
+            first = self._read()
+            if not first.ended:
+                self._ready.append(self._read_without_drawing())
+            self._begun = True
+            if not self._over():
+                self._start()
+            return first
+        with self._changed:
+            if self._thread is None and not self._over():
+                self._start()
+            while not self._ready:
+                self._changed.wait()
+            reading = self._ready.popleft()
+            self._changed.notify_all()
+            return reading
+
+    def _over(self) -> bool:
+        return bool(self._ready) and self._ready[-1].ended
+
+    def _read_without_drawing(self) -> Reading:
+        before = rng.snapshot()
+        reading = self._read()
+        if reading.error is not None and not isinstance(reading.error, Exception):
+            raise reading.error  # KeyboardInterrupt, now
+        drawn = [_GENERATORS[name] for name in rng.differing(before, rng.snapshot())]
+        if drawn:
+            raise UsageError(
+                f"reading batches of the {self._what} draws from {' and '.join(drawn)} (in its "
+                "dataset, collate_fn or sampler), and a thread that reads ahead would draw at "
+                "other moments in every run: give a DataLoader num_workers=1 or more, which draw "
+                "from generators of their own, or the AsyncLoader depth=0"
+            )
+        return reading
+
+    def _start(self) -> None:
+        self._stopping = False
+        # Whoever made this sees to its end; a daemon, so that Python does not wait for it before.
+        self._thread = threading.Thread(target=self._run, name="castor-async-loader", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while len(self._ready) >= self._depth and not self._stopping:
+                    self._changed.wait()
+                if self._stopping:
+                    return
+            reading = self._read()
+            with self._changed:
+                self._ready.append(reading)
+                self._changed.notify_all()
+            if reading.ended:
+                return
+            del reading  # whoever takes it has it alone
+
+    def stop(self) -> None:
+        """Ends the thread, after what it is reading; who takes what is read starts another.
+
+        In a forked child, which has no such thread: nothing.
+        """
+        if os.getpid() != self.process:
+            return
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
