@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from castor.config.settings_file import read_settings_file
 from castor.errors import UsageError
 
 _TAIL = 20
@@ -128,15 +129,7 @@ def read_settings(config: Path | None, given: Sequence[str]) -> dict[str, Any] |
     """
     if config is None and not given:
         return None
-    settings: dict[str, Any] = {}
-    if config is not None:
-        text = config.read_text(encoding="utf-8")
-        try:
-            settings = json.loads(text) if config.suffix == ".json" else _yaml(text, config)
-        except ValueError as error:
-            raise UsageError(f"{config} is no JSON: {error}") from error
-        if not isinstance(settings, dict):
-            raise UsageError(f"{config} holds a {type(settings).__name__}: give names and values")
+    settings = {} if config is None else read_settings_file(config)
     for one in given:
         name, separator, value = one.partition("=")
         if not separator:
@@ -146,17 +139,6 @@ def read_settings(config: Path | None, given: Sequence[str]) -> dict[str, Any] |
         except ValueError:
             settings[name] = value
     return settings
-
-
-def _yaml(text: str, path: Path) -> Any:
-    try:
-        import yaml  # type: ignore[import-untyped]
-    except ModuleNotFoundError:
-        raise UsageError(f"{path}: reading YAML needs pyyaml; install it, or give JSON") from None
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UsageError(f"{path} is no YAML: {error}") from error
 
 
 def _tell(rank: int, failure: ProcessFailure, logs: Path) -> int:
