@@ -79,7 +79,7 @@ PY_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"plugins"}),
     frozenset({"booster_checkpoints", "data"}),
     frozenset({"booster", "io_bench"}),
-    frozenset({"report", "estimate", "doctor", "integrations", "launch", "selftest"}),
+    frozenset({"report", "estimate", "doctor", "integrations", "launch", "one_call", "selftest"}),
     frozenset({"cli"}),
     frozenset({"__init__", "__main__"}),
 )

@@ -6,7 +6,7 @@ from castor import _loader  # noqa: F401
 # isort: split
 from castor import report
 from castor._C import __version__
-from castor.booster import Booster
+from castor.booster import Booster, booster_of
 from castor.checkpoint import CheckpointInfo
 from castor.data import AsyncLoader
 from castor.errors import (
@@ -19,6 +19,7 @@ from castor.errors import (
     UsageError,
 )
 from castor.lazy import LazyInitContext
+from castor.one_call import Config, accelerate
 from castor.optim import HybridAdam
 from castor.plugins import GeminiPlugin, HybridParallelPlugin
 from castor.runtime.ranks import launch_from_torch
@@ -32,6 +33,7 @@ __all__ = [
     "Booster",
     "CheckpointError",
     "CheckpointInfo",
+    "Config",
     "CorruptionError",
     "Error",
     "GeminiPlugin",
@@ -46,6 +48,8 @@ __all__ = [
     "UsageError",
     "ZeroInitContext",
     "__version__",
+    "accelerate",
+    "booster_of",
     "launch_from_torch",
     "report",
 ]

@@ -19,10 +19,12 @@ from castor.checkpoint.arguments import absolute, check_only
 from castor.errors import UsageError
 from castor.optim.step_driver import StepDriver
 from castor.plugins.protocol import Plugin, list_of_optimizers
-from castor.runtime.engine import Engine, engine_of
+from castor.runtime.engine import Engine, compiled_from, engine_of
 from castor.runtime.report import MemoryReport, MemoryUse
 
 Model = TypeVar("Model", bound=nn.Module)
+
+_boosters: weakref.WeakKeyDictionary[nn.Module, Booster] = weakref.WeakKeyDictionary()
 
 
 class Booster(Checkpoints):
@@ -74,6 +76,7 @@ class Booster(Checkpoints):
             raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
         self.plugin.configure(model, list_of_optimizers(optimizer))
         self._latest = weakref.ref(model)
+        _boosters[model] = self
         checkpoint.make_resumable(dataloader)
         return model, optimizer, criterion, dataloader, lr_scheduler
 
@@ -187,3 +190,19 @@ class Booster(Checkpoints):
         if latest is None:
             raise UsageError("nothing has been boosted, or the model boosted last is gone: name it")
         return engine_of(latest)
+
+
+def booster_of(model: nn.Module) -> Booster:
+    """The Booster that boosted a model, whoever called it: castor.accelerate, a Trainer.
+
+    Args:
+        model: As it was given to boost; torch.compile may have wrapped it since.
+
+    Raises:
+        UsageError: It is not boosted.
+    """
+    booster = _boosters.get(model) or _boosters.get(compiled_from(model))
+    if booster is None:
+        engine_of(model)  # raises, unless a plugin was called without a Booster
+        raise UsageError(f"this {type(model).__name__} was boosted by no Booster")
+    return booster

@@ -16,6 +16,7 @@ from torch import nn
 
 import builds
 import simulated_gpu
+from castor.data import async_loader
 from castor.plugins import gemini
 from castor.runtime import device as device_module
 from castor.runtime import engine
@@ -85,9 +86,10 @@ class Simulation:
 
 
 def compute_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on every plugin's device is the simulated GPU, whatever it was given."""
+    """From now on every plugin's device, and loader's, is the simulated GPU, whatever was given."""
     simulated_gpu.require()
-    monkeypatch.setattr(gemini, "choose_device", lambda _: torch.device(simulated_gpu.NAME, 0))
+    for module in (gemini, async_loader):
+        monkeypatch.setattr(module, "choose_device", lambda _: torch.device(simulated_gpu.NAME, 0))
     monkeypatch.setattr(device_module, "load_cuda", simulated_gpu.load_cuda)
 
 

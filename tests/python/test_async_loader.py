@@ -25,7 +25,6 @@ from accelerator import Accelerator
 from castor import AsyncLoader
 from castor.checkpoint.rank_sampler import RankSampler
 from castor.checkpoint.values import decode, encode
-from castor.data import async_loader
 from helpers import boost, plugin
 from test_forks import in_child
 from zoo import VOCABULARY, gpt2, tower, tower_batch
@@ -705,10 +704,8 @@ def test_losses_of_padded_batches_are_those_of_the_batches() -> None:
 
 
 @pytest.fixture
-def to_gpu(gpu: Accelerator, monkeypatch: pytest.MonkeyPatch) -> Callable[..., AsyncLoader]:
+def to_gpu(gpu: Accelerator) -> Callable[..., AsyncLoader]:
     """AsyncLoaders of that device."""
-    if not gpu.real:
-        monkeypatch.setattr(async_loader, "choose_device", lambda _: gpu.device)
     return lambda loader, **options: AsyncLoader(loader, device=gpu.device, **options)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 # Arguments of Colossal-AI's GeminiPlugin that this version knows but cannot honour: the value that
 # asks for nothing, and what to do instead.
-_NOT_YET: dict[str, tuple[object, str]] = {
+NOT_YET: dict[str, tuple[object, str]] = {
     "chunk_config_dict": (None, "give chunk_bytes"),
     "chunk_init_device": (None, "chunks are built on the host"),
     "master_weights": (True, "16-bit precisions always keep fp32 master weights"),
@@ -44,8 +44,8 @@ def check_not_yet(plugin: str, arguments: dict[str, Any]) -> None:
         NotImplementedError: It asks for something.
     """
     for name, value in arguments.items():
-        if name not in _NOT_YET:
+        if name not in NOT_YET:
             raise TypeError(f"{plugin} has no argument {name!r}")
-        neutral, instead = _NOT_YET[name]
+        neutral, instead = NOT_YET[name]
         if value != neutral:
             raise NotImplementedError(f"{name}={value!r} is not supported yet: {instead}")
