@@ -16,6 +16,7 @@ from castor import checkpoint
 from castor.booster_checkpoints import Checkpoints
 from castor.checkpoint.adapters import with_adapters
 from castor.checkpoint.arguments import absolute, check_only
+from castor.distributed import Criterion, schedule_of
 from castor.errors import UsageError
 from castor.optim.step_driver import StepDriver
 from castor.plugins.protocol import Plugin, list_of_optimizers
@@ -125,14 +126,8 @@ class Booster(Checkpoints):
         Raises:
             UsageError: `optimizer` is not boosted, or fp16 has none.
         """
-        driver = getattr(optimizer, "_castor", None)
-        if optimizer is not None and not isinstance(driver, StepDriver):
-            raise UsageError("booster.backward was given an optimizer that is not boosted")
+        driver = self._driver(optimizer, "booster.backward(loss, optimizer)")
         if driver is None:
-            if self.plugin.scales_loss:
-                raise UsageError(
-                    "fp16 needs the loss scale: call booster.backward(loss, optimizer)"
-                )
             loss.backward()
             return
         session = driver.engine.session
@@ -142,6 +137,77 @@ class Booster(Checkpoints):
             (loss * driver.loss_scale if driver.scaler else loss).backward()
         finally:
             session.set_loss_scale(1.0)
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Criterion | None = None,
+        optimizer: Optimizer | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """One batch through all stages of a model, and back unless in torch.no_grad().
+
+        Every rank calls it, with the same batch on ranks of one pipeline. The batch's rows are
+        divided into micro-batches, whose gradients add up as accumulated ones do: those of the mean
+        of the micro-batches' losses. Step and zero_grad as ever.
+
+        Args:
+            data_iter: Its next batch is taken: arguments of the model by name, rows first.
+            model: Boosted.
+            criterion: (outputs, micro-batch) -> loss; None: outputs.loss, the model's own.
+            optimizer: Boosted; needed for fp16.
+            return_loss: Whether all ranks are told the loss: it is sent once more.
+            return_outputs: Whether the last stage keeps what the model returns.
+
+        Returns:
+            "loss": the mean, a scalar on every rank; "outputs": those of each micro-batch, in
+            order, on ranks with the last stage. None for what was not asked for or is elsewhere.
+
+        Raises:
+            UsageError: The model has no stages, the rows cannot be divided evenly, there is no
+                loss, ranks were given different batches, or fp16 has no optimizer.
+            TypeError: The batch is no mapping.
+            Error: A rank of the pipeline is gone.
+        """
+        schedule = schedule_of(model)
+        engine, driver = (
+            engine_of(model),
+            self._driver(
+                optimizer, "booster.execute_pipeline(data_iter, model, criterion, optimizer)"
+            ),
+        )
+        scale = driver.loss_scale if driver else 1.0
+        batch = next(data_iter)
+        engine.session.set_loss_scale(scale)
+        try:
+            with engine.unsynchronised():  # until the step: all micro-batches cost one exchange
+                done = schedule.run(
+                    batch,
+                    criterion,
+                    scale=scale,
+                    return_loss=return_loss,
+                    return_outputs=return_outputs,
+                )
+        finally:
+            engine.session.set_loss_scale(1.0)
+        if done.loss is not None and torch.is_grad_enabled():
+            engine.history.loss_given(done.loss)
+        return {"loss": done.loss, "outputs": done.outputs}
+
+    def _driver(self, optimizer: Optimizer | None, call: str) -> StepDriver | None:
+        """A boosted optimizer's.
+
+        Raises:
+            UsageError: It is not boosted, or there is none in fp16.
+        """
+        driver = getattr(optimizer, "_castor", None)
+        if optimizer is not None and not isinstance(driver, StepDriver):
+            raise UsageError(f"{call} was given an optimizer that is not boosted")
+        if driver is None and self.plugin.scales_loss:
+            raise UsageError(f"fp16 needs the loss scale: call {call}")
+        return driver
 
     @contextmanager
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[None]:

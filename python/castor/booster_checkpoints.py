@@ -274,7 +274,7 @@ class Checkpoints:
         optimizers: Sequence[Optimizer] = (),
     ) -> Result:
         """What `work` gives, which runs on one of the ranks that share the model."""
-        parts_of = checkpoint.parts_of(model, optimizers)
+        parts_of = checkpoint.PartsOf(model, optimizers)
         return together.on_first(self._shared(model), work, parts_of)
 
 

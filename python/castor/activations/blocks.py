@@ -77,6 +77,9 @@ class Blocks(BlockPolicy):
 
     def apply(self, model: nn.Module, engine: Engine) -> None:
         """From now on forwards in training do what was decided. Called once, of a boosted model."""
+        own = set(model.modules())  # another rank may have the others
+        self._decisions = [decision for decision in self._decisions if decision.module in own]
+        self._blocks = {name: ref for name, ref in self._blocks.items() if ref() in own}
         if self._decisions:
             self._offload = _C.ActivationOffload(engine.session)
         if self._offload and self._config.activations == "auto":

@@ -7,17 +7,17 @@ from castor.checkpoint.optimizer import save_optimizer
 from castor.checkpoint.optimizer_load import load_optimizer
 from castor.checkpoint.run import CheckpointInfo, latest, load, process_state, save
 from castor.checkpoint.scheduler import load_lr_scheduler, save_lr_scheduler
-from castor.checkpoint.serve import parts_of
+from castor.checkpoint.serve import PartsOf
 
 __all__ = [
     "CheckpointInfo",
+    "PartsOf",
     "latest",
     "load",
     "load_lr_scheduler",
     "load_model",
     "load_optimizer",
     "make_resumable",
-    "parts_of",
     "process_state",
     "save",
     "save_lr_scheduler",

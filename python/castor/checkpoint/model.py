@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from castor.checkpoint.files import (
     write_file,
 )
 from castor.checkpoint.manifest import PART_MANIFEST, read_manifest, write_manifest
-from castor.checkpoint.parts import in_whole
+from castor.checkpoint.parts import model_in_whole
 from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.staging import carry_over, staged
 from castor.errors import CheckpointError
@@ -76,14 +76,19 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def without_ties(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Each tensor once: under the key that transformers ties the others to, or its first."""
+    kept = _kept_keys(model, {key: id(tensor) for key, tensor in state.items()})
+    return {key: tensor for key, tensor in state.items() if key in kept}
+
+
+def _kept_keys(model: nn.Module, tensors: Mapping[str, int]) -> set[str]:
+    """Of keys with the number of their tensor, one for each."""
     tied_to_others = set(getattr(model, "all_tied_weights_keys", None) or ())
     key_of: dict[int, str] = {}
-    for key, tensor in state.items():
-        known = key_of.setdefault(id(tensor), key)
+    for key, tensor in tensors.items():
+        known = key_of.setdefault(tensor, key)
         if known in tied_to_others and key not in tied_to_others:
-            key_of[id(tensor)] = key
-    kept = set(key_of.values())
-    return {key: tensor for key, tensor in state.items() if key in kept}
+            key_of[tensor] = key
+    return set(key_of.values())
 
 
 def model_bytes(model: nn.Module) -> int:
@@ -173,7 +178,11 @@ def _in_turn(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, Save
                 saved[key] = ComputedTensor(
                     dtype=tensor.dtype, shape=tuple(tensor.shape), compute=partial(_copy_of, tensor)
                 )
-        saved = in_whole(engine, saved, state.get, "model")
+        saved = model_in_whole(engine, saved, state.get)
+        whole = engine.parts.whole_model if engine.parts else None
+        if whole:  # other ranks have what is tied to this one's
+            kept = _kept_keys(model, {key: number for key, (number, _) in whole.tensors.items()})
+            saved = {key: tensor for key, tensor in saved.items() if key in kept}
     return saved
 
 

@@ -18,7 +18,7 @@ from castor.checkpoint import adapters
 from castor.checkpoint.container import StoredTensor, read_headers
 from castor.checkpoint.manifest import PART_MANIFEST, verify
 from castor.checkpoint.model import INDEX, SINGLE_FILE, state_of, weight_files
-from castor.checkpoint.parts import own_part, whole_shape
+from castor.checkpoint.parts import own_part, own_targets, whole_shape
 from castor.checkpoint.staging import recover
 from castor.config.names import LoadedWeights
 from castor.errors import CheckpointError
@@ -127,6 +127,9 @@ def prepare_model(model: nn.Module, directory: Path, *, strict: bool) -> ModelLo
     with being_loaded(engines):
         targets = state_of(model)
     _check_targets(model, targets)
+    others: dict[str, tuple[int, tuple[int, ...]]] = {}
+    for engine in engines:
+        targets, others = own_targets(engine, targets)
     of_peft = adapters.is_peft_model(model)
     if of_peft and not any((directory / name).exists() for name in (SINGLE_FILE, INDEX)):
         stored, targets = adapters.read_adapters(model, directory, targets)
@@ -134,7 +137,7 @@ def prepare_model(model: nn.Module, directory: Path, *, strict: bool) -> ModelLo
     else:
         stored = read_headers(weight_files(directory))
         sources = _from_files(stored, targets)
-    comparison = _compare(stored, targets, engines)
+    comparison = _compare(stored, targets, engines, others)
     if not of_peft and (comparison.missing or comparison.unexpected) and _can_convert(model):
         try:
             comparison, sources = _through_transformers(model, directory, stored, targets)
@@ -161,9 +164,19 @@ def _check_targets(model: nn.Module, targets: dict[str, torch.Tensor]) -> None:
 
 
 def _compare(
-    stored: dict[str, StoredTensor], targets: dict[str, torch.Tensor], engines: list[Engine]
+    stored: dict[str, StoredTensor],
+    targets: dict[str, torch.Tensor],
+    engines: list[Engine],
+    others: dict[str, tuple[int, tuple[int, ...]]],
 ) -> Comparison:
+    """`others`: what ranks with other layers have; every rank finds the same."""
     comparison = Comparison()
+    there = {number for key, (number, _) in others.items() if key in stored}
+    for key, (number, shape) in others.items():
+        if key in stored and stored[key].shape != shape:
+            comparison.mis_shaped.append((key, stored[key].shape, shape))
+        elif number not in there:
+            comparison.missing.append(key)
     loaded = {id(targets[key]) for key in stored if key in targets}
     for key, target in targets.items():
         if key in stored:
@@ -172,7 +185,7 @@ def _compare(
                 comparison.mis_shaped.append((key, shape, own))
         elif id(target) not in loaded:  # else it is tied to one that is there
             comparison.missing.append(key)
-    comparison.unexpected = [key for key in stored if key not in targets]
+    comparison.unexpected = [key for key in stored if key not in targets and key not in others]
     return comparison
 
 

@@ -24,7 +24,7 @@ from castor.checkpoint.container import (
 )
 from castor.checkpoint.files import OVERHEAD_BYTES, PIECE_BYTES, FileEntry, write_file
 from castor.checkpoint.model import seal_part
-from castor.checkpoint.parts import in_whole
+from castor.checkpoint.parts import names_in_whole, optimizer_in_whole
 from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.staging import staged
 from castor.checkpoint.values import encode
@@ -85,7 +85,7 @@ def names_of(optimizer: Optimizer, model: nn.Module | None) -> dict[torch.Tensor
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if driver is not None:
         known: dict[torch.Tensor, str] = dict(
-            zip(driver.engine.params, driver.engine.names, strict=True)
+            zip(driver.engine.params, names_in_whole(driver.engine), strict=True)
         )
     elif model is not None:
         known = {param: name for name, param in model.named_parameters()}
@@ -137,15 +137,22 @@ def state_of_optimizer(optimizer: Optimizer, model: nn.Module | None) -> Optimiz
     driver = driver_of(optimizer)
     names = names_of(optimizer, model)
     tensors, numbers = tensors_and_numbers(optimizer, model)
+    groups: Sequence[Sequence[str]] = [
+        [names[param] for param in group["params"]] for group in optimizer.param_groups
+    ]
     if driver is not None:
         params = {name: param for param, name in names.items()}
-        tensors = in_whole(
-            driver.engine, tensors, lambda key: params[key.rpartition(".")[0]], "optimizer"
+        tensors, numbers, groups = optimizer_in_whole(
+            *(driver.engine, tensors, numbers, groups),
+            lambda key: params[key.rpartition(".")[0]],
         )
     description = {
         "format": FORMAT,
         "optimizer": type(optimizer).__name__,
-        "groups": [_describe_group(i, g, names) for i, g in enumerate(optimizer.param_groups)],
+        "groups": [
+            _describe_group(i, group, names)
+            for i, (group, names) in enumerate(zip(optimizer.param_groups, groups, strict=True))
+        ],
         "state": numbers,
         "loss_scaler": driver.scaler.state_dict() if driver and driver.scaler else None,
         "rounding_seed": getattr(optimizer, "rounding_seed", None),
@@ -254,12 +261,10 @@ def _master(engine: Engine, param: torch.Tensor) -> SavedTensor | None:
     return ComputedTensor(dtype=torch.float32, shape=tuple(param.shape), compute=compute)
 
 
-def _describe_group(
-    position: int, group: dict[str, Any], names: dict[torch.Tensor, str]
-) -> dict[str, Any]:
+def _describe_group(position: int, group: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     return {
-        "params": [names[param] for param in group["params"]],
+        "params": list(names),
         "options": encode(options, f"param_groups[{position}]"),
     }
 

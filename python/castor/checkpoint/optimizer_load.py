@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from castor.checkpoint.container import StoredTensor, read_headers
 from castor.checkpoint.manifest import PART_MANIFEST, verify
 from castor.checkpoint.optimizer import DESCRIPTION, FORMAT, driver_of, names_of
-from castor.checkpoint.parts import own_part, whole_shape
+from castor.checkpoint.parts import names_of_others, own_part, whole_shape
 from castor.checkpoint.staging import recover
 from castor.checkpoint.values import decode
 from castor.errors import CheckpointError, UsageError
@@ -167,8 +167,12 @@ def prepare_optimizer(
     names = names_of(optimizer, model)
     stored = read_headers([directory / name for name in document["files"]])
     numbers = {name: decode(entry) for name, entry in document["state"].items()}
-    groups = _match_groups(document["groups"], optimizer, names)
+    driver = driver_of(optimizer)
+    others = names_of_others(driver.engine) if driver else set()
+    groups = _match_groups(document["groups"], optimizer, names, others)
     _check_kind(optimizer, document["optimizer"], stored, numbers)
+    stored = {key: one for key, one in stored.items() if key.rpartition(".")[0] not in others}
+    numbers = {name: entry for name, entry in numbers.items() if name not in others}
     _check_entries(optimizer, names, stored, groups)
     return OptimizerLoad(
         optimizer=optimizer,
@@ -182,12 +186,22 @@ def prepare_optimizer(
 
 
 def _match_groups(
-    saved: list[dict[str, Any]], optimizer: Optimizer, names: dict[torch.Tensor, str]
+    saved: list[dict[str, Any]],
+    optimizer: Optimizer,
+    names: dict[torch.Tensor, str],
+    others: set[str],
 ) -> list[dict[str, Any]]:
-    """The saved options for each of the optimizer's groups."""
+    """The saved options for each of the optimizer's groups.
+
+    Args:
+        saved: Groups of the checkpoint.
+        optimizer: To be loaded.
+        names: Of its parameters.
+        others: Names of parameters that other ranks have.
+    """
     group_of = {name: i for i, group in enumerate(saved) for name in group["params"]}
-    own = set(names.values())
-    missing = [name for name in names.values() if name not in group_of]
+    own = others.union(names.values())
+    missing = [name for name in (*names.values(), *sorted(others)) if name not in group_of]
     unexpected = [name for name in group_of if name not in own]
     if missing or unexpected:
         raise CheckpointError(

@@ -2,34 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from castor.checkpoint.container import ComputedTensor, SavedTensor
 from castor.runtime.engine import Engine
-from castor.runtime.model_parts import ModelParts
+from castor.runtime.model_parts import Described, ModelParts
 
 
-def in_whole(
+def model_in_whole(
     engine: Engine,
     tensors: Mapping[str, SavedTensor],
     param_of: Callable[[str], torch.Tensor | None],
-    kind: str,
 ) -> dict[str, SavedTensor]:
-    """What a save writes: where this rank has a part, the whole, made when its turn comes.
+    """What a save writes: where this rank has a part or nothing, the whole, made in its turn.
 
     Args:
         engine: Of the model.
         tensors: This rank's, by key.
-        param_of: The parameter that a key's tensor belongs to, if any.
-        kind: "model" or "optimizer": in which the other ranks look the key up.
+        param_of: The parameter of a key, if it is one.
+
+    Returns:
+        In the order of a model in one process; under all keys of what is tied.
     """
     parts = engine.parts
-    saved = dict(tensors)
     if parts is None:
-        return saved
+        return dict(tensors)
+    own = _cut_in_whole(parts, tensors, param_of, "model")
+    if parts.whole_model is None:
+        return own
+    found = own | _of_others(parts, parts.described("model"), "model")
+    return {key: found[key] for key in parts.whole_model.tensors if key in found}
+
+
+def optimizer_in_whole(
+    engine: Engine,
+    tensors: Mapping[str, SavedTensor],
+    numbers: Mapping[str, dict[str, Any]],
+    groups: Sequence[Sequence[str]],
+    param_of: Callable[[str], torch.Tensor | None],
+) -> tuple[dict[str, SavedTensor], dict[str, dict[str, Any]], Sequence[Sequence[str]]]:
+    """As model_in_whole, of (tensors, other entries of the state, names by group)."""
+    parts = engine.parts
+    if parts is None:
+        return dict(tensors), dict(numbers), groups
+    own = _cut_in_whole(parts, tensors, param_of, "optimizer")
+    if parts.whole_model is None:
+        return own, dict(numbers), groups
+    described = parts.described("optimizer")
+    # What two ranks have is the first's, under the name that both know.
+    found = _of_others(parts, described, "optimizer") | own
+    others = {name: entry for rank in described for name, entry in rank.numbers.items()} | {
+        **numbers
+    }
+    groups = parts.whole_model.groups
+    names = [name for group in groups for name in group]
+    place = {name: i for i, name in enumerate(names)}
+    keys = sorted(found, key=lambda key: place[key.rpartition(".")[0]])
+    return (
+        {key: found[key] for key in keys},
+        {name: others[name] for name in names if name in others},
+        groups,
+    )
+
+
+def _cut_in_whole(
+    parts: ModelParts,
+    tensors: Mapping[str, SavedTensor],
+    param_of: Callable[[str], torch.Tensor | None],
+    kind: str,
+) -> dict[str, SavedTensor]:
+    """Of what this rank has a part of, the whole; `kind`: where other ranks look keys up."""
+    saved = dict(tensors)
     for key, tensor in tensors.items():
         param = param_of(key)
         shape = None if param is None else parts.whole_shape(param)
@@ -39,6 +86,19 @@ def in_whole(
         compute = partial(_whole, parts, f"{kind}:{key}", param, tensor)
         saved[key] = ComputedTensor(dtype=tensor.dtype, shape=shape, compute=compute)
     return saved
+
+
+def _of_others(
+    parts: ModelParts, described: Sequence[Described], kind: str
+) -> dict[str, SavedTensor]:
+    """What ranks with other layers have, from rank 1 on."""
+    found: dict[str, SavedTensor] = {}
+    for rank, of_rank in enumerate(described, start=1):
+        for key, (dtype, shape) in of_rank.tensors.items():
+            like = torch.empty(shape, dtype=dtype, device="meta")
+            compute = partial(parts.fetch, f"{kind}:{key}", rank, like)
+            found.setdefault(key, ComputedTensor(dtype=dtype, shape=shape, compute=compute))
+    return found
 
 
 def _whole(parts: ModelParts, key: str, param: torch.Tensor, tensor: SavedTensor) -> torch.Tensor:
@@ -67,3 +127,33 @@ def own_part(engine: Engine, param: torch.Tensor, whole: torch.Tensor) -> torch.
     if parts is None or shape is None or tuple(whole.shape) != shape:
         return whole
     return parts.own(param, whole)
+
+
+def names_in_whole(engine: Engine) -> list[str]:
+    """Names of the engine's parameters, as all of the model has them."""
+    whole = engine.parts.whole_model if engine.parts else None
+    return engine.names if whole is None else [whole.first_key(name) for name in engine.names]
+
+
+def own_targets(
+    engine: Engine, targets: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, tuple[int, tuple[int, ...]]]]:
+    """(what this rank has by all its keys in the whole model, the tensors of others there).
+
+    Args:
+        engine: Of the model.
+        targets: What this rank has by its own keys.
+    """
+    whole = engine.parts.whole_model if engine.parts else None
+    if whole is None:
+        return targets, {}
+    own = {key: targets[own_key] for key, own_key in whole.keys_like(targets).items()}
+    return own, {key: tensor for key, tensor in whole.tensors.items() if key not in own}
+
+
+def names_of_others(engine: Engine) -> set[str]:
+    """Of parameters that the optimizer of the whole model trains, those that other ranks have."""
+    whole = engine.parts.whole_model if engine.parts else None
+    if whole is None:
+        return set()
+    return {name for group in whole.groups for name in group}.difference(names_in_whole(engine))

@@ -1,17 +1,36 @@
-"""Layers and sequences that several ranks divide among themselves."""
+"""Layers, sequences and stages that several ranks divide among themselves."""
 
 from castor.distributed.layout import RankLayout, data_rank_and_size
+from castor.distributed.microbatches import (
+    Accumulation,
+    Criterion,
+    Microbatches,
+    Schedule,
+    schedule_of,
+)
+from castor.distributed.pipeline_parallel import PipelineParallel
+from castor.distributed.pipeline_plan import find_pipeline_plan
+from castor.distributed.pipeline_schedule import PipelineSchedule, Style
 from castor.distributed.sequence_parallel import SequenceParallel
 from castor.distributed.tensor_parallel import TensorParallel
 from castor.distributed.tensor_plan import Plan, find_plan
 from castor.distributed.tensor_ranks import TensorRanks
 
 __all__ = [
+    "Accumulation",
+    "Criterion",
+    "Microbatches",
+    "PipelineParallel",
+    "PipelineSchedule",
     "Plan",
     "RankLayout",
+    "Schedule",
     "SequenceParallel",
+    "Style",
     "TensorParallel",
     "TensorRanks",
     "data_rank_and_size",
+    "find_pipeline_plan",
     "find_plan",
+    "schedule_of",
 ]

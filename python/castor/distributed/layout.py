@@ -7,10 +7,11 @@ import socket
 from dataclasses import dataclass
 
 import torch
+from torch import distributed
 
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.errors import UsageError
-from castor.runtime.ranks import Peers, Ranks, make_ranks, own_groups, rank_and_size
+from castor.runtime.ranks import Peers, Ranks, make_ranks, own_group, own_groups, rank_and_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +27,22 @@ class RankLayout:
     sequence: TensorRanks | None
     """Those with other tokens of the same data; None: sequences are whole."""
 
+    stages: TensorRanks | None = None
+    """Those with the other stages of this part of the model, for the same data; None: it is one."""
+    ends: TensorRanks | None = None
+    """Of these, the first and the last; None: this one is in between."""
+    between_stages: distributed.ProcessGroup | None = None
+    """What hidden states go through."""
+
     @property
     def groups(self) -> tuple[Peers, ...]:
         """Those through which this rank reaches all others; none: it is alone."""
-        return tuple(group for group in (self.tensor, self.data) if group is not None)
+        groups = (self.tensor, self.data, self.stages)
+        return tuple(group for group in groups if group is not None)
 
     @classmethod
-    def find(cls, tensor_size: int, sequence_size: int) -> RankLayout:
-        """Divides all ranks: neighbours share layers, neighbours of these sequences.
+    def find(cls, tensor_size: int, sequence_size: int, stages: int = 1) -> RankLayout:
+        """Divides all ranks: neighbours share layers, neighbours of these sequences, then stages.
 
         Collective: every rank calls it.
 
@@ -41,21 +50,27 @@ class RankLayout:
             UsageError: Their number is no multiple of the product.
         """
         rank, size = rank_and_size()
-        each = tensor_size * sequence_size
+        each = tensor_size * sequence_size * stages
         if size % each:
             started = f"{size} ranks have been started" if size > 1 else "this process is alone"
-            sizes = {"tp_size": tensor_size, "sp_size": sequence_size}
+            sizes = {"tp_size": tensor_size, "sp_size": sequence_size, "pp_size": stages}
             asked = ", ".join(f"{name}={of}" for name, of in sizes.items() if of > 1)
             raise UsageError(
                 f"{asked} needs a multiple of {each} ranks, and {started}: start them with "
                 f"`castor run --nproc {each} ...`"
             )
-        ranks = torch.arange(size).view(-1, sequence_size, tensor_size)
+        ranks = torch.arange(size).view(-1, stages, sequence_size, tensor_size)
+        lines = ranks.permute(0, 2, 3, 1).reshape(-1, stages).tolist()
+        ends = [[line[0], line[-1]] for line in lines]
+        ends += [[between] for line in lines for between in line[1:-1]]
         return cls(
-            data=make_ranks(ranks.view(-1, tensor_size).t().tolist()),
+            data=make_ranks(ranks.permute(1, 3, 0, 2).reshape(stages * tensor_size, -1).tolist()),
             tensor=_exchanging(ranks.reshape(-1, tensor_size).tolist(), rank),
-            sequence=_exchanging(ranks.transpose(1, 2).reshape(-1, sequence_size).tolist(), rank),
+            sequence=_exchanging(ranks.transpose(2, 3).reshape(-1, sequence_size).tolist(), rank),
             process=rank,
+            stages=_exchanging(lines, rank),
+            ends=_exchanging(ends, rank) if stages > 1 else None,
+            between_stages=own_group(lines) if stages > 1 else None,
         )
 
     def share_of_cores(self) -> int:
@@ -74,10 +89,12 @@ class RankLayout:
 
 def _exchanging(parts: list[list[int]], rank: int) -> TensorRanks | None:
     """Those of this rank's part, if it has others."""
+    if all(len(part) == 1 for part in parts):
+        return None
+    (name,) = own_groups(parts, 1)  # all ranks make all groups
     mine = next(part for part in parts if rank in part)
     if len(mine) == 1:
         return None
-    (name,) = own_groups(parts, 1)
     return TensorRanks.of(name, rank=mine.index(rank), size=len(mine))
 
 

@@ -6,6 +6,7 @@ optimizers keep them; modules stay the same, with another `forward`.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ from castor.distributed.tensor_ranks import TensorRanks
 from castor.distributed.vocabulary_loss import VocabularyLoss
 from castor.errors import Error, UsageError
 from castor.runtime.hooks import ModuleHook
-from castor.runtime.model_parts import PartsOf
+from castor.runtime.model_parts import Described, OwnParts
 from castor.runtime.ranks import Result
 
 _PARTIAL = "replicated_with_grad_allreduce"
@@ -110,10 +111,28 @@ class TensorParallel:
             params: This rank's.
             squares: The sum of squares of each one's gradient.
         """
+        return math.sqrt(self.squared_norm(params, squares))
+
+    def squared_norm(self, params: Sequence[torch.Tensor], squares: Sequence[float]) -> float:
+        """See norm."""
         cut = sum(s for param, s in zip(params, squares, strict=True) if param in self.cuts)
         whole = sum(s for param, s in zip(params, squares, strict=True) if param not in self.cuts)
         parts = self.ranks.gather((cut, whole))
-        return float((parts[0][1] + sum(of_rank for of_rank, _ in parts)) ** 0.5)
+        return float(parts[0][1] + sum(of_rank for of_rank, _ in parts))
+
+    whole_model = None
+    """No rank has layers that another lacks."""
+
+    def settle_gradients(self) -> None:
+        """Before a step: backward has left them as they are to be."""
+
+    def described(self, kind: str) -> list[Described]:
+        """See PipelineParallel: no rank has other keys."""
+        return []
+
+    def fetch(self, key: str, owner: int, like: torch.Tensor) -> NoReturn:
+        """See PipelineParallel: no rank has other keys."""
+        raise AssertionError(key)
 
     def whole_shape(self, param: torch.Tensor) -> tuple[int, ...] | None:
         """Of a parameter that is cut; None for one that is not."""
@@ -124,13 +143,12 @@ class TensorParallel:
         """This rank's part of what belongs to a parameter that is cut."""
         return self.cuts[param].own(whole, self.ranks.rank, self.ranks.size)
 
-    def on_first(self, work: Callable[[], Result], parts_of: PartsOf) -> Result:
+    def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
         """Runs `work` on rank 0, for all, which may ask for whole tensors meanwhile. Collective.
 
         Args:
             work: What is done once.
-            parts_of: Of every rank: this rank's part of a tensor by its key, and the parameter that
-                it belongs to.
+            parts_of: Of every rank: finds this rank's part of a tensor.
         """
         return self.ranks.on_first(work, serve=lambda: self._serve(parts_of), end_service=self._end)
 
@@ -165,11 +183,11 @@ class TensorParallel:
         shapes = [cut.shape_of(rank, size) for rank in range(size)]
         return cut.joined(self.ranks.gather_parts(own, shapes))
 
-    def _serve(self, parts_of: PartsOf) -> None:
+    def _serve(self, parts_of: OwnParts) -> None:
         while (key := self._ask(None)) is not None:
             param, own, failed = None, None, None
             try:
-                param, own = parts_of(key)
+                param, own = parts_of.find(key)
             except Exception as error:
                 failed = f"rank {self.ranks.rank}: {type(error).__name__}: {error}"
             with suppress(Error):  # rank 0 raises it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -102,6 +103,21 @@ def materialise(model: nn.Module) -> None:
         param.data = value
 
     Materialisation(model).run(lambda _param, _dtype: None, finish)
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether it has no values yet."""
+    return isinstance(tensor, LazyTensor)
+
+
+def random_states(model: nn.Module) -> str:
+    """A digest of where the random numbers of the model's lazy tensors come from."""
+    digest = hashlib.sha256()
+    for recording in dict.fromkeys(tensor._recording for tensor in _lazy_tensors(model)):
+        for operation in recording.program.operations:
+            if operation.random and operation.random.state is not None:
+                digest.update(operation.random.state.numpy().tobytes())
+    return digest.hexdigest()[:12]
 
 
 def _lazy_tensors(model: nn.Module) -> list[LazyTensor]:

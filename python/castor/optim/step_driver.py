@@ -82,6 +82,8 @@ class ModelStep:
         config = self.config
         check = config.nonfinite != "ignore" or self.scaler is not None
         measures = check or config.max_norm > 0
+        if self.engine.parts:
+            self.engine.parts.settle_gradients()
         gradients = self.engine.session.collect_gradients(with_norm=measures)
         norm = gradients.norm / gradients.scale
         if self.engine.parts and measures:

@@ -10,16 +10,23 @@ from torch.optim import Optimizer
 
 from castor.config.names import StateFormat
 from castor.distributed import (
+    Accumulation,
+    Microbatches,
+    PipelineParallel,
+    PipelineSchedule,
     Plan,
     RankLayout,
+    Schedule,
     SequenceParallel,
+    Style,
     TensorParallel,
     TensorRanks,
+    find_pipeline_plan,
     find_plan,
 )
 from castor.errors import UsageError
 from castor.optim.rules import rule_of
-from castor.runtime.engine import Engine
+from castor.runtime.engine import WORKING_DTYPES, Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +35,34 @@ class Divided:
 
     layers: TensorParallel | None = None
     sequences: SequenceParallel | None = None
+    stages: PipelineParallel | None = None
+    schedule: Schedule | None = None
 
     def start(self, engine: Engine) -> None:
         """After boost. Collective."""
-        engine.parts = self.layers
+        engine.parts = self.stages or self.layers
         if self.layers:
             self.layers.start()
         if self.sequences:
             self.sequences.start()
+        if self.stages:
+            self.stages.start(WORKING_DTYPES[engine.settings.precision])
+        if self.schedule:
+            self.schedule.start()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """How ranks divide a model into stages."""
+
+    size: int
+    """Ranks; 1: the model is whole, and batches are divided alone."""
+    chunks: int
+    """Stages of each."""
+    style: Style
+    microbatches: Microbatches
+    layers: Sequence[int] | None
+    """Blocks of each stage; None: by what they cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +77,18 @@ class Division:
     """How layers are; None: as castor or transformers knows it."""
     loss: bool = False
     """Whether the loss is computed of each rank's part of the vocabulary."""
+    stages: Stages | None = None
+    """Into which ranks divide the model; None: it is whole, and so are batches."""
 
     @property
     def ranks(self) -> int:
         """That take the same data."""
-        return self.tensor_size * self.sequence_size
+        return self.tensor_size * self.sequence_size * self.num_ranks_of_stages
+
+    @property
+    def num_ranks_of_stages(self) -> int:
+        """That have the stages of a model."""
+        return self.stages.size if self.stages else 1
 
     def layout(self) -> RankLayout:
         """Of all ranks. Collective.
@@ -62,7 +96,7 @@ class Division:
         Raises:
             UsageError: Their number does not fit.
         """
-        return RankLayout.find(self.tensor_size, self.sequence_size)
+        return RankLayout.find(self.tensor_size, self.sequence_size, self.num_ranks_of_stages)
 
     def divide(
         self,
@@ -80,15 +114,33 @@ class Division:
             NotImplementedError: There is no plan, sequences cannot be divided, or the optimizer's
                 update of a part is not a part of its update; likewise.
         """
-        sequences, layers = None, None
+        sequences, layers, stages = None, None, None
+        schedule: Schedule | None = None
         if layout.sequence:
             sequences = SequenceParallel(model, layout.sequence, tensor_size=self.tensor_size)
         if layout.tensor:
             _check_updates(optimizers, layout.tensor, state_format)
             plan = find_plan(model, self.tensor_size, self.plan)
             layers = TensorParallel(model, plan, layout.tensor, divide_loss=self.loss)
+        if layout.stages and layout.between_stages and self.stages:
+            _check_states(optimizers, f"the whole model, which pp_size={layout.stages.size}")
+            stages = PipelineParallel(
+                model,
+                find_pipeline_plan(model),
+                layout.stages,
+                ends=layout.ends,
+                group=layout.between_stages,
+                chunks=self.stages.chunks,
+                layers=self.stages.layers,
+            )
+            stages.tensor = layers
+            stages.apply(optimizers)
+            schedule = PipelineSchedule(model, stages, self.stages.style, self.stages.microbatches)
+        elif self.stages:
+            schedule = Accumulation(model, self.stages.microbatches)
+        if layers:
             layers.apply()
-        return Divided(layers=layers, sequences=sequences)
+        return Divided(layers=layers, sequences=sequences, stages=stages, schedule=schedule)
 
 
 def _check_updates(
@@ -106,9 +158,13 @@ def _check_updates(
                 "matrices as if they were whole; use Adam, AdamW or HybridAdam, which step "
                 "elements"
             )
+    _check_states(optimizers, f"whole parameters, which tp_size={ranks.size}")
+
+
+def _check_states(optimizers: Sequence[Optimizer], of_what: str) -> None:
+    for optimizer in optimizers:
         if optimizer.state:
             raise UsageError(
-                f"the {type(optimizer).__name__} has states of whole parameters, which tp_size="
-                f"{ranks.size} ranks are about to divide; boost it before its first step, and "
-                "load a checkpoint afterwards"
+                f"the {type(optimizer).__name__} has states of {of_what} ranks are about to "
+                "divide; boost it before its first step, and load a checkpoint afterwards"
             )

@@ -344,7 +344,7 @@ class GeminiPlugin:
         divided.start(engine)
         blocks.apply(model, engine)
         engine.blocks = blocks
-        if head is not None:
+        if head is not None and head in engine.positions:  # else another stage has it
             defer_logits(engine, head, config)
         model_step = ModelStep(engine, config, optimizers, in_place=None in rules, seed=choice.seed)
         for optimizer, its_rule in zip(optimizers, rules, strict=True):

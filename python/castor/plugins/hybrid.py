@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast, get_args
 
-from castor.distributed import Plan
-from castor.plugins.divide import Division
+from castor.distributed import Microbatches, Plan, Style
+from castor.plugins.divide import Division, Stages
 from castor.plugins.gemini import GeminiPlugin
+
+_STYLES: tuple[str, ...] = get_args(Style)
 
 
 class HybridParallelPlugin(GeminiPlugin):
-    """Divides layers and sequences among neighbouring ranks, which train one model.
+    """Divides layers, sequences and stages among neighbouring ranks, which train one model.
 
     Tensor parallelism (Shoeybi et al. 2019, section 3): of each attention and MLP a rank has some
     heads and hidden units, and of the vocabulary some rows; p.grad and optimizer.state are of a
     rank's part. Sequence parallelism (Jacobs et al. 2023, section 3): each rank computes some of
-    the tokens, and in attention some of the heads for all tokens. Groups of tp_size * sp_size ranks
-    train with other data, and share optimizer states (ZeRO) as with GeminiPlugin. All ranks of a
-    group take the same whole batches, which prepare_dataloader sees to.
+    the tokens, and in attention some of the heads for all tokens. Groups of tp_size * sp_size *
+    pp_size ranks train with other data, and share optimizer states (ZeRO) as with GeminiPlugin. All
+    ranks of a group take the same whole batches, which prepare_dataloader sees to.
 
     Args:
         tp_size: Ranks among which layers are divided. It divides the numbers of heads.
@@ -30,6 +32,17 @@ class HybridParallelPlugin(GeminiPlugin):
             decoders of transformers whose attention goes through its registry. A loss is that of
             all tokens; beside it there are no logits.
         sequence_parallelism_mode: Only "all_to_all".
+        pp_size: Ranks among which the model is divided into stages (Narayanan et al. 2021), for
+            models of transformers whose hidden states go through a row of blocks. The loop calls
+            booster.execute_pipeline instead of the model; so it may with pp_size=1, which
+            accumulates the micro-batches, where it is told how batches are divided.
+        pp_style: "1f1b", "gpipe", or "interleaved", where each rank has num_model_chunks stages.
+        num_microbatches: Parts of a batch that follow each other through the stages; with "1f1b" at
+            least pp_size, with "interleaved" a multiple of it.
+        microbatch_size: Rows of each instead.
+        num_model_chunks: Stages of each rank.
+        num_layers_per_stage: Blocks of each stage; None: so that the most expensive stage is as
+            cheap as it can be, by the elements of matrices.
         tp_plan: How layers are divided, as names of modules and parameters (with * for numbers) and
             styles; see castor.distributed.tensor_plan. Default: castor's plan for the model's
             family (BERT, BLOOM, Falcon, GPT-2, GPT-J, OPT, T5, ViT), or transformers' tp_plan.
@@ -37,7 +50,7 @@ class HybridParallelPlugin(GeminiPlugin):
             with tp_size > 1 tile_logits is off.
 
     Raises:
-        NotImplementedError: pp_size or ep_size other than 1, or a setting that does not go with the
+        NotImplementedError: ep_size other than 1, or a setting that does not go with the
             sizes; the message names it.
         ValueError: parallel_output=True with tp_size=1; see GeminiPlugin.
         TypeError, UsageError, ImportError: See GeminiPlugin.
@@ -50,14 +63,22 @@ class HybridParallelPlugin(GeminiPlugin):
         parallel_output: bool = False,
         sp_size: int = 1,
         sequence_parallelism_mode: str | None = None,
+        pp_size: int = 1,
+        pp_style: str = "1f1b",
+        num_microbatches: int | None = None,
+        microbatch_size: int | None = None,
+        num_model_chunks: int = 1,
+        num_layers_per_stage: Sequence[int] | None = None,
         tp_plan: Plan | None = None,
         **gemini: Any,
     ) -> None:
-        for name, size in (("tp_size", tp_size), ("sp_size", sp_size)):
-            if isinstance(size, bool) or not isinstance(size, int):
-                raise TypeError(f"{name} is {size!r}; give a number of ranks")
-            if size < 1:
-                raise ValueError(f"{name} is {size}; give 1 or more")
+        sizes = {"tp_size": tp_size, "sp_size": sp_size, "pp_size": pp_size}
+        for name, size in (*sizes.items(), ("num_model_chunks", num_model_chunks)):
+            _check_count(name, size)
+        stages = _stages(
+            *(pp_size, pp_style, num_microbatches, microbatch_size, num_model_chunks),
+            layers=num_layers_per_stage,
+        )
         if sequence_parallelism_mode not in (None, "all_to_all"):
             raise NotImplementedError(
                 f"sequence_parallelism_mode={sequence_parallelism_mode!r} is not supported; "
@@ -72,9 +93,13 @@ class HybridParallelPlugin(GeminiPlugin):
                 "parallel_output=True divides the loss among ranks that divide the vocabulary, and "
                 "with tp_size=1 there are none; leave it out, or give a tp_size of 2 or more"
             )
-        if tp_size * sp_size > 1 and gemini.get("activations") == "auto":
+        if sp_size > 1 and pp_size > 1:
             raise NotImplementedError(
-                "activations='auto' decides on each rank alone, and ranks that share layers or "
+                f"sp_size={sp_size} does not go with pp_size={pp_size} yet; give one of them as 1"
+            )
+        if tp_size * sp_size * pp_size > 1 and gemini.get("activations") == "auto":
+            raise NotImplementedError(
+                "activations='auto' decides on each rank alone, and ranks that share a model or "
                 "sequences have to compute the same; give 'keep', 'recompute' or 'offload'"
             )
         if tp_size > 1:
@@ -82,8 +107,72 @@ class HybridParallelPlugin(GeminiPlugin):
             gemini["tile_logits"] = False
         super().__init__(**gemini)
         self._division = Division(
-            tensor_size=tp_size, sequence_size=sp_size, plan=tp_plan, loss=parallel_output
+            tensor_size=tp_size,
+            sequence_size=sp_size,
+            plan=tp_plan,
+            loss=parallel_output,
+            stages=stages,
         )
+
+
+def _check_count(name: str, count: Any) -> None:
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{name} is {count!r}; give a whole number")
+    if count < 1:
+        raise ValueError(f"{name} is {count}; give 1 or more")
+
+
+def _stages(
+    size: int,
+    style: str,
+    num_microbatches: int | None,
+    microbatch_size: int | None,
+    chunks: int,
+    *,
+    layers: Sequence[int] | None,
+) -> Stages | None:
+    """How pp_size divides the model; None: it does not.
+
+    Raises:
+        TypeError, ValueError: An argument is wrong, or two contradict each other.
+    """
+    given = {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size}
+    asked = {name: count for name, count in given.items() if count is not None}
+    for name, count in asked.items():
+        _check_count(name, count)
+    if size == 1 and (chunks > 1 or layers is not None):
+        name = "num_model_chunks" if chunks > 1 else "num_layers_per_stage"
+        raise ValueError(f"{name} divides stages, and with pp_size=1 there is one; leave it out")
+    if size == 1 and not asked:
+        return None
+    if style not in _STYLES:
+        known = ", ".join(map(repr, _STYLES))
+        raise ValueError(f"pp_style={style!r} is not known; {known} are")
+    if size > 1 and (style == "interleaved") != (chunks > 1):
+        raise ValueError(
+            f"num_model_chunks={chunks} and pp_style={style!r} contradict each other: stages of a "
+            "rank are interleaved where there are several"
+        )
+    if len(asked) != 1:
+        raise ValueError(f"give num_microbatches or microbatch_size, and not both: pp_size={size}")
+    if num_microbatches is not None:
+        if style == "1f1b" and num_microbatches < size:
+            raise ValueError(
+                f"num_microbatches={num_microbatches} is less than pp_size={size}, which "
+                "pp_style='1f1b' needs; give more, or 'gpipe'"
+            )
+        if style == "interleaved" and num_microbatches % size:
+            raise ValueError(
+                f"num_microbatches={num_microbatches} is no multiple of pp_size={size}, which "
+                "pp_style='interleaved' needs"
+            )
+    return Stages(
+        size=size,
+        chunks=chunks,
+        style=cast("Style", style),
+        microbatches=Microbatches(count=num_microbatches, size=microbatch_size),
+        layers=layers,
+    )
 
 
 def _check_divided_layers(gemini: Mapping[str, Any], size: int) -> None:

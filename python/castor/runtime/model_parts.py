@@ -2,21 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 Result = TypeVar("Result")
-PartsOf = Callable[[str], tuple[torch.Tensor, torch.Tensor]]
-"""key -> (parameter, this process's part of a tensor of it)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeModel:
+    """What a model was before ranks took some of its layers each."""
+
+    tensors: Mapping[str, tuple[int, tuple[int, ...]]]
+    """state_dict key -> (number of the tensor, the same where it is tied; its shape), in order."""
+    groups: Sequence[Sequence[str]]
+    """Names of the parameters in the optimizer's groups, in order."""
+
+    def keys_like(self, own: Iterable[str]) -> dict[str, str]:
+        """All keys of what this process has, and the key by which it has it, in order."""
+        own_key: dict[int, str] = {}
+        for key in own:
+            own_key.setdefault(self.tensors[key][0], key)
+        return {
+            key: own_key[number] for key, (number, _) in self.tensors.items() if number in own_key
+        }
+
+    def first_key(self, key: str) -> str:
+        """Of all that are tied to one: the name of the parameter."""
+        number = self.tensors[key][0]
+        return next(first for first, (other, _) in self.tensors.items() if other == number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """What another rank has, without values."""
+
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    """By key, in its order; shapes are those of whole tensors."""
+    numbers: Mapping[str, Any]
+    """What else there is, by parameter."""
+
+
+class OwnParts(Protocol):
+    """What a rank answers while another one writes."""
+
+    def find(self, key: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """(parameter, this process's part of a tensor of it)."""
+        ...
+
+    def describe(self, kind: str) -> Described:
+        """All that this process has: of the "model" or of the "optimizer"."""
+        ...
 
 
 class ModelParts(Protocol):
-    """Of every layer a part: castor.distributed.TensorParallel, which describes these."""
+    """Parts of layers, or some layers: castor.distributed's TensorParallel and PipelineParallel."""
 
+    @property
+    def whole_model(self) -> WholeModel | None: ...  # noqa: D102
+    def settle_gradients(self) -> None: ...  # noqa: D102
     def norm(self, params: Sequence[torch.Tensor], squares: Sequence[float]) -> float: ...  # noqa: D102
     def whole_shape(self, param: torch.Tensor) -> tuple[int, ...] | None: ...  # noqa: D102
     def own(self, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
     def whole(self, key: str, param: torch.Tensor, own: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
-    def on_first(self, work: Callable[[], Result], parts_of: PartsOf) -> Result: ...  # noqa: D102
+    def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result: ...  # noqa: D102
+    def described(self, kind: str) -> list[Described]: ...  # noqa: D102
+    def fetch(self, key: str, owner: int, like: torch.Tensor) -> torch.Tensor: ...  # noqa: D102

@@ -191,12 +191,16 @@ def own_groups(parts: Sequence[Sequence[int]], count: int) -> list[str]:
     Of its own: what the user sends between ranks meanwhile does not come between. Collective: every
     rank calls it, with the same parts.
     """
-    names = []
-    for _ in range(count):
-        groups = [distributed.new_group(list(part), backend="gloo") for part in parts]
-        mine = next(group for group in groups if group is not GroupMember.NON_GROUP_MEMBER)
-        names.append(mine.group_name)
-    return names
+    return [own_group(parts).group_name for _ in range(count)]
+
+
+def own_group(parts: Sequence[Sequence[int]]) -> distributed.ProcessGroup:
+    """A new process group of this process's part; see own_groups."""
+    groups = [distributed.new_group(list(part), backend="gloo") for part in parts]
+    mine: distributed.ProcessGroup = next(
+        group for group in groups if group is not GroupMember.NON_GROUP_MEMBER
+    )
+    return mine
 
 
 def may_share_memory() -> bool:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
-from castor.errors import UsageError
 from castor.runtime.engine import Engine
-from castor.runtime.model_parts import PartsOf
+from castor.runtime.model_parts import OwnParts
 from castor.runtime.ranks import Result
 
 
@@ -32,15 +31,13 @@ def gather(engine: Engine | None, value: Any) -> list[Any]:
     return engine.ranks.gather(value)
 
 
-def on_first(
-    engine: Engine | None, work: Callable[[], Result], parts_of: PartsOf | None = None
-) -> Result:
+def on_first(engine: Engine | None, work: Callable[[], Result], parts_of: OwnParts) -> Result:
     """Runs `work` on rank 0, for all; the others give what it reads of their optimizer states.
 
     Args:
         engine: Of the model; None: this process is alone.
         work: What is done once.
-        parts_of: Where ranks have parts of layers: finds this one's.
+        parts_of: Where ranks have parts of the model: this one's.
 
     Returns:
         What `work` returned, on every rank.
@@ -53,12 +50,8 @@ def on_first(
         return work()
     once, parts = work, engine.parts
     if parts is not None:
-        once = partial(parts.on_first, work, parts_of or _nothing)
+        once = partial(parts.on_first, work, parts_of)
     if engine.ranks is None:
         return once()
     session = engine.session
     return engine.ranks.on_first(once, serve=session.serve_states, end_service=session.end_service)
-
-
-def _nothing(key: str) -> NoReturn:
-    raise UsageError(f"nobody looks '{key}' up")

@@ -1,0 +1,175 @@
+"""Batches in parts that follow each other, whoever runs them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from castor.errors import UsageError
+
+Criterion = Callable[[Any, Mapping[str, Any]], torch.Tensor]
+"""(the model's outputs, the micro-batch) -> loss, a scalar"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatches:
+    """Into how many a batch is divided, or how many rows one has; the other one is None."""
+
+    count: int | None
+    size: int | None
+
+    def of(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Divides the rows of a batch. Tensors of another first dimension go to each as they are.
+
+        Raises:
+            UsageError: There are no rows, or they cannot be divided evenly.
+        """
+        tensors = [x for x in batch.values() if isinstance(x, torch.Tensor) and x.ndim > 0]
+        if not tensors:
+            raise UsageError("the batch holds no tensor, so nothing can be divided")
+        rows = len(tensors[0])
+        count = rows // self.size if self.size else self.count
+        asked = f"microbatch_size={self.size}" if self.size else f"num_microbatches={self.count}"
+        if not count or rows % count or (self.size and rows % self.size):
+            raise UsageError(
+                f"a batch of {rows} rows cannot be divided evenly by {asked}; give another batch "
+                "size (drop_last=True leaves a smaller last batch out)"
+            )
+        parts: list[dict[str, Any]] = [dict(batch) for _ in range(count)]
+        for name, value in batch.items():
+            if isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == rows:
+                for part, own in zip(parts, value.chunk(count), strict=True):
+                    part[name] = own
+        return parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """What a run of the schedule gave."""
+
+    loss: torch.Tensor | None
+    """The mean over the micro-batches, on every rank; None: nobody asked for it."""
+    outputs: list[Any] | None
+    """The model's, of each micro-batch, on ranks with the last stage; None: nobody asked."""
+
+
+class Schedule(Protocol):
+    """What runs the micro-batches of a boosted model."""
+
+    def start(self) -> None:
+        """After boost: schedule_of finds it."""
+        ...
+
+    def run(
+        self,
+        batch: Any,
+        criterion: Criterion | None,
+        *,
+        scale: float,
+        return_loss: bool,
+        return_outputs: bool,
+    ) -> Pass:
+        """All micro-batches of a batch, and back if there are gradients; see PipelineSchedule."""
+        ...
+
+
+class Accumulation:
+    """The schedule of a model that is one stage: micro-batches one after the other."""
+
+    def __init__(self, model: nn.Module, microbatches: Microbatches) -> None:
+        """Nothing is run; `microbatches`: how batches are divided."""
+        self._model = weakref.ref(model)
+        self._microbatches = microbatches
+
+    def start(self) -> None:
+        """See Schedule."""
+        put_schedule(self._model(), self)
+
+    def run(
+        self,
+        batch: Any,
+        criterion: Criterion | None,
+        *,
+        scale: float,
+        return_loss: bool,
+        return_outputs: bool,
+    ) -> Pass:
+        """See PipelineSchedule."""
+        model = self._model()
+        assert model is not None
+        parts = self._microbatches.of(named(batch))
+        training = torch.is_grad_enabled()
+        losses, kept = [], []
+        for part in parts:
+            outputs = model(**part)
+            if return_outputs:
+                kept.append(outputs)
+            if training or return_loss:
+                loss = criterion(outputs, part) if criterion else loss_of(outputs)
+                losses.append(loss.item())
+                if training:
+                    (loss / len(parts) * scale).backward()
+        mean = sum(one / len(parts) for one in losses)
+        return Pass(
+            loss=torch.tensor(mean) if return_loss else None,
+            outputs=kept if return_outputs else None,
+        )
+
+
+def named(batch: Any) -> Mapping[str, Any]:
+    """The batch, which has to be a mapping.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"the batch is a {type(batch).__name__}; give the model's arguments by name, as a dict "
+            "of tensors"
+        )
+    return batch
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The loss that a model has returned.
+
+    Raises:
+        UsageError: There is none.
+    """
+    loss = getattr(outputs, "loss", None)
+    if not isinstance(loss, torch.Tensor):
+        raise UsageError(
+            "the model has returned no loss: give labels with the batch, or a criterion(outputs, "
+            "batch) to booster.execute_pipeline"
+        )
+    return loss
+
+
+_schedules: weakref.WeakKeyDictionary[nn.Module, Schedule] = weakref.WeakKeyDictionary()
+"""Of boosted models."""
+
+
+def put_schedule(model: nn.Module | None, schedule: Schedule) -> None:
+    """From now on schedule_of finds it."""
+    assert model is not None
+    _schedules[model] = schedule
+
+
+def schedule_of(model: nn.Module) -> Schedule:
+    """That of a boosted model.
+
+    Raises:
+        UsageError: There is none.
+    """
+    found = _schedules.get(model)
+    if found is None:
+        raise UsageError(
+            f"nothing says how batches of this {type(model).__name__} are divided: boost it with "
+            "HybridParallelPlugin(num_microbatches=..., pp_size=...), or call it as ever"
+        )
+    return found

@@ -1,0 +1,293 @@
+"""Stages of a model on several ranks: who has which modules, and what of them is common.
+
+Source: Narayanan et al. 2021 (Megatron-LM, section 2.2), for tied embeddings on two stages.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.optim import Optimizer
+
+from castor.distributed.pipeline_plan import PipelinePlan, even_cuts
+from castor.distributed.stages import Passage, StageModules, places_of
+from castor.distributed.tensor_parallel import TensorParallel
+from castor.distributed.tensor_ranks import TensorRanks
+from castor.errors import Error, UsageError
+from castor.lazy import is_lazy, random_states
+from castor.runtime.hooks import ModuleHook
+from castor.runtime.model_parts import Described, OwnParts, WholeModel
+from castor.runtime.ranks import Result
+
+
+class PipelineParallel:
+    """A model of which this process has some stages."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: PipelinePlan,
+        ranks: TensorRanks,
+        *,
+        ends: TensorRanks | None,
+        group: distributed.ProcessGroup,
+        chunks: int = 1,
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        """Finds out what is whose; nothing is changed.
+
+        Args:
+            model: On the CPU, lazy or not; of transformers.
+            plan: Of it.
+            ranks: That have its stages.
+            ends: The first and the last of these; None: this one is in between.
+            group: What tensors go through from one to another.
+            chunks: Stages a rank has; stage i is rank i % size's.
+            layers: How many blocks each stage has; None: by what they cost.
+
+        Raises:
+            UsageError: There are too few blocks, or `layers` does not fit.
+        """
+        blocks = list(model.get_submodule(plan.blocks).children())
+        stages = ranks.size * chunks
+        if len(blocks) < stages:
+            raise UsageError(
+                f"this {type(model).__name__} has {len(blocks)} blocks, too few for {stages} "
+                f"stages (pp_size={ranks.size} x num_model_chunks={chunks})"
+            )
+        if layers is None:
+            behind = sum(_cost(model.get_submodule(name)) for name in plan.after)
+            layers = even_cuts([_cost(block) for block in blocks], behind, stages)
+        elif len(layers) != stages or sum(layers) != len(blocks):
+            raise UsageError(
+                f"num_layers_per_stage={list(layers)} is of {len(layers)} stages and "
+                f"{sum(layers)} blocks, and there are {stages} (pp_size={ranks.size} x "
+                f"num_model_chunks={chunks}) and {len(blocks)}"
+            )
+        self.ranks = ranks
+        self.num_stages = stages
+        self.model_name = type(model).__name__
+        self.tensor: TensorParallel | None = None
+        """Where each layer is divided as well."""
+        self.running = False
+        """Whether a schedule is under way, which calls the model."""
+        self._model = weakref.ref(model)
+        self._plan = plan
+        self._cuts = [sum(layers[:stage]) for stage in range(stages + 1)]
+        self._ends = ends
+        self.group = group
+        self.whole_model: WholeModel | None = None
+        self._tied: list[nn.Parameter] = []
+        """This rank's copies of what the first and the last stage share."""
+        self._summed: bool | None = None
+        """Whether their gradients are those of both stages; None: they have none."""
+        self._modules: StageModules | None = None
+
+    @property
+    def modules(self) -> StageModules:
+        """This process's stages."""
+        assert self._modules is not None
+        return self._modules
+
+    def apply(self, optimizers: Sequence[Optimizer]) -> None:
+        """Leaves this rank's stages in the model, and their parameters in the optimizers.
+
+        Parameters are rank 0's values. Collective.
+
+        Raises:
+            UsageError: Ranks would draw other values for lazy parameters; every rank raises it.
+        """
+        model = self._model()
+        assert model is not None
+        what = "the random states that lazy parameters are drawn from (torch.manual_seed)"
+        self.ranks.check_equal({what: random_states(model)})
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not is_lazy(tensor):
+                self.ranks.share(tensor)
+        config: Any = model.config
+        passage = Passage(config.hidden_size)
+        places = places_of(model, self._plan, self._cuts, passage)
+        owners: dict[nn.Parameter, set[int]] = {}
+        for place in places:
+            for param in place.module.parameters():
+                owners.setdefault(param, set()).add(place.stage % self.ranks.size)
+        mine = [stage for stage in range(self.num_stages) if stage % self.ranks.size == self._rank]
+        self.whole_model = _describe(model, optimizers)
+        self._modules = StageModules(places, mine, self._cuts, passage)
+        own = set(model.parameters())
+        self._tied = [param for param, of in owners.items() if len(of) > 1 and param in own]
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"][:] = [param for param in group["params"] if param in own]
+
+    def start(self, dtype: torch.dtype) -> None:
+        """After boost: watches who calls the model.
+
+        Args:
+            dtype: That the model computes in.
+        """
+        model = self._model()
+        assert model is not None
+        self.modules.passage.dtype = dtype
+        model.register_forward_pre_hook(ModuleHook(self._check_call), prepend=True)
+        for module in model.modules():
+            module.register_state_dict_pre_hook(ModuleHook(self._check_reader))
+
+    def begin(self) -> None:
+        """Backward passes follow."""
+        if self._summed and self._rank > 0:  # a step has left the sum: it counts once
+            for param in self._tied:
+                if param.grad is not None:
+                    param.grad.data.zero_()
+        self._summed = False
+
+    def settle_gradients(self) -> None:
+        """Before a step: what two stages share has the gradient of both. Collective."""
+        if self._summed is not False or self._ends is None:
+            return
+        for param in self._tied:
+            if param.grad is not None:
+                # Not as an edit of the user's, whom a loss scale would be hidden from.
+                param.grad.data.copy_(self._ends.sum(param.grad))
+        self._summed = True
+
+    def norm(self, params: Sequence[torch.Tensor], squares: Sequence[float]) -> float:
+        """See TensorParallel: of all stages' gradients. Collective."""
+        tied = set(self._tied) if self._rank > 0 else set()
+        own = {
+            param: square
+            for param, square in zip(params, squares, strict=True)
+            if param not in tied
+        }
+        mine = [*own], [*own.values()]
+        squared = self.tensor.squared_norm(*mine) if self.tensor else sum(mine[1])
+        return math.sqrt(sum(self.ranks.gather(squared)))
+
+    def whole_shape(self, param: torch.Tensor) -> tuple[int, ...] | None:
+        """See TensorParallel."""
+        return self.tensor.whole_shape(param) if self.tensor else None
+
+    def own(self, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """See TensorParallel."""
+        assert self.tensor is not None
+        return self.tensor.own(param, whole)
+
+    def whole(self, key: str, param: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """See TensorParallel."""
+        assert self.tensor is not None
+        return self.tensor.whole(key, param, own)
+
+    def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
+        """See TensorParallel: on the first rank of the first stage."""
+
+        def among_stages() -> Result:
+            return self.ranks.on_first(
+                work, serve=lambda: self._serve(parts_of), end_service=lambda: self._ask(None)
+            )
+
+        return self.tensor.on_first(among_stages, parts_of) if self.tensor else among_stages()
+
+    def described(self, kind: str) -> list[Described]:
+        """What the other ranks have, in order: where `work` of on_first runs.
+
+        Raises:
+            Error: One cannot tell.
+        """
+        self._ask(("describe", kind, 0))
+        return [_checked(answer, kind) for answer in self.ranks.gather(None)[1:]]
+
+    def fetch(self, key: str, owner: int, like: torch.Tensor) -> torch.Tensor:
+        """A whole tensor that another rank has, where `work` of on_first runs.
+
+        Args:
+            key: By which it finds the tensor.
+            owner: The rank.
+            like: Of the same shape and dtype; no values.
+
+        Raises:
+            Error: It cannot read it.
+        """
+        self._ask(("fetch", key, owner))
+        _checked(self.ranks.gather(None)[owner], key)
+        values = torch.empty_like(like, device="cpu")
+        distributed.recv(_bytes_of(values), group=self.group, group_src=owner)
+        return values
+
+    def _ask(self, request: tuple[str, str, int] | None) -> Any:
+        return self.ranks.gather(request)[0]
+
+    def _serve(self, parts_of: OwnParts) -> None:
+        while (request := self._ask(None)) is not None:
+            what, key, owner = request
+            answer: Any = None
+            values: torch.Tensor | None = None
+            try:
+                if what == "describe":
+                    answer = parts_of.describe(key)
+                elif owner == self._rank:
+                    values = self._whole_of(key, *parts_of.find(key))
+            except Exception as error:
+                answer = f"rank {self._rank}: {type(error).__name__}: {error}"
+            self.ranks.gather(answer)
+            if values is not None:
+                distributed.send(_bytes_of(values.contiguous()), group=self.group, group_dst=0)
+
+    def _whole_of(self, key: str, param: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        cut = self.tensor and self.tensor.whole_shape(param) is not None
+        if self.tensor and cut and own.shape == param.shape:
+            return self.tensor.whole(key, param, own)
+        return own
+
+    @property
+    def _rank(self) -> int:
+        return self.ranks.rank
+
+    def _check_call(self, model: nn.Module, _: Any) -> None:
+        if not self.running:
+            raise UsageError(
+                f"rank {self._rank} of {self.ranks.size} has some stages of this "
+                f"{type(model).__name__}, which cannot be called like a whole one: use "
+                "booster.execute_pipeline(data_iter, model, criterion, optimizer), under "
+                "torch.no_grad() for an evaluation"
+            )
+
+    def _check_reader(self, module: nn.Module, _prefix: str, keep_vars: bool) -> None:
+        if not keep_vars:
+            raise UsageError(
+                f"rank {self._rank} of {self.ranks.size} has some stages of the model that this "
+                f"{type(module).__name__} belongs to, and its state_dict would lack the others: "
+                "booster.save_model, or booster.save, on all ranks writes the whole"
+            )
+
+
+def _cost(module: nn.Module) -> float:
+    """In proportion to the operations for a token: products with its matrices."""
+    return float(sum(param.numel() for param in module.parameters() if param.ndim > 1))
+
+
+def _describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> WholeModel:
+    tensors: dict[str, tuple[int, tuple[int, ...]]] = {}
+    numbers: dict[int, int] = {}
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        tensors[key] = numbers.setdefault(id(tensor), len(numbers)), tuple(tensor.shape)
+    names = {param: name for name, param in model.named_parameters()}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return WholeModel(
+        tensors=tensors,
+        groups=[[names[param] for param in group["params"]] for group in groups],
+    )
+
+
+def _checked(answer: Any, what: str) -> Any:
+    if isinstance(answer, str):
+        raise Error(f"'{what}' cannot be read: {answer}")
+    return answer
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,139 @@
+"""Where a model can be cut into stages: Hugging Face's plans, and ours where there is none."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlan:
+    """A model whose hidden states go through a row of blocks; names are of its modules."""
+
+    before: tuple[str, ...]
+    """What makes hidden states of the inputs."""
+    blocks: str
+    """The ModuleList."""
+    after: tuple[str, ...]
+    """What makes outputs of the last hidden states."""
+    in_tuples: bool = False
+    """Whether a block returns its hidden states as the first of a tuple."""
+
+
+_OURS = {
+    "bert": PipelinePlan(before=("embeddings",), blocks="encoder.layer", after=("pooler",)),
+    "bloom": PipelinePlan(
+        before=("word_embeddings", "word_embeddings_layernorm"),
+        blocks="h",
+        after=("ln_f",),
+        in_tuples=True,
+    ),
+    "falcon": PipelinePlan(
+        before=("word_embeddings",), blocks="h", after=("ln_f",), in_tuples=True
+    ),
+    "gpt2": PipelinePlan(before=("wte", "wpe", "drop"), blocks="h", after=("ln_f",)),
+    "gptj": PipelinePlan(before=("wte", "drop"), blocks="h", after=("ln_f",), in_tuples=True),
+    "opt": PipelinePlan(
+        before=("decoder.embed_tokens", "decoder.embed_positions", "decoder.project_in"),
+        blocks="decoder.layers",
+        after=("decoder.final_layer_norm", "decoder.project_out"),
+    ),
+}
+"""By model_type of the configuration; names in the base model."""
+_BLOCKS_OF_THEIRS = "layers"
+
+
+def find_pipeline_plan(model: nn.Module) -> PipelinePlan:
+    """Where this model can be cut.
+
+    Raises:
+        NotImplementedError: There is no plan for it, or it is not built as its plan says.
+    """
+    base: Any = getattr(model, "base_model", None)
+    config: Any = getattr(model, "config", None)
+    kind = str(getattr(config, "model_type", ""))
+    plan = _OURS.get(kind) or _from_theirs(getattr(config, "base_model_pp_plan", None))
+    if base is None or plan is None or not isinstance(_child(base, plan.blocks), nn.ModuleList):
+        raise NotImplementedError(
+            f"castor knows no way to cut a {type(model).__name__} into stages, and transformers "
+            f"has no pp_plan for it. Castor's own: {', '.join(sorted(_OURS))}; with pp_size=1 "
+            "layers (tp_size) and data are divided"
+        )
+    if getattr(config, "output_router_logits", False):
+        raise NotImplementedError(
+            f"the router loss of this {type(model).__name__} (output_router_logits) needs all "
+            "layers, and pp_size divides them; turn it off, or give pp_size=1"
+        )
+    prefix = next((f"{name}." for name, part in model.named_modules() if part is base and name), "")
+    outside = [
+        name for name, part in model.named_children() if part is not base and _has_parameters(part)
+    ]
+    found = PipelinePlan(
+        before=_present(base, prefix, plan.before),
+        blocks=prefix + plan.blocks,
+        after=(*_present(base, prefix, plan.after), *(outside if base is not model else ())),
+        in_tuples=plan.in_tuples,
+    )
+    divided = tuple(f"{name}." for name in (*found.before, found.blocks, *found.after))
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if not name.startswith(divided):
+            raise NotImplementedError(
+                f"parameter '{name}' of this {type(model).__name__} is in none of the parts that "
+                f"pp_size divides ({', '.join(part[:-1] for part in divided)}); give pp_size=1"
+            )
+    return found
+
+
+def _from_theirs(plan: Any) -> PipelinePlan | None:
+    """transformers': names in order of computation, with what each takes and gives."""
+    if not isinstance(plan, Mapping) or _BLOCKS_OF_THEIRS not in plan:
+        return None
+    names = [str(name) for name in plan]
+    at = names.index(_BLOCKS_OF_THEIRS)
+    return PipelinePlan(
+        before=tuple(names[:at]), blocks=_BLOCKS_OF_THEIRS, after=tuple(names[at + 1 :])
+    )
+
+
+def _present(base: nn.Module, prefix: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Those that the model has: some are left out by its configuration."""
+    return tuple(prefix + name for name in names if _child(base, name) is not None)
+
+
+def _child(base: nn.Module, name: str) -> nn.Module | None:
+    found: Any = base
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, nn.Module) else None
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def even_cuts(costs: Sequence[float], last: float, stages: int) -> list[int]:
+    """How many blocks each stage has, so that the most expensive one is as cheap as can be.
+
+    Args:
+        costs: Of each block.
+        last: Of what the last stage does besides.
+        stages: How many; at most as many as there are blocks.
+    """
+    upto = [0.0, *itertools.accumulate(costs)]
+    count = len(costs)
+    # best[n]: the cheapest (maximum, cuts) of the first n blocks over the stages so far.
+    best: list[tuple[float, list[int]]] = [(upto[n], [n]) for n in range(count + 1)]
+    for stage in range(1, stages):
+        extra = last if stage == stages - 1 else 0.0
+        best = [
+            min(
+                (max(before, upto[n] - upto[k] + extra), [*cuts, n - k])
+                for k, (before, cuts) in enumerate(best[: n + 1])
+            )
+            for n in range(count + 1)
+        ]
+    return best[count][1]

@@ -1,0 +1,263 @@
+"""Runs micro-batches through the stages of a model (torch.distributed.pipelining)."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+
+from castor.distributed.inputs import check_inputs
+from castor.distributed.microbatches import (
+    Criterion,
+    Microbatches,
+    Pass,
+    loss_of,
+    named,
+    put_schedule,
+)
+from castor.distributed.pipeline_parallel import PipelineParallel
+from castor.errors import Error
+
+Style = Literal["1f1b", "gpipe", "interleaved"]
+_FOR_THE_LOSS = frozenset({"labels", "shift_labels", "next_sentence_label", "num_items_in_batch"})
+"""Arguments of which only the last stage makes something."""
+
+
+class PipelineSchedule:
+    """The schedule of one model's stages. Holds no module."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parallel: PipelineParallel,
+        style: Style,
+        microbatches: Microbatches,
+    ) -> None:
+        """Nothing is run.
+
+        Args:
+            model: Boosted.
+            parallel: Whose stages are this process's.
+            style: The order of forward and backward passes.
+            microbatches: How batches are divided.
+        """
+        self._model = weakref.ref(model)
+        self._parallel = parallel
+        self._style = style
+        self._microbatches = microbatches
+        self._known: tuple[tuple[Any, ...], list[_Stage], Any] | None = None
+
+    def start(self) -> None:
+        """See Schedule."""
+        put_schedule(self._model(), self)
+
+    def run(
+        self,
+        batch: Any,
+        criterion: Criterion | None,
+        *,
+        scale: float,
+        return_loss: bool,
+        return_outputs: bool,
+    ) -> Pass:
+        """All micro-batches of a batch through all stages, and back if there are gradients.
+
+        Collective: every rank is given the same batch.
+
+        Args:
+            batch: Arguments of the model by name.
+            criterion: Computes the loss; None: the model does, of its labels.
+            scale: What losses are multiplied with before backward.
+            return_loss: Whether all ranks learn the loss.
+            return_outputs: Whether the last stage's ranks keep what the model returns.
+
+        Raises:
+            TypeError: The batch is no mapping.
+            UsageError: It cannot be divided, there is no loss, or ranks were given different ones.
+            Error: A rank with another stage is gone.
+        """
+        parallel, model = self._parallel, self._model()
+        assert model is not None
+        parts = self._microbatches.of(named(batch))
+        check_inputs(parallel.ranks, model, (), dict(batch))
+        training = torch.is_grad_enabled()
+        needs_loss = training or return_loss
+        stages, schedule = self._prepare(parts, training=training)
+        for stage in stages:
+            stage.begin(parts, criterion, scale, keeps=return_outputs, needs_loss=needs_loss)
+        parallel.running = True
+        try:
+            if training:
+                parallel.begin()
+            with _own_random_numbers(parallel.ranks.rank), self._named_errors():
+                # Each micro-batch by its number: stages know them.
+                numbers = torch.arange(len(parts))
+                run = schedule.step if training else schedule.eval
+                run(number=numbers, target=numbers, return_outputs=False)
+        finally:
+            parallel.running = False
+        last = next((stage for stage in stages if stage.is_last), None)
+        losses = last.losses if last else []
+        outputs = last.outputs if last and return_outputs else None
+        for stage in stages:
+            stage.end()
+        loss = None
+        if return_loss:
+            mean = sum(one / len(parts) for one in losses) if losses else None
+            everyone = parallel.ranks.gather(mean)
+            loss = torch.tensor(next(one for one in everyone if one is not None))
+        return Pass(loss=loss, outputs=outputs)
+
+    def _prepare(
+        self, parts: Sequence[Mapping[str, Any]], *, training: bool
+    ) -> tuple[list[_Stage], Any]:
+        """Stages and schedule for micro-batches of this shape; the last ones are kept."""
+        parallel, passage = self._parallel, self._parallel.modules.passage
+        tokens = next(x for x in parts[0].values() if isinstance(x, torch.Tensor) and x.ndim > 1)
+        key = (tuple(tokens.shape[:2]), len(parts), training)
+        if self._known and self._known[0] == key:
+            return self._known[1], self._known[2]
+        self._known = None  # its buffers
+        hidden = torch.empty((*key[0], passage.width), dtype=passage.dtype, device="meta")
+        loss = torch.empty(1, device="meta")
+        count = parallel.num_stages
+        stages, theirs = [], []
+        for number in parallel.modules.own:
+            stage = _Stage(self._model, parallel, number)
+            stages.append(stage)
+            theirs.append(
+                _PipelineStage(
+                    stage, number, count, torch.device("cpu"),
+                    input_args=hidden if number else (),
+                    output_args=loss if number == count - 1 else hidden,
+                    group=parallel.group,
+                )
+            )  # fmt: skip
+        options = {"n_microbatches": len(parts), "loss_fn": stages[-1].scaled, "scale_grads": False}
+        schedule: Any
+        if len(theirs) > 1:
+            schedule = ScheduleInterleaved1F1B(theirs, **options)  # type: ignore[arg-type]
+        elif self._style == "1f1b" and training:
+            schedule = Schedule1F1B(theirs[0], **options)  # type: ignore[arg-type]
+        else:
+            schedule = ScheduleGPipe(theirs[0], **options)  # type: ignore[arg-type]
+        self._known = key, stages, schedule
+        return stages, schedule
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """What torch wraps comes out as it was; a lost connection says whose."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._known = None  # micro-batches are under way in it
+            if error.__cause__ is not None and "failed to run" in str(error):
+                raise error.__cause__ from None
+            if "gloo" not in str(error):
+                raise
+            ranks = self._parallel.ranks
+            ranks.gather(None)  # names the one that is gone, if it was it that ended
+            raise Error(
+                f"rank {ranks.rank} of {ranks.size} of the pipeline has lost a rank with a stage "
+                f"beside its own: {error}; see what that one has said, and start all again"
+            ) from error
+
+
+class _PipelineStage(PipelineStage):
+    """A stage over gloo."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        return []  # for NCCL; a stage whose neighbour is on its own rank would send to itself
+
+
+class _Stage(nn.Module):
+    """What torch takes for the stage's module: hidden states in, hidden states or the loss out."""
+
+    def __init__(
+        self, model: weakref.ref[nn.Module], parallel: PipelineParallel, number: int
+    ) -> None:
+        super().__init__()
+        self._model = model
+        self._parallel = parallel
+        self._number = number
+        self.is_last = number == parallel.num_stages - 1
+        self._parts: list[dict[str, Any]] = []
+        self._criterion: Criterion | None = None
+        self.losses: list[float] = []
+        self.outputs: list[Any] = []
+
+    def begin(
+        self,
+        parts: list[dict[str, Any]],
+        criterion: Criterion | None,
+        scale: float,
+        *,
+        keeps: bool,
+        needs_loss: bool,
+    ) -> None:
+        """Micro-batches follow."""
+        self._parts, self._criterion, self._scale = parts, criterion, scale
+        self._keeps, self._needs_loss = keeps, needs_loss
+        self.losses, self.outputs = [], []
+
+    def end(self) -> None:
+        """They are over: lets go of them."""
+        self._parts, self._criterion = [], None
+        self.losses, self.outputs = [], []
+
+    def scaled(self, loss: torch.Tensor, _number: torch.Tensor) -> torch.Tensor:
+        """What backward begins with."""
+        return loss[0] / len(self._parts) * self._scale
+
+    def forward(self, *received: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        """One micro-batch.
+
+        Args:
+            received: Hidden states (rows, tokens, width); none: this is the first stage.
+            number: The micro-batch's, of shape (1,).
+        """
+        model = self._model()
+        assert model is not None
+        part = self._parts[int(number)]
+        own = dict(part)
+        if not self.is_last:
+            own = {name: value for name, value in part.items() if name not in _FOR_THE_LOSS}
+        if "use_cache" in inspect.signature(model.forward).parameters:
+            own.setdefault("use_cache", False)
+        with self._parallel.modules.running(self._number) as passage:
+            passage.received = received[0] if received else None
+            outputs = model(**own)
+            sent = passage.sent
+        if not self.is_last:
+            assert sent is not None
+            return sent.clone() if sent._is_view() else sent.contiguous()
+        if self._keeps:
+            self.outputs.append(outputs)
+        if not self._needs_loss:
+            return torch.zeros(1)
+        loss = self._criterion(outputs, part) if self._criterion else loss_of(outputs)
+        self.losses.append(loss.item())
+        return loss.float().reshape(1)
+
+
+@contextmanager
+def _own_random_numbers(rank: int) -> Iterator[None]:
+    """Dropout of each stage is its own; what all ranks draw alike outside stays alike."""
+    seed = int(torch.randint(2**62, ()))
+    before = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed + rank)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)

@@ -1,0 +1,183 @@
+"""A model of which one process has some stages: what stands where the others' modules were.
+
+The model's own forward runs on every stage, from its inputs to its outputs. Of the row of blocks,
+the one before a stage's first gives the hidden states that were received, the one behind its last
+keeps those that are to be sent; what is computed before and behind of stand-ins goes nowhere.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from castor.distributed.pipeline_plan import PipelinePlan
+from castor.errors import UsageError
+
+
+@dataclass(eq=False)
+class Passage:
+    """Hidden states on their way into the stage that runs and out of it."""
+
+    width: int
+    """Of a hidden state."""
+    dtype: torch.dtype = torch.float32
+    """That models compute in."""
+    begin: int = 0
+    """The stage's first block."""
+    end: int = 0
+    """The block behind its last."""
+    received: torch.Tensor | None = None
+    sent: torch.Tensor | None = None
+
+
+class _Other(nn.Module):
+    """Stands for a module of another rank."""
+
+    def __deepcopy__(self, _memo: Any) -> NoReturn:
+        self._refuse("copy")
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        self._refuse("pickle")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UsageError(
+            f"other ranks have some stages of this model, and a {what} would lack them: "
+            "booster.save_model on all ranks writes the whole one"
+        )
+
+
+class OtherBlock(_Other):
+    """Stands for a block of another stage."""
+
+    def __init__(self, index: int, passage: Passage, *, in_tuples: bool) -> None:
+        super().__init__()
+        self._index = index
+        self._passage = passage
+        self._in_tuples = in_tuples
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Hidden states in, hidden states out; of any shape."""
+        passage = self._passage
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if self._index == passage.end:
+            passage.sent = hidden
+        if self._index == passage.begin - 1:
+            hidden = passage.received
+        return (hidden, None) if self._in_tuples else hidden
+
+
+class OtherEnd(_Other):
+    """Stands for embeddings of the first stage, or norms and heads of the last."""
+
+    def __init__(self, passage: Passage, *, embeds: bool) -> None:
+        super().__init__()
+        self._passage = passage
+        self._embeds = embeds
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """For embeddings zeros (rows, tokens, width); otherwise hidden states as they are."""
+        given = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+        if not self._embeds or given.ndim > 2:
+            return given
+        zero = torch.zeros((), dtype=self._passage.dtype, device=given.device)
+        return zero.expand(*given.shape, self._passage.width)
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a module of the model is, and which stage it belongs to."""
+
+    parent: nn.Module
+    name: str
+    module: nn.Module
+    other: nn.Module
+    """What stands there on other stages."""
+    stage: int
+
+    def put(self, module: nn.Module) -> None:
+        """Not as an attribute: a boosted model refuses those."""
+        self.parent._modules[self.name] = module
+
+
+class StageModules:
+    """The stages of a model that this process has. Holds no module of the model."""
+
+    def __init__(
+        self, places: Sequence[Place], own: Sequence[int], cuts: Sequence[int], passage: Passage
+    ) -> None:
+        """Puts stand-ins where modules of other processes' stages are.
+
+        Args:
+            places: All that belong to a stage.
+            own: Numbers of this process's.
+            cuts: The first block of each stage of the model, and the number of blocks.
+            passage: Of the stand-ins.
+        """
+        self.own = tuple(own)
+        self.cuts = list(cuts)
+        self.passage = passage
+        for place in places:
+            if place.stage not in own:
+                place.put(place.other)
+        # Of several stages those that do not run are out of the way meanwhile.
+        self._own = [
+            (weakref.ref(place.parent), weakref.ref(place.module), place.name, place.other,
+             place.stage)
+            for place in places
+            if place.stage in own and len(own) > 1
+        ]  # fmt: skip
+
+    @contextmanager
+    def running(self, stage: int) -> Iterator[Passage]:
+        """In it the model's forward computes one stage of this process's."""
+        passage = self.passage
+        passage.begin, passage.end = self.cuts[stage], self.cuts[stage + 1]
+        resting = [
+            Place(parent(), name, module(), other, of)  # type: ignore[arg-type]
+            for parent, module, name, other, of in self._own
+            if of != stage
+        ]
+        for place in resting:
+            place.put(place.other)
+        try:
+            yield passage
+        finally:
+            for place in resting:
+                place.put(place.module)
+            passage.received = passage.sent = None
+
+
+def places_of(
+    model: nn.Module, plan: PipelinePlan, cuts: Sequence[int], passage: Passage
+) -> list[Place]:
+    """All modules that belong to a stage; nothing is changed.
+
+    Args:
+        model: Whole.
+        plan: Of it.
+        cuts: As StageModules takes them.
+        passage: For what stands where others' modules were.
+    """
+    last = len(cuts) - 2
+    places = []
+    for names, stage in ((plan.before, 0), (plan.after, last)):
+        for name in names:
+            parent, _, short = name.rpartition(".")
+            module = model.get_submodule(name)
+            embeds = any(isinstance(part, nn.Embedding) for part in module.modules())
+            other = OtherEnd(passage, embeds=embeds)
+            places.append(Place(model.get_submodule(parent), short, module, other, stage))
+    blocks = model.get_submodule(plan.blocks)
+    stage = 0
+    for index, (short, block) in enumerate(blocks.named_children()):
+        while index >= cuts[stage + 1]:
+            stage += 1
+        instead = OtherBlock(index, passage, in_tuples=plan.in_tuples)
+        places.append(Place(blocks, short, block, instead, stage))
+    return places

@@ -1,0 +1,359 @@
+"""What tests of pipelines run on several ranks: `python pipeline_cases.py NAME DIRECTORY`.
+
+As in tensor_cases.py, whose families these are.
+"""
+
+import copy
+import gc
+import os
+import pickle
+import signal
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import distributed, nn
+
+import castor
+from helpers import GIB, Boosted
+from tensor_cases import FAMILIES, LR, MAX_NORM, STEPS, _of_all, _said, _stepped, _write
+from zoo import Case, gpt2, gpt2_with_dropout, llama
+
+MICROBATCHES = 4
+FAMILIES_WITH_STAGES = (
+    "gpt2", "llama", "qwen3", "mistral", "gemma2", "opt", "bloom", "falcon", "gptj", "gpt_neox",
+    "glm", "phi3", "mixtral", "qwen2_moe", "bert",
+)  # fmt: skip
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "gpipe": {"pp_style": "gpipe"},
+    "interleaved": {"pp_style": "interleaved", "num_model_chunks": 2},
+    "size": {"num_microbatches": None, "microbatch_size": 2},
+    "layers": {"num_layers_per_stage": [3, 1]},
+    "lazy": {"lazy": True},
+    "recompute": {"activations": "recompute"},
+    "offload": {"activations": "offload"},
+    "overlap": {"overlap": "forward"},
+}
+DEEP = {
+    "llama": Case("llama4", lambda: llama(layers=4), FAMILIES["llama"].batch),
+    "gpt2": Case("gpt24", lambda: gpt2(layers=4), FAMILIES["gpt2"].batch),
+}
+"""Of four blocks."""
+
+
+def batch(case: Case, seed: int, rows: int = 2 * MICROBATCHES) -> dict[str, torch.Tensor]:
+    """As many rows as are wanted."""
+    some = [case.batch(seed * rows + i) for i in range(rows)]
+    return {name: torch.cat([one[name] for one in some])[:rows] for name in some[0]}
+
+
+def boost(
+    case: Case,
+    *,
+    lazy: bool = False,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    **settings: Any,
+) -> Boosted:
+    """A model in two stages, unless `settings` say otherwise."""
+    if lazy:
+        with castor.LazyInitContext():
+            model = case.model()
+    else:
+        model = case.model()
+    made = optimizer(model.parameters()) if optimizer else torch.optim.AdamW(model.parameters(), LR)
+    settings = {
+        "device": "cpu", "device_memory": GIB, "host_memory": GIB, "precision": "fp32",
+        "max_norm": MAX_NORM, "pp_size": 2, "num_microbatches": MICROBATCHES,
+    } | settings  # fmt: skip
+    booster = castor.Booster(plugin=castor.HybridParallelPlugin(**settings))
+    booster.boost(model, made)
+    return Boosted(booster, model, made)
+
+
+def batches(case: Case, first: int, steps: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Of the steps from `first` on."""
+    return (batch(case, seed) for seed in range(first, first + steps))
+
+
+def train(case: Case, boosted: Boosted, first: int = 0, steps: int = STEPS) -> list[float]:
+    """Losses through the pipeline."""
+    losses, data = [], batches(case, first, steps)
+    for _ in range(steps):
+        done = boosted.booster.execute_pipeline(data, boosted.model, None, boosted.optimizer)
+        boosted.optimizer.step()
+        boosted.optimizer.zero_grad()
+        losses.append(done["loss"].item())
+    return losses
+
+
+def plain(case: Case, steps: int = STEPS) -> list[float]:
+    """Losses of plain PyTorch, which accumulates the gradients of as many micro-batches."""
+    model = case.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    losses = []
+    for seed in range(steps):
+        whole = batch(case, seed)
+        total = 0.0
+        for i in range(MICROBATCHES):
+            part = {name: value.chunk(MICROBATCHES)[i] for name, value in whole.items()}
+            loss = model(**part).loss / MICROBATCHES
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def families(directory: Path) -> None:
+    """Losses of every family in stages, and of plain PyTorch."""
+    found = {}
+    for name in FAMILIES_WITH_STAGES:
+        case = FAMILIES[name]
+        boosted = boost(case)
+        mine = train(case, boosted)
+        own = set(boosted.model.parameters())
+        shares = _of_all(sum(param.numel() for param in own))
+        whole = sum(param.numel() for param in case.model().parameters())
+        found[name] = [mine, plain(case), [share / whole for share in shares]]
+        assert _of_all(mine) == [mine] * distributed.get_world_size()
+    _write(directory, "families", found)
+
+
+def settings(directory: Path) -> None:
+    """Weights after clipped steps with settings that do not change them, and budgets."""
+    found: dict[str, Any] = {}
+    for name, case in DEEP.items():
+        ample = boost(case)
+        train(case, ample)
+        report = ample.report()
+        own = sum(param.nbytes for param in ample.model.parameters())
+        tight = int(report.peak_nonmodel_bytes + 0.5 * own)
+        scratch = directory / name
+        scratch.mkdir(exist_ok=True)
+        given = SCHEDULES | {
+            "tight": {"device_memory": tight},
+            "nvme": {
+                "device_memory": tight, "nvme_path": scratch, "nvme_offload_fraction": 1.0,
+            },
+        }  # fmt: skip
+        for setting, arguments in given.items():
+            boosted = boost(case, **arguments)
+            found[f"{name} {setting}"] = train(case, boosted)
+            if "device_memory" in arguments:
+                assert boosted.report().peak_device_bytes <= tight
+    _write(directory, "settings", found)
+
+
+def saved(directory: Path) -> None:
+    """Models and runs written in stages, and read."""
+    found = {}
+    for name, given in {
+        "gpt2": {}, "llama": {"precision": "bf16"}, "mixtral": {}, "bert": {}, "bloom": {},
+        "gemma2": {"optim_state_format": "fp32"},
+    }.items():  # fmt: skip
+        case = FAMILIES[name]
+        boosted = boost(case, **given)  # type: ignore[arg-type]
+        boosted.booster.save_model(boosted.model, directory / f"{name}-fresh")
+        train(case, boosted, 0, 3)
+        boosted.booster.save(directory / name, boosted.model, boosted.optimizer)
+        boosted.booster.save_model(boosted.model, directory / f"{name}-model")
+        later = train(case, boosted, 3, 3)
+        again = boost(case, lazy=True, **given)  # type: ignore[arg-type]
+        train(case, again, 7, 1)
+        assert again.booster.load(directory / name, again.model, again.optimizer).step == 3
+        assert train(case, again, 3, 3) == later
+        again.booster.load_model(again.model, directory / f"{name}-model")
+        boosted.booster.load(directory / name, boosted.model, boosted.optimizer)
+        mine, theirs = (list(one.model.parameters()) for one in (again, boosted))
+        assert all(map(torch.equal, mine, theirs))
+        found[name] = later
+    _write(directory, "saved", found)
+
+
+def composed(directory: Path) -> None:
+    """Losses on four ranks: four stages, and two with two copies or two parts of each layer."""
+    rank, found = distributed.get_rank(), {}
+    for name, case in {**DEEP, "mixtral": FAMILIES["mixtral"]}.items():
+        if name != "mixtral":
+            found[f"{name} pp 4"] = train(case, boost(case, pp_size=4))
+        boosted = boost(case, tp_size=2)
+        found[f"{name} tp 2"] = train(case, boosted)
+        boosted.booster.save(directory / name, boosted.model, boosted.optimizer)
+        later = train(case, boosted, STEPS, 2)
+        again = boost(case, tp_size=2, lazy=True)
+        again.booster.load(directory / name, again.model, again.optimizer)
+        assert train(case, again, STEPS, 2) == later
+        # Halves of the micro-batches' rows.
+        copies = boost(case)
+        losses = []
+        for seed in range(STEPS):
+            half = {name: value[rank // 2 :: 2] for name, value in batch(case, seed).items()}
+            losses += _train_on(copies, half)
+        everyone = _of_all(losses)
+        assert everyone[0] == everyone[1]
+        assert everyone[2] == everyone[3]
+        found[f"{name} dp 2"] = torch.tensor(everyone).mean(0).tolist()
+        copies.booster.save(directory / f"{name}-copies", copies.model, copies.optimizer)
+        later = _train_on(copies, batch(case, STEPS))
+        again = boost(case)
+        again.booster.load(directory / f"{name}-copies", again.model, again.optimizer)
+        assert _train_on(again, batch(case, STEPS)) == later
+        loader = copies.booster.plugin.prepare_dataloader(list(range(8)), 2)
+        found[f"{name} data"] = _of_all([some.tolist() for some in loader])
+    _write(directory, "composed", found)
+
+
+def _train_on(boosted: Boosted, whole: dict[str, torch.Tensor]) -> list[float]:
+    given = iter([whole])
+    done = boosted.booster.execute_pipeline(given, boosted.model, None, boosted.optimizer)
+    boosted.optimizer.step()
+    boosted.optimizer.zero_grad()
+    return [done["loss"].item()]
+
+
+def uses(directory: Path) -> None:
+    """Evaluation, a loss of the user's own, accumulation, other precisions, other lengths."""
+    found: dict[str, Any] = {}
+    case, last = DEEP["gpt2"], distributed.get_rank() == 1
+    for style in ("1f1b", "interleaved"):
+        boosted = boost(case, **SCHEDULES[style])
+        execute = boosted.booster.execute_pipeline
+        with torch.no_grad():
+            done = execute(iter([batch(case, 0)]), boosted.model, return_outputs=True)
+            ids = {"input_ids": batch(case, 0)["input_ids"]}
+            logits = execute(iter([ids]), boosted.model, return_loss=False, return_outputs=True)[
+                "outputs"
+            ]
+        assert (logits is not None) == (done["outputs"] is not None) == last
+        found[f"{style} evaluated"] = done["loss"].item()
+        if logits:
+            found[f"{style} logits"] = torch.cat([one.logits for one in logits]).tolist()
+        found[f"{style} afterwards"] = train(case, boosted, 0, 2)
+        # Two batches a step, of two lengths; the tied embedding's gradient counts once.
+        for seed, length in ((0, 24), (1, 16)):
+            cut = {name: value[:, :length] for name, value in batch(case, seed).items()}
+            execute(iter([cut]), boosted.model, _own_loss, boosted.optimizer, return_loss=False)
+        boosted.optimizer.step()
+        found[f"{style} norm"] = boosted.report().gradient_norm
+        boosted.optimizer.step()  # without a pass between: the same gradients
+        found[f"{style} same norm"] = boosted.report().gradient_norm
+        # Without zero_grad they go on.
+        execute(iter([batch(case, 2)]), boosted.model, None, boosted.optimizer)
+        boosted.optimizer.step()
+        found[f"{style} more norm"] = boosted.report().gradient_norm
+    for precision in ("bf16", "fp16"):
+        found[precision] = train(case, boost(case, precision=precision))
+    dropping = boost(gpt2_with_dropout())
+    found["dropout"] = train(case, dropping, 0, 3)
+    gc.collect()
+    gc.disable()
+    gone = boost(case, **SCHEDULES["interleaved"])
+    train(case, gone, 0, 1)
+    held = weakref.ref(gone.model)
+    del gone
+    assert held() is None
+    gc.enable()
+    everyone = _of_all(found)
+    _write(directory, "uses", everyone[0] | everyone[1])
+
+
+def _own_loss(outputs: Any, part: Any) -> torch.Tensor:
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    return nn.functional.cross_entropy(logits, part["labels"][:, 1:].flatten())
+
+
+def refused(directory: Path) -> None:
+    """What a rank says to what does not go with stages."""
+    case, rank = FAMILIES["llama"], distributed.get_rank()
+    boosted = boost(case)
+    whole = batch(case, 0)
+
+    def run(given: Any, criterion: Any = None) -> str:
+        execute = boosted.booster.execute_pipeline
+        return _said(lambda: execute(iter([given]), boosted.model, criterion, boosted.optimizer))
+
+    found = {
+        "call": _said(lambda: boosted.model(**whole)),
+        "generate": _said(
+            lambda: boosted.model.generate(whole["input_ids"], max_new_tokens=2)  # type: ignore[operator]
+        ),
+        "state_dict": _said(lambda: boosted.model.state_dict()),
+        "copy": _said(lambda: copy.deepcopy(boosted.model)),
+        "pickle": _said(lambda: pickle.dumps(boosted.model)),
+        "rows": run({name: value[:3] for name, value in whole.items()}),
+        "no mapping": run(whole["input_ids"]),
+        "empty": run({}),
+        "inputs": run(batch(case, rank)),
+        "layers": _said(lambda: boost(case, num_layers_per_stage=[1, 2])),
+        "blocks": _said(lambda: boost(case, **SCHEDULES["interleaved"])),
+        "t5": _said(lambda: boost(FAMILIES["t5"])),
+        "vit": _said(lambda: boost(FAMILIES["vit"])),
+        "seed": _said(lambda: _lazily_seeded(rank)),
+        "state": _said(lambda: boost(case, optimizer=_stepped)),
+        "ranks": _said(lambda: boost(case, pp_size=3)),
+    }
+    plain_booster = castor.Booster(castor.GeminiPlugin(device="cpu", device_memory=GIB))
+    found["whole"] = _said(lambda: plain_booster.execute_pipeline(iter([whole]), case.model()))
+    found["works"] = train(case, boosted, 0, 1)
+    _write(directory, f"refused{rank}", found, everyone=True)
+
+
+def _lazily_seeded(seed: int) -> None:
+    case = Case("seeded", lambda: llama(), FAMILIES["llama"].batch)
+    torch.manual_seed(seed)
+    config = FAMILIES["llama"].model().config
+    with castor.LazyInitContext():
+        torch.manual_seed(seed)
+        model = hf.AutoModelForCausalLM.from_config(config)
+    del case
+    booster = castor.Booster(
+        castor.HybridParallelPlugin(device="cpu", device_memory=GIB, pp_size=2, num_microbatches=2)
+    )
+    booster.boost(model, torch.optim.AdamW(model.parameters(), lr=LR))
+
+
+def one_dies(directory: Path) -> None:
+    """Rank 1 is killed in a phase that the environment names; the others say what they hear."""
+    phase, rank = os.environ["PHASE"], distributed.get_rank()
+    case = DEEP["llama"]
+    boosted = boost(case, pp_size=distributed.get_world_size())
+    train(case, boosted, 0, 1)
+
+    def die(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1:
+        block = next(
+            module for module in boosted.model.modules() if "DecoderLayer" in type(module).__name__
+        )
+        if phase == "forward":
+            block.register_forward_pre_hook(die)
+        elif phase == "backward":
+            block.register_full_backward_hook(die)
+        elif phase == "step":
+            boosted.optimizer.step = die  # type: ignore[method-assign]
+        else:
+            boosted.booster.save_model = die  # type: ignore[method-assign]
+    start = time.monotonic()
+    try:
+        train(case, boosted, 1, 1)
+        boosted.booster.save_model(boosted.model, directory / "model")
+    except castor.Error as error:
+        _write(directory, f"dies{rank}", [str(error), time.monotonic() - start], everyone=True)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    castor.launch_from_torch()
+    globals()[sys.argv[1]](Path(sys.argv[2]))
+    distributed.barrier()

@@ -1,0 +1,291 @@
+"""Models in stages on several ranks: what they compute, save and refuse."""
+
+import json
+import operator
+from functools import cache, reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import castor
+import pipeline_cases
+from helpers import GIB, Boosted
+from pipeline_cases import DEEP, FAMILIES_WITH_STAGES, SCHEDULES, batch, plain
+from rank_processes import run, succeeded
+from tensor_cases import FAMILIES, LR, MAX_NORM
+from tensor_cases import boost as boost_whole
+from zoo import Case, gpt2_with_dropout
+
+LOSS = 1e-5
+"""Relative, of each of ten clipped steps' losses in fp32."""
+
+
+def found(scenario: Any, size: int, directory: Path, name: str = "") -> Any:
+    succeeded(run(scenario, size, directory, timeout=600))
+    return json.loads((directory / f"{name or scenario.__name__}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return found(pipeline_cases.families, 2, tmp_path_factory.mktemp("families"))
+
+
+@pytest.mark.parametrize("name", FAMILIES_WITH_STAGES)
+def test_losses_are_plain_pytorchs(name: str, families: Any) -> None:
+    losses, expected, shares = families[name]
+    assert losses == pytest.approx(expected, rel=LOSS)
+    assert max(shares) < 0.75
+    assert 1 <= sum(shares) < 1.25  # what is tied is on both
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return found(pipeline_cases.settings, 2, tmp_path_factory.mktemp("settings"))
+
+
+@cache
+def expected(name: str) -> list[float]:
+    return plain(DEEP[name])
+
+
+@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize("setting", [*SCHEDULES, "tight", "nvme"])
+def test_settings_change_nothing(setting: str, name: str, settings: Any) -> None:
+    assert settings[f"{name} {setting}"] == settings[f"{name} 1f1b"]
+    assert settings[f"{name} {setting}"] == pytest.approx(expected(name), rel=LOSS)
+
+
+@pytest.fixture(scope="module")
+def composed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return found(pipeline_cases.composed, 4, tmp_path_factory.mktemp("composed"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("pp 4", name) for name in DEEP]
+    + [(kind, name) for kind in ("tp 2", "dp 2") for name in (*DEEP, "mixtral")],
+)
+def test_stages_go_with_parts_and_copies(kind: str, name: str, composed: Any) -> None:
+    whole = expected(name) if name in DEEP else plain(FAMILIES[name])
+    assert composed[f"{name} {kind}"] == pytest.approx(whole, rel=LOSS)
+
+
+def test_ranks_of_a_pipeline_take_the_same_data(composed: Any) -> None:
+    first, same, second, too = composed["llama data"]
+    assert first == same
+    assert second == too
+    assert sorted(reduce(operator.iadd, first + second, [])) == list(range(8))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("saved")
+    return directory, found(pipeline_cases.saved, 2, directory)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "bert", "bloom", "gemma2"])
+def test_what_stages_save_is_what_one_process_saves(name: str, saved: Any, tmp_path: Path) -> None:
+    directory, later = saved
+    case = FAMILIES[name]
+    given = {"llama": {"precision": "bf16"}, "gemma2": {"optim_state_format": "fp32"}}
+    boosted = boost_whole(case, 1, **given.get(name, {}))
+    boosted.booster.save_model(boosted.model, tmp_path / "fresh")
+    theirs = directory / f"{name}-fresh" / "model.safetensors"
+    assert (tmp_path / "fresh" / "model.safetensors").read_bytes() == theirs.read_bytes()
+    # Whole runs go on, here and there.
+    info = boosted.booster.load(directory / name, boosted.model, boosted.optimizer)
+    assert info.step == 3
+    weights = [param.detach().clone() for param in boosted.model.parameters()]
+    boosted.booster.save(tmp_path / "again", boosted.model, boosted.optimizer)
+    again = tmp_path / "again" / "step-00000003"
+    for part in ("model/model.safetensors", "optimizer/optimizer.safetensors",
+                 "optimizer/optimizer.json"):  # fmt: skip
+        written = directory / name / "step-00000003" / part
+        assert (again / part).read_bytes() == written.read_bytes()
+    losses = [_accumulated(case, boosted, seed) for seed in range(3, 6)]
+    assert losses == pytest.approx(later[name], rel=1e-3 if name == "llama" else LOSS)
+    model = type(boosted.model).from_pretrained(directory / f"{name}-model")
+    for mine, other in zip(weights, model.parameters(), strict=True):
+        assert torch.equal(mine, other.detach())
+
+
+def _accumulated(case: Case, boosted: Boosted, seed: int) -> float:
+    whole, count, total = batch(case, seed), pipeline_cases.MICROBATCHES, 0.0
+    for i in range(count):
+        part = {name: value.chunk(count)[i] for name, value in whole.items()}
+        loss = boosted.model(**part).loss / count
+        boosted.booster.backward(loss, boosted.optimizer)
+        total += loss.item()
+    boosted.optimizer.step()
+    boosted.optimizer.zero_grad()
+    return total
+
+
+@pytest.fixture(scope="module")
+def uses(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return found(pipeline_cases.uses, 2, tmp_path_factory.mktemp("uses"))
+
+
+@pytest.mark.parametrize("style", ["1f1b", "interleaved"])
+def test_a_model_in_stages_is_evaluated(style: str, uses: Any) -> None:
+    case = DEEP["gpt2"]
+    model, whole = case.model(), batch(case, 0)
+    with torch.no_grad():
+        outputs = model(**whole)
+    assert uses[f"{style} evaluated"] == pytest.approx(outputs.loss.item(), rel=1e-6)
+    assert torch.allclose(torch.tensor(uses[f"{style} logits"]), outputs.logits, atol=1e-5)
+    assert uses[f"{style} afterwards"] == pytest.approx(plain(case, 2), rel=LOSS)
+
+
+@pytest.mark.parametrize("style", ["1f1b", "interleaved"])
+def test_batches_accumulate(style: str, uses: Any) -> None:
+    """Of two lengths, with a loss of the user's; a tied embedding's gradient counts once."""
+    case = DEEP["gpt2"]
+    boosted = boost_whole(case, 1)
+    for seed in range(2):
+        _accumulated(case, boosted, seed)
+    count = pipeline_cases.MICROBATCHES
+
+    def accumulate(whole: dict[str, torch.Tensor], criterion: Any) -> None:
+        for i in range(count):
+            part = {name: value.chunk(count)[i] for name, value in whole.items()}
+            loss = criterion(boosted.model(**part), part) / count
+            boosted.booster.backward(loss, boosted.optimizer)
+
+    for seed, length in ((0, 24), (1, 16)):
+        cut = {name: value[:, :length] for name, value in batch(case, seed).items()}
+        accumulate(cut, pipeline_cases._own_loss)
+    norms = []
+    for _ in range(2):
+        boosted.optimizer.step()
+        norms.append(boosted.report().gradient_norm)
+    accumulate(batch(case, 2), lambda outputs, _: outputs.loss)
+    boosted.optimizer.step()
+    norms.append(boosted.report().gradient_norm)
+    names = ("norm", "same norm", "more norm")
+    assert [uses[f"{style} {name}"] for name in names] == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_reduced_precisions_are_close(precision: str, uses: Any) -> None:
+    assert uses[precision] == pytest.approx(expected("gpt2"), rel=1e-3)
+
+
+def test_dropout_is_drawn(uses: Any) -> None:
+    case = gpt2_with_dropout()
+    assert uses["dropout"] != pytest.approx(plain(case, 3), rel=1e-6)
+    assert uses["dropout"] == pytest.approx(plain(case, 3), rel=1e-2)
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("refused")
+    first = found(pipeline_cases.refused, 2, directory, "refused0")
+    return [first, json.loads((directory / "refused1.json").read_text())]
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "part"),
+    [
+        ("call", "UsageError", "use booster.execute_pipeline(data_iter, model, criterion"),
+        ("generate", "UsageError", "cannot be called like a whole one"),
+        ("state_dict", "UsageError", "booster.save_model, or booster.save, on all ranks"),
+        ("copy", "UsageError", "a copy would lack them"),
+        ("pickle", "UsageError", "a pickle would lack them"),
+        ("rows", "UsageError", "3 rows cannot be divided evenly by num_microbatches=4"),
+        ("no mapping", "TypeError", "the batch is a Tensor"),
+        ("empty", "UsageError", "holds no tensor"),
+        ("inputs", "UsageError", "differ in the inputs of LlamaForCausalLM"),
+        ("layers", "UsageError", "num_layers_per_stage=[1, 2] is of 2 stages and 3 blocks"),
+        ("blocks", "UsageError", "2 blocks, too few for 4 stages"),
+        ("t5", "NotImplementedError", "no way to cut a T5ForConditionalGeneration"),
+        ("vit", "NotImplementedError", "no way to cut a ViTForImageClassification"),
+        ("seed", "UsageError", "differ in the random states"),
+        ("state", "UsageError", "states of the whole model"),
+        ("ranks", "UsageError", "pp_size=3 needs a multiple of 3 ranks, and 2 ranks"),
+        ("whole", "UsageError", "nothing says how batches"),
+    ],
+)
+def test_what_does_not_go_with_stages_is_named_on_every_rank(
+    what: str, kind: str, part: str, refused: Any
+) -> None:
+    for of_rank in refused:
+        assert of_rank[what].startswith(kind)
+        assert part in of_rank[what]
+
+
+def test_the_model_works_after_each_refusal(refused: Any) -> None:
+    assert refused[0]["works"] == refused[1]["works"]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "part"),
+    [
+        ({"pp_size": 0}, ValueError, "pp_size is 0"),
+        ({"pp_size": 2}, ValueError, "num_microbatches or microbatch_size"),
+        ({"pp_size": 2, "num_microbatches": 4, "microbatch_size": 1}, ValueError, "not both"),
+        ({"pp_size": 2, "num_microbatches": "4"}, TypeError, "num_microbatches is '4'"),
+        ({"pp_size": 2, "num_microbatches": 1}, ValueError, "num_microbatches=1 is less"),
+        ({"pp_size": 2, "num_microbatches": 3, "pp_style": "interleaved", "num_model_chunks": 2},
+         ValueError, "no multiple of pp_size=2"),
+        ({"pp_size": 2, "num_microbatches": 2, "pp_style": "zbv"}, ValueError, "'zbv'"),
+        ({"pp_size": 2, "num_microbatches": 2, "num_model_chunks": 2}, ValueError, "contradict"),
+        ({"num_model_chunks": 2}, ValueError, "num_model_chunks divides stages"),
+        ({"num_layers_per_stage": [2]}, ValueError, "num_layers_per_stage divides stages"),
+        ({"pp_size": 2, "num_microbatches": 2, "sp_size": 2}, NotImplementedError, "sp_size=2"),
+        ({"pp_size": 2, "num_microbatches": 2, "activations": "auto"}, NotImplementedError,
+         "activations='auto'"),
+    ],
+)  # fmt: skip
+def test_arguments_are_checked(given: dict[str, Any], error: type[Exception], part: str) -> None:
+    with pytest.raises(error, match=part.replace("'", ".")):
+        castor.HybridParallelPlugin(device="cpu", **given)
+
+
+@pytest.mark.parametrize("given", [{"num_microbatches": 4}, {"microbatch_size": 2}])
+def test_one_stage_runs_the_same_loop(given: dict[str, int]) -> None:
+    case = DEEP["gpt2"]
+    boosted = boost_whole(case, 1, **given)
+    execute = boosted.booster.execute_pipeline
+    with torch.no_grad():
+        done = execute(iter([batch(case, 0)]), boosted.model, return_outputs=True)
+    assert [len(one.logits) for one in done["outputs"]] == [2] * 4
+    assert pipeline_cases.train(case, boosted) == pytest.approx(expected("gpt2"), rel=LOSS)
+    with pytest.raises(TypeError, match="the batch is a Tensor"):
+        execute(iter([torch.zeros(1)]), boosted.model)
+
+
+def test_one_process_is_told_how_to_start_more() -> None:
+    model = FAMILIES["llama"].model()
+    booster = castor.Booster(
+        castor.HybridParallelPlugin(
+            device="cpu", device_memory=GIB, max_norm=MAX_NORM, pp_size=2, num_microbatches=2
+        )
+    )
+    with pytest.raises(castor.UsageError, match=r"pp_size=2 .* this process is alone: .*--nproc 2"):
+        booster.boost(model, torch.optim.AdamW(model.parameters(), lr=LR))
+
+
+@pytest.mark.parametrize(("phase", "size"), [("forward", 2), ("backward", 4), ("save", 2)])
+def test_a_rank_that_dies_is_named(
+    phase: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHASE", phase)
+    outcomes = run(pipeline_cases.one_dies, size, tmp_path, timeout=60)
+    assert [outcome.code for outcome in outcomes] == [0, -9, *[0] * (size - 2)]
+    for rank in {*range(size)} - {1}:
+        message, seconds = json.loads((tmp_path / f"dies{rank}.json").read_text())
+        assert "rank 1 (process" in message
+        assert seconds < 20
+
+
+def test_even_cuts_make_the_dearest_stage_cheap() -> None:
+    from castor.distributed.pipeline_plan import even_cuts
+
+    assert even_cuts([1, 1, 1, 1], 0, 2) == [2, 2]
+    assert even_cuts([1, 1, 1, 1], 2, 2) == [3, 1]
+    assert even_cuts([1] * 4, 9, 2) == [4, 0]
+    assert even_cuts([3, 1, 1, 1, 1, 1], 0, 3) == [1, 2, 3]
+    assert even_cuts([1, 2, 3], 0, 1) == [3]
