@@ -1,4 +1,4 @@
-"""Contenders of several ranks: a process for each rank, which sleeps while others step."""
+"""Contenders of several ranks: a process for each, which sleeps while others step, and results."""
 
 from __future__ import annotations
 
@@ -7,13 +7,24 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from _steps import WARMUP_STEPS, Report, Step, proportional_bytes
+from _machine import paired, spread
+from _steps import (
+    COMPARED_STEPS,
+    TOLERANCE,
+    WARMUP_STEPS,
+    Report,
+    Step,
+    proportional_bytes,
+    worst_difference,
+)
+from rich.console import Console
+from rich.table import Table
 
 
 def work(make: Callable[..., tuple[Step, Report]], arguments: tuple[Any, ...], rank: int,
@@ -129,3 +140,94 @@ class Ranks:
     def medians(self) -> list[float]:
         """Of each round."""
         return [statistics.median(steps) for steps in self.seconds]
+
+
+def verify(found: Mapping[str, Ranks], reference: str) -> dict[str, float]:
+    """The losses of everyone's first steps are the reference's.
+
+    Returns:
+        The largest relative difference of each.
+
+    Raises:
+        RuntimeError: Losses differ by more than TOLERANCE.
+    """
+    expected = found[reference].losses[:COMPARED_STEPS]
+    differences = {
+        key: worst_difference(ranks.losses[:COMPARED_STEPS], expected)
+        for key, ranks in found.items()
+    }
+    for key, difference in differences.items():
+        if not difference <= TOLERANCE:
+            raise RuntimeError(
+                f"{found[key].name}: losses differ from those of {found[reference].name} by "
+                f"{difference:.1e}"
+            )
+    return differences
+
+
+def finish(
+    found: Mapping[str, Ranks], *, reference: str, title: str, console: Console
+) -> dict[str, dict[str, Any]]:
+    """Ends all contenders; shows, and returns, what each measured.
+
+    Args:
+        found: The contenders, after their last round.
+        reference: See verify.
+        title: Of the table.
+        console: Where it goes.
+    """
+    reports = {key: ranks.report() for key, ranks in found.items()}
+    for ranks in found.values():
+        ranks.stop()
+    differences = verify(found, reference)
+    table = Table(title=title)
+    for heading in ("", "median s", "quartiles", "CPU s", "loopback MiB", "resident MiB, all"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    results = {}
+    for key, ranks in found.items():
+        seconds = spread([s for steps in ranks.seconds for s in steps])
+        results[key] = {
+            "name": ranks.name,
+            "seconds": seconds,
+            "round_medians": ranks.medians,
+            "cpu_seconds": statistics.median(ranks.cpu_seconds),
+            "loopback_bytes": statistics.median(ranks.sent_bytes),
+            "resident_bytes": sum(report["proportional_bytes"] for report in reports[key]),
+            "largest_relative_loss_difference": differences[key],
+        }
+        table.add_row(
+            ranks.name,
+            f"{seconds['median']:.3f}",
+            f"{seconds['lower_quartile']:.3f} - {seconds['upper_quartile']:.3f}",
+            f"{results[key]['cpu_seconds']:.2f}",
+            f"{results[key]['loopback_bytes'] / 2**20:.0f}",
+            f"{results[key]['resident_bytes'] / 2**20:.0f}",
+        )
+    console.print(table)
+    return results
+
+
+def compare(
+    found: Mapping[str, Ranks], bars: Mapping[str, float | None], console: Console
+) -> dict[str, dict[str, Any]]:
+    """Shows, and returns, ratios of times within a round, of contenders that are there.
+
+    Args:
+        found: The contenders.
+        bars: "numerator / denominator": the largest ratio that meets the target; None: there is no
+            target.
+        console: Where they go.
+    """
+    ratios: dict[str, dict[str, Any]] = {}
+    for name, bar in bars.items():
+        numerator, denominator = name.split(" / ")
+        if numerator not in found or denominator not in found:
+            continue
+        ratio: dict[str, Any] = paired(found[numerator].medians, found[denominator].medians)
+        verdict = ""
+        if bar is not None:
+            ratio |= {"bar": f"<= {bar}", "met": ratio["median"] <= bar}
+            verdict = f" (<= {bar}) {'met' if ratio['met'] else 'MISSED'}"
+        ratios[name] = ratio
+        console.print(f"{name}: {ratio['median']:.2f}{verdict}")
+    return ratios

@@ -12,30 +12,24 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-from _machine import RESULTS, describe_machine, paired, spread, write_record
-from _ranks import Ranks
-from _steps import (
-    COMPARED_STEPS,
-    LR,
-    TOLERANCE,
-    VOCAB,
-    Report,
-    Step,
-    batch,
-    run_rounds,
-    tight,
-    worst_difference,
-)
+from _machine import RESULTS, describe_machine, write_record
+from _ranks import Ranks, compare, finish
+from _steps import LR, VOCAB, Report, Step, batch, run_rounds, tight
 from rich.console import Console
-from rich.table import Table
 
 TIGHT_SHARE = 0.5
-BARS = {"castor ample / transformers": 1.0, "castor tight / transformers": None}
+BARS = {  # ratio of times to the largest that meets the target
+    "castor ample / transformers": 1.0,
+    "castor tight / transformers": None,
+    "castor ample / torch": None,
+    "castor tight / torch": None,
+    "castor ample / plain": None,
+    "castor tight / plain": None,
+}
 
 
 def build() -> Any:
@@ -157,50 +151,9 @@ def main() -> int:
     name = f"castor, tight({TIGHT_SHARE}) = {budget / 2**20:.0f} MiB a rank"
     found["castor tight"] = Ranks.start(name, size, make_castor, budget)
     run_rounds(found, arguments.rounds, arguments.steps)
-    reports = {key: ranks.report() for key, ranks in found.items()}
-    for ranks in found.values():
-        ranks.stop()
-
-    table = Table(title=f"Llama 44M, {size} ranks divide each layer, 4 x 128 tokens")
-    for heading in ("", "median s", "quartiles", "CPU s", "loopback MiB", "resident MiB, all"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    results = {}
-    for key, ranks in found.items():
-        difference = worst_difference(
-            ranks.losses[:COMPARED_STEPS], found["plain"].losses[:COMPARED_STEPS]
-        )
-        if not difference <= TOLERANCE:
-            raise RuntimeError(f"{ranks.name}: losses differ from plain by {difference:.1e}")
-        seconds = spread([s for steps in ranks.seconds for s in steps])
-        results[key] = {
-            "name": ranks.name,
-            "seconds": seconds,
-            "round_medians": ranks.medians,
-            "cpu_seconds": statistics.median(ranks.cpu_seconds),
-            "loopback_bytes": statistics.median(ranks.sent_bytes),
-            "resident_bytes": sum(report["proportional_bytes"] for report in reports[key]),
-            "largest_relative_loss_difference": difference,
-        }
-        table.add_row(
-            ranks.name,
-            f"{seconds['median']:.3f}",
-            f"{seconds['lower_quartile']:.3f} - {seconds['upper_quartile']:.3f}",
-            f"{results[key]['cpu_seconds']:.2f}",
-            f"{results[key]['loopback_bytes'] / 2**20:.0f}",
-            f"{results[key]['resident_bytes'] / 2**20:.0f}",
-        )
-    console.print(table)
-    ratios = {}
-    for key in ("transformers", "torch", "plain"):
-        for own in ("castor ample", "castor tight"):
-            name = f"{own} / {key}"
-            ratio: dict[str, Any] = paired(found[own].medians, found[key].medians)
-            bar = BARS.get(name)
-            if bar is not None:
-                ratio |= {"bar": f"<= {bar}", "met": ratio["median"] <= bar}
-            ratios[name] = ratio
-            verdict = "" if bar is None else f" (<= {bar}) {'met' if ratio['met'] else 'MISSED'}"
-            console.print(f"{name}: {ratio['median']:.2f}{verdict}")
+    title = f"Llama 44M, {size} ranks divide each layer, 4 x 128 tokens"
+    results = finish(found, reference="plain", title=title, console=console)
+    ratios = compare(found, BARS, console)
     figures = {"ranks": size, "contenders": results, "ratios": ratios}
     write_record(arguments.output, "hybrid_parallel", figures, machine=machine)
     return 0

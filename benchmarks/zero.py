@@ -14,20 +14,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from _machine import RESULTS, describe_machine, paired, spread, write_record
-from _ranks import Ranks
+from _machine import RESULTS, describe_machine, write_record
+from _ranks import Ranks, compare, finish
 from _steps import (
-    COMPARED_STEPS,
     LR,
     MAX_NORM,
     SEQUENCE,
-    TOLERANCE,
     VOCAB,
     Model,
     Report,
@@ -35,10 +32,8 @@ from _steps import (
     run_rounds,
     tight,
     torch_step,
-    worst_difference,
 )
 from rich.console import Console
-from rich.table import Table
 
 TIGHT_SHARE, ROWS = 0.35, 2
 BARS = {  # ratio of times to the largest that meets the target
@@ -164,19 +159,6 @@ def start_contenders(console: Console, size: int, leave_out: list[str]) -> dict[
     return found
 
 
-def verify(found: dict[str, Ranks]) -> dict[str, float]:
-    """The losses of everyone's first steps are DDP's; gives the largest relative differences."""
-    reference = found["ddp"].losses[:COMPARED_STEPS]
-    differences = {
-        key: worst_difference(ranks.losses[:COMPARED_STEPS], reference)
-        for key, ranks in found.items()
-    }
-    for key, difference in differences.items():
-        if not difference <= TOLERANCE:
-            raise RuntimeError(f"{found[key].name}: losses differ from DDP's by {difference:.1e}")
-    return differences
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
@@ -190,44 +172,9 @@ def main() -> int:
 
     found = start_contenders(console, arguments.ranks, arguments.leave_out)
     run_rounds(found, arguments.rounds, arguments.steps)
-    reports = {key: ranks.report() for key, ranks in found.items()}
-    differences = verify(found)
-    for ranks in found.values():
-        ranks.stop()
-
-    table = Table(title=f"GPT-2 42.5M, {arguments.ranks} ranks, {ROWS} x {SEQUENCE} tokens each")
-    for heading in ("", "median s", "quartiles", "CPU s", "loopback MiB", "resident MiB, all"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    results = {}
-    for key, ranks in found.items():
-        seconds = spread([s for steps in ranks.seconds for s in steps])
-        resident = sum(report["proportional_bytes"] for report in reports[key])
-        results[key] = {
-            "name": ranks.name,
-            "seconds": seconds,
-            "round_medians": ranks.medians,
-            "cpu_seconds": statistics.median(ranks.cpu_seconds),
-            "loopback_bytes": statistics.median(ranks.sent_bytes),
-            "resident_bytes": resident,
-            "largest_relative_loss_difference": differences[key],
-        }
-        table.add_row(
-            ranks.name,
-            f"{seconds['median']:.3f}",
-            f"{seconds['lower_quartile']:.3f} - {seconds['upper_quartile']:.3f}",
-            f"{results[key]['cpu_seconds']:.2f}",
-            f"{results[key]['loopback_bytes'] / 2**20:.0f}",
-            f"{resident / 2**20:.0f}",
-        )
-    console.print(table)
-    ratios = {}
-    for name, bar in BARS.items():
-        numerator, denominator = name.split(" / ")
-        if numerator in found and denominator in found:
-            ratio: dict[str, Any] = paired(found[numerator].medians, found[denominator].medians)
-            ratios[name] = ratio | {"bar": f"<= {bar}", "met": ratio["median"] <= bar}
-            verdict = "met" if ratios[name]["met"] else "MISSED"
-            console.print(f"{name}: {ratio['median']:.2f} (<= {bar}) {verdict}")
+    title = f"GPT-2 42.5M, {arguments.ranks} ranks, {ROWS} x {SEQUENCE} tokens each"
+    results = finish(found, reference="ddp", title=title, console=console)
+    ratios = compare(found, BARS, console)
     figures = {"ranks": arguments.ranks, "contenders": results, "ratios": ratios}
     write_record(arguments.output, "zero", figures, machine=machine)
     return 0

@@ -21,7 +21,7 @@ from torch import distributed, nn
 
 import castor
 from helpers import GIB, Boosted
-from tensor_cases import FAMILIES, LR, MAX_NORM, STEPS, _of_all, _said, _stepped, _write
+from tensor_cases import FAMILIES, LR, MAX_NORM, STEPS, _of_all, _said, _stepped, _write, _write_own
 from zoo import Case, gpt2, gpt2_with_dropout, llama
 
 MICROBATCHES = 4
@@ -303,7 +303,7 @@ def refused(directory: Path) -> None:
     plain_booster = castor.Booster(castor.GeminiPlugin(device="cpu", device_memory=GIB))
     found["whole"] = _said(lambda: plain_booster.execute_pipeline(iter([whole]), case.model()))
     found["works"] = train(case, boosted, 0, 1)
-    _write(directory, f"refused{rank}", found, everyone=True)
+    _write_own(directory, "refused", found)
 
 
 def _lazily_seeded(seed: int) -> None:
@@ -347,7 +347,7 @@ def one_dies(directory: Path) -> None:
         train(case, boosted, 1, 1)
         boosted.booster.save_model(boosted.model, directory / "model")
     except castor.Error as error:
-        _write(directory, f"dies{rank}", [str(error), time.monotonic() - start], everyone=True)
+        _write_own(directory, "one_dies", [str(error), time.monotonic() - start])
     sys.stdout.flush()
     os._exit(0)
 

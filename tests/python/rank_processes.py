@@ -1,5 +1,6 @@
-"""Starts what rank_cases.py holds on several ranks, as torchrun would."""
+"""Starts what rank_cases.py and others hold on several ranks, as torchrun would."""
 
+import json
 import os
 import socket
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 Scenario = Callable[[Path], None]
 """Of the directory that the ranks share."""
@@ -75,3 +77,16 @@ def succeeded(outcomes: list[Outcome]) -> list[str]:
     for outcome in outcomes:
         assert outcome.code == 0, outcome.errors
     return [outcome.output for outcome in outcomes]
+
+
+def found(scenario: Scenario, size: int, directory: Path) -> Any:
+    """What rank 0 has written into NAME.json, of a scenario of that name."""
+    succeeded(run(scenario, size, directory, timeout=600))
+    return json.loads((directory / f"{scenario.__name__}.json").read_text())
+
+
+def found_by_each(scenario: Scenario, size: int, directory: Path) -> list[Any]:
+    """What each rank has written into NAME0.json, NAME1.json, ..."""
+    succeeded(run(scenario, size, directory, timeout=600))
+    paths = [directory / f"{scenario.__name__}{rank}.json" for rank in range(size)]
+    return [json.loads(path.read_text()) for path in paths]

@@ -1,7 +1,7 @@
 """What tests of tensor parallelism run on several ranks: `python tensor_cases.py NAME DIRECTORY`.
 
 A scenario is a function of the directory that the ranks share; rank 0 writes its findings there as
-NAME.json.
+NAME.json, or each rank its own as NAME0.json, NAME1.json (rank_processes.found, found_by_each).
 """
 
 import copy
@@ -26,6 +26,8 @@ from helpers import GIB, Boosted
 from zoo import CASES, LENGTH, VOCABULARY, Case, gpt2_with_dropout, tower
 
 LR, MAX_NORM, STEPS = 1e-3, 0.5, 10
+LOSS = 1e-5
+"""How near losses are: relative, of each of so many clipped steps in fp32."""
 
 
 def _decoder(name: str, config: type, **settings: Any) -> Case:
@@ -306,7 +308,7 @@ def refused(directory: Path) -> None:
     }
     # The model works on after each of them.
     found["works"] = train(case, boosted, 0, 1)
-    _write(directory, f"refused{rank}", found, everyone=True)
+    _write_own(directory, "refused", found)
 
 
 def padded(case: Case, seed: int) -> dict[str, torch.Tensor]:
@@ -445,7 +447,7 @@ def sequences_refused(directory: Path) -> None:
     model.set_attn_implementation("sdpa")
     boosted = boost(flex, sp_size=2)
     found["other attention"] = [boosted.step(boosted.model(**batch).loss)]
-    _write(directory, f"sequences_refused{rank}", found, everyone=True)
+    _write_own(directory, "sequences_refused", found)
 
 
 def one_dies(directory: Path) -> None:
@@ -519,9 +521,13 @@ def _of_all(value: Any) -> list[Any]:
     return everyone
 
 
-def _write(directory: Path, name: str, found: Any, *, everyone: bool = False) -> None:
-    if everyone or distributed.get_rank() == 0:
+def _write(directory: Path, name: str, found: Any) -> None:
+    if distributed.get_rank() == 0:
         (directory / f"{name}.json").write_text(json.dumps(found))
+
+
+def _write_own(directory: Path, name: str, found: Any) -> None:
+    (directory / f"{name}{distributed.get_rank()}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

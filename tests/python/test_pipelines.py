@@ -13,18 +13,10 @@ import castor
 import pipeline_cases
 from helpers import GIB, Boosted
 from pipeline_cases import DEEP, FAMILIES_WITH_STAGES, SCHEDULES, batch, plain
-from rank_processes import run, succeeded
-from tensor_cases import FAMILIES, LR, MAX_NORM
+from rank_processes import found, found_by_each, run
+from tensor_cases import FAMILIES, LOSS, LR, MAX_NORM
 from tensor_cases import boost as boost_whole
 from zoo import Case, gpt2_with_dropout
-
-LOSS = 1e-5
-"""Relative, of each of ten clipped steps' losses in fp32."""
-
-
-def found(scenario: Any, size: int, directory: Path, name: str = "") -> Any:
-    succeeded(run(scenario, size, directory, timeout=600))
-    return json.loads((directory / f"{name or scenario.__name__}.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -181,9 +173,7 @@ def test_dropout_is_drawn(uses: Any) -> None:
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory = tmp_path_factory.mktemp("refused")
-    first = found(pipeline_cases.refused, 2, directory, "refused0")
-    return [first, json.loads((directory / "refused1.json").read_text())]
+    return found_by_each(pipeline_cases.refused, 2, tmp_path_factory.mktemp("refused"))
 
 
 @pytest.mark.parametrize(
@@ -276,7 +266,7 @@ def test_a_rank_that_dies_is_named(
     outcomes = run(pipeline_cases.one_dies, size, tmp_path, timeout=60)
     assert [outcome.code for outcome in outcomes] == [0, -9, *[0] * (size - 2)]
     for rank in {*range(size)} - {1}:
-        message, seconds = json.loads((tmp_path / f"dies{rank}.json").read_text())
+        message, seconds = json.loads((tmp_path / f"one_dies{rank}.json").read_text())
         assert "rank 1 (process" in message
         assert seconds < 20
 

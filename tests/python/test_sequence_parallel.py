@@ -1,6 +1,5 @@
 """Ranks that divide sequences: what they compute, and what they refuse."""
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,8 @@ from transformers import AutoModelForCausalLM
 
 import castor
 import tensor_cases
-from rank_processes import run, succeeded
-from tensor_cases import FAMILIES, SEQUENCE_SETTINGS, SEQUENCES, padded, plain
-
-LOSS = 1e-5
-"""Relative, of each of ten clipped steps' losses in fp32."""
-
-
-def found(scenario: Any, size: int, directory: Path, name: str = "") -> Any:
-    succeeded(run(scenario, size, directory, timeout=600))
-    return json.loads((directory / f"{name or scenario.__name__}.json").read_text())
+from rank_processes import found, found_by_each
+from tensor_cases import FAMILIES, LOSS, SEQUENCE_SETTINGS, SEQUENCES, padded, plain
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +55,7 @@ def test_a_rank_has_its_share_of_the_activations(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory = tmp_path_factory.mktemp("refused")
-    scenario = tensor_cases.sequences_refused
-    succeeded(run(scenario, 2, directory))
-    names = [f"sequences_refused{rank}.json" for rank in (0, 1)]
-    return [json.loads((directory / name).read_text()) for name in names]
+    return found_by_each(tensor_cases.sequences_refused, 2, tmp_path_factory.mktemp("refused"))
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,9 @@ import castor
 import tensor_cases
 from castor.distributed import TensorRanks
 from castor.distributed.inputs import by_name
-from rank_processes import run, succeeded
-from tensor_cases import FAMILIES, SIZES, STEPS, boost, padded, plain, train
+from rank_processes import found, found_by_each, run
+from tensor_cases import FAMILIES, LOSS, SIZES, STEPS, boost, padded, plain, train
 from zoo import LENGTH, VOCABULARY
-
-LOSS = 1e-5
-"""Relative, of each of ten clipped steps' losses in fp32."""
-
-
-def found(scenario: Any, size: int, directory: Path, name: str = "") -> Any:
-    succeeded(run(scenario, size, directory, timeout=600))
-    return json.loads((directory / f"{name or scenario.__name__}.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +141,7 @@ def test_a_users_plan_divides_a_users_model(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory = tmp_path_factory.mktemp("refused")
-    return [found(tensor_cases.refused, 2, directory, f"refused{rank}") for rank in (0, 1)]
+    return found_by_each(tensor_cases.refused, 2, tmp_path_factory.mktemp("refused"))
 
 
 @pytest.mark.parametrize(
