@@ -172,12 +172,9 @@ class Booster(Checkpoints):
             Error: A rank of the pipeline is gone.
         """
         schedule = schedule_of(model)
-        engine, driver = (
-            engine_of(model),
-            self._driver(
-                optimizer, "booster.execute_pipeline(data_iter, model, criterion, optimizer)"
-            ),
-        )
+        engine = engine_of(model)
+        call = "booster.execute_pipeline(data_iter, model, criterion, optimizer)"
+        driver = self._driver(optimizer, call)
         scale = driver.loss_scale if driver else 1.0
         batch = next(data_iter)
         engine.session.set_loss_scale(scale)
@@ -205,7 +202,7 @@ class Booster(Checkpoints):
         driver = getattr(optimizer, "_castor", None)
         if optimizer is not None and not isinstance(driver, StepDriver):
             raise UsageError(f"{call} was given an optimizer that is not boosted")
-        if driver is None and self.plugin.scales_loss:
+        if driver is None and self.plugin.scales_loss and torch.is_grad_enabled():
             raise UsageError(f"fp16 needs the loss scale: call {call}")
         return driver
 

@@ -39,6 +39,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "recompute": {"activations": "recompute"},
     "offload": {"activations": "offload"},
     "overlap": {"overlap": "forward"},
+    "named": {"optimizer": lambda params: _named_optimizer(params)},
 }
 DEEP = {
     "llama": Case("llama4", lambda: llama(layers=4), FAMILIES["llama"].batch),
@@ -208,7 +209,16 @@ def composed(directory: Path) -> None:
         assert _train_on(again, batch(case, STEPS)) == later
         loader = copies.booster.plugin.prepare_dataloader(list(range(8)), 2)
         found[f"{name} data"] = _of_all([some.tolist() for some in loader])
+    found["shared"] = _said(
+        lambda: boost(Case("shared", _with_shared_blocks, case.batch), pp_size=4)
+    )
     _write(directory, "composed", found)
+
+
+def _with_shared_blocks() -> nn.Module:
+    model: Any = llama(layers=4)
+    model.model.layers[2].mlp = model.model.layers[1].mlp
+    return model  # type: ignore[no-any-return]
 
 
 def _train_on(boosted: Boosted, whole: dict[str, torch.Tensor]) -> list[float]:
@@ -292,6 +302,7 @@ def refused(directory: Path) -> None:
         "no mapping": run(whole["input_ids"]),
         "empty": run({}),
         "inputs": run(batch(case, rank)),
+        "no loss": run({"input_ids": whole["input_ids"]}),
         "layers": _said(lambda: boost(case, num_layers_per_stage=[1, 2])),
         "blocks": _said(lambda: boost(case, **SCHEDULES["interleaved"])),
         "t5": _said(lambda: boost(FAMILIES["t5"])),
@@ -304,6 +315,10 @@ def refused(directory: Path) -> None:
     found["whole"] = _said(lambda: plain_booster.execute_pipeline(iter([whole]), case.model()))
     found["works"] = train(case, boosted, 0, 1)
     _write_own(directory, "refused", found)
+
+
+def _named_optimizer(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([(f"p{i}", param) for i, param in enumerate(params)], LR)
 
 
 def _lazily_seeded(seed: int) -> None:

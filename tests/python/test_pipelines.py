@@ -64,6 +64,11 @@ def test_stages_go_with_parts_and_copies(kind: str, name: str, composed: Any) ->
     assert composed[f"{name} {kind}"] == pytest.approx(whole, rel=LOSS)
 
 
+def test_blocks_of_two_ranks_share_nothing(composed: Any) -> None:
+    assert composed["shared"].startswith("NotImplementedError: 'model.layers.1.mlp.gate_proj")
+    assert "shared by blocks of ranks [1, 2]" in composed["shared"]
+
+
 def test_ranks_of_a_pipeline_take_the_same_data(composed: Any) -> None:
     first, same, second, too = composed["llama data"]
     assert first == same
@@ -188,6 +193,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("no mapping", "TypeError", "the batch is a Tensor"),
         ("empty", "UsageError", "holds no tensor"),
         ("inputs", "UsageError", "differ in the inputs of LlamaForCausalLM"),
+        ("no loss", "UsageError", "there is no loss"),
         ("layers", "UsageError", "num_layers_per_stage=[1, 2] is of 2 stages and 3 blocks"),
         ("blocks", "UsageError", "2 blocks, too few for 4 stages"),
         ("t5", "NotImplementedError", "no way to cut a T5ForConditionalGeneration"),

@@ -16,6 +16,12 @@ Criterion = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 """(the model's outputs, the micro-batch) -> loss, a scalar"""
 
 
+NO_LOSS = (
+    "there is no loss: give labels with the batch, or a criterion(outputs, batch) to "
+    "booster.execute_pipeline"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Microbatches:
     """Into how many a batch is divided, or how many rows one has; the other one is None."""
@@ -143,10 +149,7 @@ def loss_of(outputs: Any) -> torch.Tensor:
     """
     loss = getattr(outputs, "loss", None)
     if not isinstance(loss, torch.Tensor):
-        raise UsageError(
-            "the model has returned no loss: give labels with the batch, or a criterion(outputs, "
-            "batch) to booster.execute_pipeline"
-        )
+        raise UsageError(NO_LOSS)
     return loss
 
 

@@ -5,6 +5,7 @@ Source: Narayanan et al. 2021 (Megatron-LM, section 2.2), for tied embeddings on
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -71,7 +72,6 @@ class PipelineParallel:
             )
         self.ranks = ranks
         self.num_stages = stages
-        self.model_name = type(model).__name__
         self.tensor: TensorParallel | None = None
         """Where each layer is divided as well."""
         self.running = False
@@ -101,14 +101,10 @@ class PipelineParallel:
 
         Raises:
             UsageError: Ranks would draw other values for lazy parameters; every rank raises it.
+            NotImplementedError: Blocks of several stages share a parameter.
         """
         model = self._model()
         assert model is not None
-        what = "the random states that lazy parameters are drawn from (torch.manual_seed)"
-        self.ranks.check_equal({what: random_states(model)})
-        for tensor in (*model.parameters(), *model.buffers()):
-            if not is_lazy(tensor):
-                self.ranks.share(tensor)
         config: Any = model.config
         passage = Passage(config.hidden_size)
         places = places_of(model, self._plan, self._cuts, passage)
@@ -116,6 +112,18 @@ class PipelineParallel:
         for place in places:
             for param in place.module.parameters():
                 owners.setdefault(param, set()).add(place.stage % self.ranks.size)
+        for name, param in model.named_parameters():
+            if len(owners[param]) > 1 and owners[param] != {0, self.ranks.size - 1}:
+                raise NotImplementedError(
+                    f"'{name}' of this {type(model).__name__} is shared by blocks of ranks "
+                    f"{sorted(owners[param])}, and only the first and the last stage may share a "
+                    "parameter; give another pp_size or num_layers_per_stage"
+                )
+        what = "the random states that lazy parameters are drawn from (torch.manual_seed)"
+        self.ranks.check_equal({what: random_states(model)})
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not is_lazy(tensor):
+                self.ranks.share(tensor)
         mine = [stage for stage in range(self.num_stages) if stage % self.ranks.size == self._rank]
         self.whole_model = _describe(model, optimizers)
         self._modules = StageModules(places, mine, self._cuts, passage)
@@ -123,7 +131,10 @@ class PipelineParallel:
         self._tied = [param for param, of in owners.items() if len(of) > 1 and param in own]
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["params"][:] = [param for param in group["params"] if param in own]
+                kept = [param in own for param in group["params"]]
+                for listed in ("params", "param_names"):
+                    if listed in group:
+                        group[listed][:] = itertools.compress(group[listed], kept)
 
     def start(self, dtype: torch.dtype) -> None:
         """After boost: watches who calls the model.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.pipelining import (
 
 from castor.distributed.inputs import check_inputs
 from castor.distributed.microbatches import (
+    NO_LOSS,
     Criterion,
     Microbatches,
     Pass,
@@ -27,10 +28,13 @@ from castor.distributed.microbatches import (
     put_schedule,
 )
 from castor.distributed.pipeline_parallel import PipelineParallel
-from castor.errors import Error
+from castor.errors import Error, UsageError
 
 Style = Literal["1f1b", "gpipe", "interleaved"]
-_FOR_THE_LOSS = frozenset({"labels", "shift_labels", "next_sentence_label", "num_items_in_batch"})
+_LABELS = frozenset(
+    {"labels", "shift_labels", "next_sentence_label", "start_positions", "end_positions"}
+)
+_FOR_THE_LOSS = _LABELS | {"num_items_in_batch"}
 """Arguments of which only the last stage makes something."""
 
 
@@ -93,6 +97,8 @@ class PipelineSchedule:
         check_inputs(parallel.ranks, model, (), dict(batch))
         training = torch.is_grad_enabled()
         needs_loss = training or return_loss
+        if needs_loss and criterion is None and _LABELS.isdisjoint(batch):
+            raise UsageError(NO_LOSS)  # on every rank: only the last stage would find out
         stages, schedule = self._prepare(parts, training=training)
         for stage in stages:
             stage.begin(parts, criterion, scale, keeps=return_outputs, needs_loss=needs_loss)
@@ -100,7 +106,8 @@ class PipelineSchedule:
         try:
             if training:
                 parallel.begin()
-            with _own_random_numbers(parallel.ranks.rank), self._named_errors():
+            own = _own_random_numbers(parallel.ranks.rank) if model.training else nullcontext()
+            with own, self._named_errors():
                 # Each micro-batch by its number: stages know them.
                 numbers = torch.arange(len(parts))
                 run = schedule.step if training else schedule.eval
@@ -194,6 +201,8 @@ class _Stage(nn.Module):
         self.is_last = number == parallel.num_stages - 1
         self._parts: list[dict[str, Any]] = []
         self._criterion: Criterion | None = None
+        self._scale = 1.0
+        self._keeps = self._needs_loss = False
         self.losses: list[float] = []
         self.outputs: list[Any] = []
 
