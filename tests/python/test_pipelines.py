@@ -12,9 +12,10 @@ import torch
 import castor
 import pipeline_cases
 from helpers import GIB, Boosted
+from pages import ROOT
 from pipeline_cases import DEEP, FAMILIES_WITH_STAGES, SCHEDULES, batch, plain
 from rank_processes import found, found_by_each, run
-from tensor_cases import FAMILIES, LOSS, LR, MAX_NORM
+from tensor_cases import FAMILIES, LOSS, LR, MAX_NORM, SEQUENCES, SIZES
 from tensor_cases import boost as boost_whole
 from zoo import Case, gpt2_with_dropout
 
@@ -275,6 +276,17 @@ def test_a_rank_that_dies_is_named(
         message, seconds = json.loads((tmp_path / f"one_dies{rank}.json").read_text())
         assert "rank 1 (process" in message
         assert seconds < 20
+
+
+def test_the_guides_table_is_of_what_is_tested() -> None:
+    text = (ROOT / "docs" / "guides" / "hybrid-parallel.md").read_text()
+    lines = [line.split("|")[1:-1] for line in text.splitlines() if line.count("|") == 5]
+    stated = {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines[2:]}
+    tested = [set(SIZES[2]) - {"falcon_groups"}, {*SEQUENCES} - {"windows", "eager"},
+              set(FAMILIES_WITH_STAGES)]  # fmt: skip
+    assert set(stated) == set().union(*tested)
+    for family, cells in stated.items():
+        assert cells == ["x" if family in those else "" for those in tested], family
 
 
 def test_even_cuts_make_the_dearest_stage_cheap() -> None:
