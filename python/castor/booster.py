@@ -16,7 +16,7 @@ from castor import checkpoint
 from castor.booster_checkpoints import Checkpoints
 from castor.checkpoint.adapters import with_adapters
 from castor.checkpoint.arguments import absolute, check_only
-from castor.distributed import Criterion, schedule_of
+from castor.distributed import Asked, Criterion, schedule_of
 from castor.errors import UsageError
 from castor.optim.step_driver import StepDriver
 from castor.plugins.protocol import Plugin, list_of_optimizers
@@ -176,17 +176,12 @@ class Booster(Checkpoints):
         call = "booster.execute_pipeline(data_iter, model, criterion, optimizer)"
         driver = self._driver(optimizer, call)
         scale = driver.loss_scale if driver else 1.0
+        asked = Asked(criterion=criterion, scale=scale, loss=return_loss, outputs=return_outputs)
         batch = next(data_iter)
         engine.session.set_loss_scale(scale)
         try:
             with engine.unsynchronised():  # until the step: all micro-batches cost one exchange
-                done = schedule.run(
-                    batch,
-                    criterion,
-                    scale=scale,
-                    return_loss=return_loss,
-                    return_outputs=return_outputs,
-                )
+                done = schedule.run(batch, asked)
         finally:
             engine.session.set_loss_scale(1.0)
         if done.loss is not None and torch.is_grad_enabled():

@@ -55,9 +55,8 @@ def optimizer_in_whole(
     described = parts.described("optimizer")
     # What two ranks have is the first's, under the name that both know.
     found = _of_others(parts, described, "optimizer") | own
-    others = {name: entry for rank in described for name, entry in rank.numbers.items()} | {
-        **numbers
-    }
+    others = {name: entry for rank in described for name, entry in rank.numbers.items()}
+    others |= numbers
     groups = parts.whole_model.groups
     names = [name for group in groups for name in group]
     place = {name: i for i, name in enumerate(names)}

@@ -3,6 +3,7 @@
 from castor.distributed.layout import RankLayout, data_rank_and_size
 from castor.distributed.microbatches import (
     Accumulation,
+    Asked,
     Criterion,
     Microbatches,
     Schedule,
@@ -18,6 +19,7 @@ from castor.distributed.tensor_ranks import TensorRanks
 
 __all__ = [
     "Accumulation",
+    "Asked",
     "Criterion",
     "Microbatches",
     "PipelineParallel",

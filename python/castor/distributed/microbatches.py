@@ -55,6 +55,38 @@ class Microbatches:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is to be done with a batch."""
+
+    criterion: Criterion | None
+    """Computes the loss; None: the model does, of its labels."""
+    scale: float
+    """What losses are multiplied with before backward."""
+    loss: bool
+    """Whether all ranks learn the loss."""
+    outputs: bool
+    """Whether the last stage's ranks keep what the model returns."""
+
+    @property
+    def needs_loss(self) -> bool:
+        """Backward does as well."""
+        return self.loss or torch.is_grad_enabled()
+
+    def loss_of(self, outputs: Any, part: Mapping[str, Any]) -> torch.Tensor:
+        """Of a micro-batch.
+
+        Raises:
+            UsageError: There is neither a criterion nor a loss of the model's.
+        """
+        if self.criterion:
+            return self.criterion(outputs, part)
+        loss = getattr(outputs, "loss", None)
+        if not isinstance(loss, torch.Tensor):
+            raise UsageError(NO_LOSS)
+        return loss
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pass:
     """What a run of the schedule gave."""
 
@@ -71,15 +103,7 @@ class Schedule(Protocol):
         """After boost: schedule_of finds it."""
         ...
 
-    def run(
-        self,
-        batch: Any,
-        criterion: Criterion | None,
-        *,
-        scale: float,
-        return_loss: bool,
-        return_outputs: bool,
-    ) -> Pass:
+    def run(self, batch: Any, asked: Asked) -> Pass:
         """All micro-batches of a batch, and back if there are gradients; see PipelineSchedule."""
         ...
 
@@ -96,34 +120,25 @@ class Accumulation:
         """See Schedule."""
         put_schedule(self._model(), self)
 
-    def run(
-        self,
-        batch: Any,
-        criterion: Criterion | None,
-        *,
-        scale: float,
-        return_loss: bool,
-        return_outputs: bool,
-    ) -> Pass:
+    def run(self, batch: Any, asked: Asked) -> Pass:
         """See PipelineSchedule."""
         model = self._model()
         assert model is not None
         parts = self._microbatches.of(named(batch))
-        training = torch.is_grad_enabled()
         losses, kept = [], []
         for part in parts:
             outputs = model(**part)
-            if return_outputs:
+            if asked.outputs:
                 kept.append(outputs)
-            if training or return_loss:
-                loss = criterion(outputs, part) if criterion else loss_of(outputs)
+            if asked.needs_loss:
+                loss = asked.loss_of(outputs, part)
                 losses.append(loss.item())
-                if training:
-                    (loss / len(parts) * scale).backward()
+                if torch.is_grad_enabled():
+                    (loss / len(parts) * asked.scale).backward()
         mean = sum(one / len(parts) for one in losses)
         return Pass(
-            loss=torch.tensor(mean) if return_loss else None,
-            outputs=kept if return_outputs else None,
+            loss=torch.tensor(mean) if asked.loss else None,
+            outputs=kept if asked.outputs else None,
         )
 
 
@@ -139,18 +154,6 @@ def named(batch: Any) -> Mapping[str, Any]:
             "of tensors"
         )
     return batch
-
-
-def loss_of(outputs: Any) -> torch.Tensor:
-    """The loss that a model has returned.
-
-    Raises:
-        UsageError: There is none.
-    """
-    loss = getattr(outputs, "loss", None)
-    if not isinstance(loss, torch.Tensor):
-        raise UsageError(NO_LOSS)
-    return loss
 
 
 _schedules: weakref.WeakKeyDictionary[nn.Module, Schedule] = weakref.WeakKeyDictionary()

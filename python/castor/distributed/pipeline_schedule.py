@@ -20,10 +20,9 @@ from torch.distributed.pipelining import (
 from castor.distributed.inputs import check_inputs
 from castor.distributed.microbatches import (
     NO_LOSS,
-    Criterion,
+    Asked,
     Microbatches,
     Pass,
-    loss_of,
     named,
     put_schedule,
 )
@@ -66,25 +65,14 @@ class PipelineSchedule:
         """See Schedule."""
         put_schedule(self._model(), self)
 
-    def run(
-        self,
-        batch: Any,
-        criterion: Criterion | None,
-        *,
-        scale: float,
-        return_loss: bool,
-        return_outputs: bool,
-    ) -> Pass:
+    def run(self, batch: Any, asked: Asked) -> Pass:
         """All micro-batches of a batch through all stages, and back if there are gradients.
 
         Collective: every rank is given the same batch.
 
         Args:
             batch: Arguments of the model by name.
-            criterion: Computes the loss; None: the model does, of its labels.
-            scale: What losses are multiplied with before backward.
-            return_loss: Whether all ranks learn the loss.
-            return_outputs: Whether the last stage's ranks keep what the model returns.
+            asked: What is to be done with it.
 
         Raises:
             TypeError: The batch is no mapping.
@@ -96,12 +84,11 @@ class PipelineSchedule:
         parts = self._microbatches.of(named(batch))
         check_inputs(parallel.ranks, model, (), dict(batch))
         training = torch.is_grad_enabled()
-        needs_loss = training or return_loss
-        if needs_loss and criterion is None and _LABELS.isdisjoint(batch):
+        if asked.needs_loss and asked.criterion is None and _LABELS.isdisjoint(batch):
             raise UsageError(NO_LOSS)  # on every rank: only the last stage would find out
         stages, schedule = self._prepare(parts, training=training)
         for stage in stages:
-            stage.begin(parts, criterion, scale, keeps=return_outputs, needs_loss=needs_loss)
+            stage.begin(parts, asked)
         parallel.running = True
         try:
             if training:
@@ -116,11 +103,11 @@ class PipelineSchedule:
             parallel.running = False
         last = next((stage for stage in stages if stage.is_last), None)
         losses = last.losses if last else []
-        outputs = last.outputs if last and return_outputs else None
+        outputs = last.outputs if last and asked.outputs else None
         for stage in stages:
             stage.end()
         loss = None
-        if return_loss:
+        if asked.loss:
             mean = sum(one / len(parts) for one in losses) if losses else None
             everyone = parallel.ranks.gather(mean)
             loss = torch.tensor(next(one for one in everyone if one is not None))
@@ -198,36 +185,28 @@ class _Stage(nn.Module):
         self._model = model
         self._parallel = parallel
         self._number = number
+        forward = model().forward  # type: ignore[union-attr]
+        self._takes_cache = "use_cache" in inspect.signature(forward).parameters
         self.is_last = number == parallel.num_stages - 1
         self._parts: list[dict[str, Any]] = []
-        self._criterion: Criterion | None = None
-        self._scale = 1.0
-        self._keeps = self._needs_loss = False
+        self._asked: Asked | None = None
         self.losses: list[float] = []
         self.outputs: list[Any] = []
 
-    def begin(
-        self,
-        parts: list[dict[str, Any]],
-        criterion: Criterion | None,
-        scale: float,
-        *,
-        keeps: bool,
-        needs_loss: bool,
-    ) -> None:
+    def begin(self, parts: list[dict[str, Any]], asked: Asked) -> None:
         """Micro-batches follow."""
-        self._parts, self._criterion, self._scale = parts, criterion, scale
-        self._keeps, self._needs_loss = keeps, needs_loss
+        self._parts, self._asked = parts, asked
         self.losses, self.outputs = [], []
 
     def end(self) -> None:
         """They are over: lets go of them."""
-        self._parts, self._criterion = [], None
+        self._parts, self._asked = [], None
         self.losses, self.outputs = [], []
 
     def scaled(self, loss: torch.Tensor, _number: torch.Tensor) -> torch.Tensor:
         """What backward begins with."""
-        return loss[0] / len(self._parts) * self._scale
+        assert self._asked is not None
+        return loss[0] / len(self._parts) * self._asked.scale
 
     def forward(self, *received: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         """One micro-batch.
@@ -236,13 +215,14 @@ class _Stage(nn.Module):
             received: Hidden states (rows, tokens, width); none: this is the first stage.
             number: The micro-batch's, of shape (1,).
         """
-        model = self._model()
+        model, asked = self._model(), self._asked
         assert model is not None
+        assert asked is not None
         part = self._parts[int(number)]
         own = dict(part)
         if not self.is_last:
             own = {name: value for name, value in part.items() if name not in _FOR_THE_LOSS}
-        if "use_cache" in inspect.signature(model.forward).parameters:
+        if self._takes_cache:
             own.setdefault("use_cache", False)
         with self._parallel.modules.running(self._number) as passage:
             passage.received = received[0] if received else None
@@ -251,11 +231,11 @@ class _Stage(nn.Module):
         if not self.is_last:
             assert sent is not None
             return sent.clone() if sent._is_view() else sent.contiguous()
-        if self._keeps:
+        if asked.outputs:
             self.outputs.append(outputs)
-        if not self._needs_loss:
+        if not asked.needs_loss:
             return torch.zeros(1)
-        loss = self._criterion(outputs, part) if self._criterion else loss_of(outputs)
+        loss = asked.loss_of(outputs, part)
         self.losses.append(loss.item())
         return loss.float().reshape(1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -31,8 +32,11 @@ class WholeModel:
 
     def first_key(self, key: str) -> str:
         """Of all that are tied to one: the name of the parameter."""
-        number = self.tensors[key][0]
-        return next(first for first, (other, _) in self.tensors.items() if other == number)
+        return self._first_keys[self.tensors[key][0]]
+
+    @cached_property
+    def _first_keys(self) -> dict[int, str]:
+        return {number: key for key, (number, _) in reversed([*self.tensors.items()])}
 
 
 @dataclass(frozen=True, kw_only=True)
