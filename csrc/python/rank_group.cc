@@ -118,7 +118,9 @@ void bind_rank_group(py::module_& module) {
             return gather_bytes(tensors.ranks(), own);
           },
           py::arg("own"))
-      .def("exchange", &RankTensors::exchange, py::arg("sent"), py::arg("into"), Released());
+      .def("exchange", &RankTensors::exchange, py::arg("sent"), py::arg("into"), Released())
+      .def(
+          "leave", [](RankTensors& tensors) { tensors.ranks().leave(); }, Released());
 }
 
 }  // namespace castor

@@ -367,6 +367,43 @@ def one_dies(directory: Path) -> None:
     os._exit(0)
 
 
+def one_fails(directory: Path) -> None:
+    """Rank 1 raises in a phase that the environment names, and lives on, as all do."""
+    phase, rank = os.environ["PHASE"], distributed.get_rank()
+    tp_size = int(os.environ["TP"])
+    case = DEEP["llama"]
+    boosted = boost(case, pp_size=distributed.get_world_size() // tp_size, tp_size=tp_size)
+    train(case, boosted, 0, 1)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ValueError("no more")
+
+    criterion = None
+    if rank == 1:
+        block = next(
+            module for module in boosted.model.modules() if "DecoderLayer" in type(module).__name__
+        )
+        if phase == "forward":
+            block.register_forward_pre_hook(fail)
+        elif phase == "backward":
+            block.register_full_backward_hook(fail)
+        else:
+            criterion = fail
+
+    def step() -> None:
+        data = batches(case, 1, 1)
+        boosted.booster.execute_pipeline(data, boosted.model, criterion, boosted.optimizer)
+
+    said = []
+    for work in (step, step, lambda: boosted.booster.save_model(boosted.model, directory / "m")):
+        start = time.monotonic()
+        try:
+            work()
+        except (castor.Error, ValueError) as error:
+            said.append([type(error).__name__, str(error), time.monotonic() - start])
+    _write_own(directory, "one_fails", said)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     castor.launch_from_torch()

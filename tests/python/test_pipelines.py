@@ -278,6 +278,32 @@ def test_a_rank_that_dies_is_named(
         assert seconds < 20
 
 
+@pytest.mark.parametrize(
+    ("phase", "size", "tp_size"),
+    [("forward", 2, 1), ("criterion", 2, 1), ("backward", 4, 1), ("forward", 4, 2)],
+)
+def test_a_rank_that_fails_and_lives_on_is_waited_for_by_none(
+    phase: str, size: int, tp_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHASE", phase)
+    monkeypatch.setenv("TP", str(tp_size))
+    for rank, (first, *later) in enumerate(found_by_each(pipeline_cases.one_fails, size, tmp_path)):
+        name, message, seconds = first
+        if rank == 1:
+            assert (name, message) == ("ValueError", "no more")
+        else:
+            assert name == "Error"
+            assert "no more" in message or "let go" in message
+        if tp_size == 1 and rank != 1:
+            cause = f"rank 1 of {size} of the pipeline has failed: ValueError: no more; mend that"
+            assert message.startswith(cause)
+        assert seconds < 20
+        assert len(later) == 2  # another step, and a save
+        for name, message, _ in later:
+            assert name == "UsageError"
+            assert "have let go of each other when a step failed" in message
+
+
 def test_the_guides_table_is_of_what_is_tested() -> None:
     text = (ROOT / "docs" / "guides" / "hybrid-parallel.md").read_text()
     lines = [line.split("|")[1:-1] for line in text.splitlines() if line.count("|") == 5]

@@ -9,6 +9,8 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,6 +26,9 @@ from castor.lazy import is_lazy, random_states
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.model_parts import Described, OwnParts, WholeModel
 from castor.runtime.ranks import Result
+
+_NOBODY_SENDS = 1 << 20
+"""A tag; torch's schedules use none."""
 
 
 class PipelineParallel:
@@ -76,6 +81,8 @@ class PipelineParallel:
         """Where each layer is divided as well."""
         self.running = False
         """Whether a schedule is under way, which calls the model."""
+        self.broken = ""
+        """Why the ranks are no longer connected."""
         self._model = weakref.ref(model)
         self._plan = plan
         self._cuts = [sum(layers[:stage]) for stage in range(stages + 1)]
@@ -167,6 +174,32 @@ class PipelineParallel:
                 param.grad.data.copy_(self._ends.sum(param.grad))
         self._summed = True
 
+    def check_connected(self) -> None:
+        """Before what needs the other ranks.
+
+        Raises:
+            UsageError: A step has failed, and they have let go of each other.
+        """
+        if self.broken:
+            raise UsageError(
+                "the stages of this model have let go of each other when a step failed "
+                f"({self.broken}): start all again, from the last checkpoint"
+            )
+
+    def disconnect(self) -> None:
+        """This rank cannot go on: whoever waits for it, in a schedule or a layer, raises."""
+        for other in range(self.ranks.size):
+            if other != self._rank:
+                # A wait of gloo's that is over time closes the connections of its group.
+                with suppress(RuntimeError):
+                    awaited = distributed.irecv(
+                        torch.empty(1), group=self.group, group_src=other, tag=_NOBODY_SENDS
+                    )
+                    assert awaited is not None
+                    awaited.wait(timedelta(milliseconds=1))
+        if self.tensor:
+            self.tensor.ranks.leave()
+
     def norm(self, params: Sequence[torch.Tensor], squares: Sequence[float]) -> float:
         """See TensorParallel: of all stages' gradients. Collective."""
         tied = set(self._tied) if self._rank > 0 else set()
@@ -195,6 +228,7 @@ class PipelineParallel:
 
     def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
         """See TensorParallel: on the first rank of the first stage."""
+        self.check_connected()
 
         def among_stages() -> Result:
             return self.ranks.on_first(

@@ -77,9 +77,11 @@ class PipelineSchedule:
         Raises:
             TypeError: The batch is no mapping.
             UsageError: It cannot be divided, there is no loss, or ranks were given different ones.
-            Error: A rank with another stage is gone.
+            Error: A rank with another stage is gone, or could not go on; nor can this one then.
+            Exception: What the model or the criterion raised here.
         """
         parallel, model = self._parallel, self._model()
+        parallel.check_connected()
         assert model is not None
         parts = self._microbatches.of(named(batch))
         check_inputs(parallel.ranks, model, (), dict(batch))
@@ -90,28 +92,55 @@ class PipelineSchedule:
         for stage in stages:
             stage.begin(parts, asked)
         parallel.running = True
+        failure: Exception | None = None
         try:
             if training:
                 parallel.begin()
             own = _own_random_numbers(parallel.ranks.rank) if model.training else nullcontext()
-            with own, self._named_errors():
+            with own:
                 # Each micro-batch by its number: stages know them.
                 numbers = torch.arange(len(parts))
                 run = schedule.step if training else schedule.eval
                 run(number=numbers, target=numbers, return_outputs=False)
+        except Exception as error:
+            failure = _unwrapped(error)
+            self._known = None  # micro-batches are under way in it
+            parallel.disconnect()  # others wait for what this rank will not send
         finally:
             parallel.running = False
         last = next((stage for stage in stages if stage.is_last), None)
-        losses = last.losses if last else []
         outputs = last.outputs if last and asked.outputs else None
+        mean = sum(one / len(parts) for one in last.losses) if last and last.losses else None
         for stage in stages:
             stage.end()
-        loss = None
-        if asked.loss:
-            mean = sum(one / len(parts) for one in losses) if losses else None
-            everyone = parallel.ranks.gather(mean)
-            loss = torch.tensor(next(one for one in everyone if one is not None))
+        everyone = self._finish(mean, failure)
+        loss = torch.tensor(next(x for x in everyone if x is not None)) if asked.loss else None
         return Pass(loss=loss, outputs=outputs)
+
+    def _finish(self, own: float | None, failure: Exception | None) -> list[float | None]:
+        """What every rank gives. Raises on all ranks where one has failed."""
+        ranks = self._parallel.ranks
+        lost = failure is not None and _lost_a_rank(failure)
+        said = None if failure is None or lost else f"{type(failure).__name__}: {failure}"
+        try:
+            everyone = ranks.gather((own, said, lost))
+        except Error as error:
+            self._parallel.broken = str(error)
+            if failure is not None and not lost:
+                raise failure from error
+            raise
+        causes = [
+            f"rank {rank} of {ranks.size} of the pipeline has failed: {said}"
+            for rank, (_, said, _) in enumerate(everyone)
+            if said is not None
+        ]
+        if not causes and not any(lost for _, _, lost in everyone):
+            return [one for one, _, _ in everyone]
+        why = "; ".join(causes) or f"ranks of the pipeline have lost each other: {failure}"
+        self._parallel.broken = why
+        if failure is not None and not lost:
+            raise failure
+        raise Error(f"{why}; mend that, and start all again from the last checkpoint") from failure
 
     def _prepare(
         self, parts: Sequence[Mapping[str, Any]], *, training: bool
@@ -148,24 +177,6 @@ class PipelineSchedule:
             schedule = ScheduleGPipe(theirs[0], **options)  # type: ignore[arg-type]
         self._known = key, stages, schedule
         return stages, schedule
-
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        """What torch wraps comes out as it was; a lost connection says whose."""
-        try:
-            yield
-        except RuntimeError as error:
-            self._known = None  # micro-batches are under way in it
-            if error.__cause__ is not None and "failed to run" in str(error):
-                raise error.__cause__ from None
-            if "gloo" not in str(error):
-                raise
-            ranks = self._parallel.ranks
-            ranks.gather(None)  # names the one that is gone, if it was it that ended
-            raise Error(
-                f"rank {ranks.rank} of {ranks.size} of the pipeline has lost a rank with a stage "
-                f"beside its own: {error}; see what that one has said, and start all again"
-            ) from error
 
 
 class _PipelineStage(PipelineStage):
@@ -250,3 +261,16 @@ def _own_random_numbers(rank: int) -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(before)
+
+
+def _unwrapped(error: Exception) -> Exception:
+    """What torch's stages wrap, as it was."""
+    while isinstance(error.__cause__, Exception) and "failed to run" in str(error).lower():
+        error = error.__cause__
+    return error
+
+
+def _lost_a_rank(error: Exception) -> bool:
+    """Whether gloo's connections are what has failed."""
+    said = str(error)
+    return type(error) is RuntimeError and ("gloo" in said or "pair closure" in said)

@@ -49,6 +49,13 @@ class TensorRanks(Peers):
         # By the link that names a rank which has ended.
         return [pickle.loads(one) for one in self.tensors.gather_bytes(pickle.dumps(value))]
 
+    def leave(self) -> None:
+        """This rank cannot go on: whoever waits for it here raises Error, as later calls do.
+
+        Where ranks share no memory they learn it when this process ends.
+        """
+        self.tensors.leave()
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, in rank order: the same bits on all. A new tensor."""
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
