@@ -21,7 +21,7 @@ from castor.errors import (
 from castor.lazy import LazyInitContext
 from castor.one_call import Config, accelerate
 from castor.optim import HybridAdam
-from castor.plugins import GeminiPlugin, HybridParallelPlugin
+from castor.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin
 from castor.runtime.ranks import launch_from_torch
 from castor.runtime.report import MemoryReport, MemoryUse
 
@@ -41,6 +41,7 @@ __all__ = [
     "HybridParallelPlugin",
     "IoError",
     "LazyInitContext",
+    "LowLevelZeroPlugin",
     "MemoryReport",
     "MemoryUse",
     "NonFiniteGradientError",

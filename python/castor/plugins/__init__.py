@@ -2,6 +2,7 @@
 
 from castor.plugins.gemini import GeminiPlugin
 from castor.plugins.hybrid import HybridParallelPlugin
+from castor.plugins.low_level_zero import LowLevelZeroPlugin
 from castor.plugins.protocol import Plugin
 
-__all__ = ["GeminiPlugin", "HybridParallelPlugin", "Plugin"]
+__all__ = ["GeminiPlugin", "HybridParallelPlugin", "LowLevelZeroPlugin", "Plugin"]

@@ -1,0 +1,96 @@
+"""Optimizer states and gradients in parts (Colossal-AI's LowLevelZeroPlugin)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from castor.errors import UsageError
+from castor.plugins.gemini import GeminiPlugin
+from castor.runtime.engine import Engine
+from castor.runtime.ranks import may_share_memory, rank_and_size, ranks_of_node
+
+_BY_OFFLOAD = {
+    "placement_policy": "cpu_offload says where things are",
+    "tensor_placement_policy": "cpu_offload says where things are",
+    "offload_optim_frac": "give cpu_offload",
+    "offload_param_frac": "parameters stay on the device; GeminiPlugin moves them",
+    "gpu_margin_mem_ratio": "it is for placement_policy='auto' of GeminiPlugin",
+}
+"""Arguments of GeminiPlugin that this plugin decides, and what to do instead."""
+
+_NOT_OURS: dict[str, tuple[object, str]] = {
+    "reduce_bucket_size_in_m": (12, "ranks exchange chunks: give chunk_bytes"),
+    "communication_dtype": (None, "gradients are sent in the working precision"),
+    "overlap_communication": (True, "ranks that share memory reduce beside backward"),
+    "overlap_allgather": (False, "ranks that share memory gather nothing"),
+    "cast_inputs": (True, "inputs have the working precision"),
+    "verbose": (False, "see booster.report()"),
+}
+"""Arguments of Colossal-AI's plugin that nothing here does: the value that asks for nothing."""
+
+
+class LowLevelZeroPlugin(GeminiPlugin):
+    """Keeps parameters on the device; ranks share the rest (ZeRO; Rajbhandari et al. 2020).
+
+    Stage 1 (section 5.1): each rank keeps and updates its part of the optimizer state. Stage 2
+    (section 5.2): gradients are kept once for all as well, by ranks of one machine.
+
+    Args:
+        stage: 1 or 2. Stage 2 needs cpu_offload=True and ranks that share memory. Stage 1 with
+            cpu_offload=True takes no more memory where they do.
+        cpu_offload: Whether gradients, master weights and optimizer states are in host memory,
+            where the update runs too. False: everything is on the device.
+        **gemini: GeminiPlugin's arguments, but for those that say where things are; and those of
+            Colossal-AI's plugin at the value that asks for nothing.
+
+    Raises:
+        ValueError: The stage is another one; see GeminiPlugin.
+        NotImplementedError: stage=2 with cpu_offload=False, or an argument asks for what this
+            version lacks; the message names it.
+        TypeError: An argument of GeminiPlugin says where things are; see GeminiPlugin.
+        UsageError, ImportError: See GeminiPlugin.
+    """
+
+    def __init__(self, *, stage: int = 1, cpu_offload: bool = False, **gemini: Any) -> None:
+        if isinstance(stage, bool) or stage not in (1, 2):
+            raise ValueError(f"stage is {stage!r}; give 1 or 2")
+        if not isinstance(cpu_offload, bool):
+            raise TypeError(f"cpu_offload is {cpu_offload!r}; give True or False")
+        if stage == 2 and not cpu_offload:
+            raise NotImplementedError(
+                "stage=2 keeps gradients once for all ranks of a machine in host memory, and "
+                "cpu_offload=False on each rank's device; give stage=1 or cpu_offload=True"
+            )
+        for name, instead in _BY_OFFLOAD.items():
+            if name in gemini:
+                raise TypeError(f"LowLevelZeroPlugin has no argument {name!r}: {instead}")
+        for name, (neutral, instead) in _NOT_OURS.items():
+            if gemini.pop(name, neutral) != neutral:
+                raise NotImplementedError(
+                    f"{name} may only be {neutral!r} in LowLevelZeroPlugin: {instead}"
+                )
+        super().__init__(
+            **gemini,
+            placement_policy="static" if cpu_offload else "cuda",
+            offload_optim_frac=1.0 if cpu_offload else None,
+        )
+        self._stage = stage
+
+    def configure(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Engine:
+        """See GeminiPlugin.
+
+        Raises:
+            UsageError: stage=2, and ranks do not share memory; see GeminiPlugin.
+        """
+        _, size = rank_and_size()
+        if self._stage == 2 and size > 1 and (ranks_of_node() < size or not may_share_memory()):
+            raise UsageError(
+                f"stage=2 keeps gradients once for the ranks of a machine, and of these {size} "
+                f"ranks {ranks_of_node()} are on this one, or CASTOR_RANK_LINK says that they "
+                "share no memory; give stage=1"
+            )
+        return super().configure(model, optimizers)
