@@ -15,7 +15,7 @@ from helpers import GIB, Boosted
 from pages import ROOT
 from pipeline_cases import DEEP, FAMILIES_WITH_STAGES, SCHEDULES, batch, plain
 from rank_processes import found, found_by_each, run
-from tensor_cases import FAMILIES, LOSS, LR, MAX_NORM, SEQUENCES, SIZES
+from tensor_cases import EXPERTS, FAMILIES, LOSS, LR, MAX_NORM, SEQUENCES, SIZES
 from tensor_cases import boost as boost_whole
 from zoo import Case, gpt2_with_dropout
 
@@ -58,7 +58,8 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("pp 4", name) for name in DEEP]
-    + [(kind, name) for kind in ("tp 2", "dp 2") for name in (*DEEP, "mixtral")],
+    + [(kind, name) for kind in ("tp 2", "dp 2") for name in (*DEEP, "mixtral")]
+    + [("ep 2", "mixtral")],
 )
 def test_stages_go_with_parts_and_copies(kind: str, name: str, composed: Any) -> None:
     whole = expected(name) if name in DEEP else plain(FAMILIES[name])
@@ -306,10 +307,10 @@ def test_a_rank_that_fails_and_lives_on_is_waited_for_by_none(
 
 def test_the_guides_table_is_of_what_is_tested() -> None:
     text = (ROOT / "docs" / "guides" / "hybrid-parallel.md").read_text()
-    lines = [line.split("|")[1:-1] for line in text.splitlines() if line.count("|") == 5]
+    lines = [line.split("|")[1:-1] for line in text.splitlines() if line.count("|") == 6]
     stated = {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines[2:]}
-    tested = [set(SIZES[2]) - {"falcon_groups"}, {*SEQUENCES} - {"windows", "eager"},
-              set(FAMILIES_WITH_STAGES)]  # fmt: skip
+    tested = [set(SIZES[2]) - {"falcon_groups"}, {*EXPERTS} - {"router_loss", "grouped"},
+              {*SEQUENCES} - {"windows", "eager"}, set(FAMILIES_WITH_STAGES)]  # fmt: skip
     assert set(stated) == set().union(*tested)
     for family, cells in stated.items():
         assert cells == ["x" if family in those else "" for those in tested], family

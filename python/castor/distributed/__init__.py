@@ -1,4 +1,4 @@
-"""Layers, sequences and stages that several ranks divide among themselves."""
+"""Layers, experts, sequences and stages that several ranks divide among themselves."""
 
 from castor.distributed.layout import RankLayout, data_rank_and_size
 from castor.distributed.microbatches import (
@@ -14,7 +14,7 @@ from castor.distributed.pipeline_plan import find_pipeline_plan
 from castor.distributed.pipeline_schedule import PipelineSchedule, Style
 from castor.distributed.sequence_parallel import SequenceParallel
 from castor.distributed.tensor_parallel import TensorParallel
-from castor.distributed.tensor_plan import Plan, find_plan
+from castor.distributed.tensor_plan import Plan, find_plan, with_whole_experts
 from castor.distributed.tensor_ranks import TensorRanks
 
 __all__ = [
@@ -35,4 +35,5 @@ __all__ = [
     "find_pipeline_plan",
     "find_plan",
     "schedule_of",
+    "with_whole_experts",
 ]

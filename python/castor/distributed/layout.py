@@ -41,10 +41,16 @@ class RankLayout:
         return tuple(group for group in groups if group is not None)
 
     @classmethod
-    def find(cls, tensor_size: int, sequence_size: int, stages: int = 1) -> RankLayout:
+    def find(cls, tensor_size: int, sequence_size: int, stages: int, *, asked: str) -> RankLayout:
         """Divides all ranks: neighbours share layers, neighbours of these sequences, then stages.
 
         Collective: every rank calls it.
+
+        Args:
+            tensor_size: Ranks that share layers.
+            sequence_size: Ranks that share sequences.
+            stages: Ranks that have the stages of a model.
+            asked: The arguments that say so.
 
         Raises:
             UsageError: Their number is no multiple of the product.
@@ -53,8 +59,6 @@ class RankLayout:
         each = tensor_size * sequence_size * stages
         if size % each:
             started = f"{size} ranks have been started" if size > 1 else "this process is alone"
-            sizes = {"tp_size": tensor_size, "sp_size": sequence_size, "pp_size": stages}
-            asked = ", ".join(f"{name}={of}" for name, of in sizes.items() if of > 1)
             raise UsageError(
                 f"{asked} needs a multiple of {each} ranks, and {started}: start them with "
                 f"`castor run --nproc {each} ...`"

@@ -114,6 +114,29 @@ def experts(
     return ranks.reduce(_whole(m)(ranks.enter(x), chosen, ranks.enter(weights)))
 
 
+def own_experts(
+    m: Any, ranks: TensorRanks, first: int, x: torch.Tensor, chosen: Any, weights: torch.Tensor
+) -> torch.Tensor:
+    """Experts of which this rank has some, from `first` on: it computes the tokens that chose them.
+
+    Args:
+        m: The experts; m.num_experts are here.
+        ranks: Those with the others.
+        first: The number of this rank's first one.
+        x: Hidden states, (tokens, width).
+        chosen: Numbers of experts, (tokens, choices).
+        weights: Of each choice, (tokens, choices).
+    """
+    x, weights = ranks.enter(x), ranks.enter(weights)
+    tokens, choices = ((chosen >= first) & (chosen < first + m.num_experts)).nonzero(as_tuple=True)
+    count = len(tokens)
+    if not count:  # a token that does not count: gradients are zeros as in plain PyTorch, not None
+        tokens = choices = chosen.new_zeros(1)
+    numbers = (chosen[tokens, choices] - first).clamp(0, m.num_experts - 1)
+    found = _whole(m)(x[tokens], numbers[:, None], weights[tokens, choices, None])
+    return ranks.reduce(torch.zeros_like(x).index_add(0, tokens[:count], found[:count]))
+
+
 def reduced(m: nn.Module, ranks: TensorRanks, _: None, *args: Any, **kwargs: Any) -> torch.Tensor:
     """A module whose outputs are summed."""
     return ranks.reduce(_whole(m)(*args, **kwargs))

@@ -6,6 +6,7 @@ optimizers keep them; modules stay the same, with another `forward`.
 
 from __future__ import annotations
 
+import inspect
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -227,6 +228,8 @@ class TensorParallel:
             self._partial += module.parameters()
         elif kind == "moe_tp_experts":
             self._replace(module, styles.experts)
+        elif kind == "whole_experts":
+            self._divide_experts(name, module)
         elif kind == "all_reduce":
             self._replace(module, styles.reduced)
         elif kind == "divided":
@@ -283,12 +286,27 @@ class TensorParallel:
         self._attributes.append((module, "padding_idx", padding))
         self._replace(module, styles.vocabulary, rows.start)
 
+    def _divide_experts(self, name: str, module: nn.Module) -> None:
+        count, params = getattr(module, "num_experts", None), dict(module.named_parameters())
+        of_each = {param.shape[:1] == (count,) for param in params.values()}
+        if of_each != {True} or len(inspect.signature(module.forward).parameters) != 3:
+            raise NotImplementedError(
+                f"'{name}' is a {type(module).__name__}, whose experts castor cannot divide: it "
+                "takes modules of transformers with num_experts and parameters of all experts, "
+                "called with hidden states, chosen experts and their weights"
+            )
+        for param_name, param in params.items():
+            self._cut(f"{name}.{param_name}", param, 0)
+        rows = self.ranks.own_range(int(count))  # type: ignore[arg-type]
+        self._attributes.append((module, "num_experts", len(rows)))
+        self._replace(module, styles.own_experts, rows.start)
+
     def _cut(self, name: str, param: torch.Tensor, dim: int, pieces: int = 1) -> Cut:
         length = param.shape[dim]
         if length % pieces or length // pieces < self.ranks.size:
             raise UsageError(
                 f"dimension {dim} of '{name}' has {length} elements in {pieces} pieces, too few or "
-                f"uneven for tp_size={self.ranks.size} ranks"
+                f"uneven for {self.ranks.size} ranks"
             )
         cut = Cut(dim=dim, shape=tuple(param.shape), pieces=pieces)
         if self.cuts.setdefault(param, cut) != cut:

@@ -12,6 +12,7 @@ A plan maps names of modules and parameters, with `*` for numbers, to styles:
     replicated_with_grad_allreduce   whole, on parts of the activations
     packed_colwise, rowwise  of a parameter: as the layers
     moe_tp_experts           a module of parameters that are cut so
+    whole_experts            a module of experts, of which each rank has some
     divided:a,b              attributes of a module that count heads
     heads_of:a               an argument of forward whose first dimension is batch x heads
 
@@ -177,6 +178,33 @@ def find_plan(model: nn.Module, size: int, given: Plan | None) -> dict[str, tupl
                 f"tp_size={size} ranks; give a tp_size that divides them"
             )
     return found
+
+
+def with_whole_experts(
+    model: nn.Module, plan: Mapping[str, tuple[str, ...]], size: int
+) -> dict[str, tuple[str, ...]]:
+    """The plan with experts that are not cut: each rank has some of them.
+
+    Raises:
+        UsageError: There are none, or fewer than `size`.
+    """
+    modules = [
+        (name, module)
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == "experts"
+    ]
+    if not modules:
+        raise UsageError(
+            f"ep_size={size} divides experts, and this {type(model).__name__} has no module of "
+            "that name; leave it out"
+        )
+    for name, module in modules:
+        count = getattr(module, "num_experts", size)
+        if count < size:
+            raise UsageError(f"'{name}' has {count} experts, too few for ep_size={size} ranks")
+    beneath = tuple(f"{name}." for name, _ in modules)
+    others = {name: styles for name, styles in plan.items() if not name.startswith(beneath)}
+    return others | {name: ("whole_experts",) for name, _ in modules}
 
 
 def _own_plan(model: nn.Module, config: Any) -> Plan:

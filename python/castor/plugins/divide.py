@@ -20,9 +20,9 @@ from castor.distributed import (
     SequenceParallel,
     Style,
     TensorParallel,
-    TensorRanks,
     find_pipeline_plan,
     find_plan,
+    with_whole_experts,
 )
 from castor.errors import UsageError
 from castor.optim.rules import rule_of
@@ -71,6 +71,8 @@ class Division:
 
     tensor_size: int = 1
     """Layers."""
+    expert_size: int = 1
+    """Experts: the same ranks where layers are divided as well."""
     sequence_size: int = 1
     """Sequences."""
     plan: Plan | None = None
@@ -83,7 +85,12 @@ class Division:
     @property
     def ranks(self) -> int:
         """That take the same data."""
-        return self.tensor_size * self.sequence_size * self.num_ranks_of_stages
+        return self.num_ranks_of_layers * self.sequence_size * self.num_ranks_of_stages
+
+    @property
+    def num_ranks_of_layers(self) -> int:
+        """That have the parts, or the experts, of each layer."""
+        return max(self.tensor_size, self.expert_size)
 
     @property
     def num_ranks_of_stages(self) -> int:
@@ -96,7 +103,12 @@ class Division:
         Raises:
             UsageError: Their number does not fit.
         """
-        return RankLayout.find(self.tensor_size, self.sequence_size, self.num_ranks_of_stages)
+        sizes = {"tp_size": self.tensor_size, "ep_size": self.expert_size}
+        sizes |= {"sp_size": self.sequence_size, "pp_size": self.num_ranks_of_stages}
+        return RankLayout.find(
+            *(self.num_ranks_of_layers, self.sequence_size, self.num_ranks_of_stages),
+            asked=", ".join(f"{name}={of}" for name, of in sizes.items() if of > 1),
+        )
 
     def divide(
         self,
@@ -119,9 +131,10 @@ class Division:
         if layout.sequence:
             sequences = SequenceParallel(model, layout.sequence, tensor_size=self.tensor_size)
         if layout.tensor:
-            _check_updates(optimizers, layout.tensor, state_format)
-            plan = find_plan(model, self.tensor_size, self.plan)
-            layers = TensorParallel(model, plan, layout.tensor, divide_loss=self.loss)
+            _check_updates(optimizers, self._asked_of_layers, state_format)
+            layers = TensorParallel(
+                model, self._plan_of_layers(model), layout.tensor, divide_loss=self.loss
+            )
         if layout.stages and layout.between_stages and self.stages:
             _check_states(optimizers, f"the whole model, which pp_size={layout.stages.size}")
             stages = PipelineParallel(
@@ -142,23 +155,30 @@ class Division:
             layers.apply()
         return Divided(layers=layers, sequences=sequences, stages=stages, schedule=schedule)
 
+    @property
+    def _asked_of_layers(self) -> str:
+        layers = self.tensor_size > 1
+        return f"tp_size={self.tensor_size}" if layers else f"ep_size={self.expert_size}"
 
-def _check_updates(
-    optimizers: Sequence[Optimizer], ranks: TensorRanks, state_format: StateFormat
-) -> None:
+    def _plan_of_layers(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
+        plan = find_plan(model, self.tensor_size, self.plan) if self.tensor_size > 1 else {}
+        return with_whole_experts(model, plan, self.expert_size) if self.expert_size > 1 else plan
+
+
+def _check_updates(optimizers: Sequence[Optimizer], asked: str, state_format: StateFormat) -> None:
     if state_format == "split_int8":
         raise NotImplementedError(
-            f"optim_state_format='split_int8' keeps moments in blocks that tp_size={ranks.size} "
-            "ranks would cut; give 'split' or 'split_bf16'"
+            f"optim_state_format='split_int8' keeps moments in blocks that {asked} ranks would "
+            "cut; give 'split' or 'split_bf16'"
         )
     for optimizer in optimizers:
         if rule_of(optimizer) is None:
             raise NotImplementedError(
-                f"with tp_size={ranks.size} a {type(optimizer).__name__} would step parts of "
+                f"with {asked} a {type(optimizer).__name__} would step parts of "
                 "matrices as if they were whole; use Adam, AdamW or HybridAdam, which step "
                 "elements"
             )
-    _check_states(optimizers, f"whole parameters, which tp_size={ranks.size}")
+    _check_states(optimizers, f"whole parameters, which {asked}")
 
 
 def _check_states(optimizers: Sequence[Optimizer], of_what: str) -> None:

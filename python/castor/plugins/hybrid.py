@@ -13,20 +13,25 @@ _STYLES: tuple[str, ...] = get_args(Style)
 
 
 class HybridParallelPlugin(GeminiPlugin):
-    """Divides layers, sequences and stages among neighbouring ranks, which train one model.
+    """Divides layers, experts, sequences and stages among neighbours, which train one model.
 
     Tensor parallelism (Shoeybi et al. 2019, section 3): of each attention and MLP a rank has some
     heads and hidden units, and of the vocabulary some rows; p.grad and optimizer.state are of a
     rank's part. Sequence parallelism (Jacobs et al. 2023, section 3): each rank computes some of
-    the tokens, and in attention some of the heads for all tokens. Groups of tp_size * sp_size *
-    pp_size ranks train with other data, and share optimizer states (ZeRO) as with GeminiPlugin. All
-    ranks of a group take the same whole batches, which prepare_dataloader sees to.
+    the tokens, and in attention some of the heads for all tokens. Expert parallelism (Lepikhin et
+    al. 2020, section 3.1): of the experts of each layer a rank has some, whole, and computes the
+    tokens that chose them, however many. Groups of max(tp_size, ep_size) * sp_size * pp_size ranks
+    train with other data, and share optimizer states (ZeRO) as with GeminiPlugin. All ranks of a
+    group take the same whole batches, which prepare_dataloader sees to.
 
     Args:
         tp_size: Ranks among which layers are divided. It divides the numbers of heads.
         parallel_output: Only with tp_size > 1: whether transformers' loss of a causal language
             model is computed of each rank's part of the vocabulary, and nobody has all logits:
             outputs of forwards with labels have none. False: every rank has them.
+        ep_size: Ranks among which the experts of transformers' mixtures are divided: those of
+            tp_size where that is more than 1, and otherwise ranks that have, and compute, all that
+            is no expert. Experts need not be a multiple of it.
         sp_size: Ranks among which sequences are divided while there are gradients; without, each
             computes whole ones. It divides sequences and the attention heads that a rank has. For
             decoders of transformers whose attention goes through its registry. A loss is that of
@@ -50,8 +55,7 @@ class HybridParallelPlugin(GeminiPlugin):
             with tp_size > 1 tile_logits is off.
 
     Raises:
-        NotImplementedError: ep_size other than 1, or a setting that does not go with the
-            sizes; the message names it.
+        NotImplementedError: A setting does not go with the sizes; the message names it.
         ValueError: parallel_output=True with tp_size=1; see GeminiPlugin.
         TypeError, UsageError, ImportError: See GeminiPlugin.
     """
@@ -61,6 +65,7 @@ class HybridParallelPlugin(GeminiPlugin):
         *,
         tp_size: int = 1,
         parallel_output: bool = False,
+        ep_size: int = 1,
         sp_size: int = 1,
         sequence_parallelism_mode: str | None = None,
         pp_size: int = 1,
@@ -72,7 +77,7 @@ class HybridParallelPlugin(GeminiPlugin):
         tp_plan: Plan | None = None,
         **gemini: Any,
     ) -> None:
-        sizes = {"tp_size": tp_size, "sp_size": sp_size, "pp_size": pp_size}
+        sizes = {"tp_size": tp_size, "ep_size": ep_size, "sp_size": sp_size, "pp_size": pp_size}
         for name, size in (*sizes.items(), ("num_model_chunks", num_model_chunks)):
             _check_count(name, size)
         stages = _stages(
@@ -93,11 +98,16 @@ class HybridParallelPlugin(GeminiPlugin):
                 "parallel_output=True divides the loss among ranks that divide the vocabulary, and "
                 "with tp_size=1 there are none; leave it out, or give a tp_size of 2 or more"
             )
+        if tp_size > 1 and ep_size not in (1, tp_size):
+            raise NotImplementedError(
+                f"ep_size={ep_size} does not go with tp_size={tp_size}: the ranks that divide "
+                f"layers are those that divide experts; give ep_size={tp_size}, or tp_size=1"
+            )
         if sp_size > 1 and pp_size > 1:
             raise NotImplementedError(
                 f"sp_size={sp_size} does not go with pp_size={pp_size} yet; give one of them as 1"
             )
-        if tp_size * sp_size * pp_size > 1 and gemini.get("activations") == "auto":
+        if max(sizes.values()) > 1 and gemini.get("activations") == "auto":
             raise NotImplementedError(
                 "activations='auto' decides on each rank alone, and ranks that share a model or "
                 "sequences have to compute the same; give 'keep', 'recompute' or 'offload'"
@@ -108,6 +118,7 @@ class HybridParallelPlugin(GeminiPlugin):
         super().__init__(**gemini)
         self._division = Division(
             tensor_size=tp_size,
+            expert_size=ep_size,
             sequence_size=sp_size,
             plan=tp_plan,
             loss=parallel_output,

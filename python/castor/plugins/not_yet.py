@@ -18,7 +18,7 @@ NOT_YET: dict[str, tuple[object, str]] = {
     "memstats": (None, "give trace_file"),
     "tp_size": (1, "use HybridParallelPlugin"),
     "pp_size": (1, "use HybridParallelPlugin"),
-    "ep_size": (1, "every rank has all experts"),
+    "ep_size": (1, "use HybridParallelPlugin"),
     "sp_size": (1, "use HybridParallelPlugin"),
     "zero_stage": (1, "optimizer states are sharded, and gradients where ranks share memory"),
     "num_microbatches": (None, "use HybridParallelPlugin(pp_size=...)"),
