@@ -18,9 +18,11 @@ from castor.checkpoint.adapters import with_adapters
 from castor.checkpoint.arguments import absolute, check_only
 from castor.distributed import Asked, Criterion, schedule_of
 from castor.errors import UsageError
+from castor.optim.released import release_optimizers
 from castor.optim.step_driver import StepDriver
 from castor.plugins.protocol import Plugin, list_of_optimizers
 from castor.runtime.engine import Engine, compiled_from, engine_of
+from castor.runtime.release import release_model
 from castor.runtime.report import MemoryReport, MemoryUse
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -80,6 +82,36 @@ class Booster(Checkpoints):
         _boosters[model] = self
         checkpoint.make_resumable(dataloader)
         return model, optimizer, criterion, dataloader, lr_scheduler
+
+    def release(self, model: nn.Module, *, drop_states: bool = False) -> None:
+        """Takes castor off a boosted model and its optimizers, in place: they are ordinary again.
+
+        To change the model (adapters merged or added, layers replaced), to hand it on, or to boost
+        it anew with other settings. Parameters stay where their homes are, in the precision that
+        they have; what is on NVMe comes into memory. Gradients stay what they are.
+
+        Args:
+            model: Boosted; the whole of what was given to boost.
+            drop_states: Whether its optimizers forget their state. Needed for bf16 and fp16 where
+                they are torch's, which cannot hold the float32 masters; HybridAdam's can.
+
+        Raises:
+            UsageError: The model is not boosted, the run is broken, or masters would be lost;
+                nothing was changed.
+            NotImplementedError: It is on a GPU, or several ranks share it.
+        """
+        engine = engine_of(model)
+        if engine.ranks or engine.parts or engine.device.type != "cpu":
+            where = "is on a GPU" if engine.device.type != "cpu" else "is shared by several ranks"
+            raise NotImplementedError(
+                f"this {type(model).__name__} {where}, and booster.release takes models of one "
+                "process on the CPU device; write it with booster.save_model, and read that"
+            )
+        engine.session.settle()
+        release_optimizers(engine, drop_states=drop_states)
+        boosted = compiled_from(model)
+        release_model(boosted, engine)
+        _boosters.pop(boosted, None)
 
     def enable_lora(
         self,

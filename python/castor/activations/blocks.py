@@ -86,22 +86,25 @@ class Blocks(BlockPolicy):
             num_blocks = len(self._decisions)
             self._auto = AutoKeep(model, engine, self._config, num_blocks, self._offload)
         classes: set[type] = set()
+        put = engine.replaced.put
         for block, decision in enumerate(self._decisions):
             module = decision.module
             compared = type(module) not in classes
             if decision.recompute:
                 classes.add(type(module))
             if has_switch(module):
-                module.gradient_checkpointing = decision.recompute  # type: ignore[assignment]
+                put(module, "gradient_checkpointing", decision.recompute)
                 if decision.recompute:
-                    module._gradient_checkpointing_func = Recomputation(  # type: ignore[assignment]
+                    recomputation = Recomputation(
                         module, decision.name, compared=compared, auto=self._auto, block=block
                     )
+                    put(module, "_gradient_checkpointing_func", recomputation)
             elif decision.recompute:
-                module.forward = RecomputingForward(module, decision.name, compared=compared)
+                forward = RecomputingForward(module, decision.name, compared=compared)
+                put(module, "forward", forward)
                 self._recomputed += 1
             if decision.choice == "offload" and self._offload:
-                module.forward = OffloadingForward(module, self._offload)
+                put(module, "forward", OffloadingForward(module, self._offload))
                 self._offloaded += 1
         self._decisions = []
 

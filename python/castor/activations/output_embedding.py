@@ -72,7 +72,7 @@ def defer_logits(engine: Engine, head: nn.Linear, config: GeminiConfig) -> None:
         head: What output_embedding gave.
         config: The plugin's.
     """
-    head.forward = _DeferringForward(engine, head, config)  # type: ignore[method-assign, assignment]
+    engine.replaced.put(head, "forward", _DeferringForward(engine, head, config))
 
 
 class _DeferringForward(OwnForward):

@@ -150,7 +150,7 @@ class BoostedOptimizer(Optimizer):
         """
         driver = self._castor
         return ordinary_copy(
-            self, _class_before(type(self)), driver.engine, fused=driver.fused, memo=memo
+            self, class_before(type(self)), driver.engine, fused=driver.fused, memo=memo
         )
 
     def __reduce_ex__(self, _: Any) -> Any:
@@ -181,7 +181,7 @@ def _check_entry(engine: Engine, param: torch.Tensor, entry: dict[str, Any]) -> 
             )
 
 
-def _class_before(boosted: type[Optimizer]) -> type[Optimizer]:
+def class_before(boosted: type[Optimizer]) -> type[Optimizer]:
     """The class that BoostedOptimizer was mixed into."""
     base: type[Optimizer] = boosted.__mro__[2]
     return base
@@ -189,7 +189,7 @@ def _class_before(boosted: type[Optimizer]) -> type[Optimizer]:
 
 def _unhooked_step(boosted: type[Optimizer]) -> Callable[..., Any]:
     """The step of the class that BoostedOptimizer was mixed into, without torch's step hooks."""
-    step = _class_before(boosted).step
+    step = class_before(boosted).step
     unwrapped: Callable[..., Any] = getattr(step, "__wrapped__", step)
     return unwrapped
 
@@ -202,6 +202,7 @@ def _boosted_class(base: type[Optimizer]) -> type[Optimizer]:
 def boost_optimizer(optimizer: Optimizer, driver: StepDriver) -> None:
     """Makes `optimizer` step the driver's chunks, in place: references to it stay valid."""
     engine = driver.engine
+    engine.optimizers.add(optimizer)
     old_state = [(param, dict(entry)) for param, entry in optimizer.state.items()]
     own_step = optimizer.__dict__.pop("step", None)
     base: Any = type(optimizer)
@@ -214,14 +215,14 @@ def boost_optimizer(optimizer: Optimizer, driver: StepDriver) -> None:
         optimizer.optim_state_format = engine.session.optim_state_format
         optimizer.seed = driver.model_step.seed
     if getattr(own_step, "_wrapped_by_lr_sched", False):
-        _track_step(optimizer)
+        track_step(optimizer)
     if driver.fused and old_state:
         write_entries(engine, old_state)
         optimizer.state.clear()
         optimizer._show_loaded(old_state)  # type: ignore[attr-defined]
 
 
-def _track_step(optimizer: Optimizer) -> None:
+def track_step(optimizer: Optimizer) -> None:
     """What a learning-rate scheduler made before boost did to the old step: tell it of steps."""
     reference = weakref.ref(optimizer)
     function = type(optimizer).step

@@ -41,14 +41,13 @@ def ordinary_copy(
     Raises:
         UsageError: It could not hold the float32 masters, or the run is broken.
     """
-    precision = engine.settings.precision
-    if fused and precision != "fp32" and not issubclass(base, HybridAdam):
-        raise UsageError(
-            f"a copy of this boosted {base.__name__} would lose the float32 masters of its "
-            f"{precision} parameters, which torch's {base.__name__} cannot hold: boost "
-            "castor.HybridAdam, whose copies keep them, or write the state with "
-            "booster.save_optimizer"
-        )
+    check_holds_masters(
+        base,
+        engine,
+        fused=fused,
+        what="a copy of ",
+        instead="write the state with booster.save_optimizer",
+    )
     engine.session.settle()
     twin = base.__new__(base)
     memo[id(optimizer)] = twin
@@ -60,16 +59,48 @@ def ordinary_copy(
     for param, entry in state.items():
         if fused:
             mine = copy.deepcopy(param, memo)
-            twin.state[mine] = _entry(twin, mine, engine, engine.index_of[param], entry)
+            twin.state[mine] = ordinary_entry(twin, mine, engine, engine.index_of[param], entry)
         else:
             twin.state[copy.deepcopy(param, memo)] = copy.deepcopy(entry, memo)
     return twin
 
 
-def _entry(
+def check_holds_masters(
+    base: type[Optimizer], engine: Engine, *, fused: bool, what: str, instead: str
+) -> None:
+    """Whether an ordinary optimizer of a class can hold what a boosted one of it has.
+
+    Args:
+        base: The class that it had before.
+        engine: Of its model.
+        fused: Whether its state lies in chunks.
+        what: For the message: what would become of it.
+        instead: For the message: what else there is to do.
+
+    Raises:
+        UsageError: It cannot hold the float32 masters.
+    """
+    precision = engine.settings.precision
+    if fused and precision != "fp32" and not issubclass(base, HybridAdam):
+        raise UsageError(
+            f"{what}this boosted {base.__name__} would lose the float32 masters of its {precision} "
+            f"parameters, which torch's {base.__name__} cannot hold: boost castor.HybridAdam, "
+            f"which keeps them, or {instead}"
+        )
+
+
+def ordinary_entry(
     twin: Optimizer, param: torch.Tensor, engine: Engine, index: int, entry: dict[str, Any]
 ) -> dict[str, Any]:
-    """The state of the copy's `param`, from that of the boosted model's parameter `index`."""
+    """The state of an ordinary optimizer's `param`, in memory of its own.
+
+    Args:
+        twin: That optimizer.
+        param: Its own parameter.
+        engine: Of the boosted model.
+        index: The parameter's there.
+        entry: The boosted optimizer's state of it.
+    """
     held = entry.loaded() if isinstance(entry, StoredState) else entry
     if not isinstance(twin, HybridAdam):
         return {

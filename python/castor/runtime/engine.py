@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from castor import _C
 from castor.config.names import SCALAR_TYPES, Precision
@@ -21,7 +22,7 @@ from castor.runtime.block_policy import BlockPolicy
 from castor.runtime.device import make_backend
 from castor.runtime.guard import guard
 from castor.runtime.history import StepHistory
-from castor.runtime.hooks import ModuleHook
+from castor.runtime.hooks import ModuleHook, Replaced
 from castor.runtime.input_cast import InputCast, convert_buffers
 from castor.runtime.model_parts import ModelParts
 from castor.runtime.ranks import Ranks
@@ -95,6 +96,9 @@ class Engine:
         self.resumed_steps = 0
         """Steps that were taken before this process, by the checkpoint it resumed from."""
         self._updated = updated
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those that step the parameters, boosted."""
+        self.replaced = Replaced()
         lazy = Materialisation(model)
         with _telling_what_is_lost(model):
             try:
@@ -343,6 +347,11 @@ def engines_holding(model: nn.Module) -> list[Engine]:
         for engine in list(_engines.values())
         if any(param in engine.index_of for param in params)
     ]
+
+
+def forget(model: nn.Module) -> None:
+    """The model is boosted no more."""
+    del _engines[model]
 
 
 def check_not_boosted(model: nn.Module) -> None:

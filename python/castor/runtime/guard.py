@@ -22,6 +22,11 @@ def guard(model: nn.Module) -> None:
     _guarded.update(model.modules())
 
 
+def unguard(model: nn.Module) -> None:
+    """The model may be changed again."""
+    _guarded.difference_update(model.modules())
+
+
 def _refuse_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     if module in _guarded and module._modules.get(name) is not submodule:
         _refuse(module, f"module '{name}'")
@@ -35,7 +40,8 @@ def _refuse_parameter(module: nn.Module, name: str, param: nn.Parameter | None) 
 def _refuse(module: nn.Module, what: str) -> None:
     raise UsageError(
         f"{what} is set on a {type(module).__name__} of a boosted model; castor laid the model out "
-        "in booster.boost and would not move it: change the model first, then boost it"
+        "in booster.boost and would not move it: change the model first, then boost it, or call "
+        "booster.release(model) before"
     )
 
 

@@ -1,12 +1,15 @@
-"""What castor registers on the modules of a boosted model."""
+"""What castor registers on the modules of a boosted model, and replaces there."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
+
+from torch import nn
 
 does_nothing: Callable[..., None] = contextlib.nullcontext().__exit__
 """The hook of a copy: takes anything, and is the standard library's, which every reader of the
@@ -27,3 +30,28 @@ class ModuleHook(functools.partial[Any]):
     def __reduce_ex__(self, _: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """What a pickle of the module holds, and torch.save: it is read as an ordinary model."""
         return operator.itemgetter(0), ((does_nothing,),)
+
+
+class Replaced:
+    """Attributes of modules that castor replaces, as they were. Holds no module."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[weakref.ref[nn.Module], str, Any]] = []
+
+    def put(self, module: nn.Module, name: str, value: Any) -> None:
+        """Sets an attribute of the module itself, which keeps its class's."""
+        self._before.append((weakref.ref(module), name, module.__dict__.get(name, _NOTHING)))
+        setattr(module, name, value)
+
+    def put_back(self) -> None:
+        """What was there before, on modules that are alive."""
+        while self._before:
+            owner, name, before = self._before.pop()
+            module = owner()
+            if module is not None and before is _NOTHING:
+                module.__dict__.pop(name, None)
+            elif module is not None:
+                setattr(module, name, before)
+
+
+_NOTHING = object()

@@ -1,0 +1,62 @@
+"""Gives a boosted model back as an ordinary one."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from castor.runtime.block_policy import BlockPolicy
+from castor.runtime.engine import Engine, forget
+from castor.runtime.guard import unguard
+from castor.runtime.hooks import ModuleHook
+from castor.runtime.input_cast import InputCast
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+)
+"""Where a module of torch keeps hooks. What says more about some of them is by the same numbers."""
+_FLAGS = (
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+@torch.no_grad()
+def release_model(model: nn.Module, engine: Engine) -> None:
+    """Takes everything of castor's off the model; the session goes with the engine.
+
+    Parameters keep the memory of their homes, which the session leaves to them. Those on NVMe get
+    memory of their own.
+
+    Args:
+        model: The boosted one.
+        engine: Its.
+
+    Raises:
+        UsageError: The run is broken; nothing was changed.
+    """
+    engine.session.send_home()
+    for i, param in enumerate(engine.params):
+        if engine.session.weight_stored(i):
+            param.data = param.detach().clone()
+    engine.replaced.put_back()
+    engine.blocks = BlockPolicy()  # what was there knows the engine
+    for module in model.modules():
+        _remove_hooks(module)
+    unguard(model)
+    forget(model)
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    for registry in _HOOKS:
+        hooks = getattr(module, registry)
+        for number, hook in list(hooks.items()):
+            # torch wraps some.
+            if isinstance(getattr(hook, "hook", hook), ModuleHook | InputCast):
+                for numbered in (registry, *_FLAGS):
+                    getattr(module, numbered).pop(number, None)
