@@ -100,6 +100,12 @@ EXPERT_SETTINGS: dict[str, dict[str, Any]] = {
 SEQUENCES = ("llama", "qwen3", "mistral", "gemma2", "glm", "phi3", "gpt_neox", "gpt2", "opt",
              "mixtral", "windows", "eager")  # fmt: skip
 """Families whose sequences are divided."""
+GATHERED = {name: FAMILIES[name] for name in SEQUENCES} | {
+    "three_heads": _decoder("three_heads", hf.LlamaConfig, num_attention_heads=3,
+                            num_key_value_heads=3),
+    "sinks": EXPERTS["gpt_oss"],
+}  # fmt: skip
+"""Families whose ranks gather keys and values."""
 SEQUENCE_SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "recompute": {"activations": "recompute"},
@@ -354,6 +360,23 @@ def sequences(directory: Path) -> None:
         assert _of_all(losses) == [losses] * size
         found[name] = losses
     _write(directory, "sequences", found)
+
+
+def gathered_sequences(directory: Path) -> None:
+    """... whose ranks gather keys and values: heads need not be divided."""
+    size, found = distributed.get_world_size(), {}
+    for name in GATHERED if size == 2 else ("llama", "three_heads"):
+        case = GATHERED[name]
+        for given in ({}, {"activations": "recompute"}):
+            boosted = boost(case, sp_size=size, sequence_parallelism_mode="all_gather", **given)  # type: ignore[arg-type]
+            losses = [
+                boosted.step(boosted.model(**padded(case, seed)).loss) for seed in range(STEPS)
+            ]
+            assert _of_all(losses) == [losses] * size
+            assert found.setdefault(name, losses) == losses
+    unpadded = boost(case, sp_size=size, sequence_parallelism_mode="all_gather")
+    found["unpadded"] = train(case, unpadded, 0, 3)
+    _write(directory, "gathered_sequences", found)
 
 
 def sequence_settings(directory: Path) -> None:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 import castor
 import tensor_cases
 from rank_processes import found, found_by_each
-from tensor_cases import FAMILIES, LOSS, SEQUENCE_SETTINGS, SEQUENCES, padded, plain
+from tensor_cases import FAMILIES, GATHERED, LOSS, SEQUENCE_SETTINGS, SEQUENCES, padded, plain
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,30 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_losses_of_padded_batches_are_plain_pytorchs(size: int, name: str, divided: Any) -> None:
     expected = plain(FAMILIES[name], batch=padded)
     assert divided(size)[name] == pytest.approx(expected, rel=LOSS)
+
+
+@pytest.fixture(scope="module")
+def gathered(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def of(size: int) -> Any:
+        directory = tmp_path_factory.mktemp(f"gathered{size}")
+        return found(tensor_cases.gathered_sequences, size, directory)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("size", "name"), [*((2, name) for name in GATHERED), (4, "llama"), (4, "three_heads")]
+)
+def test_losses_with_gathered_keys_are_plain_pytorchs(size: int, name: str, gathered: Any) -> None:
+    expected = plain(GATHERED[name], batch=padded)
+    assert gathered(size)[name] == pytest.approx(expected, rel=LOSS)
+
+
+def test_batches_without_a_mask_are_causal_on_every_rank(gathered: Any) -> None:
+    for size, name in ((2, "sinks"), (4, "three_heads")):
+        expected = plain(GATHERED[name], 3)
+        assert gathered(size)["unpadded"] == pytest.approx(expected, rel=LOSS)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -1,8 +1,9 @@
-"""Divides sequences among ranks: each computes some tokens of all layers, and attention some heads.
+"""Divides sequences among ranks: each computes some tokens of all layers; in attention all meet.
 
-Source: Jacobs et al. 2023 (DeepSpeed-Ulysses, section 3). The model is transformers', unchanged:
-attention and its mask go through the registries that transformers has for both, the rest is hooks
-around the model.
+There a rank has some heads of all tokens (Jacobs et al. 2023, DeepSpeed-Ulysses, section 3), or its
+own tokens and the keys and values of all (Dubey et al. 2024, Llama 3, section 3.3.2). The model is
+transformers', unchanged: attention and its mask go through the registries that transformers has for
+both, the rest is hooks around the model.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,6 +28,8 @@ _ALONG_TOKENS = ("input_ids", "inputs_embeds", "token_type_ids")
 _KNOWN = {*_ALONG_TOKENS, "attention_mask", "position_ids", "labels", "shift_labels",
           "num_items_in_batch", "use_cache", "return_dict"}  # fmt: skip
 _IGNORED = -100
+Mode = Literal["all_to_all", "all_gather"]
+"""How ranks meet in attention: they exchange heads for tokens, or gather keys and values."""
 
 
 class SequenceParallel:
@@ -35,13 +38,16 @@ class SequenceParallel:
     With gradients, that is; without, every rank computes all tokens: generate and evaluation.
     """
 
-    def __init__(self, model: nn.Module, ranks: TensorRanks, *, tensor_size: int) -> None:
+    def __init__(
+        self, model: nn.Module, ranks: TensorRanks, *, tensor_size: int, mode: Mode
+    ) -> None:
         """Finds out whether the model's sequences can be divided; nothing is changed.
 
         Args:
             model: Of transformers.
             ranks: Among which.
             tensor_size: Ranks among which its heads are divided already.
+            mode: How.
 
         Raises:
             NotImplementedError: They cannot; the message says why.
@@ -60,7 +66,8 @@ class SequenceParallel:
         elif config._attn_implementation not in ("eager", "sdpa"):
             given = config._attn_implementation
             why = f"its attn_implementation is {given!r}, and 'sdpa' and 'eager' can be divided"
-        if why is None and config.num_attention_heads % (ranks.size * tensor_size):
+        exchanges = mode == "all_to_all"
+        if why is None and exchanges and config.num_attention_heads % (ranks.size * tensor_size):
             needed = f"tp_size={tensor_size} x sp_size={ranks.size}"
             why = f"its {config.num_attention_heads} attention heads are no multiple of {needed}"
         if why is not None:
@@ -69,13 +76,14 @@ class SequenceParallel:
             )
         self._model = weakref.ref(model)
         self._ranks = ranks
+        self._mode = mode
         self._whole = False
         """Whether a forward is under way that every rank computes whole."""
 
     def start(self) -> None:
         """Divides what forward is given from now on."""
         model: Any = self._model()
-        model.set_attn_implementation(_register(model.config._attn_implementation))
+        model.set_attn_implementation(_register(model.config._attn_implementation, self._mode))
         for module in model.modules():
             _divided[module] = self
         model.register_forward_pre_hook(ModuleHook(self._divide), with_kwargs=True)
@@ -95,7 +103,7 @@ class SequenceParallel:
         self._whole = not torch.is_grad_enabled()
         if self._whole:
             return args, kwargs
-        _running.size = ranks.size
+        _running.ranks = ranks
         check_inputs(ranks, model, args, kwargs)
         kwargs = by_name(model.forward, args, kwargs)
         given = {name: value for name, value in kwargs.items() if value is not None}
@@ -153,7 +161,7 @@ class SequenceParallel:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         """A hook: the loss of all tokens; without labels the logits of all."""
-        whole, self._whole, _running.size = self._whole, False, 1
+        whole, self._whole, _running.ranks = self._whole, False, None
         if whole or output is None:
             return output
         if not hasattr(output, "logits"):
@@ -174,12 +182,13 @@ _divided: weakref.WeakKeyDictionary[nn.Module, SequenceParallel] = weakref.WeakK
 _running = threading.local()
 
 
-def _register(implementation: str) -> str:
-    """The name under which transformers finds attention that exchanges heads and tokens."""
+def _register(implementation: str, mode: Mode) -> str:
+    """The name under which transformers finds attention in which ranks meet."""
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-    name = f"castor_all_to_all_{implementation}"
+    name = f"castor_{mode}_{implementation}"
+    meet = _exchanged if mode == "all_to_all" else _gathered
     mask_of_whole: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
 
     def attention(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
@@ -188,13 +197,15 @@ def _register(implementation: str) -> str:
         ranks = model.ranks if model else None
         if ranks is None:
             return compute(module, q, k, v, mask, **options)
-        return _exchanged(compute, ranks, module, (q, k, v), mask, options)
+        return meet(compute, ranks, module, (q, k, v), mask, options)
 
-    def mask(*, q_length: int, kv_length: int, **options: Any) -> Any:
-        size = getattr(_running, "size", 1)
-        if size > 1:
-            q_length = kv_length = q_length * size
-        return mask_of_whole(q_length=q_length, kv_length=kv_length, **options)
+    def mask(*, q_length: int, kv_length: int, q_offset: Any = 0, **options: Any) -> Any:
+        ranks: TensorRanks | None = getattr(_running, "ranks", None)
+        if ranks and mode == "all_to_all":
+            q_length = kv_length = q_length * ranks.size
+        elif ranks:
+            kv_length, q_offset = q_length * ranks.size, q_length * ranks.rank
+        return mask_of_whole(q_length=q_length, kv_length=kv_length, q_offset=q_offset, **options)
 
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
@@ -246,6 +257,31 @@ def _exchanged(
         if groups is not None:
             module.num_key_value_groups = groups
     return ranks.swap(output, 1, 2), None
+
+
+def _gathered(
+    compute: Callable[..., Any],
+    ranks: TensorRanks,
+    module: Any,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: torch.Tensor | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """Attention of all heads, from some tokens to all; shapes as for _exchanged."""
+    if options.get("position_bias") is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__} gives its attention a position_bias, which sp_size="
+            f"{ranks.size} does not divide; train with sp_size=1"
+        )
+    query, key, value = states
+    key, value = ranks.all_parts(key, 2), ranks.all_parts(value, 2)
+    # Without a mask a token sees those before it, counted from the first of all: rank 0's own.
+    if mask is None and ranks.rank:
+        own = ranks.own_range(key.shape[2])
+        tokens = torch.arange(key.shape[2], device=key.device)
+        mask = tokens <= tokens[own.start : own.stop, None]
+    output, _ = compute(module, query, key, value, mask, **options)
+    return output, None
 
 
 def _is_causal_model(model: nn.Module) -> bool:

@@ -148,6 +148,17 @@ class TensorRanks(Peers):
         """The mean over the ranks; each rank's gradient is that of its own."""
         return _apply(_Mean, x, self)
 
+    def all_parts(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """All of a dimension, of which each rank has a part.
+
+        What every rank makes of it is its own: a part's gradient is the sum of theirs.
+
+        Args:
+            x: Of the same shape on every rank.
+            dim: Whose parts come in rank order.
+        """
+        return _apply(_AllParts, x, self, dim)
+
     def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """All of dimension 1, of which each rank has a part.
 
@@ -244,6 +255,20 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
+
+
+class _AllParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
+        ctx.ranks, ctx.dim = ranks, dim
+        return torch.cat(ranks.gather_parts(x, [tuple(x.shape)] * ranks.size), dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        parts = torch.stack(grad.chunk(ctx.ranks.size, ctx.dim))
+        received = torch.empty_like(parts)
+        ctx.ranks.tensors.exchange(parts, received)
+        return received.sum(0, dtype=torch.float32).to(grad.dtype), None, None
 
 
 class _GatherTokens(torch.autograd.Function):

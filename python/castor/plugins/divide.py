@@ -12,6 +12,7 @@ from castor.config.names import StateFormat
 from castor.distributed import (
     Accumulation,
     Microbatches,
+    Mode,
     PipelineParallel,
     PipelineSchedule,
     Plan,
@@ -75,6 +76,7 @@ class Division:
     """Experts: the same ranks where layers are divided as well."""
     sequence_size: int = 1
     """Sequences."""
+    sequence_mode: Mode = "all_to_all"
     plan: Plan | None = None
     """How layers are; None: as castor or transformers knows it."""
     loss: bool = False
@@ -129,7 +131,9 @@ class Division:
         sequences, layers, stages = None, None, None
         schedule: Schedule | None = None
         if layout.sequence:
-            sequences = SequenceParallel(model, layout.sequence, tensor_size=self.tensor_size)
+            sequences = SequenceParallel(
+                model, layout.sequence, tensor_size=self.tensor_size, mode=self.sequence_mode
+            )
         if layout.tensor:
             _check_updates(optimizers, self._asked_of_layers, state_format)
             layers = TensorParallel(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
-from castor.distributed import Microbatches, Plan, Style
+from castor.distributed import Microbatches, Mode, Plan, Style
 from castor.plugins.divide import Division, Stages
 from castor.plugins.gemini import GeminiPlugin
 
 _STYLES: tuple[str, ...] = get_args(Style)
+_MODES: tuple[str, ...] = get_args(Mode)
 
 
 class HybridParallelPlugin(GeminiPlugin):
@@ -33,10 +34,11 @@ class HybridParallelPlugin(GeminiPlugin):
             tp_size where that is more than 1, and otherwise ranks that have, and compute, all that
             is no expert. Experts need not be a multiple of it.
         sp_size: Ranks among which sequences are divided while there are gradients; without, each
-            computes whole ones. It divides sequences and the attention heads that a rank has. For
-            decoders of transformers whose attention goes through its registry. A loss is that of
-            all tokens; beside it there are no logits.
-        sequence_parallelism_mode: Only "all_to_all".
+            computes whole ones. It divides sequences. For decoders of transformers whose attention
+            goes through its registry. A loss is that of all tokens; beside it there are no logits.
+        sequence_parallelism_mode: "all_to_all": in attention a rank has some of the heads, whose
+            number sp_size divides, of all tokens. "all_gather": its tokens, and the keys and values
+            of all. Default: "all_to_all".
         pp_size: Ranks among which the model is divided into stages (Narayanan et al. 2021), for
             models of transformers whose hidden states go through a row of blocks. The loop calls
             booster.execute_pipeline instead of the model; so it may with pp_size=1, which
@@ -67,7 +69,7 @@ class HybridParallelPlugin(GeminiPlugin):
         parallel_output: bool = False,
         ep_size: int = 1,
         sp_size: int = 1,
-        sequence_parallelism_mode: str | None = None,
+        sequence_parallelism_mode: str = "all_to_all",
         pp_size: int = 1,
         pp_style: str = "1f1b",
         num_microbatches: int | None = None,
@@ -84,10 +86,10 @@ class HybridParallelPlugin(GeminiPlugin):
             *(pp_size, pp_style, num_microbatches, microbatch_size, num_model_chunks),
             layers=num_layers_per_stage,
         )
-        if sequence_parallelism_mode not in (None, "all_to_all"):
+        if sequence_parallelism_mode not in _MODES:
             raise NotImplementedError(
                 f"sequence_parallelism_mode={sequence_parallelism_mode!r} is not supported; "
-                "'all_to_all' is"
+                "'all_to_all' and 'all_gather' are"
             )
         if tp_plan is not None and not isinstance(tp_plan, Mapping):
             raise TypeError(f"tp_plan is a {type(tp_plan).__name__}; give names and styles")
@@ -120,6 +122,7 @@ class HybridParallelPlugin(GeminiPlugin):
             tensor_size=tp_size,
             expert_size=ep_size,
             sequence_size=sp_size,
+            sequence_mode=cast("Mode", sequence_parallelism_mode),
             plan=tp_plan,
             loss=parallel_output,
             stages=stages,
