@@ -36,8 +36,11 @@ void print(const IoMeasurement& found) {
 IoMeasurement stream(IoEngineKind kind, const std::string& path, std::size_t block_bytes,
                      std::size_t depth, std::uint64_t bytes, double seconds) {
   constexpr std::size_t kPayloadBytes = 16 * kMiB;
-  const std::vector<std::vector<PayloadSpec>> chunks(
-      bytes / kPayloadBytes, std::vector<PayloadSpec>{{"payload", kPayloadBytes}});
+  const std::size_t num_chunks = bytes / kPayloadBytes;
+  const NvmeContent content{
+      .name = "payloads",
+      .chunks = std::vector(num_chunks, std::vector<PayloadSpec>{{"payload", kPayloadBytes}}),
+      .num_slots = 3};
   MemoryTier host(TierKind::kHost, 4 * kPayloadBytes, make_host_arena());
   ThreadExecutor executor;
   NvmeTier tier({.directories = {std::filesystem::path(path).parent_path().string()},
@@ -45,11 +48,11 @@ IoMeasurement stream(IoEngineKind kind, const std::string& path, std::size_t blo
                  .engine = kind,
                  .block_bytes = block_bytes,
                  .depth = depth},
-                chunks, host, executor);
-  ChunkStream& stream = tier.stream();
+                {&content, 1}, host, executor);
+  ChunkStream& stream = *tier.stream(0);
   const auto pass = [&](const ChunkStream::Work& work) {
-    for (std::size_t i = 0; i < chunks.size(); ++i) {
-      for (std::size_t j = i; j <= std::min(i + stream.max_ahead(), chunks.size() - 1); ++j) {
+    for (std::size_t i = 0; i < num_chunks; ++i) {
+      for (std::size_t j = i; j <= std::min(i + stream.max_ahead(), num_chunks - 1); ++j) {
         stream.prefetch(j);
       }
       stream.use(i, StreamAccess::kUpdate, work);

@@ -33,6 +33,16 @@ struct PlacementOptions {
 [[nodiscard]] std::vector<Placement> place_chunks(const ChunkLayout& layout,
                                                   const PlacementOptions& options);
 
+/// Which payloads lie on NVMe, one entry for each chunk; an empty vector: of none.
+struct StoredPayloads {
+  /// Optimizer state: the chunk's update streams it.
+  std::vector<bool> states;
+  /// Parameters and gradients: read for every copy to the device, for the norm and for the update.
+  std::vector<bool> weights;
+  /// As HomeStore::max_held: this many chunks' parameters are read ahead of the device.
+  std::size_t max_held = 0;
+};
+
 /// Which chunks' optimizer states go to NVMe, so that the others' `state_bytes` (one entry per
 /// chunk) come to at most `host_bytes`, less the window through which states on NVMe are worked on;
 /// and `fraction` of all of them at least, in [0, 1]. They are spread evenly over the chunks, so

@@ -14,16 +14,6 @@
 
 namespace castor {
 
-/// Which payloads of a step lie on NVMe, one entry for each chunk; an empty vector: of none.
-struct StoredPayloads {
-  /// Optimizer state: the chunk's update streams it.
-  std::vector<bool> states;
-  /// Parameters and gradients: read for every copy to the device, for the norm and for the update.
-  std::vector<bool> weights;
-  /// As HomeStore::max_held: this many chunks' parameters are read ahead of the device.
-  std::size_t max_held = 0;
-};
-
 /// NVMe in a simulated step: what lies there, what has been read ahead, and when a transfer is
 /// over. Reads and writes share one queue. Times are seconds. `now` is when the transfer could
 /// begin.

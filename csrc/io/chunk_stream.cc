@@ -71,6 +71,14 @@ void ChunkStream::check_process() const {
   }
 }
 
+std::uint64_t ChunkStream::stored_bytes() const noexcept {
+  std::uint64_t bytes = 0;
+  for (const StoredChunk& chunk : chunks_) {
+    bytes += padded_bytes_of(chunk);
+  }
+  return bytes;
+}
+
 std::size_t ChunkStream::num_slots() const noexcept { return slots_.size(); }
 
 // One slot is left for the write of the chunk before, if there are 3.

@@ -120,6 +120,8 @@ class ChunkStream {
   /// Whether a write failed since the last discard_all(): a payload is torn. Never waits.
   [[nodiscard]] bool torn() const noexcept { return torn_.load(std::memory_order_relaxed); }
 
+  /// What the chunks take on NVMe, padding included.
+  [[nodiscard]] std::uint64_t stored_bytes() const noexcept;
   [[nodiscard]] std::size_t num_slots() const noexcept;
   /// Chunks that prefetch can be ahead of the one in use.
   [[nodiscard]] std::size_t max_ahead() const noexcept;

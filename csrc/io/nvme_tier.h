@@ -2,6 +2,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -34,43 +36,48 @@ struct PayloadSpec {
   std::size_t bytes = 0;
 };
 
-/// How many slots the window gets.
-struct WindowSlots {
-  std::size_t least = 1;
-  std::size_t most = 3;  ///< reading, work and writing at once
+/// What lies on NVMe of one kind, to be worked on through a window of its own: kinds differ in how
+/// large a slot must be, and in how many there is use for.
+struct NvmeContent {
+  std::string name;                              ///< for reports: "optimizer states"
+  std::vector<std::vector<PayloadSpec>> chunks;  ///< chunks[i]: payloads of ChunkStream::use(i)
+  std::size_t num_slots = 0;
+
+  /// On NVMe, padding included.
+  [[nodiscard]] std::uint64_t stored_bytes() const;
+  /// In host memory, of a window with `slots` slots; 0 where there is no payload.
+  [[nodiscard]] std::size_t window_bytes(std::size_t slots) const;
+  [[nodiscard]] std::size_t window_bytes() const { return window_bytes(num_slots); }
 };
 
-/// The third tier: chunks' payloads in scratch files, worked on through a window that the host tier
-/// pays for. Space is taken for all of them at once, so that a full disk is found here.
+/// The third tier: chunks' payloads of every kind in one set of scratch files, moved by one queue
+/// and worked on through windows that the host tier pays for. Space is taken for all of them at
+/// once, so that a full disk is found here.
 class NvmeTier {
  public:
-  /// `chunks[i]` are the payloads of stream().use(i, ...). Takes the largest window of `slots` that
-  /// `host` has room for. Throws OutOfMemory (of tier nvme or host), and what ScratchSpace does.
-  NvmeTier(const NvmeOptions& options, const std::vector<std::vector<PayloadSpec>>& chunks,
-           MemoryTier& host, Executor& executor, WindowSlots slots = {});
+  /// Throws OutOfMemory (of tier nvme or host), and what ScratchSpace does. `host` and `executor`
+  /// outlive this.
+  NvmeTier(const NvmeOptions& options, std::span<const NvmeContent> contents, MemoryTier& host,
+           Executor& executor);
 
-  /// Host bytes of the window for such chunks, with `num_slots` slots.
-  [[nodiscard]] static std::size_t window_bytes(const std::vector<std::vector<PayloadSpec>>& chunks,
-                                                std::size_t num_slots);
-  /// The most of `slots` whose window is no larger than `room`; the least where none is.
-  [[nodiscard]] static std::size_t slots_within(const std::vector<std::vector<PayloadSpec>>& chunks,
-                                                WindowSlots slots, std::size_t room);
-  /// What such chunks take on NVMe, padding included.
-  [[nodiscard]] static std::uint64_t stored_bytes(
-      const std::vector<std::vector<PayloadSpec>>& chunks);
-
-  [[nodiscard]] ChunkStream& stream() noexcept { return stream_; }
-  [[nodiscard]] const ChunkStream& stream() const noexcept { return stream_; }
+  /// Of a content, by its place; nullptr where it has no payload.
+  [[nodiscard]] ChunkStream* stream(std::size_t content) const noexcept {
+    return streams_[content].get();
+  }
   [[nodiscard]] std::uint64_t used_bytes() const { return space_.used_bytes(); }
-  [[nodiscard]] std::size_t window_bytes() const noexcept { return window_.bytes(); }
-  /// "io_uring, depth 32, ...; 1 file, 2.00 GiB: /nvme/castor.scratch (O_DIRECT); 3 slots".
+  /// Of all streams together.
+  [[nodiscard]] ChunkStream::Counts counts() const;
+  /// "io_uring of depth 32, ...; 1 file of 2.00 GiB: /nvme/castor.scratch (O_DIRECT); optimizer
+  /// states through a window of 1.00 GiB in 3 slots".
   [[nodiscard]] std::string description() const;
 
  private:
   ScratchSpace space_;
-  Block window_;
+  // Per content; empty where it has no payload.
+  std::vector<Block> windows_;
   TransferQueue queue_;
-  ChunkStream stream_;
+  std::vector<std::unique_ptr<ChunkStream>> streams_;
+  std::vector<std::string> names_;
 };
 
 }  // namespace castor

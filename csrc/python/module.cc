@@ -211,25 +211,19 @@ struct NvmeFigures {
   std::uint64_t bytes = 0;
   std::uint64_t weight_bytes = 0;
   ChunkStream::Counts moved;
-  std::string engines;
+  std::string engine;
 };
 
 NvmeFigures nvme_figures(const Session& session) {
-  const StoredWeights* const weights = session.stored_weights();
-  const NvmeTier* const tiers[] = {weights != nullptr ? &weights->tier() : nullptr,
-                                   session.optimizer_state().places().nvme()};
-  NvmeFigures figures;
-  for (const NvmeTier* const tier : tiers) {
-    if (tier != nullptr) {
-      const ChunkStream::Counts counts = tier->stream().counts();
-      figures.bytes += tier->used_bytes();
-      figures.moved.read_bytes += counts.read_bytes;
-      figures.moved.written_bytes += counts.written_bytes;
-      figures.engines += (figures.engines.empty() ? "" : "; ") + tier->description();
-    }
+  const NvmeTier* const tier = session.nvme();
+  if (tier == nullptr) {
+    return {};
   }
-  figures.weight_bytes = weights != nullptr ? weights->tier().used_bytes() : 0;
-  return figures;
+  const ChunkStream* const weights = tier->stream(HostPlaces::kWeights);
+  return {.bytes = tier->used_bytes(),
+          .weight_bytes = weights == nullptr ? 0 : weights->stored_bytes(),
+          .moved = tier->counts(),
+          .engine = tier->description()};
 }
 
 py::dict report(Session& session) {
@@ -262,7 +256,7 @@ py::dict report(Session& session) {
   figures["nvme_weight_bytes"] = nvme.weight_bytes;
   figures["nvme_read_bytes"] = nvme.moved.read_bytes;
   figures["nvme_written_bytes"] = nvme.moved.written_bytes;
-  figures["nvme_engine"] = nvme.engines;
+  figures["nvme_engine"] = nvme.engine;
   const SessionRanks* const ranks = session.ranks();
   const bool alone = ranks == nullptr;
   figures["rank"] = alone ? 0 : ranks->rank();

@@ -20,9 +20,9 @@
 #include "core/planner.h"
 #include "optim/state_format.h"
 #include "python/bindings.h"
-#include "python/host_places.h"
 #include "python/names.h"
 #include "python/state_tensors.h"
+#include "torch/host_places.h"
 #include "torch/optimizer_state.h"
 
 namespace py = pybind11;
@@ -53,8 +53,8 @@ double state_bytes_per_element(ScalarType type, const UpdateRule& rule) {
   constexpr std::size_t kNumel = std::size_t{1} << 20;
   const ChunkSpec chunk{.type = type, .used_bytes = kNumel * size_of(type)};
   std::size_t bytes = 0;
-  for (const std::size_t payload : state_payload_bytes(chunk, &rule)) {
-    bytes += payload;
+  for (const PayloadSpec& payload : state_payloads(chunk, &rule)) {
+    bytes += payload.bytes;
   }
   return static_cast<double>(bytes) / kNumel;
 }
@@ -165,8 +165,8 @@ class Simulator {
 
   static void report(const HostPlaces& places, py::dict& result) {
     result["host_bytes"] = places.host_bytes;
-    result["nvme_bytes"] = places.nvme_bytes;
-    result["nvme_weight_bytes"] = places.nvme_weight_bytes;
+    result["nvme_bytes"] = places.nvme_bytes();
+    result["nvme_weight_bytes"] = places.nvme[HostPlaces::kWeights].stored_bytes();
   }
 
   /// Between steps, as Runtime::place does.

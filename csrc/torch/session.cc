@@ -83,6 +83,18 @@ std::unique_ptr<Arena> make_home_arena(const SessionOptions& options) {
   return options.backend ? options.backend->make_host_arena() : make_host_arena();
 }
 
+std::unique_ptr<NvmeTier> make_nvme(const HostPlaces& places, const OptimizerStateOptions& options,
+                                    MemoryTier& host, Executor& executor) {
+  return places.nvme_bytes() == 0
+             ? nullptr
+             : std::make_unique<NvmeTier>(options.nvme.value(), places.nvme, host, executor);
+}
+
+/// nullptr: nothing of that content is on NVMe.
+ChunkStream* stream_of(const std::unique_ptr<NvmeTier>& nvme, std::size_t content) {
+  return nvme ? nvme->stream(content) : nullptr;
+}
+
 void share_with_children(const ChunkManager& manager, std::size_t num_chunks) {
   for (std::size_t i = 0; i < num_chunks * kNumPayloadKinds; ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i / kNumPayloadKinds)};
@@ -140,11 +152,17 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
       nonmodel_(std::make_shared<NonModelMemory>(device_)),
       rank_homes_(layout_, placements, options, *host_),
       executor_(make_executor(options.num_threads)),
+      places_(choose_host_places(
+          layout_, placements, options.state, host_->ledger().available(),
+          rank_homes_.weights().homes ? HomesPaid::kByRanks : HomesPaid::kByTheHost)),
+      nvme_(make_nvme(places_, options.state, *host_, *executor_)),
       copy_engine_(make_copy_engine(options)),
       storages_(std::make_unique<ChunkStorages>(layout_, own_device_.torch_device())),
-      weights_(StoredWeights::create(layout_, placements, *storages_, options.state,
-                                     rank_homes_.weights().homes != nullptr, *host_, *executor_,
-                                     own_device_)),
+      weights_(stream_of(nvme_, HostPlaces::kWeights) == nullptr
+                   ? nullptr
+                   : std::make_unique<StoredWeights>(layout_, places_.stored.weights, *storages_,
+                                                     *nvme_->stream(HostPlaces::kWeights),
+                                                     own_device_)),
       manager_(std::make_unique<ChunkManager>(layout_, std::move(placements), device_, host_,
                                               *copy_engine_, *storages_, weights_.get(),
                                               rank_homes_.weights().tier)) {
@@ -155,7 +173,8 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
       *manager_, params_, weights_.get(), *executor_, own_device_,
       options.precision == ScalarType::kFloat16, rank_homes_.gradients().tier);
   state_places_ =
-      std::make_unique<StatePlaces>(*manager_, shards_, *executor_, options.state, weights_.get(),
+      std::make_unique<StatePlaces>(*manager_, shards_, options.state.rule, places_.stored.states,
+                                    stream_of(nvme_, HostPlaces::kStates), weights_.get(),
                                     rank_homes_.weights().homes.get(), own_device_);
   if (options.ranks) {
     check_ranks();

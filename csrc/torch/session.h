@@ -13,6 +13,7 @@
 #include "core/runtime.h"
 #include "torch/chunk_storages.h"
 #include "torch/gradient_sink.h"
+#include "torch/host_places.h"
 #include "torch/optimizer_state.h"
 #include "torch/passes.h"
 #include "torch/rank_homes.h"
@@ -111,8 +112,8 @@ class Session : public std::enable_shared_from_this<Session> {
   [[nodiscard]] OptimizerState& optimizer_state() const noexcept { return *optimizer_state_; }
   /// On a GPU a CPU tensor over the parameter's home, borrowed; nullopt: its home is on the GPU.
   [[nodiscard]] std::optional<at::Tensor> home(ParamId param);
-  /// Parameters and gradients on NVMe; nullptr: all are in memory.
-  [[nodiscard]] const StoredWeights* stored_weights() const noexcept { return weights_.get(); }
+  /// By HostPlaces; nullptr: all is in memory.
+  [[nodiscard]] const NvmeTier* nvme() const noexcept { return nvme_.get(); }
   /// The parameter has an address, in memory that stays there, until the visit ends.
   [[nodiscard]] std::shared_ptr<void> visit(ParamId param, bool writes);
   /// As OptimizerState::views, but the same tensors at every call, and watched by the gate.
@@ -164,6 +165,8 @@ class Session : public std::enable_shared_from_this<Session> {
   std::shared_ptr<NonModelMemory> nonmodel_;
   RankHomes rank_homes_;
   std::unique_ptr<Executor> executor_;
+  const HostPlaces places_;
+  std::unique_ptr<NvmeTier> nvme_;  // nullptr: nothing is there; outlives who borrows its streams
   std::unique_ptr<UpdateQueue>
       update_queue_;  // nullptr with Overlap::kNone; outlives copies' waits
   std::unique_ptr<CopyEngine> copy_engine_;

@@ -7,7 +7,6 @@
 #include <string>
 
 #include "core/error.h"
-#include "core/placement.h"
 #include "dist/rank_weights.h"
 #include "host/shared_homes.h"
 #include "torch/stored_weights.h"
@@ -35,6 +34,13 @@ const StateSpec& spec_of(const UpdateRule& rule, PayloadKind kind) {
   return rule.states()[static_cast<std::size_t>(kind) - static_cast<std::size_t>(rule_payload(0))];
 }
 
+// As messages call it.
+std::string_view plural_of(PayloadKind kind, const UpdateRule* rule) {
+  return kind == kMasterPayload      ? "fp32 master weights"
+         : kind == kRemainderPayload ? "low halves of the master weights"
+                                     : spec_of(*rule, kind).plural;
+}
+
 // Of `numel` elements.
 std::size_t bytes_of(PayloadKind kind, std::size_t numel, ScalarType type, const UpdateRule* rule) {
   if (kind == PayloadKind::kParam || kind == PayloadKind::kGrad) {
@@ -53,33 +59,36 @@ std::size_t param_alignment(const UpdateRule* rule, ScalarType precision) {
                                                                 : granule * size_of(precision);
 }
 
-std::vector<std::size_t> state_payload_bytes(const ChunkSpec& chunk, const UpdateRule* rule,
-                                             std::size_t ranks) {
-  std::vector<std::size_t> bytes;
+std::vector<PayloadSpec> state_payloads(const ChunkSpec& chunk, const UpdateRule* rule,
+                                        std::size_t ranks) {
+  std::vector<PayloadSpec> payloads;
   for (const PayloadKind kind : state_kinds(chunk, rule)) {
-    bytes.push_back(
-        bytes_of(kind, chunk.used_bytes / size_of(chunk.type) / ranks, chunk.type, rule));
+    payloads.push_back(
+        {std::string(plural_of(kind, rule)),
+         bytes_of(kind, chunk.used_bytes / size_of(chunk.type) / ranks, chunk.type, rule)});
   }
-  return bytes;
+  return payloads;
 }
 
-StatePlaces::StatePlaces(ChunkManager& manager, const ShardMap& shards, Executor& executor,
-                         const OptimizerStateOptions& options, StoredWeights* weights,
-                         const SharedHomes* homes, const SessionDevice& device)
+StatePlaces::StatePlaces(ChunkManager& manager, const ShardMap& shards,
+                         std::shared_ptr<const UpdateRule> rule, std::vector<bool> stored,
+                         ChunkStream* stream, StoredWeights* weights, const SharedHomes* homes,
+                         const SessionDevice& device)
     : manager_(manager),
       layout_(manager.layout()),
       shards_(shards),
-      rule_(options.rule),
+      rule_(std::move(rule)),
       device_(device),
       weights_(weights),
-      homes_(homes) {
+      homes_(homes),
+      stored_(std::move(stored)),
+      stream_(stream) {
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     if (layout_.chunks()[i].trainable) {
       check_format(ChunkId{static_cast<std::uint32_t>(i)});
     }
     kinds_.push_back(state_kinds(layout_.chunks()[i], rule_.get()));
   }
-  choose_places(options, executor);
   make_payloads();
 }
 
@@ -106,46 +115,12 @@ void StatePlaces::check_format(ChunkId chunk) const {
   }
 }
 
-// The window on NVMe comes out of the host's room before the states that stay there.
-void StatePlaces::choose_places(const OptimizerStateOptions& options, Executor& executor) {
-  std::vector<std::size_t> bytes(kinds_.size(), 0);
-  std::vector<std::vector<PayloadSpec>> specs(kinds_.size());
-  for (std::size_t i = 0; i < kinds_.size(); ++i) {
-    const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    if (manager_.placement(chunk) == Placement::kDevice) {
-      continue;
-    }
-    for (const PayloadKind kind : kinds_[i]) {
-      specs[i].push_back({std::string(plural_of(kind)) + " of chunk " + std::to_string(i),
-                          payload_bytes(chunk, kind)});
-      bytes[i] += specs[i].back().bytes;
-    }
-  }
-  stored_.resize(kinds_.size(), false);
-  if (!options.nvme) {
-    return;
-  }
-  MemoryTier& host = manager_.host();
-  stored_ = choose_stored(bytes, host.ledger().available(),
-                          NvmeTier::window_bytes(specs, WindowSlots{}.most), options.nvme_fraction);
-  for (std::size_t i = 0; i < specs.size(); ++i) {
-    if (!stored_[i]) {
-      specs[i].clear();
-    }
-  }
-  if (std::find(stored_.begin(), stored_.end(), true) != stored_.end()) {
-    NvmeOptions nvme = *options.nvme;
-    nvme.budget_bytes -= weights_ != nullptr ? weights_->tier().used_bytes() : 0;
-    nvme_ = std::make_unique<NvmeTier>(nvme, specs, host, executor);
-  }
-}
-
 void StatePlaces::make_payloads() {
   for (std::size_t i = 0; i < kinds_.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
     for (const PayloadKind kind : kinds_[i]) {
       if (!stored_[i]) {
-        manager_.add_payload(chunk, kind, payload_bytes(chunk, kind), plural_of(kind));
+        manager_.add_payload(chunk, kind, payload_bytes(chunk, kind), plural_of(kind, rule_.get()));
       }
     }
     if (!stored_[i] && rule_ && rule_->splits_masters() && !kinds_[i].empty()) {
@@ -183,12 +158,6 @@ std::string_view StatePlaces::name_of(PayloadKind kind) const {
          : kind == kMasterPayload     ? "master"
          : kind == kRemainderPayload  ? "remainder"
                                       : spec_of(*rule_, kind).name;
-}
-
-std::string_view StatePlaces::plural_of(PayloadKind kind) const {
-  return kind == kMasterPayload      ? "fp32 master weights"
-         : kind == kRemainderPayload ? "low halves of the master weights"
-                                     : spec_of(*rule_, kind).plural;
 }
 
 std::byte* StatePlaces::element(ParamId param, PayloadKind kind) const {
@@ -240,7 +209,7 @@ void StatePlaces::with_states(ChunkId chunk, StreamAccess access, const Work& wo
     work(resident(chunk));
     return;
   }
-  nvme_->stream().use(index(chunk), access, [&](std::span<const std::span<std::byte>> payloads) {
+  stream_->use(index(chunk), access, [&](std::span<const std::span<std::byte>> payloads) {
     ChunkMemory memory{};
     for (std::size_t i = 0; i < payloads.size(); ++i) {
       memory[static_cast<std::size_t>(kinds(chunk)[i])] = payloads[i].data();
@@ -344,30 +313,30 @@ void StatePlaces::announce(std::span<const ChunkId> chunks) {
   if (weights_ != nullptr) {
     weights_->announce_updates(chunks);
   }
-  if (!nvme_) {
+  if (stream_ == nullptr) {
     return;
   }
-  std::size_t room = nvme_->stream().max_ahead() + 1;  // with the one that is used next
+  std::size_t room = stream_->max_ahead() + 1;  // with the one that is used next
   for (const ChunkId chunk : chunks) {
     if (room == 0) {
       return;
     }
     if (stored(chunk)) {
-      nvme_->stream().prefetch(index(chunk));
+      stream_->prefetch(index(chunk));
       --room;
     }
   }
 }
 
 void StatePlaces::flush() {
-  if (nvme_) {
-    nvme_->stream().flush();
+  if (stream_ != nullptr) {
+    stream_->flush();
   }
 }
 
 void StatePlaces::discard_stored() {
-  if (nvme_) {
-    nvme_->stream().discard_all();
+  if (stream_ != nullptr) {
+    stream_->discard_all();
   }
 }
 

@@ -13,8 +13,9 @@
 
 #include "core/chunk_manager.h"
 #include "core/shard_map.h"
+#include "io/chunk_stream.h"
 #include "io/nvme_tier.h"
-#include "torch/optimizer_state_options.h"
+#include "optim/update_rule.h"
 #include "torch/session_device.h"
 
 namespace castor {
@@ -35,10 +36,10 @@ static_assert(2 + kMaxRuleStates <= kMaxStatePayloads);
 /// parameter (docs/design/0012).
 [[nodiscard]] std::size_t param_alignment(const UpdateRule* rule, ScalarType precision);
 
-/// Bytes of each payload that an optimizer keeps of a chunk, on each of so many ranks.
-[[nodiscard]] std::vector<std::size_t> state_payload_bytes(const ChunkSpec& chunk,
-                                                           const UpdateRule* rule,
-                                                           std::size_t ranks = 1);
+/// What an optimizer keeps of a chunk on each of so many ranks, as messages call it.
+[[nodiscard]] std::vector<PayloadSpec> state_payloads(const ChunkSpec& chunk,
+                                                      const UpdateRule* rule,
+                                                      std::size_t ranks = 1);
 
 /// Where a chunk's payloads lie at the moment, by PayloadKind; nullptr: it has none of that kind.
 using ChunkMemory = std::array<std::byte*, kNumPayloadKinds>;
@@ -52,13 +53,14 @@ using ChunkMemory = std::array<std::byte*, kNumPayloadKinds>;
 /// For chunks on NVMe every call may throw IoError or CorruptionError.
 class StatePlaces {
  public:
-  /// Adds the payloads of every chunk with states to `manager`, their contents unspecified, or
-  /// makes them on NVMe, where they begin as zeros. Throws OutOfMemory; InvalidArgument for a
-  /// format that the chunks' type does not have, or a layout without its param_alignment; what
-  /// NvmeTier does. All outlive this. `weights` has the parameters and gradients that are on NVMe;
-  /// nullptr: all are in memory. `homes`: of parameters, that ranks share; nullptr: there are none.
-  StatePlaces(ChunkManager& manager, const ShardMap& shards, Executor& executor,
-              const OptimizerStateOptions& options, StoredWeights* weights,
+  /// Adds the payloads of every chunk with states to `manager`, their contents unspecified, unless
+  /// they are `stored`: then chunk i of `stream` has them, by state_payloads, and they begin as
+  /// zeros. Throws OutOfMemory; InvalidArgument for a format that the chunks' type does not have,
+  /// or a layout without its param_alignment. All outlive this. `stream`: nullptr where nothing is
+  /// stored. `weights` has the parameters and gradients that are on NVMe; nullptr: all are in
+  /// memory. `homes`: of parameters, that ranks share; nullptr: there are none.
+  StatePlaces(ChunkManager& manager, const ShardMap& shards, std::shared_ptr<const UpdateRule> rule,
+              std::vector<bool> stored, ChunkStream* stream, StoredWeights* weights,
               const SharedHomes* homes, const SessionDevice& device);
 
   /// What the chunk has, in the order of its payloads on NVMe; nothing where it is frozen, or
@@ -69,8 +71,6 @@ class StatePlaces {
   [[nodiscard]] bool has(ParamId param, PayloadKind kind) const;
   /// As checkpoints and reports call it: "exp_avg".
   [[nodiscard]] std::string_view name_of(PayloadKind kind) const;
-  /// As messages call what kinds() has: "low halves of the master weights".
-  [[nodiscard]] std::string_view plural_of(PayloadKind kind) const;
 
   [[nodiscard]] bool on_device(ChunkId chunk) const { return device_.holds(manager_, chunk); }
   /// Whether the chunk's payloads lie on NVMe: there are no views of them then.
@@ -88,8 +88,6 @@ class StatePlaces {
   /// What the chunk has on NVMe, with bytes.
   [[nodiscard]] std::vector<std::pair<PayloadKind, std::size_t>> stored_payloads(
       ChunkId chunk) const;
-  /// nullptr where nothing lies on NVMe.
-  [[nodiscard]] const NvmeTier* nvme() const noexcept { return nvme_.get(); }
   [[nodiscard]] const SessionDevice& device() const noexcept { return device_; }
 
   /// Bytes of the parameter's first `numel` elements.
@@ -130,7 +128,7 @@ class StatePlaces {
   /// Returns when every change is on NVMe.
   void flush();
   /// Whether a write to NVMe failed since the last discard_stored(): a state is lost.
-  [[nodiscard]] bool torn() const noexcept { return nvme_ && nvme_->stream().torn(); }
+  [[nodiscard]] bool torn() const noexcept { return stream_ != nullptr && stream_->torn(); }
   /// What lies on NVMe becomes zeros: all of it is about to be loaded, or lost its meaning in a
   /// step that failed. A master of zero becomes its parameter's value in the next update.
   void discard_stored();
@@ -142,7 +140,6 @@ class StatePlaces {
   [[nodiscard]] ChunkMemory resident(ChunkId chunk) const;
   [[nodiscard]] ChunkMemory with_weights(ChunkId chunk, ChunkMemory memory) const;
   void check_format(ChunkId chunk) const;
-  void choose_places(const OptimizerStateOptions& options, Executor& executor);
   void make_payloads();
   [[nodiscard]] std::size_t payload_bytes(ChunkId chunk, PayloadKind kind) const;
 
@@ -153,9 +150,9 @@ class StatePlaces {
   const SessionDevice& device_;
   StoredWeights* const weights_;
   const SharedHomes* const homes_;
+  const std::vector<bool> stored_;  // per chunk
+  ChunkStream* const stream_;
   std::vector<std::vector<PayloadKind>> kinds_;  // per chunk
-  std::vector<bool> stored_;                     // per chunk
-  std::unique_ptr<NvmeTier> nvme_;
 };
 
 }  // namespace castor

@@ -43,8 +43,10 @@ class Held final : public HomeHold {
   const SessionDevice& device_;
 };
 
-std::vector<std::vector<PayloadSpec>> parts_of(const ChunkLayout& layout,
-                                               const std::vector<bool>& stored) {
+}  // namespace
+
+std::vector<std::vector<PayloadSpec>> StoredWeights::parts_of(const ChunkLayout& layout,
+                                                              const std::vector<bool>& stored) {
   std::vector<std::vector<PayloadSpec>> parts(2 * stored.size());
   for (std::size_t i = 0; i < stored.size(); ++i) {
     if (!stored[i]) {
@@ -60,64 +62,14 @@ std::vector<std::vector<PayloadSpec>> parts_of(const ChunkLayout& layout,
   return parts;
 }
 
-NvmeOptions with_own_file(NvmeOptions options) {
-  options.file_name = "castor-weights.scratch";
-  return options;
-}
-
-}  // namespace
-
-HostNeeds StoredWeights::needs_of(const ChunkLayout& layout, std::span<const Placement> placements,
-                                  const OptimizerStateOptions& options, bool homes_paid) {
-  HostNeeds needs;
-  for (std::size_t i = 0; i < placements.size(); ++i) {
-    const ChunkSpec& chunk = layout.chunks()[i];
-    std::vector<PayloadSpec> states;
-    const bool on_host = placements[i] != Placement::kDevice;
-    const std::size_t payloads = (homes_paid ? 0 : 1) + (chunk.trainable ? 1 : 0);
-    needs.weights.push_back(on_host ? payloads * chunk.used_bytes : 0);
-    needs.states.push_back(0);
-    if (on_host) {
-      for (const std::size_t bytes :
-           state_payload_bytes(chunk, options.rule.get(), layout.world_size())) {
-        states.push_back({"", bytes});
-        needs.states.back() += bytes;
-      }
-      needs.weights_slot =
-          std::max(needs.weights_slot, NvmeTier::window_bytes({{{"", chunk.used_bytes}}}, 1));
-      needs.states_slot = std::max(needs.states_slot, NvmeTier::window_bytes({states}, 1));
-    }
-  }
-  return needs;
-}
-
-std::unique_ptr<StoredWeights> StoredWeights::create(
-    const ChunkLayout& layout, std::span<const Placement> placements, const ChunkStorages& storages,
-    const OptimizerStateOptions& states, bool homes_paid, MemoryTier& host, Executor& executor,
-    const SessionDevice& device) {
-  if (!states.nvme) {
-    return nullptr;
-  }
-  StoredWeightsChoice choice =
-      choose_stored_weights(needs_of(layout, placements, states, homes_paid),
-                            host.ledger().available(), {.fewest_for_weights = kLeastSlots});
-  if (choice.window_slots == 0) {
-    return nullptr;
-  }
-  return std::make_unique<StoredWeights>(layout, std::move(choice.stored), storages, *states.nvme,
-                                         choice.window_slots, host, executor, device);
-}
-
 StoredWeights::StoredWeights(const ChunkLayout& layout, std::vector<bool> stored,
-                             const ChunkStorages& storages, const NvmeOptions& options,
-                             std::size_t max_slots, MemoryTier& host, Executor& executor,
+                             const ChunkStorages& storages, ChunkStream& stream,
                              const SessionDevice& device)
     : stored_(std::move(stored)),
       storages_(storages),
+      stream_(stream),
       device_(device),
-      parts_(2 * stored_.size()),
-      tier_(with_own_file(options), parts_of(layout, stored_), host, executor,
-            {.least = kLeastSlots, .most = max_slots}) {
+      parts_(2 * stored_.size()) {
   for (std::size_t i = 0; i < stored_.size(); ++i) {
     const ChunkSpec& chunk = layout.chunks()[i];
     gradients_.push_back(stored_[i] && chunk.trainable
@@ -151,17 +103,15 @@ void StoredWeights::forbid_addresses() {
 }
 
 std::unique_ptr<HomeHold> StoredWeights::hold(ChunkId chunk) {
-  return std::make_unique<Held>(tier_.stream().hold(parameters_of(chunk)), device_);
+  return std::make_unique<Held>(stream_.hold(parameters_of(chunk)), device_);
 }
 
-std::size_t StoredWeights::max_held() const noexcept {
-  return max_held_in(tier_.stream().num_slots());
-}
+std::size_t StoredWeights::max_held() const noexcept { return max_held_in(stream_.num_slots()); }
 
 void StoredWeights::announce(std::span<const ChunkId> chunks) {
   forget_announced();
   for (const ChunkId chunk : chunks.first(std::min(chunks.size(), max_held()))) {
-    tier_.stream().prefetch(parameters_of(chunk));
+    stream_.prefetch(parameters_of(chunk));
   }
 }
 
@@ -175,7 +125,7 @@ std::unique_ptr<StoredWeights::Visit> StoredWeights::visit(std::span<const Weigh
   for (const WeightUse& use : uses) {
     parts.push_back(use.part);
   }
-  Holds holds = tier_.stream().hold(parts);
+  Holds holds = stream_.hold(parts);
   for (std::size_t i = 0; i < uses.size(); ++i) {
     holds[i].wait(uses[i].writes ? StreamAccess::kEdit : StreamAccess::kRead);
   }
@@ -209,7 +159,7 @@ void StoredWeights::unbind(std::span<const std::size_t> parts) noexcept {
 
 StoredWeights::Holds StoredWeights::hold_for_update(ChunkId chunk) {
   const std::size_t parts[] = {parameters_of(chunk), gradients_of(chunk)};
-  Holds holds = tier_.stream().hold(parts);
+  Holds holds = stream_.hold(parts);
   holds[0].wait(StreamAccess::kUpdate);
   device_.host_writes(holds[0].payloads().front());
   holds[1].wait(StreamAccess::kRead);
@@ -223,8 +173,8 @@ void StoredWeights::announce_updates(std::span<const ChunkId> chunks) {
       return;
     }
     if (stored(chunk)) {
-      tier_.stream().prefetch(parameters_of(chunk));
-      tier_.stream().prefetch(gradients_of(chunk));
+      stream_.prefetch(parameters_of(chunk));
+      stream_.prefetch(gradients_of(chunk));
       --room;
     }
   }
@@ -234,24 +184,22 @@ void StoredWeights::read_gradients(std::span<const ChunkId> chunks,
                                    const std::function<void(ChunkId, const std::byte*)>& use) {
   for (std::size_t i = 0; i < chunks.size(); ++i) {
     for (std::size_t next = i + 1; next < std::min(i + 1 + max_held(), chunks.size()); ++next) {
-      tier_.stream().prefetch(gradients_of(chunks[next]));
+      stream_.prefetch(gradients_of(chunks[next]));
     }
-    tier_.stream().use(gradients_of(chunks[i]), StreamAccess::kRead,
-                       [&](auto payloads) { use(chunks[i], payloads.front().data()); });
+    stream_.use(gradients_of(chunks[i]), StreamAccess::kRead,
+                [&](auto payloads) { use(chunks[i], payloads.front().data()); });
   }
 }
 
-void StoredWeights::discard_gradients(ChunkId chunk) {
-  tier_.stream().discard(gradients_of(chunk));
-}
+void StoredWeights::discard_gradients(ChunkId chunk) { stream_.discard(gradients_of(chunk)); }
 
 void StoredWeights::discard_parameters() {
   if (torn()) {
-    tier_.stream().discard_all();
+    stream_.discard_all();
   }
   for (std::size_t part = 0; part < stored_.size(); ++part) {
     if (stored_[part]) {
-      tier_.stream().discard(part);
+      stream_.discard(part);
     }
   }
 }

@@ -10,12 +10,12 @@
 #include <utility>
 #include <vector>
 
+#include "core/chunk_layout.h"
 #include "core/home_store.h"
-#include "core/placement.h"
+#include "io/chunk_stream.h"
 #include "io/nvme_tier.h"
 #include "torch/chunk_storages.h"
 #include "torch/session_device.h"
-#include "torch/state_places.h"
 
 namespace castor {
 
@@ -47,24 +47,12 @@ class StoredWeights final : public HomeStore {
     return num_slots - (kLeastSlots - 1);
   }
 
-  /// What the chunks that do not live on the device need on the host, windows padded; `homes_paid`:
-  /// beside their parameters.
-  [[nodiscard]] static HostNeeds needs_of(const ChunkLayout& layout,
-                                          std::span<const Placement> placements,
-                                          const OptimizerStateOptions& options,
-                                          bool homes_paid = false);
-  /// Takes what the host will have no room for beside the optimizer's states; nullptr: there is
-  /// nothing. `homes_paid`: the parameters have their homes. Throws as the constructor.
-  static std::unique_ptr<StoredWeights> create(const ChunkLayout& layout,
-                                               std::span<const Placement> placements,
-                                               const ChunkStorages& storages,
-                                               const OptimizerStateOptions& states, bool homes_paid,
-                                               MemoryTier& host, Executor& executor,
-                                               const SessionDevice& device);
-  /// Throws as NvmeTier does. All outlive this.
+  /// By part, what lies on NVMe where those chunks are stored.
+  [[nodiscard]] static std::vector<std::vector<PayloadSpec>> parts_of(
+      const ChunkLayout& layout, const std::vector<bool>& stored);
+  /// `stream` is over parts_of(layout, stored), in kLeastSlots slots or more. All outlive this.
   StoredWeights(const ChunkLayout& layout, std::vector<bool> stored, const ChunkStorages& storages,
-                const NvmeOptions& options, std::size_t max_slots, MemoryTier& host,
-                Executor& executor, const SessionDevice& device);
+                ChunkStream& stream, const SessionDevice& device);
   StoredWeights(const StoredWeights&) = delete;
   StoredWeights& operator=(const StoredWeights&) = delete;
 
@@ -111,7 +99,7 @@ class StoredWeights final : public HomeStore {
   [[nodiscard]] Holds hold_for_update(ChunkId chunk);
   /// These will be updated next.
   void announce_updates(std::span<const ChunkId> chunks);
-  void forget_announced() { tier_.stream().forget_announced(); }
+  void forget_announced() { stream_.forget_announced(); }
   /// Calls `use` with the gradients of one chunk after the other, which are read ahead.
   void read_gradients(std::span<const ChunkId> chunks,
                       const std::function<void(ChunkId, const std::byte*)>& use);
@@ -121,8 +109,7 @@ class StoredWeights final : public HomeStore {
   /// All parameters are about to be replaced; gradients become zeros, if any are lost.
   void discard_parameters();
 
-  [[nodiscard]] bool torn() const noexcept { return tier_.stream().torn(); }
-  [[nodiscard]] const NvmeTier& tier() const noexcept { return tier_; }
+  [[nodiscard]] bool torn() const noexcept { return stream_.torn(); }
 
  private:
   void await_operators() const noexcept;
@@ -137,11 +124,11 @@ class StoredWeights final : public HomeStore {
 
   const std::vector<bool> stored_;  // per chunk
   const ChunkStorages& storages_;
+  ChunkStream& stream_;
   const SessionDevice& device_;
   std::vector<c10::Storage> gradients_;  // per chunk
   std::mutex mutex_;                     // guards parts_; nothing else is taken while it is held
   std::vector<Part> parts_;
-  NvmeTier tier_;
 };
 
 }  // namespace castor

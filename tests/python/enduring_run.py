@@ -125,11 +125,7 @@ class EnduringRun:
         self.what_happened[-1] += ", load"
         if not self._whole():  # it is when what was read for a save came back damaged, twice
             self._check_nothing_goes_on()
-        try:
-            return self._load()
-        except castor.IoError:  # each scratch file has an engine, and each meets the fault once
-            self.what_happened[-1] += ", load again"
-            return self._load()
+        return self._load()
 
     def _load(self) -> int:
         booster, model, optimizer = self.run

@@ -128,6 +128,30 @@ def test_gradient_checkpointing_runs_modules_again_in_backward(tmp_path: Path) -
     assert_equal(run(**on_nvme(tmp_path, chunk_bytes_of("llama", "fp32"))), run())
 
 
+# --- one tier -------------------------------------------------------------------------------------
+
+
+def test_weights_and_states_share_a_file_and_an_engine(tmp_path: Path) -> None:
+    stored = wide(tmp_path)
+    go_on_wide(stored, steps=1)
+    report = stored.report()
+    assert 0 < report.nvme_weight_bytes < report.nvme_bytes
+    (file,) = tmp_path.iterdir()
+    assert file.name == "castor.scratch"
+    assert report.nvme_engine.count("castor.scratch") == 1
+    assert report.nvme_engine.count("parameters and gradients through a window of") == 1
+    assert report.nvme_engine.count("optimizer states through a window of") == 1
+
+
+def test_what_the_tier_may_hold_is_a_limit_on_both(tmp_path: Path) -> None:
+    needed = wide(tmp_path).report().nvme_bytes
+    assert wide(tmp_path, nvme_memory=needed).report().nvme_bytes == needed
+    with pytest.raises(castor.OutOfMemoryError, match="parameters of chunk 0 and") as caught:
+        wide(tmp_path, nvme_memory=needed - 1)
+    assert (caught.value.tier, caught.value.requested) == ("nvme", needed)
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- what users do beside training ----------------------------------------------------------------
 
 
@@ -310,7 +334,7 @@ def test_damaged_weights_are_named_and_a_checkpoint_heals_them(tmp_path: Path) -
     go_on_wide(stored, steps=1)
     stored.booster.save(tmp_path / "saved", stored.model, stored.optimizer)
     expected = go_on_wide(wide_from(tmp_path / "saved"), first=1)
-    file = scratch / "castor-weights.scratch"
+    file = scratch / "castor.scratch"
     with file.open("r+b") as opened:
         size = file.stat().st_size
         for offset in range(BLOCK, size, 2048):
