@@ -12,69 +12,62 @@ namespace {
 
 constexpr WindowLimits kWindows{.fewest_for_weights = StoredWeights::kLeastSlots};
 
+std::size_t bytes_of(const std::vector<PayloadSpec>& payloads) {
+  std::size_t bytes = 0;
+  for (const PayloadSpec& payload : payloads) {
+    bytes += payload.bytes;
+  }
+  return bytes;
+}
+
 /// The order in which a session fills the host.
 class HostFiller {
  public:
   HostFiller(const ChunkLayout& layout, std::span<const Placement> placements,
              const OptimizerStateOptions& options, std::size_t host_bytes, HomesPaid homes)
       : layout_(layout), options_(options), budget_(host_bytes), homes_(homes) {
+    std::vector<bool> on_host;
     for (std::size_t i = 0; i < placements.size(); ++i) {
-      on_host_.push_back(placements[i] != Placement::kDevice);
-      states_.push_back(states_of(i));
+      const ChunkSpec& chunk = layout.chunks()[i];
+      on_host.push_back(placements[i] != Placement::kDevice);
+      const std::size_t payloads =
+          (homes == HomesPaid::kByTheHost ? 1 : 0) + (chunk.trainable ? 1 : 0);
+      needs_.weights.push_back(on_host[i] ? payloads * chunk.used_bytes : 0);
+      std::vector<PayloadSpec>& states = states_.emplace_back();
+      if (on_host[i]) {
+        states = state_payloads(chunk, options.rule.get(), layout.world_size());
+      }
+      for (PayloadSpec& payload : states) {
+        payload.name += " of chunk " + std::to_string(i);
+      }
+      needs_.states.push_back(bytes_of(states));
     }
+    needs_.weights_slot =
+        NvmeContent{.chunks = StoredWeights::parts_of(layout, on_host)}.window_bytes(1);
+    needs_.states_slot = NvmeContent{.chunks = states_}.window_bytes(1);
   }
 
   HostPlaces run() {
-    const std::size_t count = on_host_.size();
+    const std::size_t count = states_.size();
     places_.stored = {.states = std::vector<bool>(count, false),
                       .weights = std::vector<bool>(count, false)};
     places_.nvme = {{.name = "parameters and gradients"}, {.name = "optimizer states"}};
     if (options_.nvme) {
       store_weights();
     }
-    for (std::size_t i = 0; i < count; ++i) {
-      if (homes_ == HomesPaid::kByTheHost && !places_.stored.weights[i]) {
-        places_.host_bytes += payload_bytes(i, 1);
-      }
+    for (std::size_t i = 0; i < count && homes_ == HomesPaid::kByTheHost; ++i) {
+      places_.host_bytes += places_.stored.weights[i] ? 0 : needs_.weights[i];
     }
     if (options_.nvme) {
       store_states();
     }
     for (std::size_t i = 0; i < count; ++i) {
-      places_.host_bytes += places_.stored.states[i] ? 0 : bytes_of(states_[i]);
+      places_.host_bytes += places_.stored.states[i] ? 0 : needs_.states[i];
     }
     return std::move(places_);
   }
 
  private:
-  using Payloads = std::vector<PayloadSpec>;
-
-  static std::size_t bytes_of(const Payloads& payloads) {
-    std::size_t bytes = 0;
-    for (const PayloadSpec& payload : payloads) {
-      bytes += payload.bytes;
-    }
-    return bytes;
-  }
-
-  [[nodiscard]] Payloads states_of(std::size_t chunk) const {
-    if (!on_host_[chunk]) {
-      return {};
-    }
-    Payloads payloads =
-        state_payloads(layout_.chunks()[chunk], options_.rule.get(), layout_.world_size());
-    for (PayloadSpec& payload : payloads) {
-      payload.name += " of chunk " + std::to_string(chunk);
-    }
-    return payloads;
-  }
-
-  /// Of a chunk's parameters, `copies` times, and gradients.
-  [[nodiscard]] std::size_t payload_bytes(std::size_t i, std::size_t copies) const {
-    const ChunkSpec& chunk = layout_.chunks()[i];
-    return on_host_[i] ? (copies + (chunk.trainable ? 1 : 0)) * chunk.used_bytes : 0;
-  }
-
   [[nodiscard]] std::size_t room() const {
     return budget_ - std::min<std::size_t>(budget_, places_.host_bytes);
   }
@@ -88,23 +81,8 @@ class HostFiller {
     places_.host_bytes += content.window_bytes();
   }
 
-  [[nodiscard]] HostNeeds needs() const {
-    HostNeeds needs;
-    for (std::size_t i = 0; i < on_host_.size(); ++i) {
-      needs.weights.push_back(payload_bytes(i, homes_ == HomesPaid::kByRanks ? 0 : 1));
-      needs.states.push_back(bytes_of(states_[i]));
-    }
-    needs.weights_slot = all_weights().window_bytes(1);
-    needs.states_slot = NvmeContent{.chunks = states_}.window_bytes(1);
-    return needs;
-  }
-
-  [[nodiscard]] NvmeContent all_weights() const {
-    return {.chunks = StoredWeights::parts_of(layout_, on_host_)};
-  }
-
   void store_weights() {
-    StoredWeightsChoice choice = choose_stored_weights(needs(), budget_, kWindows);
+    StoredWeightsChoice choice = choose_stored_weights(needs_, budget_, kWindows);
     if (choice.window_slots == 0) {
       return;
     }
@@ -118,14 +96,11 @@ class HostFiller {
   // The window comes out of the host's room before the states that stay there.
   void store_states() {
     NvmeContent& states = places_.nvme[HostPlaces::kStates];
-    states.chunks = states_;
-    std::vector<std::size_t> bytes;
-    for (const Payloads& payloads : states_) {
-      bytes.push_back(bytes_of(payloads));
-    }
-    places_.stored.states = choose_stored(
-        bytes, room(), states.window_bytes(kWindows.most_for_states), options_.nvme_fraction);
-    for (std::size_t i = 0; i < states_.size(); ++i) {
+    states.chunks = std::move(states_);
+    places_.stored.states =
+        choose_stored(needs_.states, room(), states.window_bytes(kWindows.most_for_states),
+                      options_.nvme_fraction);
+    for (std::size_t i = 0; i < states.chunks.size(); ++i) {
       if (!places_.stored.states[i]) {
         states.chunks[i].clear();
       }
@@ -137,8 +112,8 @@ class HostFiller {
   const OptimizerStateOptions& options_;
   const std::size_t budget_;
   const HomesPaid homes_;
-  std::vector<bool> on_host_;     // per chunk
-  std::vector<Payloads> states_;  // per chunk, of those on the host
+  HostNeeds needs_;
+  std::vector<std::vector<PayloadSpec>> states_;  // per chunk, of those on the host
   HostPlaces places_;
 };
 
