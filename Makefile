@@ -2,7 +2,7 @@
 #
 #   make demo     train a GPT in a device budget it does not fit, and show what moved
 #   make test     all that CI runs: lint, C++ tests, Python tests, ASan+UBSan, TSan
-#   make bench    steps, Adam, copies and plans against their peers, and a page of the results in build/bench
+#   make bench    steps, Adam, copies and plans against their peers, a page of the results in build/bench
 #   make bench-storage    what NVMe and building large models cost, on the same page
 #   make study    loss curves of the optimizer state formats: 13 minutes on two cores
 #   make asan-torch | tsan-torch    the Python tests in which threads meet, with castor._C under ASan+UBSan, TSan
@@ -299,18 +299,22 @@ docs: $(VENV_STAMPS)/castor $(VENV_STAMPS)/docs
 	@echo "documentation: $(BUILD)/docs/index.html"
 
 # About 20 minutes on two cores; the first run also compiles DeepSpeed's CPU Adam, 4 minutes more.
-STORAGE_BENCHMARKS := $(addprefix benchmarks/,beyond.py build.py io.py llama8b.py nvme.py)
-BENCHMARKS := $(filter-out benchmarks/builds.py benchmarks/formats.py benchmarks/page.py $(STORAGE_BENCHMARKS), \
+# QUICK=1 tries the scripts in 2 minutes, and writes nothing to benchmarks/results.
+QUICK ?=
+STORAGE_BENCHMARKS := $(addprefix benchmarks/,io.py nvme.py beyond.py build.py llama8b.py)
+BENCHMARKS := $(filter-out $(addprefix benchmarks/,builds.py formats.py page.py) $(STORAGE_BENCHMARKS), \
 	$(wildcard benchmarks/[!_]*.py))
 
 bench: TIMED := $(BENCHMARKS)
 bench-storage: TIMED := $(STORAGE_BENCHMARKS)
 bench bench-storage: $(VENV_STAMPS)/bench
-	@for script in $(TIMED); do \
-	  echo "==== $$script"; start=$$SECONDS; $(BIN)/python "$$script"; \
+	@failed=; for script in $(TIMED); do \
+	  echo "==== $$script"; start=$$SECONDS; \
+	  $(BIN)/python "$$script" $(if $(QUICK),--quick) || failed="$$failed $$script"; \
 	  echo "$$script took $$((SECONDS - start)) s"; \
-	done
-	@$(BIN)/python benchmarks/page.py --output $(BUILD)/bench/index.html
+	done; \
+	$(BIN)/python benchmarks/page.py $(if $(QUICK),--quick) --output $(BUILD)/bench/index.html; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
 
 study: $(VENV_STAMPS)/castor
 	@$(BIN)/python benchmarks/formats.py

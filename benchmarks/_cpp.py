@@ -28,17 +28,18 @@ def build(program: str) -> Path:
     """
     if not can_build():
         raise RuntimeError(f"{program} cannot be built: install cmake and a C++20 compiler")
-    for command in (
-        ["cmake", "-S", str(_SOURCE), "-B", str(_BUILD), f"-DPython_EXECUTABLE={sys.executable}"],
-        ["cmake", "--build", str(_BUILD), "--target", program],
-    ):
+    configure = ["cmake", "-S", str(_SOURCE), "-B", str(_BUILD)]
+    make = ["cmake", "--build", str(_BUILD), "--target", program]
+    python = f"-DPython_EXECUTABLE={sys.executable}"
+    # Configured once: a build does it again where the sources ask for it.
+    for command in [make] if (_BUILD / "CMakeCache.txt").exists() else [[*configure, python], make]:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
     return _BUILD / program
 
 
-def run(program: Path, *arguments: object) -> Any:
+def run(program: Path | str, *arguments: object) -> Any:
     """The JSON that a program prints.
 
     Raises:

@@ -154,7 +154,7 @@ def make_fsdp2(load: Load) -> tuple[Step, Report]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    _start_process_group("cpu:gloo,cuda:nccl")
+    _start_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
     model = load.build()
     settings: dict[str, Any] = {
         "mesh": init_device_mesh(DEVICE, (1,)),

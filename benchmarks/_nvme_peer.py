@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _steps import Model, Report, Step, batch, start_deepspeed
+from _steps import Model, Report, Step, start_deepspeed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ def make_deepspeed_nvme(
 
     def step(i: int) -> float:
         start = time.perf_counter()
-        loss = engine(**batch(i)).loss
+        loss = engine(**model.batch(i)).loss
         engine.backward(loss)
         middle = time.perf_counter()
         engine.step()

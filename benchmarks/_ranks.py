@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import statistics
@@ -14,17 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from _machine import paired, spread
+from _memory import huge_page_bytes, proportional_bytes
 from _steps import (
     COMPARED_STEPS,
     TOLERANCE,
     WARMUP_STEPS,
     Report,
     Step,
-    proportional_bytes,
+    processes,
     worst_difference,
 )
 from rich.console import Console
 from rich.table import Table
+
+os.environ["OMP_NUM_THREADS"] = "1"  # of each rank; read when torch is imported
 
 
 def work(make: Callable[..., tuple[Step, Report]], arguments: tuple[Any, ...], rank: int,
@@ -40,7 +42,11 @@ def work(make: Callable[..., tuple[Step, Report]], arguments: tuple[Any, ...], r
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
         if order == "report":
-            pipe.send({**report(), "proportional_bytes": proportional_bytes()})
+            memory = {
+                "proportional_bytes": proportional_bytes(),
+                "huge_page_bytes": huge_page_bytes(),
+            }
+            pipe.send(report() | memory)
             continue
         done = []
         for i in range(order[0], order[0] + order[1]):
@@ -83,13 +89,13 @@ class Ranks:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
+        context = processes()
         ranks = cls(name=name, processes=[], pipes=[])
         for rank in range(size):
             environment = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
                 "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+                "MASTER_PORT": str(port),
             }  # fmt: skip
             mine, theirs = context.Pipe()
             process = context.Process(
@@ -193,6 +199,7 @@ def finish(
             "cpu_seconds": statistics.median(ranks.cpu_seconds),
             "loopback_bytes": statistics.median(ranks.sent_bytes),
             "resident_bytes": sum(report["proportional_bytes"] for report in reports[key]),
+            "huge_page_bytes": sum(report["huge_page_bytes"] for report in reports[key]),
             "largest_relative_loss_difference": differences[key],
         }
         table.add_row(

@@ -284,23 +284,24 @@ def formats(record: Record) -> list[str]:
 
 
 def overlap(record: Record) -> list[str]:
-    results = record["results"].values()
-    bars = [bar(result["name"], result["seconds"], i) for i, result in enumerate(results)]
     link = record["link_bytes_per_second"] / 1e9
-    rows = [
-        [
-            result["name"],
-            *(f"{result['floors'][key]:.3f}" for key in ("compute", "link", "dram")),
-            f"{result['over_longest']['median']:.3f}",
-            f"{result['over_compute_and_dram']['median']:.3f}",
-        ]
-        for result in results
-    ]
     headings = ("", "compute s", "link s", "DRAM s", "step / longest", "step / (compute + DRAM)")
-    return [
-        inline(Bars(title=f"one step behind a link of {link:g} GB/s", unit="s", bars=bars)),
-        table(headings, rows),
-    ]
+    parts = []
+    for case in record["cases"].values():
+        results = case["results"].values()
+        bars = [bar(result["name"], result["seconds"], i) for i, result in enumerate(results)]
+        rows = [
+            [
+                result["name"],
+                *(f"{result['floors'][key]:.3f}" for key in ("compute", "link", "dram")),
+                f"{result['over_longest']['median']:.3f}",
+                f"{result['over_compute_and_dram']['median']:.3f}",
+            ]
+            for result in results
+        ]
+        title = f"{case['title']}: a step behind a link of {link:g} GB/s"
+        parts += [inline(Bars(title=title, unit="s", bars=bars)), table(headings, rows)]
+    return parts
 
 
 def hybrid(record: Record) -> list[str]:

@@ -9,13 +9,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-# Everyone's memory on huge pages, as castor's chunks are: read by torch when it is imported.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+from _memory import memory_now
 
-WIDTH, HEADS, VOCAB, BATCH, SEQUENCE = 512, 8, 8192, 4, 128
+VOCAB, POSITIONS, HEAD_WIDTH = 8192, 1024, 64
 LR, MAX_NORM, SEED = 3e-4, 1.0, 0
 WARMUP_STEPS = 3  # castor and DeepSpeed trace the first step and plan from it
 # Relative, of each of the first losses against plain PyTorch's: its clip_grad_norm_ sums 4M squares
@@ -29,9 +27,13 @@ Report = Callable[[], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A GPT-2 of WIDTH; 12 layers are 42.5M parameters."""
+    """A GPT-2 and its batches; 12 layers of 512 are 42.5M parameters."""
 
     layers: int = 12
+    width: int = 512
+    """A multiple of HEAD_WIDTH."""
+    rows: int = 4
+    sequence: int = 128
     checkpointing: bool = False
     """Recompute each layer in backward: what is saved of a layer is then its input."""
 
@@ -43,9 +45,10 @@ class Model:
         torch.manual_seed(SEED)
         config = GPT2Config(
             vocab_size=VOCAB,
-            n_embd=WIDTH,
+            n_positions=POSITIONS,
+            n_embd=self.width,
             n_layer=self.layers,
-            n_head=HEADS,
+            n_head=self.width // HEAD_WIDTH,
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
@@ -60,21 +63,41 @@ class Model:
             getattr(model, "activation_checkpointing_enable", old_name)({"use_reentrant": False})
         return model
 
+    def batch(self, step: int) -> dict[str, Any]:
+        """Random tokens; other ones for each step."""
+        import torch
 
-def batch(step: int) -> dict[str, Any]:
-    import torch
+        generator = torch.Generator().manual_seed(1000 + step)
+        ids = torch.randint(VOCAB, (self.rows, self.sequence), generator=generator)
+        return {"input_ids": ids, "labels": ids}
 
-    generator = torch.Generator().manual_seed(1000 + step)
-    ids = torch.randint(VOCAB, (BATCH, SEQUENCE), generator=generator)
-    return {"input_ids": ids, "labels": ids}
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.rows * self.sequence
+
+    @property
+    def num_params(self) -> int:
+        """Parameters, tied ones once."""
+        of_layer = 12 * self.width**2 + 13 * self.width
+        return self.layers * of_layer + (VOCAB + POSITIONS + 2) * self.width
+
+    @property
+    def title(self) -> str:
+        """Size and batch, for tables."""
+        return f"GPT-2 {self.num_params / 1e6:.1f}M, {self.rows} x {self.sequence} tokens"
+
+
+QUICK = Model(layers=2, width=64, rows=1, sequence=32)
+"""What --quick trains."""
 
 
 def make_plain(model: Model) -> tuple[Step, Report]:
     """Plain PyTorch: AdamW(fused=True), clip_grad_norm_."""
-    return torch_step(model.build()), dict
+    return torch_step(model.build(), model.batch), dict
 
 
-def torch_step(module: Any, batch_of: Callable[[int], dict[str, Any]] = batch) -> Step:
+def torch_step(module: Any, batch_of: Callable[[int], dict[str, Any]]) -> Step:
     """A step of AdamW(fused=True) and clip_grad_norm_ over a module, wrapped or not."""
     import torch
 
@@ -96,7 +119,7 @@ def make_compute(model: Model) -> tuple[Step, Report]:
     module = model.build()
 
     def step(i: int) -> float:
-        loss = module(**batch(i)).loss
+        loss = module(**model.batch(i)).loss
         loss.backward()
         module.zero_grad()
         return loss.item()
@@ -129,7 +152,7 @@ def make_castor(
     update_seconds: list[float] = []
 
     def step(i: int) -> float:
-        loss = module(**batch(i)).loss
+        loss = module(**model.batch(i)).loss
         booster.backward(loss, optimizer)
         start = time.perf_counter()
         optimizer.step()
@@ -144,15 +167,23 @@ def make_castor(
     return step, report
 
 
-def make_deepspeed(model: Model, stage: int) -> tuple[Step, Report]:
-    """DeepSpeed ZeRO with its own CPU Adam; parameters are offloaded too in stage 3."""
+def make_deepspeed(
+    model: Model, stage: int, settings: dict[str, Any] | None = None
+) -> tuple[Step, Report]:
+    """DeepSpeed ZeRO with its own CPU Adam; parameters are offloaded too in stage 3.
+
+    Args:
+        model: What is trained.
+        stage: 2 or 3.
+        settings: Of "zero_optimization", beside the stage and what is offloaded.
+    """
     zero: dict[str, Any] = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
     if stage == 3:
         zero["offload_param"] = {"device": "cpu"}
-    engine = start_deepspeed(model, {"zero_optimization": zero})
+    engine = start_deepspeed(model, {"zero_optimization": zero | (settings or {})})
 
     def step(i: int) -> float:
-        loss = engine(**batch(i)).loss
+        loss = engine(**model.batch(i)).loss
         engine.backward(loss)
         engine.step()
         return loss.item()
@@ -178,7 +209,7 @@ def start_deepspeed(model: Model, config: dict[str, Any]) -> Any:
     deepspeed.init_distributed(dist_backend="gloo")
     module = model.build()
     optimizer = DeepSpeedCPUAdam(module.parameters(), lr=LR, weight_decay=1e-2, adamw_mode=True)
-    fixed = {"train_micro_batch_size_per_gpu": BATCH, "gradient_clipping": MAX_NORM}
+    fixed = {"train_micro_batch_size_per_gpu": model.rows, "gradient_clipping": MAX_NORM}
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=fixed | config)
     return engine
 
@@ -195,7 +226,7 @@ def make_fsdp2(model: Model) -> tuple[Step, Report]:
     for layer in module.transformer.h:
         fully_shard(layer, mesh=mesh, offload_policy=policy)
     fully_shard(module, mesh=mesh, offload_policy=policy)
-    return torch_step(module), dict
+    return torch_step(module, model.batch), dict
 
 
 def _start_process_group() -> None:
@@ -206,21 +237,14 @@ def _start_process_group() -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
-def proportional_bytes() -> int:
-    """What this process has resident; a page that n processes have counts for one n-th."""
-    return _of_this_process("smaps_rollup", "Pss")
+def processes() -> Any:
+    """Starts each contender's process from one that has imported torch and transformers.
 
-
-def peak_resident_bytes() -> int:
-    """The most memory this process ever had resident, libraries included."""
-    return _of_this_process("status", "VmHWM")
-
-
-def _of_this_process(file: str, name: str) -> int:
-    for line in Path("/proc/self", file).read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/{file} has no {name} line")
+    That saves seconds a process. Castor and DeepSpeed are imported by whom they belong to.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers.models.gpt2.modeling_gpt2"])
+    return context
 
 
 def work(make: Callable[..., tuple[Step, Report]], arguments: tuple[Any, ...],
@@ -230,7 +254,7 @@ def work(make: Callable[..., tuple[Step, Report]], arguments: tuple[Any, ...],
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
         if order == "report":
-            pipe.send({**report(), "peak_resident_bytes": peak_resident_bytes()})
+            pipe.send(report() | memory_now())
             continue
         done = []
         for i in range(order[0], order[0] + order[1]):
@@ -254,7 +278,7 @@ class Contender:
     @classmethod
     def start(cls, name: str, make: Callable[..., Any], *arguments: Any) -> Contender:
         """Starts the process, waits until its model is made, and runs the untimed steps."""
-        context = multiprocessing.get_context("spawn")
+        context = processes()
         mine, theirs = context.Pipe()
         process = context.Process(target=work, args=(make, arguments, theirs), daemon=True)
         process.start()
@@ -283,7 +307,7 @@ class Contender:
             self.seconds.append([seconds for seconds, _ in done])
 
     def report(self) -> dict[str, Any]:
-        """Peak resident memory, and of castor what its report says so far."""
+        """Memory of the process, and of castor what its report says so far."""
         self.pipe.send("report")
         found: dict[str, Any] = self.receive()
         return found

@@ -16,16 +16,14 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from _machine import RESULTS, describe_machine, paired, write_record
-from _steps import VOCAB, Model
+from _machine import command_line, describe_machine, paired, write_record
+from _steps import QUICK, VOCAB, Model
 from logits import LARGE_VOCABULARY, small_llama
 from rich.console import Console
 from rich.table import Table
@@ -36,8 +34,6 @@ from castor.activations.blocks import find_blocks
 BASELINE = {"activations": "keep", "tile_logits": False}
 SMALLEST_TARGET, STEP_TARGET, BATCH_TARGET, LINK_TARGET = 0.30, 1.05, 3.0, 1.10
 LINK_BYTES_PER_SECOND = 2_000_000_000
-MOST = 64
-RESOLUTION = 1.03
 SHARES = (1.1, 2.0, 4.0)
 """Budgets of the sweep, in the smallest that trains; and one in which everything stays."""
 
@@ -78,10 +74,20 @@ class Contender:
 
 
 class Workload:
-    """A model and its batches."""
+    """A model and its batches, and how far it is looked for what just trains."""
 
-    def __init__(self, build: Callable[[], Any], vocabulary: int, tokens: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        build: Callable[[], Any],
+        vocabulary: int,
+        tokens: tuple[int, int],
+        *,
+        resolution: float = 1.03,
+        most: int = 64,
+        shares: tuple[float, ...] = SHARES,
+    ) -> None:
         self.build, self.vocabulary, self.tokens = build, vocabulary, tokens
+        self.resolution, self.most, self.shares = resolution, most, shares
         self.blocks = list(find_blocks(build()))
 
     def contender(self, budget: int, settings: Any, batch: int | None = None) -> Contender:
@@ -103,9 +109,9 @@ class Workload:
         return True
 
     def smallest(self, settings: Any, enough: int) -> int:
-        """The smallest budget that trains, within RESOLUTION; `enough` does."""
+        """The smallest budget that trains, within the resolution; `enough` does."""
         low, high = enough // 64, enough
-        while high > low * RESOLUTION:
+        while high > low * self.resolution:
             middle = int((low * high) ** 0.5)
             if self.trains(middle, settings):
                 high = middle
@@ -114,10 +120,10 @@ class Workload:
         return high
 
     def largest(self, settings: Any, budget: int) -> int:
-        """The largest batch that trains; at most MOST."""
-        low, high = 0, MOST + 1
+        """The largest batch that trains; at most `most`."""
+        low, high = 0, self.most + 1
         while high - low > 1:
-            middle = min(2 * low, MOST) if high > MOST else (low + high) // 2
+            middle = min(2 * low, self.most) if high > self.most else (low + high) // 2
             if self.trains(budget, settings, max(1, middle)):
                 low = max(1, middle)
             else:
@@ -225,7 +231,7 @@ def measure(workload: Workload, rounds: int) -> dict[str, Any]:
         "largest_batch": batches | {"budget_bytes": budget},
         "batch_within_target": batches["tiles, auto"] >= BATCH_TARGET * batches["without"],
     }
-    budgets = [int(share * smallest["tiles, auto"]) for share in SHARES] + [8 << 30]
+    budgets = [int(share * smallest["tiles, auto"]) for share in workload.shares] + [8 << 30]
     sweep = [workload.sweep(budget, rounds) for budget in budgets]
     best = max(point["step_ratio"][point["best_by_hand"]]["median"] for point in sweep)
     return found | {
@@ -237,15 +243,14 @@ def measure(workload: Workload, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="1 timed round of smaller models")
+    parser = command_line("activations", __doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=RESULTS / "activations.json")
     args = parser.parse_args()
     machine, rounds = describe_machine(), 1 if args.quick else args.rounds
-    layers, rows = (3, (1, 256)) if args.quick else (12, (4, 512))
-    deep = Workload(Model(layers=layers).build, VOCAB, rows)
-    results = {f"GPT-2, {layers} layers": measure(deep, rounds)}
+    model = QUICK if args.quick else Model(sequence=512)
+    coarse: dict[str, Any] = {"resolution": 4.0, "most": 2, "shares": ()} if args.quick else {}
+    deep = Workload(model.build, VOCAB, (model.rows, model.sequence), **coarse)
+    results = {f"GPT-2, {model.layers} layers": measure(deep, rounds)}
     if not args.quick:
         wide = Workload(lambda: small_llama(128), LARGE_VOCABULARY, (1, 4096))
         results["Llama, 128k vocabulary"] = measure(wide, 0)
@@ -267,8 +272,7 @@ def main() -> None:
             Console().print("largest batch:", result["largest_batch"])
             Console().print("behind a link of 2 GB/s:", result["behind_link"])
         Console().print("smallest budgets, MiB:", smallest, f"ratio {result['smallest_ratio']:.3f}")
-    if not args.quick:
-        write_record(args.output, "activations", {"results": results}, machine=machine)
+    write_record(args, "activations", {"results": results}, machine=machine)
 
 
 if __name__ == "__main__":

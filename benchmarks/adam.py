@@ -14,23 +14,18 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read by DeepSpeed when it is imported
-# Everyone's memory on huge pages: on small ones a process is up to a fifth slower than the next,
-# by which pages it got.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
 from _cpp import build, can_build, run
-from _machine import RESULTS, describe_machine, paired, spread, write_record
+from _machine import command_line, describe_machine, paired, spread, write_record
 from rich.console import Console
 from rich.table import Table
 
@@ -237,12 +232,12 @@ def ratios(found: dict[str, Contender], bandwidth: list[float], numel: int) -> d
     return result
 
 
-def in_cache(console: Console) -> list[dict[str, Any]]:
+def in_cache(repetitions: int, console: Console) -> list[dict[str, Any]]:
     """Nanoseconds per 16 elements, by instruction set and format; none without CMake."""
     if not can_build():
         console.print("[yellow]SKIPPED: one core with its data in cache: cmake is not installed")
         return []
-    found = run(build("adam"), CACHED, CACHED_REPETITIONS)["ns_per_16"]
+    found = run(build("adam"), CACHED, repetitions)["ns_per_16"]
     results = [entry | {"ns": spread(entry["ns"])} for entry in found]
     formats = list(dict.fromkeys(entry["format"] for entry in results))
     table = Table(title=f"ns per 16 elements: bf16, one core, {CACHED:,} parameters in its cache")
@@ -256,23 +251,25 @@ def in_cache(console: Console) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line("adam", __doc__)
     parser.add_argument("--numel", type=int, default=64 << 20, help="parameters (default 64 Mi)")
     parser.add_argument("--repetitions", type=int, default=11)
-    parser.add_argument("--output", type=Path, default=RESULTS / "adam.json")
     arguments = parser.parse_args()
     console = Console()
     machine = describe_machine() | {"torch_num_threads": torch.get_num_threads()}
 
+    numel, repetitions = arguments.numel, arguments.repetitions
+    if arguments.quick:
+        numel, repetitions = CHECKED, 1
     generator = torch.Generator().manual_seed(0)
-    initial = torch.randn(arguments.numel, generator=generator)
-    grad = torch.randn(arguments.numel, generator=generator)
+    initial = torch.randn(numel, generator=generator)
+    grad = torch.randn(numel, generator=generator)
     found = make_contenders(initial, grad, console)
     contenders = list(found.values())
     bandwidth: list[float] = []
-    for repetition in range(-2, arguments.repetitions):  # two untimed: they touch the pages
+    for repetition in range(-2, repetitions):  # two untimed: they touch the pages
         time.sleep(SETTLE_SECONDS)
-        rate = castor._C.in_place_bandwidth(arguments.numel, 1)
+        rate = castor._C.in_place_bandwidth(numel, 1)
         if repetition >= 0:
             bandwidth.append(rate)
         first = repetition % len(contenders)
@@ -280,13 +277,13 @@ def main() -> int:
             contender.run(timed=repetition >= 0)
     errors = {key: verify(contender, initial) for key, contender in found.items()}
 
-    table = Table(title=f"Adam step, {arguments.numel:,} parameters, {arguments.repetitions} runs")
+    table = Table(title=f"Adam step, {numel:,} parameters, {repetitions} runs")
     for heading in ("", "median ms", "min", "max", "GB/s", "error"):
         table.add_column(heading, justify="left" if not heading else "right")
     results: dict[str, Any] = {}
     for key, c in found.items():
         seconds = spread(c.seconds)
-        rate = c.bytes_per_param * arguments.numel / seconds["median"]
+        rate = c.bytes_per_param * numel / seconds["median"]
         results[key] = {
             "name": c.name,
             "bytes_per_param": c.bytes_per_param,
@@ -303,21 +300,21 @@ def main() -> int:
     summary = Table(title="paired within each repetition: median (quartiles)")
     summary.add_column("")
     summary.add_column("ratio", justify="right")
-    compared = ratios(found, bandwidth, arguments.numel)
+    compared = ratios(found, bandwidth, numel)
     for name, r in compared.items():
         quartiles = f"{r['lower_quartile']:.3f} - {r['upper_quartile']:.3f}"
         summary.add_row(name, f"{r['median']:.3f} ({quartiles})")
     console.print(summary)
 
     figures = {
-        "numel": arguments.numel,
-        "repetitions": arguments.repetitions,
+        "numel": numel,
+        "repetitions": repetitions,
         "in_place_bytes_per_second": stream,
         "results": results,
         "ratios": compared,
-        "in_cache_ns_per_16": in_cache(console),
+        "in_cache_ns_per_16": in_cache(3 if arguments.quick else CACHED_REPETITIONS, console),
     }
-    write_record(arguments.output, "adam", figures, machine=machine)
+    write_record(arguments, "adam", figures, machine=machine)
     return 0
 
 

@@ -10,32 +10,45 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from _machine import RESULTS, ROOT, describe_machine, write_record
+from _machine import ROOT, command_line, describe_machine, write_record
 from _memory import PeakWatch, anonymous_bytes
 from rich.console import Console
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from castor import Booster, GeminiPlugin, LazyInitContext, OutOfMemoryError
 
-WIDTH, VOCAB, HEADS, SEQUENCE = 1024, 2048, 16, 32
-STEPS, TIMES = 6, (3.0, 8.0)
+SEQUENCE, HEAD_WIDTH = 32, 64
+STEPS, TIMES, QUICK_TIMES = 6, (3.0, 8.0), (3.0, 5.0)
 STATE_BYTES = 16  # bf16 weight and gradient, fp32 master and two moments
-DEVICE_MEMORY = 96 * 2**20
-CHUNK = "16MiB"
 
 
-def build(layers: int) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Of the model, and what goes with it."""
+
+    layers: int = 24
+    width: int = 1024
+    vocab: int = 2048
+    device_bytes: int = 96 * 2**20
+    chunk_bytes: int = 16 * 2**20
+
+
+QUICK = Size(layers=8, width=256, vocab=512, device_bytes=6 * 2**20, chunk_bytes=2**20)
+
+
+def build(size: Size) -> Any:
     config = GPT2Config(
-        vocab_size=VOCAB, n_positions=SEQUENCE, n_embd=WIDTH, n_layer=layers, n_head=HEADS,
+        vocab_size=size.vocab, n_positions=SEQUENCE, n_embd=size.width, n_layer=size.layers,
+        n_head=size.width // HEAD_WIDTH,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
         use_cache=False,
     )  # fmt: skip
@@ -45,16 +58,16 @@ def build(layers: int) -> Any:
         return GPT2LMHeadModel(config).train()
 
 
-def boost(layers: int, directory: str, host_memory: int) -> tuple[Booster, Any, Any]:
-    model = build(layers)
+def boost(size: Size, directory: str, host_memory: int) -> tuple[Booster, Any, Any]:
+    model = build(size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     plugin = GeminiPlugin(
         device="cpu",
-        device_memory=DEVICE_MEMORY,
+        device_memory=size.device_bytes,
         host_memory=host_memory,
         precision="bf16",
         optim_state_format="fp32",
-        chunk_bytes=CHUNK,
+        chunk_bytes=size.chunk_bytes,
         nvme_path=directory,
     )
     booster = Booster(plugin=plugin)
@@ -62,13 +75,13 @@ def boost(layers: int, directory: str, host_memory: int) -> tuple[Booster, Any, 
     return booster, model, optimizer
 
 
-def train(layers: int, directory: str, host_memory: int) -> dict[str, Any]:
+def train(size: Size, directory: str, host_memory: int) -> dict[str, Any]:
     """Six steps: losses, seconds of each, the report, and the highest resident memory."""
     gc.collect()
     before = anonymous_bytes()
     watch = PeakWatch()
-    booster, model, optimizer = boost(layers, directory, host_memory)
-    ids = torch.randint(VOCAB, (1, SEQUENCE), generator=torch.Generator().manual_seed(1))
+    booster, model, optimizer = boost(size, directory, host_memory)
+    ids = torch.randint(size.vocab, (1, SEQUENCE), generator=torch.Generator().manual_seed(1))
     losses, seconds = [], []
     for _ in range(STEPS):
         start = time.perf_counter()
@@ -87,22 +100,22 @@ def train(layers: int, directory: str, host_memory: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=24)
+    parser = command_line("beyond", __doc__)
+    parser.add_argument("--layers", type=int, default=Size().layers)
     parser.add_argument("--times", type=float, nargs="+", default=TIMES)
     parser.add_argument("--directory", type=Path, default=ROOT / "build")
-    parser.add_argument("--output", type=Path, default=RESULTS / "beyond.json")
     arguments = parser.parse_args()
     console = Console()
     machine = describe_machine()
 
-    num_params = sum(param.numel() for param in build(arguments.layers).parameters())
+    size = QUICK if arguments.quick else Size(layers=arguments.layers)
+    num_params = sum(param.numel() for param in build(size).parameters())
     total = STATE_BYTES * num_params
     runs = []
-    for times in arguments.times:
+    for times in QUICK_TIMES if arguments.quick else arguments.times:
         with tempfile.TemporaryDirectory(prefix="castor-bench-", dir=arguments.directory) as folder:
             try:
-                run = train(arguments.layers, folder, int(total / times) - DEVICE_MEMORY)
+                run = train(size, folder, int(total / times) - size.device_bytes)
             except OutOfMemoryError as error:
                 console.print(f"{num_params / 1e6:.0f}M parameters do not fit: {error}")
                 return 1
@@ -128,7 +141,7 @@ def main() -> int:
     same = all(run["losses"] == runs[0]["losses"] for run in runs)
     console.print(f"losses of all runs bitwise equal: {'yes' if same else 'NO'}")
     write_record(
-        arguments.output,
+        arguments,
         "beyond",
         {"parameters": num_params, "state_bytes": total, "runs": runs, "same_losses": same},
         machine=machine,

@@ -7,43 +7,56 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import multiprocessing
 import sys
 import tempfile
 import time
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
-from _machine import RESULTS, describe_machine, write_record
+from _machine import command_line, describe_machine, write_record
 from _memory import PeakWatch, anonymous_bytes
+from _steps import processes
 from rich.console import Console
 from rich.table import Table
 
-WIDTH, VOCAB, HEADS, SEQUENCE = 2048, 50257, 16, 128
+SEQUENCE, HEAD_WIDTH = 128, 128
 WAYS = ("eager", "lazy", "from_pretrained")
 STEPS, DEVICE_MEMORY = 2, "1400MiB"
 TARGET = 1.05  # of the final bytes, plus the largest tensor
 
 
-def num_layers(num_params: float) -> int:
-    """GPT-2 layers of 12 * WIDTH^2 parameters that bring the model nearest to `num_params`."""
-    return max(1, round((num_params - (VOCAB + 1024) * WIDTH) / (12 * WIDTH**2)))
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Of a GPT-2."""
+
+    layers: int = 1
+    width: int = 2048
+    vocab: int = 50257
+
+    def of(self, num_params: float) -> Shape:
+        """With the layers that bring it nearest to so many parameters."""
+        beside = (self.vocab + 1024) * self.width
+        layers = max(1, round((num_params - beside) / (12 * self.width**2)))
+        return replace(self, layers=layers)
 
 
-def config_of(layers: int) -> Any:
+QUICK = Shape(width=256, vocab=1024)
+
+
+def config_of(shape: Shape) -> Any:
     from transformers import GPT2Config
 
     config = GPT2Config(
-        vocab_size=VOCAB, n_embd=WIDTH, n_layer=layers, n_head=HEADS,
+        vocab_size=shape.vocab, n_embd=shape.width, n_layer=shape.layers,
+        n_head=shape.width // HEAD_WIDTH,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     config.loss_type = "ForCausalLM"
     return config
 
 
-def build(way: str, layers: int, directory: str | None) -> Any:
+def build(way: str, shape: Shape, directory: str | None) -> Any:
     import torch
     from transformers import GPT2LMHeadModel
 
@@ -53,10 +66,10 @@ def build(way: str, layers: int, directory: str | None) -> Any:
     with contextlib.nullcontext() if way == "eager" else LazyInitContext():
         if way == "from_pretrained":
             return GPT2LMHeadModel.from_pretrained(directory)
-        return GPT2LMHeadModel(config_of(layers))
+        return GPT2LMHeadModel(config_of(shape))
 
 
-def measure(way: str, layers: int, directory: str | None, train: bool, pipe: Any) -> None:
+def measure(way: str, shape: Shape, directory: str | None, train: bool, pipe: Any) -> None:
     import torch
 
     from castor import Booster, GeminiPlugin
@@ -65,7 +78,7 @@ def measure(way: str, layers: int, directory: str | None, train: bool, pipe: Any
     before = anonymous_bytes()
     watch = PeakWatch()
     start = time.perf_counter()
-    model = build(way, layers, directory)
+    model = build(way, shape, directory)
     before_boost = watch.peak - before
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     plugin = GeminiPlugin(
@@ -90,7 +103,7 @@ def measure(way: str, layers: int, directory: str | None, train: bool, pipe: Any
         losses = []
         for step in range(STEPS):
             tokens = torch.randint(
-                VOCAB, (1, SEQUENCE), generator=torch.Generator().manual_seed(step)
+                shape.vocab, (1, SEQUENCE), generator=torch.Generator().manual_seed(step)
             )
             loss = model(input_ids=tokens, labels=tokens).loss
             booster.backward(loss, optimizer)
@@ -106,7 +119,7 @@ def measure(way: str, layers: int, directory: str | None, train: bool, pipe: Any
 
 
 def in_process(*arguments: Any) -> dict[str, Any]:
-    context = multiprocessing.get_context("spawn")
+    context = processes()
     mine, theirs = context.Pipe(duplex=False)
     process = context.Process(target=measure, args=(*arguments, theirs))
     process.start()
@@ -120,37 +133,35 @@ def in_process(*arguments: Any) -> dict[str, Any]:
     return figures
 
 
-def save_pretrained(layers: int, directory: str) -> None:
+def save_pretrained(shape: Shape, directory: str) -> None:
     import torch
     from transformers import GPT2LMHeadModel
 
     torch.manual_seed(0)
-    GPT2LMHeadModel(config_of(layers)).save_pretrained(directory)
+    GPT2LMHeadModel(config_of(shape)).save_pretrained(directory)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line("build", __doc__)
     parser.add_argument("--params", type=float, default=3e8, help="of the comparison")
     parser.add_argument(
-        "--large", type=float, default=0, help="parameters of a lazy model to train"
+        "--large", type=float, default=1.2e9, help="parameters of a lazy model to train; 0: none"
     )
-    parser.add_argument("--output", type=Path, default=RESULTS / "build.json")
     arguments = parser.parse_args()
     console = Console()
 
     machine = describe_machine()
-    layers = num_layers(arguments.params)
+    shape = QUICK.of(1e6) if arguments.quick else Shape().of(arguments.params)
+    large = QUICK.of(4e6) if arguments.quick else Shape().of(arguments.large)
     results = {}
     with tempfile.TemporaryDirectory() as directory:
-        saver = multiprocessing.get_context("spawn").Process(
-            target=save_pretrained, args=(layers, directory)
-        )
+        saver = processes().Process(target=save_pretrained, args=(shape, directory))
         saver.start()
         saver.join()
         for way in WAYS:
-            results[way] = in_process(way, layers, directory, False)
-    if arguments.large:
-        results["lazy, large"] = in_process("lazy", num_layers(arguments.large), None, True)
+            results[way] = in_process(way, shape, directory, False)
+    if arguments.large or arguments.quick:
+        results["lazy, large"] = in_process("lazy", large, None, True)
 
     table = Table(
         title=f"Building a GPT-2 in chunks, fp32, AdamW ({STEPS} steps for the large one)"
@@ -159,6 +170,7 @@ def main() -> int:
         table.add_column(heading, justify="left" if not heading else "right")
     for way, found in results.items():
         bound = TARGET * found["final_host_bytes"] + found["largest_tensor_bytes"]
+        found["peak_over_final"] = found["peak_bytes"] / found["final_host_bytes"]
         found["within_target"] = found["peak_bytes"] <= bound
         table.add_row(
             way,
@@ -166,7 +178,7 @@ def main() -> int:
             f"{found['final_host_bytes'] / 2**20:.0f}",
             f"{found['bytes_before_boost'] / 2**20:.0f}",
             f"{found['peak_bytes'] / 2**20:.0f}",
-            f"{found['peak_bytes'] / found['final_host_bytes']:.3f}",
+            f"{found['peak_over_final']:.3f}",
             f"{found['seconds']:.1f}",
         )
     console.print(table)
@@ -178,7 +190,7 @@ def main() -> int:
             f"large: losses {training['losses']}, peak resident "
             f"{training['peak_resident_bytes'] / 2**30:.2f} GiB"
         )
-    write_record(arguments.output, "build", {"results": results}, machine=machine)
+    write_record(arguments, "build", {"results": results}, machine=machine)
     return 0
 
 

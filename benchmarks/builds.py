@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -16,13 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _machine import RESULTS, describe_machine, paired, write_record
-from _steps import Contender, Model, Report, Step, make_castor, run_rounds, tight
+from _machine import command_line, describe_machine, paired, write_record
+from _steps import QUICK, Contender, Model, Report, Step, make_castor, run_rounds, tight
 from rich.console import Console
 from rich.table import Table
 
 TIGHT_SHARE = 0.35
-MODULES = 10_000
+MODULES, QUICK_MODULES = 10_000, 100
 BAR = 1.03
 
 
@@ -39,13 +38,13 @@ def from_site(
     return make(*arguments)
 
 
-def make_chain() -> tuple[Step, Report]:
+def make_chain(modules: int) -> tuple[Step, Report]:
     """hooks.py's chain; its report has "seconds" of forward and backward, by CPU time."""
     import torch
     from hooks import WIDTH
     from hooks import Contender as Chain
 
-    chain = Chain(MODULES, boosted=True)
+    chain = Chain(modules, boosted=True)
     x = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(1))
 
     def step(_: int) -> float:
@@ -59,36 +58,38 @@ def make_chain() -> tuple[Step, Report]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line("builds", __doc__)
     parser.add_argument("--other", type=Path, required=True, help="where the other is installed")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=3, help="of each contender in a round")
-    parser.add_argument("--output", type=Path, default=RESULTS / "builds.json")
     arguments = parser.parse_args()
     if not (arguments.other / "castor").is_dir():
         parser.error(f"{arguments.other} holds no castor: pip install --target puts it there")
     machine = describe_machine()
+    model = QUICK if arguments.quick else Model()
+    modules = QUICK_MODULES if arguments.quick else MODULES
+    rounds, steps = (1, 1) if arguments.quick else (arguments.rounds, arguments.steps)
     sites = {"this": None, "other": str(arguments.other.resolve())}
 
     found = {}
     for build, site in sites.items():
         name = f"{build} build, room for everything"
-        found[build, "ample"] = Contender.start(name, from_site, site, make_castor, Model(), None)
+        found[build, "ample"] = Contender.start(name, from_site, site, make_castor, model, None)
     budget = tight(found["this", "ample"].report(), TIGHT_SHARE)
     for build, site in sites.items():
         name = f"{build} build, tight({TIGHT_SHARE})"
-        found[build, "tight"] = Contender.start(name, from_site, site, make_castor, Model(), budget)
+        found[build, "tight"] = Contender.start(name, from_site, site, make_castor, model, budget)
         found[build, "hooks"] = Contender.start(
-            f"{build} build, {MODULES} modules", from_site, site, make_chain
+            f"{build} build, {modules} modules", from_site, site, make_chain, modules
         )
-    run_rounds(found, arguments.rounds, arguments.steps)
+    run_rounds(found, rounds, steps)
 
-    table = Table(title=f"{arguments.rounds} rounds of {arguments.steps} steps")
+    table = Table(title=f"{rounds} rounds of {steps} steps")
     for heading in ("", "this s", "other s", "this / other", "quartiles", f"at most {BAR}"):
         table.add_column(heading, justify="left" if not heading else "right")
     results = {}
     for what in ("ample", "tight", "hooks"):
-        this, other = (_medians(found[build, what], arguments) for build in sites)
+        this, other = (_medians(found[build, what], rounds, steps) for build in sites)
         ratio = paired(this, other)
         results[what] = {"this": this, "other": other, "ratio": ratio}
         table.add_row(
@@ -102,16 +103,16 @@ def main() -> int:
     for contender in found.values():
         contender.stop()
     Console().print(table)
-    write_record(arguments.output, "builds", results, machine=machine)
+    write_record(arguments, "builds", results, machine=machine)
     return 0
 
 
-def _medians(contender: Contender, arguments: argparse.Namespace) -> list[float]:
+def _medians(contender: Contender, rounds: int, steps: int) -> list[float]:
     """Of each round, in seconds of a step, or of the chain's forward and backward."""
     own = contender.report().get("seconds")
     if own is None:
         return contender.medians
-    timed, steps = own[-arguments.rounds * arguments.steps :], arguments.steps
+    timed = own[-rounds * steps :]
     return [statistics.median(timed[i : i + steps]) for i in range(0, len(timed), steps)]
 
 

@@ -11,13 +11,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from _cpp import build, run
-from _machine import RESULTS, describe_machine, paired, spread, write_record
+from _machine import command_line, describe_machine, paired, spread, write_record
 from rich.console import Console
 from rich.table import Table
 
@@ -80,22 +78,22 @@ def summarise(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line("copy_engines", __doc__)
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="64 MiB, to try the script")
-    parser.add_argument("--output", type=Path, default=RESULTS / "copy_engines.json")
     arguments = parser.parse_args()
     console = Console()
     machine = describe_machine()
     program = build("copy_engines")
 
-    buffer = 64 * MIB if arguments.quick else BUFFER
+    buffer, repetitions = BUFFER, arguments.repetitions
+    if arguments.quick:
+        buffer, repetitions = PIECES[-1], 1
     results = []
     for piece in PIECES:
         rate = LINK_RATE if piece >= LINK_FROM else 0
-        results.append(summarise(run(program, buffer, piece, arguments.repetitions, rate)))
+        results.append(summarise(run(program, buffer, piece, repetitions, rate)))
 
-    table = Table(title=f"GB/s, {size_name(buffer)} in pieces, {arguments.repetitions} repetitions")
+    table = Table(title=f"GB/s, {size_name(buffer)} in pieces, {repetitions} repetitions")
     table.add_column("")
     for result in results:
         table.add_column(size_name(result["piece_bytes"]), justify="right")
@@ -112,7 +110,7 @@ def main() -> int:
                 size = size_name(result["piece_bytes"])
                 console.print(f"[red]missed: {name} at {size}: {ratio:.2f}")
     figures = {
-        "repetitions": arguments.repetitions,
+        "repetitions": repetitions,
         "names": NAMES,
         "targets": {
             "of_the_baseline": TARGET,
@@ -121,7 +119,7 @@ def main() -> int:
         },
         "results": results,
     }
-    write_record(arguments.output, "copy_engines", figures, machine=machine)
+    write_record(arguments, "copy_engines", figures, machine=machine)
     return 0
 
 

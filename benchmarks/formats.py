@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _machine import RESULTS, ROOT, describe_machine, write_record
+from _machine import ROOT, command_line, describe_machine, output_of, write_record
 from _plots import COLOURS, Line, Panel, write_panels
 from rich.console import Console
 from rich.table import Table
@@ -41,6 +40,10 @@ SETTINGS: dict[str, Any] = {
     "lr": 1e-3,
     "text_bytes": 2_000_000,
 }
+
+
+QUICK = {"layers": 1, "width": 32, "heads": 2, "vocab": 300, "sequence": 32, "text_bytes": 50_000}
+PICTURE = ROOT / "docs" / "images" / "formats.svg"
 
 
 def train(state_format: str, settings: Settings, tokens: torch.Tensor) -> list[float]:
@@ -137,20 +140,22 @@ def plot(path: Path, runs: dict[str, list[list[float]]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line("formats", __doc__)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=RESULTS / "formats.json")
-    parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "images" / "formats.svg")
+    parser.add_argument("--plot", type=Path, help="default: docs/images/formats.svg")
     arguments = parser.parse_args()
     console = Console()
     machine = describe_machine() | {"torch_num_threads": torch.get_num_threads()}
 
-    tokens = tokenise(read_text(SETTINGS["text_bytes"]), SETTINGS["vocab"])
+    chosen, steps, seeds = SETTINGS, arguments.steps, arguments.seeds
+    if arguments.quick:
+        chosen, steps, seeds = SETTINGS | QUICK, 2, 1
+    tokens = tokenise(read_text(chosen["text_bytes"]), chosen["vocab"])
     start = time.perf_counter()
     runs: dict[str, list[list[float]]] = {state_format: [] for state_format in FORMATS}
-    for seed in range(arguments.seeds):
-        settings = Settings(**SETTINGS, steps=arguments.steps, seed=seed)
+    for seed in range(seeds):
+        settings = Settings(**chosen, steps=steps, seed=seed)
         for state_format in FORMATS:
             losses = train(state_format, settings, tokens)
             runs[state_format].append(losses)
@@ -159,7 +164,7 @@ def main() -> int:
                 f"{time.perf_counter() - start:.0f} s"
             )
     summary = summarise(runs)
-    table = Table(title=f"{arguments.steps} steps, {arguments.seeds} seeds, mean of the last tenth")
+    table = Table(title=f"{steps} steps, {seeds} seeds, mean of the last tenth")
     for heading in ("format", "loss", "above fp32"):
         table.add_column(heading)
     for state_format, figures in summary.items():
@@ -170,13 +175,16 @@ def main() -> int:
         )
     console.print(table)
     figures = {
-        "settings": SETTINGS | {"steps": arguments.steps, "seeds": arguments.seeds},
+        "settings": chosen | {"steps": steps, "seeds": seeds},
         "summary": summary,
         "losses": {f: [[round(v, 5) for v in run] for run in lists] for f, lists in runs.items()},
     }
-    write_record(arguments.output, "formats", figures, machine=machine, indent=None)
-    plot(arguments.plot, runs)
-    print(f"written to {arguments.plot}")
+    write_record(arguments, "formats", figures, machine=machine, indent=None)
+    picture = arguments.plot or (
+        output_of(arguments, "formats").with_suffix(".svg") if arguments.quick else PICTURE
+    )
+    plot(picture, runs)
+    print(f"written to {picture}")
     broken = failures(runs, summary)
     for line in broken:
         console.print(f"[red]FAILED: {line}")

@@ -18,7 +18,6 @@ Parts may run one by one: what the output file holds of the same castor, torch a
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
@@ -28,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _gpu_session import CONTENDERS, TOKENS, Load, compare, train
-from _machine import RESULTS, describe_machine, paired, spread, write_record
+from _gpu_session import CONTENDERS, SEQUENCE, TOKENS, Load, compare, train
+from _machine import command_line, describe_machine, output_of, paired, spread, write_record
 from rich.console import Console
 from rich.table import Table
 
@@ -248,7 +247,7 @@ def kept_of(path: Path, machine: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line("gpu", __doc__)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--mebibytes", type=int, default=256, help="bytes of one copy")
     parser.add_argument("--numel", type=int, default=1 << 27, help="parameters of one Adam step")
@@ -259,8 +258,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     names = list(CONTENDERS)
     parser.add_argument("--contenders", nargs="+", choices=names, default=names)
-    parser.add_argument("--output", type=Path, default=RESULTS / "gpu.json")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.mebibytes, arguments.numel, arguments.repetitions = 1, CHECKED, 1
+        arguments.width, arguments.layers, arguments.steps = 256, 2, 1
+        arguments.tokens = [SEQUENCE]
     console = Console()
     if not torch.cuda.is_available():
         problem = "benchmarks/gpu.py: no CUDA device that torch can use"
@@ -277,11 +279,11 @@ def main() -> None:
         "gpu_capability": f"{device.major}.{device.minor}",
         "cuda_runtime": cuda.runtime_version(),
     }
-    result = kept_of(arguments.output, machine)
+    result = kept_of(output_of(arguments, "gpu"), machine)
 
     def write() -> None:
         # After each part: whatever ends the next, what was measured is there.
-        write_record(arguments.output, "gpu", result, machine=machine)
+        write_record(arguments, "gpu", result, machine=machine)
 
     if "copies" in arguments.part:
         result["copies"] = copies(cuda, arguments.mebibytes << 20, arguments.repetitions)

@@ -12,17 +12,15 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from _cpp import build, can_build, run
-from _machine import RESULTS, describe_machine, spread, write_record
+from _machine import command_line, describe_machine, spread, write_record
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -30,7 +28,7 @@ from torch import nn
 from castor import Booster, GeminiPlugin
 
 TOTAL_BAR_US, CORE_BAR_US = 15.0, 3.0
-WIDTH = 4
+WIDTH, CORE_STEPS = 4, 51
 
 
 class Chain(nn.Module):
@@ -90,31 +88,33 @@ def added_us(boosted: list[float], plain: list[float], modules: int) -> dict[str
     return spread([1e6 * (b - p) / modules for b, p in zip(boosted, plain, strict=True)])
 
 
-def core_events(modules: int, console: Console) -> dict[str, Any] | None:
+def core_events(modules: int, steps: int, console: Console) -> dict[str, Any] | None:
     """Builds and runs core_events; None, said aloud, where there is no CMake."""
     if not can_build():
         console.print("[yellow]SKIPPED: the core's share: cmake is not installed")
         return None
     program = build("core_events")
     shares = {"ample": 2.0, "streaming 35%": 0.35}
-    return {name: run(program, modules, 51, share) for name, share in shares.items()}
+    return {name: run(program, modules, steps, share) for name, share in shares.items()}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line("hooks", __doc__)
     parser.add_argument("--modules", type=int, default=10_000)
     parser.add_argument("--repetitions", type=int, default=11)
-    parser.add_argument("--output", type=Path, default=RESULTS / "hooks.json")
     parser.add_argument("--wall", action="store_true", help="wall-clock instead of CPU time")
     arguments = parser.parse_args()
     clock = time.perf_counter if arguments.wall else time.process_time
     console = Console()
     machine = describe_machine()
 
-    plain = Contender(arguments.modules, boosted=False)
-    boosted = Contender(arguments.modules, boosted=True)
+    modules, repetitions = arguments.modules, arguments.repetitions
+    if arguments.quick:
+        modules, repetitions = 100, 1
+    plain = Contender(modules, boosted=False)
+    boosted = Contender(modules, boosted=True)
     x = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(1))
-    for repetition in range(-2, arguments.repetitions):
+    for repetition in range(-2, repetitions):
         order = (plain, boosted) if repetition % 2 else (boosted, plain)
         for contender in order:
             contender.run(x, clock, timed=repetition >= 0)
@@ -127,16 +127,14 @@ def main() -> int:
 
     both = [[f + b for f, b in zip(c.forward, c.backward, strict=True)] for c in (boosted, plain)]
     added = {
-        "forward + backward": added_us(*both, arguments.modules),
-        "forward": added_us(boosted.forward, plain.forward, arguments.modules),
-        "backward": added_us(boosted.backward, plain.backward, arguments.modules),
-        "step and zero_grad (not in the target)": added_us(
-            boosted.step, plain.step, arguments.modules
-        ),
+        "forward + backward": added_us(*both, modules),
+        "forward": added_us(boosted.forward, plain.forward, modules),
+        "backward": added_us(boosted.backward, plain.backward, modules),
+        "step and zero_grad (not in the target)": added_us(boosted.step, plain.step, modules),
     }
-    core = core_events(arguments.modules, console)
+    core = core_events(modules, 3 if arguments.quick else CORE_STEPS, console)
 
-    table = Table(title=f"castor's hooks, {arguments.modules:,} modules: us added per module")
+    table = Table(title=f"castor's hooks, {modules:,} modules: us added per module")
     for heading in ("", "median", "quartiles", "target", ""):
         table.add_column(heading)
     for name, us in added.items():
@@ -159,8 +157,8 @@ def main() -> int:
     console.print(table)
 
     figures = {
-        "modules": arguments.modules,
-        "repetitions": arguments.repetitions,
+        "modules": modules,
+        "repetitions": repetitions,
         "clock": "wall" if arguments.wall else "cpu",
         "plain_seconds": {"forward": spread(plain.forward), "backward": spread(plain.backward)},
         "added_us_per_module": added,
@@ -168,7 +166,7 @@ def main() -> int:
         "largest_relative_loss_difference": max(differences),
         "targets_us": {"total": TOTAL_BAR_US, "core": CORE_BAR_US},
     }
-    write_record(arguments.output, "hooks", figures, machine=machine)
+    write_record(arguments, "hooks", figures, machine=machine)
     return 0
 
 

@@ -9,13 +9,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
-from _machine import RESULTS, describe_machine, spread, write_record
-from _steps import Contender, Model, make_castor, run_rounds, tight
+from _machine import command_line, describe_machine, spread, write_record
+from _steps import QUICK, Contender, Model, make_castor, run_rounds, tight
 from rich.console import Console
 from rich.table import Table
 
@@ -70,16 +68,15 @@ def compare(model: Model, budget: int, rounds: int, steps: int) -> dict[str, Any
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line("hybrid", __doc__)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2, help="of each contender in a round")
-    parser.add_argument("--quick", action="store_true", help="a small model, to try the script")
-    parser.add_argument("--output", type=Path, default=RESULTS / "hybrid.json")
     arguments = parser.parse_args()
     console = Console()
     machine = describe_machine()
 
-    model = Model(layers=4) if arguments.quick else Model()
+    model = QUICK if arguments.quick else Model()
+    rounds, steps = (1, 1) if arguments.quick else (arguments.rounds, arguments.steps)
     ample = Contender.start("no limit, no link", make_castor, model, None)
     figures = ample.report()
     ample.stop()
@@ -90,13 +87,13 @@ def main() -> int:
         | compare(
             model,
             tight(figures, 1.0) + window + int(share * payloads),
-            arguments.rounds,
-            arguments.steps,
+            rounds,
+            steps,
         )
-        for share in SHARES
+        for share in (SHARES[::3] if arguments.quick else SHARES)
     ]
 
-    table = Table(title=f"GPT-2 {figures['param_bytes'] / 4e6:.1f}M behind {LINK}")
+    table = Table(title=f"{model.title}, behind {LINK}")
     for heading in (
         "spare, of all payloads", "promoted chunks", "streamed s", "hybrid s", "ratio",
         "link MB/step, streamed", "hybrid",
@@ -113,13 +110,13 @@ def main() -> int:
         )
     console.print(table)
     record = {
-        "rounds": arguments.rounds,
-        "steps_per_round": arguments.steps,
+        "rounds": rounds,
+        "steps_per_round": steps,
         "layers": model.layers,
         "link": LINK,
         "results": results,
     }
-    write_record(arguments.output, "hybrid", record, machine=machine)
+    write_record(arguments, "hybrid", record, machine=machine)
     return 0
 
 

@@ -11,14 +11,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from _machine import RESULTS, describe_machine, write_record
+from _machine import command_line, describe_machine, write_record
 from _ranks import Ranks, compare, finish
-from _steps import LR, VOCAB, Report, Step, batch, run_rounds, tight
+from _steps import HEAD_WIDTH, LR, QUICK, VOCAB, Model, Report, Step, run_rounds, tight
 from rich.console import Console
 
 TIGHT_SHARE = 0.5
@@ -32,22 +31,23 @@ BARS = {  # ratio of times to the largest that meets the target
 }
 
 
-def build() -> Any:
-    """The model; the same weights at every call."""
+def build(model: Model) -> Any:
+    """A Llama of that shape; the same weights at every call."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=512, intermediate_size=1408, num_hidden_layers=12,
-        num_attention_heads=8, num_key_value_heads=8, use_cache=False,
+        vocab_size=VOCAB, hidden_size=model.width, intermediate_size=11 * model.width // 4,
+        num_hidden_layers=model.layers, num_attention_heads=model.width // HEAD_WIDTH,
+        num_key_value_heads=model.width // HEAD_WIDTH, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config).train()
 
 
-def _step(module: Any, optimizer: Any) -> Step:
+def _step(model: Model, module: Any, optimizer: Any) -> Step:
     def step(i: int) -> float:
-        loss = module(**batch(i)).loss
+        loss = module(**model.batch(i)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -56,16 +56,16 @@ def _step(module: Any, optimizer: Any) -> Step:
     return step
 
 
-def make_plain(_: int) -> tuple[Step, Report]:
+def make_plain(_: int, model: Model) -> tuple[Step, Report]:
     """One process, a thread for each rank of the others."""
     import torch
 
     torch.set_num_threads(2)
-    module = build()
-    return _step(module, torch.optim.AdamW(module.parameters(), lr=LR, fused=True)), dict
+    module = build(model)
+    return _step(model, module, torch.optim.AdamW(module.parameters(), lr=LR, fused=True)), dict
 
 
-def make_transformers(_: int) -> tuple[Step, Report]:
+def make_transformers(_: int, model: Model) -> tuple[Step, Report]:
     """Transformers' own, over DTensor."""
     import torch
     from torch import distributed
@@ -75,14 +75,14 @@ def make_transformers(_: int) -> tuple[Step, Report]:
 
     size = distributed.get_world_size()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
-    module = build()
+    module = build(model)
     settings = DistributedConfig(tp_size=size, tp_plan="auto")
     plan, *_rest = module._resolve_parallel_plans(settings)
     apply_tensor_parallelism(module, mesh, plan)
-    return _step(module, torch.optim.AdamW(module.parameters(), lr=LR, foreach=False)), dict
+    return _step(model, module, torch.optim.AdamW(module.parameters(), lr=LR, foreach=False)), dict
 
 
-def make_torch(_: int) -> tuple[Step, Report]:
+def make_torch(_: int, model: Model) -> tuple[Step, Report]:
     """Torch's parallelize_module."""
     import torch
     from torch import distributed
@@ -95,7 +95,7 @@ def make_torch(_: int) -> tuple[Step, Report]:
     )
 
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    module = build()
+    module = build(model)
     columns, rows = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
     for layer in module.model.layers:
         plan = {f"self_attn.{name}": ColwiseParallel() for name in columns}
@@ -108,17 +108,17 @@ def make_torch(_: int) -> tuple[Step, Report]:
         "lm_head": ColwiseParallel(output_layouts=whole),
     }
     parallelize_module(module, mesh, top)
-    return _step(module, torch.optim.AdamW(module.parameters(), lr=LR, foreach=False)), dict
+    return _step(model, module, torch.optim.AdamW(module.parameters(), lr=LR, foreach=False)), dict
 
 
-def make_castor(_: int, device_memory: int | None) -> tuple[Step, Report]:
+def make_castor(_: int, model: Model, device_memory: int | None) -> tuple[Step, Report]:
     """With castor, in a device budget of bytes (None: room for everything)."""
     import torch
     from torch import distributed
 
     from castor import Booster, HybridParallelPlugin
 
-    module = build()
+    module = build(model)
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR, fused=True)
     plugin = HybridParallelPlugin(
         tp_size=distributed.get_world_size(), device="cpu", precision="fp32",
@@ -127,35 +127,40 @@ def make_castor(_: int, device_memory: int | None) -> tuple[Step, Report]:
     booster = Booster(plugin)
     booster.boost(module, optimizer)
     param_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
-    return _step(module, optimizer), lambda: vars(booster.report()) | {"param_bytes": param_bytes}
+    return _step(
+        model, module, optimizer
+    ), lambda: vars(booster.report()) | {"param_bytes": param_bytes}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line("hybrid_parallel", __doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3, help="of each contender in a round")
-    parser.add_argument("--output", type=Path, default=RESULTS / "hybrid_parallel.json")
     arguments = parser.parse_args()
     console = Console(width=110)
     machine = describe_machine()
 
     size = arguments.ranks
+    model = replace(QUICK, width=2 * HEAD_WIDTH) if arguments.quick else Model()
+    rounds, steps = (1, 1) if arguments.quick else (arguments.rounds, arguments.steps)
     found = {
-        "plain": Ranks.start("plain PyTorch, one process", 1, make_plain),
-        "transformers": Ranks.start("transformers' tp_plan (DTensor)", size, make_transformers),
-        "torch": Ranks.start("torch's parallelize_module", size, make_torch),
-        "castor ample": Ranks.start("castor, ample budget", size, make_castor, None),
+        "plain": Ranks.start("plain PyTorch, one process", 1, make_plain, model),
+        "transformers": Ranks.start(
+            "transformers' tp_plan (DTensor)", size, make_transformers, model
+        ),
+        "torch": Ranks.start("torch's parallelize_module", size, make_torch, model),
+        "castor ample": Ranks.start("castor, ample budget", size, make_castor, model, None),
     }
     budget = tight(found["castor ample"].report()[0], TIGHT_SHARE)
     name = f"castor, tight({TIGHT_SHARE}) = {budget / 2**20:.0f} MiB a rank"
-    found["castor tight"] = Ranks.start(name, size, make_castor, budget)
-    run_rounds(found, arguments.rounds, arguments.steps)
-    title = f"Llama 44M, {size} ranks divide each layer, 4 x 128 tokens"
+    found["castor tight"] = Ranks.start(name, size, make_castor, model, budget)
+    run_rounds(found, rounds, steps)
+    title = f"Llama, {size} ranks divide each layer, {model.rows} x {model.sequence} tokens"
     results = finish(found, reference="plain", title=title, console=console)
     ratios = compare(found, BARS, console)
     figures = {"ranks": size, "contenders": results, "ratios": ratios}
-    write_record(arguments.output, "hybrid_parallel", figures, machine=machine)
+    write_record(arguments, "hybrid_parallel", figures, machine=machine)
     return 0
 
 

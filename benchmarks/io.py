@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import subprocess
 import sys
@@ -18,65 +17,68 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from _machine import RESULTS, ROOT, describe_machine, paired, spread
+from _cpp import build, run
+from _machine import ROOT, command_line, describe_machine, paired, spread, write_record
 from rich.console import Console
 from rich.table import Table
 
-BUILD = ROOT / "build" / "benchmarks"
 MIXES = {"read": "read", "write": "write", "mixed": "rw"}  # ours -> fio's
 TARGETS = {"io_uring": 0.90, "threads": 0.75}
 STREAM_BAR = 1.15
-
-
-def build() -> Path:
-    source = Path(__file__).resolve().parent / "cpp"
-    for command in (
-        ["cmake", "-S", str(source), "-B", str(BUILD)],
-        ["cmake", "--build", str(BUILD), "--target", "io_engine"],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    return BUILD / "io_engine"
-
-
-def run_json(command: list[str]) -> dict[str, Any]:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    return dict(json.loads(done.stdout))
 
 
 def castor(
     program: Path, engine: str, mix: str, file: Path, size: int, arguments: argparse.Namespace
 ) -> tuple[float, str]:
     """Bytes per second, both directions together, and what the engine says of itself."""
-    found = run_json(
-        [
-            *(str(program), str(file), engine, mix, str(arguments.block << 10)),
-            *(str(arguments.depth), str(size), str(arguments.seconds)),
-        ]
-    )
+    settings = (arguments.block << 10, arguments.depth, size, arguments.seconds)
+    found = run(program, file, engine, mix, *settings)
     return (found["read_bytes"] + found["written_bytes"]) / found["seconds"], found["engine"]
 
 
 def fio(mix: str, file: Path, size: int, arguments: argparse.Namespace) -> float:
     """Bytes per second, both directions together."""
-    found = run_json(
-        [
+    found = run(
+        *(
             *("fio", "--name=peer", f"--filename={file}", f"--rw={MIXES[mix]}"),
             *(f"--bs={arguments.block}k", f"--iodepth={arguments.depth}", "--direct=1"),
             *(f"--ioengine={arguments.fio_engine}", f"--size={size}", "--time_based"),
             *(f"--runtime={arguments.seconds}", "--output-format=json", "--overwrite=1"),
             *("--fallocate=none", "--randrepeat=1", "--norandommap"),
-        ]
+        )
     )
     (job,) = found["jobs"]
     return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"])
 
 
+def version_of_fio() -> str:
+    done = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def table(rates: dict[str, dict[str, list[float]]], compared: dict[str, dict[str, Any]]) -> Table:
+    """MB/s of each, and how the engines stand to fio."""
+    found = Table("mix", *(f"{name} MB/s" for name in ("fio", *TARGETS)), "of fio")
+    for mix in (*MIXES, "stream"):
+        ratios = compared.get("stream_time" if mix == "stream" else mix, {})
+        found.add_row(
+            mix,
+            *(
+                f"{spread(rates[mix][name])['median'] / 1e6:,.0f}" if name in rates[mix] else ""
+                for name in ("fio", *TARGETS)
+            ),
+            ("time over that of mixed: " if mix == "stream" else "")
+            + ", ".join(
+                f"{ratio['median']:.2f} ({ratio['lower_quartile']:.2f} - "
+                f"{ratio['upper_quartile']:.2f})"
+                for ratio in ratios.values()
+            ),
+        )
+    return found
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line("io", __doc__)
     parser.add_argument("--directory", type=Path, default=ROOT / "build", help="on the device")
     parser.add_argument("--size", type=int, default=1024, help="of the file, MiB")
     parser.add_argument("--block", type=int, default=1024, help="KiB")
@@ -86,16 +88,22 @@ def main() -> int:
     parser.add_argument(
         "--fio-engine", default="io_uring", help="psync where io_uring is forbidden"
     )
-    parser.add_argument("--output", type=Path, default=RESULTS / "io.json")
     arguments = parser.parse_args()
     console = Console()
+    machine = describe_machine()
+    if arguments.quick:
+        arguments.size, arguments.seconds, arguments.repetitions = 4, 0.05, 1
+    contenders = ["fio", *TARGETS]
     if shutil.which("fio") is None:
-        console.print("[red]the peer is missing: apt-get install fio")
-        return 1
-    program = build()
+        if not arguments.quick:
+            console.print("[red]the peer is missing: apt-get install fio")
+            return 1
+        console.print("[yellow]SKIPPED: fio: it is not installed")
+        contenders.remove("fio")
+    program = build("io_engine")
     size = arguments.size << 20
     rates: dict[str, dict[str, list[float]]] = {
-        mix: {name: [] for name in ("fio", *TARGETS)} for mix in MIXES
+        mix: {name: [] for name in contenders} for mix in MIXES
     }
     rates["stream"] = {name: [] for name in TARGETS}
     said: dict[str, str] = {}
@@ -109,8 +117,8 @@ def main() -> int:
         for repetition in range(arguments.repetitions):
             for mix in MIXES:
                 # Who comes first changes, so that a drift of the device favours nobody.
-                names = ["fio", *TARGETS]
-                for name in names[repetition % 3 :] + names[: repetition % 3]:
+                first = repetition % len(contenders)
+                for name in contenders[first:] + contenders[:first]:
                     if name == "fio":
                         rates[mix][name].append(fio(mix, file, size, arguments))
                     else:
@@ -121,43 +129,25 @@ def main() -> int:
                 rates["stream"][name].append(rate)
             console.print(f"repetition {repetition + 1} of {arguments.repetitions}")
 
-    table = Table("mix", "fio MB/s", *(f"{name} MB/s" for name in TARGETS), "of fio")
-    compared: dict[str, dict[str, Any]] = {}
-    for mix in MIXES:
-        ratios = {name: paired(rates[mix][name], rates[mix]["fio"]) for name in TARGETS}
-        compared[mix] = ratios
-        table.add_row(
-            mix,
-            *(f"{spread(rates[mix][name])['median'] / 1e6:,.0f}" for name in ("fio", *TARGETS)),
-            ", ".join(
-                f"{ratio['median']:.2f} ({ratio['lower_quartile']:.2f} - "
-                f"{ratio['upper_quartile']:.2f})"
-                for ratio in ratios.values()
-            ),
-        )
+    compared: dict[str, dict[str, Any]] = {
+        mix: {name: paired(rates[mix][name], rates[mix]["fio"]) for name in TARGETS}
+        for mix in MIXES
+        if "fio" in contenders
+    }
     compared["stream_time"] = {
         name: paired(rates["mixed"][name], rates["stream"][name]) for name in TARGETS
     }
-    table.add_row(
-        "stream",
-        "",
-        *(f"{spread(rates['stream'][name])['median'] / 1e6:,.0f}" for name in TARGETS),
-        "time over that of mixed: "
-        + ", ".join(f"{ratio['median']:.2f}" for ratio in compared["stream_time"].values()),
+    console.print(table(rates, compared))
+    met = all(
+        compared[mix][name]["median"] >= TARGETS[name]
+        for mix in MIXES
+        if mix in compared
+        for name in TARGETS
     )
-    console.print(table)
-    met = all(compared[mix][name]["median"] >= TARGETS[name] for mix in MIXES for name in TARGETS)
     met = met and compared["stream_time"]["io_uring"]["median"] <= STREAM_BAR
     console.print("targets met" if met else "[yellow]targets missed")
-
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    record = {
-        "benchmark": "io",
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "machine": describe_machine(),
-        "fio": subprocess.run(
-            ["fio", "--version"], capture_output=True, text=True, check=True
-        ).stdout.strip(),
+    figures = {
+        "fio": version_of_fio() if "fio" in contenders else None,
         "block_bytes": arguments.block << 10,
         "depth": arguments.depth,
         "file_bytes": size,
@@ -167,8 +157,7 @@ def main() -> int:
         "ratios": compared,
         "targets_met": met,
     }
-    arguments.output.write_text(json.dumps(record, indent=2) + "\n")
-    console.print(f"written to {arguments.output}")
+    write_record(arguments, "io", figures, machine=machine)
     return 0
 
 

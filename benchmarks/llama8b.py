@@ -12,70 +12,76 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import shutil
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from _machine import RESULTS, ROOT, describe_machine, write_record
-from _memory import PeakWatch
+from _machine import ROOT, command_line, describe_machine, write_record
+from _memory import PeakWatch, peak_resident_bytes
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from castor import Booster, GeminiPlugin, LazyInitContext
 
-LAYERS, WIDTH, VOCAB, SEQUENCE = 32, 4096, 128256, 8
-STEPS, MAX_NORM = 3, 1.0
-DEVICE_MEMORY, HOST_MEMORY = "4GiB", "12GiB"
+SEQUENCE, STEPS, MAX_NORM = 2, 3, 1.0
 STORED_BYTES = 8.1  # a parameter: bf16 weight and gradient, 16 bits of the master, int8 moments
 PEAK_BAR = 19 * 2**30
 
 
-def config_of(layers: int) -> LlamaConfig:
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Of the model, and its budgets."""
+
+    layers: int = 32
+    width: int = 4096
+    vocab: int = 128256
+    device_memory: str = "4GiB"
+    host_memory: str = "12GiB"
+
+
+QUICK = Size(layers=2, width=256, vocab=1024, device_memory="32MiB", host_memory="16MiB")
+
+
+def config_of(size: Size) -> LlamaConfig:
     return LlamaConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=14336, num_hidden_layers=layers,
-        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192,
+        vocab_size=size.vocab, hidden_size=size.width, intermediate_size=7 * size.width // 2,
+        num_hidden_layers=size.layers, num_attention_heads=size.width // 128,
+        num_key_value_heads=max(1, size.width // 512), max_position_embeddings=8192,
         rope_theta=500000.0, tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
 
 
-def num_params(layers: int) -> int:
+def num_params(size: Size) -> int:
     with torch.device("meta"):
-        return sum(param.numel() for param in LlamaForCausalLM(config_of(layers)).parameters())
+        return sum(param.numel() for param in LlamaForCausalLM(config_of(size)).parameters())
 
 
-def layers_that_fit(layers: int, directory: Path) -> int:
-    """The most of `layers` whose state finds room in the directory beside 2 GiB that stay free."""
+def with_room(size: Size, directory: Path) -> Size:
+    """With the most layers whose state fits the directory beside 2 GiB that stay free."""
     room = shutil.disk_usage(directory).free - 2 * 2**30
-    while layers > 1 and STORED_BYTES * num_params(layers) > room:
-        layers -= 1
-    return layers
-
-
-def peak_resident_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmHWM line")
+    while size.layers > 1 and STORED_BYTES * num_params(size) > room:
+        size = replace(size, layers=size.layers - 1)
+    return size
 
 
 def train(
-    layers: int, steps: int, sequence: int, directory: str, console: Console
+    size: Size, steps: int, sequence: int, directory: str, console: Console
 ) -> dict[str, Any]:
     watch, start = PeakWatch(), time.perf_counter()
     torch.manual_seed(0)
     with LazyInitContext():
-        model = LlamaForCausalLM(config_of(layers)).train()
+        model = LlamaForCausalLM(config_of(size)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     plugin = GeminiPlugin(
         device="cpu",
-        device_memory=DEVICE_MEMORY,
-        host_memory=HOST_MEMORY,
+        device_memory=size.device_memory,
+        host_memory=size.host_memory,
         nvme_path=directory,
         precision="bf16",
         optim_state_format="split_int8",
@@ -92,7 +98,7 @@ def train(
         f"boosted in {boost['seconds']:.0f} s, resident {boost['peak_resident_bytes'] / 2**30:.2f} "
         f"GiB at most, {boost['nvme_written_bytes'] / 1e9:.0f} GB written"
     )
-    ids = torch.randint(VOCAB, (1, sequence), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(size.vocab, (1, sequence), generator=torch.Generator().manual_seed(1))
     results = []
     for step in range(steps):
         before, watch, start = booster.report(), PeakWatch(), time.perf_counter()
@@ -120,27 +126,27 @@ def train(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser = command_line("llama8b", __doc__)
+    parser.add_argument("--layers", type=int, default=Size().layers)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--sequence", type=int, default=SEQUENCE)
     parser.add_argument("--directory", type=Path, default=ROOT / "build")
-    parser.add_argument("--output", type=Path, default=RESULTS / "llama8b.json")
     arguments = parser.parse_args()
     console = Console()
     machine = describe_machine()
 
     arguments.directory.mkdir(parents=True, exist_ok=True)
-    layers = layers_that_fit(arguments.layers, arguments.directory)
-    parameters = num_params(layers)
-    console.print(f"Llama of {layers} layers, {parameters / 1e9:.2f}B parameters")
-    if layers < arguments.layers:
+    asked = QUICK if arguments.quick else Size(layers=arguments.layers)
+    size = with_room(asked, arguments.directory)
+    parameters = num_params(size)
+    console.print(f"Llama of {size.layers} layers, {parameters / 1e9:.2f}B parameters")
+    if size.layers < asked.layers:
         console.print(
-            f"[yellow]{arguments.directory} has no room for all of {arguments.layers} layers "
-            f"({STORED_BYTES * num_params(arguments.layers) / 1e9:.0f} GB): {layers} of them"
+            f"[yellow]{arguments.directory} has no room for all of {asked.layers} layers "
+            f"({STORED_BYTES * num_params(asked) / 1e9:.0f} GB): {size.layers} of them"
         )
     with tempfile.TemporaryDirectory(prefix="castor-bench-", dir=arguments.directory) as folder:
-        run = train(layers, arguments.steps, arguments.sequence, folder, console)
+        run = train(size, arguments.steps, arguments.sequence, folder, console)
     peak = peak_resident_bytes()
     losses = [step["loss"] for step in run["steps"]]
     verdicts = {
@@ -151,17 +157,17 @@ def main() -> int:
     for what, met in verdicts.items():
         console.print(f"{what}: {'met' if met else 'MISSED'}")
     figures = {
-        "layers": layers,
-        "layers_asked": arguments.layers,
+        "layers": size.layers,
+        "layers_asked": asked.layers,
         "parameters": parameters,
-        "device_memory": DEVICE_MEMORY,
-        "host_memory": HOST_MEMORY,
+        "device_memory": size.device_memory,
+        "host_memory": size.host_memory,
         "sequence": arguments.sequence,
         "peak_resident_bytes": peak,
         "peak_bar_bytes": PEAK_BAR,
         **run,
     }
-    write_record(arguments.output, "llama8b", figures, machine=machine)
+    write_record(arguments, "llama8b", figures, machine=machine)
     return 0 if all(verdicts.values()) else 1
 
 

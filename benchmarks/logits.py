@@ -8,15 +8,13 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from _machine import RESULTS, describe_machine, paired, write_record
-from _steps import VOCAB, Model
+from _machine import command_line, describe_machine, paired, write_record
+from _steps import QUICK, VOCAB, Model
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -99,16 +97,16 @@ def measure(build: Any, vocabulary: int, tokens: tuple[int, int], rounds: int) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="1 timed round of smaller models")
+    parser = command_line("logits", __doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=RESULTS / "logits.json")
     args = parser.parse_args()
     machine, rounds = describe_machine(), 1 if args.quick else args.rounds
-    layers, width = (1, 32) if args.quick else (12, 128)
-    rows, tokens = ((1, 1024), (1, 256)) if args.quick else ((4, 512), (1, 512))
+    model = QUICK if args.quick else Model(sequence=512)
+    width, tokens = (32, (1, 256)) if args.quick else (128, (1, 512))
     results = {
-        f"GPT-2, {layers} layers": measure(Model(layers=layers).build, VOCAB, rows, rounds),
+        f"GPT-2, {model.layers} layers": measure(
+            model.build, VOCAB, (model.rows, model.sequence), rounds
+        ),
         "Llama, 128k vocabulary": measure(
             lambda: small_llama(width), LARGE_VOCABULARY, tokens, rounds
         ),
@@ -128,8 +126,7 @@ def main() -> None:
                 f"{ratio:.2f}",
             )
     Console().print(table)
-    if not args.quick:
-        write_record(args.output, "logits", {"results": results}, machine=machine)
+    write_record(args, "logits", {"results": results}, machine=machine)
 
 
 if __name__ == "__main__":

@@ -13,17 +13,18 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from _machine import RESULTS, ROOT, describe_machine, spread, write_record
+from _machine import ROOT, command_line, describe_machine, spread, write_record
 from _nvme_peer import make_deepspeed_nvme
 from _sections import nvme_rows
-from _steps import Contender, Model, make_castor, make_plain, run_rounds, verify
+from _steps import QUICK, Contender, Model, make_castor, make_plain, run_rounds, verify
 from rich.console import Console
 from rich.table import Table
 
@@ -56,7 +57,13 @@ def bandwidths(device: IoReport) -> dict[str, Any]:
 
 
 def run(
-    model: Model, directory: Path, rounds: int, steps: int, *, peer: bool
+    model: Model,
+    directory: Path,
+    rounds: int,
+    steps: int,
+    measured: Callable[[Path], IoReport],
+    *,
+    peer: bool,
 ) -> tuple[dict[str, Contender], list[IoReport]]:
     (directory / "own").mkdir()
     (directory / "unverified").mkdir()
@@ -74,44 +81,49 @@ def run(
         )
     devices = []
     for _ in range(rounds):
-        devices.append(
-            measure(directory, file_bytes="512MiB", blocks=["1MiB"], depths=[32], seconds=1.0)
-        )
+        devices.append(measured(directory))
         run_rounds(found, 1, steps)
     return found, devices
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line("nvme", __doc__)
     parser.add_argument("--directory", type=Path, default=ROOT / "build")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=2, help="of each contender in a round")
     parser.add_argument("--no-deepspeed", action="store_true", help="castor and the device alone")
-    parser.add_argument("--quick", action="store_true", help="a small model, to try the script")
-    parser.add_argument("--output", type=Path, default=RESULTS / "nvme.json")
     arguments = parser.parse_args()
     console = Console()
     machine = describe_machine()
 
-    model = Model(layers=2 if arguments.quick else 18)
+    model = QUICK if arguments.quick else Model(layers=18)
+    file_bytes, seconds = ("4MiB", 0.05) if arguments.quick else ("512MiB", 1.0)
+    rounds, steps = (1, 1) if arguments.quick else (arguments.rounds, arguments.steps)
+    peer = not arguments.no_deepspeed
+    if peer and find_spec("deepspeed") is None:
+        console.print(f"[yellow]SKIPPED: {NAMES['deepspeed']}: deepspeed is not installed")
+        peer = False
     with tempfile.TemporaryDirectory(prefix="castor-bench-", dir=arguments.directory) as folder:
         found, devices = run(
             model,
             Path(folder),
-            arguments.rounds,
-            arguments.steps,
-            peer=not arguments.no_deepspeed,
+            rounds,
+            steps,
+            lambda directory: measure(
+                directory, file_bytes=file_bytes, blocks=["1MiB"], depths=[32], seconds=seconds
+            ),
+            peer=peer,
         )
         reports = {key: c.report() for key, c in found.items() if key != "plain"}
         verify(found, reports)
         for contender in found.values():
             contender.stop()
 
-    count = arguments.rounds * arguments.steps
+    count = rounds * steps
     per_round = {
         key: [
-            statistics.median(report["update_seconds"][-count:][i : i + arguments.steps])
-            for i in range(0, count, arguments.steps)
+            statistics.median(report["update_seconds"][-count:][i : i + steps])
+            for i in range(0, count, steps)
         ]
         for key, report in reports.items()
     }
@@ -155,7 +167,7 @@ def main() -> int:
         verdict = "met" if faster["median"] >= PEER_BAR else "MISSED"
         console.print(f"DeepSpeed / castor: {faster['median']:.2f}, at least {PEER_BAR} {verdict}")
     write_record(
-        arguments.output,
+        arguments,
         "nvme",
         {
             "parameters": parameters,

@@ -1,5 +1,5 @@
 # What `make bench` ends with: the records of the other scripts as one page with plots.
-"""Renders benchmark results: `python benchmarks/page.py [--results DIR] [--output FILE]`."""
+"""Renders benchmark results: `python benchmarks/page.py [--quick] [--results DIR]`, see --help."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from _machine import RESULTS, ROOT
+from _machine import QUICK_RESULTS, RESULTS, ROOT
 from _sections import SECTIONS, others
 
 # The stylesheet is that of castor.report's page; the plots here are drawn beforehand.
@@ -72,7 +72,8 @@ def origin(record: dict[str, Any]) -> str:
     about = (
         f"{machine['cpu']}, {machine['num_cpus']} cores, "
         f"{machine['memory_bytes'] / 2**30:.0f} GiB, Linux {machine['kernel']}, "
-        f"load {machine['load_average_1min']:.1f} before it; Python {machine['python']}, "
+        f"load {machine['load_average_1min']:.1f} before it, huge pages "
+        f"{machine.get('transparent_huge_pages')}; Python {machine['python']}, "
         f"{versions}; commit {commit}; {machine['date']}"
     )
     command = "python benchmarks/" + " ".join(record["command"])
@@ -126,10 +127,11 @@ def render(records: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--quick", action="store_true", help="what --quick runs have written")
+    parser.add_argument("--results", type=Path, help="default: benchmarks/results")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "bench" / "index.html")
     arguments = parser.parse_args()
-    records = read_records(arguments.results)
+    records = read_records(arguments.results or (QUICK_RESULTS if arguments.quick else RESULTS))
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(render(records), encoding="utf-8")
     print(f"{len(records)} benchmarks: {arguments.output}")

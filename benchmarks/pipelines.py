@@ -11,19 +11,18 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from _machine import RESULTS, describe_machine, write_record
+from _machine import command_line, describe_machine, write_record
 from _ranks import Ranks, compare, finish
-from _steps import LR, Report, Step, batch, run_rounds, tight
+from _steps import LR, QUICK, Model, Report, Step, run_rounds, tight
 from hybrid_parallel import build
 from rich.console import Console
 
 TIGHT_SHARE = 0.5
-MICROBATCHES = 4
+MICROBATCHES, MODEL = 4, Model(rows=8)
 BARS = {
     "castor ample / torch": 1.05,
     "castor tight / torch": None,
@@ -31,24 +30,16 @@ BARS = {
 }
 
 
-def _batch(i: int) -> dict[str, Any]:
-    """8 x 128 tokens."""
-    import torch
-
-    halves = [batch(2 * i), batch(2 * i + 1)]
-    return {name: torch.cat([half[name] for half in halves]) for name in halves[0]}
-
-
-def make_plain(_: int) -> tuple[Step, Report]:
+def make_plain(_: int, model: Model) -> tuple[Step, Report]:
     """One process, a thread for each rank of the others."""
     import torch
 
     torch.set_num_threads(2)
-    module = build()
+    module = build(model)
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR, fused=True)
 
     def step(i: int) -> float:
-        total, whole = 0.0, _batch(i)
+        total, whole = 0.0, model.batch(i)
         for k in range(MICROBATCHES):
             part = {name: value.chunk(MICROBATCHES)[k] for name, value in whole.items()}
             loss = module(**part).loss / MICROBATCHES
@@ -61,14 +52,14 @@ def make_plain(_: int) -> tuple[Step, Report]:
     return step, dict
 
 
-def make_torch(rank: int, cut: int) -> tuple[Step, Report]:
+def make_torch(rank: int, model: Model, cut: int) -> tuple[Step, Report]:
     """Torch's pipelining of modules written for it; the first stage has `cut` blocks."""
     import torch
     from torch import distributed, nn
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
     from torch.nn.functional import cross_entropy
 
-    module: Any = build()
+    module: Any = build(model)
 
     class Stage(nn.Module):
         def __init__(self) -> None:
@@ -103,7 +94,7 @@ def make_torch(rank: int, cut: int) -> tuple[Step, Report]:
     optimizer = torch.optim.AdamW(own.parameters(), lr=LR, fused=True)
 
     def step(i: int) -> float:
-        ids, losses = _batch(i)["input_ids"], []
+        ids, losses = model.batch(i)["input_ids"], []
         if rank == 0:
             schedule.step(ids)
         else:
@@ -117,13 +108,13 @@ def make_torch(rank: int, cut: int) -> tuple[Step, Report]:
     return step, dict
 
 
-def make_castor(_: int, device_memory: int | None) -> tuple[Step, Report]:
+def make_castor(_: int, model: Model, device_memory: int | None) -> tuple[Step, Report]:
     """With castor, in a device budget of bytes (None: room for everything)."""
     import torch
 
     from castor import Booster, HybridParallelPlugin
 
-    module = build()
+    module = build(model)
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR, fused=True)
     plugin = HybridParallelPlugin(
         pp_size=2, num_microbatches=MICROBATCHES, device="cpu", precision="fp32",
@@ -133,7 +124,7 @@ def make_castor(_: int, device_memory: int | None) -> tuple[Step, Report]:
     booster.boost(module, optimizer)
 
     def step(i: int) -> float:
-        done = booster.execute_pipeline(iter([_batch(i)]), module, None, optimizer)
+        done = booster.execute_pipeline(iter([model.batch(i)]), module, None, optimizer)
         optimizer.step()
         optimizer.zero_grad()
         return float(done["loss"])
@@ -150,31 +141,33 @@ def make_castor(_: int, device_memory: int | None) -> tuple[Step, Report]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line("pipelines", __doc__)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3, help="of each contender in a round")
-    parser.add_argument("--output", type=Path, default=RESULTS / "pipelines.json")
     arguments = parser.parse_args()
     console = Console(width=110)
     machine = describe_machine()
 
-    ample = Ranks.start("castor, ample budget", 2, make_castor, None)
+    model = replace(QUICK, layers=6, width=256, rows=MICROBATCHES) if arguments.quick else MODEL
+    rounds, steps = (1, 1) if arguments.quick else (arguments.rounds, arguments.steps)
+    ample = Ranks.start("castor, ample budget", 2, make_castor, model, None)
     reports = ample.report()
     found = {
-        "plain": Ranks.start("plain PyTorch, one process", 1, make_plain),
-        "torch": Ranks.start("torch's pipelining", 2, make_torch, reports[0]["blocks"]),
+        "plain": Ranks.start("plain PyTorch, one process", 1, make_plain, model),
+        "torch": Ranks.start("torch's pipelining", 2, make_torch, model, reports[0]["blocks"]),
         "castor ample": ample,
     }
     # Stages differ: the larger need of the two, for both.
     budget = max(tight(report, TIGHT_SHARE) for report in reports)
     name = f"castor, tight({TIGHT_SHARE}) = {budget / 2**20:.0f} MiB a rank"
-    found["castor tight"] = Ranks.start(name, 2, make_castor, budget)
-    run_rounds(found, arguments.rounds, arguments.steps)
-    title = f"Llama 44M in two stages, 8 x 128 tokens in {MICROBATCHES} micro-batches, 1F1B"
+    found["castor tight"] = Ranks.start(name, 2, make_castor, model, budget)
+    run_rounds(found, rounds, steps)
+    size = f"{model.rows} x {model.sequence} tokens"
+    title = f"Llama in two stages, {size} in {MICROBATCHES} micro-batches, 1F1B"
     results = finish(found, reference="plain", title=title, console=console)
     ratios = compare(found, BARS, console)
     figures = {"blocks": [r["blocks"] for r in reports], "contenders": results, "ratios": ratios}
-    write_record(arguments.output, "pipelines", figures, machine=machine)
+    write_record(arguments, "pipelines", figures, machine=machine)
     return 0
 
 

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from _cpp import build, run
-from _machine import RESULTS, describe_machine, spread, write_record
+from _machine import command_line, describe_machine, spread, write_record
 from rich.console import Console
 from rich.table import Table
 
@@ -82,23 +81,23 @@ def growth(points: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line("planner", __doc__)
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="two doublings, to try the script")
-    parser.add_argument("--output", type=Path, default=RESULTS / "planner.json")
     arguments = parser.parse_args()
     console = Console()
     machine = describe_machine()
     program = build("planner")
 
-    doublings = 2 if arguments.quick else DOUBLINGS
+    doublings, repetitions = DOUBLINGS, arguments.repetitions
+    if arguments.quick:
+        doublings, repetitions = 1, 1
     lengths = [SHORTEST * 2**i for i in range(doublings + 1)]
-    table = Table(title=f"planning {lengths[-1]:,} accesses, {arguments.repetitions} repetitions")
+    table = Table(title=f"planning {lengths[-1]:,} accesses, {repetitions} repetitions")
     for heading in ("", "s", "us/access", "x per doubling", ""):
         table.add_column(heading, justify="right" if heading else "left")
     results = []
     for case in CASES:
-        points = [measure(program, case, length, arguments.repetitions) for length in lengths]
+        points = [measure(program, case, length, repetitions) for length in lengths]
         grown = growth(points)
         met = grown["per_doubling"] <= SLACK * grown["n_log_n_per_doubling"]
         if TARGET_LENGTH in lengths:
@@ -117,7 +116,7 @@ def main() -> int:
         )
     console.print(table)
     figures = {
-        "repetitions": arguments.repetitions,
+        "repetitions": repetitions,
         "targets": {
             "accesses": TARGET_LENGTH,
             "seconds": TARGET_SECONDS,
@@ -125,7 +124,7 @@ def main() -> int:
         },
         "results": results,
     }
-    write_record(arguments.output, "planner", figures, machine=machine)
+    write_record(arguments, "planner", figures, machine=machine)
     return 0
 
 

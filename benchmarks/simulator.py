@@ -10,18 +10,16 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from _machine import RESULTS, describe_machine, spread, write_record
-from _steps import LR, MAX_NORM, Model, batch
+from _machine import command_line, describe_machine, spread, write_record
+from _steps import LR, MAX_NORM, QUICK, Model
 from rich.console import Console
 from rich.table import Table
 
@@ -39,8 +37,8 @@ TARGET = 0.15
 class Contender:
     """A boosted model and its steps."""
 
-    def __init__(self, device_memory: int | str, link: int | None) -> None:
-        self.model = Model().build()
+    def __init__(self, shape: Model, device_memory: int | str, link: int | None) -> None:
+        self.shape, self.model = shape, shape.build()
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR)
         plugin = GeminiPlugin(
             device="cpu",
@@ -58,7 +56,7 @@ class Contender:
 
     def step(self) -> tuple[float, dict[str, Any]]:
         """One step: its seconds and its timeline."""
-        inputs = batch(self.steps)
+        inputs = self.shape.batch(self.steps)
         self.steps += 1
         start = time.perf_counter()
         loss = self.model(**inputs).loss
@@ -154,7 +152,7 @@ def compare(
     reference: Contender, predictor: Predictor, budget: int, link: int | None, rounds: int
 ) -> dict[str, Any]:
     """Steps in turn; each pair gives a ratio of predicted to measured time."""
-    contender = Contender(budget, link)
+    contender = Contender(reference.shape, budget, link)
     measured, predicted, peaks, predicted_peaks = [], [], [], []
     for _ in range(rounds):
         _, trace = reference.step()
@@ -185,21 +183,21 @@ def compare(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line("simulator", __doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=RESULTS / "simulator.json")
     arguments = parser.parse_args()
     console = Console()
     machine = describe_machine()
 
-    reference = Contender("1TiB", None)
+    rounds, shares = (1, SHARES[1:2]) if arguments.quick else (arguments.rounds, SHARES)
+    reference = Contender(QUICK if arguments.quick else Model(), "1TiB", None)
     figures = reference.session.report()
     # Of gradients on their way home (docs/design/0016).
     window = max(p.numel() * p.element_size() for p in reference.model.parameters())
     param_bytes = sum(p.numel() * p.element_size() for p in reference.model.parameters())
     predictor = Predictor(reference.model)
 
-    table = Table(title=f"step predicted and measured, {arguments.rounds} pairs each")
+    table = Table(title=f"step predicted and measured, {rounds} pairs each")
     for heading in (
         "budget",
         "link",
@@ -212,14 +210,14 @@ def main() -> int:
     ):
         table.add_column(heading)
     results = {}
-    for share in SHARES:
+    for share in shares:
         for link in (None, LINK):
             room = int((2.0 if share is None else share) * param_bytes)
             budget = int(figures["peak_nonmodel_bytes"]) + room + (window if link else 0)
             # Anew for each: the machine may be slower than it was.
             hardware = measure_hardware(param_bytes // 4, int(figures["chunk_bytes"]))
             predictor.hardware = hardware
-            found = compare(reference, predictor, budget, link, arguments.rounds)
+            found = compare(reference, predictor, budget, link, rounds)
             name = "ample" if share is None else f"tight({share})"
             results[f"{name}, {'link' if link else 'no link'}"] = {
                 "budget": budget,
@@ -240,12 +238,12 @@ def main() -> int:
     console.print(table)
 
     record = {
-        "rounds": arguments.rounds,
+        "rounds": rounds,
         "link_bytes_per_second": LINK,
         "target": {"step_time": TARGET, "peak_device_bytes": "equal"},
         "results": results,
     }
-    write_record(arguments.output, "simulator", record, machine=machine)
+    write_record(arguments, "simulator", record, machine=machine)
     return 0
 
 

@@ -12,17 +12,14 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from _machine import RESULTS, describe_machine, paired, spread, write_record
+from _machine import command_line, describe_machine, paired, spread, write_record
 from _steps import (
-    BATCH,
-    SEQUENCE,
+    QUICK,
     Contender,
     Model,
     make_castor,
@@ -37,6 +34,9 @@ from rich.console import Console
 from rich.table import Table
 
 TIGHT_SHARE = 0.35
+MEMORY = ("peak_resident_bytes", "anonymous_bytes", "huge_page_bytes")  # of the process
+
+
 PEERS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "zero3": ("DeepSpeed ZeRO-3, CPU offload", make_deepspeed, (3,)),
     "zero2": ("DeepSpeed ZeRO-2, CPU offload", make_deepspeed, (2,)),
@@ -51,8 +51,7 @@ BARS = {  # ratio, largest or smallest value that meets the target
 }
 
 
-def start_contenders(console: Console, leave_out: list[str]) -> dict[str, Contender]:
-    model = Model()
+def start_contenders(model: Model, console: Console, leave_out: list[str]) -> dict[str, Contender]:
     found = {"plain": Contender.start("plain PyTorch", make_plain, model)}
     ample = Contender.start("castor, ample budget", make_castor, model, None)
     found["castor ample"] = ample
@@ -86,25 +85,25 @@ def compare(found: dict[str, Contender]) -> dict[str, dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line("step", __doc__)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3, help="of each contender in a round")
     parser.add_argument("--leave-out", action="append", default=[], choices=PEERS, metavar="PEER")
-    parser.add_argument("--output", type=Path, default=RESULTS / "step.json")
     arguments = parser.parse_args()
     console = Console()
+    model = QUICK if arguments.quick else Model()
+    rounds, steps = (1, 1) if arguments.quick else (arguments.rounds, arguments.steps)
 
     machine = describe_machine()
-    found = start_contenders(console, arguments.leave_out)
-    run_rounds(found, arguments.rounds, arguments.steps)
+    found = start_contenders(model, console, arguments.leave_out)
+    run_rounds(found, rounds, steps)
     reports = {key: contender.report() for key, contender in found.items()}
     differences = verify(found, reports)
     compared = compare(found)
     for contender in found.values():
         contender.stop()
 
-    title = f"GPT-2 42.5M, {BATCH} x {SEQUENCE}, fp32: {arguments.rounds} x {arguments.steps} steps"
-    table = Table(title=title)
+    table = Table(title=f"{model.title}, fp32: {rounds} x {steps} steps")
     headings = (
         "",
         "median s",
@@ -123,8 +122,8 @@ def main() -> int:
             "name": contender.name,
             "seconds": seconds,
             "round_medians": contender.medians,
-            "tokens_per_second": BATCH * SEQUENCE / seconds["median"],
-            "peak_resident_bytes": reports[key]["peak_resident_bytes"],
+            "tokens_per_second": model.tokens / seconds["median"],
+            **{name: reports[key][name] for name in MEMORY},
             "peak_device_bytes": reports[key].get("peak_device_bytes"),
             "largest_relative_loss_difference": differences[key],
         }
@@ -149,13 +148,13 @@ def main() -> int:
     console.print(summary)
 
     figures = {
-        "rounds": arguments.rounds,
-        "steps_per_round": arguments.steps,
+        "rounds": rounds,
+        "steps_per_round": steps,
         "results": results,
         "reports": {key: reports[key] for key in ("castor ample", "castor tight")},
         "ratios": compared,
     }
-    write_record(arguments.output, "step", figures, machine=machine)
+    write_record(arguments, "step", figures, machine=machine)
     return 0
 
 

@@ -10,19 +10,18 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from _machine import RESULTS, describe_machine, paired, spread, write_record
-from _steps import Contender, Model, make_castor, make_plain, run_rounds, tight, verify
+from _machine import command_line, describe_machine, paired, spread, write_record
+from _steps import QUICK, Contender, Model, make_castor, make_plain, run_rounds, tight, verify
 from rich.console import Console
 from rich.table import Table
 
 SHARES, SMALLEST_SHARE = (0.2, 0.35, 0.5, 0.75, 1.0), 0.2
-LAYERS, QUICK_LAYERS = (4, 8, 16, 32), (2, 4, 8)
+LAYERS, QUICK_LAYERS = (4, 8, 16, 32), (1, 2)
 STATE_BYTES = 16  # of a parameter in fp32: itself, gradient, exp_avg, exp_avg_sq
 
 
@@ -44,12 +43,14 @@ def finish(found: dict[str, Contender], rounds: int, steps: int) -> dict[str, di
     return results
 
 
-def over_budgets(model: Model, rounds: int, steps: int) -> dict[str, Any]:
-    """Runs castor at each share of SHARES and without a limit, and plain PyTorch."""
+def over_budgets(
+    model: Model, shares: tuple[float, ...], rounds: int, steps: int
+) -> dict[str, Any]:
+    """Runs castor at each share and without a limit, and plain PyTorch."""
     found = {"plain": Contender.start("plain PyTorch", make_plain, model)}
     ample = Contender.start("castor, no limit", make_castor, model, None)
     figures = ample.report()
-    for share in SHARES:
+    for share in shares:
         budget = tight(figures, share)
         name = f"castor, tight({share}) = {budget / 2**20:.0f} MiB"
         found[str(share)] = Contender.start(name, make_castor, model, budget)
@@ -57,17 +58,14 @@ def over_budgets(model: Model, rounds: int, steps: int) -> dict[str, Any]:
     return finish(found, rounds, steps)
 
 
-def over_sizes(layers: tuple[int, ...], rounds: int, console: Console) -> dict[str, Any]:
-    """Runs castor and plain PyTorch for each number of layers, castor always in the same budget."""
-    largest = Contender.start(
-        "castor, no limit", make_castor, Model(layers=layers[-1], checkpointing=True), None
-    )
+def over_sizes(models: list[Model], rounds: int, console: Console) -> dict[str, Any]:
+    """Runs castor and plain PyTorch of each model, the largest last, castor in the same budget."""
+    largest = Contender.start("castor, no limit", make_castor, models[-1], None)
     budget = tight(largest.report(), SMALLEST_SHARE)
     largest.stop()
     sizes = []
-    for count in layers:
-        console.print(f"{count} layers in {budget / 2**20:.0f} MiB")
-        model = Model(layers=count, checkpointing=True)
+    for model in models:
+        console.print(f"{model.layers} layers in {budget / 2**20:.0f} MiB")
         found = {
             "plain": Contender.start("plain PyTorch", make_plain, model),
             "castor": Contender.start("castor", make_castor, model, budget),
@@ -76,7 +74,7 @@ def over_sizes(layers: tuple[int, ...], rounds: int, console: Console) -> dict[s
         report = results["castor"]["report"]
         sizes.append(
             {
-                "layers": count,
+                "layers": model.layers,
                 "num_params": report["param_bytes"] // 4,
                 # What the plain run holds at once where castor has its two tiers.
                 "plain_bytes": STATE_BYTES * report["param_bytes"] // 4
@@ -154,32 +152,33 @@ def size_table(sized: dict[str, Any]) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line("sweep", __doc__)
     parser.add_argument("--rounds", type=int, default=2, help="of budgets and of sizes")
     parser.add_argument("--steps", type=int, default=2, help="of each budget in a round")
-    parser.add_argument("--quick", action="store_true", help="small models, to try the script")
-    parser.add_argument("--output", type=Path, default=RESULTS / "sweep.json")
     arguments = parser.parse_args()
     console = Console()
     machine = describe_machine()
 
-    model = Model(layers=QUICK_LAYERS[-1]) if arguments.quick else Model()
-    budgets = over_budgets(model, arguments.rounds, arguments.steps)
+    model = QUICK if arguments.quick else Model()
+    rounds, steps = (1, 1) if arguments.quick else (arguments.rounds, arguments.steps)
+    shares = SHARES[1:2] if arguments.quick else SHARES
+    budgets = over_budgets(model, shares, rounds, steps)
     console.print(budget_table(budgets, model.layers))
     layers = QUICK_LAYERS if arguments.quick else LAYERS
-    sizes = over_sizes(layers, arguments.rounds, console)
+    models = [replace(model, layers=count, checkpointing=True) for count in layers]
+    sizes = over_sizes(models, rounds, console)
     console.print(size_table(sizes))
     for name, power in sizes["exponent"].items():
         console.print(f"{name} grows as parameters ** {power:.2f}")
 
     figures = {
-        "rounds": arguments.rounds,
-        "steps_per_round": arguments.steps,
+        "rounds": rounds,
+        "steps_per_round": steps,
         "layers": model.layers,
         "budgets": budgets,
         "sizes": sizes,
     }
-    write_record(arguments.output, "sweep", figures, machine=machine)
+    write_record(arguments, "sweep", figures, machine=machine)
     return 0
 
 

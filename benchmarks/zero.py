@@ -12,20 +12,17 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from _machine import RESULTS, describe_machine, write_record
+from _machine import command_line, describe_machine, write_record
 from _ranks import Ranks, compare, finish
 from _steps import (
     LR,
     MAX_NORM,
-    SEQUENCE,
-    VOCAB,
+    QUICK,
     Model,
     Report,
     Step,
@@ -35,7 +32,7 @@ from _steps import (
 )
 from rich.console import Console
 
-TIGHT_SHARE, ROWS = 0.35, 2
+TIGHT_SHARE, MODEL = 0.35, Model(rows=2)
 BARS = {  # ratio of times to the largest that meets the target
     "castor ample / ddp": 1.05,
     "castor ample / fsdp2": 0.75,
@@ -44,49 +41,45 @@ BARS = {  # ratio of times to the largest that meets the target
 }
 
 
-def batch(step: int, rank: int) -> dict[str, Any]:
+def batch(model: Model, step: int, rank: int) -> dict[str, Any]:
     """Of a rank; other tokens on each."""
-    import torch
-
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    ids = torch.randint(VOCAB, (ROWS, SEQUENCE), generator=generator)
-    return {"input_ids": ids, "labels": ids}
+    return model.batch(1000 * step + rank)
 
 
-def make_ddp(rank: int) -> tuple[Step, Report]:
+def make_ddp(rank: int, model: Model) -> tuple[Step, Report]:
     """DistributedDataParallel."""
     import torch
 
-    module = Model().build()
+    module = model.build()
     wrapped = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
-    return torch_step(wrapped, lambda i: batch(i, rank)), dict
+    return torch_step(wrapped, lambda i: batch(model, i, rank)), dict
 
 
-def make_fsdp2(rank: int) -> tuple[Step, Report]:
+def make_fsdp2(rank: int, model: Model) -> tuple[Step, Report]:
     """FSDP2: each layer and the rest are sharded over the ranks."""
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    module = Model().build()
+    module = model.build()
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     for layer in module.transformer.h:
         fully_shard(layer, mesh=mesh)
     fully_shard(module, mesh=mesh)
-    return torch_step(module, lambda i: batch(i, rank)), dict
+    return torch_step(module, lambda i: batch(model, i, rank)), dict
 
 
-def make_zero3(rank: int) -> tuple[Step, Report]:
+def make_zero3(rank: int, model: Model) -> tuple[Step, Report]:
     """DeepSpeed ZeRO-3."""
     import torch
 
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_SIZE=os.environ["WORLD_SIZE"])
     import deepspeed
 
-    module = Model().build()
+    module = model.build()
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR)
     config = {
-        "train_micro_batch_size_per_gpu": ROWS,
+        "train_micro_batch_size_per_gpu": model.rows,
         "gradient_clipping": MAX_NORM,
         "zero_optimization": {"stage": 3},
         "zero_allow_untested_optimizer": True,
@@ -97,7 +90,7 @@ def make_zero3(rank: int) -> tuple[Step, Report]:
     )
 
     def step(i: int) -> float:
-        loss = engine(**batch(i, rank)).loss
+        loss = engine(**batch(model, i, rank)).loss
         engine.backward(loss)
         engine.step()
         return loss.item()
@@ -105,13 +98,15 @@ def make_zero3(rank: int) -> tuple[Step, Report]:
     return step, dict
 
 
-def make_castor(rank: int, device_memory: int | None, overlap: str = "none") -> tuple[Step, Report]:
+def make_castor(
+    rank: int, model: Model, device_memory: int | None, overlap: str = "none"
+) -> tuple[Step, Report]:
     """With castor, in a device budget of bytes (None: room for everything)."""
     import torch
 
     from castor import Booster, GeminiPlugin
 
-    module = Model().build()
+    module = model.build()
     param_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR, fused=True)
     booster = Booster(
@@ -127,7 +122,7 @@ def make_castor(rank: int, device_memory: int | None, overlap: str = "none") -> 
     module, optimizer, *_ = booster.boost(module, optimizer)
 
     def step(i: int) -> float:
-        loss = module(**batch(i, rank)).loss
+        loss = module(**batch(model, i, rank)).loss
         booster.backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
@@ -136,15 +131,17 @@ def make_castor(rank: int, device_memory: int | None, overlap: str = "none") -> 
     return step, lambda: {**vars(booster.report()), "param_bytes": param_bytes}
 
 
-def start_contenders(console: Console, size: int, leave_out: list[str]) -> dict[str, Ranks]:
-    found = {"ddp": Ranks.start("DistributedDataParallel", size, make_ddp)}
-    ample = Ranks.start("castor, ample budget", size, make_castor, None)
+def start_contenders(
+    model: Model, console: Console, size: int, leave_out: list[str]
+) -> dict[str, Ranks]:
+    found = {"ddp": Ranks.start("DistributedDataParallel", size, make_ddp, model)}
+    ample = Ranks.start("castor, ample budget", size, make_castor, model, None)
     found["castor ample"] = ample
     budget = tight(ample.report()[0], TIGHT_SHARE)
     name = f"castor, tight({TIGHT_SHARE}) = {budget / 2**20:.0f} MiB"
-    found["castor tight"] = Ranks.start(name, size, make_castor, budget)
+    found["castor tight"] = Ranks.start(name, size, make_castor, model, budget)
     found["castor beside"] = Ranks.start(
-        'castor, ample, overlap="forward"', size, make_castor, None, "forward"
+        'castor, ample, overlap="forward"', size, make_castor, model, None, "forward"
     )
     for key, name, make in (
         ("fsdp2", "FSDP2", make_fsdp2),
@@ -155,28 +152,29 @@ def start_contenders(console: Console, size: int, leave_out: list[str]) -> dict[
             why = "deepspeed is not installed" if missing else "left out"
             console.print(f"[yellow]SKIPPED: {name}: {why}")
             continue
-        found[key] = Ranks.start(name, size, make)
+        found[key] = Ranks.start(name, size, make, model)
     return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line("zero", __doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3, help="of each contender in a round")
     parser.add_argument("--leave-out", action="append", default=[], choices=("fsdp2", "zero3"))
-    parser.add_argument("--output", type=Path, default=RESULTS / "zero.json")
     arguments = parser.parse_args()
     console = Console(width=110)
+    model = QUICK if arguments.quick else MODEL
+    rounds, steps = (1, 1) if arguments.quick else (arguments.rounds, arguments.steps)
     machine = describe_machine()
 
-    found = start_contenders(console, arguments.ranks, arguments.leave_out)
-    run_rounds(found, arguments.rounds, arguments.steps)
-    title = f"GPT-2 42.5M, {arguments.ranks} ranks, {ROWS} x {SEQUENCE} tokens each"
+    found = start_contenders(model, console, arguments.ranks, arguments.leave_out)
+    run_rounds(found, rounds, steps)
+    title = f"{model.title} a rank, {arguments.ranks} ranks"
     results = finish(found, reference="ddp", title=title, console=console)
     ratios = compare(found, BARS, console)
     figures = {"ranks": arguments.ranks, "contenders": results, "ratios": ratios}
-    write_record(arguments.output, "zero", figures, machine=machine)
+    write_record(arguments, "zero", figures, machine=machine)
     return 0
 
 

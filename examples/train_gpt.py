@@ -2,7 +2,7 @@
 
 python examples/train_gpt.py --device-memory 320MiB    castor, with a budget of your choice
 python examples/train_gpt.py --plain                   the same run without castor
-python examples/train_gpt.py --demo                    both, at less than half of the memory
+python examples/train_gpt.py --demo                    both, at less than half of the device memory
 
 The model is Hugging Face's, built from a configuration and not touched. The demo measures what
 activations need, leaves 40% of the parameters' bytes beside them, trains with castor in that budget

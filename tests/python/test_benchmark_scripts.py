@@ -1,0 +1,107 @@
+"""Every script of benchmarks/ runs with --quick, and a page can be made of what it writes."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(
+    path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py") if path.stem != "page"
+)
+# Of benchmarks/cpp; `make cpp` builds them.
+PROGRAMS = {
+    "adam": "adam",
+    "copy_engines": "copy_engines",
+    "hooks": "core_events",
+    "io": "io_engine",
+    "planner": "planner",
+}
+# Who runs DeepSpeed beside castor, and says so where it is not installed.
+WITH_DEEPSPEED = ("adam", "nvme", "step", "zero")
+DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), *arguments]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        timeout=300,
+        env=os.environ | {"GOMP_SPINCOUNT": "1000", "COLUMNS": "200"},
+    )
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where quick runs of this module write to."""
+    return tmp_path_factory.mktemp("results")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_quick_run_writes_its_figures(script: str, results: Path) -> None:
+    program = PROGRAMS.get(script)
+    if program is not None and not (ROOT / "build" / "benchmarks" / program).exists():
+        pytest.skip(f"build/benchmarks/{program} is not there: make cpp builds it")
+    output = results / f"{script}.json"
+    # A build is compared with itself.
+    site = Path(importlib.util.find_spec("castor").submodule_search_locations[0]).parent
+    more = ("--other", str(site)) if script == "builds" else ()
+    done = run(script, "--quick", "--output", str(output), *more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if script == "gpu" and not output.exists():
+        assert "SKIPPED: benchmarks/gpu.py: no CUDA device" in done.stdout
+        pytest.skip("gpu.py: torch finds no CUDA device")
+    if script in WITH_DEEPSPEED and not DEEPSPEED:
+        assert re.search(r"SKIPPED: .*: deepspeed is not installed", done.stdout)
+    if script == "io" and shutil.which("fio") is None:
+        assert "SKIPPED: fio: it is not installed" in done.stdout
+    record = json.loads(output.read_text(encoding="utf-8"))
+    assert record["benchmark"] == script
+    assert "--quick" in record["command"]
+
+
+def test_the_page_shows_the_figures_of_quick_runs(results: Path, tmp_path: Path) -> None:
+    if not any(results.iterdir()):
+        pytest.skip("no quick run before this test")
+    done = run("page", "--results", str(results), "--output", str(tmp_path / "index.html"))
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "index.html").read_text(encoding="utf-8")
+    for path in results.glob("*.json"):
+        assert f'id="{path.stem}"' in text
+
+
+def test_contenders_of_the_gpu_benchmark_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, as far as they run there: DeepSpeed's are left to a GPU."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    session = importlib.import_module("_gpu_session")
+    monkeypatch.setattr(session, "DEVICE", "cpu")
+    load = session.Load(width=128, layers=2, tokens=session.SEQUENCE, steps=1)
+    found = {}
+    try:
+        for name, make in session.CONTENDERS.items():
+            if not name.startswith("deepspeed"):
+                step, _ = make(load)
+                losses = [step(i).item() for i in range(3)]
+                found[name] = {"seconds": [1.0], "median_seconds": 1.0, "losses": losses}
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    session.compare(found)
+    assert {"resident", "castor_streamed", "castor_auto", "fsdp2_offload"} <= set(found)
+    assert [one["error"] for one in found.values() if "error" in one] == []
+    assert max(one["loss_difference"] for one in found.values()) < 1e-4
+
+
+def test_no_committed_figure_is_of_a_quick_run() -> None:
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        assert "--quick" not in json.loads(path.read_text(encoding="utf-8"))["command"], path
