@@ -2,8 +2,8 @@
 #
 #   make demo     train a GPT in a device budget it does not fit, and show what moved
 #   make test     all that CI runs: lint, C++ tests, Python tests, ASan+UBSan, TSan
-#   make bench    steps, Adam, copies and plans against their peers, a page of the results in build/bench
-#   make bench-storage    what NVMe and building large models cost, on the same page
+#   make bench    steps, Adam, copies and plans against their peers, a page of the results in build/bench, docs/status.md
+#   make bench-storage    what NVMe and building large models cost, in the same places
 #   make study    loss curves of the optimizer state formats: 13 minutes on two cores
 #   make asan-torch | tsan-torch    the Python tests in which threads meet, with castor._C under ASan+UBSan, TSan
 #   make simgpu   suites of the CPU device on the asynchronous simulated GPU, with three seeds of delays
@@ -299,7 +299,7 @@ docs: $(VENV_STAMPS)/castor $(VENV_STAMPS)/docs
 	@echo "documentation: $(BUILD)/docs/index.html"
 
 # About 20 minutes on two cores; the first run also compiles DeepSpeed's CPU Adam, 4 minutes more.
-# QUICK=1 tries the scripts in 2 minutes, and writes nothing to benchmarks/results.
+# QUICK=1 tries the scripts in 2 minutes, and writes nothing to benchmarks/results and docs/status.md.
 QUICK ?=
 STORAGE_BENCHMARKS := $(addprefix benchmarks/,io.py nvme.py beyond.py build.py llama8b.py)
 BENCHMARKS := $(filter-out $(addprefix benchmarks/,builds.py formats.py page.py) $(STORAGE_BENCHMARKS), \
@@ -314,6 +314,7 @@ bench bench-storage: $(VENV_STAMPS)/bench
 	  echo "$$script took $$((SECONDS - start)) s"; \
 	done; \
 	$(BIN)/python benchmarks/page.py $(if $(QUICK),--quick) --output $(BUILD)/bench/index.html; \
+	$(if $(QUICK),,$(BIN)/python scripts/status.py;) \
 	if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
 
 study: $(VENV_STAMPS)/castor

@@ -1,4 +1,4 @@
-"""Every script of benchmarks/ runs with --quick, and a page can be made of what it writes."""
+"""Every script of benchmarks/ runs with --quick, and what it writes is a page's and status.md's."""
 
 import importlib.util
 import json
@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import status
+from status import Row
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
@@ -27,6 +30,13 @@ PROGRAMS = {
 # Who runs DeepSpeed beside castor, and says so where it is not installed.
 WITH_DEEPSPEED = ("adam", "nvme", "step", "zero")
 DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+# Cases that take long: (benchmark, part of the path to a figure).
+NOT_QUICK = {
+    ("overlap", "42.5M, 1 x 64"),
+    ("overlap", "312M, 1 x 64"),
+    ("activations", "Llama, 128k vocabulary"),
+}
+
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), *arguments]
@@ -78,6 +88,30 @@ def test_the_page_shows_the_figures_of_quick_runs(results: Path, tmp_path: Path)
     text = (tmp_path / "index.html").read_text(encoding="utf-8")
     for path in results.glob("*.json"):
         assert f'id="{path.stem}"' in text
+
+
+def can_be_there(row: Row) -> bool:
+    """Whether a quick run on this machine has what the row shows."""
+    parts = [str(part) for part in row.path]
+    if any(peer in part for part in parts for peer in ("zero2", "zero3", "deepspeed")):
+        return DEEPSPEED
+    if row.benchmark == "io":
+        return shutil.which("fio") is not None
+    return not any((row.benchmark, part) in NOT_QUICK for part in parts)
+
+
+def test_quick_runs_write_the_figures_of_the_status_page(results: Path) -> None:
+    for row in status.ROWS:
+        path = results / f"{row.benchmark}.json"
+        if not path.exists() or not can_be_there(row):
+            continue
+        record = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            found = status.found(record, row.path)
+        except (KeyError, IndexError, TypeError):
+            found = []
+        assert found, f"{row.benchmark}: a quick run has no {row.path}"
+        assert None not in found, f"{row.benchmark}: nothing at {row.path}"
 
 
 def test_contenders_of_the_gpu_benchmark_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
