@@ -19,11 +19,12 @@ from castor.checkpoint.arguments import absolute, check_only
 from castor.distributed import Asked, Criterion, schedule_of
 from castor.errors import UsageError
 from castor.optim.released import release_optimizers
-from castor.optim.step_driver import StepDriver
+from castor.optim.torch_step import step_of
 from castor.plugins.protocol import Plugin, list_of_optimizers
-from castor.runtime.engine import Engine, compiled_from, engine_of
+from castor.runtime.boosted_model import BoostedStep, boosted_model_of, compiled_from
+from castor.runtime.engine import Engine, engine_of
 from castor.runtime.release import release_model
-from castor.runtime.report import MemoryReport, MemoryUse
+from castor.runtime.report import MemoryReport, MemoryUse, TorchReport
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -161,14 +162,8 @@ class Booster(Checkpoints):
         driver = self._driver(optimizer, "booster.backward(loss, optimizer)")
         if driver is None:
             loss.backward()
-            return
-        session = driver.engine.session
-        driver.engine.history.loss_given(loss)
-        session.set_loss_scale(driver.loss_scale)
-        try:
-            (loss * driver.loss_scale if driver.scaler else loss).backward()
-        finally:
-            session.set_loss_scale(1.0)
+        else:
+            driver.backward(loss)
 
     def execute_pipeline(
         self,
@@ -220,14 +215,14 @@ class Booster(Checkpoints):
             engine.history.loss_given(done.loss)
         return {"loss": done.loss, "outputs": done.outputs}
 
-    def _driver(self, optimizer: Optimizer | None, call: str) -> StepDriver | None:
+    def _driver(self, optimizer: Optimizer | None, call: str) -> BoostedStep | None:
         """A boosted optimizer's.
 
         Raises:
             UsageError: It is not boosted, or there is none in fp16.
         """
-        driver = getattr(optimizer, "_castor", None)
-        if optimizer is not None and not isinstance(driver, StepDriver):
+        driver = None if optimizer is None else step_of(optimizer)
+        if optimizer is not None and driver is None:
             raise UsageError(f"{call} was given an optimizer that is not boosted")
         if driver is None and self.plugin.scales_loss and torch.is_grad_enabled():
             raise UsageError(f"fp16 needs the loss scale: call {call}")
@@ -240,19 +235,22 @@ class Booster(Checkpoints):
         The next pass outside, or else the step, brings together what has gathered: micro-batches
         cost one exchange. Until then p.grad is this rank's alone.
         """
-        with engine_of(model).unsynchronised():
+        with boosted_model_of(model).unsynchronised():
             yield
 
-    def report(self, model: nn.Module | None = None) -> MemoryReport:
+    def report(self, model: nn.Module | None = None) -> MemoryReport | TorchReport:
         """What memory did since boost.
 
         Args:
             model: A boosted model; by default the one boosted last.
 
+        Returns:
+            A TorchReport where torch's own classes train, which have fewer figures.
+
         Raises:
             UsageError: Nothing has been boosted.
         """
-        return self._engine(model).report()
+        return boosted_model_of(self._named(model)).report()
 
     def memory(self, model: nn.Module | None = None) -> MemoryUse:
         """What device and host hold at this moment.
@@ -261,7 +259,7 @@ class Booster(Checkpoints):
             model: A boosted model; by default the one boosted last.
 
         Raises:
-            UsageError: Nothing has been boosted.
+            UsageError: Nothing has been boosted, or the model has no chunks.
         """
         return MemoryUse(**self._engine(model).session.memory())
 
@@ -269,17 +267,19 @@ class Booster(Checkpoints):
         """Writes the trace of the model's step as JSON, for GeminiPlugin(trace_file=...).
 
         Raises:
-            UsageError: The model is not boosted, or has not finished a step.
+            UsageError: The model is not boosted, has not finished a step, or has no chunks.
         """
         engine_of(model).save_trace(Path(path), model)
 
     def _engine(self, model: nn.Module | None) -> Engine:
-        if model is not None:
-            return engine_of(model)
-        latest = self._latest() if self._latest else None
+        return engine_of(self._named(model))
+
+    def _named(self, model: nn.Module | None) -> nn.Module:
+        """The one that was given, or the one boosted last."""
+        latest = self._latest() if model is None and self._latest else model
         if latest is None:
             raise UsageError("nothing has been boosted, or the model boosted last is gone: name it")
-        return engine_of(latest)
+        return latest
 
 
 def booster_of(model: nn.Module) -> Booster:
@@ -293,6 +293,6 @@ def booster_of(model: nn.Module) -> Booster:
     """
     booster = _boosters.get(model) or _boosters.get(compiled_from(model))
     if booster is None:
-        engine_of(model)  # raises, unless a plugin was called without a Booster
+        boosted_model_of(model)  # raises, unless a plugin was called without a Booster
         raise UsageError(f"this {type(model).__name__} was boosted by no Booster")
     return booster

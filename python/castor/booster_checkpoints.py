@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from castor import checkpoint
 from castor.checkpoint.arguments import absolute, check_only, shard_bytes
+from castor.optim.torch_step import torch_step_of
 from castor.plugins.protocol import list_of_optimizers
-from castor.runtime import together
-from castor.runtime.engine import Engine, engines_holding
+from castor.runtime.boosted_model import BoostedModel, boosted_models_holding
 
 Result = TypeVar("Result")
 
@@ -130,6 +130,7 @@ class Checkpoints:
             NotImplementedError: An argument asks for what this version lacks.
         """
         check_only(prefix=(prefix, None), use_async=(use_async, False))
+        model = _model_of(optimizer, model)
         path, max_bytes = absolute(directory), shard_bytes(shard, size_per_shard)
         self._once(
             model,
@@ -154,6 +155,7 @@ class Checkpoints:
             CheckpointError: Damaged, or of another optimizer; nothing was changed.
             UsageError: Nothing tells the parameters' names.
         """
+        model = _model_of(optimizer, model)
         checkpoint.load_optimizer(optimizer, absolute(directory), model)
 
     def save_lr_scheduler(self, lr_scheduler: Any, path: str | Path) -> None:
@@ -210,9 +212,9 @@ class Checkpoints:
             CheckpointError, IoError, UsageError: As in the methods for the parts.
         """
         path, max_bytes = absolute(directory), shard_bytes(True, size_per_shard)
-        engine = self._shared(model)
+        shared = self._shared(model)
         process = checkpoint.process_state(dataloader)
-        processes = together.gather(engine, process)
+        processes = [process] if shared is None else shared.gather(process)
         return self._once(
             model,
             lambda: checkpoint.save(
@@ -249,8 +251,8 @@ class Checkpoints:
             CheckpointError: Nothing whole is there, a byte differs from what was saved, or an
                 object does not fit; nothing was changed.
         """
-        engine, path = self._shared(model), absolute(directory)
-        rank = engine.ranks.rank if engine and engine.ranks else 0
+        shared, path = self._shared(model), absolute(directory)
+        rank = shared.ranks.rank if shared and shared.ranks else 0
         optimizers = list_of_optimizers(optimizer)
         return checkpoint.load(path, model, optimizers, lr_scheduler, dataloader, rank=rank)
 
@@ -258,14 +260,14 @@ class Checkpoints:
         """The whole checkpoint of the highest step in a run's directory, None without one."""
         return checkpoint.latest(absolute(directory))
 
-    def _shared(self, model: nn.Module | None) -> Engine | None:
+    def _shared(self, model: nn.Module | None) -> BoostedModel | None:
         """That of the model, or of the one boosted last, where several ranks share it."""
         latest = self._latest() if model is None and self._latest else model
-        engines = [] if latest is None else engines_holding(latest)
-        if len(engines) > 1 and _on_several_ranks(engines[0]):
-            what = f"the model holds {len(engines)} boosted ones, which several ranks"
+        boosted = [] if latest is None else boosted_models_holding(latest)
+        if len(boosted) > 1 and boosted[0].shared:
+            what = f"the model holds {len(boosted)} boosted ones, which several ranks"
             raise NotImplementedError(f"{what} save and load one by one: give each")
-        return engines[0] if engines and _on_several_ranks(engines[0]) else None
+        return boosted[0] if boosted and boosted[0].shared else None
 
     def _once(
         self,
@@ -275,8 +277,11 @@ class Checkpoints:
     ) -> Result:
         """What `work` gives, which runs on one of the ranks that share the model."""
         parts_of = checkpoint.PartsOf(model, optimizers)
-        return together.on_first(self._shared(model), work, parts_of)
+        shared = self._shared(model)
+        return work() if shared is None else shared.on_first(work, parts_of)
 
 
-def _on_several_ranks(engine: Engine) -> bool:
-    return engine.ranks is not None or engine.parts is not None
+def _model_of(optimizer: Optimizer, model: nn.Module | None) -> nn.Module | None:
+    """What names the parameters of an optimizer that does not know their names."""
+    step = torch_step_of(optimizer)
+    return step.model() if model is None and step is not None else model

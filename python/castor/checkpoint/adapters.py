@@ -15,7 +15,7 @@ from torch import nn
 
 from castor.checkpoint.container import StoredTensor, read_header
 from castor.errors import CheckpointError, UsageError
-from castor.runtime.engine import engines_holding
+from castor.runtime.boosted_model import boosted_models_holding
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -36,7 +36,7 @@ def with_adapters(model: nn.Module, directory: Path | None, config: Any) -> Any:
         import peft
     except ModuleNotFoundError as error:
         raise UsageError("adapters need peft: pip install peft") from error
-    if engines_holding(model):
+    if boosted_models_holding(model):
         raise UsageError(
             f"this {type(model).__name__} is boosted: its chunks are laid out, and what adapters "
             "freeze has its place in them; enable LoRA before booster.boost"

@@ -41,7 +41,8 @@ from castor.checkpoint.parts import model_in_whole
 from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.staging import carry_over, staged
 from castor.errors import CheckpointError
-from castor.runtime.engine import compiled_from, engines_holding
+from castor.runtime.boosted_model import compiled_from
+from castor.runtime.engine import engines_holding
 from castor.runtime.spec import COMPILED_PREFIX
 
 INDEX = "model.safetensors.index.json"

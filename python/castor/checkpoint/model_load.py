@@ -22,7 +22,8 @@ from castor.checkpoint.parts import own_part, own_targets, whole_shape
 from castor.checkpoint.staging import recover
 from castor.config.names import LoadedWeights
 from castor.errors import CheckpointError
-from castor.runtime.engine import Engine, being_loaded, compiled_from, engines_holding
+from castor.runtime.boosted_model import compiled_from
+from castor.runtime.engine import Engine, being_loaded, engines_holding
 
 Sources = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 

@@ -31,7 +31,7 @@ from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.staging import carry_over, delete, recover, recover_all, staged
 from castor.checkpoint.values import decode, encode
 from castor.errors import CheckpointError, UsageError
-from castor.runtime.engine import engines_holding
+from castor.runtime.boosted_model import boosted_models_holding
 
 _STEP = re.compile(r"step-(\d{8,})")
 _OPTIMIZER = re.compile(r"optimizer(-\d+)?")
@@ -80,7 +80,7 @@ def save(
     trainer = {
         "format": _FORMAT,
         "step": number,
-        "skipped_steps": sum(engine.skipped_steps for engine in engines_holding(model)),
+        "skipped_steps": sum(one.skipped_steps for one in boosted_models_holding(model)),
         "lr_scheduler": None if lr_scheduler is None else scheduler_document(lr_scheduler),
         "extra": encode(extra, "extra"),
         **processes[0],
@@ -121,12 +121,12 @@ def _parts_of(optimizers: Sequence[Optimizer]) -> list[str]:
 
 def _step_number(model: nn.Module, step: int | None) -> int:
     if step is None:
-        engines = engines_holding(model)
-        if not engines:
+        boosted = boosted_models_holding(model)
+        if not boosted:
             raise UsageError(
                 f"this {type(model).__name__} is not boosted and counts no steps: give step="
             )
-        return engines[0].num_steps
+        return boosted[0].num_steps
     _check_count("step", step, 0)
     return step
 
@@ -238,9 +238,9 @@ def load(
         optimizer_load.apply()
     if scheduler is not None:
         lr_scheduler.load_state_dict(scheduler)
-    for engine in engines_holding(model):
-        engine.num_steps = info.step
-        engine.skipped_steps = trainer["skipped_steps"]
+    for boosted in boosted_models_holding(model):
+        boosted.num_steps = info.step
+        boosted.skipped_steps = trainer["skipped_steps"]
     if states is not None:
         rng.restore(states)
     if position is not None:

@@ -13,7 +13,8 @@ from castor.checkpoint.container import SavedTensor
 from castor.checkpoint.model import state_of
 from castor.checkpoint.optimizer import names_of, tensors_and_numbers
 from castor.checkpoint.parts import values_of, whole_shape
-from castor.runtime.engine import compiled_from, engines_holding
+from castor.runtime.boosted_model import compiled_from
+from castor.runtime.engine import engines_holding
 from castor.runtime.model_parts import Described
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from castor.config import GeminiConfig
-from castor.errors import NonFiniteGradientError
 from castor.optim.loss_scaler import LossScaler
+from castor.optim.nonfinite import nonfinite_error, warn_of_skip
 from castor.optim.rules import FusedRule
 from castor.runtime.engine import Engine
 
@@ -118,22 +118,12 @@ class ModelStep:
 
     def _tell_of_skip(self) -> None:
         if self.config.nonfinite == "raise" and self.scaler is None:
-            raise NonFiniteGradientError(
-                f"the gradient of parameter '{self._first_nonfinite()}' is not finite (total "
-                f"norm {self.engine.gradient_norm}); no weight was changed. Lower the learning "
-                "rate, check the batch, or skip such steps with nonfinite='skip'"
-            )
+            raise nonfinite_error(self._first_nonfinite(), self.engine.gradient_norm)
         if not self._warned:
             self._warned = True
             what_next = f"; loss scale is now {self.scaler.scale:g}" if self.scaler else ""
-            warnings.warn(
-                f"castor skipped an optimizer step: the gradient of parameter "
-                f"'{self._first_nonfinite()}' is not finite{what_next}. Further skips are counted "
-                "in booster.report().skipped_steps without a warning",
-                RuntimeWarning,
-                # Past this class, the driver, step and the two decorators that torch puts on it.
-                stacklevel=7,
-            )
+            # Past this class, the driver, step and the two decorators that torch puts on it.
+            warn_of_skip(self._first_nonfinite(), what_next, stacklevel=7)
 
     def _first_nonfinite(self) -> str:
         named = zip(self.engine.names, self.engine.params, strict=True)
@@ -177,6 +167,15 @@ class StepDriver:
     def loss_scale(self) -> float:
         """What the loss of the next backward is multiplied with."""
         return self.scaler.scale if self.scaler else 1.0
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Differentiates a loss, in fp16 scaled; see Booster.backward."""
+        self.engine.history.loss_given(loss)
+        self.engine.session.set_loss_scale(self.loss_scale)
+        try:
+            (loss * self.loss_scale if self.scaler else loss).backward()
+        finally:
+            self.engine.session.set_loss_scale(1.0)
 
     def step(self, optimizer: Optimizer, generic_step: Callable[[], Any]) -> None:
         """Updates the parameters from the gradients held now, or skips the step.

@@ -41,7 +41,8 @@ from castor.plugins.divide import Division
 from castor.plugins.engine_settings import engine_settings
 from castor.plugins.machine import choose_budgets, choose_device, warn_of_budgets
 from castor.plugins.not_yet import check_not_yet
-from castor.runtime.engine import Engine, check_not_boosted
+from castor.runtime.boosted_model import check_not_boosted
+from castor.runtime.engine import Engine
 from castor.runtime.hooks import ModuleHook
 
 

@@ -8,15 +8,15 @@ from typing import Any, Protocol, runtime_checkable
 from torch import nn
 from torch.optim import Optimizer
 
-from castor.runtime.engine import Engine
+from castor.runtime.boosted_model import BoostedModel
 
 
 @runtime_checkable
 class Plugin(Protocol):
     """Sets models and their optimizers up for one way to train.
 
-    It turns its own arguments into EngineSettings: the runtime knows no plugin. Models are saved
-    and loaded through their engines, whichever plugin made them.
+    It turns its own arguments into EngineSettings, or has torch's own classes train: the runtime
+    knows no plugin. Booster and checkpoints ask what configure has left, whichever plugin made it.
     """
 
     @property
@@ -24,7 +24,7 @@ class Plugin(Protocol):
         """Whether backward multiplies the loss, and so has to be given the optimizer."""
         ...
 
-    def configure(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Engine:
+    def configure(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> BoostedModel:
         """Takes a model and the optimizers over it, of which there may be none, in place."""
         ...
 

@@ -19,6 +19,13 @@ from castor.config.names import SCALAR_TYPES, Precision
 from castor.errors import IoError, UsageError
 from castor.lazy import Materialisation, check_inactive, in_own_pages
 from castor.runtime.block_policy import BlockPolicy
+from castor.runtime.boosted_model import (
+    all_boosted,
+    boosted_model_of,
+    boosted_models_holding,
+    check_not_boosted,
+    remember,
+)
 from castor.runtime.device import make_backend
 from castor.runtime.guard import guard
 from castor.runtime.history import StepHistory
@@ -29,13 +36,12 @@ from castor.runtime.ranks import Ranks
 from castor.runtime.report import LogitFigures, MemoryReport
 from castor.runtime.spec import ModelSpec, check_distinct_memory
 from castor.runtime.stored_weight import StoredWeights
+from castor.runtime.together import Together
 from castor.runtime.trace_file import read_trace, write_trace
 
 WORKING_DTYPES: dict[Precision, torch.dtype] = {
     precision: getattr(torch, name) for precision, name in SCALAR_TYPES.items()
 }
-
-_engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +63,7 @@ class EngineSettings:
     """Those that share the model; None: this process is alone."""
 
 
-class Engine:
+class Engine(Together):
     """One boosted model: its C++ session and what Python knows of it.
 
     Holds the parameters, not the model: the hooks of the model's modules and its optimizer hold the
@@ -88,6 +94,7 @@ class Engine:
         check_inactive()
         self.settings = settings
         self.device = settings.device
+        self.ranks = settings.ranks
         self.skipped_steps = 0
         self.step_skipped = False
         self.gradient_norm: float | None = None
@@ -126,12 +133,7 @@ class Engine:
             for buffer in model.buffers():
                 self.ranks.share(buffer)
         guard(model)
-        _engines[model] = self
-
-    @property
-    def ranks(self) -> Ranks | None:
-        """Those that share the model; None: this process is alone."""
-        return self.settings.ranks
+        remember(model, self)
 
     def _take_over(self, model: nn.Module, lazy: Materialisation) -> ModelSpec:
         """Lays the parameters out in chunks and moves those there that have values."""
@@ -302,8 +304,9 @@ def _leave_sessions_to_the_parent() -> None:
 
     Its memory and its threads are the parent's alone.
     """
-    for engine in list(_engines.values()):
-        engine.session.stay_with_parent()
+    for engine in all_boosted():
+        if isinstance(engine, Engine):
+            engine.session.stay_with_parent()
 
 
 os.register_at_fork(after_in_child=_leave_sessions_to_the_parent)
@@ -313,18 +316,15 @@ def engine_of(model: nn.Module) -> Engine:
     """The engine of a boosted model.
 
     Raises:
-        UsageError: The model is not boosted.
+        UsageError: The model is not boosted, or has no chunks.
     """
-    engine = _engines.get(model) or _engines.get(compiled_from(model))
-    if engine is None:
-        raise UsageError(f"this {type(model).__name__} is not boosted; call booster.boost first")
-    return engine
-
-
-def compiled_from(model: nn.Module) -> nn.Module:
-    """The model that torch.compile has wrapped; another one as it is."""
-    inner: nn.Module = model._modules.get("_orig_mod") or model
-    return inner
+    boosted = boosted_model_of(model)
+    if not isinstance(boosted, Engine):
+        raise UsageError(
+            f"this {type(model).__name__} is trained by torch's own classes, and what was asked "
+            "for is of castor's chunks: boost it with GeminiPlugin or LowLevelZeroPlugin"
+        )
+    return boosted
 
 
 @contextmanager
@@ -341,30 +341,7 @@ def being_loaded(engines: list[Engine]) -> Iterator[None]:
 
 def engines_holding(model: nn.Module) -> list[Engine]:
     """The engines that manage parameters of `model`: its own, or that of a model it is part of."""
-    params = list(model.parameters())
-    return [
-        engine
-        for engine in list(_engines.values())
-        if any(param in engine.index_of for param in params)
-    ]
-
-
-def forget(model: nn.Module) -> None:
-    """The model is boosted no more."""
-    del _engines[model]
-
-
-def check_not_boosted(model: nn.Module) -> None:
-    """Raises UsageError if `model`, or a part of it, belongs to a boosted model."""
-    params = set(model.parameters())
-    for boosted, engine in list(_engines.items()):
-        parts = set(boosted.modules())
-        if not (parts.isdisjoint(model.modules()) and params.isdisjoint(engine.index_of)):
-            raise UsageError(
-                f"this {type(model).__name__} is boosted already, or shares modules or parameters "
-                f"with a boosted {type(boosted).__name__}; boost each model once and use what "
-                "boost returned"
-            )
+    return [one for one in boosted_models_holding(model) if isinstance(one, Engine)]
 
 
 def _settle(engine: Engine, *_: Any) -> None:

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from castor.runtime.block_policy import BlockPolicy
-from castor.runtime.engine import Engine, forget
+from castor.runtime.boosted_model import forget
+from castor.runtime.engine import Engine
 from castor.runtime.guard import unguard
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.input_cast import InputCast

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,20 +146,61 @@ class MemoryReport:
     """How the NVMe tier is read and written; empty without one."""
 
     def __str__(self) -> str:
-        width = max(len(f.name) for f in fields(self))
-        lines = []
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name.endswith("_bytes"):
-                shown = f"{value / 2**20:,.2f} MiB ({value:,} bytes)"
-            elif f.name.endswith("_seconds"):
-                shown = f"{value:,.2f} s"
-            elif f.name == "waste":
-                shown = f"{value:.2%}"
-            elif isinstance(value, float):
-                shown = f"{value:.6g}"
-            else:
-                whole = isinstance(value, int) and not isinstance(value, bool)
-                shown = f"{value:,}" if whole else str(value)
-            lines.append(f"{f.name:<{width}}  {shown}")
-        return "\n".join(lines)
+        return _table(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchReport:
+    """Figures since boost of a model that torch's own classes train: they keep no budget."""
+
+    trained_by: str
+    """The class or function of torch, and how many processes share the model."""
+    parameter_bytes: int
+    """Parameters that this rank keeps between steps."""
+    gradient_bytes: int
+    """Gradients that it holds now."""
+    optimizer_bytes: int
+    """Tensors of the optimizers' states that it holds."""
+    steps: int
+    """Optimizer steps."""
+    skipped_steps: int
+    """As in MemoryReport, and so are the following."""
+    step_skipped: bool
+    gradient_norm: float | None
+    rank: int
+    ranks: int
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_CHUNKS:
+            raise AttributeError(
+                f"{name} is a figure of castor's chunks, and this model is trained by "
+                f"{self.trained_by}: boost it with GeminiPlugin or LowLevelZeroPlugin"
+            )
+        raise AttributeError(f"TorchReport has no figure {name!r}")
+
+    def __str__(self) -> str:
+        return _table(self)
+
+
+_OF_CHUNKS = {f.name for f in fields(MemoryReport)} - {f.name for f in fields(TorchReport)}
+
+
+def _table(report: MemoryReport | TorchReport) -> str:
+    """Names and figures, a line each."""
+    width = max(len(f.name) for f in fields(report))
+    lines = []
+    for f in fields(report):
+        value = getattr(report, f.name)
+        if f.name.endswith("_bytes"):
+            shown = f"{value / 2**20:,.2f} MiB ({value:,} bytes)"
+        elif f.name.endswith("_seconds"):
+            shown = f"{value:,.2f} s"
+        elif f.name == "waste":
+            shown = f"{value:.2%}"
+        elif isinstance(value, float):
+            shown = f"{value:.6g}"
+        else:
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            shown = f"{value:,}" if whole else str(value)
+        lines.append(f"{f.name:<{width}}  {shown}")
+    return "\n".join(lines)

@@ -6,52 +6,57 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from castor.runtime.engine import Engine
-from castor.runtime.model_parts import OwnParts
-from castor.runtime.ranks import Result
+from castor import _C
+from castor.runtime.model_parts import ModelParts, OwnParts
+from castor.runtime.ranks import Ranks, Result
 
 
-def gather(engine: Engine | None, value: Any) -> list[Any]:
-    """What every rank gives, in rank order; picklable.
+class Together:
+    """Mixed into Engine: while one rank asks, the others serve the states that it reads."""
 
-    Args:
-        engine: Of the model; None: this process is alone.
-        value: This rank's.
+    session: _C.Session
+    parts: ModelParts | None
+    ranks: Ranks | None
+    """Those that share the model; None: this process is alone."""
 
-    Raises:
-        Error: A rank is gone.
-        UsageError: A rank does something else; every rank raises it.
-    """
-    if engine is None or engine.ranks is None:
-        return [value]
-    if engine.ranks.rank == 0:
-        engine.session.end_service()
-    else:
-        engine.session.serve_states()
-    return engine.ranks.gather(value)
+    @property
+    def shared(self) -> bool:
+        """Whether other ranks have a part in the model: they train it too, or have layers of it."""
+        return self.ranks is not None or self.parts is not None
 
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank gives, in rank order; picklable.
 
-def on_first(engine: Engine | None, work: Callable[[], Result], parts_of: OwnParts) -> Result:
-    """Runs `work` on rank 0, for all; the others give what it reads of their optimizer states.
+        Raises:
+            Error: A rank is gone.
+            UsageError: A rank does something else; every rank raises it.
+        """
+        if self.ranks is None:
+            return [value]
+        if self.ranks.rank == 0:
+            self.session.end_service()
+        else:
+            self.session.serve_states()
+        return self.ranks.gather(value)
 
-    Args:
-        engine: Of the model; None: this process is alone.
-        work: What is done once.
-        parts_of: Where ranks have parts of the model: this one's.
+    def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
+        """Runs `work` on rank 0, for all; the others give what it reads of their optimizer states.
 
-    Returns:
-        What `work` returned, on every rank.
+        Args:
+            work: What is done once.
+            parts_of: Where ranks have parts of the model: this one's.
 
-    Raises:
-        Exception: What `work` raised on rank 0.
-        UsageError: A rank does something else; every rank raises it.
-    """
-    if engine is None:
-        return work()
-    once, parts = work, engine.parts
-    if parts is not None:
-        once = partial(parts.on_first, work, parts_of)
-    if engine.ranks is None:
-        return once()
-    session = engine.session
-    return engine.ranks.on_first(once, serve=session.serve_states, end_service=session.end_service)
+        Returns:
+            What `work` returned, on every rank.
+
+        Raises:
+            Exception: What `work` raised on rank 0.
+            UsageError: A rank does something else; every rank raises it.
+        """
+        once = work if self.parts is None else partial(self.parts.on_first, work, parts_of)
+        if self.ranks is None:
+            return once()
+        session = self.session
+        return self.ranks.on_first(
+            once, serve=session.serve_states, end_service=session.end_service
+        )

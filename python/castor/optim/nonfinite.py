@@ -1,0 +1,38 @@
+"""What is said of gradients that are not finite."""
+
+from __future__ import annotations
+
+import warnings
+
+from castor.errors import NonFiniteGradientError
+
+
+def nonfinite_error(name: str, norm: float | None) -> NonFiniteGradientError:
+    """Of a step that nonfinite="raise" refuses.
+
+    Args:
+        name: Of a parameter with such a gradient.
+        norm: Of all gradients.
+    """
+    return NonFiniteGradientError(
+        f"the gradient of parameter '{name}' is not finite (total norm {norm}); no weight was "
+        "changed. Lower the learning rate, check the batch, or skip such steps with "
+        "nonfinite='skip'"
+    )
+
+
+def warn_of_skip(name: str, what_next: str = "", *, stacklevel: int) -> None:
+    """Of the first step that is left out.
+
+    Args:
+        name: Of a parameter with such a gradient.
+        what_next: What else follows from it.
+        stacklevel: As warnings.warn counts, from the caller of this function.
+    """
+    warnings.warn(
+        f"castor skipped an optimizer step: the gradient of parameter '{name}' is not "
+        f"finite{what_next}. Further skips are counted in booster.report().skipped_steps without "
+        "a warning",
+        RuntimeWarning,
+        stacklevel=stacklevel + 1,
+    )

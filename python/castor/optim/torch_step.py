@@ -1,0 +1,165 @@
+"""The step of optimizers that torch's own classes train with: their own, of clipped gradients."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from castor.config import NonFinite
+from castor.optim.nonfinite import nonfinite_error, warn_of_skip
+from castor.runtime.boosted_model import BoostedStep
+from castor.runtime.torch_model import TorchModel, here
+
+_steps: weakref.WeakKeyDictionary[Optimizer, TorchStep] = weakref.WeakKeyDictionary()
+
+Hooked = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of step, the optimizer first."""
+
+
+class TorchStep:
+    """What the optimizers of one model do around their steps, through torch's step hooks.
+
+    As ModelStep: gradients are checked and clipped once, all together, in the first step after a
+    pass.
+    """
+
+    loss_scale = 1.0
+
+    def __init__(
+        self,
+        boosted: TorchModel,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        max_norm: float,
+        nonfinite: NonFinite,
+    ) -> None:
+        """From now on steps of the optimizers are boosted ones.
+
+        Args:
+            boosted: Has the gradients.
+            model: Names the parameters in checkpoints.
+            optimizers: Over the model's parameters.
+            max_norm: Gradients are clipped to this L2 norm; 0: not at all.
+            nonfinite: What happens to those that are not finite; see GeminiPlugin.
+        """
+        self._boosted = boosted
+        self.model = weakref.ref(model)
+        self._max_norm = max_norm
+        self._nonfinite = nonfinite
+        self._warned = False
+        self._updates = True
+        self._taken_by: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._known: dict[torch.Tensor, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """The gradients that were checked last, and their versions."""
+        self._aside: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        """Gradients that a step that is left out does not see."""
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._before)
+            optimizer.register_step_post_hook(self._after)
+            _steps[optimizer] = self
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """See BoostedStep."""
+        loss.backward()
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Hooked:
+        hooked = _with_closure_run(args, kwargs)
+        self._put_back()
+        if optimizer in self._taken_by or self._has_new_gradients():
+            self._taken_by.clear()
+            self._updates = self._check_and_clip()
+        if not self._updates:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            self._aside = [(param, param.grad) for param in params]
+            for param in params:
+                param.grad = None
+        return hooked
+
+    def _after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._put_back()
+        first = not self._taken_by
+        self._taken_by.add(optimizer)
+        if not first:
+            return
+        self._boosted.steps += 1
+        self._boosted.step_skipped = not self._updates
+        if not self._updates:
+            self._boosted.skipped_steps += 1
+            if not self._warned:
+                self._warned = True
+                warn_of_skip(self._first_nonfinite(), stacklevel=3)  # past step and its decorator
+
+    def _has_new_gradients(self) -> bool:
+        for param in self._boosted.params:
+            if param.grad is not None:
+                known = self._known.get(param)
+                if known is None or known[0]() is not param.grad or known[1] != param.grad._version:
+                    return True
+        return not self._taken_by
+
+    @torch.no_grad()
+    def _check_and_clip(self) -> bool:
+        """Whether the optimizers may update."""
+        boosted = self._boosted
+        boosted.bring_together()
+        boosted.gradient_norm = None
+        updates = True
+        if self._max_norm > 0 or self._nonfinite != "ignore":
+            total = get_total_norm([p.grad for p in boosted.params if p.grad is not None])
+            whole = total.full_tensor() if isinstance(total, DTensor) else total
+            norm = boosted.gradient_norm = whole.item()
+            updates = math.isfinite(norm) or self._nonfinite == "ignore"
+            if not updates and self._nonfinite == "raise":
+                raise nonfinite_error(self._first_nonfinite(), norm)
+            if updates and self._max_norm > 0:
+                clip_grads_with_norm_(boosted.params, self._max_norm, total)
+        self._known = {
+            param: (weakref.ref(param.grad), param.grad._version)
+            for param in boosted.params
+            if param.grad is not None
+        }
+        return updates
+
+    def _put_back(self) -> None:
+        for param, grad in self._aside:
+            param.grad = grad
+        self._aside = []
+
+    def _first_nonfinite(self) -> str:
+        """Of those that this rank has."""
+        named = zip(self._boosted.names, self._boosted.params, strict=True)
+        bad = (n for n, p in named if p.grad is not None and not here(p.grad).isfinite().all())
+        return next(bad, "? (another rank has it)")
+
+
+def torch_step_of(optimizer: Optimizer) -> TorchStep | None:
+    """Of an optimizer that was boosted with one of torch's own plugins."""
+    return _steps.get(optimizer)
+
+
+def step_of(optimizer: Optimizer) -> BoostedStep | None:
+    """Of a boosted optimizer, whoever steps it; None: it is not boosted."""
+    driver: BoostedStep | None = getattr(optimizer, "_castor", None)
+    return driver or torch_step_of(optimizer)
+
+
+def _with_closure_run(args: Any, kwargs: Any) -> Hooked:
+    """Runs a closure now: what it computes are the gradients that the step takes."""
+    optimizer, *positional = args
+    named = dict(kwargs)
+    closure: Callable[[], Any] | None = positional[0] if positional else named.get("closure")
+    if closure is None:
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+    named.pop("closure", None)
+    return (optimizer, lambda: loss, *positional[1:]), named

@@ -1,0 +1,145 @@
+"""What is known of a boosted model, whoever trains it: castor's chunks or torch's own classes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from castor.errors import UsageError
+from castor.runtime.model_parts import OwnParts
+from castor.runtime.ranks import Peers, Result
+from castor.runtime.report import MemoryReport, TorchReport
+
+
+class BoostedModel(Protocol):
+    """What Booster and checkpoints ask of a model that a plugin has configured.
+
+    Engine answers for models in chunks, TorchModel for those that torch's own classes train.
+    """
+
+    params: list[nn.Parameter]
+    """Distinct ones; tied parameters appear once."""
+    skipped_steps: int
+    """Steps whose update was left out because a gradient was not finite."""
+
+    @property
+    def ranks(self) -> Peers | None:
+        """Those that share the model; None: this process is alone."""
+        ...
+
+    @property
+    def shared(self) -> bool:
+        """Whether other ranks have a part in it."""
+        ...
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the run, skipped ones and those before a resume included."""
+        ...
+
+    @num_steps.setter
+    def num_steps(self, steps: int) -> None: ...
+
+    def unsynchronised(self) -> AbstractContextManager[None]:
+        """Backward passes in it leave each rank its own gradients."""
+        ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank gives, in rank order; picklable. Collective."""
+        ...
+
+    def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
+        """Runs `work` on rank 0, for all; the others give what it reads of their parts. Collective.
+
+        Args:
+            work: What is done once.
+            parts_of: Finds this rank's part of a tensor.
+
+        Returns:
+            What `work` returned, on every rank.
+
+        Raises:
+            Exception: What `work` raised on rank 0.
+        """
+        ...
+
+    def report(self) -> MemoryReport | TorchReport:
+        """The figures so far."""
+        ...
+
+
+class BoostedStep(Protocol):
+    """The step of a boosted optimizer."""
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the next backward is multiplied with."""
+        ...
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Differentiates a loss, scaled where the precision asks for it."""
+        ...
+
+
+_models: weakref.WeakKeyDictionary[nn.Module, BoostedModel] = weakref.WeakKeyDictionary()
+
+
+def remember(model: nn.Module, boosted: BoostedModel) -> None:
+    """From now on the model is boosted."""
+    _models[model] = boosted
+
+
+def forget(model: nn.Module) -> None:
+    """The model is boosted no more."""
+    del _models[model]
+
+
+def all_boosted() -> Sequence[BoostedModel]:
+    """Those of all models that live."""
+    return list(_models.values())
+
+
+def boosted_model_of(model: nn.Module) -> BoostedModel:
+    """What is known of a boosted model.
+
+    Raises:
+        UsageError: The model is not boosted.
+    """
+    boosted = _models.get(model) or _models.get(compiled_from(model))
+    if boosted is None:
+        raise UsageError(f"this {type(model).__name__} is not boosted; call booster.boost first")
+    return boosted
+
+
+def boosted_models_holding(model: nn.Module) -> list[BoostedModel]:
+    """Those with parameters of `model`: its own, or that of a model it is part of."""
+    params, own = set(model.parameters()), compiled_from(model)
+    return [
+        boosted
+        for known, boosted in list(_models.items())
+        if known is own or not params.isdisjoint(boosted.params)
+    ]
+
+
+def compiled_from(model: nn.Module) -> nn.Module:
+    """The model that torch.compile has wrapped; another one as it is."""
+    inner: nn.Module = model._modules.get("_orig_mod") or model
+    return inner
+
+
+def check_not_boosted(model: nn.Module) -> None:
+    """Raises UsageError if `model`, or a part of it, belongs to a boosted model."""
+    params = set(model.parameters())
+    for boosted, known in list(_models.items()):
+        parts = set(boosted.modules())
+        if not (parts.isdisjoint(model.modules()) and params.isdisjoint(known.params)):
+            raise UsageError(
+                f"this {type(model).__name__} is boosted already, or shares modules or parameters "
+                f"with a boosted {type(boosted).__name__}; boost each model once and use what "
+                "boost returned"
+            )

@@ -1,0 +1,144 @@
+"""A boosted model that torch's own classes train."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from castor.runtime.boosted_model import check_not_boosted, remember
+from castor.runtime.guard import guard
+from castor.runtime.model_parts import OwnParts
+from castor.runtime.ranks import Peers, Result
+from castor.runtime.report import TorchReport
+
+
+class TorchModel:
+    """A model whose parameters torch keeps; this class alone: of one process, without parallelism.
+
+    Holds the parameters and neither model nor optimizers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        ranks: Peers | None,
+        trained_by: str,
+    ) -> None:
+        """The model is as its parallelism has left it.
+
+        Args:
+            model: Not boosted yet.
+            optimizers: Over its parameters.
+            ranks: Those that share it; None: this process is alone.
+            trained_by: What trains it, for messages.
+
+        Raises:
+            UsageError: The model is boosted already.
+        """
+        check_not_boosted(model)
+        named = list(model.named_parameters())
+        self.params = [param for _, param in named]
+        self.names = [name for name, _ in named]
+        self.ranks = ranks
+        self.trained_by = trained_by
+        self.skipped_steps = 0
+        self.step_skipped = False
+        self.gradient_norm: float | None = None
+        self.resumed_steps = 0
+        """Steps that were taken before this process, by the checkpoint it resumed from."""
+        self.steps = 0
+        """Those since boost."""
+        self.apart = False
+        """Whether the last forward was under no_sync: its gradients are this rank's alone."""
+        self._synchronised = True
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        guard(model)
+        remember(model, self)
+
+    @property
+    def shared(self) -> bool:
+        """See BoostedModel."""
+        return self.ranks is not None
+
+    @property
+    def num_steps(self) -> int:
+        """See BoostedModel."""
+        return self.resumed_steps + self.steps
+
+    @num_steps.setter
+    def num_steps(self, steps: int) -> None:
+        self.resumed_steps = steps - self.steps
+
+    @contextmanager
+    def unsynchronised(self) -> Iterator[None]:
+        """See BoostedModel."""
+        before = self._synchronised
+        self.synchronise(False)
+        try:
+            yield
+        finally:
+            self.synchronise(before)
+
+    def synchronise(self, on: bool) -> None:
+        """Whether passes from now on bring the ranks' gradients together."""
+        self._synchronised = on
+
+    def forward_begins(self) -> None:
+        """Before a forward whose backward may follow."""
+        self.apart = self.shared and not self._synchronised
+
+    def bring_together(self) -> None:
+        """Before a step: gradients are the ranks' mean. Collective."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """See BoostedModel."""
+        return [value] if self.ranks is None else self.ranks.gather(value)
+
+    def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
+        """See BoostedModel; every rank has the whole model."""
+        del parts_of
+        if self.ranks is None:
+            return work()
+        return self.ranks.on_first(work, serve=_nothing, end_service=_nothing)
+
+    def report(self) -> TorchReport:
+        """See BoostedModel."""
+        optimizers = [one for ref in self._optimizers if (one := ref()) is not None]
+        states = (
+            entry for one in optimizers for state in one.state.values() for entry in state.values()
+        )
+        return TorchReport(
+            trained_by=self.trained_by,
+            parameter_bytes=bytes_here(self.params),
+            gradient_bytes=bytes_here(param.grad for param in self.params),
+            optimizer_bytes=bytes_here(states),
+            steps=self.steps,
+            skipped_steps=self.skipped_steps,
+            step_skipped=self.step_skipped,
+            gradient_norm=self.gradient_norm,
+            rank=self.ranks.rank if self.ranks else 0,
+            ranks=self.ranks.size if self.ranks else 1,
+        )
+
+
+def here(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor this rank has."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def bytes_here(values: Iterable[Any]) -> int:
+    """Bytes that this rank has of the tensors among them."""
+    return sum(here(one.detach()).nbytes for one in values if isinstance(one, torch.Tensor))
+
+
+def _nothing() -> None:
+    """The other ranks have what rank 0 has."""
