@@ -21,9 +21,14 @@ from castor.errors import (
 from castor.lazy import LazyInitContext
 from castor.one_call import Config, accelerate
 from castor.optim import HybridAdam
-from castor.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin
+from castor.plugins import (
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+)
 from castor.runtime.ranks import launch_from_torch
-from castor.runtime.report import MemoryReport, MemoryUse
+from castor.runtime.report import MemoryReport, MemoryUse, TorchReport
 
 ZeroInitContext = LazyInitContext
 """The older name, of Colossal-AI's first versions."""
@@ -46,6 +51,8 @@ __all__ = [
     "MemoryUse",
     "NonFiniteGradientError",
     "OutOfMemoryError",
+    "TorchDDPPlugin",
+    "TorchReport",
     "UsageError",
     "ZeroInitContext",
     "__version__",

@@ -4,5 +4,12 @@ from castor.plugins.gemini import GeminiPlugin
 from castor.plugins.hybrid import HybridParallelPlugin
 from castor.plugins.low_level_zero import LowLevelZeroPlugin
 from castor.plugins.protocol import Plugin
+from castor.plugins.torch_ddp import TorchDDPPlugin
 
-__all__ = ["GeminiPlugin", "HybridParallelPlugin", "LowLevelZeroPlugin", "Plugin"]
+__all__ = [
+    "GeminiPlugin",
+    "HybridParallelPlugin",
+    "LowLevelZeroPlugin",
+    "Plugin",
+    "TorchDDPPlugin",
+]

@@ -56,8 +56,7 @@ def join_ranks(
         **settings,
         "optim_state_format": state_format,
         "seed": seed,
-        "the optimizer": ", ".join(type(one).__name__ for one in optimizers),
-        "the optimizer's param_groups": _groups(optimizers),
+        **describe_optimizers(optimizers),
     }
     size = 1
     for group in layout.groups:
@@ -93,9 +92,9 @@ def loader_of_rank(
     return loader
 
 
-def _groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    """Numbers and flags of the groups, and how many parameters each has."""
-    return [
+def describe_optimizers(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """What has to be the same on every rank, by its name in a message."""
+    groups = [  # numbers and flags, and how many parameters each has
         {
             name: len(value) if name == "params" else value
             for name, value in group.items()
@@ -104,6 +103,10 @@ def _groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
         for optimizer in optimizers
         for group in optimizer.param_groups
     ]
+    return {
+        "the optimizer": ", ".join(type(one).__name__ for one in optimizers),
+        "the optimizer's param_groups": groups,
+    }
 
 
 def _check_supported(

@@ -1,0 +1,121 @@
+"""torch's DistributedDataParallel around the forward of a model that stays the same object."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from castor.activations.own_forward import OwnForward
+from castor.runtime.ranks import Peers
+from castor.runtime.torch_model import TorchModel
+
+
+class CastingForward(OwnForward):
+    """A model's forward under autocast."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+        """Of the forward that the model has now.
+
+        Args:
+            model: Has parameters on the CPU.
+            dtype: That operators compute in where autocast says so; None: as they are called.
+        """
+        super().__init__(model)
+        self._forward: Callable[..., Any] = model.forward
+        self._dtype = dtype
+        self.__signature__ = inspect.signature(model.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the forward gives."""
+        with self._casting():
+            return self._forward(*args, **kwargs)
+
+    def _casting(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._dtype is None else torch.autocast("cpu", dtype=self._dtype)
+
+
+class Whole(nn.Module):
+    """A model as DistributedDataParallel is given it: it calls what the forward was."""
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self._parameters = model._parameters
+        self._buffers = model._buffers
+        self._modules = model._modules
+        self.forward = forward
+
+
+class ReplicatedModel(TorchModel):
+    """One of which every rank has all, and DistributedDataParallel brings gradients together."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        ddp: DistributedDataParallel,
+        *,
+        ranks: Peers,
+        trained_by: str,
+    ) -> None:
+        """See TorchModel; the model's forward has to keep `ddp` alive."""
+        super().__init__(model, optimizers, ranks=ranks, trained_by=trained_by)
+        self._ddp = weakref.ref(ddp)
+        self._group = ddp.process_group
+        self._peers = ranks
+
+    def synchronise(self, on: bool) -> None:
+        """See TorchModel."""
+        super().synchronise(on)
+        if (ddp := self._ddp()) is not None:
+            ddp.require_backward_grad_sync = on
+
+    @torch.no_grad()
+    def bring_together(self) -> None:
+        """Takes the mean of gradients that no_sync has left apart."""
+        if not any(self._peers.gather(self.apart)):
+            return
+        self.apart = False
+        present = [param.grad is not None for param in self.params]
+        for param, anywhere in zip(
+            self.params, zip(*self._peers.gather(present), strict=True), strict=True
+        ):
+            if any(anywhere):
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                distributed.all_reduce(param.grad, group=self._group)
+                param.grad /= self._peers.size
+
+
+class ReplicatedForward(CastingForward):
+    """The forward of a model whose passes DistributedDataParallel follows.
+
+    Without gradients it is the model's own: ranks may evaluate different batches, or one alone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None,
+        boosted: ReplicatedModel,
+        ddp: DistributedDataParallel,
+    ) -> None:
+        """See CastingForward."""
+        super().__init__(model, dtype)
+        self._ddp = ddp
+        self._boosted = boosted
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the forward gives."""
+        with self._casting():
+            if not torch.is_grad_enabled():
+                return self._forward(*args, **kwargs)
+            self._boosted.forward_begins()
+            return self._ddp(*args, **kwargs)

@@ -1,0 +1,184 @@
+"""What the plugins of torch's own classes have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from castor import _C
+from castor.config import NonFinite
+from castor.distributed import data_rank_and_size
+from castor.errors import UsageError
+from castor.lazy import Materialisation, check_inactive
+from castor.optim.torch_step import step_of
+from castor.plugins.by_name import PLUGIN_ARGUMENTS
+from castor.plugins.data_parallel import describe_optimizers, loader_of_rank
+from castor.runtime.boosted_model import check_not_boosted
+from castor.runtime.ranks import Peers, describe_parameters, own_groups, rank_and_size
+from castor.runtime.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchSettings:
+    """Arguments that both have."""
+
+    device: str
+    precision: str
+    max_norm: float
+    nonfinite: NonFinite
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """What passes compute in; None: the parameters' own float32."""
+        return torch.bfloat16 if self.precision == "bf16" else None
+
+
+class TorchPlugin:
+    """Trains with torch's own classes: their steps and memory, castor's loop and files."""
+
+    scales_loss = False
+    """Neither precision needs it."""
+
+    def __init__(
+        self,
+        *,
+        device: str | torch.device | None,
+        precision: str,
+        max_norm: float,
+        norm_type: float,
+        nonfinite: str,
+        neutral: Mapping[str, tuple[object, str]],
+        others: Mapping[str, Any],
+    ) -> None:
+        """Checks them.
+
+        Args:
+            device: See TorchDDPPlugin, and so the following.
+            precision: As device.
+            max_norm: As device.
+            norm_type: As device.
+            nonfinite: As device.
+            neutral: Arguments of Colossal-AI's plugin that are known and do nothing here: the value
+                that asks for nothing, and what to do instead.
+            others: What else was given.
+
+        Raises:
+            ValueError, TypeError, NotImplementedError: One asks for what is not there.
+        """
+        name = type(self).__name__
+        for argument, value in others.items():
+            if argument in neutral:
+                asks_for_nothing, instead = neutral[argument]
+                if value != asks_for_nothing:
+                    raise NotImplementedError(
+                        f"{argument} may only be {asks_for_nothing!r} in {name}: {instead}"
+                    )
+            elif argument in PLUGIN_ARGUMENTS:
+                raise TypeError(
+                    f"{name} has no argument {argument!r}: it is for castor's chunks, and torch's "
+                    "own classes train here; leave it out, or use GeminiPlugin"
+                )
+            else:
+                raise TypeError(f"{name} has no argument {argument!r}")
+        if norm_type != 2.0:
+            raise NotImplementedError(f"norm_type={norm_type} is not supported; only 2.0 is")
+        if isinstance(max_norm, bool) or not isinstance(max_norm, int | float):
+            raise TypeError(f"max_norm is {max_norm!r}; give a number")
+        if not max_norm >= 0.0:
+            raise ValueError(f"max_norm is {max_norm}; it must be at least 0")
+        if nonfinite not in ("skip", "raise", "ignore"):
+            raise ValueError(f"nonfinite is {nonfinite!r}; give 'skip', 'raise' or 'ignore'")
+        if precision == "fp16":
+            raise NotImplementedError(
+                f"precision='fp16' needs a loss scale, which {name} does not have: use 'bf16', or "
+                "GeminiPlugin"
+            )
+        if precision not in ("fp32", "bf16"):
+            raise ValueError(f"precision is {precision!r}; give 'fp32' or 'bf16'")
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if chosen.type != "cpu":
+            raise NotImplementedError(
+                f"{name} trains on the CPU so far, and device={str(chosen)!r} was asked for or is "
+                "there: pass device='cpu'"
+            )
+        self.settings = TorchSettings(
+            device="cpu",
+            precision=precision,
+            max_norm=float(max_norm),
+            nonfinite=cast("NonFinite", nonfinite),
+        )
+
+    def prepare_dataloader(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> DataLoader[Any]:
+        """See GeminiPlugin.prepare_dataloader: the same samples in the same order."""
+        options |= {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+        return loader_of_rank(dataset, data_rank_and_size(1), batch_size=batch_size, **options)
+
+    def _join(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Peers | None:
+        """The ranks that share the model, which all have been given the same; None: alone.
+
+        Nothing is changed. Collective.
+
+        Raises:
+            UsageError: Model or optimizer cannot be boosted, or two ranks differ.
+            NotImplementedError: LBFGS.
+        """
+        check_inactive()
+        check_not_boosted(model)
+        for optimizer in optimizers:
+            kind = type(optimizer).__name__
+            if step_of(optimizer) is not None:
+                raise UsageError(f"this {kind} is boosted already; use what boost returned")
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise NotImplementedError(
+                    "LBFGS evaluates the model inside step; castor cannot run it"
+                )
+        rank, size = rank_and_size()
+        if size == 1:
+            return None
+        (name,) = own_groups([range(size)], 1)
+        ranks = Peers(rank=rank, size=size, group=_C.RankGroup(name))
+        ranks.check_equal(
+            {
+                **describe_parameters(model),
+                "the plugin": type(self).__name__,
+                "its settings": self.settings,
+                **describe_optimizers(optimizers),
+            }
+        )
+        return ranks
+
+    def _give_values(self, model: nn.Module) -> None:
+        """Lazy tensors get their values; parameters are float32, whatever passes compute in.
+
+        Raises:
+            UsageError: A parameter cannot be trained; the model is as it was.
+        """
+        lazy = Materialisation(model)
+        try:
+            params = ModelSpec.of(model).params
+        except BaseException:
+            lazy.cancel()
+            raise
+
+        def finish(param: nn.Parameter, values: torch.Tensor) -> None:
+            param.data = values
+
+        lazy.run(lambda _param, _dtype: None, finish)
+        for param in params:
+            if param.dtype != torch.float32:
+                param.data = param.data.float()
