@@ -26,6 +26,7 @@ from castor.plugins import (
     HybridParallelPlugin,
     LowLevelZeroPlugin,
     TorchDDPPlugin,
+    TorchFSDPPlugin,
 )
 from castor.runtime.ranks import launch_from_torch
 from castor.runtime.report import MemoryReport, MemoryUse, TorchReport
@@ -52,6 +53,7 @@ __all__ = [
     "NonFiniteGradientError",
     "OutOfMemoryError",
     "TorchDDPPlugin",
+    "TorchFSDPPlugin",
     "TorchReport",
     "UsageError",
     "ZeroInitContext",

@@ -40,6 +40,15 @@ def test_one_script_gives_the_same_losses_under_each_plugin(tmp_path: Path) -> N
         assert (found - wanted).norm() < 1e-4 * wanted.norm(), name
 
 
+def test_fsdp_computes_what_one_process_does(tmp_path: Path) -> None:
+    succeeded(run(torch_plugin_cases.all_cases_divided, 2, tmp_path))
+    alone = {name: trained("gemini", range(2), case)[0] for name, case in CASES.items()}
+    for rank in range(2):
+        for name, losses in torch.load(tmp_path / f"fsdp.{rank}.pt").items():
+            expected = alone.get(name, alone["gpt2"])[rank::2]
+            assert losses == pytest.approx(expected, rel=1e-2 if name == "bf16" else 1e-5), name
+
+
 def test_a_run_goes_on_under_each_other_plugin(tmp_path: Path) -> None:
     """Files have the same bytes after a load under another plugin: weights, states and options."""
     succeeded(run(torch_plugin_cases.saved_by_each, 2, tmp_path))

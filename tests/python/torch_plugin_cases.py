@@ -23,9 +23,17 @@ PLUGINS: dict[str, Callable[..., Plugin]] = {
     "gemini": lambda **s: castor.GeminiPlugin(device="cpu", **BUDGETS, **s),
     "zero": lambda **s: castor.LowLevelZeroPlugin(device="cpu", cpu_offload=True, **BUDGETS, **s),
     "ddp": lambda **s: castor.TorchDDPPlugin(device="cpu", **s),
+    "fsdp": lambda **s: castor.TorchFSDPPlugin(device="cpu", **s),
 }
 CASES = {name: EXACT[name] for name in ("gpt2", "llama", "t5", "mixtral", "frozen", "lazy")}
 """That the ranks pass through alike."""
+
+FSDP_SETTINGS: dict[str, dict[str, Any]] = {
+    "kept after forward": {"reshard_after_forward": False},
+    "divided after forward": {"reshard_after_forward": True},
+    "offloaded": {"cpu_offload": True},
+    "bf16": {"precision": "bf16"},
+}
 
 
 class Normed(Tower):
@@ -137,6 +145,16 @@ def same_script(directory: Path) -> None:
         report = booster.report(model)
         found[name] = losses, report.gradient_norm, report.steps, (report.rank, report.ranks)
     torch.save(found, directory / f"losses.{rank}.pt")
+
+
+def all_cases_divided(directory: Path) -> None:
+    """Losses of TorchFSDPPlugin, with its options."""
+    rank = distributed.get_rank()
+    own = range(rank, rank + 1)
+    found: dict[str, Any] = {name: trained("fsdp", own, case)[0] for name, case in CASES.items()}
+    for name, settings in FSDP_SETTINGS.items():
+        found[name] = trained("fsdp", own, **settings)[0]
+    torch.save(found, directory / f"fsdp.{rank}.pt")
 
 
 def saved_by_each(directory: Path) -> None:

@@ -37,12 +37,13 @@ from castor.checkpoint.files import (
     write_file,
 )
 from castor.checkpoint.manifest import PART_MANIFEST, read_manifest, write_manifest
-from castor.checkpoint.parts import model_in_whole
+from castor.checkpoint.parts import model_in_whole, shards_in_whole
 from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.staging import carry_over, staged
 from castor.errors import CheckpointError
 from castor.runtime.boosted_model import compiled_from
 from castor.runtime.engine import engines_holding
+from castor.runtime.shards import own_class
 from castor.runtime.spec import COMPILED_PREFIX
 
 INDEX = "model.safetensors.index.json"
@@ -171,7 +172,7 @@ def _is_ours(name: str) -> bool:
 
 def _in_turn(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, SavedTensor]:
     """What is made when it is written: copies of parameters on NVMe, wholes of ranks' parts."""
-    saved: dict[str, SavedTensor] = dict(state)
+    saved = shards_in_whole(model, state, "model")
     for engine in engines_holding(model):
         for key, tensor in state.items():
             index = engine.index_of.get(tensor)  # type: ignore[call-overload]
@@ -197,7 +198,7 @@ def _write_configs(model: nn.Module, staging: Path, tokenizer: Any) -> None:
     # A PeftModel has that of its base, whose keys are others.
     if hasattr(config, "save_pretrained") and not is_peft_model(model):
         config = copy.deepcopy(config)
-        config.architectures = [type(model).__name__]
+        config.architectures = [own_class(model).__name__]
         config.dtype = str(getattr(model, "dtype", torch.float32)).removeprefix("torch.")
         config.save_pretrained(staging)
         generation: Any = getattr(model, "generation_config", None)

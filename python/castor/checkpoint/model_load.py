@@ -24,6 +24,7 @@ from castor.config.names import LoadedWeights
 from castor.errors import CheckpointError
 from castor.runtime.boosted_model import compiled_from
 from castor.runtime.engine import Engine, being_loaded, engines_holding
+from castor.runtime.shards import fill, own_class
 
 Sources = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
@@ -102,7 +103,7 @@ class ModelLoad:
                 engine.session.adopt(index, own_part(engine, target, source).contiguous())
                 torch.autograd.graph.increment_version(target)
                 return
-        target.copy_(source)
+        fill(target, source)
 
 
 def load_model(model: nn.Module, directory: Path, *, strict: bool) -> _IncompatibleKeys:
@@ -217,7 +218,7 @@ def _through_transformers(
     """
     floats = {entry.dtype for entry in stored.values() if entry.dtype.is_floating_point}
     dtype = max(floats, key=lambda kind: torch.finfo(kind).bits, default=torch.float32)
-    model_class: Any = type(model)
+    model_class: Any = own_class(model)
     # It initialises what the checkpoint lacks: the run's random numbers are not for that.
     with torch.random.fork_rng(devices=[]):
         loaded, info = model_class.from_pretrained(

@@ -24,7 +24,7 @@ from castor.checkpoint.container import (
 )
 from castor.checkpoint.files import OVERHEAD_BYTES, PIECE_BYTES, FileEntry, write_file
 from castor.checkpoint.model import seal_part
-from castor.checkpoint.parts import names_in_whole, optimizer_in_whole
+from castor.checkpoint.parts import names_in_whole, optimizer_in_whole, shards_in_whole
 from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.staging import staged
 from castor.checkpoint.values import encode
@@ -136,7 +136,8 @@ def state_of_optimizer(optimizer: Optimizer, model: nn.Module | None) -> Optimiz
     """
     driver = driver_of(optimizer)
     names = names_of(optimizer, model)
-    tensors, numbers = tensors_and_numbers(optimizer, model)
+    own, numbers = tensors_and_numbers(optimizer, model)
+    tensors = shards_in_whole(model, own, "optimizer")
     groups: Sequence[Sequence[str]] = [
         [names[param] for param in group["params"]] for group in optimizer.param_groups
     ]

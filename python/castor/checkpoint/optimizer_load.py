@@ -22,6 +22,7 @@ from castor.checkpoint.parts import names_of_others, own_part, whole_shape
 from castor.checkpoint.staging import recover
 from castor.checkpoint.values import decode
 from castor.errors import CheckpointError, UsageError
+from castor.runtime.shards import fill, own_shard
 
 _ADAM_ENTRIES = {"step", "exp_avg", "exp_avg_sq"}
 _ADAM_LIKE = _ADAM_ENTRIES | {"max_exp_avg_sq", "master"}
@@ -63,6 +64,7 @@ class OptimizerLoad:
                 value = files[entry.path].get_tensor(key)
                 if driver is not None:
                     value = own_part(driver.engine, params[name], value)
+                value = own_shard(params[name], value)
                 entries[name][field] = value
             for name, numbers in self.numbers.items():
                 entries[name].update(numbers)
@@ -110,7 +112,7 @@ class OptimizerLoad:
             ):
                 continue
             if param.dtype == torch.float32:
-                param.copy_(master)  # it is its own master
+                fill(param, master)  # it is its own master
             elif _keeps_masters(self.optimizer):
                 entries[name]["master"] = master
             else:

@@ -7,8 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from castor.checkpoint.container import ComputedTensor, SavedTensor
+from castor.runtime import shards
 from castor.runtime.engine import Engine
 from castor.runtime.model_parts import Described, ModelParts
 
@@ -66,6 +69,20 @@ def optimizer_in_whole(
         {name: others[name] for name in names if name in others},
         groups,
     )
+
+
+def shards_in_whole(
+    model: nn.Module | None, tensors: Mapping[str, SavedTensor], kind: str
+) -> dict[str, SavedTensor]:
+    """As model_in_whole, where torch divides tensors; `kind`: where other ranks look keys up."""
+    saved = dict(tensors)
+    for key, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            compute = partial(shards.whole, model, f"{kind}:{key}", tensor)
+            saved[key] = ComputedTensor(
+                dtype=tensor.dtype, shape=tuple(tensor.shape), compute=compute
+            )
+    return saved
 
 
 def _cut_in_whole(

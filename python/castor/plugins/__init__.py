@@ -5,6 +5,7 @@ from castor.plugins.hybrid import HybridParallelPlugin
 from castor.plugins.low_level_zero import LowLevelZeroPlugin
 from castor.plugins.protocol import Plugin
 from castor.plugins.torch_ddp import TorchDDPPlugin
+from castor.plugins.torch_fsdp import TorchFSDPPlugin
 
 __all__ = [
     "GeminiPlugin",
@@ -12,4 +13,5 @@ __all__ = [
     "LowLevelZeroPlugin",
     "Plugin",
     "TorchDDPPlugin",
+    "TorchFSDPPlugin",
 ]

@@ -140,7 +140,7 @@ class Division:
                 model, self._plan_of_layers(model), layout.tensor, divide_loss=self.loss
             )
         if layout.stages and layout.between_stages and self.stages:
-            _check_states(optimizers, f"the whole model, which pp_size={layout.stages.size}")
+            check_states(optimizers, f"the whole model, which pp_size={layout.stages.size}")
             stages = PipelineParallel(
                 model,
                 find_pipeline_plan(model),
@@ -182,10 +182,11 @@ def _check_updates(optimizers: Sequence[Optimizer], asked: str, state_format: St
                 "matrices as if they were whole; use Adam, AdamW or HybridAdam, which step "
                 "elements"
             )
-    _check_states(optimizers, f"whole parameters, which {asked}")
+    check_states(optimizers, f"whole parameters, which {asked}")
 
 
-def _check_states(optimizers: Sequence[Optimizer], of_what: str) -> None:
+def check_states(optimizers: Sequence[Optimizer], of_what: str) -> None:
+    """Raises UsageError of an optimizer that has stepped whole parameters."""
     for optimizer in optimizers:
         if optimizer.state:
             raise UsageError(

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import distributed, nn
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.distributed_c10d import GroupMember
 from torch.distributed.rendezvous import rendezvous
 
@@ -53,6 +53,16 @@ def launch_from_torch() -> None:
         world_size=size,
     )
     atexit.register(leave)
+
+
+def be_alone() -> None:
+    """Makes torch.distributed's default process group of this process alone.
+
+    For classes of torch's that do not work without one. No effect where there is one.
+    """
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        atexit.register(leave)
 
 
 def leave() -> None:

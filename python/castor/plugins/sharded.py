@@ -1,0 +1,117 @@
+"""torch's fully_shard on a model that stays the same object."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from castor.activations.blocks import find_blocks
+from castor.errors import UsageError
+from castor.runtime.hooks import ModuleHook
+from castor.runtime.model_parts import OwnParts
+from castor.runtime.ranks import Peers, Result
+from castor.runtime.shards import Shards
+from castor.runtime.torch_model import TorchModel
+
+
+class ShardedModel(TorchModel):
+    """One of which every rank has a part of each parameter, and fully_shard brings them together.
+
+    Between passes the model's parameters are the parts: after a forward without gradients as after
+    a backward.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], *, ranks: Peers | None
+    ) -> None:
+        """See TorchModel; the model is divided."""
+        super().__init__(model, optimizers, ranks=ranks, trained_by="fully_shard")
+        self._model = weakref.ref(model)
+        self._shards = Shards(model, ranks)
+        model.register_forward_pre_hook(ModuleHook(_forward_begins, self))
+        model.register_forward_hook(ModuleHook(_forward_is_over), always_call=True)
+
+    def synchronise(self, on: bool) -> None:
+        """See TorchModel."""
+        super().synchronise(on)
+        model: Any = self._model()
+        if model is not None:
+            model.set_requires_gradient_sync(on)
+
+    def bring_together(self) -> None:
+        """See TorchModel.
+
+        Raises:
+            UsageError: The last backward was under no_sync, on whichever rank.
+        """
+        if self.ranks and any(self.ranks.gather(self.apart)):
+            raise UsageError(
+                "the last backward before this step was under booster.no_sync, and fully_shard "
+                "brings the ranks' gradients together in a backward alone: run the last "
+                "micro-batch outside it"
+            )
+
+    def gather(self, value: Any) -> list[Any]:
+        """See BoostedModel."""
+        self._reshard()
+        return super().gather(value)
+
+    def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
+        """See BoostedModel."""
+        self._reshard()
+        return self._shards.on_first(work, parts_of)
+
+    def _reshard(self) -> None:
+        """After a forward whose backward has not come."""
+        model = self._model()
+        for module in model.modules() if model is not None else ():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def groups_of(model: nn.Module) -> list[nn.Module]:
+    """What is gathered at once: blocks that share no parameter, and the model with what is left."""
+    owners: dict[nn.Parameter, set[int]] = {}
+    blocks = list(find_blocks(model).values())
+    inside = {id(module): i for i, block in enumerate(blocks) for module in block.modules()}
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                owners.setdefault(param, set()).add(inside.get(id(module), -1))
+    own = [all(len(owners[param]) == 1 for param in block.parameters()) for block in blocks]
+    return [*(block for block, alone in zip(blocks, own, strict=True) if alone), model]
+
+
+def check_divisible(model: nn.Module) -> None:
+    """Raises UsageError of a parameter that fully_shard does not take."""
+    for name, param in model.named_parameters():
+        wrong = "has no dimension" if param.ndim == 0 else "is not contiguous"
+        if param.ndim == 0 or not param.is_contiguous():
+            raise UsageError(
+                f"parameter '{name}' {wrong}, and fully_shard divides contiguous ones by their "
+                "first dimension: change it, or use TorchDDPPlugin"
+            )
+
+
+def repoint(optimizers: Sequence[Optimizer], new: dict[torch.Tensor, torch.Tensor]) -> None:
+    """Has optimizers step the parameters that stand for the ones that they were made with."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"][:] = [new[param] for param in group["params"]]
+
+
+def _forward_begins(boosted: ShardedModel, *_: Any) -> None:
+    if torch.is_grad_enabled():
+        boosted.forward_begins()
+
+
+def _forward_is_over(module: nn.Module, *_: Any) -> None:
+    """Without gradients no backward makes parts of the parameters that came together last."""
+    if not torch.is_grad_enabled() and isinstance(module, FSDPModule):
+        module.reshard()

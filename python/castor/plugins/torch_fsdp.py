@@ -1,0 +1,180 @@
+"""torch's fully_shard under castor's loop (FSDP2; Colossal-AI's TorchFSDPPlugin)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.optim import Optimizer
+
+from castor.checkpoint.adapters import is_peft_model
+from castor.optim.held_params import held_params
+from castor.optim.hybrid_adam import HybridAdam
+from castor.optim.torch_step import TorchStep
+from castor.plugins.divide import check_states
+from castor.plugins.sharded import ShardedModel, check_divisible, groups_of, repoint
+from castor.plugins.torch_settings import TorchPlugin
+from castor.runtime.ranks import be_alone, own_group
+
+_NEUTRAL: dict[str, tuple[object, str]] = {
+    "process_group": (None, "all ranks divide the model"),
+    "sharding_strategy": (None, "give reshard_after_forward; TorchDDPPlugin divides nothing"),
+    "auto_wrap_policy": (None, "the model's blocks come together one by one"),
+    "backward_prefetch": (None, "fully_shard gathers ahead by itself"),
+    "ignored_modules": (None, "all parameters are divided"),
+    "param_init_fn": (None, "build the model in castor.LazyInitContext"),
+    "fp8_communication": (False, "give mixed_precision"),
+}
+"""Arguments of Colossal-AI's plugin that do nothing here."""
+
+
+class TorchFSDPPlugin(TorchPlugin):
+    """Every rank keeps a part of each parameter, gradient and state (Zhao et al. 2023).
+
+    torch.distributed.fsdp.fully_shard divides the model's blocks, as castor finds them, and then
+    what is left: a block's parameters are whole while it computes. Between passes the parameters,
+    p.grad and optimizer.state are DTensors; boost gives the optimizer the new parameters, and
+    references from before it are of tensors that nobody trains. Every rank runs the same forwards,
+    also without gradients.
+
+    Names of arguments are Colossal-AI's, fully_shard's or GeminiPlugin's; all are keyword-only.
+
+    Args:
+        reshard_after_forward: Whether a block's parameters are divided again after its forward, and
+            gathered once more for its backward; a whole number of ranks: divided among so many.
+            None: all but the model's own.
+        cpu_offload: Whether parts wait on the host, where the optimizer steps: True, False or a
+            torch CPUOffloadPolicy. On the CPU device that is where they are.
+        mixed_precision: A torch MixedPrecisionPolicy, instead of precision.
+        sync_module_states: Whether rank 0's values become every rank's at boost. False: each has
+            made the same ones.
+        device: Where the model computes; only "cpu".
+        precision: "fp32", or "bf16": parameters are gathered and computed with in bfloat16,
+            gradients are added up in float32. Parts and states are float32. Default: "fp32".
+        max_norm: As in TorchDDPPlugin, and so the following.
+        norm_type: Only 2.0.
+        nonfinite: "skip", "raise" or "ignore".
+        **neutral: Arguments of Colossal-AI's plugin at the value that asks for nothing.
+
+    Raises:
+        ValueError: A value is out of range, or precision and mixed_precision are both given.
+        TypeError: A value has the wrong type, or an argument does not exist or is of castor's
+            chunks.
+        NotImplementedError: An argument asks for what this version lacks; the message names it.
+    """
+
+    def __init__(
+        self,
+        *,
+        reshard_after_forward: bool | int | None = None,
+        cpu_offload: bool | CPUOffloadPolicy | None = None,
+        mixed_precision: MixedPrecisionPolicy | None = None,
+        sync_module_states: bool = True,
+        device: str | torch.device | None = None,
+        precision: str | None = None,
+        max_norm: float = 0.0,
+        norm_type: float = 2.0,
+        nonfinite: str = "skip",
+        **neutral: Any,
+    ) -> None:
+        super().__init__(
+            device=device,
+            precision=precision or "fp32",
+            max_norm=max_norm,
+            norm_type=norm_type,
+            nonfinite=nonfinite,
+            neutral=_NEUTRAL,
+            others=neutral,
+        )
+        if precision is not None and mixed_precision is not None:
+            raise ValueError(
+                f"precision={precision!r} and mixed_precision both say what passes compute in; "
+                "give one"
+            )
+        if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecisionPolicy):
+            raise TypeError(
+                f"mixed_precision is a {type(mixed_precision).__name__}; give a "
+                "torch.distributed.fsdp.MixedPrecisionPolicy"
+            )
+        if not isinstance(cpu_offload, bool | CPUOffloadPolicy | None):
+            raise TypeError(
+                f"cpu_offload is a {type(cpu_offload).__name__}; give True, False or a "
+                "torch.distributed.fsdp.CPUOffloadPolicy"
+            )
+        if not isinstance(sync_module_states, bool):
+            raise TypeError(f"sync_module_states is {sync_module_states!r}; give True or False")
+        if not isinstance(reshard_after_forward, bool | int | None):
+            raise TypeError(
+                f"reshard_after_forward is {reshard_after_forward!r}; give True, False, a number "
+                "of ranks or None"
+            )
+        if cpu_offload is True:
+            cpu_offload = CPUOffloadPolicy(pin_memory=self.settings.device != "cpu")
+        self._sync_module_states = sync_module_states
+        dtype = self.settings.compute_dtype
+        self._options: dict[str, Any] = {
+            "reshard_after_forward": reshard_after_forward,
+            "offload_policy": cpu_offload or OffloadPolicy(),
+            "mp_policy": mixed_precision
+            or MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32),
+        }
+
+    def configure(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> ShardedModel:
+        """Takes model and optimizers over, in place. Called by Booster.boost.
+
+        Raises:
+            UsageError: The model or an optimizer cannot be boosted, or the ranks were given
+                different ones; neither is changed.
+            NotImplementedError: An optimizer, or a PeftModel.
+            ValueError: reshard_after_forward is a number that does not divide the ranks.
+        """
+        if optimizers:
+            held_params(model, optimizers)
+        self._check_divisible(model, optimizers)
+        ranks = self._join(model, optimizers)
+        self._give_values(model)
+        if ranks is None:
+            be_alone()
+        elif self._sync_module_states:
+            for tensor in (*model.parameters(), *model.buffers()):
+                ranks.share(tensor)
+        group = own_group([range(ranks.size if ranks else 1)])
+        mesh = DeviceMesh.from_group(group, "cpu")
+        before = dict(model.named_parameters())
+        for module in groups_of(model):
+            fully_shard(module, mesh=mesh, **self._options)
+        after = dict(model.named_parameters())
+        repoint(optimizers, {param: after[name] for name, param in before.items()})
+        boosted = ShardedModel(model, optimizers, ranks=ranks)
+        TorchStep(
+            boosted,
+            model,
+            optimizers,
+            max_norm=self.settings.max_norm,
+            nonfinite=self.settings.nonfinite,
+        )
+        return boosted
+
+    def _check_divisible(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        check_divisible(model)
+        if is_peft_model(model):
+            raise NotImplementedError(
+                "TorchFSDPPlugin does not divide PeftModels, whose files are of their adapters "
+                "alone: use TorchDDPPlugin"
+            )
+        for optimizer in optimizers:
+            if isinstance(optimizer, HybridAdam):
+                raise NotImplementedError(
+                    "HybridAdam steps whole tensors, and TorchFSDPPlugin leaves each rank a part: "
+                    "use torch.optim.AdamW"
+                )
+        check_states(optimizers, "whole parameters, which fully_shard's")

@@ -1,0 +1,136 @@
+"""Parameters of which each rank has a part (torch's DTensor), and their way from and to files."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from castor.errors import CheckpointError, Error
+from castor.runtime.boosted_model import compiled_from
+from castor.runtime.model_parts import OwnParts
+from castor.runtime.ranks import Peers, Result
+
+_shards: weakref.WeakKeyDictionary[nn.Module, Shards] = weakref.WeakKeyDictionary()
+
+
+class Shards:
+    """The ranks that divide the parameters of a model. All make the same calls."""
+
+    def __init__(self, model: nn.Module, ranks: Peers | None) -> None:
+        """From now on `whole` finds it.
+
+        Args:
+            model: Divided.
+            ranks: None: this process has all parts.
+        """
+        self._ranks = ranks
+        _shards[model] = self
+
+    def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
+        """Runs `work` on rank 0, for all, which may ask for whole tensors meanwhile. Collective."""
+        if self._ranks is None:
+            return work()
+        return self._ranks.on_first(
+            work, serve=lambda: self._serve(parts_of), end_service=lambda: self._end()
+        )
+
+    def whole(self, key: str, own: DTensor) -> torch.Tensor:
+        """The whole of a tensor, on the rank that `work` runs on; every rank holds it meanwhile.
+
+        Args:
+            key: By which the other ranks find their parts.
+            own: This rank's.
+
+        Raises:
+            Error: Another rank cannot read its part.
+        """
+        if self._ranks is None:
+            return _together(own)
+        self._ranks.gather(key)
+        return self._join(self._ranks, key, own, None)
+
+    def _end(self) -> None:
+        if self._ranks:
+            self._ranks.gather(None)
+
+    def _serve(self, parts_of: OwnParts) -> None:
+        ranks = self._ranks
+        while ranks and (key := ranks.gather(None)[0]) is not None:
+            own, failed = None, None
+            try:
+                _, own = parts_of.find(key)
+            except Exception as error:
+                failed = f"rank {ranks.rank}: {type(error).__name__}: {error}"
+            with suppress(Error):  # rank 0 raises it
+                self._join(ranks, key, own, failed)
+
+    def _join(
+        self, ranks: Peers, key: str, own: torch.Tensor | None, failed: str | None
+    ) -> torch.Tensor:
+        failures = [one for one in ranks.gather(failed) if one]
+        if failures or not isinstance(own, DTensor):
+            raise Error(f"'{key}' cannot be put together: {failures[0]}")
+        return _together(own)
+
+
+def whole(model: nn.Module | None, key: str, own: DTensor) -> torch.Tensor:
+    """The whole of a tensor of a model, in memory of the host. Called while a save runs on rank 0.
+
+    Raises:
+        CheckpointError: It was not castor that divided the model.
+    """
+    shards = None if model is None else _shards.get(compiled_from(model))
+    if shards is None:
+        name = key.partition(":")[2]
+        raise CheckpointError(
+            f"tensor '{name}' is a DTensor of a model that castor did not divide; boost it with "
+            "TorchFSDPPlugin, or save it with torch.distributed.checkpoint"
+        )
+    return shards.whole(key, own)
+
+
+def own_shard(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """What this rank keeps of whole values, in memory of its own.
+
+    Args:
+        like: A parameter or a buffer, divided or not.
+        values: Of its whole shape; any other, as a count of steps, is kept as it is.
+
+    Returns:
+        Divided as `like` is.
+    """
+    if not isinstance(like, DTensor) or values.shape != like.shape:
+        return values
+    shards = distribute_tensor(
+        values.detach().to(like.device), like.device_mesh, like.placements, src_data_rank=None
+    )
+    return shards.clone()
+
+
+@torch.no_grad()
+def fill(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copies whole values into a tensor, or into this rank's part of it."""
+    if isinstance(target, DTensor):
+        shard = own_shard(target, values)
+        assert isinstance(shard, DTensor)
+        target.to_local().copy_(shard.to_local())
+        torch.autograd.graph.increment_version(target)
+    else:
+        target.copy_(values)
+
+
+def own_class(model: nn.Module) -> type:
+    """The class that a model had before fully_shard put one before it."""
+    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+
+
+@torch.no_grad()
+def _together(own: DTensor) -> torch.Tensor:
+    together: torch.Tensor = own.full_tensor()
+    return together.detach().cpu()
