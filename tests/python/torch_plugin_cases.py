@@ -1,6 +1,15 @@
 """What tests of torch's own classes under castor's loop run on ranks; see rank_cases.py."""
 
+import copy
+import gc
+import inspect
+import io
+import json
+import os
+import signal
 import sys
+import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,10 +20,15 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import castor
+from castor.optim.torch_step import torch_step_of
 from castor.plugins import Plugin
+from castor.runtime.boosted_model import _models
+from castor.runtime.torch_model import here
 from helpers import GIB
-from rank_cases import EXACT, STEPS, RankCase
-from zoo import Tower
+from rank_cases import EXACT, STEPS, RankCase, _uneven
+from tensor_cases import _write_own
+from zoo import CASES as ZOO
+from zoo import Tower, tower, tower_batch
 
 CASE = EXACT["gpt2"]
 MAX_NORM = 0.5
@@ -25,7 +39,9 @@ PLUGINS: dict[str, Callable[..., Plugin]] = {
     "ddp": lambda **s: castor.TorchDDPPlugin(device="cpu", **s),
     "fsdp": lambda **s: castor.TorchFSDPPlugin(device="cpu", **s),
 }
-CASES = {name: EXACT[name] for name in ("gpt2", "llama", "t5", "mixtral", "frozen", "lazy")}
+TORCHS = ("ddp", "fsdp")
+"""Of these, those that train with torch's own classes."""
+CASES = {name: EXACT[name] for name in ("gpt2", "t5", "mixtral", "checkpointed", "frozen", "lazy")}
 """That the ranks pass through alike."""
 
 FSDP_SETTINGS: dict[str, dict[str, Any]] = {
@@ -50,6 +66,9 @@ class Normed(Tower):
 def normed() -> Normed:
     torch.manual_seed(7)
     return Normed()
+
+
+NORMED = RankCase(normed, lambda model, seed, _: model(**tower_batch(seed)))
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -141,7 +160,7 @@ def same_script(directory: Path) -> None:
     for name in PLUGINS:
         booster, model, optimizer = boost(PLUGINS[name](max_norm=MAX_NORM), CASE.build())
         losses = script(booster, model, optimizer, range(rank, rank + 1))
-        booster.save_model(model, directory / name)
+        booster.save_model(model, directory / f"{name}-trained")
         report = booster.report(model)
         found[name] = losses, report.gradient_norm, report.steps, (report.rank, report.ranks)
     torch.save(found, directory / f"losses.{rank}.pt")
@@ -187,8 +206,215 @@ def saved_by_each(directory: Path) -> None:
             booster.save(directory / f"{saved_by}-{name}-parts", model, optimizer, step=3)
 
 
+def apart(directory: Path) -> None:
+    """What no_sync leaves apart: a step without a pass outside, and gradients of one rank alone."""
+    rank = distributed.get_rank()
+    said: dict[str, Any] = {}
+    for name in TORCHS:
+        booster, model, optimizer = boost(PLUGINS[name](), _uneven())
+        for micro in range(2):
+            with booster.no_sync(model):
+                skip = 2 if rank == 1 else None
+                booster.backward(model(**tower_batch(10 * micro + rank), skip=skip), optimizer)
+        try:
+            optimizer.step()
+            said[name] = {n: p.grad for n, p in model.named_parameters()}
+        except castor.UsageError as error:
+            said[name] = str(error)
+    torch.save(said, directory / f"apart.{rank}.pt")
+
+
+def astride(directory: Path) -> None:
+    """A forward under no_sync with its backward outside, and the other way round."""
+    rank = distributed.get_rank()
+    found: dict[str, Any] = {}
+    for name in TORCHS:
+        for inside in ("forward", "backward"):
+            booster, model, optimizer = boost(PLUGINS[name](), tower())
+            with booster.no_sync(model) if inside == "forward" else nullcontext():
+                loss = model(**tower_batch(rank))
+            with booster.no_sync(model) if inside == "backward" else nullcontext():
+                booster.backward(loss, optimizer)
+            try:
+                optimizer.step()
+                first = next(model.parameters())
+                norm = booster.report(model).gradient_norm
+                found[f"{name} {inside}"] = norm if first.grad is not None else "no gradient"
+            except castor.UsageError:
+                found[f"{name} {inside}"] = "refused"
+    _write_own(directory, "astride", found)
+
+
+def accumulated(directory: Path) -> None:
+    """Two micro-batches a step, the first under no_sync."""
+    rank = distributed.get_rank()
+    own = [2 * rank, 2 * rank + 1]
+    found = {name: trained(name, own)[0] for name in TORCHS}
+    torch.save(found, directory / f"accumulated.{rank}.pt")
+
+
+def narrow() -> nn.Module:
+    """With parameters of fewer rows than there are ranks."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def on_three(directory: Path) -> None:
+    """Parts that are uneven or empty are saved and read."""
+    rank = distributed.get_rank()
+    booster, model, optimizer = boost(PLUGINS["fsdp"](max_norm=MAX_NORM), narrow())
+
+    def step(seed: int) -> float:
+        loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))).sum()
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    step(rank)
+    booster.save(directory / "first", model, optimizer)
+    losses = [step(10 + rank)]
+    booster.load(directory / "first", model, optimizer)
+    booster.save(directory / "again", model, optimizer)
+    losses.append(step(10 + rank))
+    rows = [len(here(param)) for param in model.parameters()]
+    _write_own(directory, "on_three", [losses, rows, booster.report(model).steps])
+
+
+def buffers(directory: Path) -> None:
+    """Statistics of batches, of a model that keeps them."""
+    rank = distributed.get_rank()
+    found = {}
+    for broadcast in (True, False):
+        booster, model, optimizer = boost(PLUGINS["ddp"](broadcast_buffers=broadcast), normed())
+        script(booster, model, optimizer, range(rank, rank + 1), case=NORMED, steps=2)
+        with torch.no_grad():
+            if rank == 0:
+                model.eval()(**tower_batch(99))  # alone: nobody waits for it
+        found[broadcast] = model.get_buffer("norm.running_mean").clone()
+    torch.save(found, directory / f"buffers.{rank}.pt")
+
+
+def not_finite(directory: Path) -> None:
+    """One rank's gradient is not finite: all leave the step out, and go on."""
+    rank = distributed.get_rank()
+    found: dict[str, Any] = {}
+    for name in TORCHS:
+        booster, model, optimizer = boost(PLUGINS[name](max_norm=MAX_NORM), CASE.build())
+        own = range(rank, rank + 1)
+        script(booster, model, optimizer, own, steps=1)
+        before = [values.clone() for values in _here(model)]
+        loss = CASE.loss(model, 1, rank) * (float("inf") if rank == 1 else 1.0)
+        booster.backward(loss, optimizer)
+        with warnings.catch_warnings(record=True) as caught:
+            optimizer.step()
+        gradients = all(param.grad is not None for param in model.parameters())
+        optimizer.zero_grad()
+        kept = all(map(torch.equal, before, _here(model)))
+        report = booster.report(model)
+        figures = (report.steps, report.skipped_steps, report.step_skipped)
+        script(booster, model, optimizer, own, steps=1)
+        moved = not any(map(torch.equal, before, _here(model)))
+        skips = booster.report(model).skipped_steps
+        found[name] = [len(caught), gradients, kept, figures, moved, skips]
+    _write_own(directory, "not_finite", found)
+
+
+def others(directory: Path) -> None:
+    """Ranks are given different settings, and different models."""
+    rank = distributed.get_rank()
+    said = []
+    given = ((PLUGINS["ddp"](max_norm=1.0 + rank), 32), (PLUGINS["fsdp"](), 32 + rank))
+    for plugin, width in given:
+        try:
+            boost(plugin, tower(width=width))
+        except castor.UsageError as error:
+            said.append(str(error))
+    _write_own(directory, "others", said)
+
+
+def copies(directory: Path) -> None:
+    """A model under DistributedDataParallel is copied and pickled, and called by its signature."""
+    booster, model, optimizer = boost(PLUGINS["ddp"](), CASE.build())
+    script(booster, model, optimizer, [distributed.get_rank()], steps=1)
+    batch = ZOO["gpt2"].batch(5)
+    copied = copy.deepcopy(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    read = torch.load(buffer, weights_only=False)
+    copied_optimizer = copy.deepcopy(optimizer)
+    outputs = [one(**batch).logits for one in (model, copied, read)]
+    found = {
+        "equal": all(torch.equal(outputs[0], one) for one in outputs),
+        "boosted": [one in _models for one in (model, copied, read)],
+        "steps": torch_step_of(copied_optimizer) is not None,
+        "signature": str(inspect.signature(model.forward)) == str(inspect.signature(read.forward)),
+        "tokens": model.generate(batch["input_ids"], max_new_tokens=2, do_sample=False).shape[1],
+    }
+    _write_own(directory, "copies", found)
+
+
+def lifetimes(directory: Path) -> None:
+    """Whether a model and its optimizer go while their Booster lives."""
+    own = [distributed.get_rank()]
+    gone = []
+    for name in TORCHS:
+        booster, model, optimizer = boost(PLUGINS[name](), CASE.build())
+        script(booster, model, optimizer, own, steps=2)
+        held = [weakref.ref(one) for one in (model, optimizer, next(model.parameters()))]
+        del model, optimizer
+        gc.collect()
+        gone.append([ref() is None for ref in held])
+    _write_own(directory, "lifetimes", gone)
+
+
+def each(directory: Path) -> None:
+    """What takes one start of the processes together."""
+    for scenario in (
+        *(ddp_and_torch, same_script, all_cases_divided, saved_by_each),
+        *(accumulated, apart, astride, buffers, not_finite, others, copies, lifetimes),
+    ):
+        scenario(directory)
+
+
+def killed(_: Path) -> None:
+    """Rank 1 goes in a pass; CASTOR_TEST_PLUGIN: under which plugin."""
+    rank = distributed.get_rank()
+    booster, model, optimizer = boost(PLUGINS[os.environ["CASTOR_TEST_PLUGIN"]](), CASE.build())
+    for step in range(1000):
+        loss = CASE.loss(model, step, rank)
+        if rank == 1 and step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def alone(directory: Path) -> None:
+    """No launcher, no ranks."""
+    found: dict[str, Any] = {}
+    for name in TORCHS:
+        booster, model, optimizer = boost(PLUGINS[name](max_norm=MAX_NORM), CASE.build())
+        losses = script(booster, model, optimizer, range(2), steps=4)
+        booster.save(directory / name, model, optimizer)
+        report = booster.report(model)
+        found[name] = [losses, report.ranks, report.parameter_bytes, report.optimizer_bytes]
+        with booster.no_sync(model):
+            booster.backward(CASE.loss(model, 0, 0), optimizer)
+        optimizer.step()
+        found[name].append(booster.report(model).gradient_norm)
+    (directory / "alone.json").write_text(json.dumps(found))
+
+
+def _here(model: nn.Module) -> list[torch.Tensor]:
+    return [here(param.detach()) for param in model.parameters()]
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    castor.launch_from_torch()
+    if "RANK" in os.environ:
+        castor.launch_from_torch()
     globals()[sys.argv[1]](Path(sys.argv[2]))
-    distributed.barrier()
+    if "RANK" in os.environ:
+        distributed.barrier()

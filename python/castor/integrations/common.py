@@ -103,9 +103,15 @@ def check_plugin(plugin: GeminiPlugin, clips: str) -> None:
         clips: What in the loop clips gradients.
 
     Raises:
+        TypeError: It is another plugin.
         NotImplementedError: Its precision is fp16.
         UsageError: Plugin and loop would both do the same, or one before the other.
     """
+    if not isinstance(plugin, GeminiPlugin):
+        raise TypeError(
+            f"a framework's loop trains with GeminiPlugin, and was given a "
+            f"{type(plugin).__name__}: for torch's classes use the framework's own"
+        )
     config = plugin.config
     if config.precision == "fp16":
         raise NotImplementedError(

@@ -117,5 +117,5 @@ class ReplicatedForward(CastingForward):
         with self._casting():
             if not torch.is_grad_enabled():
                 return self._forward(*args, **kwargs)
-            self._boosted.forward_begins()
+            self._boosted.pass_begins()  # here DistributedDataParallel asks whether no_sync is on
             return self._ddp(*args, **kwargs)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from castor.activations.blocks import find_blocks
 from castor.errors import UsageError
@@ -35,13 +37,13 @@ class ShardedModel(TorchModel):
         self._model = weakref.ref(model)
         self._shards = Shards(model, ranks)
         model.register_forward_pre_hook(ModuleHook(_forward_begins, self))
-        model.register_forward_hook(ModuleHook(_forward_is_over), always_call=True)
+        model.register_forward_hook(ModuleHook(_forward_is_over, self), always_call=True)
 
     def synchronise(self, on: bool) -> None:
         """See TorchModel."""
         super().synchronise(on)
         model: Any = self._model()
-        if model is not None:
+        if model is not None and self.ranks is not None:  # alone, each backward may as well
             model.set_requires_gradient_sync(on)
 
     def bring_together(self) -> None:
@@ -108,10 +110,18 @@ def repoint(optimizers: Sequence[Optimizer], new: dict[torch.Tensor, torch.Tenso
 
 def _forward_begins(boosted: ShardedModel, *_: Any) -> None:
     if torch.is_grad_enabled():
-        boosted.forward_begins()
+        boosted.pass_begins()
 
 
-def _forward_is_over(module: nn.Module, *_: Any) -> None:
-    """Without gradients no backward makes parts of the parameters that came together last."""
-    if not torch.is_grad_enabled() and isinstance(module, FSDPModule):
-        module.reshard()
+def _forward_is_over(boosted: ShardedModel, module: Any, _: Any, output: Any) -> None:
+    if not torch.is_grad_enabled():
+        module.reshard()  # no backward does it
+        return
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            tensor.register_hook(partial(_backward_begins, boosted))
+
+
+def _backward_begins(boosted: ShardedModel, _: torch.Tensor) -> None:
+    """It is here that fully_shard asks whether no_sync is on."""
+    boosted.pass_begins()

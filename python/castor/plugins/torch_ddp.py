@@ -104,6 +104,7 @@ class TorchDDPPlugin(TorchPlugin):
                 different ones; neither is changed.
             NotImplementedError: An optimizer is not supported.
         """
+        self._check(model, optimizers)
         if optimizers:
             held_params(model, optimizers)
         ranks = self._join(model, optimizers)

@@ -137,6 +137,7 @@ class TorchFSDPPlugin(TorchPlugin):
             NotImplementedError: An optimizer, or a PeftModel.
             ValueError: reshard_after_forward is a number that does not divide the ranks.
         """
+        self._check(model, optimizers)
         if optimizers:
             held_params(model, optimizers)
         self._check_divisible(model, optimizers)

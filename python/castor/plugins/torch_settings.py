@@ -128,13 +128,11 @@ class TorchPlugin:
         options |= {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
         return loader_of_rank(dataset, data_rank_and_size(1), batch_size=batch_size, **options)
 
-    def _join(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Peers | None:
-        """The ranks that share the model, which all have been given the same; None: alone.
-
-        Nothing is changed. Collective.
+    def _check(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Raises what keeps this process from boosting them; nothing is changed.
 
         Raises:
-            UsageError: Model or optimizer cannot be boosted, or two ranks differ.
+            UsageError: Model or optimizer cannot be boosted.
             NotImplementedError: LBFGS.
         """
         check_inactive()
@@ -147,6 +145,15 @@ class TorchPlugin:
                 raise NotImplementedError(
                     "LBFGS evaluates the model inside step; castor cannot run it"
                 )
+
+    def _join(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Peers | None:
+        """The ranks that share the model, which all have been given the same; None: alone.
+
+        Nothing is changed. Collective.
+
+        Raises:
+            UsageError: Two ranks differ.
+        """
         rank, size = rank_and_size()
         if size == 1:
             return None

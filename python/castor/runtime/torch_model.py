@@ -58,7 +58,7 @@ class TorchModel:
         self.steps = 0
         """Those since boost."""
         self.apart = False
-        """Whether the last forward was under no_sync: its gradients are this rank's alone."""
+        """Whether the last pass was under no_sync: its gradients are this rank's alone."""
         self._synchronised = True
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         guard(model)
@@ -92,8 +92,8 @@ class TorchModel:
         """Whether passes from now on bring the ranks' gradients together."""
         self._synchronised = on
 
-    def forward_begins(self) -> None:
-        """Before a forward whose backward may follow."""
+    def pass_begins(self) -> None:
+        """Where no_sync decides over the gradients of a pass."""
         self.apart = self.shared and not self._synchronised
 
     def bring_together(self) -> None:
