@@ -68,7 +68,7 @@ Runtime::Runtime(ChunkManager& manager, std::shared_ptr<NonModelMemory> nonmodel
       options_(options),
       clock_(std::move(clock)),
       uses_(layout_.params().size(), 0),
-      grads_missing_(layout_.chunks().size(), 0),
+      gradients_(layout_),
       prefetched_(layout_.chunks().size(), false),
       timeline_(clock_, layout_.chunks().size()) {
   check_options(options_);
@@ -84,9 +84,6 @@ Runtime::Runtime(ChunkManager& manager, std::shared_ptr<NonModelMemory> nonmodel
                             format_bytes(largest.bytes + fixed_device_bytes_) +
                             " plus room for activations, or a smaller chunk_bytes");
     }
-  }
-  for (std::size_t i = 0; i < grads_missing_.size(); ++i) {
-    grads_missing_[i] = static_cast<std::uint32_t>(layout_.chunks()[i].params.size());
   }
   manager_.record_into(&timeline_);
   nonmodel_->set_reclaimer(this);
@@ -306,18 +303,15 @@ bool Runtime::grad_ready(ParamId param, const GradientCopy& copy) {
   if (copy.bytes > 0) {
     timeline_.gradient_copied(chunk, copy.bytes, copy.start_ns, copy.end_ns);
   }
-  if (manager_.state(param) == TensorState::kReadyForReduce) {
-    return false;  // a reentrant checkpoint delivers a gradient in parts
+  if (manager_.state(param) != TensorState::kReadyForReduce) {
+    manager_.set_state(param, TensorState::kReadyForReduce);
   }
-  manager_.set_state(param, TensorState::kReadyForReduce);
-  if (--grads_missing_[index(chunk)] > 0) {
+  if (!gradients_.add(param)) {
     return false;
   }
   // The chunk's gradients are complete: with one rank there is nothing to reduce.
-  const auto& params = layout_.chunk(chunk).params;
-  grads_missing_[index(chunk)] = static_cast<std::uint32_t>(params.size());
   const TensorState after = manager_.resident(chunk) ? TensorState::kHold : TensorState::kFree;
-  for (const ParamId ready : params) {
+  for (const ParamId ready : layout_.chunk(chunk).params) {
     manager_.set_state(ready, after);
     if (uses_[index(ready)] > 0) {
       manager_.set_state(ready, TensorState::kCompute);
@@ -368,14 +362,11 @@ void Runtime::finish_step() {
   all_home();
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    const auto& params = layout_.chunk(chunk).params;
-    if (grads_missing_[i] != params.size()) {  // some parameter got no gradient this step
-      grads_missing_[i] = static_cast<std::uint32_t>(params.size());
-      for (const ParamId param : params) {
-        if (manager_.state(param) == TensorState::kReadyForReduce) {
-          manager_.set_state(param,
-                             manager_.resident(chunk) ? TensorState::kHold : TensorState::kFree);
-        }
+    gradients_.forget(chunk);
+    for (const ParamId param : layout_.chunk(chunk).params) {
+      if (manager_.state(param) == TensorState::kReadyForReduce) {  // others of it got none
+        manager_.set_state(param,
+                           manager_.resident(chunk) ? TensorState::kHold : TensorState::kFree);
       }
     }
   }

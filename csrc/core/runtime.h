@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/arrived_gradients.h"
 #include "core/chunk_manager.h"
 #include "core/module_frames.h"
 #include "core/mutex.h"
@@ -176,7 +177,7 @@ class Runtime final : public Reclaimer {
       [this](ModuleId module, Pass pass) CASTOR_REQUIRES(mutex_) { end_use(module, pass); }};
   // Per parameter: entered modules that own it.
   std::vector<std::uint16_t> uses_ CASTOR_GUARDED_BY(mutex_);
-  std::vector<std::uint32_t> grads_missing_ CASTOR_GUARDED_BY(mutex_);  // per chunk
+  ArrivedGradients gradients_ CASTOR_GUARDED_BY(mutex_);
   // Per chunk: fetched ahead, not used yet.
   std::vector<bool> prefetched_ CASTOR_GUARDED_BY(mutex_);
   std::uint64_t use_counter_ CASTOR_GUARDED_BY(mutex_) = 0;

@@ -55,9 +55,11 @@ void bind_rank_group(pybind11::module_& module);
 void bind_activation_offload(pybind11::module_& module);
 
 class Session;
+class StepEvents;
+using SessionClass = pybind11::class_<Session, StepEvents, std::shared_ptr<Session>>;
 
 /// What Session has of the optimizer's state: formats, masters, moments.
-void bind_optimizer_state(pybind11::class_<Session, std::shared_ptr<Session>>& session);
+void bind_optimizer_state(SessionClass& session);
 
 /// The last finished step, moment by moment, as lists of tuples; nullopt before there is one.
 [[nodiscard]] std::optional<pybind11::dict> timeline(Session& session);

@@ -19,8 +19,8 @@
 #include "python/bindings.h"
 #include "python/names.h"
 #include "torch/chunk_storages.h"
-#include "torch/module_hooks.h"
 #include "torch/session.h"
+#include "torch/step_hooks.h"
 #include "torch/torch_error.h"
 
 namespace py = pybind11;
@@ -148,33 +148,33 @@ std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
 
 /// The callables that torch.nn.Module calls around forward: one C++ call each. copy.deepcopy of a
 /// model takes its hooks along: they do nothing in another module than `owner`, which is borrowed.
-py::cpp_function forward_pre_hook(const std::shared_ptr<Session>& session, std::uint32_t module,
+py::cpp_function forward_pre_hook(const std::shared_ptr<StepEvents>& events, std::uint32_t module,
                                   const py::handle& owner) {
-  return {[session, module, owner](const py::handle& called, const py::handle& /*args*/) {
+  return {[events, module, owner](const py::handle& called, const py::handle& /*args*/) {
     if (!called.is(owner)) {
       return;
     }
     const py::gil_scoped_release release;
-    session->enter(ModuleId{module});
+    events->enter(ModuleId{module});
   }};
 }
 
-py::cpp_function forward_hook(const std::shared_ptr<Session>& session, std::uint32_t module,
+py::cpp_function forward_hook(const std::shared_ptr<StepEvents>& events, std::uint32_t module,
                               const py::handle& owner) {
-  const bool owns_params = !session->layout().module(ModuleId{module}).params.empty();
-  return {[session, module, owner, owns_params](
-              const py::handle& called, const py::handle& /*args*/, const py::handle& output) {
+  const bool owns_params = !events->layout().module(ModuleId{module}).params.empty();
+  return {[events, module, owner, owns_params](const py::handle& called, const py::handle& /*args*/,
+                                               const py::handle& output) {
     if (!called.is(owner)) {
       return;
     }
     if (owns_params && at::GradMode::is_enabled()) {
-      watch_backward(session, ModuleId{module}, output.ptr());
+      watch_backward(events, ModuleId{module}, output.ptr());
     }
     const bool no_result = output.is_none();
     const py::gil_scoped_release release;
-    session->exit(ModuleId{module});
+    events->exit(ModuleId{module});
     if (no_result) {
-      session->stop_charging();
+      events->expect_no_backward();
     }
   }};
 }
@@ -344,13 +344,14 @@ PYBIND11_MODULE(_C, m) {
 
   castor::bind_options(m);
   const auto released = py::call_guard<py::gil_scoped_release>();
-  py::class_<Session, std::shared_ptr<Session>> session(m, "Session");
+  py::class_<castor::StepEvents, std::shared_ptr<castor::StepEvents>>(m, "StepEvents")
+      .def("forward_pre_hook", &castor::forward_pre_hook)
+      .def("forward_hook", &castor::forward_hook);
+  castor::SessionClass session(m, "Session");
   session
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),
            py::arg("trained"), py::arg("ruled"), py::arg("modules"), py::arg("options"),
            py::arg("backend"), py::arg("groups"), py::arg("share_memory"), py::arg("valueless"))
-      .def("forward_pre_hook", &castor::forward_pre_hook)
-      .def("forward_hook", &castor::forward_hook)
       .def("set_loss_scale", &Session::set_loss_scale, released)
       .def("synchronise", &Session::synchronise)
       .def("collect_gradients", &Session::collect_gradients, py::arg("with_norm"), released)

@@ -28,7 +28,7 @@ OptimizerState& settled(Session& session, std::uint32_t param) {
 
 }  // namespace
 
-void bind_optimizer_state(py::class_<Session, std::shared_ptr<Session>>& session) {
+void bind_optimizer_state(SessionClass& session) {
   const auto released = py::call_guard<py::gil_scoped_release>();
   session
       .def_property_readonly("optim_state_format",

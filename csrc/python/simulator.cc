@@ -1,12 +1,16 @@
 // castor._C.Simulator: the planner and the simulator for castor.estimate.
 #include "core/simulator.h"
 
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -24,6 +28,7 @@
 #include "python/state_tensors.h"
 #include "torch/host_places.h"
 #include "torch/optimizer_state.h"
+#include "torch/step_recorder.h"
 
 namespace py = pybind11;
 
@@ -74,13 +79,18 @@ class Simulator {
                  .world_size = num_ranks,
                  .param_alignment = param_alignment(rule_.get(), type_)}) {}
 
-  /// The chunk of each parameter.
-  [[nodiscard]] std::vector<std::size_t> chunk_of() const {
-    std::vector<std::size_t> chunks;
-    for (std::size_t i = 0; i < layout_.params().size(); ++i) {
-      chunks.push_back(index(layout_.place(ParamId{static_cast<std::uint32_t>(i)}).chunk));
+  /// Tells Python of the moments of steps of the model with these parameters, as (kind, module or
+  /// chunk).
+  [[nodiscard]] std::shared_ptr<StepEvents> follow(
+      std::vector<at::Tensor> params,
+      const std::function<void(std::uint8_t, std::uint32_t)>& tell) const {
+    if (params.size() != layout_.params().size()) {
+      throw InvalidArgument("there are " + std::to_string(params.size()) + " parameters, and " +
+                            std::to_string(layout_.params().size()) + " in the layout");
     }
-    return chunks;
+    return StepRecorder::create(
+        layout_, std::move(params),
+        [tell](EventKind kind, std::uint32_t id) { tell(static_cast<std::uint8_t>(kind), id); });
   }
 
   /// What a session keeps where, of the keys "host_bytes", "nvme_bytes" and "nvme_weight_bytes".
@@ -276,7 +286,7 @@ void bind_simulator(py::module_& m) {
            py::arg("params"), py::arg("modules"), py::arg("precision"), py::arg("chunk_bytes"),
            py::arg("state_format"), py::arg("num_ranks") = 1,
            py::arg("ruled") = std::vector<bool>())
-      .def("chunk_of", &Simulator::chunk_of)
+      .def("follow", &Simulator::follow, py::arg("params"), py::arg("tell"))
       .def("places", &Simulator::places, py::arg("options"))
       .def("run", &Simulator::run, py::arg("events"), py::arg("compute_seconds"),
            py::arg("options"));

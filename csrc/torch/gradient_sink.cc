@@ -15,31 +15,13 @@
 #include "core/error.h"
 #include "optim/gradient.h"
 #include "torch/chunk_holds.h"
-#include "torch/torch_error.h"
+#include "torch/step_hooks.h"
 
 namespace castor {
 namespace {
 
 /// From this size on a gradient's norm is worth several threads.
 constexpr std::size_t kParallelNumel = std::size_t{1} << 18;
-
-/// Runs after AccumulateGrad of one parameter, beside any hooks of the user.
-class GradientHook final : public ::torch::autograd::FunctionPostHook {
- public:
-  GradientHook(GradientSink::Arrival arrived, ParamId param)
-      : arrived_(std::move(arrived)), param_(param) {}
-
-  ::torch::autograd::variable_list operator()(
-      const ::torch::autograd::variable_list& outputs,
-      const ::torch::autograd::variable_list& inputs) override {
-    for_torch([&] { arrived_(param_, inputs.at(0)); });
-    return outputs;
-  }
-
- private:
-  GradientSink::Arrival arrived_;
-  ParamId param_;
-};
 
 }  // namespace
 
@@ -76,7 +58,8 @@ void GradientSink::copy_beside_backward(CopyEngine& engine, NonModelMemory& acco
               : std::nullopt);
 }
 
-void GradientSink::open(Runtime& runtime, TensorGate& gate, const Arrival& arrived) {
+void GradientSink::open(Runtime& runtime, TensorGate& gate,
+                        const std::weak_ptr<StepEvents>& events) {
   runtime_ = &runtime;
   gate_ = &gate;
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
@@ -91,9 +74,7 @@ void GradientSink::open(Runtime& runtime, TensorGate& gate, const Arrival& arriv
             tensor_over(storage, to_torch(layout_.param(param).type), layout_.place(param).offset,
                         geometry_of(own.local));
         gate.watch(group(chunk), gradients_[index(param)].view);
-        // Held here: a leaf refers to its accumulator weakly.
-        accumulators_[index(param)] = ::torch::autograd::impl::grad_accumulator(own.leaf);
-        accumulators_[index(param)]->add_post_hook(std::make_unique<GradientHook>(arrived, param));
+        accumulators_[index(param)] = watch_gradient(events, param, own.leaf);
       }
     }
     uses_.push_back(storage ? storage.use_count() - 1 : 0);

@@ -16,6 +16,7 @@
 #include "torch/gradient_copies.h"
 #include "torch/param_gradient.h"
 #include "torch/session_device.h"
+#include "torch/step_events.h"
 #include "torch/stored_weights.h"
 #include "torch/tensor_gate.h"
 
@@ -42,10 +43,9 @@ class GradientSink {
   /// Gradients leave the device by copies that run beside backward; see GradientCopies. `account`:
   /// of what is allocated there for others than castor.
   void copy_beside_backward(CopyEngine& engine, NonModelMemory& account);
-  using Arrival = std::function<void(ParamId, const at::Tensor& incoming)>;
-  /// Once the parameters lie in chunks: from now on `arrived` follows AccumulateGrad of each, which
-  /// was given `incoming`, and the gate holds readers back from gradients on their way.
-  void open(Runtime& runtime, TensorGate& gate, const Arrival& arrived);
+  /// Once the parameters lie in chunks: from now on `events` follow AccumulateGrad of each, and the
+  /// gate holds readers back from gradients on their way.
+  void open(Runtime& runtime, TensorGate& gate, const std::weak_ptr<StepEvents>& events);
 
   /// The gate's group of a chunk's gradients.
   [[nodiscard]] std::size_t group(ChunkId chunk) const noexcept {

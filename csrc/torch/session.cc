@@ -296,12 +296,7 @@ void Session::watch_tensors(Overlap overlap) {
     gate_->watch(index(layout_.place(param).chunk), params_[i].local);
     param_uses_.push_back(storages_->storage(param).use_count());
   }
-  gradients_->open(*runtime_, *gate_,
-                   [session = weak_from_this()](ParamId param, const at::Tensor& incoming) {
-                     if (const auto self = session.lock()) {
-                       self->gradient_arrived(param, incoming);
-                     }
-                   });
+  gradients_->open(*runtime_, *gate_, weak_from_this());
   if (weights_) {
     weights_->forbid_addresses();  // all tensors are made
   }
@@ -450,7 +445,7 @@ void Session::gradient_arrived(ParamId param, const at::Tensor& incoming) {
   }
 }
 
-void Session::stop_charging() {
+void Session::expect_no_backward() {
   if (passes_) {
     passes_->stop_charging();
   }

@@ -22,6 +22,7 @@
 #include "torch/session_options.h"
 #include "torch/session_ranks.h"
 #include "torch/state_views.h"
+#include "torch/step_events.h"
 #include "torch/stored_weights.h"
 #include "torch/tensor_gate.h"
 #include "torch/updater.h"
@@ -32,7 +33,7 @@ namespace castor {
 /// gradients land in payloads (GradientSink), and an optimizer's rule runs over them (Updater).
 /// Owns these and brings them together. Owned jointly by the hooks it installs.
 /// One thread at a time runs forward, backward and step; allocations may come from any thread.
-class Session : public std::enable_shared_from_this<Session> {
+class Session final : public StepEvents, public std::enable_shared_from_this<Session> {
  public:
   /// Takes the parameters over: afterwards each is a view of its chunk, in the working precision.
   /// The layout gets the alignment that the state format needs. `params` are the model's distinct
@@ -46,19 +47,16 @@ class Session : public std::enable_shared_from_this<Session> {
                                          std::vector<ModuleSpec> modules,
                                          const SessionOptions& options,
                                          std::span<const ParamId> valueless);
-  ~Session();
+  ~Session() override;
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
-  // Module events.
-  void enter(ModuleId module);
-  void exit(ModuleId module);
-  void enter_backward(ModuleId module);
-  /// No backward will follow the forward that just ended: it failed, or has no result.
-  void stop_charging();
+  void enter(ModuleId module) override;
+  void exit(ModuleId module) override;
+  void enter_backward(ModuleId module) override;
+  void expect_no_backward() override;
+  void gradient_arrived(ParamId param, const at::Tensor& incoming) override;
   void stay_with_parent();  ///< In a forked child: what needs memory or threads throws from now on.
-  /// Follows AccumulateGrad of a parameter, which was given `incoming`.
-  void gradient_arrived(ParamId param, const at::Tensor& incoming);
   /// As GradientSink's.
   void set_loss_scale(double scale) { gradients_->set_loss_scale(scale); }
 
@@ -124,7 +122,7 @@ class Session : public std::enable_shared_from_this<Session> {
     return gradients_->bytes_moved();
   }
 
-  [[nodiscard]] const ChunkLayout& layout() const noexcept { return layout_; }
+  [[nodiscard]] const ChunkLayout& layout() const noexcept override { return layout_; }
   [[nodiscard]] Runtime& runtime() noexcept { return *runtime_; }
   /// Its payloads and placements do not change; everything else belongs to the runtime.
   [[nodiscard]] const ChunkManager& chunks() const noexcept { return *manager_; }

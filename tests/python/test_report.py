@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import castor
+from castor.config.names import FORWARD_ENTER
 from castor.report.html import embedded_json, page, page_data
 from castor.report.source import Source, duration, size, source_of
-from castor.report.timeline import FORWARD_ENTER
 from helpers import (
     Boosted,
     boost,

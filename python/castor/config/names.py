@@ -29,5 +29,8 @@ SCALAR_TYPES: dict[Precision, ScalarType] = {
 """Of the parameters, by precision."""
 
 EVENT_KINDS = _C.NAMES["event_kind"]
-"""Moments of a step; traces and timelines have positions in it."""
+"""Moments of a step; traces and timelines have positions in it:"""
+FORWARD_ENTER, FORWARD_EXIT, BACKWARD_ENTER, GRAD_READY = map(
+    EVENT_KINDS.index, ("forward_enter", "forward_exit", "backward_enter", "grad_ready")
+)
 TRANSFER_CAUSES = _C.NAMES["transfer_cause"]

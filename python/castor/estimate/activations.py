@@ -15,7 +15,8 @@ from castor.activations.block_profile import Moment as Now
 from castor.activations.blocks import find_blocks, has_switch
 from castor.activations.output_embedding import rows_per_tile
 from castor.activations.recompute import Recomputation
-from castor.estimate.metatrace import BACKWARD_ENTER, FORWARD_ENTER, Moment
+from castor.config.names import BACKWARD_ENTER, FORWARD_ENTER
+from castor.estimate.metatrace import Moment
 from castor.runtime.spec import ModelSpec
 
 _FLOAT32 = 4

@@ -141,7 +141,6 @@ class Estimator:
         self._blocks = None if keep else RecomputedBlocks(self._model)
         self._logits = Logits(self._model, self._spec)
         self._simulator = self._lay_out(workload.state_format)
-        self._chunk_of = self._simulator.chunk_of()
         self._steps: dict[int, Step] = {}
 
     def _lay_out(self, state_format: StateFormat) -> _C.Simulator:
@@ -165,7 +164,7 @@ class Estimator:
             inputs = make_inputs(self._model, batch=batch, sequence=self.workload.sequence)
             with quiet():
                 self._steps[batch] = record_step(
-                    self._model, self._spec, inputs, self._chunk_of, self._blocks
+                    self._model, self._spec, inputs, self._simulator, self._blocks
                 )
         return self._steps[batch]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,13 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from castor import _C
 from castor.activations.block_profile import BlockRun
+from castor.runtime.hooks import follow
 from castor.runtime.spec import ModelSpec
 
 _aten = torch.ops.aten
-
-FORWARD_ENTER, FORWARD_EXIT, BACKWARD_ENTER, GRAD_READY = range(4)
-"""Kinds of events, as in csrc/core/trace.h."""
 
 
 class BlockProfiler(Protocol):
@@ -45,7 +44,7 @@ class Moment:
 
     kind: int
     position: int
-    """Of a module, or of a chunk for GRAD_READY."""
+    """Of a module, or of a chunk whose gradients are complete."""
     nonmodel_bytes: int = 0
     """Most bytes of tensors that are not parameters."""
     live_bytes: int = 0
@@ -144,7 +143,7 @@ class _Recorder(TorchDispatchMode):
             moment.nonmodel_bytes = max(moment.nonmodel_bytes, self.live_bytes)
 
     def event(self, kind: int, position: int) -> None:
-        """Something happens: a new moment begins."""
+        """Something happens: a new moment begins. As the runtime is told of it (step_events.h)."""
         self.moments.append(Moment(kind, position, live_bytes=self.live_bytes))
         self.note()
 
@@ -190,83 +189,21 @@ def _fused_attention() -> Iterator[None]:
         functional.scaled_dot_product_attention = before
 
 
-class _Hooks:
-    """Tells the recorder of the events that castor's own hooks would see."""
-
-    def __init__(self, recorder: _Recorder, spec: ModelSpec, chunk_of: list[int]) -> None:
-        self._recorder = recorder
-        self._spec = spec
-        self._chunk_of = chunk_of
-        self._missing: dict[int, int] = {}
-        for i, param in enumerate(spec.params):
-            if param.requires_grad:
-                self._missing[chunk_of[i]] = self._missing.get(chunk_of[i], 0) + 1
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for i, owner in enumerate(self._spec.modules):
-                pre = owner.module.register_forward_pre_hook(self._enter(i), prepend=True)
-                post = owner.module.register_forward_hook(self._exit(i))
-                stack.callback(pre.remove)
-                stack.callback(post.remove)
-            for i, param in enumerate(self._spec.params):
-                if param.requires_grad:
-                    handle = param.register_post_accumulate_grad_hook(self._gradient(i))
-                    stack.callback(handle.remove)
-            yield
-
-    def _enter(self, position: int) -> Callable[..., None]:
-        return lambda *_: self._recorder.event(FORWARD_ENTER, position)
-
-    def _exit(self, position: int) -> Callable[..., None]:
-        def left(_: nn.Module, args: Any, output: Any) -> None:
-            if self._spec.modules[position].params and torch.is_grad_enabled():
-                self._watch_backward(position, output)
-            self._recorder.event(FORWARD_EXIT, position)
-
-        return left
-
-    def _watch_backward(self, position: int, output: Any) -> None:
-        entered: list[bool] = []
-
-        def begin(_: torch.Tensor) -> None:
-            if not entered:
-                entered.append(True)
-                self._recorder.event(BACKWARD_ENTER, position)
-
-        for leaf in _tensors(output):
-            if leaf.grad_fn is not None:
-                leaf.register_hook(begin)
-
-    def _gradient(self, position: int) -> Callable[[torch.Tensor], None]:
-        def arrived(param: torch.Tensor) -> None:
-            param.grad = None  # it went to its chunk's payload
-            chunk = self._chunk_of[position]
-            self._missing[chunk] -= 1
-            if self._missing[chunk] == 0:
-                self._recorder.event(GRAD_READY, chunk)
-
-        return arrived
-
-
-def _tensors(value: Any, depth: int = 6) -> Iterator[torch.Tensor]:
-    """Tensors in an output, found where csrc/torch/module_hooks.cc finds them."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth and isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item, depth - 1)
-    elif depth and isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item, depth - 1)
+@contextmanager
+def _following(spec: ModelSpec, events: _C.StepEvents) -> Iterator[None]:
+    handles = follow(spec, events)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def record_step(
     model: nn.Module,
     spec: ModelSpec,
     inputs: dict[str, torch.Tensor],
-    chunk_of: list[int],
+    simulator: _C.Simulator,
     blocks: BlockProfiler | None = None,
 ) -> Step:
     """Runs one forward and backward of a meta model.
@@ -275,7 +212,7 @@ def record_step(
         model: On the meta device, in training mode and in its working precision.
         spec: What castor sees of it.
         inputs: Keyword arguments of its forward, on the meta device, with labels.
-        chunk_of: The chunk of each of `spec.params`.
+        simulator: In which the model is laid out in chunks.
         blocks: What keeps the passes through recomputed blocks; None: no block is.
 
     Returns:
@@ -286,12 +223,12 @@ def record_step(
             meta tensors lack (experts that are chosen by data, say).
     """
     recorder = _Recorder([*spec.params])
-    hooks = _Hooks(recorder, spec, chunk_of)
+    events = simulator.follow(spec.params, recorder.event)
     for tensor in (*model.buffers(), *inputs.values()):
         recorder._charge(tensor)  # on a GPU they are there throughout
     if blocks:
         blocks.begin(lambda: (len(recorder.moments), recorder.live_bytes))
-    with hooks.installed(), _fused_attention(), recorder:
+    with _following(spec, events), _fused_attention(), recorder:
         try:
             loss = getattr(model(**inputs), "loss", None)
         except Exception as error:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from castor.booster import Booster
+from castor.config.names import BACKWARD_ENTER, FORWARD_ENTER
 from castor.errors import UsageError
-from castor.report.timeline import BACKWARD_ENTER, FORWARD_ENTER, StepTimeline
+from castor.report.timeline import StepTimeline
 from castor.runtime.engine import Engine, engine_of
 from castor.runtime.history import HistoryTotals, StepRecord
 from castor.runtime.report import MemoryReport

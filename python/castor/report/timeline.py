@@ -6,11 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from castor.config.names import EVENT_KINDS
+from castor.config.names import BACKWARD_ENTER, FORWARD_ENTER, FORWARD_EXIT, GRAD_READY
 
-FORWARD_ENTER, FORWARD_EXIT, BACKWARD_ENTER, GRAD_READY = map(
-    EVENT_KINDS.index, ("forward_enter", "forward_exit", "backward_enter", "grad_ready")
-)
 ROOT = 0
 
 Phase = Literal["forward", "backward", "optimizer"]

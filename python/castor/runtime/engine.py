@@ -29,7 +29,7 @@ from castor.runtime.boosted_model import (
 from castor.runtime.device import make_backend
 from castor.runtime.guard import guard
 from castor.runtime.history import StepHistory
-from castor.runtime.hooks import ModuleHook, Replaced
+from castor.runtime.hooks import ModuleHook, Replaced, follow
 from castor.runtime.input_cast import InputCast, convert_buffers
 from castor.runtime.model_parts import ModelParts
 from castor.runtime.ranks import Ranks
@@ -211,20 +211,15 @@ class Engine(Together):
             model.register_forward_pre_hook(
                 InputCast(WORKING_DTYPES[self.settings.precision], self.device), with_kwargs=True
             )
+        follow(spec, self.session)
         stored = self.settings.nvme_directory and StoredWeights(self.settings.nvme_directory)
-        for i, owner in enumerate(spec.modules):
+        for owner in spec.modules:
             module = owner.module
             # keep_vars=True hands out the parameters themselves, whose storages are read without an
             # operator.
             module.register_state_dict_pre_hook(ModuleHook(_settle, self))
             if stored:
                 module.register_state_dict_post_hook(ModuleHook(stored.lend, self))
-            enter, leave = (
-                ModuleHook(self.session.forward_pre_hook(i, module)),
-                ModuleHook(self.session.forward_hook(i, module)),
-            )
-            module.register_forward_pre_hook(enter, prepend=True)
-            module.register_forward_hook(leave, always_call=True)
             if self.session.optim_state_format != "fp32":
                 before_load = ModuleHook(_before_load, self, weakref.ref(module))
                 module.register_load_state_dict_pre_hook(before_load)

@@ -10,6 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from castor import _C
+from castor.runtime.spec import ModelSpec
 
 does_nothing: Callable[..., None] = contextlib.nullcontext().__exit__
 """The hook of a copy: takes anything, and is the standard library's, which every reader of the
@@ -30,6 +34,29 @@ class ModuleHook(functools.partial[Any]):
     def __reduce_ex__(self, _: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """What a pickle of the module holds, and torch.save: it is read as an ordinary model."""
         return operator.itemgetter(0), ((does_nothing,),)
+
+
+def follow(spec: ModelSpec, events: _C.StepEvents) -> list[RemovableHandle]:
+    """Has the modules of a model tell of a step.
+
+    Every module that owns parameters tells when it is entered and left, and has backward tell when
+    it comes to its outputs (csrc/torch/step_hooks.h); `events` follow the gradients by themselves.
+
+    Args:
+        spec: Of the model.
+        events: What is told: a session, or a recorder.
+
+    Returns:
+        What takes the hooks away again.
+    """
+    handles = []
+    for i, owner in enumerate(spec.modules):
+        module = owner.module
+        enter = ModuleHook(events.forward_pre_hook(i, module))
+        leave = ModuleHook(events.forward_hook(i, module))
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    return handles
 
 
 class Replaced:

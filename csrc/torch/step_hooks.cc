@@ -1,4 +1,4 @@
-#include "torch/module_hooks.h"
+#include "torch/step_hooks.h"
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -17,21 +17,21 @@ namespace {
 /// pass enters the module.
 class BackwardEntry {
  public:
-  BackwardEntry(std::weak_ptr<Session> session, ModuleId module)
-      : session_(std::move(session)), module_(module) {}
+  BackwardEntry(std::weak_ptr<StepEvents> events, ModuleId module)
+      : events_(std::move(events)), module_(module) {}
 
   void fire() {
     const int pass = ::torch::autograd::get_current_graph_task_id();
     if (std::exchange(last_pass_, pass) == pass) {
       return;
     }
-    if (const auto session = session_.lock()) {
-      for_torch([&] { session->enter_backward(module_); });
+    if (const auto events = events_.lock()) {
+      for_torch([&] { events->enter_backward(module_); });
     }
   }
 
  private:
-  std::weak_ptr<Session> session_;
+  std::weak_ptr<StepEvents> events_;
   ModuleId module_;
   int last_pass_ = -1;
 };
@@ -48,6 +48,25 @@ class BackwardHook final : public ::torch::autograd::FunctionPreHook {
 
  private:
   std::shared_ptr<BackwardEntry> entry_;
+};
+
+class GradientHook final : public ::torch::autograd::FunctionPostHook {
+ public:
+  GradientHook(std::weak_ptr<StepEvents> events, ParamId param)
+      : events_(std::move(events)), param_(param) {}
+
+  ::torch::autograd::variable_list operator()(
+      const ::torch::autograd::variable_list& outputs,
+      const ::torch::autograd::variable_list& inputs) override {
+    if (const auto events = events_.lock()) {
+      for_torch([&] { events->gradient_arrived(param_, inputs.at(0)); });
+    }
+    return outputs;
+  }
+
+ private:
+  std::weak_ptr<StepEvents> events_;
+  ParamId param_;
 };
 
 using GradFunctions = std::vector<GradFunction>;
@@ -102,16 +121,23 @@ void find_grad_functions(PyObject* value, int depth, GradFunctions* found) {
 
 }  // namespace
 
-void watch_backward(const std::shared_ptr<Session>& session, ModuleId module, PyObject* output) {
+void watch_backward(const std::shared_ptr<StepEvents>& events, ModuleId module, PyObject* output) {
   GradFunctions functions;
   find_grad_functions(output, kMaxDepth, &functions);
   if (functions.empty()) {
     return;
   }
-  const auto entry = std::make_shared<BackwardEntry>(session, module);
+  const auto entry = std::make_shared<BackwardEntry>(events, module);
   for (const auto& function : functions) {
     function->add_tensor_pre_hook(std::make_unique<BackwardHook>(entry));
   }
+}
+
+GradFunction watch_gradient(std::weak_ptr<StepEvents> events, ParamId param,
+                            const at::Tensor& leaf) {
+  GradFunction accumulator = ::torch::autograd::impl::grad_accumulator(leaf);
+  accumulator->add_post_hook(std::make_unique<GradientHook>(std::move(events), param));
+  return accumulator;
 }
 
 }  // namespace castor
