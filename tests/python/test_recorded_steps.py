@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from castor import _C, Booster, GeminiPlugin
 from castor.config import Precision, StateFormat
 from castor.config.names import EVENT_KINDS, SCALAR_TYPES
-from castor.estimate.metatrace import record_step
+from castor.estimate.metatrace import Step, record_step
+from castor.estimate.operators import Results
 from castor.runtime.engine import engine_of
 from castor.runtime.spec import ModelSpec
 from zoo import CASES, Batch, Case
@@ -25,10 +26,8 @@ Moments = list[tuple[str, int]]
 FORMATS: dict[Precision, StateFormat] = {"fp32": "fp32", "bf16": "split"}
 
 
-def recorded(
-    build: Callable[[], nn.Module], batch: Batch, precision: Precision = "fp32"
-) -> Moments:
-    """Of a step on the meta device."""
+def step_of(build: Callable[[], nn.Module], batch: Batch, precision: Precision = "fp32") -> Step:
+    """On the meta device."""
     with torch.device("meta"):
         model = build().to(getattr(torch, SCALAR_TYPES[precision])).train()
     if hasattr(model, "tie_weights"):
@@ -43,7 +42,14 @@ def recorded(
         state_format=FORMATS[precision],
     )
     inputs = {name: tensor.to("meta") for name, tensor in batch.items()}
-    step = record_step(model, spec, inputs, simulator)
+    return record_step(model, spec, inputs, simulator)
+
+
+def recorded(
+    build: Callable[[], nn.Module], batch: Batch, precision: Precision = "fp32"
+) -> Moments:
+    """Of a step on the meta device."""
+    step = step_of(build, batch, precision)
     return [(EVENT_KINDS[m.kind], m.position) for m in step.moments]
 
 
@@ -166,3 +172,58 @@ def test_layers_that_a_model_checkpoints_are_entered_as_often(name: str, reentra
     events = recorded(build, case.batch(0))
     assert events == boosted(build, case.batch(0))
     assert len(events) > len(recorded(case.build, case.batch(0)))
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_remembered_operators_take_what_they_took(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    precision: Precision = "bf16" if name == "mixtral" else "fp32"
+    asked: list[bool] = []
+    find = Results.find
+
+    def counted(results: Results, key: Any) -> Any:
+        found = find(results, key)
+        asked.append(found is not None)
+        return found
+
+    monkeypatch.setattr(Results, "find", counted)
+    remembered = step_of(case.build, case.batch(0), precision)
+    assert any(asked)
+    monkeypatch.setattr(Results, "find", lambda *_: None)
+    assert remembered == step_of(case.build, case.batch(0), precision)
+
+
+class Mixing(nn.Module):
+    """Operators of which one call tells nothing of the next: in place, views, other types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, 4))
+        self.table = torch.ones((4, 4))  # of which nobody knows: no buffer
+
+    def forward(self, x: torch.Tensor) -> Output:
+        x = x * self.scale + self.table.view(2, 8).view(4, 4)
+        x = torch.ops.aten._unsafe_view(x, [4, 4])
+        for factor in (2, 2.0, True, 2):
+            ints = torch.ones((4, 4), dtype=torch.int64, device=x.device) * factor
+            x = x + ints
+        for operand in (x, x.t(), x.double(), x[:, ::2].contiguous().repeat(1, 2)):
+            x = (operand * operand).float()
+        for _ in range(2):
+            fresh = torch.zeros_like(x)
+            fresh.add_(x)
+            x = torch.ops.aten._unsafe_view(fresh, [2, 8]).view(4, 4)
+            x = torch.cat(torch.max(x, 1, keepdim=True)[:1] * 4, dim=1) + x
+        there = torch.arange(4, device=x.device).float() * 2
+        here = torch.arange(4, device="cpu").float() * 2
+        assert here.device.type == "cpu", "and its values are known"
+        return Output(loss=(x * there).sum() * here.sum().item())
+
+
+def test_operators_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = {"x": torch.ones((4, 4))}
+    remembered = step_of(Mixing, batch)
+    monkeypatch.setattr(Results, "find", lambda *_: None)
+    assert remembered == step_of(Mixing, batch)

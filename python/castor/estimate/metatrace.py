@@ -15,11 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from castor import _C
 from castor.activations.block_profile import BlockRun
+from castor.estimate.operators import Results, Work, flops_of, key_of, tensors_in
 from castor.runtime.hooks import follow
 from castor.runtime.spec import ModelSpec
 
@@ -49,8 +48,8 @@ class Moment:
     """Most bytes of tensors that are not parameters."""
     live_bytes: int = 0
     """Of these, at its beginning."""
-    work: list[tuple[int, int]] = field(default_factory=list)
-    """(FLOPs, bytes read and written) of each operator."""
+    work: list[Work] = field(default_factory=list)
+    """Of each operator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +68,8 @@ class Step:
         return sum(flops for moment in self.moments for flops, _ in moment.work)
 
 
-def _flops(func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> int:
-    if func is _aten._grouped_mm.default:  # experts; torch has no formula for it
-        left, right = args[0], args[1]
-        rows = left.size(0) if left.dim() == 2 else left.size(0) * left.size(1)
-        return int(2 * rows * left.size(-1) * right.size(-1))
-    formula = flop_registry.get(func._overloadpacket)
-    return int(formula(*args, **kwargs, out_val=out)) if formula else 0
+def _bytes_of(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 class _Recorder(TorchDispatchMode):
@@ -86,6 +80,7 @@ class _Recorder(TorchDispatchMode):
         self.moments: list[Moment] = []
         self.live_bytes = 0
         self._known: set[int] = set()  # keys of storages that are alive
+        self._results = Results()
         for tensor in held:
             self._know(tensor.untyped_storage())
 
@@ -95,23 +90,24 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
             return True  # "is nothing padded or packed?", which is what our batch is
-        out = func(*args, **kwargs)
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        made = [tensor for tensor in outputs if self._charge(tensor)]
-        if self.moments:
-            self._work(func, args, kwargs, out, made)
+        key = key_of(func, args, kwargs)
+        known = self._results.find(key)
+        if known:
+            out, tensors = known.make()
+            for tensor in tensors:
+                self._charge(tensor)
+            work = known.work
+        else:
+            out = func(*args, **kwargs)
+            given = tensors_in([*args, *kwargs.values()])
+            made = [tensor for tensor in tensors_in(out) if self._charge(tensor)]
+            work = (flops_of(func, args, kwargs, out), _bytes_of([*given, *made]))
+            if not (work[0] or made or func._schema.is_mutable):
+                work = None  # a view: nothing is read
+            self._results.add(key, given, out, made, work)
+        if work and self.moments:
+            self.moments[-1].work.append(work)
         return out
-
-    def _work(
-        self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any, made: list[torch.Tensor]
-    ) -> None:
-        flops = _flops(func, args, kwargs, out)
-        in_place = func._schema.is_mutable
-        if not (flops or made or in_place):
-            return  # a view: nothing is read
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        touched = sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, *made))
-        self.moments[-1].work.append((flops, touched))
 
     def _know(self, storage: torch.UntypedStorage) -> int | None:
         key: int = storage._cdata

@@ -1,0 +1,130 @@
+"""What operators make of tensors without memory, and what that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+_aten = torch.ops.aten
+
+Work = tuple[int, int]
+"""Of an operator: FLOPs, and bytes read and written."""
+_Geometry = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Of matrix products, convolutions and attention; 0 of others."""
+    if func is _aten._grouped_mm.default:  # experts; torch has no formula for it
+        left, right = args[0], args[1]
+        rows = left.size(0) if left.dim() == 2 else left.size(0) * left.size(1)
+        return int(2 * rows * left.size(-1) * right.size(-1))
+    formula = flop_registry.get(func._overloadpacket)
+    return int(formula(*args, **kwargs, out_val=out)) if formula else 0
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Of an operator's arguments or results: tensors, and lists and tuples of them."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an operator makes, each time, of arguments of the same shapes."""
+
+    geometries: tuple[_Geometry | None, ...]
+    kind: type | None
+    """Of the sequence that they are returned in; None: a single tensor is."""
+    work: Work | None
+    """None: it is not counted."""
+
+    def make(self) -> tuple[Any, list[torch.Tensor]]:
+        """Such results once more, and the tensors in them."""
+        made = [
+            geometry and torch.empty_strided(*geometry[:2], dtype=geometry[2], device="meta")
+            for geometry in self.geometries
+        ]
+        tensors = [tensor for tensor in made if tensor is not None]
+        return (made[0] if self.kind is None else self.kind(made)), tensors
+
+
+class Results:
+    """Remembers the results of operators by the shapes of their arguments.
+
+    The blocks of a model ask for the same ones again and again, and torch works shapes out in
+    Python, which is most of what a recorded step takes. Only operators count that change nothing
+    and whose results have memory of their own: what those make depends on shapes, strides and types
+    alone, and on arguments that are no tensors.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Result] = {}
+
+    def find(self, key: Any) -> Result | None:
+        """What is known of an operator and its arguments."""
+        return self._known.get(key)
+
+    def add(
+        self,
+        key: Any,
+        given: Sequence[torch.Tensor],
+        out: Any,
+        made: Sequence[torch.Tensor],
+        work: Any,
+    ) -> None:
+        """Remembers what an operator returned, if it counts.
+
+        Args:
+            key: From `key_of`.
+            given: The tensors in its arguments.
+            out: What it returned.
+            made: The tensors in it whose memory was not known.
+            work: What it took; None: it is not counted.
+        """
+        values = list(out) if isinstance(out, list | tuple) else [out]
+        tensors = [value for value in values if value is not None]
+        if key[0]._schema.is_mutable or not tensors or len(made) != len(tensors):
+            return
+        shared = {tensor.untyped_storage()._cdata for tensor in given}  # views, also of the unknown
+        if all(isinstance(value, torch.Tensor) and _is_whole(value, shared) for value in tensors):
+            geometries = (value if value is None else _geometry(value) for value in values)
+            kind = type(out) if isinstance(out, list | tuple) else None
+            self._known[key] = Result(tuple(geometries), kind, work)
+
+
+def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operator's results depend on, where it counts."""
+    return func, _described(args), _described(tuple(kwargs.items()))
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _geometry(value), value.is_meta
+    if isinstance(value, list | tuple):
+        return tuple(map(_described, value))
+    return type(value), value
+
+
+def _geometry(tensor: torch.Tensor) -> _Geometry:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _is_whole(tensor: torch.Tensor, shared: set[int]) -> bool:
+    """Whether it has memory as a new tensor of its geometry has, and none that is shared."""
+    if tensor.layout != torch.strided or tensor.device.type != "meta" or tensor.is_conj():
+        return False
+    size, stride, dtype = _geometry(tensor)
+    alike = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.untyped_storage()._cdata not in shared
+        and tensor.storage_offset() == 0
+        and tensor.untyped_storage().nbytes() == alike.untyped_storage().nbytes()
+    )
