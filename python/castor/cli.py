@@ -117,9 +117,10 @@ def estimate(
 ) -> None:
     """Predict whether a model trains on a machine, how fast, and what bounds it."""
     from castor.config import Precision, StateFormat
-    from castor.estimate.estimator import Activations, Estimator, Overlap, Workload
+    from castor.estimate.estimator import Estimator
     from castor.estimate.machine import machine
     from castor.estimate.render import render
+    from castor.estimate.workload import Activations, Overlap, Workload
 
     workload = Workload(
         batch=batch,

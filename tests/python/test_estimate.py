@@ -15,9 +15,9 @@ import pytest
 from castor import _C
 from castor.activations.block_profile import Link, spans_of
 from castor.config.names import BACKWARD_ENTER, FORWARD_ENTER, GRAD_READY
-from castor.estimate import Estimator, Workload, estimate, machine, preset_names
-from castor.estimate.estimator import _largest
+from castor.estimate import Estimate, Estimator, Workload, estimate, machine, preset_names
 from castor.estimate.machine import _data, parse_flops
+from castor.estimate.search import largest
 from estimating import GPT_18B, OPTIONS, SMALL, small_machine, train, write
 
 KEYS = {
@@ -30,6 +30,7 @@ KEYS = {
     "bound",
     "tokens_per_s",
     "max_batch",
+    "max_sequence",
     "nonmodel_bytes",
     "blocks",
     "recomputed_blocks",
@@ -66,6 +67,7 @@ def test_json_has_the_keys_and_plain_values(tmp_path: Path) -> None:
     assert figures["bound"] in {"compute", "h2d", "d2h", "dram"}
     assert figures["tokens_per_s"] == pytest.approx(64 / figures["step_time_s"])
     assert figures["max_batch"] >= 1
+    assert figures["max_sequence"] == 64, "the config's n_positions"
 
 
 def test_table_says_what_would_make_it_fit(tmp_path: Path) -> None:
@@ -77,14 +79,15 @@ def test_table_says_what_would_make_it_fit(tmp_path: Path) -> None:
     assert "3.6 MiB of 3.0 MiB" in done.stdout
 
 
-@pytest.mark.slow
-def test_18b_gpt_takes_less_than_ten_seconds_and_two_gib(tmp_path: Path) -> None:
-    # CPU time, in which other work on the machine counts only as far as it shares a core, and
-    # without that of importing torch and transformers: half of the whole, and not castor's. Memory
-    # by VmHWM: ru_maxrss remembers what the process that started this one had.
+def cpu_seconds_and_peak_bytes(*arguments: str, imported: str = "time") -> tuple[float, float]:
+    """Of the command that fits, from the import of `imported` on.
+
+    CPU time, in which other work on the machine counts only as far as it shares a core. Memory by
+    VmHWM: ru_maxrss remembers what the process that started this one had.
+    """
     code = (
         "import pathlib, re, sys, time\n"
-        "import transformers.models.gpt2.modeling_gpt2\n"
+        f"import {imported}\n"
         "imported = time.process_time()\n"
         "from castor.cli import app\n"
         "app(sys.argv[1:], standalone_mode=False)\n"
@@ -92,19 +95,38 @@ def test_18b_gpt_takes_less_than_ten_seconds_and_two_gib(tmp_path: Path) -> None
         "status = pathlib.Path('/proc/self/status').read_text()\n"
         "print(seconds, int(re.search(r'VmHWM:\\s*(\\d+) kB', status)[1]) * 1024)\n"
     )
-    command = ["estimate", str(write(tmp_path, GPT_18B)), *RTX3090, "--json"]
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *command],
+        [sys.executable, "-W", "error", "-c", code, "estimate", *arguments, "--json"],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
-    seconds, peak_bytes = map(float, last.split())
     assert json.loads("".join(lines))["fits"]
+    seconds, peak_bytes = map(float, last.split())
+    return seconds, peak_bytes
+
+
+@pytest.mark.slow
+def test_18b_gpt_takes_less_than_ten_seconds_and_two_gib(tmp_path: Path) -> None:
+    # Without the imports of torch and transformers: more than half of the whole, and not castor's.
+    modules = "transformers.models.gpt2.modeling_gpt2"
+    config = str(write(tmp_path, GPT_18B))
+    seconds, peak_bytes = cpu_seconds_and_peak_bytes(config, *RTX3090, imported=modules)
     assert seconds < 10
     assert peak_bytes < 2 * 2**30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(4, 4096), (1, 32768)])
+def test_an_8b_llama_takes_less_than_ten_seconds_with_imports(
+    shape: tuple[int, int], tmp_path: Path
+) -> None:
+    batch, sequence = map(str, shape)
+    options = ("--preset", "rtx4090", "--activations", "auto", "--batch", batch, "--seq", sequence)
+    seconds, _ = cpu_seconds_and_peak_bytes(str(write(tmp_path, LLAMA_8B)), *options)
+    assert seconds < 10
 
 
 @pytest.mark.parametrize(
@@ -219,6 +241,55 @@ def test_the_largest_batch_is_the_last_one_that_fits(tmp_path: Path) -> None:
     assert "--activations auto" in above.remedies[0]
 
 
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_the_longest_sequence_is_the_last_one_that_fits(tmp_path: Path, activations: Any) -> None:
+    on = small_machine()
+    config = write(tmp_path, SMALL | {"n_positions": 4096})
+
+    def of(sequence: int) -> Estimate:
+        workload = Workload(batch=2, sequence=sequence, activations=activations)
+        return estimate(config, on, workload)
+
+    longest = of(64).max_sequence
+    assert longest is not None
+    assert 64 < longest < 4096
+    assert of(longest).fits
+    above = of(longest + 1)
+    assert not above.fits
+    assert above.max_sequence == longest
+
+
+def test_no_sequence_fits_where_parameters_do_not(tmp_path: Path) -> None:
+    config = write(tmp_path, SMALL)
+    found = estimate(config, small_machine(host_memory="3MiB"), Workload(sequence=64))
+    assert found.max_sequence == found.max_batch == 0
+
+
+def test_offloaded_activations_that_the_host_has_no_room_for_make_the_largest_batch_smaller(
+    tmp_path: Path,
+) -> None:
+    config = write(tmp_path, SMALL | {"n_layer": 12})
+    workload = Workload(batch=64, sequence=64, activations="offload")
+    on = small_machine(device_memory="256MiB", host_memory="24MiB")
+    found = estimate(config, on, workload)
+    assert found.host_bytes > on.host_bytes
+    largest = found.max_batch
+    assert 0 < largest < 64
+    fitting = dataclasses.replace(workload, batch=largest)
+    assert estimate(config, on, fitting).fits
+
+
+def test_images_have_no_longest_sequence(tmp_path: Path) -> None:
+    vit = {
+        "model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 48,
+        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "image_size": 16, "patch_size": 4, "num_labels": 10,
+    }  # fmt: skip
+    found = estimate(write(tmp_path, vit), small_machine())
+    assert found.max_batch > 0
+    assert found.max_sequence is None
+
+
 @pytest.mark.parametrize("power", [1.0, 1.3])
 def test_search_for_the_largest_batch_ends_soon_and_is_right(power: float) -> None:
     asked = []
@@ -227,13 +298,15 @@ def test_search_for_the_largest_batch_ends_soon_and_is_right(power: float) -> No
         asked.append(batch)
         return int(1000 + 70 * batch**power)
 
-    for budget in (500, 1069, 1070, 1071, 5000, 123456, 10**9):
-        for start in (1, 3, 64):
-            asked.clear()
-            largest = _largest(needed, budget, start=start, most=2**20)
-            assert len(asked) <= 30
-            assert largest == 0 or needed(largest) <= budget
-            assert largest == 2**20 or needed(largest + 1) > budget
+    budgets, starts, fixed = (500, 1069, 1070, 1071, 5000, 123456, 10**9), (1, 3, 64), (1000, 1300)
+    for budget, start, zero in itertools.product(budgets, starts, fixed):
+        asked.clear()
+        found = largest(needed, budget, fixed=zero, start=start, most=2**20)
+        assert len(asked) <= (4 if power == 1 else 10)
+        assert found == 0 or needed(found) <= budget
+        assert found == 2**20 or needed(found + 1) > budget
+        at_least = largest(needed, budget, fixed=zero, start=start, most=2**20, least=3)
+        assert at_least == (found if found >= 3 else 0)
 
 
 def test_checkpointing_recomputes_and_takes_less_memory(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from castor.estimate.estimator import Estimate, Estimator, Workload
+from castor.estimate.estimator import Estimate, Estimator
 from castor.estimate.machine import Machine, machine, preset_names
+from castor.estimate.workload import Workload
 
 __all__ = ["Estimate", "Estimator", "Machine", "Workload", "estimate", "machine", "preset_names"]
 

@@ -2,73 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
 from castor import _C
 from castor.activations.auto import Choice, Events, search
 from castor.activations.block_profile import Link, spans_of
-from castor.config import Precision, StateFormat
+from castor.config import StateFormat
 from castor.config.names import SCALAR_TYPES
 from castor.estimate.activations import Logits, RecomputedBlocks
 from castor.estimate.machine import Machine
 from castor.estimate.metatrace import Moment, Step, record_step
-from castor.estimate.model import build, make_inputs, quiet
+from castor.estimate.model import (
+    SHORTEST_SEQUENCE,
+    build,
+    longest_sequence,
+    make_inputs,
+    quiet,
+)
+from castor.estimate.search import largest
+from castor.estimate.workload import Workload
 from castor.runtime.spec import ModelSpec
-
-Overlap = Literal["none", "forward"]
-Activations = Literal["keep", "recompute", "offload", "auto"]
 
 _MAX_BATCH = 2**20
 """Where the search for the largest batch ends."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What is trained, and how."""
-
-    batch: int = 1
-    """Samples in a step."""
-    sequence: int = 1024
-    """Tokens in a sample."""
-    precision: Precision = "bf16"
-    """Of parameters, gradients and computing."""
-    state_format: StateFormat = "split"
-    """Of the optimizer state; fp32 and fp16 have "fp32" only."""
-    activations: Activations = "keep"
-    """Of the model's blocks, as in GeminiPlugin."""
-    overlap: Overlap = "forward"
-    """Whether the host's Adam runs beside the next forward, or between the steps."""
-    max_prefetch: int = 1
-    """Chunks that may be fetched ahead of their use, as in GeminiPlugin."""
-    gather_embeddings: bool = False
-    """Whether embeddings stay at home, as in GeminiPlugin."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("batch", 1), ("sequence", 2), ("max_prefetch", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is {value!r}; give an int of at least {least}")
-        for name, kind in (
-            ("precision", Precision),
-            ("state_format", StateFormat),
-            ("overlap", Overlap),
-            ("activations", Activations),
-        ):
-            if getattr(self, name) not in get_args(kind):
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}; choose one of {', '.join(get_args(kind))}"
-                )
-        if self.precision != "bf16" and self.state_format != "fp32":
-            raise ValueError(
-                f"the state format {self.state_format!r} is for bf16 parameters; with precision "
-                f"{self.precision!r} give 'fp32'"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +56,9 @@ class Estimate:
     """Samples times sequence over time; None where it does not fit."""
     max_batch: int
     """The largest batch that fits; 0 where none does."""
+    max_sequence: int | None
+    """Tokens of the longest samples of which the workload's batch fits; 0 where none does, None
+    where samples are images."""
     busy_s: dict[str, float]
     """How long each resource is busy in a step, did it fit or not."""
     parameters: int
@@ -141,7 +107,7 @@ class Estimator:
         self._blocks = None if keep else RecomputedBlocks(self._model)
         self._logits = Logits(self._model, self._spec)
         self._simulator = self._lay_out(workload.state_format)
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[tuple[int, int], Step] = {}
 
     def _lay_out(self, state_format: StateFormat) -> _C.Simulator:
         params = zip(self._spec.names, self._spec.params, strict=True)
@@ -158,15 +124,21 @@ class Estimator:
         """Of the model, tied ones once."""
         return sum(param.numel() for param in self._spec.params)
 
-    def step(self, batch: int) -> Step:
-        """The step of a batch, recorded on the meta device."""
-        if batch not in self._steps:
-            inputs = make_inputs(self._model, batch=batch, sequence=self.workload.sequence)
+    def step(self, batch: int, sequence: int | None = None) -> Step:
+        """The step of a batch, recorded on the meta device.
+
+        Args:
+            batch: Samples.
+            sequence: Tokens in a sample. Default: the workload's.
+        """
+        shape = batch, sequence or self.workload.sequence
+        if shape not in self._steps:
+            inputs = make_inputs(self._model, batch=batch, sequence=shape[1])
             with quiet():
-                self._steps[batch] = record_step(
+                self._steps[shape] = record_step(
                     self._model, self._spec, inputs, self._simulator, self._blocks
                 )
-        return self._steps[batch]
+        return self._steps[shape]
 
     def estimate(self, machine: Machine) -> Estimate:
         """Predicts the workload's step on a machine.
@@ -178,11 +150,10 @@ class Estimator:
         step = self.step(batch)
         figures = self.simulate(step, machine)
         device_needed, host_needed = figures["smallest_budget_bytes"], figures["host_bytes"]
-        nvme_room = math.inf if machine.nvme_bytes is None else machine.nvme_bytes
         fits = (
             device_needed <= machine.device_bytes
             and host_needed <= machine.host_bytes
-            and figures["nvme_bytes"] <= nvme_room
+            and self._has_homes(machine)
         )
         seconds = figures["step_seconds"]
         return Estimate(
@@ -194,9 +165,8 @@ class Estimator:
             step_time_s=seconds if fits else None,
             bound=figures["bound"] if fits else None,
             tokens_per_s=batch * self.workload.sequence / seconds if fits else None,
-            max_batch=(
-                self._max_batch(machine, host_needed) if figures["nvme_bytes"] <= nvme_room else 0
-            ),
+            max_batch=self._max_batch(machine),
+            max_sequence=self._max_sequence(machine),
             busy_s=figures["busy_seconds"],
             parameters=self.num_parameters,
             flops=step.flops,
@@ -288,16 +258,49 @@ class Estimator:
             "with_norm": True,
         }
 
-    def _max_batch(self, machine: Machine, host_bytes: int) -> int:
-        if host_bytes > machine.host_bytes:
+    def _has_homes(self, machine: Machine) -> bool:
+        """Whether host and NVMe have room for what is there whatever the batch."""
+        room = math.inf if machine.nvme_bytes is None else machine.nvme_bytes
+        places = self._simulator.places(_places(machine))
+        return places["host_bytes"] <= machine.host_bytes and places["nvme_bytes"] <= room
+
+    def _max_batch(self, machine: Machine) -> int:
+        return self._largest(
+            machine, self.step, start=self.workload.batch, least=1, most=_MAX_BATCH
+        )
+
+    def _max_sequence(self, machine: Machine) -> int | None:
+        most = longest_sequence(self._model)
+        if most is None:
+            return None
+        step = functools.partial(self.step, self.workload.batch)
+        start = self.workload.sequence
+        return self._largest(machine, step, start=start, least=SHORTEST_SEQUENCE, most=most)
+
+    def _largest(
+        self, machine: Machine, step: Callable[[int], Step], *, start: int, least: int, most: int
+    ) -> int:
+        """The largest number of which the step fits; see `largest`."""
+        if not self._has_homes(machine):
             return 0
 
-        def needed(batch: int) -> int:
-            figures = self.simulate(self.step(batch), machine, margin_ratio=0.0, least=True)
-            on_host = figures["host_bytes"] <= machine.host_bytes
-            return int(figures["smallest_budget_bytes"]) if on_host else machine.device_bytes + 1
+        def figures(number: int) -> dict[str, Any]:
+            return self.simulate(step(number), machine, margin_ratio=0.0, least=True)
 
-        return _largest(needed, machine.device_bytes, start=self.workload.batch, most=_MAX_BATCH)
+        def needed(number: int) -> int:
+            found = figures(number)
+            on_host = found["host_bytes"] <= machine.host_bytes
+            return int(found["smallest_budget_bytes"]) if on_host else machine.device_bytes + 1
+
+        first = figures(start)
+        return largest(
+            needed,
+            machine.device_bytes,
+            fixed=first["smallest_budget_bytes"] - first["nonmodel_bytes"],
+            start=start,
+            least=least,
+            most=most,
+        )
 
     def _remedies(
         self, machine: Machine, device_needed: int, host_needed: int, figures: dict[str, Any]
@@ -361,35 +364,6 @@ def _places(machine: Machine) -> dict[str, object]:
         "host_bytes": machine.host_bytes,
         "nvme_bytes_per_second": machine.nvme or 0.0,
     }
-
-
-def _largest(needed: Callable[[int], int], budget: int, *, start: int, most: int) -> int:
-    """The largest number in [1, most] that needs at most `budget`; 0 if 1 needs more.
-
-    `needed` grows with the number, nearly in proportion: what it needs twice gives the next guess,
-    and every other guess halves the interval, so that a curve cannot make the search long.
-    """
-    low, high = 0, most + 1  # low fits, high does not
-    last: tuple[int, int] | None = None
-    guess, halve = min(start, most), False
-    while high - low > 1:
-        need = needed(guess)
-        if need <= budget:
-            low = guess
-        else:
-            high = guess
-        before, last = last, (guess, need)
-        if before is None or before[1] == need:
-            guess = 2 * guess if high > most else (low + high) // 2
-        elif halve:
-            guess = 2 * low if high > most else (low + high) // 2
-        else:
-            slope = (need - before[1]) / (last[0] - before[0])
-            guess = int(last[0] + (budget - need) / slope) if slope > 0 else (low + high) // 2
-            # The first neighbour of a bound that fits or does not ends the search.
-        halve = not halve if before is not None else False
-        guess = max(low + 1, min(guess, high - 1))
-    return low
 
 
 def size(num_bytes: int) -> str:

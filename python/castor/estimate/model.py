@@ -14,6 +14,10 @@ import torch
 from torch import nn
 
 _NUMBERS_OF_TOKENS = ("max_position_embeddings", "n_positions", "max_sequence_length")
+SHORTEST_SEQUENCE = 2
+"""Tokens of which one can be told from another."""
+_UNBOUNDED = 2**24
+"""Tokens of a sample of a model whose config names no limit."""
 
 
 def _transformers() -> ModuleType:
@@ -143,15 +147,27 @@ def make_inputs(model: nn.Module, *, batch: int, sequence: int) -> dict[str, tor
             f"{type(model).__name__} takes {main!r}; castor estimate makes inputs of tokens and "
             "images only"
         )
-    for name in _NUMBERS_OF_TOKENS:
-        positions = getattr(config, name, None)
-        if isinstance(positions, int) and 0 < positions < sequence:
+    for name, positions in _positions(config).items():
+        if positions < sequence:
             raise ValueError(
                 f"--seq is {sequence}, but the config's {name} is {positions}; give at most that"
             )
     tokens = torch.empty((batch, sequence), dtype=torch.long, device="meta")
     labels = tokens[:, 0] if per_sample else tokens
     return {"input_ids": tokens, "labels": labels.clone()}
+
+
+def _positions(config: Any) -> dict[str, int]:
+    """What a config says of the tokens in a sample."""
+    found = {name: getattr(config, name, None) for name in _NUMBERS_OF_TOKENS}
+    return {name: n for name, n in found.items() if isinstance(n, int) and n > 0}
+
+
+def longest_sequence(model: nn.Module) -> int | None:
+    """Tokens of the longest sample that a model from `build` takes; None where it takes images."""
+    if getattr(model, "main_input_name", "") == "pixel_values":
+        return None
+    return min(_positions(model.config).values(), default=_UNBOUNDED)
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:

@@ -6,8 +6,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from castor.estimate.estimator import Estimate, Workload, size
+from castor.estimate.estimator import Estimate, size
 from castor.estimate.machine import Machine
+from castor.estimate.workload import Workload
 
 _BOUNDS = {
     "compute": "the device's computing",
@@ -51,6 +52,9 @@ def render(estimate: Estimate, workload: Workload, machine: Machine, console: Co
         table.add_row("bound by", _BOUNDS[estimate.bound])
         table.add_row("tokens/s", f"{estimate.tokens_per_s:,.0f}")
     table.add_row("largest batch", str(estimate.max_batch) if estimate.max_batch else "none fits")
+    if estimate.max_sequence is not None:
+        longest = f"{estimate.max_sequence} tokens" if estimate.max_sequence else "none fits"
+        table.add_row("longest sequence", f"{longest}, at batch {workload.batch}")
     busy = ", ".join(
         f"{name} {seconds:.2f} s"
         for name, seconds in estimate.busy_s.items()

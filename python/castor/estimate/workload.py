@@ -1,0 +1,55 @@
+"""What is trained, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from castor.config import Precision, StateFormat
+from castor.estimate.model import SHORTEST_SEQUENCE
+
+Overlap = Literal["none", "forward"]
+Activations = Literal["keep", "recompute", "offload", "auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is trained, and how."""
+
+    batch: int = 1
+    """Samples in a step."""
+    sequence: int = 1024
+    """Tokens in a sample."""
+    precision: Precision = "bf16"
+    """Of parameters, gradients and computing."""
+    state_format: StateFormat = "split"
+    """Of the optimizer state; fp32 and fp16 have "fp32" only."""
+    activations: Activations = "keep"
+    """Of the model's blocks, as in GeminiPlugin."""
+    overlap: Overlap = "forward"
+    """Whether the host's Adam runs beside the next forward, or between the steps."""
+    max_prefetch: int = 1
+    """Chunks that may be fetched ahead of their use, as in GeminiPlugin."""
+    gather_embeddings: bool = False
+    """Whether embeddings stay at home, as in GeminiPlugin."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch", 1), ("sequence", SHORTEST_SEQUENCE), ("max_prefetch", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; give an int of at least {least}")
+        for name, kind in (
+            ("precision", Precision),
+            ("state_format", StateFormat),
+            ("overlap", Overlap),
+            ("activations", Activations),
+        ):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; choose one of {', '.join(get_args(kind))}"
+                )
+        if self.precision != "bf16" and self.state_format != "fp32":
+            raise ValueError(
+                f"the state format {self.state_format!r} is for bf16 parameters; with precision "
+                f"{self.precision!r} give 'fp32'"
+            )
