@@ -61,6 +61,9 @@ using SessionClass = pybind11::class_<Session, StepEvents, std::shared_ptr<Sessi
 /// What Session has of the optimizer's state: formats, masters, moments.
 void bind_optimizer_state(SessionClass& session);
 
+/// What Session has for a save that reads it beside the training.
+void bind_saves(pybind11::class_<Session, std::shared_ptr<Session>>& session);
+
 /// The last finished step, moment by moment, as lists of tuples; nullopt before there is one.
 [[nodiscard]] std::optional<pybind11::dict> timeline(Session& session);
 /// What each chunk holds, and where its payloads live.

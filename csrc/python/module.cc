@@ -384,6 +384,7 @@ PYBIND11_MODULE(_C, m) {
       .def("step_figures", &castor::step_figures, released)
       .def("load_trace", &castor::load_trace, released);
   castor::bind_optimizer_state(session);
+  castor::bind_saves(session);
   castor::bind_activation_offload(m);
 
   castor::bind_adam(m);

@@ -20,10 +20,16 @@ namespace {
 
 ParamId id(std::uint32_t param) { return ParamId{param}; }
 
-/// For what reads or writes the parameter's state without torch's operators.
+/// For what reads the parameter's state without torch's operators.
 OptimizerState& settled(Session& session, std::uint32_t param) {
   session.settle(id(param));
   return session.optimizer_state();
+}
+
+/// ... or writes it.
+OptimizerState& settled_to_write(Session& session, std::uint32_t param) {
+  session.reads().wait(session.layout().place(id(param)).chunk);
+  return settled(session, param);
 }
 
 }  // namespace
@@ -48,13 +54,13 @@ void bind_optimizer_state(SessionClass& session) {
       .def(
           "adopt",
           [](Session& self, std::uint32_t param, const at::Tensor& values) {
-            settled(self, param).adopt(id(param), values);
+            settled_to_write(self, param).adopt(id(param), values);
           },
           released)
       .def(
           "set_master",
           [](Session& self, std::uint32_t param, const at::Tensor& values) {
-            return settled(self, param).set_master(id(param), values);
+            return settled_to_write(self, param).set_master(id(param), values);
           },
           released)
       .def(
@@ -108,7 +114,7 @@ void bind_optimizer_state(SessionClass& session) {
       .def(
           "write_states",
           [](Session& self, std::uint32_t param, const std::vector<at::Tensor>& states) {
-            settled(self, param).write(id(param), states);
+            settled_to_write(self, param).write(id(param), states);
           },
           released)
       .def(
@@ -125,6 +131,69 @@ void bind_optimizer_state(SessionClass& session) {
           [](Session& self, std::uint32_t param) {
             const auto visit = self.visit(id(param), /*writes=*/false);
             return self.optimizer_state().master(id(param));
+          },
+          released);
+}
+
+void bind_saves(py::class_<Session, std::shared_ptr<Session>>& session) {
+  const auto released = py::call_guard<py::gil_scoped_release>();
+  session
+      .def(
+          "begin_reads",
+          [](Session& self) {
+            std::vector<std::uint32_t> not_held;
+            for (const ChunkId chunk : self.begin_reads()) {
+              not_held.push_back(static_cast<std::uint32_t>(index(chunk)));
+            }
+            return not_held;
+          },
+          released)
+      .def(
+          "end_read", [](Session& self, std::uint32_t chunk) { self.reads().end(ChunkId{chunk}); },
+          py::arg("chunk"), released)
+      .def(
+          "end_reads", [](Session& self) { self.reads().end_all(); }, released)
+      .def(
+          "await_read",
+          [](Session& self, std::uint32_t chunk) { self.reads().wait(ChunkId{chunk}); },
+          py::arg("chunk"), released)
+      .def("chunk_of",
+           [](const Session& self, std::uint32_t param) {
+             return static_cast<std::uint32_t>(index(self.layout().place(id(param)).chunk));
+           })
+      .def(
+          "saved_weights",
+          [](Session& self, std::uint32_t param) {
+            return self.optimizer_state().saved_weights(id(param));
+          },
+          released)
+      .def(
+          "saved_states",
+          [](Session& self, std::uint32_t param) {
+            return self.optimizer_state().saved_states(id(param));
+          },
+          released)
+      .def(
+          "saved_master",
+          [](Session& self, std::uint32_t param) {
+            return self.optimizer_state().saved_master(id(param));
+          },
+          released)
+      .def("saved_piece",
+           [](Session& self, std::uint32_t param) {
+             const Piece piece = self.optimizer_state().saved_piece(id(param));
+             return std::make_pair(piece.first_element, piece.numel);
+           })
+      .def(
+          "saved_states_of_piece",
+          [](Session& self, std::uint32_t param) {
+            return self.optimizer_state().saved_states_of_piece(id(param));
+          },
+          released)
+      .def(
+          "saved_master_of_piece",
+          [](Session& self, std::uint32_t param) {
+            return self.optimizer_state().saved_master_of_piece(id(param));
           },
           released);
 }

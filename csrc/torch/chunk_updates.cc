@@ -9,12 +9,13 @@ namespace castor {
 
 ChunkUpdates::ChunkUpdates(const ChunkLayout& layout, const ShardMap& shards, StatePlaces& places,
                            Executor& executor, std::shared_ptr<const UpdateRule> rule,
-                           RankWeights* ranks)
+                           ChunkReads& reads, RankWeights* ranks)
     : layout_(layout),
       shards_(shards),
       places_(places),
       executor_(executor),
       rule_(std::move(rule)),
+      reads_(reads),
       ranks_(ranks),
       streams_(layout.params().size(), 0) {}
 
@@ -74,6 +75,7 @@ void ChunkUpdates::run_on_device(std::span<const UpdateSegment> segments) const 
 }
 
 void ChunkUpdates::run(ChunkId chunk, std::span<const ParamUpdate> updates) {
+  reads_.wait(chunk);
   std::vector<UpdateSegment> segments;
   if (places_.on_device(chunk)) {
     add_segments(updates, places_.in_place(chunk), segments);
@@ -136,6 +138,10 @@ void ChunkUpdates::run_all(std::span<const std::vector<ParamUpdate>> updates,
   std::size_t next = 0;
   for (const ChunkId chunk : updated) {
     const std::vector<ParamUpdate>& of_chunk = updates[index(chunk)];
+    if (reads_.reading(chunk)) {
+      update_in_memory();  // meanwhile
+      reads_.wait(chunk);
+    }
     if (places_.on_device(chunk)) {
       add_segments(of_chunk, places_.in_place(chunk), on_device);
       ++num_in_memory;

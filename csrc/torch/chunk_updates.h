@@ -8,6 +8,7 @@
 
 #include "core/shard_map.h"
 #include "dist/rank_weights.h"
+#include "torch/chunk_reads.h"
 #include "torch/state_places.h"
 
 namespace castor {
@@ -23,14 +24,15 @@ struct ParamUpdate {
 /// what lies on NVMe, or on the device. Of several ranks each updates its parts, and brings those
 /// of the others: all run the same updates in the same order. Owned by the session. Updates of
 /// different chunks may run on different threads; none may overlap anything else that touches its
-/// chunk.
+/// chunk, but for a save that reads it (ChunkReads), for which it waits.
 ///
 /// For chunks on NVMe every call may throw IoError or CorruptionError.
 class ChunkUpdates {
  public:
   /// All outlive this. `ranks`: nullptr for a process that is alone.
   ChunkUpdates(const ChunkLayout& layout, const ShardMap& shards, StatePlaces& places,
-               Executor& executor, std::shared_ptr<const UpdateRule> rule, RankWeights* ranks);
+               Executor& executor, std::shared_ptr<const UpdateRule> rule, ChunkReads& reads,
+               RankWeights* ranks);
 
   /// Whether other ranks run the same updates, and wait for each.
   [[nodiscard]] bool together() const noexcept { return ranks_ != nullptr; }
@@ -61,6 +63,7 @@ class ChunkUpdates {
   StatePlaces& places_;
   Executor& executor_;
   const std::shared_ptr<const UpdateRule> rule_;
+  ChunkReads& reads_;
   RankWeights* const ranks_;
   std::uint64_t seed_ = 0;
   std::vector<std::uint64_t> streams_;

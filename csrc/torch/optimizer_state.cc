@@ -243,7 +243,8 @@ std::optional<at::Tensor> OptimizerState::master_view(ParamId param) const {
                      geometry_of(params_[index(param)].local));
 }
 
-std::optional<at::Tensor> OptimizerState::master(ParamId param) const {
+std::optional<at::Tensor> OptimizerState::master(
+    ParamId param, const std::function<at::Tensor()>& weights_on_host) const {
   if (!has_master(param)) {
     return std::nullopt;
   }
@@ -251,7 +252,7 @@ std::optional<at::Tensor> OptimizerState::master(ParamId param) const {
     return shown;
   }
   const at::NoGradGuard no_grad;
-  const at::Tensor own = on_host(param);
+  const at::Tensor own = weights_on_host();
   at::Tensor values = empty_as(own, at::kFloat);
   const bool whole = places_.has(param, kMasterPayload);
   with_state(param, whole ? kMasterPayload : kRemainderPayload, [&](const std::byte* state) {
@@ -263,6 +264,70 @@ std::optional<at::Tensor> OptimizerState::master(ParamId param) const {
                    reinterpret_cast<const std::int16_t*>(state), numel_of(own));
     }
   });
+  return values;
+}
+
+at::Tensor OptimizerState::saved_weights(ParamId param) const {
+  const ParamPlace place = layout_.place(param);
+  const at::Tensor& own = params_[index(param)].local;
+  const at::ScalarType type = castor::to_torch(layout_.param(param).type);
+  if (!manager_.stored(place.chunk)) {
+    const c10::Device device =
+        places_.on_device(place.chunk) ? places_.device().torch_device() : c10::kCPU;
+    return tensor_over(storage_over(manager_.payload(place.chunk, PayloadKind::kParam), device),
+                       type, place.offset, geometry_of(own));
+  }
+  at::Tensor copy = empty_as(own, type);
+  places_.with_stored_weights(param, [&](const std::byte* values) {
+    std::memcpy(copy.mutable_data_ptr(), values, copy.nbytes());
+  });
+  return copy;
+}
+
+std::vector<at::Tensor> OptimizerState::saved_states_of_piece(ParamId param) const {
+  const at::NoGradGuard no_grad;
+  const Piece piece = shards_.piece(param);
+  std::vector<at::Tensor> states;
+  places_.with_states(
+      layout_.place(param).chunk, StreamAccess::kRead, [&](const ChunkMemory& memory) {
+        for (std::size_t i = 0; i < specs().size(); ++i) {
+          const PayloadKind kind = rule_payload(i);
+          const at::ScalarType type = to_torch(specs()[i].type);
+          const std::size_t bytes = places_.bytes(param, kind, piece.numel);
+          at::Tensor& copy = states.emplace_back(at::empty(
+              {static_cast<std::int64_t>(bytes / at::elementSize(type))}, at::dtype(type)));
+          if (bytes > 0) {
+            std::memcpy(copy.mutable_data_ptr(),
+                        places_.element(memory, param, kind, piece.first_element), bytes);
+          }
+        }
+      });
+  return states;
+}
+
+std::optional<at::Tensor> OptimizerState::saved_master_of_piece(ParamId param) const {
+  if (!has_master(param)) {
+    return std::nullopt;
+  }
+  const at::NoGradGuard no_grad;
+  const Piece piece = shards_.piece(param);
+  at::Tensor values = at::empty({static_cast<std::int64_t>(piece.numel)}, at::kFloat);
+  if (piece.numel == 0) {
+    return values;
+  }
+  const at::Tensor weights = saved_weights(param).to(at::kCPU);
+  places_.with_states(
+      layout_.place(param).chunk, StreamAccess::kRead, [&](const ChunkMemory& memory) {
+        const std::size_t first = piece.first_element;
+        if (const auto* const master = places_.data<float>(memory, param, kMasterPayload, first)) {
+          std::memcpy(values.mutable_data_ptr(), master, values.nbytes());
+        } else {
+          join_masters(&executor_, values.mutable_data_ptr<float>(),
+                       static_cast<const std::uint16_t*>(weights.const_data_ptr()) + first,
+                       places_.data<std::int16_t>(memory, param, kRemainderPayload, first),
+                       piece.numel);
+        }
+      });
   return values;
 }
 

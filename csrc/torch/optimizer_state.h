@@ -68,14 +68,36 @@ class OptimizerState {
   /// parameters, which are their own master, and for frozen ones.
   [[nodiscard]] std::optional<at::Tensor> master_view(ParamId param) const;
   /// The fp32 values of a trainable 16-bit parameter: master_view where there is one, else a copy.
-  [[nodiscard]] std::optional<at::Tensor> master(ParamId param) const;
+  [[nodiscard]] std::optional<at::Tensor> master(ParamId param) const {
+    return master(param, [&] { return on_host(param); });
+  }
 
   /// Of any chunk's parameter, on the host: copies of the rule's states, in the types of the views.
   [[nodiscard]] std::vector<at::Tensor> read(ParamId param) const;
   /// The way back, of the tensors that read gives.
   void write(ParamId param, std::span<const at::Tensor> states);
 
+  // For a save, of which ChunkReads holds back whatever would write: from any thread, and past the
+  // gate, which may be closed for an update that waits for this save.
+  /// The parameter at its home: a view, or a copy of what lies on NVMe. No device has newer values.
+  [[nodiscard]] at::Tensor saved_weights(ParamId param) const;
+  /// views, or where there are none read.
+  [[nodiscard]] std::vector<at::Tensor> saved_states(ParamId param) const {
+    return places_.shown(layout_.place(param).chunk) ? views(param) : read(param);
+  }
+  /// As master, of the parameter at its home.
+  [[nodiscard]] std::optional<at::Tensor> saved_master(ParamId param) const {
+    return master(param, [&] { return saved_weights(param).to(at::kCPU); });
+  }
+  /// Of several ranks what this one keeps: the elements of its piece, in the order of the
+  /// parameter's memory, as copies. Asks no other rank.
+  [[nodiscard]] Piece saved_piece(ParamId param) const { return shards_.piece(param); }
+  [[nodiscard]] std::vector<at::Tensor> saved_states_of_piece(ParamId param) const;
+  [[nodiscard]] std::optional<at::Tensor> saved_master_of_piece(ParamId param) const;
+
  private:
+  [[nodiscard]] std::optional<at::Tensor> master(
+      ParamId param, const std::function<at::Tensor()>& weights_on_host) const;
   /// The parameter, or a copy where the host does not address it.
   [[nodiscard]] at::Tensor on_host(ParamId param) const;
   [[nodiscard]] bool has_master(ParamId param) const {

@@ -165,7 +165,8 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
                                                      own_device_)),
       manager_(std::make_unique<ChunkManager>(layout_, std::move(placements), device_, host_,
                                               *copy_engine_, *storages_, weights_.get(),
-                                              rank_homes_.weights().tier)) {
+                                              rank_homes_.weights().tier)),
+      reads_(layout_.chunks().size()) {
   for (at::Tensor& param : params) {
     params_.push_back({.leaf = param, .local = std::move(param)});
   }
@@ -185,9 +186,9 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
   optimizer_state_ =
       std::make_unique<OptimizerState>(*manager_, shards_, *state_places_, params_, *executor_,
                                        options.state.rule, ranks_ ? &ranks_->states() : nullptr);
-  chunk_updates_ =
-      std::make_unique<ChunkUpdates>(layout_, shards_, *state_places_, *executor_,
-                                     options.state.rule, ranks_ ? &ranks_->weights() : nullptr);
+  chunk_updates_ = std::make_unique<ChunkUpdates>(layout_, shards_, *state_places_, *executor_,
+                                                  options.state.rule, reads_,
+                                                  ranks_ ? &ranks_->weights() : nullptr);
   storages_->on_write_back([this](ChunkId chunk, const std::byte* home, const std::byte* slot) {
     const auto scope = own_device_.run_on_stream();  // an eviction may come from any thread
     optimizer_state_->before_write_back(chunk, home, slot);
@@ -225,6 +226,7 @@ void Session::check_ranks() const {
 bool Session::synchronise(bool on) { return !ranks_ || ranks_->gradients().synchronise(on); }
 
 Session::~Session() {
+  reads_.end_all();  // else an update may wait for who has gone
   if (update_queue_) {
     update_queue_->abandon();  // returns when none is under way
   }
@@ -273,6 +275,8 @@ void Session::adopt_parameters(std::span<const ParamId> valueless) {
 void Session::watch_tensors(Overlap overlap) {
   gate_ = TensorGate::create(
       2 * layout_.chunks().size(), [this](std::size_t group) { settle_group(group); },
+      {.reads = [this](std::size_t group) { return read_by_save(group); },
+       .await = [this](std::size_t group) { await_save(group); }},
       [weak = weak_from_this()](auto uses) {
         const auto session = weak.lock();  // an operator may be the last that uses the model
         return session ? session->visit_groups(uses) : nullptr;
@@ -334,6 +338,19 @@ void Session::settle_group(std::size_t group) {
     }
   }
   updater_->wait(chunk);
+}
+
+// Gradients are no part of what is saved.
+bool Session::read_by_save(std::size_t group) const {
+  return group < layout_.chunks().size() &&
+         reads_.reading(ChunkId{static_cast<std::uint32_t>(group)});
+}
+
+void Session::await_save(std::size_t group) {
+  if (read_by_save(group)) {
+    check_process();  // the thread that saves did not come along
+    reads_.wait(ChunkId{static_cast<std::uint32_t>(group)});
+  }
 }
 
 void Session::check_parameters() const {
@@ -481,21 +498,20 @@ void Session::finish_step() {
   place_chunks_again();
 }
 
-bool Session::aliased(ChunkId chunk) const {
+bool Session::aliased_values(ChunkId chunk) const {
   const auto& params = layout_.chunk(chunk).params;
-  return gradients_->aliased(chunk) ||
-         std::any_of(params.begin(), params.end(), [this](ParamId param) {
-           return storages_->storage(param).use_count() > param_uses_[index(param)] ||
-                  state_views_->aliased(param);
-         });
+  return std::any_of(params.begin(), params.end(), [this](ParamId param) {
+    return storages_->storage(param).use_count() > param_uses_[index(param)] ||
+           state_views_->aliased(param);
+  });
 }
 
 // A tensor over a chunk's memory follows it to the device and back (docs/design/0017), but memory
 // that was reached without one (a numpy array) would not: a chunk that something else than castor
 // refers to stays where it is. So does one of which something is on NVMe.
 void Session::place_chunks_again() {
-  if (!runtime_->placement_due() || !integrity_.whole()) {
-    return;
+  if (!runtime_->placement_due() || !integrity_.whole() || reads_.reading()) {
+    return;  // while a save reads payloads they stay where they are: a later step places them
   }
   await_updates();
   std::vector<bool> candidates(layout_.chunks().size());
@@ -530,6 +546,7 @@ void Session::check_whole() {
 
 void Session::begin_load(RunLoad load) {
   own_device_.follow_stream();
+  reads_.wait_for_all();
   if (ranks_) {
     ranks_->check_there();
   }
@@ -579,6 +596,20 @@ void Session::send_home() {
   settle();
   runtime_->send_home();
   own_device_.await();
+}
+
+std::vector<ChunkId> Session::begin_reads() {
+  send_home();
+  reads_.begin();
+  std::vector<ChunkId> not_held;
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    gate_->share(i);
+    if (aliased_values(chunk) || state_places_->on_device(chunk)) {
+      not_held.push_back(chunk);
+    }
+  }
+  return not_held;
 }
 
 // The gate's groups are numbered as the parts of StoredWeights (docs/design/0018).

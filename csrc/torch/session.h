@@ -11,6 +11,7 @@
 
 #include "core/run_load.h"
 #include "core/runtime.h"
+#include "torch/chunk_reads.h"
 #include "torch/chunk_storages.h"
 #include "torch/gradient_sink.h"
 #include "torch/host_places.h"
@@ -99,6 +100,12 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   /// UsageError where backward updated some chunks and step() never followed.
   void send_home();
 
+  /// As send_home, and from now on a save may read weights and states as they are, on a thread of
+  /// its own (reads()). Returns the chunks of which memory is known to somebody whom nothing holds
+  /// back: wait for them.
+  [[nodiscard]] std::vector<ChunkId> begin_reads();
+  [[nodiscard]] ChunkReads& reads() noexcept { return reads_; }
+
   /// As ChunkUpdates'.
   [[nodiscard]] const UpdateRule& rule() const { return chunk_updates_->rule(); }
   /// As ChunkUpdates'.
@@ -150,9 +157,14 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   void check_ranks() const;                  ///< Throws UsageError for what several do not have.
   void check_process() const;                ///< Throws UsageError in a forked child.
   /// Whether somebody holds another tensor over the chunk's memory, which the gate does not watch.
-  [[nodiscard]] bool aliased(ChunkId chunk) const;
+  [[nodiscard]] bool aliased(ChunkId chunk) const {
+    return gradients_->aliased(chunk) || aliased_values(chunk);
+  }
+  [[nodiscard]] bool aliased_values(ChunkId chunk) const;  ///< weights or states
   void place_chunks_again();
   void settle_group(std::size_t group);
+  [[nodiscard]] bool read_by_save(std::size_t group) const;
+  void await_save(std::size_t group);
 
   std::vector<ParamHandle> params_;
   const ChunkLayout layout_;
@@ -179,6 +191,7 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   std::unique_ptr<Runtime> runtime_;
   std::shared_ptr<Passes> passes_;
   RunIntegrity integrity_;
+  ChunkReads reads_;
   // Group i: parameters and states of chunk i; GradientSink::group(i): its gradients.
   std::shared_ptr<TensorGate> gate_;
   std::unique_ptr<Updater> updater_;

@@ -255,6 +255,14 @@ void StatePlaces::with_home(ParamId param, const std::function<void(std::byte*)>
   work(hold->data() + place.offset * size_of(spec.type));
 }
 
+void StatePlaces::with_stored_weights(ParamId param,
+                                      const std::function<void(const std::byte*)>& work) const {
+  const ParamPlace place = layout_.place(param);
+  const std::unique_ptr<HomeHold> hold = weights_->hold(place.chunk);
+  hold->wait(HomeAccess::kRead);
+  work(hold->data() + place.offset * size_of(layout_.param(param).type));
+}
+
 // So that a rank does not keep a copy of all that it has overwritten.
 void StatePlaces::share_home(ParamId param) const {
   const Payload& chunk = weights(layout_.place(param).chunk);

@@ -112,6 +112,8 @@ class StatePlaces {
   /// ranks share homes all overwrite it, and none reads it from before the first does until all
   /// have.
   void with_home(ParamId param, const std::function<void(std::byte*)>& work) const;
+  /// Calls `work` with the first element of a parameter that lies on NVMe, which is read.
+  void with_stored_weights(ParamId param, const std::function<void(const std::byte*)>& work) const;
   /// The chunk's parameters.
   [[nodiscard]] const Payload& weights(ChunkId chunk) const {
     return *manager_.payload(chunk, PayloadKind::kParam);

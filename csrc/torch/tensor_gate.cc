@@ -126,7 +126,8 @@ void pass(const at::Tensor& tensor, bool writes, Uses& uses) {
   }
   const WatchedStorages::Watcher watcher = WatchedStorages::instance().find(tensor);
   if (auto gate = watcher.gate.lock()) {
-    if (const auto guard = gate->pass(watcher.group, tensor); guard != TensorGate::Guard::kNone) {
+    if (const auto guard = gate->pass(watcher.group, tensor, writes);
+        guard != TensorGate::Guard::kNone) {
       uses.add(std::move(gate), watcher.group, guard, writes);
     }
   }
@@ -211,19 +212,23 @@ TORCH_LIBRARY_IMPL(_, DeferredInit, library) {
   library.fallback(::torch::CppFunction::makeFromBoxedFunction<&pass_arguments>());
 }
 
-std::shared_ptr<TensorGate> TensorGate::create(std::size_t num_groups, Settle settle, Visit visit) {
+std::shared_ptr<TensorGate> TensorGate::create(std::size_t num_groups, Settle settle, Reader reader,
+                                               Visit visit) {
   set_before_data(await_closed);
   // Not make_shared: the constructor is private.
   return std::shared_ptr<TensorGate>(
-      new TensorGate(num_groups, std::move(settle), std::move(visit)));
+      new TensorGate(num_groups, std::move(settle), std::move(reader), std::move(visit)));
 }
 
-TensorGate::TensorGate(std::size_t num_groups, Settle settle, Visit visit)
-    : groups_(num_groups), settle_(std::move(settle)), visit_(std::move(visit)) {}
+TensorGate::TensorGate(std::size_t num_groups, Settle settle, Reader reader, Visit visit)
+    : groups_(num_groups),
+      settle_(std::move(settle)),
+      reader_(std::move(reader)),
+      visit_(std::move(visit)) {}
 
 TensorGate::~TensorGate() {
   for (Group& group : groups_) {
-    if (group.closed || group.guard != Guard::kNone) {
+    if (group.closed || group.shared || group.guard != Guard::kNone) {
       for (const at::Tensor& tensor : group.tensors) {
         allow(tensor.storage());
         WatchedStorages::instance().remove(tensor);
@@ -238,6 +243,21 @@ void TensorGate::hold_back(std::size_t group, const at::Tensor& tensor) {
   mark(tensor);
 }
 
+bool TensorGate::held_back(std::size_t group) const {
+  return groups_[group].closed || groups_[group].shared || groups_[group].guard != Guard::kNone;
+}
+
+// Of a group that nothing holds back any more.
+void TensorGate::let_go(std::size_t group) {
+  if (held_back(group)) {
+    return;
+  }
+  for (const at::Tensor& tensor : groups_[group].tensors) {
+    WatchedStorages::instance().remove(tensor);
+    unmark(tensor);
+  }
+}
+
 void TensorGate::guard(std::size_t group, Guard guard) {
   const std::lock_guard lock(mutex_);
   groups_[group].guard = guard;
@@ -245,7 +265,7 @@ void TensorGate::guard(std::size_t group, Guard guard) {
 
 void TensorGate::watch(std::size_t group, at::Tensor tensor) {
   const std::lock_guard lock(mutex_);
-  if (groups_[group].closed || groups_[group].guard != Guard::kNone) {
+  if (held_back(group)) {
     hold_back(group, tensor);
   }
   if (groups_[group].closed) {
@@ -274,18 +294,20 @@ void TensorGate::open_locked(std::size_t group) {
   for (const at::Tensor& tensor : groups_[group].tensors) {
     allow(tensor.storage());
   }
-  if (groups_[group].guard != Guard::kNone) {
-    return;
-  }
-  for (const at::Tensor& tensor : groups_[group].tensors) {
-    WatchedStorages::instance().remove(tensor);
-    unmark(tensor);
-  }
+  let_go(group);
 }
 
 void TensorGate::open(std::size_t group) {
   const std::lock_guard lock(mutex_);
   open_locked(group);
+}
+
+void TensorGate::share(std::size_t group) {
+  const std::lock_guard lock(mutex_);
+  groups_[group].shared = true;
+  for (const at::Tensor& tensor : groups_[group].tensors) {
+    hold_back(group, tensor);
+  }
 }
 
 void TensorGate::pass_locked(std::size_t group) {
@@ -300,11 +322,18 @@ void TensorGate::pass(std::size_t group) {
   pass_locked(group);
 }
 
-TensorGate::Guard TensorGate::pass(std::size_t group, const at::Tensor& tensor) {
+TensorGate::Guard TensorGate::pass(std::size_t group, const at::Tensor& tensor, bool writes) {
+  if (writes) {
+    reader_.await(group);
+  }
   const std::lock_guard lock(mutex_);
   pass_locked(group);
-  if (groups_[group].guard == Guard::kNone) {
-    unmark(tensor);  // under the mutex: who closes the group again marks it after
+  if (groups_[group].shared && !reader_.reads(group)) {
+    groups_[group].shared = false;
+    let_go(group);
+  }
+  if (!held_back(group)) {
+    unmark(tensor);  // under the mutex: who holds the group back again marks it after
   }
   return groups_[group].guard;
 }

@@ -26,11 +26,15 @@ namespace castor {
 /// begins to pickle a parameter. What else reads memory without an operator (data_ptr(), a storage)
 /// cannot be held back: meanwhile torch throws where it asks for the address.
 ///
+/// While a save still reads a group's memory, on a thread of its own, only the operators that write
+/// it are held back: `await_reader` returns when it has been read.
+///
 /// Tensors whose memory is not there all the time, or may become another's while an operator runs,
 /// are guarded: every operator on one, or on any tensor that shares its memory, is run within a
 /// visit, which has the memory there and keeps it.
 ///
-/// Owned by the session. Thread-safe; settle and visit must not come back to the gate.
+/// Owned by the session. Thread-safe; settle and visit must not come back to the gate, and a reader
+/// never does.
 class TensorGate : public std::enable_shared_from_this<TensorGate> {
  public:
   enum class Guard : std::uint8_t {
@@ -39,6 +43,11 @@ class TensorGate : public std::enable_shared_from_this<TensorGate> {
     kBrought,  ///< a visit may have to bring it in, and then nothing may use it afterwards
   };
   using Settle = std::function<void(std::size_t group)>;
+  /// Who reads groups beside the operators.
+  struct Reader {
+    std::function<bool(std::size_t group)> reads;  ///< still; never waits
+    Settle await;                                  ///< returns when it does not
+  };
   /// What an operator does with a guarded group.
   struct Use {
     std::size_t group = 0;
@@ -48,7 +57,7 @@ class TensorGate : public std::enable_shared_from_this<TensorGate> {
   using Visit = std::function<std::shared_ptr<void>(std::span<const Use> uses)>;
 
   /// `visit` may be empty where no group is guarded.
-  static std::shared_ptr<TensorGate> create(std::size_t num_groups, Settle settle,
+  static std::shared_ptr<TensorGate> create(std::size_t num_groups, Settle settle, Reader reader,
                                             Visit visit = {});
   ~TensorGate();
   TensorGate(const TensorGate&) = delete;
@@ -61,25 +70,30 @@ class TensorGate : public std::enable_shared_from_this<TensorGate> {
   void close(std::size_t group);
   /// No effect on an open group.
   void open(std::size_t group);
+  /// A reader has begun with the group; it ends without a call, since it waits for nobody.
+  void share(std::size_t group);
   /// Waits for a closed group and opens it; rethrows what settle throws, the group closed as it
   /// was.
   void pass(std::size_t group);
-  /// As pass, for an operator on `tensor`, which is the group's or an alias. Returns how the group
-  /// is guarded.
-  Guard pass(std::size_t group, const at::Tensor& tensor);
+  /// As pass, for an operator on `tensor`, which is the group's or an alias, and which waits for
+  /// the reader if it `writes`. Returns how the group is guarded.
+  Guard pass(std::size_t group, const at::Tensor& tensor, bool writes);
   /// As pass, for every group. Costs next to nothing while all are open.
   void pass_all();
   [[nodiscard]] std::shared_ptr<void> visit(std::span<const Use> uses) { return visit_(uses); }
 
  private:
-  TensorGate(std::size_t num_groups, Settle settle, Visit visit);
+  TensorGate(std::size_t num_groups, Settle settle, Reader reader, Visit visit);
 
   struct Group {
     std::vector<at::Tensor> tensors;
     bool closed = false;
+    bool shared = false;  // a reader has begun; it may have ended
     Guard guard = Guard::kNone;
   };
   void hold_back(std::size_t group, const at::Tensor& tensor);
+  [[nodiscard]] bool held_back(std::size_t group) const;
+  void let_go(std::size_t group);
   void open_locked(std::size_t group);
   void pass_locked(std::size_t group);
 
@@ -87,6 +101,7 @@ class TensorGate : public std::enable_shared_from_this<TensorGate> {
   std::vector<Group> groups_;
   std::size_t num_closed_ = 0;
   const Settle settle_;
+  const Reader reader_;
   const Visit visit_;
 };
 

@@ -12,9 +12,12 @@ from torch.optim import Optimizer
 
 from castor import checkpoint
 from castor.checkpoint.arguments import absolute, check_only, shard_bytes
+from castor.errors import UsageError
 from castor.optim.torch_step import torch_step_of
 from castor.plugins.protocol import list_of_optimizers
 from castor.runtime.boosted_model import BoostedModel, boosted_models_holding
+from castor.runtime.engine import Engine, compiled_from, engines_holding
+from castor.runtime.ranks import Ranks
 
 Result = TypeVar("Result")
 
@@ -55,21 +58,24 @@ class Checkpoints:
             tokenizer: Saved along, by its save_pretrained.
             prefix: Only None is supported.
             use_safetensors: Only True is supported.
-            use_async: Only False is supported.
+            use_async: Whether to return before the weights are written; see wait_for_saves.
 
         Raises:
             CheckpointError: The model holds something other than dense tensors, or PEFT's adapters
                 without being a PeftModel.
             IoError: Not enough room (checked before), a read-only disk, a missing parent.
             NotImplementedError: An argument asks for what this version lacks.
+            UsageError: use_async=True of a model that is not boosted.
         """
         check_only(prefix=(prefix, None), use_safetensors=(use_safetensors, True))
-        check_only(use_async=(use_async, False))
         path, max_bytes = absolute(directory), shard_bytes(shard, size_per_shard)
-        self._once(
-            model,
-            lambda: checkpoint.save_model(model, path, max_bytes=max_bytes, tokenizer=tokenizer),
-        )
+
+        def save(reading: checkpoint.Reading | None) -> checkpoint.Saving:
+            return checkpoint.save_model(
+                model, path, max_bytes=max_bytes, tokenizer=tokenizer, reading=reading
+            )
+
+        self._save(save, model, use_async=use_async)
 
     def load_model(self, model: nn.Module, directory: str | Path, *, strict: bool = True) -> Any:
         """Reads a checkpoint of this architecture, castor's or any in Hugging Face's layout.
@@ -96,6 +102,7 @@ class Checkpoints:
             CheckpointError: The checkpoint is damaged, or keys (strict) or shapes do not match, in
                 the words of torch's load_state_dict; the model was not changed.
         """
+        checkpoint.wait()
         return checkpoint.load_model(model, absolute(directory), strict=strict)
 
     def save_optimizer(
@@ -121,22 +128,25 @@ class Checkpoints:
             shard: Whether tensors may go to several files.
             size_per_shard: Bytes of tensors in one file, as a number or "2GB".
             prefix: Only None is supported.
-            use_async: Only False is supported.
+            use_async: Whether to return before the states are written; see wait_for_saves.
 
         Raises:
             CheckpointError: The state holds something else; the message names it.
             IoError: As in save_model.
-            UsageError: Nothing tells the parameters' names.
+            UsageError: Nothing tells the parameters' names, or use_async=True of an optimizer
+                whose states are not castor's.
             NotImplementedError: An argument asks for what this version lacks.
         """
-        check_only(prefix=(prefix, None), use_async=(use_async, False))
+        check_only(prefix=(prefix, None))
         model = _model_of(optimizer, model)
         path, max_bytes = absolute(directory), shard_bytes(shard, size_per_shard)
-        self._once(
-            model,
-            lambda: checkpoint.save_optimizer(optimizer, path, model=model, max_bytes=max_bytes),
-            [optimizer],
-        )
+
+        def save(reading: checkpoint.Reading | None) -> checkpoint.Saving:
+            return checkpoint.save_optimizer(
+                optimizer, path, model=model, max_bytes=max_bytes, reading=reading
+            )
+
+        self._save(save, model, [optimizer], use_async=use_async)
 
     def load_optimizer(
         self, optimizer: Optimizer, directory: str | Path, *, model: nn.Module | None = None
@@ -155,6 +165,7 @@ class Checkpoints:
             CheckpointError: Damaged, or of another optimizer; nothing was changed.
             UsageError: Nothing tells the parameters' names.
         """
+        checkpoint.wait()
         model = _model_of(optimizer, model)
         checkpoint.load_optimizer(optimizer, absolute(directory), model)
 
@@ -165,6 +176,7 @@ class Checkpoints:
             CheckpointError: The state holds what JSON cannot; the message names the key.
             IoError: As in save_model.
         """
+        checkpoint.wait()
         self._once(None, lambda: checkpoint.save_lr_scheduler(lr_scheduler, absolute(path)))
 
     def load_lr_scheduler(self, lr_scheduler: Any, path: str | Path) -> None:
@@ -173,6 +185,7 @@ class Checkpoints:
         Raises:
             CheckpointError: The file is damaged, or of another class of scheduler.
         """
+        checkpoint.wait()
         checkpoint.load_lr_scheduler(lr_scheduler, absolute(path))
 
     def save(
@@ -187,12 +200,13 @@ class Checkpoints:
         extra: Any = None,
         keep: int | None = None,
         size_per_shard: int | str = "2GB",
+        use_async: bool = False,
     ) -> Path:
         """Writes all that a run needs to go on bitwise, as `directory`/step-00000040.
 
         Call it between optimizer.step() and the next forward; gradients are not saved. Beside the
         objects given it holds the random states of torch, Python and numpy, and the step count.
-        Every rank calls it: rank 0 writes, with the random states and data positions of all.
+        Every rank calls it, and all write, with the random states and data positions of all.
 
         Args:
             directory: The run's; created if only its parent exists.
@@ -204,9 +218,10 @@ class Checkpoints:
             extra: Numbers, strings, lists, dicts, small tensors: load returns them.
             keep: How many checkpoints up to this step remain; older ones go once this is durable.
             size_per_shard: Bytes of tensors in one file.
+            use_async: Whether to return before all is written; see wait_for_saves.
 
         Returns:
-            The checkpoint's directory.
+            The checkpoint's directory; with use_async=True it will be there.
 
         Raises:
             CheckpointError, IoError, UsageError: As in the methods for the parts.
@@ -215,14 +230,15 @@ class Checkpoints:
         shared = self._shared(model)
         process = checkpoint.process_state(dataloader)
         processes = [process] if shared is None else shared.gather(process)
-        return self._once(
-            model,
-            lambda: checkpoint.save(
-                path, model, list_of_optimizers(optimizer), lr_scheduler, processes,
-                step=step, extra=extra, keep=keep, max_bytes=max_bytes,
-            ),
-            list_of_optimizers(optimizer),
-        )  # fmt: skip
+        optimizers = list_of_optimizers(optimizer)
+
+        def save(reading: checkpoint.Reading | None) -> checkpoint.Saving:
+            return checkpoint.save(
+                path, model, optimizers, lr_scheduler, processes,
+                step=step, extra=extra, keep=keep, max_bytes=max_bytes, reading=reading,
+            )  # fmt: skip
+
+        return self._save(save, model, optimizers, use_async=use_async)
 
     def load(
         self,
@@ -251,6 +267,7 @@ class Checkpoints:
             CheckpointError: Nothing whole is there, a byte differs from what was saved, or an
                 object does not fit; nothing was changed.
         """
+        checkpoint.wait()
         shared, path = self._shared(model), absolute(directory)
         rank = shared.ranks.rank if shared and shared.ranks else 0
         optimizers = list_of_optimizers(optimizer)
@@ -258,7 +275,22 @@ class Checkpoints:
 
     def latest(self, directory: str | Path) -> Path | None:
         """The whole checkpoint of the highest step in a run's directory, None without one."""
+        checkpoint.wait()
         return checkpoint.latest(absolute(directory))
+
+    def wait_for_saves(self) -> None:
+        """Returns when a save with use_async=True is on the disk; at once where none is under way.
+
+        Such a save returns when it has taken what is of the moment, and a thread writes weights and
+        states while training goes on, as they were at the call: what would write a part of them
+        waits until the thread has read it. One is under way at a time. Every method that saves or
+        loads, and latest, begins with this one; so does the end of the process, which prints what
+        it raises.
+
+        Raises:
+            IoError, CheckpointError, Error: What stopped it; raised once.
+        """
+        checkpoint.wait()
 
     def _shared(self, model: nn.Module | None) -> BoostedModel | None:
         """That of the model, or of the one boosted last, where several ranks share it."""
@@ -268,6 +300,58 @@ class Checkpoints:
             what = f"the model holds {len(boosted)} boosted ones, which several ranks"
             raise NotImplementedError(f"{what} save and load one by one: give each")
         return boosted[0] if boosted and boosted[0].shared else None
+
+    def _save(
+        self,
+        save: Callable[[checkpoint.Reading | None], checkpoint.Saving],
+        model: nn.Module | None,
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        use_async: bool,
+    ) -> Path:
+        checkpoint.wait()
+        shared = self._shared(model)
+        ranks = _ranks_that_divide(shared, optimizers)
+        if not use_async and ranks is None:
+            return self._once(model, lambda: checkpoint.at_once(save(None)), optimizers)
+        engines = self._held_engines(model, optimizers)
+        share = None
+        if shared is not None:
+            if ranks is None:
+                raise NotImplementedError(
+                    "use_async=True is not supported where ranks have parts of layers, or a "
+                    "parameter is not contiguous on several; save with use_async=False"
+                )
+            shared.gather(None)  # all save, or it says who does not
+            share = checkpoint.Share(ranks.saves)
+        return checkpoint.save_reading(engines, share, save, later=use_async)
+
+    def _held_engines(
+        self, model: nn.Module | None, optimizers: Sequence[Optimizer]
+    ) -> Sequence[Engine]:
+        """The engines that can hold all of it while training goes on.
+
+        Raises:
+            UsageError: Something is kept by others than castor.
+        """
+        engines: list[Engine] = []
+        for optimizer in optimizers:
+            driver = checkpoint.driver_of(optimizer)
+            if driver is None or not driver.fused:
+                raise UsageError(
+                    f"use_async=True of a {type(optimizer).__name__} whose states are not castor's "
+                    "to hold while it steps; save with use_async=False"
+                )
+            engines.append(driver.engine)
+        if model is not None:
+            engines += engines_holding(compiled_from(model))
+        if not engines:
+            raise UsageError(
+                f"use_async=True of a {type(model).__name__} that is not in chunks: nothing would "
+                "hold its next update back; boost it with GeminiPlugin, or save with "
+                "use_async=False"
+            )
+        return list(dict.fromkeys(engines))
 
     def _once(
         self,
@@ -285,3 +369,14 @@ def _model_of(optimizer: Optimizer, model: nn.Module | None) -> nn.Module | None
     """What names the parameters of an optimizer that does not know their names."""
     step = torch_step_of(optimizer)
     return step.model() if model is None and step is not None else model
+
+
+def _ranks_that_divide(
+    shared: BoostedModel | None, optimizers: Sequence[Optimizer]
+) -> Ranks | None:
+    """Those that write a checkpoint together: each has a run of elements of every tensor."""
+    if not isinstance(shared, Engine) or shared.parts is not None:
+        return None
+    drivers = [checkpoint.driver_of(optimizer) for optimizer in optimizers]
+    whole = all(driver is not None and driver.fused for driver in drivers)
+    return shared.ranks if whole and all(p.is_contiguous() for p in shared.params) else None

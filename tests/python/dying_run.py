@@ -1,10 +1,10 @@
 """A training run that saves at every step and is killed at random moments, again and again.
 
-Usage: dying_run.py WHAT LIVES SEED DIRECTORY, with WHAT "run" (booster.save), "nvme" (the same with
-all optimizer states on NVMe), "weights" (a larger model, with its parameters and gradients there
-too) or "model" (save_model over the same directory). Prints a JSON line with counts; exits 1 when a
-restart found anything but a whole checkpoint, or went on with other losses than the run that was
-never killed, which has everything in memory.
+Usage: dying_run.py WHAT LIVES SEED DIRECTORY, with WHAT "run" (booster.save), "beside" (the same
+with use_async=True), "nvme" ("run" with all optimizer states on NVMe), "weights" (a larger model,
+with its parameters and gradients there too) or "model" (save_model over the same directory). Prints
+a JSON line with counts; exits 1 when a restart found anything but a whole checkpoint, or went on
+with other losses than the run that was never killed, which has everything in memory.
 
 Each life is a fork of this warm process, which itself starts no thread before.
 """
@@ -76,18 +76,25 @@ def log(path: Path, line: str) -> None:
     os.close(descriptor)
 
 
-def live_run(directory: Path, journal: Path, *, on_nvme: bool, deep: bool = False) -> None:
+def live_run(
+    directory: Path, journal: Path, *, on_nvme: bool, deep: bool = False, beside: bool = False
+) -> None:
     """One life of a run: from the newest checkpoint on, until killed."""
     run = Run(directory / "nvme" if on_nvme else None, deep=deep)
     step = 0
     if run.booster.latest(directory / "run") is not None:
         step = run.booster.load(directory / "run", *run.parts()).step  # verifies every byte
     log(journal, f"start {step}")
+    begun = step
     for loss in run.losses():
+        if beside and step > begun:
+            run.booster.wait_for_saves()
+            log(journal, f"saved {step}")
         step += 1
         log(journal, f"loss {step} {loss.hex()}")
-        run.booster.save(directory / "run", *run.parts(), keep=2)
-        log(journal, f"saved {step}")
+        run.booster.save(directory / "run", *run.parts(), keep=2, use_async=beside)
+        if not beside:
+            log(journal, f"saved {step}")
 
 
 def live_model(directory: Path, journal: Path) -> None:
@@ -169,6 +176,7 @@ def main() -> None:
     journal.touch()
     life = {
         "run": partial(live_run, on_nvme=False),
+        "beside": partial(live_run, on_nvme=False, beside=True),
         "nvme": partial(live_run, on_nvme=True),
         "weights": partial(live_run, on_nvme=True, deep=True),
         "model": live_model,

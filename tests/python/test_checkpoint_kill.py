@@ -12,7 +12,7 @@ LIVES = 50
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["run", "nvme", "weights", "model"])
+@pytest.mark.parametrize("what", ["run", "beside", "nvme", "weights", "model"])
 def test_every_restart_finds_a_whole_checkpoint(what: str, tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), what, str(LIVES), "1", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)

@@ -305,9 +305,7 @@ def test_shapes_of_another_size_are_refused_after_renaming_too(tmp_path: Path) -
 # --- what cannot be saved or loaded -------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"), [("prefix", "a"), ("use_safetensors", False), ("use_async", True)]
-)
+@pytest.mark.parametrize(("argument", "value"), [("prefix", "a"), ("use_safetensors", False)])
 def test_arguments_of_others_are_refused_by_name(argument: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match=argument):
         BOOSTER.save_model(tower(), tmp_path / "m", **{argument: value})

@@ -32,6 +32,8 @@ class ComputedTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     compute: Callable[[], torch.Tensor]
+    written: Callable[[], None] | None = None
+    """Called when its bytes are in the file, and its values are needed no more."""
 
     @property
     def nbytes(self) -> int:
@@ -110,6 +112,11 @@ def split(tensors: Tensors, stem: str, max_bytes: int | None) -> dict[str, dict[
     }
 
 
+def write_files(directory: Path, files: Mapping[str, Tensors]) -> dict[str, FileEntry]:
+    """write_tensors of several files of a directory, by name."""
+    return {name: write_tensors(directory / name, tensors) for name, tensors in files.items()}
+
+
 def write_tensors(path: Path, tensors: Tensors) -> FileEntry:
     """Writes one safetensors file, streaming.
 
@@ -123,8 +130,7 @@ def write_tensors(path: Path, tensors: Tensors) -> FileEntry:
     Raises:
         OSError: The disk refuses; no file is left.
     """
-    # Wide types first: then every tensor is aligned to its own type.
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    ordered = _ordered(tensors)
     checksums: dict[str, str] = {}
 
     def contents() -> Iterator[bytes | memoryview]:
@@ -135,8 +141,26 @@ def write_tensors(path: Path, tensors: Tensors) -> FileEntry:
                 hasher.update(piece)
                 yield piece
             checksums[name] = hasher.hexdigest()
+            if isinstance(tensor, ComputedTensor) and tensor.written is not None:
+                tensor.written()
 
     return replace(write_file(path, contents()), tensors=checksums)
+
+
+def layout_of(tensors: Tensors) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """(header, bytes [start, end) of each tensor in their order) of the file that these make."""
+    ordered = _ordered(tensors)
+    header = _header(ordered)
+    places, end = {}, len(header)
+    for name, tensor in ordered:
+        places[name] = (end, end + tensor.nbytes)
+        end += tensor.nbytes
+    return header, places
+
+
+def _ordered(tensors: Tensors) -> list[tuple[str, SavedTensor]]:
+    """Wide types first: then every tensor is aligned to its own type."""
+    return sorted(tensors.items(), key=lambda item: -item[1].element_size())
 
 
 def _header(ordered: list[tuple[str, SavedTensor]]) -> bytes:

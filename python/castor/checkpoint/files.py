@@ -129,6 +129,22 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
     return FileEntry(size=size, checksum=hasher.hexdigest())
 
 
+def write_at(descriptor: int, offset: int, pieces: Iterable[bytes | memoryview]) -> None:
+    """Writes pieces one behind the other, from byte `offset` of a file on.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    for piece in pieces:
+        left = memoryview(piece)
+        while left:
+            written = os.pwrite(descriptor, left, offset)
+            if written <= 0:
+                raise OSError(errno.EIO, f"pwrite returned {written} for {len(left)} bytes")
+            left = left[written:]
+            offset += written
+
+
 def _write_all(descriptor: int, piece: memoryview) -> None:
     while piece:
         written = os.write(descriptor, piece)

@@ -6,7 +6,6 @@ import copy
 import json
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,11 @@ from castor.checkpoint.adapters import (
     write_adapter_config,
 )
 from castor.checkpoint.container import (
-    ComputedTensor,
     SavedTensor,
+    Tensors,
     bytes_of,
     check_savable,
     split,
-    write_tensors,
 )
 from castor.checkpoint.files import (
     OVERHEAD_BYTES,
@@ -36,8 +34,10 @@ from castor.checkpoint.files import (
     os_errors,
     write_file,
 )
+from castor.checkpoint.held import held_weights
 from castor.checkpoint.manifest import PART_MANIFEST, read_manifest, write_manifest
 from castor.checkpoint.parts import model_in_whole, shards_in_whole
+from castor.checkpoint.reading import Reading, Saving, Write, taken, write_of
 from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.staging import carry_over, staged
 from castor.errors import CheckpointError
@@ -93,14 +93,22 @@ def _kept_keys(model: nn.Module, tensors: Mapping[str, int]) -> set[str]:
     return set(key_of.values())
 
 
-def model_bytes(model: nn.Module) -> int:
-    """Bytes that save_model writes at most."""
-    return bytes_of(_in_turn(model, without_ties(model, state_of(model)))) + OVERHEAD_BYTES
+def tensors_of(model: nn.Module) -> dict[str, SavedTensor]:
+    """What is written of a model, by key; what boosted models hold is at home."""
+    model = compiled_from(model)
+    for engine in engines_holding(model):
+        engine.session.send_home()
+    return _in_turn(model, without_ties(model, state_of(model)))
 
 
 def save_model(
-    model: nn.Module, directory: Path, *, max_bytes: int | None, tokenizer: Any = None
-) -> None:
+    model: nn.Module,
+    directory: Path,
+    *,
+    max_bytes: int | None,
+    tokenizer: Any = None,
+    reading: Reading | None = None,
+) -> Saving:
     """Writes a model to a directory of its own; see Booster.save_model.
 
     Args:
@@ -108,6 +116,7 @@ def save_model(
         directory: Replaced as a whole if it exists; files that castor did not write stay.
         max_bytes: Bytes of tensors in one file; None: one file.
         tokenizer: Anything with save_pretrained.
+        reading: Where training goes on meanwhile, or other ranks take part.
 
     Raises:
         CheckpointError: The model holds what cannot be saved.
@@ -116,53 +125,75 @@ def save_model(
     model = compiled_from(model)
     check_no_loose_adapters(model)
     if is_peft_model(model):
-        _save_adapters(model, directory, tokenizer)
+        yield from _save_adapters(model, directory, tokenizer, reading)
         return
-    with staged(directory, model_bytes(model)) as staging:
-        write_model(model, staging, directory, max_bytes=max_bytes, tokenizer=tokenizer)
+    tensors = taken(reading, tensors_of(model))
+    files, needed = split(tensors, "model", max_bytes), bytes_of(tensors) + OVERHEAD_BYTES
+    if reading is not None and reading.follows:
+        yield directory
+        reading.follow(directory, needed, files)
+        return
+    with staged(directory, needed) as staging:
+        write_configs(model, staging, tokenizer)
+        yield directory
+        write_model(files, staging, directory, write_of(reading))
 
 
-def _save_adapters(model: nn.Module, directory: Path, tokenizer: Any) -> None:
+def _save_adapters(
+    model: nn.Module, directory: Path, tokenizer: Any, reading: Reading | None
+) -> Saving:
     """Writes the adapters of a PeftModel, one file each, without the base model."""
-    adapters = adapter_tensors(model, state_of(model))
-    for tensors in adapters.values():
-        check_savable(tensors)
+    found = adapter_tensors(model, state_of(model))
+    for of_adapter in found.values():
+        check_savable(of_adapter)
     for engine in engines_holding(model):
         engine.session.send_home()
-    with staged(directory, OVERHEAD_BYTES + sum(map(bytes_of, adapters.values()))) as staging:
-        entries: dict[str, FileEntry] = {}
-        for adapter, tensors in adapters.items():
+    adapters = {
+        adapter: taken(reading, _in_turn(model, of_adapter))
+        for adapter, of_adapter in found.items()
+    }
+    files = {str(Path(folder_of(name), WEIGHTS)): tensors for name, tensors in adapters.items()}
+    needed = OVERHEAD_BYTES + sum(map(bytes_of, files.values()))
+    if reading is not None and reading.follows:
+        yield directory
+        reading.follow(directory, needed, files)
+        return
+    with staged(directory, needed) as staging:
+        for adapter in adapters:
             folder = staging / folder_of(adapter)
             folder.mkdir(exist_ok=True)
-            file = folder / WEIGHTS
-            entries[str(file.relative_to(staging))] = write_tensors(file, _in_turn(model, tensors))
             write_adapter_config(model, adapter, folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
-        seal_part(staging, directory, entries, _is_ours)
+        yield directory
+        seal_part(staging, directory, write_of(reading)(staging, files), _is_ours)
 
 
 def write_model(
-    model: nn.Module, staging: Path, previous: Path, *, max_bytes: int | None, tokenizer: Any
+    shards: Mapping[str, Tensors], staging: Path, previous: Path, write: Write
 ) -> FileEntry:
-    """Writes a model's files into `staging`; returns the entry of its manifest.
+    """Writes a model's tensors into `staging`, beside its configs.
+
+    Args:
+        shards: By file name, of what tensors_of gives.
+        staging: Has what write_configs wrote.
+        previous: The directory that will be replaced.
+        write: How.
+
+    Returns:
+        The entry of its manifest.
 
     Raises:
         OSError: The disk refuses.
     """
-    model = compiled_from(model)
-    for engine in engines_holding(model):
-        engine.session.send_home()
-    state = _in_turn(model, without_ties(model, state_of(model)))
-    entries: dict[str, FileEntry] = {}
-    shards = split(state, "model", max_bytes)
-    for name, tensors in shards.items():
-        entries[name] = write_tensors(staging / name, tensors)
+    entries = write(staging, shards)
     if len(shards) > 1:
         weight_map = {key: name for name, tensors in shards.items() for key in tensors}
-        index = {"metadata": {"total_size": bytes_of(state)}, "weight_map": weight_map}
+        index = {
+            "metadata": {"total_size": sum(map(bytes_of, shards.values()))},
+            "weight_map": weight_map,
+        }
         entries[INDEX] = write_file(staging / INDEX, [canonical(index)])
-    _write_configs(model, staging, tokenizer)
     return seal_part(staging, previous, entries, _is_ours)
 
 
@@ -171,15 +202,12 @@ def _is_ours(name: str) -> bool:
 
 
 def _in_turn(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, SavedTensor]:
-    """What is made when it is written: copies of parameters on NVMe, wholes of ranks' parts."""
+    """What is read when it is written: parameters of boosted models, wholes of ranks' parts."""
     saved = shards_in_whole(model, state, "model")
     for engine in engines_holding(model):
         for key, tensor in state.items():
-            index = engine.index_of.get(tensor)  # type: ignore[call-overload]
-            if index is not None and engine.session.weight_stored(index):
-                saved[key] = ComputedTensor(
-                    dtype=tensor.dtype, shape=tuple(tensor.shape), compute=partial(_copy_of, tensor)
-                )
+            if isinstance(tensor, nn.Parameter) and tensor in engine.index_of:
+                saved[key] = held_weights(engine, tensor)
         saved = model_in_whole(engine, saved, state.get)
         whole = engine.parts.whole_model if engine.parts else None
         if whole:  # other ranks have what is tied to this one's
@@ -188,12 +216,9 @@ def _in_turn(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, Save
     return saved
 
 
-def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
-def _write_configs(model: nn.Module, staging: Path, tokenizer: Any) -> None:
-    """What from_pretrained needs beside the weights, for models that have it."""
+def write_configs(model: nn.Module, staging: Path, tokenizer: Any) -> None:
+    """Writes what from_pretrained needs beside the weights, for models that have it."""
+    model = compiled_from(model)
     config: Any = getattr(model, "config", None)
     # A PeftModel has that of its base, whose keys are others.
     if hasattr(config, "save_pretrained") and not is_peft_model(model):

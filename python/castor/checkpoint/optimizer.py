@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -17,14 +18,16 @@ from castor import _C
 from castor.checkpoint.container import (
     ComputedTensor,
     SavedTensor,
+    Tensors,
     bytes_of,
     check_savable,
     split,
-    write_tensors,
 )
 from castor.checkpoint.files import OVERHEAD_BYTES, PIECE_BYTES, FileEntry, write_file
+from castor.checkpoint.held import Part, held, part_of_weights
 from castor.checkpoint.model import seal_part
 from castor.checkpoint.parts import names_in_whole, optimizer_in_whole, shards_in_whole
+from castor.checkpoint.reading import Reading, Saving, Write, taken, write_of
 from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.staging import staged
 from castor.checkpoint.values import encode
@@ -120,12 +123,16 @@ class OptimizerState:
         """Bytes that a save writes at most."""
         return bytes_of(self.tensors) + len(canonical(self.description)) + OVERHEAD_BYTES
 
+    def files(self, max_bytes: int | None) -> dict[str, dict[str, SavedTensor]]:
+        """The tensors by file name; `max_bytes`: what a file may hold."""
+        return split(self.tensors, "optimizer", max_bytes)
+
 
 def state_of_optimizer(optimizer: Optimizer, model: nn.Module | None) -> OptimizerState:
-    """Collects what a save writes: views of the state.
+    """Collects what a save writes: of boosted models, what is read in its turn.
 
-    Of a boosted model's split formats the float32 tensors are made when they are written, one at a
-    time; of a standalone HybridAdam's they are made here.
+    Of split formats the float32 tensors are made when they are written, one at a time; of a
+    standalone HybridAdam's they are made here.
 
     In 16-bit precisions the masters come along ("<parameter>.master"), after edits of the weights
     have reached them.
@@ -183,9 +190,8 @@ def tensors_and_numbers(
             else:
                 where = f"optimizer state '{key}' of '{name}'"
                 numbers.setdefault(name, {})[key] = encode(value, where)
-        master = _master(driver.engine, param) if driver is not None else None
-        if master is not None:
-            tensors[f"{name}.master"] = master
+        if driver is not None and param.requires_grad and param.dtype != torch.float32:
+            tensors[f"{name}.master"] = _master(driver.engine, param)
     check_savable(tensors)
     return tensors, numbers
 
@@ -204,62 +210,62 @@ def _entries(optimizer: Optimizer, param: torch.Tensor) -> dict[Any, Any]:
 
 
 def _portable(driver: Driver, param: torch.Tensor, entry: dict[Any, Any]) -> dict[Any, Any]:
-    """A boosted parameter's state with float32 moments.
-
-    What is not float32 in memory is made, or read from NVMe, when it is written.
-    """
-    session, index = driver.engine.session, driver.engine.index_of[param]  # type: ignore[index]
-    stored = not session.shown(index)
-    if not entry or (not stored and entry["exp_avg"].dtype == torch.float32):
+    """A boosted parameter's state with float32 moments, read when they are written."""
+    if not entry:
         return entry
+    engine, index = driver.engine, driver.engine.index_of[param]  # type: ignore[index]
+    session = engine.session
+    narrow = session.optim_state_format in ("split_bf16", "split_int8")
 
-    def moments() -> list[torch.Tensor]:
-        if stored:
-            return session.read_states(index)
-        return [entry[key] for key in ("exp_avg", "exp_avg_sq", "scales") if key in entry]
+    def of(states: list[torch.Tensor], position: int) -> torch.Tensor:
+        if position == 2 or not narrow:
+            return states[position]
+        exp_avg, exp_avg_sq, *scales = states
+        return _C.load_moments(
+            session.optim_state_format,
+            exp_avg,
+            exp_avg_sq,
+            scales[0].view(-1, 2) if scales else None,
+        )[position]
 
-    def moment(position: int) -> ComputedTensor:
-        def compute() -> torch.Tensor:
-            exp_avg, exp_avg_sq, *scales = moments()
-            if exp_avg.dtype == torch.float32:
-                return (exp_avg, exp_avg_sq)[position]
-            return _C.load_moments(
-                session.optim_state_format, exp_avg, exp_avg_sq, scales[0] if scales else None
-            )[position]
+    def whole(position: int) -> torch.Tensor:
+        return of(session.saved_states(index), position)
 
-        return ComputedTensor(dtype=torch.float32, shape=tuple(param.shape), compute=compute)
+    def part(position: int) -> Part:
+        first, _ = session.saved_piece(index)
+        part = of(session.saved_states_of_piece(index), position)
+        return (first if position < 2 else first // _C.MOMENT_BLOCK * 2), part
 
+    names = session.state_names
     # Keys alone: what a stored entry gives for one is read from NVMe.
-    moment_keys = ("exp_avg", "exp_avg_sq", *(["scales"] if stored else []))
-    portable: dict[Any, Any] = {key: entry[key] for key in entry if key not in moment_keys}
-    portable |= {"exp_avg": moment(0), "exp_avg_sq": moment(1)}
-    if stored and session.optim_state_format == "split_int8":
-        portable["scales"] = ComputedTensor(
-            dtype=torch.float32,
-            shape=(-(-param.numel() // _C.MOMENT_BLOCK), 2),
-            compute=lambda: moments()[2],
+    portable: dict[Any, Any] = {key: entry[key] for key in entry if key not in names}
+    for position, name in enumerate(names):
+        shape = (-(-param.numel() // _C.MOMENT_BLOCK), 2) if name == "scales" else None
+        portable[name] = held(
+            engine, index, partial(whole, position), partial(part, position), shape=shape
         )
     return portable
 
 
-def _master(engine: Engine, param: torch.Tensor) -> SavedTensor | None:
+def _master(engine: Engine, param: torch.Tensor) -> SavedTensor:
     """The float32 values of a boosted 16-bit parameter, with the user's edits."""
     index = engine.index_of[param]  # type: ignore[index]
-    if not param.requires_grad or param.dtype == torch.float32:
-        return None
-    shown = engine.session.master_view(index)
-    if shown is not None:
-        return _reconcile(param, shown)
+    session = engine.session
 
-    def compute() -> torch.Tensor:
-        master = engine.session.master(index)
-        if master is None:
-            raise RuntimeError(f"parameter '{engine.names[index]}' has no master")
-        if engine.session.optim_state_format == "fp32":
-            return _reconcile(param, master)
-        return master
+    def whole() -> torch.Tensor:
+        master = session.saved_master(index)
+        assert master is not None
+        edited = session.optim_state_format == "fp32"
+        return _reconcile(session.saved_weights(index), master) if edited else master
 
-    return ComputedTensor(dtype=torch.float32, shape=tuple(param.shape), compute=compute)
+    def part() -> Part:
+        first, weights = part_of_weights(engine, index)
+        master = session.saved_master_of_piece(index)
+        assert master is not None
+        edited = session.optim_state_format == "fp32"
+        return first, _reconcile(weights, master) if edited else master
+
+    return held(engine, index, whole, part)
 
 
 def _describe_group(position: int, group: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -290,8 +296,13 @@ def _reconcile(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
 
 
 def save_optimizer(
-    optimizer: Optimizer, directory: Path, *, model: nn.Module | None, max_bytes: int | None
-) -> None:
+    optimizer: Optimizer,
+    directory: Path,
+    *,
+    model: nn.Module | None,
+    max_bytes: int | None,
+    reading: Reading | None = None,
+) -> Saving:
     """Writes an optimizer to a directory of its own; see Booster.save_optimizer.
 
     Raises:
@@ -300,22 +311,33 @@ def save_optimizer(
         UsageError: See names_of.
     """
     state = state_of_optimizer(optimizer, model)
+    state = replace(state, tensors=taken(reading, state.tensors))
+    shards = state.files(max_bytes)
+    if reading is not None and reading.follows:
+        yield directory
+        reading.follow(directory, state.bytes, shards)
+        return
     with staged(directory, state.bytes) as staging:
-        write_optimizer(state, staging, directory, max_bytes=max_bytes)
+        yield directory
+        write_optimizer(state, shards, staging, directory, write_of(reading))
 
 
 def write_optimizer(
-    state: OptimizerState, staging: Path, previous: Path, *, max_bytes: int | None
+    state: OptimizerState,
+    shards: Mapping[str, Tensors],
+    staging: Path,
+    previous: Path,
+    write: Write,
 ) -> FileEntry:
-    """Writes an optimizer's files into `staging`; returns the entry of its manifest.
+    """Writes an optimizer's files into `staging`; `shards` are its tensors, by file name.
+
+    Returns:
+        The entry of its manifest.
 
     Raises:
         OSError: The disk refuses.
     """
-    entries: dict[str, FileEntry] = {}
-    shards = split(state.tensors, "optimizer", max_bytes)
-    for name, tensors in shards.items():
-        entries[name] = write_tensors(staging / name, tensors)
+    entries = write(staging, shards)
     description = {**state.description, "files": list(shards)}
     entries[DESCRIPTION] = write_file(staging / DESCRIPTION, [canonical(description)])
     return seal_part(staging, previous, entries, lambda name: _OURS.fullmatch(name) is not None)

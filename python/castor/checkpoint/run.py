@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castor.checkpoint import rng
+from castor.checkpoint.container import bytes_of, split
 from castor.checkpoint.files import OVERHEAD_BYTES, FileEntry, os_errors, write_file
 from castor.checkpoint.manifest import (
     PART_MANIFEST,
@@ -22,10 +23,11 @@ from castor.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from castor.checkpoint.model import model_bytes, write_model
+from castor.checkpoint.model import tensors_of, write_configs, write_model
 from castor.checkpoint.model_load import prepare_model
 from castor.checkpoint.optimizer import check_all_given, state_of_optimizer, write_optimizer
 from castor.checkpoint.optimizer_load import prepare_optimizer
+from castor.checkpoint.reading import Reading, Saving, taken, write_of
 from castor.checkpoint.scheduler import scheduler_document, scheduler_state
 from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.staging import carry_over, delete, recover, recover_all, staged
@@ -70,13 +72,20 @@ def save(
     extra: Any,
     keep: int | None,
     max_bytes: int | None,
-) -> Path:
-    """Writes a run's checkpoint; see Booster.save. `processes`: process_state of each rank."""
+    reading: Reading | None = None,
+) -> Saving:
+    """Writes a run's checkpoint; see Booster.save.
+
+    `processes`: process_state of each rank; `reading`: where training goes on
+    meanwhile, or other ranks take part.
+    """
     number = _step_number(model, step)
     if keep is not None:
         _check_count("keep", keep, 1)
     check_all_given(optimizers)
-    optimizer_states = [state_of_optimizer(optimizer, model) for optimizer in optimizers]
+    states = [state_of_optimizer(optimizer, model) for optimizer in optimizers]
+    states = [replace(state, tensors=taken(reading, state.tensors)) for state in states]
+    weights = taken(reading, tensors_of(model))
     trainer = {
         "format": _FORMAT,
         "step": number,
@@ -87,29 +96,35 @@ def save(
         "other_ranks": processes[1:],
     }
     target = root / f"step-{number:08}"
+    model_files = split(weights, "model", max_bytes)
+    state_files = [state.files(max_bytes) for state in states]
+    needed = bytes_of(weights) + 2 * OVERHEAD_BYTES + sum(state.bytes for state in states)
+    if reading is not None and reading.follows:
+        yield target
+        reading.follow(target, needed, model_files, *state_files)
+        return
     with os_errors(root, "write"):
         root.mkdir(exist_ok=True)
     recover_all(root)
-    needed = model_bytes(model) + OVERHEAD_BYTES + sum(state.bytes for state in optimizer_states)
     with staged(target, needed) as staging:
+        (staging / "model").mkdir()
+        write_configs(model, staging / "model", None)
+        yield target
         entries: dict[str, FileEntry] = {}
 
         def part(name: str, write: Callable[[Path, Path], FileEntry]) -> None:
-            (staging / name).mkdir()
+            (staging / name).mkdir(exist_ok=True)
             entries[f"{name}/{PART_MANIFEST}"] = write(staging / name, target / name)
 
-        part(
-            "model",
-            lambda new, old: write_model(model, new, old, max_bytes=max_bytes, tokenizer=None),
-        )
-        for name, state in zip(_parts_of(optimizers), optimizer_states, strict=True):
-            part(name, partial(write_optimizer, state, max_bytes=max_bytes))
+        write = write_of(reading)
+        part("model", partial(write_model, model_files, write=write))
+        for name, state, files in zip(_parts_of(optimizers), states, state_files, strict=True):
+            part(name, partial(write_optimizer, state, files, write=write))
         entries["trainer.json"] = write_file(staging / "trainer.json", [canonical(trainer)])
         carry_over(target, staging, lambda name: bool(_OURS.fullmatch(name)))
         write_manifest(staging, RUN_MANIFEST, entries)
     if keep is not None:
         _prune(root, number, keep)
-    return target
 
 
 def _parts_of(optimizers: Sequence[Optimizer]) -> list[str]:

@@ -142,7 +142,7 @@ class Peers:
             try:
                 outcome = work(), None
             except Exception as error:
-                outcome = None, _sendable(error)
+                outcome = None, sendable(error)
             end_service()
         else:
             serve()
@@ -160,11 +160,13 @@ class Ranks(Peers):
     names: tuple[str, str, str]
     """Of the groups: for passes and all that is between them, which is `group`; for gradients,
     which come together beside backward; for updates, which may run beside everything else."""
+    saves: Peers
+    """The same ranks, for checkpoints that are written beside the training."""
     share_memory: bool
     """Whether what castor sends goes through memory, where all ranks are on one machine."""
 
 
-def _sendable(error: Exception) -> Exception:
+def sendable(error: Exception) -> Exception:
     """The error, or what it says where it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
@@ -185,11 +187,13 @@ def make_ranks(parts: Sequence[Sequence[int]]) -> Ranks | None:
     mine = next(part for part in parts if rank in part)
     if len(mine) == 1:
         return None
-    passes, gradients, updates = own_groups(parts, 3)
+    passes, gradients, updates, saves = own_groups(parts, 4)
+    own, size = mine.index(rank), len(mine)
     return Ranks(
-        rank=mine.index(rank),
-        size=len(mine),
+        rank=own,
+        size=size,
         names=(passes, gradients, updates),
+        saves=Peers(rank=own, size=size, group=_C.RankGroup(saves)),
         share_memory=may_share_memory(),
         group=_C.RankGroup(passes),
     )

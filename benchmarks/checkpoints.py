@@ -1,0 +1,177 @@
+# Question: how long does a save keep training waiting, at once and with use_async=True?
+# Baseline: the step of the same run while nothing is saved, and the save at once.
+# Work: booster.save of the 42.5M GPT-2 of benchmarks/step.py with its AdamW states, 510 MB in fp32,
+#     room for all of it in memory, overlap="forward".
+# Method: in each round, in turn: steps without a save, of which the median is the step; a save at
+#     once; a save beside the training and the steps that follow until it is on the disk. The stall
+#     is the call and what the following steps take beyond the step: the next one alone, and all
+#     until the save is over, where the thread that writes also takes its share of the cores. What
+#     was written at one moment both ways is compared byte by byte, after the timing.
+# Met: the call and the next step together take less than 5% of a step more than a step.
+"""Stalls of saves: `python benchmarks/checkpoints.py [--rounds R] [--quick] [--directory D]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from _machine import RESULTS, describe_machine, paired, spread, write_record
+from _steps import LR, WARMUP_STEPS, Model, batch
+from rich.console import Console
+from rich.table import Table
+
+TARGET = 0.05
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+class Run:
+    """A boosted model and its step."""
+
+    def __init__(self, model: Model, overlap: str) -> None:
+        import torch
+
+        from castor import Booster, GeminiPlugin
+
+        self.model = model.build()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR)
+        plugin = GeminiPlugin(
+            device="cpu", device_memory="4GiB", precision="fp32", max_norm=1.0, overlap=overlap
+        )
+        self.booster = Booster(plugin=plugin)
+        self.booster.boost(self.model, self.optimizer)
+        self._batches = 0
+
+    def step(self) -> None:
+        """One training step."""
+        loss = self.model(**batch(self._batches)).loss
+        self._batches += 1
+        self.booster.backward(loss, self.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self, directory: Path, *, use_async: bool) -> Path:
+        """Writes the run as it is."""
+        parts = self.model, self.optimizer
+        return self.booster.save(directory, *parts, keep=1, use_async=use_async)
+
+
+def under_way(path: Path) -> bool:
+    """Whether a save is not over: its directory appears at its end."""
+    return not path.exists()
+
+
+def measure_round(run: Run, directory: Path, num_steps: int) -> dict[str, Any]:
+    plain = [seconds(run.step) for _ in range(num_steps)]
+    step = spread(plain)["median"]
+    at_once = seconds(lambda: run.save(directory, use_async=False))
+    run.step()  # the next checkpoint is another one
+    paths: list[Path] = []
+    start = time.perf_counter()
+    call = seconds(lambda: paths.append(run.save(directory, use_async=True)))
+    following = [seconds(run.step)]
+    while under_way(paths[0]):
+        following.append(seconds(run.step))
+    beside = time.perf_counter() - start
+    run.booster.wait_for_saves()
+    return {
+        "step": step,
+        "save_at_once": at_once,
+        "call": call,
+        "next_step": following[0],
+        "steps_beside": len(following),
+        "beside": beside,
+        "stall_of_next_step": call + following[0] - step,
+        "stall_of_all": beside - len(following) * step,
+    }
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def verify(run: Run, directory: Path) -> None:
+    """Both ways write the same bytes of one moment, whatever comes next."""
+    run.save(directory / "at once", use_async=False)
+    run.save(directory / "beside", use_async=True)
+    run.step()
+    run.booster.wait_for_saves()
+    if contents(directory / "at once") != contents(directory / "beside"):
+        raise SystemExit("a save beside the training differs from one at once")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5, help="without a save, in a round")
+    parser.add_argument("--overlap", default="forward", choices=("none", "forward"))
+    parser.add_argument("--directory", type=Path, help="of the disk; by default a temporary one")
+    parser.add_argument("--quick", action="store_true", help="a small model, to try the script")
+    parser.add_argument("--output", type=Path, default=RESULTS / "checkpoints.json")
+    arguments = parser.parse_args()
+    machine = describe_machine()
+
+    run = Run(Model(layers=2) if arguments.quick else Model(), arguments.overlap)
+    num_rounds = 2 if arguments.quick else arguments.rounds
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
+        directory = Path(name)
+        for _ in range(WARMUP_STEPS):
+            run.step()
+        rounds = [measure_round(run, directory / "run", arguments.steps) for _ in range(num_rounds)]
+        verify(run, directory)
+    steps = [one["step"] for one in rounds]
+    kinds = ("save_at_once", "call", "next_step", "stall_of_next_step", "stall_of_all")
+    figures = {
+        kind: {
+            "seconds": spread([one[kind] for one in rounds]),
+            "steps": paired([one[kind] for one in rounds], steps),
+        }
+        for kind in kinds
+    }
+    met = figures["stall_of_next_step"]["steps"]["median"] < TARGET
+
+    num_params = sum(p.numel() for p in run.model.parameters())
+    table = Table(
+        title=f"Saves of GPT-2 {num_params / 1e6:.1f}M, a step of {spread(steps)['median']:.3f} s"
+    )
+    for heading in ("", "median s", "of a step"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for kind, figure in figures.items():
+        ratio = figure["steps"]["median"]
+        table.add_row(
+            kind.replace("_", " "), f"{figure['seconds']['median']:.3f}", f"{100 * ratio:.1f}%"
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"call and next step over a step: less than {TARGET:.0%} {'met' if met else 'MISSED'}"
+    )
+    record = {
+        "rounds": rounds,
+        "layers": 2 if arguments.quick else Model().layers,
+        "num_params": num_params,
+        "overlap": arguments.overlap,
+        "step_seconds": spread(steps),
+        "target": TARGET,
+        "met": met,
+        "results": figures,
+    }
+    write_record(arguments.output, "checkpoints", record, machine=machine)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""Saves that are written beside the training: one at a time, and what they raise is not lost."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from castor.checkpoint.reading import Reading, Saving, rest
+from castor.checkpoint.shares import Share
+from castor.errors import Error
+from castor.runtime.engine import Engine
+
+
+class _Write:
+    """The second half of a save, on a thread of its own."""
+
+    def __init__(self, path: Path, write: Callable[[], None]) -> None:
+        self._path = path
+        self._write = write
+        self._error: Exception | None = None
+        # No daemon: the interpreter waits for it before it ends.
+        self._thread = threading.Thread(target=self._run, name="castor save")
+        self._thread.start()
+
+    def join(self) -> None:
+        """Returns when it is over."""
+        self._thread.join()
+
+    def rethrow(self) -> None:
+        """Raises what stopped it."""
+        if isinstance(self._error, Error):
+            raise self._error
+        if self._error is not None:
+            raise Error(
+                f"{self._path} was not written: {type(self._error).__name__}: {self._error}"
+            ) from self._error
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except Exception as error:
+            self._error = error
+
+
+_under_way: _Write | None = None
+
+
+def save_reading(
+    engines: Sequence[Engine],
+    share: Share | None,
+    save: Callable[[Reading], Saving],
+    *,
+    later: bool,
+) -> Path:
+    """A save of what a Reading holds.
+
+    Args:
+        engines: Of what is saved.
+        share: Of several ranks, this one's of the work.
+        save: What is taken of the Reading, and written.
+        later: Whether a thread writes, while training goes on.
+
+    Returns:
+        Where it is, or will be.
+
+    Raises:
+        Exception: What the first half of the save raises, or at once also the second; nothing is
+            under way then.
+    """
+    global _under_way
+    wait()
+
+    def heard() -> AbstractContextManager[None]:
+        return nullcontext() if share is None else share.heard()
+
+    def write() -> None:
+        try:
+            with heard():
+                rest(saving)
+            if share is not None:
+                share.gather()  # it is there
+        finally:
+            reading.end()
+
+    with heard():
+        reading = Reading(engines, share)
+    try:
+        with heard():
+            saving = save(reading)
+            path = next(saving)
+            reading.let_go_of_the_rest()
+        if share is not None:
+            path = share.gather(path)[0]
+        if later:
+            _under_way = _Write(path, write)
+        else:
+            write()
+    except BaseException:
+        reading.end()
+        raise
+    reading.await_not_held()
+    return path
+
+
+def wait() -> None:
+    """Returns when no save is under way.
+
+    Raises:
+        Exception: What stopped the last one, once.
+    """
+    global _under_way
+    if (write := _under_way) is not None:
+        write.join()
+        _under_way = None
+        write.rethrow()
+
+
+def _forget() -> None:
+    """In a forked child: the thread is its parent's."""
+    global _under_way
+    _under_way = None
+
+
+atexit.register(wait)
+os.register_at_fork(after_in_child=_forget)

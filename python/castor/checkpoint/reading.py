@@ -1,0 +1,143 @@
+"""A moment of boosted models, which a save reads while training goes on, or together with ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from castor.checkpoint.container import SavedTensor, Tensors, write_files
+from castor.checkpoint.files import FileEntry, os_errors
+from castor.checkpoint.held import HeldTensor
+from castor.checkpoint.shares import Share
+from castor.errors import CheckpointError
+from castor.runtime.engine import Engine
+
+Saving = Iterator[Path]
+"""A save in two halves: it yields where it will be when all that is of the moment has been taken,
+and writes what boosted models hold behind that."""
+
+Write = Callable[[Path, Mapping[str, Tensors]], dict[str, FileEntry]]
+"""Writes safetensors files of a directory, by name."""
+
+
+class Reading:
+    """A moment of boosted models, for one save.
+
+    Whatever would write a chunk waits until the save has read all that it takes of it: updates, and
+    torch's operators.
+    """
+
+    def __init__(self, engines: Sequence[Engine], share: Share | None = None) -> None:
+        """Begins: weights and states stay as they are now.
+
+        Args:
+            engines: Of what is saved.
+            share: This rank's part of the work; None: this process does it all.
+
+        Raises:
+            UsageError: The weights are between two steps, or a step has failed.
+        """
+        self.share = share
+        self._chunks: dict[Engine, Counter[int]] = {}
+        self._not_held: dict[Engine, list[int]] = {}
+        try:
+            for engine in engines:
+                self._not_held[engine] = engine.session.begin_reads()
+                self._chunks[engine] = Counter()
+        except BaseException:
+            self.end()
+            raise
+
+    def take(self, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
+        """The tensors, to be written later: each chunk is let go behind its last.
+
+        What no session holds is copied (buffers, step counts).
+
+        Raises:
+            CheckpointError: A tensor is made of what other ranks have.
+        """
+        taken: dict[str, SavedTensor] = {}
+        for key, tensor in tensors.items():
+            if isinstance(tensor, torch.Tensor):
+                taken[key] = tensor.detach().to("cpu", copy=True)
+                continue
+            if not isinstance(tensor, HeldTensor):
+                raise CheckpointError(
+                    f"'{key}' is made of what other ranks have; save with use_async=False"
+                )
+            chunk = tensor.engine.session.chunk_of(tensor.index)
+            self._chunks[tensor.engine][chunk] += 1
+            taken[key] = replace(tensor, written=partial(self._written, tensor.engine, chunk))
+        return taken
+
+    @property
+    def follows(self) -> bool:
+        """Whether this rank writes its part of the tensors, and another one all the rest."""
+        return self.share is not None and not self.share.first
+
+    def follow(self, target: Path, needed: int, *parts: Mapping[str, Tensors]) -> None:
+        """Where it follows: writes its part of all files, in the order in which the first does.
+
+        Raises:
+            IoError: The disk refuses.
+        """
+        assert self.share is not None
+        with os_errors(target, "write", needed):
+            for files in parts:
+                self.share.write(None, files)
+
+    def let_go_of_the_rest(self) -> None:
+        """All has been taken: chunks of which nothing was are free."""
+        for engine, left in self._chunks.items():
+            for chunk in {engine.session.chunk_of(i) for i in range(len(engine.params))}:
+                if left[chunk] == 0:
+                    engine.session.end_read(chunk)
+
+    def await_not_held(self) -> None:
+        """Returns when all has been written whose memory others than castor may write.
+
+        Somebody has a view of it that was made before, which nothing holds back; or it is a
+        device's.
+        """
+        for engine, chunks in self._not_held.items():
+            for chunk in chunks:
+                engine.session.await_read(chunk)
+
+    def end(self) -> None:
+        """Lets everything go."""
+        for engine in self._not_held:
+            engine.session.end_reads()
+
+    def _written(self, engine: Engine, chunk: int) -> None:
+        left = self._chunks[engine]
+        left[chunk] -= 1
+        if left[chunk] == 0:
+            engine.session.end_read(chunk)
+
+
+def taken(reading: Reading | None, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
+    """What is written of `tensors`: later, if there is a Reading."""
+    return dict(tensors) if reading is None else reading.take(tensors)
+
+
+def write_of(reading: Reading | None) -> Write:
+    """How the save writes its files: by itself, or with other ranks."""
+    return write_files if reading is None or reading.share is None else reading.share.write
+
+
+def at_once(saving: Saving) -> Path:
+    """Does both halves of a save; returns where it is."""
+    path = next(saving)
+    rest(saving)
+    return path
+
+
+def rest(saving: Saving) -> None:
+    """Does the second half."""
+    for _ in saving:
+        raise AssertionError("a save yields once")

@@ -1,0 +1,133 @@
+"""Checkpoints of several ranks: each writes what it keeps, into the same files at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from castor.checkpoint.container import Tensors, layout_of
+from castor.checkpoint.files import FileEntry, read_pieces, write_at
+from castor.checkpoint.held import HeldTensor
+from castor.checkpoint.tensor_bytes import pieces
+from castor.runtime.ranks import Peers, sendable
+
+
+class Share:
+    """One rank's of a save that all ranks of a model make together.
+
+    The ranks' parts of every tensor are disjoint runs of bytes, in files whose size is known before
+    anything is written; rank 0 does all that is not divided. What one rank raises every rank does,
+    at its next call.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        """Every rank makes one, for the same save.
+
+        Args:
+            peers: The ranks, in a group that nothing else uses meanwhile.
+        """
+        self._peers = peers
+        self._over = False
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank does what is not divided."""
+        return self._peers.rank == 0
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """What the block raises all ranks hear, and raise too."""
+        try:
+            yield
+        except Exception as error:
+            if not self._over:
+                self._over = True
+                self._peers.gather((None, sendable(error)))
+            raise
+
+    def gather(self, value: Any = None) -> list[Any]:
+        """What every rank gives, in rank order; every rank calls it.
+
+        Raises:
+            Exception: What the first of those that failed has raised.
+        """
+        everyone = self._peers.gather((value, None))
+        for _, error in everyone:
+            if error is not None:
+                self._over = True
+                raise error
+        return [given for given, _ in everyone]
+
+    def write(self, directory: Path | None, files: Mapping[str, Tensors]) -> dict[str, FileEntry]:
+        """Writes safetensors files together; every rank calls it.
+
+        Args:
+            directory: Where, on rank 0, which tells the others.
+            files: Tensors by file name; the same on every rank, but for values.
+
+        Returns:
+            Size and checksums of each.
+
+        Raises:
+            OSError: A disk refuses.
+        """
+        if directory is not None:
+            for name, tensors in files.items():
+                header, places = layout_of(tensors)
+                end = max((end for _, end in places.values()), default=len(header))
+                with open(directory / name, "xb") as file:
+                    file.write(header)
+                    file.truncate(end)
+        directory = Path(self.gather(str(directory))[0])
+        for name, tensors in files.items():
+            self._write_own(directory / name, tensors)
+        self.gather()
+        own = {
+            name: _entry(directory / name, tensors)
+            for i, (name, tensors) in enumerate(files.items())
+            if i % self._peers.size == self._peers.rank
+        }
+        entries: dict[str, FileEntry] = {}
+        for theirs in self.gather(own):
+            entries |= theirs
+        return {name: entries[name] for name in files}
+
+    def _write_own(self, path: Path, tensors: Tensors) -> None:
+        """This rank's part of a file, durably."""
+        _, places = layout_of(tensors)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            for name, (start, _) in places.items():
+                tensor = tensors[name]
+                if isinstance(tensor, HeldTensor):
+                    first, part = tensor.part()
+                    write_at(descriptor, start + first * part.element_size(), pieces(part))
+                    if tensor.written is not None:
+                        tensor.written()
+                elif self.first:
+                    assert isinstance(tensor, torch.Tensor)
+                    write_at(descriptor, start, pieces(tensor))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _entry(path: Path, tensors: Tensors) -> FileEntry:
+    """Size and checksums of a file that several have written: it is read again."""
+    header, places = layout_of(tensors)
+    whole, checksums, end = xxhash.xxh3_128(), {}, len(header)
+    for piece in read_pieces(path, 0, end):
+        whole.update(piece)
+    for name, (start, end) in places.items():
+        hasher = xxhash.xxh3_128()
+        for piece in read_pieces(path, start, end):
+            hasher.update(piece)
+            whole.update(piece)
+        checksums[name] = hasher.hexdigest()
+    return FileEntry(size=end, checksum=whole.hexdigest(), tensors=checksums)

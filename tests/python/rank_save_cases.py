@@ -1,0 +1,102 @@
+"""What tests of saves that ranks write together run: `python rank_save_cases.py NAME DIRECTORY`."""
+
+import errno
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from castor import booster_checkpoints
+from rank_cases import RankCase, _frozen, _of_rank, _refused, _tower_loss, _zoo, boost
+from zoo import tower
+
+CASES = {
+    "fp32": RankCase(tower, _tower_loss),
+    "small chunks": RankCase(tower, _tower_loss, {"chunk_bytes": "2KiB"}),
+    "frozen": RankCase(_frozen, _zoo("gpt2").loss),
+    **{
+        f"bf16 {state_format}": _zoo("llama", precision="bf16", optim_state_format=state_format)
+        for state_format in ("fp32", "split", "split_bf16", "split_int8")
+    },
+    "nvme states": RankCase(
+        tower, _tower_loss, {"nvme_path": "build", "nvme_offload_fraction": 1.0}
+    ),
+}
+
+
+@contextmanager
+def _by_rank_0() -> Iterator[None]:
+    """Saves as where the files cannot be divided."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(booster_checkpoints, "_divisible", lambda *_: False)
+        yield
+
+
+def beside(directory: Path) -> None:
+    """A moment that rank 0 has written alone, all together, and beside the training."""
+    with _of_rank() as rank:
+        for name, case in CASES.items():
+            for overlap in ("none", "forward"):
+                scratch = {"nvme_path": overlap} if "nvme_path" in case.settings else {}
+                boosted = boost(case, overlap=overlap, **scratch)
+                booster, model, optimizer = boosted
+                path = directory / f"{name}, {overlap}"
+                if rank == 0:
+                    path.mkdir()
+                for seed in range(2):
+                    boosted.step(case.loss(model, 10 * seed + rank, rank))
+                with _by_rank_0():
+                    booster.save(path / "alone", model, optimizer, size_per_shard="20KB")
+                booster.save(path / "together", model, optimizer, size_per_shard="20KB")
+                booster.save(
+                    path / "beside", model, optimizer, size_per_shard="20KB", use_async=True
+                )
+                for seed in range(2, 4):
+                    boosted.step(case.loss(model, 10 * seed + rank, rank))
+                booster.wait_for_saves()
+                with torch.no_grad():
+                    next(model.parameters()).add_(1.0)
+                with _by_rank_0():
+                    booster.save_model(model, path / "model alone")
+                    booster.save_optimizer(optimizer, path / "optimizer alone")
+                booster.save_model(model, path / "model", use_async=True)
+                booster.save_optimizer(optimizer, path / "optimizer", use_async=True)
+                booster.wait_for_saves()
+
+
+def fails(directory: Path) -> None:
+    """The disk of rank 1 is full, beside the training and at once."""
+    with _of_rank() as rank:
+        boosted = boost(CASES["fp32"])
+        booster, model, optimizer = boosted
+        boosted.step(_tower_loss(model, rank, rank))
+        booster.save(directory / "run", model, optimizer)
+        boosted.step(_tower_loss(model, rank, rank))
+        real = os.pwrite
+
+        def full(descriptor: int, data: Any, offset: int) -> int:
+            if rank == 1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(descriptor, data, offset)
+
+        os.pwrite = full
+        booster.save(directory / "run", model, optimizer, use_async=True)
+        boosted.step(_tower_loss(model, rank, rank))
+        print(_refused(booster.wait_for_saves))
+        print(_refused(lambda: booster.save(directory / "run", model, optimizer)))
+        os.pwrite = real
+        booster.save_model(model, directory / "model", use_async=True)
+        booster.wait_for_saves()
+        print(any(thread.name == "castor save" for thread in threading.enumerate()))
+        print(booster.load(directory / "run", model, optimizer).step)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    globals()[sys.argv[1]](Path(sys.argv[2]))
