@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import xxhash
 
-from castor.checkpoint.files import FileEntry, write_file
+from castor.checkpoint.files import FileEntry, fsync_file, write_file
 from castor.checkpoint.tensor_bytes import DTYPE_NAMES, pieces
 from castor.errors import CheckpointError
 from castor.lazy.files import DTYPES
@@ -113,12 +113,21 @@ def split(tensors: Tensors, stem: str, max_bytes: int | None) -> dict[str, dict[
 
 
 def write_files(directory: Path, files: Mapping[str, Tensors]) -> dict[str, FileEntry]:
-    """write_tensors of several files of a directory, by name."""
-    return {name: write_tensors(directory / name, tensors) for name, tensors in files.items()}
+    """Writes safetensors files of a directory, by name; durable on return.
+
+    The disk is waited for when all tensors have been read: who waits for one goes on before.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    entries = {name: write_tensors(directory / name, tensors) for name, tensors in files.items()}
+    for name in files:
+        fsync_file(directory / name)
+    return entries
 
 
 def write_tensors(path: Path, tensors: Tensors) -> FileEntry:
-    """Writes one safetensors file, streaming.
+    """Writes one safetensors file, streaming. The caller syncs it.
 
     Args:
         path: Where.
@@ -144,7 +153,7 @@ def write_tensors(path: Path, tensors: Tensors) -> FileEntry:
             if isinstance(tensor, ComputedTensor) and tensor.written is not None:
                 tensor.written()
 
-    return replace(write_file(path, contents()), tensors=checksums)
+    return replace(write_file(path, contents(), durable=False), tensors=checksums)
 
 
 def layout_of(tensors: Tensors) -> tuple[bytes, dict[str, tuple[int, int]]]:

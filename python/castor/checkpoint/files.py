@@ -99,12 +99,15 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
+def write_file(
+    path: Path, pieces: Iterable[bytes | memoryview], *, durable: bool = True
+) -> FileEntry:
     """Writes a file whole or not at all. The caller syncs the directory.
 
     Args:
         path: Where; a file there is replaced.
         pieces: The contents, in order; none is kept.
+        durable: Whether to wait for the disk; if not, the caller syncs the file too.
 
     Raises:
         OSError: The disk refuses; the temporary file is gone then.
@@ -118,7 +121,8 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
                 _write_all(descriptor, memoryview(piece))
                 hasher.update(piece)
                 size += len(piece)
-            os.fsync(descriptor)
+            if durable:
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
         os.rename(temporary, path)
@@ -127,6 +131,12 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
             os.unlink(temporary)
         raise
     return FileEntry(size=size, checksum=hasher.hexdigest())
+
+
+def fsync_file(path: Path) -> None:
+    """Makes a file that was written durable."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def write_at(descriptor: int, offset: int, pieces: Iterable[bytes | memoryview]) -> None:
@@ -181,6 +191,5 @@ def checksum_of(path: Path, start: int = 0, end: int | None = None) -> str:
 
 def adopt_file(path: Path) -> FileEntry:
     """Syncs and checksums a file that someone else has written (a config, a tokenizer)."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+    fsync_file(path)
     return FileEntry(size=path.stat().st_size, checksum=checksum_of(path))

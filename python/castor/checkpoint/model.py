@@ -37,7 +37,7 @@ from castor.checkpoint.files import (
 from castor.checkpoint.held import held_weights
 from castor.checkpoint.manifest import PART_MANIFEST, read_manifest, write_manifest
 from castor.checkpoint.parts import model_in_whole, shards_in_whole
-from castor.checkpoint.reading import Reading, Saving, Write, taken, write_of
+from castor.checkpoint.reading import Reading, Saving, taken, write_of
 from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.staging import carry_over, staged
 from castor.errors import CheckpointError
@@ -136,7 +136,7 @@ def save_model(
     with staged(directory, needed) as staging:
         write_configs(model, staging, tokenizer)
         yield directory
-        write_model(files, staging, directory, write_of(reading))
+        write_model(files, write_of(reading)(staging, files), staging, directory)
 
 
 def _save_adapters(
@@ -170,15 +170,15 @@ def _save_adapters(
 
 
 def write_model(
-    shards: Mapping[str, Tensors], staging: Path, previous: Path, write: Write
+    shards: Mapping[str, Tensors], entries: dict[str, FileEntry], staging: Path, previous: Path
 ) -> FileEntry:
-    """Writes a model's tensors into `staging`, beside its configs.
+    """Writes what a model's directory has beside weights and configs.
 
     Args:
-        shards: By file name, of what tensors_of gives.
-        staging: Has what write_configs wrote.
+        shards: The weights by file name.
+        entries: Of these files, which are written.
+        staging: Has them, and what write_configs wrote.
         previous: The directory that will be replaced.
-        write: How.
 
     Returns:
         The entry of its manifest.
@@ -186,7 +186,6 @@ def write_model(
     Raises:
         OSError: The disk refuses.
     """
-    entries = write(staging, shards)
     if len(shards) > 1:
         weight_map = {key: name for name, tensors in shards.items() for key in tensors}
         index = {

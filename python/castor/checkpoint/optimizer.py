@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from castor import _C
 from castor.checkpoint.container import (
     ComputedTensor,
     SavedTensor,
-    Tensors,
     bytes_of,
     check_savable,
     split,
@@ -27,7 +26,7 @@ from castor.checkpoint.files import OVERHEAD_BYTES, PIECE_BYTES, FileEntry, writ
 from castor.checkpoint.held import Part, held, part_of_weights
 from castor.checkpoint.model import seal_part
 from castor.checkpoint.parts import names_in_whole, optimizer_in_whole, shards_in_whole
-from castor.checkpoint.reading import Reading, Saving, Write, taken, write_of
+from castor.checkpoint.reading import Reading, Saving, taken, write_of
 from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.staging import staged
 from castor.checkpoint.values import encode
@@ -319,17 +318,14 @@ def save_optimizer(
         return
     with staged(directory, state.bytes) as staging:
         yield directory
-        write_optimizer(state, shards, staging, directory, write_of(reading))
+        entries = write_of(reading)(staging, shards)
+        write_optimizer(state, entries, staging, directory)
 
 
 def write_optimizer(
-    state: OptimizerState,
-    shards: Mapping[str, Tensors],
-    staging: Path,
-    previous: Path,
-    write: Write,
+    state: OptimizerState, entries: dict[str, FileEntry], staging: Path, previous: Path
 ) -> FileEntry:
-    """Writes an optimizer's files into `staging`; `shards` are its tensors, by file name.
+    """Writes what an optimizer's directory has beside tensors, whose files are `entries`.
 
     Returns:
         The entry of its manifest.
@@ -337,7 +333,6 @@ def write_optimizer(
     Raises:
         OSError: The disk refuses.
     """
-    entries = write(staging, shards)
-    description = {**state.description, "files": list(shards)}
+    description = {**state.description, "files": list(entries)}
     entries[DESCRIPTION] = write_file(staging / DESCRIPTION, [canonical(description)])
     return seal_part(staging, previous, entries, lambda name: _OURS.fullmatch(name) is not None)

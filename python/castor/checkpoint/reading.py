@@ -80,16 +80,15 @@ class Reading:
         """Whether this rank writes its part of the tensors, and another one all the rest."""
         return self.share is not None and not self.share.first
 
-    def follow(self, target: Path, needed: int, *parts: Mapping[str, Tensors]) -> None:
-        """Where it follows: writes its part of all files, in the order in which the first does.
+    def follow(self, target: Path, needed: int, files: Mapping[str, Tensors]) -> None:
+        """Where it follows: writes its part of the files.
 
         Raises:
             IoError: The disk refuses.
         """
         assert self.share is not None
         with os_errors(target, "write", needed):
-            for files in parts:
-                self.share.write(None, files)
+            self.share.write(None, files)
 
     def let_go_of_the_rest(self) -> None:
         """All has been taken: chunks of which nothing was are free."""

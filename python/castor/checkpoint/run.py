@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,30 +95,37 @@ def save(
         "other_ranks": processes[1:],
     }
     target = root / f"step-{number:08}"
-    model_files = split(weights, "model", max_bytes)
-    state_files = [state.files(max_bytes) for state in states]
+    parts = {"model": split(weights, "model", max_bytes)}
+    for part, state in zip(_parts_of(optimizers), states, strict=True):
+        parts[part] = state.files(max_bytes)
+    files = {f"{part}/{name}": of for part, shards in parts.items() for name, of in shards.items()}
     needed = bytes_of(weights) + 2 * OVERHEAD_BYTES + sum(state.bytes for state in states)
     if reading is not None and reading.follows:
         yield target
-        reading.follow(target, needed, model_files, *state_files)
+        reading.follow(target, needed, files)
         return
     with os_errors(root, "write"):
         root.mkdir(exist_ok=True)
     recover_all(root)
     with staged(target, needed) as staging:
-        (staging / "model").mkdir()
+        for part in parts:
+            (staging / part).mkdir()
         write_configs(model, staging / "model", None)
         yield target
-        entries: dict[str, FileEntry] = {}
+        written = write_of(reading)(staging, files)
 
-        def part(name: str, write: Callable[[Path, Path], FileEntry]) -> None:
-            (staging / name).mkdir(exist_ok=True)
-            entries[f"{name}/{PART_MANIFEST}"] = write(staging / name, target / name)
+        def entries_of(part: str) -> dict[str, FileEntry]:
+            return {name: written[f"{part}/{name}"] for name in parts[part]}
 
-        write = write_of(reading)
-        part("model", partial(write_model, model_files, write=write))
-        for name, state, files in zip(_parts_of(optimizers), states, state_files, strict=True):
-            part(name, partial(write_optimizer, state, files, write=write))
+        entries = {
+            f"model/{PART_MANIFEST}": write_model(
+                parts["model"], entries_of("model"), staging / "model", target / "model"
+            )
+        }
+        for part, state in zip(_parts_of(optimizers), states, strict=True):
+            entries[f"{part}/{PART_MANIFEST}"] = write_optimizer(
+                state, entries_of(part), staging / part, target / part
+            )
         entries["trainer.json"] = write_file(staging / "trainer.json", [canonical(trainer)])
         carry_over(target, staging, lambda name: bool(_OURS.fullmatch(name)))
         write_manifest(staging, RUN_MANIFEST, entries)

@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from castor.checkpoint.container import Tensors, layout_of
-from castor.checkpoint.files import FileEntry, read_pieces, write_at
+from castor.checkpoint.files import FileEntry, fsync_file, read_pieces, write_at
 from castor.checkpoint.held import HeldTensor
 from castor.checkpoint.tensor_bytes import pieces
 from castor.runtime.ranks import Peers, sendable
@@ -87,6 +87,8 @@ class Share:
         directory = Path(self.gather(str(directory))[0])
         for name, tensors in files.items():
             self._write_own(directory / name, tensors)
+        for name in files:
+            fsync_file(directory / name)
         self.gather()
         own = {
             name: _entry(directory / name, tensors)
@@ -99,7 +101,7 @@ class Share:
         return {name: entries[name] for name in files}
 
     def _write_own(self, path: Path, tensors: Tensors) -> None:
-        """This rank's part of a file, durably."""
+        """This rank's part of a file."""
         _, places = layout_of(tensors)
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
@@ -113,7 +115,6 @@ class Share:
                 elif self.first:
                     assert isinstance(tensor, torch.Tensor)
                     write_at(descriptor, start, pieces(tensor))
-            os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
