@@ -62,7 +62,7 @@ using SessionClass = pybind11::class_<Session, StepEvents, std::shared_ptr<Sessi
 void bind_optimizer_state(SessionClass& session);
 
 /// What Session has for a save that reads it beside the training.
-void bind_saves(pybind11::class_<Session, std::shared_ptr<Session>>& session);
+void bind_saves(SessionClass& session);
 
 /// The last finished step, moment by moment, as lists of tuples; nullopt before there is one.
 [[nodiscard]] std::optional<pybind11::dict> timeline(Session& session);

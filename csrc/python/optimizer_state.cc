@@ -135,7 +135,7 @@ void bind_optimizer_state(SessionClass& session) {
           released);
 }
 
-void bind_saves(py::class_<Session, std::shared_ptr<Session>>& session) {
+void bind_saves(SessionClass& session) {
   const auto released = py::call_guard<py::gil_scoped_release>();
   session
       .def(

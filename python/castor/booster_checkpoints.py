@@ -15,8 +15,8 @@ from castor.checkpoint.arguments import absolute, check_only, shard_bytes
 from castor.errors import UsageError
 from castor.optim.torch_step import torch_step_of
 from castor.plugins.protocol import list_of_optimizers
-from castor.runtime.boosted_model import BoostedModel, boosted_models_holding
-from castor.runtime.engine import Engine, compiled_from, engines_holding
+from castor.runtime.boosted_model import BoostedModel, boosted_models_holding, compiled_from
+from castor.runtime.engine import Engine, engines_holding
 from castor.runtime.ranks import Ranks
 
 Result = TypeVar("Result")
