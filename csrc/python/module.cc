@@ -16,9 +16,11 @@
 #include <vector>
 
 #include "dist/linked_groups.h"
+#include "python/backend_capsule.h"
 #include "python/bindings.h"
 #include "python/names.h"
 #include "torch/chunk_storages.h"
+#include "torch/cpu_backend.h"
 #include "torch/session.h"
 #include "torch/step_hooks.h"
 #include "torch/torch_error.h"
@@ -97,16 +99,12 @@ std::vector<PythonEvent> events_of(const std::vector<Event>& events) {
 
 namespace {
 
-/// Of the capsule that castor._cuda makes; nullptr of None.
 std::shared_ptr<DeviceBackend> device_backend(const py::object& backend) {
-  if (backend.is_none()) {
-    return nullptr;
-  }
   if (!py::isinstance<py::capsule>(backend) ||
       std::string_view(py::capsule(backend).name()) != kDeviceBackendCapsule) {
     throw InvalidArgument("the device backend is " + py::repr(backend).cast<std::string>() +
                           "; castor._C takes a capsule " + std::string(kDeviceBackendCapsule) +
-                          ", which its own build of castor._cuda makes");
+                          ", which make_cpu_backend and its own build of castor._cuda make");
   }
   return *py::capsule(backend).get_pointer<std::shared_ptr<DeviceBackend>>();
 }
@@ -335,6 +333,10 @@ PYBIND11_MODULE(_C, m) {
     const auto& figures = castor::last_out_of_memory();
     return std::make_tuple(figures.tier, figures.requested, figures.available, figures.budget);
   });
+  m.def(
+      "make_cpu_backend",
+      [](std::uint64_t link) { return castor::capsule_of(castor::make_cpu_backend(link)); },
+      py::kw_only(), py::arg("link_bytes_per_second"));
 
   py::class_<castor::GradientSummary>(m, "GradientSummary")
       .def_readonly("norm", &castor::GradientSummary::norm)

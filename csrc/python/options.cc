@@ -83,8 +83,7 @@ void bind_options(py::module_& module) {
       .def(py::init([](ScalarType precision, std::size_t chunk_bytes,
                        const PlacementOptions& placement, RuntimeOptions runtime,
                        std::size_t device_bytes, std::size_t host_bytes,
-                       std::uint64_t link_bytes_per_second, OptimizerStateOptions state,
-                       Overlap overlap, std::size_t num_threads) {
+                       OptimizerStateOptions state, Overlap overlap, std::size_t num_threads) {
              runtime.policy = placement.policy;
              return SessionOptions{.precision = precision,
                                    .layout = {.chunk_bytes = chunk_bytes, .world_size = 1},
@@ -92,16 +91,14 @@ void bind_options(py::module_& module) {
                                    .runtime = runtime,
                                    .device_bytes = device_bytes,
                                    .host_bytes = host_bytes,
-                                   .link_bytes_per_second = link_bytes_per_second,
                                    .backend = nullptr,  // given to the session
                                    .state = std::move(state),
                                    .overlap = overlap,
                                    .num_threads = num_threads};
            }),
            py::kw_only(), py::arg("precision"), py::arg("chunk_bytes"), py::arg("placement"),
-           py::arg("runtime"), py::arg("device_bytes"), py::arg("host_bytes"),
-           py::arg("link_bytes_per_second"), py::arg("state"), py::arg("overlap"),
-           py::arg("num_threads"));
+           py::arg("runtime"), py::arg("device_bytes"), py::arg("host_bytes"), py::arg("state"),
+           py::arg("overlap"), py::arg("num_threads"));
 }
 
 }  // namespace castor

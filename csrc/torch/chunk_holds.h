@@ -14,12 +14,12 @@ namespace castor {
 class ChunkHolds {
  public:
   explicit ChunkHolds(Runtime& runtime) : runtime_(&runtime) {}
-  /// Of `chunks` those that live on the device, for the calling thread's stream. None on the CPU
-  /// device, where freed memory keeps its bytes.
+  /// Of `chunks` those that live on the device, for the calling thread's stream. None where that
+  /// does not compute by itself: freed memory keeps its bytes there.
   ChunkHolds(Runtime& runtime, const SessionDevice& device, std::span<const ChunkId> chunks)
       : ChunkHolds(runtime) {
     for (const ChunkId chunk : chunks) {
-      if (device) {
+      if (device.computes_by_itself()) {
         add(chunk, device.current_stream(), PayloadKind::kGrad);
       }
     }

@@ -70,7 +70,7 @@ void ChunkUpdates::add_segments(std::span<const ParamUpdate> updates, const Chun
 
 void ChunkUpdates::run_on_device(std::span<const UpdateSegment> segments) const {
   if (!segments.empty()) {
-    places_.device().get()->update(*rule_, segments, places_.device().stream()->id());
+    places_.device().kernels().update(*rule_, segments, places_.device().stream()->id());
   }
 }
 

@@ -3,23 +3,22 @@
 #include <algorithm>
 #include <utility>
 
-#include "torch/counting_allocator.h"
-
 namespace castor {
 
 GradientCopies::GradientCopies(const ChunkLayout& layout, CopyEngine& engine, MemoryTier& device,
-                               std::optional<Account> account)
+                               DeviceBackend& backend, NonModelMemory& account)
     : engine_(engine),
       device_(device),
+      backend_(backend),
       account_(account),
-      window_(device.ledger().reserve(size_of(largest_gradient_bytes(layout)),
+      window_(device.ledger().reserve(backend.allocated_for(largest_gradient_bytes(layout)),
                                       "the largest gradient needs that much on its way to the "
                                       "host; raise device_memory")) {}
 
 GradientCopies::~GradientCopies() {
   for (const Copy& copy : copies_) {
-    if (account_) {
-      account_->memory.take_back(copy.bytes);
+    if (copy.handed_over) {
+      account_.take_back(copy.bytes);
     }
     try {
       engine_.wait(copy.ticket);
@@ -35,7 +34,7 @@ bool GradientCopies::submit(ChunkId chunk, const at::Tensor& gradient, const at:
   rethrow_failure();
   const std::size_t bytes = gradient.nbytes();
   const bool whole = gradient.storage_offset() == 0 && gradient.storage().nbytes() == bytes;
-  const std::size_t needed = size_of(bytes);
+  const std::size_t needed = backend_.allocated_for(bytes);
   if (!whole || bytes == 0 || needed > window_.bytes() ||
       gradient.scalar_type() != like.scalar_type() || gradient.strides() != like.strides() ||
       !gradient.is_non_overlapping_and_dense()) {
@@ -51,32 +50,21 @@ bool GradientCopies::submit(ChunkId chunk, const at::Tensor& gradient, const at:
                                             .direction = CopyDirection::kDeviceToHost,
                                             .behind = device_.stream(),
                                             .await_source = {}});
-  copies_.push_back({chunk, ticket, gradient, needed});
+  Copy& copy = copies_.emplace_back(Copy{chunk, ticket, gradient, needed});
   used_bytes_ += needed;
-  pay_by_window(copies_.back());
-  return true;
-}
-
-// Until it is gone: a device's allocator will tell of that by itself, so the account has it again
-// by then.
-void GradientCopies::pay_by_window(const Copy& copy) noexcept {
-  if (account_) {
-    account_->memory.hand_over(copy.bytes);
-  } else {
-    stop_charging_for(copy.gradient.mutable_data_ptr());
+  copy.handed_over = !backend_.stop_counting(data);
+  if (copy.handed_over) {
+    account_.hand_over(needed);
   }
-}
-
-std::size_t GradientCopies::size_of(std::size_t bytes) const noexcept {
-  return account_ ? account_->backend.allocated_for(bytes) : bytes;
+  return true;
 }
 
 void GradientCopies::complete_first(std::vector<Copy>& arrived) {
   const Copy& copy = arrived.emplace_back(std::move(copies_.front()));
   copies_.pop_front();
   used_bytes_ -= copy.bytes;
-  if (account_) {
-    account_->memory.take_back(copy.bytes);
+  if (copy.handed_over) {
+    account_.take_back(copy.bytes);
   }
   try {
     engine_.wait(copy.ticket);

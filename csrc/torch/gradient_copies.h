@@ -6,7 +6,6 @@
 #include <deque>
 #include <exception>
 #include <mutex>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -31,15 +30,9 @@ namespace castor {
 /// Destruction waits for all.
 class GradientCopies {
  public:
-  /// Where another allocator than castor's hands the device's memory out.
-  struct Account {
-    NonModelMemory& memory;
-    const DeviceBackend& backend;  ///< knows what a gradient counts there
-  };
-  /// The largest gradient fits the window. Throws OutOfMemory. All outlive this. `account`: nullopt
-  /// on the CPU device.
+  /// The largest gradient fits the window. Throws OutOfMemory. All outlive this.
   GradientCopies(const ChunkLayout& layout, CopyEngine& engine, MemoryTier& device,
-                 std::optional<Account> account);
+                 DeviceBackend& backend, NonModelMemory& account);
   ~GradientCopies();
   GradientCopies(const GradientCopies&) = delete;
   GradientCopies& operator=(const GradientCopies&) = delete;
@@ -59,19 +52,19 @@ class GradientCopies {
     ChunkId chunk;
     CopyTicket ticket;
     at::Tensor gradient;
-    std::size_t bytes = 0;  // of the window
+    std::size_t bytes = 0;     // of the window
+    bool handed_over = false;  // by the account, which has them back when the copy is over
   };
 
   /// The copy goes to `arrived`, for its gradient to be dropped without the mutex: one that Python
   /// knows takes Python's global lock.
   void complete_first(std::vector<Copy>& arrived);
-  [[nodiscard]] std::size_t size_of(std::size_t bytes) const noexcept;
-  void pay_by_window(const Copy& copy) noexcept;
   void rethrow_failure() const;
 
   CopyEngine& engine_;
   const MemoryTier& device_;
-  const std::optional<Account> account_;
+  DeviceBackend& backend_;
+  NonModelMemory& account_;
   Reservation window_;
   mutable std::mutex mutex_;    // guards everything below; held while a copy is waited for
   std::size_t used_bytes_ = 0;  // of the window

@@ -51,11 +51,8 @@ GradientSink::GradientSink(ChunkManager& manager, std::span<const ParamHandle> p
 }
 
 void GradientSink::copy_beside_backward(CopyEngine& engine, NonModelMemory& account) {
-  using Account = GradientCopies::Account;
-  copies_ = std::make_unique<GradientCopies>(
-      layout_, engine, manager_.device(),
-      device_ ? std::optional(Account{.memory = account, .backend = *device_.get()})
-              : std::nullopt);
+  copies_ = std::make_unique<GradientCopies>(layout_, engine, manager_.device(), device_.backend(),
+                                             account);
 }
 
 void GradientSink::open(Runtime& runtime, TensorGate& gate,
@@ -272,7 +269,7 @@ double GradientSink::square_norm(ParamId param, const std::byte* data, Executor*
 void GradientSink::measure_on_device(std::span<double> squares) const {
   std::vector<NormSegment> segments;
   std::vector<std::size_t> params;
-  for (std::size_t i = 0; device_ && i < gradients_.size(); ++i) {
+  for (std::size_t i = 0; i < gradients_.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
     if (!present(param) || !device_.holds(manager_, layout_.place(param).chunk)) {
       continue;
@@ -285,7 +282,7 @@ void GradientSink::measure_on_device(std::span<double> squares) const {
     return;
   }
   std::vector<double> sums(segments.size());
-  device_.get()->square_norms(segments, sums, device_.stream()->id());
+  device_.kernels().square_norms(segments, sums, device_.stream()->id());
   for (std::size_t i = 0; i < params.size(); ++i) {
     squares[params[i]] += sums[i];
   }

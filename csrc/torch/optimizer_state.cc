@@ -87,7 +87,7 @@ std::vector<std::string> OptimizerState::names() const {
 
 at::Tensor OptimizerState::on_host(ParamId param) const {
   const at::Tensor& own = params_[index(param)].local;
-  return !places_.device() ? own : own.to(at::kCPU);
+  return places_.device().computes_by_itself() ? own.to(at::kCPU) : own;
 }
 
 // `exact`: fp32 values from the parameter's element `begin` on, of which this rank's count.
@@ -171,7 +171,7 @@ void OptimizerState::before_write_back(ChunkId chunk, const std::byte* home,
   const std::size_t bytes = layout_.chunk(chunk).used_bytes;
   std::vector<std::byte> home_copy;
   std::vector<std::byte> slot_copy;
-  if (places_.device()) {  // one of them is its memory, and it may have written both
+  if (places_.device().computes_by_itself()) {  // one is its memory, and it may have written both
     home_copy = places_.bytes_of_device(home, bytes);
     slot_copy = places_.bytes_of_device(slot, bytes);
     home = home_copy.data();

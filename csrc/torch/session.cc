@@ -8,14 +8,9 @@
 #include <utility>
 
 #include "core/error.h"
-#include "host/host_arena.h"
-#include "host/slot_arena.h"
-#include "parallel/async_copy_engine.h"
 #include "parallel/make_executor.h"
 #include "torch/chunk_holds.h"
-#include "torch/counting_allocator.h"
 #include "torch/gil.h"
-#include "torch/torch_copy_engine.h"
 
 namespace castor {
 namespace {
@@ -62,27 +57,6 @@ std::vector<ParamSpec> describe(const std::vector<at::Tensor>& params,
   return specs;
 }
 
-/// At memory speed a copy is over soonest when every core takes part; a link leaves the cores free.
-std::unique_ptr<CopyEngine> make_copy_engine(const SessionOptions& options) {
-  if (options.backend) {
-    return options.backend->make_copy_engine();
-  }
-  if (options.link_bytes_per_second == 0) {
-    return std::make_unique<TorchCopyEngine>();
-  }
-  return std::make_unique<AsyncCopyEngine>(
-      AsyncCopyOptions{.bytes_per_second = options.link_bytes_per_second, .copy = {}});
-}
-
-std::unique_ptr<Arena> make_device_arena(const SessionOptions& options) {
-  return options.backend ? options.backend->make_device_arena()
-                         : std::make_unique<SlotArena>(make_host_arena());
-}
-
-std::unique_ptr<Arena> make_home_arena(const SessionOptions& options) {
-  return options.backend ? options.backend->make_host_arena() : make_host_arena();
-}
-
 std::unique_ptr<NvmeTier> make_nvme(const HostPlaces& places, const OptimizerStateOptions& options,
                                     MemoryTier& host, Executor& executor) {
   return places.nvme_bytes() == 0
@@ -117,7 +91,8 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
   auto specs =
       describe(params, std::move(param_names), trained, options.state.ruled, options.precision);
   const UpdateRule* const rule = options.state.rule.get();
-  if (rule != nullptr && options.backend && !options.backend->has_kernels(rule->name())) {
+  if (const DeviceKernels* const kernels = options.backend->kernels();
+      rule != nullptr && kernels != nullptr && !kernels->has(rule->name())) {
     throw InvalidArgument("this device has no kernels for the optimizer '" +
                           std::string(rule->name()) + "'; use device=\"cpu\"");
   }
@@ -134,9 +109,6 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
       });
   session->adopt_parameters(valueless);
   session->watch_tensors(options.overlap);
-  if (!options.backend) {
-    install_counting_allocator();
-  }
   return session;
 }
 
@@ -146,9 +118,10 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
       shards_(layout_, options.ranks ? options.ranks->passes->rank() : 0),
       own_device_(options.backend),
       device_(std::make_shared<MemoryTier>(TierKind::kDevice, options.device_bytes,
-                                           make_device_arena(options), own_device_.stream())),
+                                           options.backend->make_device_arena(),
+                                           own_device_.stream())),
       host_(std::make_shared<MemoryTier>(TierKind::kHost, options.host_bytes,
-                                         make_home_arena(options))),
+                                         options.backend->make_host_arena())),
       nonmodel_(std::make_shared<NonModelMemory>(device_)),
       rank_homes_(layout_, placements, options, *host_),
       executor_(make_executor(options.num_threads)),
@@ -156,7 +129,7 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
           layout_, placements, options.state, host_->ledger().available(),
           rank_homes_.weights().homes ? HomesPaid::kByRanks : HomesPaid::kByTheHost)),
       nvme_(make_nvme(places_, options.state, *host_, *executor_)),
-      copy_engine_(make_copy_engine(options)),
+      copy_engine_(options.backend->make_copy_engine()),
       storages_(std::make_unique<ChunkStorages>(layout_, own_device_.torch_device())),
       weights_(stream_of(nvme_, HostPlaces::kWeights) == nullptr
                    ? nullptr
@@ -198,10 +171,11 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
   }
   RuntimeOptions runtime_options = options.runtime;
   runtime_options.freed_slots =
-      own_device_ ? FreedSlots::kReusedAtOnce : FreedSlots::kKeepTheirBytes;
+      own_device_.computes_by_itself() ? FreedSlots::kReusedAtOnce : FreedSlots::kKeepTheirBytes;
   runtime_ = std::make_unique<Runtime>(*manager_, nonmodel_, runtime_options,
                                        Runtime::Clock(monotonic_ns));
-  passes_ = std::make_shared<Passes>(*runtime_, own_device_ ? nullptr : nonmodel_);
+  passes_ =
+      std::make_shared<Passes>(*runtime_, own_device_.computes_by_itself() ? nullptr : nonmodel_);
   if (ranks_) {
     // A backward pass ends with the mean of its gradients, so that what looks at p.grad after it
     // sees what one process with all batches would.
@@ -311,9 +285,9 @@ void Session::watch_tensors(Overlap overlap) {
 void Session::guard_weights() {
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    const auto guard = stored(chunk) ? TensorGate::Guard::kBrought
-                       : own_device_ ? TensorGate::Guard::kHeld
-                                     : TensorGate::Guard::kNone;
+    const auto guard = stored(chunk)                      ? TensorGate::Guard::kBrought
+                       : own_device_.computes_by_itself() ? TensorGate::Guard::kHeld
+                                                          : TensorGate::Guard::kNone;
     if (guard != TensorGate::Guard::kNone) {
       gate_->guard(i, guard);
       gate_->guard(gradients_->group(chunk), guard);
@@ -647,7 +621,8 @@ std::shared_ptr<void> Session::visit(ParamId param, bool writes) {
 
 std::optional<at::Tensor> Session::home(ParamId param) {
   const ParamPlace place = layout_.place(param);
-  if (!own_device_ || state_places_->on_device(place.chunk) || stored(place.chunk)) {
+  if (!own_device_.computes_by_itself() || state_places_->on_device(place.chunk) ||
+      stored(place.chunk)) {
     return std::nullopt;
   }
   settle(param);

@@ -169,7 +169,7 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   std::vector<ParamHandle> params_;
   const ChunkLayout layout_;
   const ShardMap shards_;
-  SessionDevice own_device_;  // where the device computes by itself
+  SessionDevice own_device_;
   std::shared_ptr<MemoryTier> device_;
   std::shared_ptr<MemoryTier> host_;
   std::shared_ptr<NonModelMemory> nonmodel_;

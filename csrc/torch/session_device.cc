@@ -38,62 +38,27 @@ class NonModelAccount final : public DeviceAccount {
   const std::shared_ptr<DeviceBackend> backend_;
 };
 
-std::shared_ptr<ComputeStream> compute_stream_of(const std::shared_ptr<DeviceBackend>& backend) {
-  return backend == nullptr
-             ? nullptr
-             : std::make_shared<ComputeStream>(
-                   backend->current_stream(),
-                   [backend](StreamId first, StreamId then) { backend->order(first, then); });
-}
-
 }  // namespace
 
 SessionDevice::SessionDevice(std::shared_ptr<DeviceBackend> backend)
-    : backend_(std::move(backend)), stream_(compute_stream_of(backend_)) {}
-
-void SessionDevice::follow_stream() const {
-  if (backend_) {
-    stream_->move_to(backend_->current_stream());
-  }
-}
-
-std::unique_ptr<StreamScope> SessionDevice::run_on_stream() const {
-  return backend_ ? backend_->run_on(stream_->id()) : nullptr;
-}
-
-c10::Device SessionDevice::torch_device() const {
-  return backend_ ? backend_->device() : c10::Device(c10::kCPU);
-}
+    : backend_(std::move(backend)),
+      stream_(std::make_shared<ComputeStream>(
+          backend_->current_stream(),
+          [device = backend_](StreamId first, StreamId then) { device->order(first, then); })) {}
 
 void SessionDevice::follow(const std::shared_ptr<NonModelMemory>& memory) {
-  if (backend_) {
-    account_ = std::make_shared<NonModelAccount>(memory, backend_);
-    backend_->follow(account_);
-  }
+  account_ = std::make_shared<NonModelAccount>(memory, backend_);
+  backend_->follow(account_);
 }
 
 void SessionDevice::await() const {
-  if (backend_) {
-    follow_stream();
-    fence()->wait();
-  }
-}
-
-std::shared_ptr<ComputeFence> SessionDevice::fence() const {
-  return backend_ ? backend_->fence(stream_->id()) : nullptr;
-}
-
-void SessionDevice::host_writes(std::span<const std::byte> home) const {
-  if (backend_) {
-    backend_->host_writes(home);
-  }
+  follow_stream();
+  fence()->wait();
 }
 
 void SessionDevice::leave(std::span<const std::shared_ptr<Payload>> homes) const noexcept {
   try {
-    if (backend_) {
-      fence()->wait();  // whatever stream this thread, perhaps a garbage collector's, is on
-    }
+    fence()->wait();  // whatever stream this thread, perhaps a garbage collector's, is on
     for (const auto& home : homes) {
       host_writes({home->data(), home->bytes()});
     }

@@ -4,7 +4,6 @@
 
 #include <memory>
 #include <span>
-#include <utility>
 
 #include "core/chunk_manager.h"
 #include "core/compute_stream.h"
@@ -13,43 +12,48 @@
 
 namespace castor {
 
-/// What a session does for a device that computes by itself; without one (the CPU device) it has no
-/// effect. Owned by the session; functions may be called from any thread.
+/// The device of one session: its backend, the order in which the session uses it, and the account
+/// of what torch takes of it. Owned by the session; functions may be called from any thread, and
+/// throw as the backend's.
 class SessionDevice {
  public:
-  /// nullptr: the CPU device.
   explicit SessionDevice(std::shared_ptr<DeviceBackend> backend);
 
-  [[nodiscard]] explicit operator bool() const noexcept { return backend_ != nullptr; }
-  [[nodiscard]] DeviceBackend* get() const noexcept { return backend_.get(); }
-  [[nodiscard]] c10::Device torch_device() const;
+  [[nodiscard]] DeviceBackend& backend() const noexcept { return *backend_; }
+  [[nodiscard]] c10::Device torch_device() const noexcept { return backend_->device(); }
+  /// As DeviceBackend's.
+  [[nodiscard]] bool computes_by_itself() const noexcept { return backend_->computes_by_itself(); }
+  /// Requires computes_by_itself().
+  [[nodiscard]] DeviceKernels& kernels() const noexcept { return *backend_->kernels(); }
 
   /// What torch takes of the device from now on is `memory`'s.
   void follow(const std::shared_ptr<NonModelMemory>& memory);
-  /// What orders the session's device memory; nullptr on the CPU device.
+  /// What orders the session's device memory.
   [[nodiscard]] const std::shared_ptr<ComputeStream>& stream() const noexcept { return stream_; }
   /// The model runs on this thread's current stream from now on: a module event, a step, or
   /// somebody who reads what the device wrote.
-  void follow_stream() const;
-  /// Of this thread; the one there is on the CPU device. Throws as DeviceBackend's.
-  [[nodiscard]] StreamId current_stream() const {
-    return backend_ ? backend_->current_stream() : StreamId{};
+  void follow_stream() const { stream_->move_to(backend_->current_stream()); }
+  /// Of this thread.
+  [[nodiscard]] StreamId current_stream() const { return backend_->current_stream(); }
+  /// As DeviceBackend::run_on, of stream().
+  [[nodiscard]] std::shared_ptr<void> run_on_stream() const {
+    return backend_->run_on(stream_->id());
   }
-  /// As DeviceBackend::run_on, of stream(); nullptr on the CPU device.
-  [[nodiscard]] std::unique_ptr<StreamScope> run_on_stream() const;
   /// Returns when the host sees what the device has been given to write so far, by this thread too.
   void await() const;
-  /// Of stream(); nullptr on the CPU device.
-  [[nodiscard]] std::shared_ptr<ComputeFence> fence() const;
-  /// Before the host writes these bytes, or gives them back: returns when no copy in reads them.
-  void host_writes(std::span<const std::byte> home) const;
+  /// Of stream().
+  [[nodiscard]] std::unique_ptr<ComputeFence> fence() const {
+    return backend_->fence(stream_->id());
+  }
+  /// As DeviceBackend's.
+  void host_writes(std::span<const std::byte> home) const { backend_->host_writes(home); }
   /// Homes go to the tensors that are left, and with the last of these to their arena: returns when
   /// no copy reads them.
   void leave(std::span<const std::shared_ptr<Payload>> homes) const noexcept;
   /// Whether the chunk's payloads lie in memory of a device that works on them itself: what it is
   /// given to do is behind what it has been given before, by the calling thread.
   [[nodiscard]] bool holds(const ChunkManager& chunks, ChunkId chunk) const {
-    return backend_ != nullptr &&
+    return computes_by_itself() &&
            chunks.payload(chunk, PayloadKind::kParam)->tier() == TierKind::kDevice;
   }
 

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <optional>
 
@@ -23,9 +22,7 @@ struct SessionOptions {
   RuntimeOptions runtime;
   std::size_t device_bytes = 0;
   std::size_t host_bytes = 0;
-  /// Bandwidth of an emulated link between host and device, each way; 0: memory's own.
-  std::uint64_t link_bytes_per_second = 0;
-  /// The device that computes; nullptr: the CPU device.
+  /// Of this session alone.
   std::shared_ptr<DeviceBackend> backend;
   OptimizerStateOptions state;
   Overlap overlap = Overlap::kNone;

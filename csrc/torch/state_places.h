@@ -83,7 +83,7 @@ class StatePlaces {
   /// host and now in that of a device, between which a torch tensor cannot move, nor where other
   /// ranks have parts of them.
   [[nodiscard]] bool shown(ChunkId chunk) const {
-    return !device_ && !stored(chunk) && shards_.ranks() == 1;
+    return !device_.computes_by_itself() && !stored(chunk) && shards_.ranks() == 1;
   }
   /// What the chunk has on NVMe, with bytes.
   [[nodiscard]] std::vector<std::pair<PayloadKind, std::size_t>> stored_payloads(

@@ -225,9 +225,7 @@ void Updater::submit(ChunkId chunk, const std::vector<ParamUpdate>& updates) {
             ahead.insert(ahead.end(), next.begin(), next.end());
             parts_.places.announce(ahead);
             parts_.copies.wait(gradients);
-            if (fence) {
-              fence->wait();
-            }
+            fence->wait();
             parts_.updates.run(chunk, updates);
           });
         });

@@ -48,7 +48,6 @@ class SessionOptions:
         runtime: RuntimeOptions,
         device_bytes: int,
         host_bytes: int,
-        link_bytes_per_second: int,
         state: StateOptions,
         overlap: Overlap,
         num_threads: int,
@@ -104,7 +103,7 @@ class Session(StepEvents):
         ruled: Sequence[bool],
         modules: Sequence[tuple[str, Sequence[int], int]],
         options: SessionOptions,
-        backend: object | None,
+        backend: object,
         groups: tuple[str, str, str] | None,
         share_memory: bool,
         valueless: Sequence[int],
@@ -219,6 +218,7 @@ def set_python_errors(
     corruption_error: type[Exception],
 ) -> None: ...
 def last_out_of_memory() -> tuple[str, int, int, int]: ...
+def make_cpu_backend(*, link_bytes_per_second: int) -> object: ...
 def adam_update(entries: Sequence[Mapping[str, object]]) -> None: ...
 def check_adam_options(groups: Sequence[Mapping[str, object]]) -> None: ...
 def zero_state_like(like: Tensor, dtype: dtype) -> Tensor: ...

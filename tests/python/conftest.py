@@ -111,7 +111,7 @@ def _on_another_device(
         monkeypatch.setattr(
             engine,
             "make_backend",
-            lambda _: module.SimulatedDevice(LINK_BYTES_PER_SECOND).capsule(),
+            lambda *_: module.SimulatedDevice(LINK_BYTES_PER_SECOND).capsule(),
         )
     elif wanted is not None and wanted.startswith("simgpu:"):
         from simulated import compute_on_gpu

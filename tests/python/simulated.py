@@ -53,7 +53,7 @@ class Simulation:
         """As helpers.boost, on a simulated device."""
         self.device = self._module.SimulatedDevice(LINK_BYTES_PER_SECOND)
         with self._monkeypatch.context() as patch:
-            patch.setattr(engine, "make_backend", lambda _: self.device.capsule())
+            patch.setattr(engine, "make_backend", lambda *_: self.device.capsule())
             return boost(model, memory, **settings)
 
     def counts(self) -> dict[str, int]:

@@ -74,7 +74,6 @@ def test_an_engine_needs_no_plugin() -> None:
         ),
         device_bytes=8 * MIB,
         host_bytes=8 * MIB,
-        link_bytes_per_second=0,
         state=_C.StateOptions(rule=None, state_format="fp32", nvme=None, nvme_fraction=0.0),
         overlap="none",
         num_threads=0,

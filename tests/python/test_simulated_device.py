@@ -5,6 +5,7 @@ beside the compute, homes that no host may write while a copy reads them.
 """
 
 import gc
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -360,9 +361,10 @@ def test_a_state_dict_goes_in_and_out(simulated: Simulation) -> None:
         assert torch.equal(mine[i]["exp_avg_sq"], entry["exp_avg_sq"])
 
 
-def test_a_capsule_of_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wrong", [torch.zeros(1), None], ids=str)
+def test_what_is_no_backend_is_refused(monkeypatch: pytest.MonkeyPatch, wrong: object) -> None:
     from castor.runtime import engine
 
-    monkeypatch.setattr(engine, "make_backend", lambda _: torch.zeros(1))
-    with pytest.raises(ValueError, match=r"the device backend is tensor\(\[0\.\]\)"):
+    monkeypatch.setattr(engine, "make_backend", lambda *_: wrong)
+    with pytest.raises(ValueError, match=re.escape(f"the device backend is {wrong}; castor._C")):
         boost(tower())

@@ -4,23 +4,15 @@
 
 #include <memory>
 
+#include "python/backend_capsule.h"
 #include "simulated_device.h"
 #include "torch_allocations.h"
 
 namespace py = pybind11;
 using castor::CopyDirection;
-using castor::DeviceBackend;
 using castor::testing::SimulatedDevice;
 
 namespace {
-
-py::capsule capsule_of(const std::shared_ptr<SimulatedDevice>& device) {
-  return py::capsule(new std::shared_ptr<DeviceBackend>(device), castor::kDeviceBackendCapsule,
-                     [](PyObject* capsule) {
-                       delete static_cast<std::shared_ptr<DeviceBackend>*>(
-                           PyCapsule_GetPointer(capsule, castor::kDeviceBackendCapsule));
-                     });
-}
 
 /// While the session lives.
 py::dict counts(const SimulatedDevice& device) {
@@ -39,7 +31,9 @@ py::dict counts(const SimulatedDevice& device) {
 PYBIND11_MODULE(_simulated_device, m) {
   py::class_<SimulatedDevice, std::shared_ptr<SimulatedDevice>>(m, "SimulatedDevice")
       .def(py::init<std::uint64_t>(), py::arg("bytes_per_second"))
-      .def("capsule", &capsule_of)
+      .def(
+          "capsule",
+          [](const std::shared_ptr<SimulatedDevice>& device) { return castor::capsule_of(device); })
       .def("counts", &counts)
       .def("refuse_block",
            [](SimulatedDevice& device, std::size_t n) { device.memory().refuse_block(n); });

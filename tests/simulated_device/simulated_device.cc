@@ -103,9 +103,7 @@ void SimulatedDevice::check(const void* data, std::size_t bytes, const char* wha
   }
 }
 
-bool SimulatedDevice::has_kernels(std::string_view rule) const noexcept {
-  return rule == AdamRule::kName;
-}
+bool SimulatedDevice::has(std::string_view rule) const noexcept { return rule == AdamRule::kName; }
 
 void SimulatedDevice::update(const UpdateRule& rule, std::span<const UpdateSegment> segments,
                              StreamId /*stream*/) {

@@ -43,21 +43,17 @@ struct DeviceCounts {
 /// bodies that the GPU runs (host_kernels.h). What is asynchronous are the copies
 /// (SimulatedCopies). Freed device memory is filled with NaN. A kernel over memory that is not the
 /// device's is an error, and so is a host write to a home that a copy may still read.
-class SimulatedDevice final : public DeviceBackend {
+class SimulatedDevice final : public DeviceBackend, public DeviceKernels {
  public:
   explicit SimulatedDevice(std::uint64_t bytes_per_second);
 
   [[nodiscard]] c10::Device device() const noexcept override { return c10::kCPU; }
-  [[nodiscard]] StreamId current_stream() override { return StreamId{}; }
-  void order(StreamId /*first*/, StreamId /*then*/) override {}  // there is one
-  [[nodiscard]] std::unique_ptr<StreamScope> run_on(StreamId) override {
-    return std::make_unique<StreamScope>();
-  }
+  [[nodiscard]] DeviceKernels* kernels() noexcept override { return this; }
   [[nodiscard]] std::unique_ptr<CopyEngine> make_copy_engine() override;
   [[nodiscard]] std::unique_ptr<Arena> make_device_arena() override;
   [[nodiscard]] std::unique_ptr<Arena> make_host_arena() override;
   void follow(const std::shared_ptr<DeviceAccount>& account) override;
-  [[nodiscard]] bool has_kernels(std::string_view rule) const noexcept override;
+  [[nodiscard]] bool has(std::string_view rule) const noexcept override;
   void update(const UpdateRule& rule, std::span<const UpdateSegment> segments,
               StreamId stream) override;
   void square_norms(std::span<const NormSegment> segments, std::span<double> sums,

@@ -23,6 +23,7 @@
 #include "cuda/stream_order.h"
 #include "host/mmap_arena.h"
 #include "python/adam_entries.h"
+#include "python/backend_capsule.h"
 #include "python/state_tensors.h"
 #include "torch/cuda/caching_arena.h"
 #include "torch/cuda/cuda_backend.h"
@@ -149,16 +150,6 @@ class DeviceArena {
   const std::shared_ptr<CachingArena> arena_;
 };
 
-/// For castor._C.Session, which takes its share of the pointer.
-py::capsule backend_capsule(int device) {
-  return py::capsule(
-      new std::shared_ptr<DeviceBackend>(make_cuda_backend(static_cast<c10::DeviceIndex>(device))),
-      kDeviceBackendCapsule, [](PyObject* capsule) {
-        delete static_cast<std::shared_ptr<DeviceBackend>*>(
-            PyCapsule_GetPointer(capsule, kDeviceBackendCapsule));
-      });
-}
-
 /// The classes of castor.errors: this module has its own copy of the C++ ones, not of theirs.
 void translate(std::exception_ptr pending) {
   const auto class_of = [](const char* name) {
@@ -238,7 +229,12 @@ PYBIND11_MODULE(_cuda, module) {
       .def("empty", &DeviceArena::empty, py::arg("num_bytes"))
       .def("statistics", &DeviceArena::statistics)
       .def_property_readonly("description", &DeviceArena::description);
-  module.def("make_backend", &backend_capsule, py::arg("device"));
+  module.def(
+      "make_backend",
+      [](int device) {
+        return capsule_of(make_cuda_backend(static_cast<c10::DeviceIndex>(device)));
+      },
+      py::arg("device"));
   module.def("adam_update", &adam_update_tensors, py::arg("entries"));
   module.def("square_norms", &square_norm_tensors, py::arg("tensors"));
   module.def("runtime_version", &cuda::runtime_version);

@@ -77,21 +77,12 @@ class EventFence final : public ComputeFence {
   cudaEvent_t event_ = nullptr;
 };
 
-/// Torch's current stream of this thread, which may be of torch's pool or anybody's.
-class CurrentStream final : public StreamScope {
- public:
-  CurrentStream(c10::DeviceIndex device, StreamId stream)
-      : guard_(c10::cuda::getStreamFromExternal(cuda::handle_of(stream), device)) {}
-
- private:
-  const c10::cuda::CUDAStreamGuard guard_;
-};
-
-class CudaBackend final : public DeviceBackend {
+class CudaBackend final : public DeviceBackend, public DeviceKernels {
  public:
   explicit CudaBackend(c10::DeviceIndex device) : device_(device) {}
 
   [[nodiscard]] c10::Device device() const noexcept override { return {c10::kCUDA, device_}; }
+  [[nodiscard]] DeviceKernels* kernels() noexcept override { return this; }
 
   [[nodiscard]] StreamId current_stream() override {
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_).stream();
@@ -110,8 +101,8 @@ class CudaBackend final : public DeviceBackend {
 
   void order(StreamId first, StreamId then) override { cuda::order_streams(device_, first, then); }
 
-  [[nodiscard]] std::unique_ptr<StreamScope> run_on(StreamId stream) override {
-    return std::make_unique<CurrentStream>(device_, stream);
+  [[nodiscard]] std::shared_ptr<void> run_on(StreamId stream) override {
+    return std::make_shared<c10::cuda::CUDAStreamGuard>(of_torch(stream));
   }
 
   [[nodiscard]] std::unique_ptr<CopyEngine> make_copy_engine() override {
@@ -139,7 +130,7 @@ class CudaBackend final : public DeviceBackend {
     return castor::allocated_for(bytes);
   }
 
-  [[nodiscard]] bool has_kernels(std::string_view rule) const noexcept override {
+  [[nodiscard]] bool has(std::string_view rule) const noexcept override {
     return cuda::has_kernels(rule);
   }
 
@@ -152,7 +143,7 @@ class CudaBackend final : public DeviceBackend {
   void square_norms(std::span<const NormSegment> segments, std::span<double> sums,
                     StreamId stream) override {
     const at::NoGradGuard no_grad;
-    const CurrentStream current(device_, stream);
+    const c10::cuda::CUDAStreamGuard current(of_torch(stream));
     const auto options = at::TensorOptions().dtype(at::kDouble).device(device());
     const auto count = static_cast<std::int64_t>(cuda::norm_workspace_doubles(segments));
     const at::Tensor workspace = at::empty({count}, options);
@@ -170,6 +161,11 @@ class CudaBackend final : public DeviceBackend {
   void host_writes(std::span<const std::byte> home) override { copies_->synchronize_readers(home); }
 
  private:
+  /// It may be of torch's pool, or anybody's.
+  [[nodiscard]] c10::cuda::CUDAStream of_torch(StreamId stream) const {
+    return c10::cuda::getStreamFromExternal(cuda::handle_of(stream), device_);
+  }
+
   const c10::DeviceIndex device_;
   cuda::StreamCopyEngine* copies_ = nullptr;  // the session's, which uses this no longer than that
 };

@@ -71,7 +71,6 @@ def engine_settings(
         ),
         device_bytes=config.device_bytes,
         host_bytes=config.host_bytes,
-        link_bytes_per_second=config.link_bytes_per_second,
         state=_C.StateOptions(
             state_format=state_format,
             rule=rule,
@@ -85,6 +84,7 @@ def engine_settings(
         session=session,
         precision=config.precision,
         device=torch.device(config.device),
+        link_bytes_per_second=config.link_bytes_per_second,
         gather_embeddings=config.gather_embeddings,
         trace_file=config.trace_file,
         nvme_directory=config.nvme_paths[0] if config.nvme_paths else None,

@@ -53,6 +53,8 @@ class EngineSettings:
     """That of `session`, as users say it."""
     device: torch.device
     """Where the model computes."""
+    link_bytes_per_second: int = 0
+    """CPU device: of an emulated link to it, each way; 0: memory's own bandwidth."""
     gather_embeddings: bool = False
     """Whether embeddings stay at home, where forward reads the rows that it looks up."""
     trace_file: Path | None = None
@@ -161,7 +163,7 @@ class Engine(Together):
             ruled=self.ruled,
             modules=[(m.name, m.params, m.parent) for m in spec.modules],
             options=settings.session,
-            backend=make_backend(settings.device),
+            backend=make_backend(settings.device, settings.link_bytes_per_second),
             groups=self.ranks.names if self.ranks else None,
             share_memory=bool(self.ranks and self.ranks.share_memory),
             valueless=[self.index_of[param] for param in lazy.params],
