@@ -34,7 +34,7 @@ CASES = {
 def _by_rank_0() -> Iterator[None]:
     """Saves as where the files cannot be divided."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(booster_checkpoints, "_divisible", lambda *_: False)
+        patch.setattr(booster_checkpoints, "_ranks_that_divide", lambda *_: None)
         yield
 
 

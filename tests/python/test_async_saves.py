@@ -460,7 +460,7 @@ def test_what_can_be_checked_at_once_is_raised_by_the_call(tmp_path: Path) -> No
 
 
 def test_what_castor_does_not_hold_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(castor.UsageError, match="of a Tower that is not boosted"):
+    with pytest.raises(castor.UsageError, match="of a Tower that is not in chunks"):
         BOOSTER.save_model(tower(), tmp_path / "m", use_async=True)
     plain = tower()
     with pytest.raises(castor.UsageError, match="of a AdamW whose states are not castor's"):

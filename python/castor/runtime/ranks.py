@@ -154,6 +154,17 @@ class Peers:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class LinkedPeers(Peers):
+    """Peers whose gather names a rank that ends or stops, where they share memory."""
+
+    link: _C.RankTensors
+
+    def gather(self, value: Any) -> list[Any]:
+        """See Peers."""
+        return [pickle.loads(one) for one in self.link.gather_bytes(pickle.dumps(value))]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Ranks(Peers):
     """The ranks that share one boosted model, and have other data."""
 
@@ -193,7 +204,12 @@ def make_ranks(parts: Sequence[Sequence[int]]) -> Ranks | None:
         rank=own,
         size=size,
         names=(passes, gradients, updates),
-        saves=Peers(rank=own, size=size, group=_C.RankGroup(saves)),
+        saves=LinkedPeers(
+            rank=own,
+            size=size,
+            group=_C.RankGroup(saves),
+            link=_C.RankTensors(saves, share_memory=may_share_memory()),
+        ),
         share_memory=may_share_memory(),
         group=_C.RankGroup(passes),
     )
