@@ -15,7 +15,7 @@ import torch_plugin_cases
 from rank_cases import _uneven
 from rank_processes import found_by_each, run, succeeded
 from torch_plugin_cases import CASE, CASES, MAX_NORM, PLUGINS, STEPS, TORCHS, boost, narrow, trained
-from zoo import tower, tower_batch
+from zoo import Tower, tower, tower_batch
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +139,12 @@ def test_ranks_that_were_given_different_things_are_told(ranks: Path) -> None:
         assert "max_norm=1.0" in settings
         assert "max_norm=2.0" in settings
         assert "rank 0 and rank 1 differ in names, shapes, dtypes or requires_grad" in model
+
+
+def test_a_model_that_is_only_evaluated_is_rank_0s(ranks: Path) -> None:
+    torch.manual_seed(0)
+    loss = Tower()(**tower_batch(0)).item()
+    assert _by_rank(ranks, "untrained") == [[loss, loss]] * 2
 
 
 def test_a_copy_of_a_model_is_an_ordinary_one(ranks: Path) -> None:

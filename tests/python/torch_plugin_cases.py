@@ -373,9 +373,22 @@ def each(directory: Path) -> None:
     """What takes one start of the processes together."""
     for scenario in (
         *(ddp_and_torch, same_script, all_cases_divided, saved_by_each),
-        *(accumulated, apart, astride, buffers, not_finite, others, copies, lifetimes),
+        *(accumulated, apart, astride, buffers, not_finite, others, copies, lifetimes, untrained),
     ):
         scenario(directory)
+
+
+def untrained(directory: Path) -> None:
+    """A model to be evaluated alone, which ranks have made differently."""
+    rank = distributed.get_rank()
+    found = []
+    for name in TORCHS:
+        torch.manual_seed(rank)
+        booster = castor.Booster(PLUGINS[name]())
+        model, *_ = booster.boost(Tower().requires_grad_(False))
+        with torch.no_grad():
+            found.append(model(**tower_batch(0)).item())
+    _write_own(directory, "untrained", found)
 
 
 def killed(_: Path) -> None:

@@ -112,6 +112,8 @@ class TorchDDPPlugin(TorchPlugin):
         dtype = self.settings.compute_dtype
         boosted: TorchModel
         if ranks is None or not any(param.requires_grad for param in model.parameters()):
+            if ranks is not None:  # else DistributedDataParallel does it
+                ranks.share_all(model)
             boosted = TorchModel(model, optimizers, ranks=ranks, trained_by="plain PyTorch")
             if dtype is not None:
                 model.forward = CastingForward(model, dtype)

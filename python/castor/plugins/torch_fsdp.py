@@ -44,7 +44,7 @@ class TorchFSDPPlugin(TorchPlugin):
     what is left: a block's parameters are whole while it computes. Between passes the parameters,
     p.grad and optimizer.state are DTensors; boost gives the optimizer the new parameters, and
     references from before it are of tensors that nobody trains. Every rank runs the same forwards,
-    also without gradients.
+    also without gradients, and keeps buffers of its own.
 
     Names of arguments are Colossal-AI's, fully_shard's or GeminiPlugin's; all are keyword-only.
 
@@ -146,8 +146,7 @@ class TorchFSDPPlugin(TorchPlugin):
         if ranks is None:
             be_alone()
         elif self._sync_module_states:
-            for tensor in (*model.parameters(), *model.buffers()):
-                ranks.share(tensor)
+            ranks.share_all(model)
         group = own_group([range(ranks.size if ranks else 1)])
         mesh = DeviceMesh.from_group(group, "cpu")
         before = dict(model.named_parameters())

@@ -102,6 +102,11 @@ class Peers:
         if values is not whole:
             whole.copy_(values)
 
+    def share_all(self, model: nn.Module) -> None:
+        """Rank 0's parameters and buffers become every rank's, in place."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.share(tensor)
+
     def check_equal(self, facts: Mapping[str, Any]) -> None:
         """Every rank was given the same.
 
