@@ -246,6 +246,7 @@ def main() -> None:
     parser = command_line("activations", __doc__)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    gc.freeze()  # a collection looks through what steps make, not through what was imported
     machine, rounds = describe_machine(), 1 if args.quick else args.rounds
     model = QUICK if args.quick else Model(sequence=512)
     coarse: dict[str, Any] = {"resolution": 4.0, "most": 2, "shares": ()} if args.quick else {}

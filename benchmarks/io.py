@@ -92,7 +92,7 @@ def main() -> int:
     console = Console()
     machine = describe_machine()
     if arguments.quick:
-        arguments.size, arguments.seconds, arguments.repetitions = 4, 0.05, 1
+        arguments.size, arguments.seconds, arguments.repetitions = 64, 0.05, 1
     contenders = ["fio", *TARGETS]
     if shutil.which("fio") is None:
         if not arguments.quick:

@@ -100,6 +100,7 @@ def main() -> None:
     parser = command_line("logits", __doc__)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
+    gc.freeze()  # a collection looks through what steps make, not through what was imported
     machine, rounds = describe_machine(), 1 if args.quick else args.rounds
     model = QUICK if args.quick else Model(sequence=512)
     width, tokens = (32, (1, 256)) if args.quick else (128, (1, 512))
