@@ -302,7 +302,7 @@ docs: $(VENV_STAMPS)/castor $(VENV_STAMPS)/docs
 # QUICK=1 tries the scripts in 2 minutes, and writes nothing to benchmarks/results and docs/status.md.
 QUICK ?=
 STORAGE_BENCHMARKS := $(addprefix benchmarks/,io.py nvme.py beyond.py build.py llama8b.py)
-BENCHMARKS := $(filter-out $(addprefix benchmarks/,builds.py formats.py page.py) $(STORAGE_BENCHMARKS), \
+BENCHMARKS := $(filter-out $(addprefix benchmarks/,builds.py deepspeed_settings.py formats.py page.py) $(STORAGE_BENCHMARKS), \
 	$(wildcard benchmarks/[!_]*.py))
 
 bench: TIMED := $(BENCHMARKS)

@@ -3,6 +3,7 @@
 # Baseline: plain PyTorch (AdamW(fused=True), clip_grad_norm_ 1.0); DeepSpeed ZeRO-3 and ZeRO-2 with
 #     everything offloaded that the stage can offload and its own CPU Adam, one process; FSDP2 with
 #     CPUOffloadPolicy, gloo, one process.
+#     DeepSpeed has the settings that benchmarks/deepspeed_settings.py found to be its fastest.
 # Model: GPT-2 of 42.5M parameters (12 layers, 512 wide, 8 heads, vocabulary 8192), batch 4 x 128,
 #     fp32, the same seed and batches everywhere. tight(x) is the non-model peak of the ample run
 #     and x * parameter bytes.
@@ -12,12 +13,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from _machine import command_line, describe_machine, paired, spread, write_record
+from _machine import RESULTS, command_line, describe_machine, paired, spread, write_record
 from _steps import (
     QUICK,
     Contender,
@@ -37,9 +39,18 @@ TIGHT_SHARE = 0.35
 MEMORY = ("peak_resident_bytes", "anonymous_bytes", "huge_page_bytes")  # of the process
 
 
+def fastest_settings(stage: int) -> dict[str, Any]:
+    """Of DeepSpeed's ZeRO, as recorded; its defaults where nothing is."""
+    path = RESULTS / "deepspeed_settings.json"
+    if not path.exists():
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text("utf-8"))["results"][f"zero{stage}"]["best"]
+    return found
+
+
 PEERS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
-    "zero3": ("DeepSpeed ZeRO-3, CPU offload", make_deepspeed, (3,)),
-    "zero2": ("DeepSpeed ZeRO-2, CPU offload", make_deepspeed, (2,)),
+    "zero3": ("DeepSpeed ZeRO-3, CPU offload", make_deepspeed, (3, fastest_settings(3))),
+    "zero2": ("DeepSpeed ZeRO-2, CPU offload", make_deepspeed, (2, fastest_settings(2))),
     "fsdp2": ("FSDP2, CPUOffloadPolicy", make_fsdp2, ()),
 }
 BARS = {  # ratio, largest or smallest value that meets the target
@@ -150,6 +161,7 @@ def main() -> int:
     figures = {
         "rounds": rounds,
         "steps_per_round": steps,
+        "deepspeed_settings": {key: PEERS[key][2][1] for key in ("zero3", "zero2")},
         "results": results,
         "reports": {key: reports[key] for key in ("castor ample", "castor tight")},
         "ratios": compared,
