@@ -301,7 +301,7 @@ docs: $(VENV_STAMPS)/castor $(VENV_STAMPS)/docs
 # About 20 minutes on two cores; the first run also compiles DeepSpeed's CPU Adam, 4 minutes more.
 # QUICK=1 tries the scripts in 2 minutes, and writes nothing to benchmarks/results and docs/status.md.
 QUICK ?=
-STORAGE_BENCHMARKS := $(addprefix benchmarks/,io.py nvme.py beyond.py build.py llama8b.py)
+STORAGE_BENCHMARKS := $(addprefix benchmarks/,io.py checkpoints.py nvme.py beyond.py build.py llama8b.py)
 BENCHMARKS := $(filter-out $(addprefix benchmarks/,builds.py deepspeed_settings.py formats.py page.py) $(STORAGE_BENCHMARKS), \
 	$(wildcard benchmarks/[!_]*.py))
 

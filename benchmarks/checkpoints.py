@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -20,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _machine import RESULTS, describe_machine, paired, spread, write_record
-from _steps import LR, WARMUP_STEPS, Model, batch
+from _machine import command_line, describe_machine, paired, spread, write_record
+from _steps import LR, QUICK, WARMUP_STEPS, Model
 from rich.console import Console
 from rich.table import Table
 
@@ -42,7 +41,7 @@ class Run:
 
         from castor import Booster, GeminiPlugin
 
-        self.model = model.build()
+        self.shape, self.model = model, model.build()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR)
         plugin = GeminiPlugin(
             device="cpu", device_memory="4GiB", precision="fp32", max_norm=1.0, overlap=overlap
@@ -53,7 +52,7 @@ class Run:
 
     def step(self) -> None:
         """One training step."""
-        loss = self.model(**batch(self._batches)).loss
+        loss = self.model(**self.shape.batch(self._batches)).loss
         self._batches += 1
         self.booster.backward(loss, self.optimizer)
         self.optimizer.step()
@@ -114,23 +113,21 @@ def verify(run: Run, directory: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line("checkpoints", __doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="without a save, in a round")
     parser.add_argument("--overlap", default="none", choices=("none", "forward"))
     parser.add_argument("--directory", type=Path, help="of the disk; by default a temporary one")
-    parser.add_argument("--quick", action="store_true", help="a small model, to try the script")
-    parser.add_argument("--output", type=Path, default=RESULTS / "checkpoints.json")
     arguments = parser.parse_args()
     machine = describe_machine()
 
-    run = Run(Model(layers=2) if arguments.quick else Model(), arguments.overlap)
-    num_rounds = 2 if arguments.quick else arguments.rounds
+    run = Run(QUICK if arguments.quick else Model(), arguments.overlap)
+    num_rounds, num_steps = (1, 1) if arguments.quick else (arguments.rounds, arguments.steps)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         directory = Path(name)
         for _ in range(WARMUP_STEPS):
             run.step()
-        rounds = [measure_round(run, directory / "run", arguments.steps) for _ in range(num_rounds)]
+        rounds = [measure_round(run, directory / "run", num_steps) for _ in range(num_rounds)]
         verify(run, directory)
     steps = [one["step"] for one in rounds]
     kinds = ("save_at_once", "call", "next_step", "stall_of_next_step", "stall_of_all")
@@ -161,7 +158,7 @@ def main() -> int:
     )
     record = {
         "rounds": rounds,
-        "layers": 2 if arguments.quick else Model().layers,
+        "layers": run.shape.layers,
         "num_params": num_params,
         "overlap": arguments.overlap,
         "step_seconds": spread(steps),
@@ -169,7 +166,7 @@ def main() -> int:
         "met": met,
         "results": figures,
     }
-    write_record(arguments.output, "checkpoints", record, machine=machine)
+    write_record(arguments, "checkpoints", record, machine=machine)
     return 0
 
 

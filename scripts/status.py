@@ -171,6 +171,9 @@ ROWS = (
     Row("nvme", "that step with checksums / without", ("with_checksums_over_without",)),
     Row("nvme", "DeepSpeed ZeRO-3 with NVMe optimizer offload / that step",
         ("deepspeed_over_castor",), at_least(1.5)),
+    Row("checkpoints", "a save beside the training: the call and what the next step takes beyond a "
+        "step / a step", ("results", "stall_of_next_step", "steps"), at_most(0.05)),
+    Row("checkpoints", "a save at once / a step", ("results", "save_at_once", "steps")),
     Row("beyond", "parameters, gradients and state / device and host budgets, 304M in bf16",
         ("runs", 0, "over_budgets"), at_least(3)),
     Row("beyond", "resident memory at its peak in that run",
