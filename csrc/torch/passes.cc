@@ -56,6 +56,12 @@ void Passes::end_forward() {
 bool Passes::in_segment() const { return forward_trains_ && !at::GradMode::is_enabled(); }
 
 void Passes::stop_charging() {
+  {
+    const MutexLock lock(mutex_);
+    if (!backward_.empty()) {  // a second forward that stopped early: backward goes on behind it
+      return;
+    }
+  }
   if (charged_ && charged_account() == charged_ && runtime_.idle()) {
     charge_allocations_to(nullptr);
   }

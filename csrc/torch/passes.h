@@ -28,7 +28,7 @@ class Passes : public std::enable_shared_from_this<Passes> {
   void begin_forward();
   /// After a module's forward; no backward will follow one without gradients ...
   void end_forward();
-  /// ... or one that failed, or has no result.
+  /// ... or one that failed, or has no result, unless it runs in a backward pass.
   void stop_charging();
   /// Something of the model happens in a backward pass, if one is under way, which is followed
   /// until it ends. Returns whether one is.

@@ -1,12 +1,13 @@
 """Blocks whose activations backward computes again: plain PyTorch's bits in less memory."""
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 import castor
 from castor.activations.blocks import find_blocks
+from castor.runtime.engine import _engines
 from helpers import GIB, Boosted, assert_equal, boost, copies, plugin, train_on
 from zoo import CASES, VOCABULARY, Batch, Case
 
@@ -277,6 +279,43 @@ def test_a_second_forward_that_is_another_one_is_an_error() -> None:
         castor.UsageError, match=r"module 'blocks\.0' \(Counting\) gives another out"
     ):
         boosted.booster.backward(loss, boosted.optimizer)
+
+
+class Allocating(Block):
+    """Its backward takes 1 MiB where the last layer's, before which it runs again, is done."""
+
+    taken: ClassVar[list[int]] = []
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        hidden = self.mlp[1](self.mlp[0](self.norm(x)))
+        if hidden.requires_grad:
+            hidden.register_hook(self.take)
+        return x + self.mlp[2](hidden)
+
+    def take(self, grad: torch.Tensor) -> torch.Tensor:
+        """A hook on a gradient."""
+        before = nonmodel_bytes()
+        more = grad.new_empty(1 << 18)
+        self.taken.append(nonmodel_bytes() - before)
+        del more
+        return grad
+
+
+def nonmodel_bytes() -> int:
+    """Of the only boosted model."""
+    (engine,) = _engines.values()
+    return int(engine.session.moment()[1])
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_backward_goes_on_in_the_budget_behind_a_second_forward_that_stops(
+    activations: str,
+) -> None:
+    gc.collect()
+    Allocating.taken.clear()
+    boosted = boost(Tower(Allocating), activations=activations)
+    train_on(boosted, own(), steps=2)
+    assert Allocating.taken == 8 * [1 << 20]
 
 
 class Routed(Block):
