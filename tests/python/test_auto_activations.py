@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import castor.report
 from castor.activations import auto
+from castor.activations.block_profile import Decided
+from castor.activations.choices import Choice, Decisions
 from castor.runtime.engine import engine_of
 from helpers import (
     GIB,
@@ -24,7 +28,7 @@ from helpers import (
     on_device_of,
     train_on,
 )
-from test_recomputed_blocks import MODELS, own
+from test_recomputed_blocks import MODELS, own, small
 from zoo import VOCABULARY, Batch, Case, gpt2, llama
 
 RANDOM_STATE_BYTES = torch.get_rng_state().nbytes
@@ -49,18 +53,21 @@ def longer(rows: int, length: int, seed: int) -> Batch:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def choosing(
-    kept: int, monkeypatch: pytest.MonkeyPatch, *, offloads: bool = False
-) -> list[auto.Choice]:
-    """From now on so many blocks are kept, or all there are; gives the choices."""
-    chosen: list[auto.Choice] = []
+def choosing(decided: Callable[[int], Decisions], monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
+    """From now on that is decided for so many blocks; gives the choices."""
+    chosen: list[Choice] = []
 
-    def search(choice: Any, most: int, links: Any) -> auto.Choice:
-        chosen.append(choice(min(kept, most), links[offloads]))
+    def search(choice: Callable[[Decisions], Choice], num_blocks: int, _: int) -> Choice:
+        chosen.append(choice(decided(num_blocks)))
         return chosen[-1]
 
     monkeypatch.setattr(auto, "search", search)
     return chosen
+
+
+def last_kept(kept: int, others: Decided = "recompute") -> Callable[[int], Decisions]:
+    """So many of the last blocks are kept, or all there are."""
+    return lambda blocks: (*[others] * (blocks - kept), *["keep"] * min(kept, blocks))  # type: ignore[arg-type, list-item]
 
 
 def step(boosted: Boosted, batch: Batch, case: Case, micro_batches: int = 1) -> float:
@@ -85,7 +92,7 @@ def block_input_bytes(case: Case) -> int:
     return 4 * 48 * max(tokens, 4 * 17)  # the models are 48 wide; ViT's images have 17 patches
 
 
-def peaks(boosted: Boosted, choice: auto.Choice) -> tuple[int, int]:
+def peaks(boosted: Boosted, choice: Choice) -> tuple[int, int]:
     """Non-model bytes of the last step, predicted and actual; its moments are those predicted."""
     found = moments(boosted)
     assert [event[:2] for event in found] == [event[:2] for event in choice.events]
@@ -95,7 +102,16 @@ def peaks(boosted: Boosted, choice: auto.Choice) -> tuple[int, int]:
 def without_offload(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on what is not kept is recomputed."""
     search = auto.search
-    monkeypatch.setattr(auto, "search", lambda choice, most, _: search(choice, most, [None]))
+
+    def searched(choice: Callable[[Decisions], Choice], blocks: int, most: int) -> Choice:
+        def found(decisions: Decisions) -> Choice:
+            return replace(
+                choice(decisions), **{"spare_bytes": -1} if "offload" in decisions else {}
+            )
+
+        return search(found, blocks, most)
+
+    monkeypatch.setattr(auto, "search", searched)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -105,7 +121,7 @@ def test_the_step_that_is_predicted_for_offloaded_blocks_is_the_step_that_runs(
     kept: int, link: dict[str, Any], micro_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = LONG
-    chosen = choosing(kept, monkeypatch, offloads=True)
+    chosen = choosing(last_kept(kept, "offload"), monkeypatch)
     boosted = boost(case.model(), activations="auto", tile_logits=False, **link)
     plain = boost(case.model(), tile_logits=False)
     for number in range(3):
@@ -114,7 +130,7 @@ def test_the_step_that_is_predicted_for_offloaded_blocks_is_the_step_that_runs(
         if number == 0:
             continue
         predicted, actual = peaks(boosted, chosen[0])
-        assert predicted == pytest.approx(actual, rel=0.15)
+        assert 0 <= predicted - actual <= block_input_bytes(case) + 8 * RANDOM_STATE_BYTES
         assert actual < 0.8 * plain.report().peak_nonmodel_bytes
     report = boosted.report()
     assert (report.offloaded_blocks, report.recomputed_blocks) == (8 - kept, 0)
@@ -123,7 +139,7 @@ def test_the_step_that_is_predicted_for_offloaded_blocks_is_the_step_that_runs(
 
 
 def test_host_memory_that_is_full_is_not_offloaded_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = choosing(KEEP_NONE, monkeypatch, offloads=True)
+    chosen = choosing(last_kept(KEEP_NONE, "offload"), monkeypatch)
     host = boost(LONG.model()).report().host_bytes + (1 << 20)
     boosted = boost(LONG.model(), host_memory=host, activations="auto", tile_logits=False)
     step(boosted, LONG.batch(0), LONG)
@@ -137,7 +153,7 @@ def test_the_step_that_is_predicted_is_the_step_that_runs(
     name: str, kept: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = MODELS[name]
-    chosen = choosing(kept, monkeypatch)
+    chosen = choosing(last_kept(kept), monkeypatch)
     boosted = boost(case.model(), activations="auto", tile_logits=False)
     plain = boost(case.model(), tile_logits=False)
     for number in range(3):
@@ -160,6 +176,86 @@ def test_the_step_that_is_predicted_is_the_step_that_runs(
     assert (report.recompute_seconds > 0) == (report.recomputed_blocks > 0)
     assert report.divergent_steps == 0
     assert_equal(copies(boosted.model.parameters()), copies(plain.model.parameters()))
+
+
+def deeper(name: str) -> Case:
+    """A model of four blocks, whose tensors are large enough to be offloaded."""
+    configs = {
+        "llama": (hf.LlamaConfig, {"num_key_value_heads": 2}),
+        "glm": (hf.GlmConfig, {"num_key_value_heads": 2, "head_dim": 12}),
+        "mistral": (hf.MistralConfig, {"num_key_value_heads": 2}),
+        "gemma2": (hf.Gemma2Config, {"head_dim": 12, "num_key_value_heads": 2}),
+        "qwen3": (hf.Qwen3Config, {"num_key_value_heads": 2, "head_dim": 12}),
+        "bloom": (hf.BloomConfig, {"n_layer": 4, "n_head": 4}),
+        "falcon": (hf.FalconConfig, {"alibi": False}),
+        "gpt-neox": (hf.GPTNeoXConfig, {}),
+        "phi": (hf.PhiConfig, {}),
+        "olmo2": (hf.Olmo2Config, {"num_key_value_heads": 2}),
+    }
+    config, settings = configs[name]
+    common = {"num_hidden_layers": 4, "pad_token_id": 0, "eos_token_id": 0}
+    return Case(
+        name,
+        small(config, **(common | settings)),
+        lambda seed: longer(4, 48, seed),
+        lambda out, _: out.loss,
+    )
+
+
+MIXTURES: list[tuple[Decided, ...]] = [
+    ("offload", "offload", "offload", "offload"),
+    ("offload", "keep", "offload", "recompute"),
+    ("recompute", "offload", "offload", "keep"),
+    ("keep", "recompute", "keep", "recompute"),
+    ("offload", "recompute", "keep", "offload"),
+]
+
+
+@pytest.mark.parametrize("link", [{}, {"link_bandwidth": "1GB/s"}], ids=["memory", "link"])
+@pytest.mark.parametrize(
+    "name",
+    ["bloom", "falcon", "gemma2", "glm", "gpt-neox", "llama", "mistral", "olmo2", "phi", "qwen3"],
+)
+def test_the_step_of_any_mixture_is_the_step_that_runs(
+    name: str, link: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, batch_tokens = deeper(name), 4 * 48
+    plain = boost(case.model(), tile_logits=False)
+    losses = train_on(plain, case, steps=2)
+    for mixture in MIXTURES:
+        chosen = choosing(lambda _, mixture=mixture: mixture, monkeypatch)  # type: ignore[misc]
+        boosted = boost(case.model(), activations="auto", tile_logits=False, **link)
+        assert train_on(boosted, case, steps=2) == losses
+        predicted, actual = peaks(boosted, chosen[0])
+        # Gemma 2 has norms behind what its second forwards stop at.
+        inputs = (2 if name == "gemma2" else 1) * 4 * 48 * batch_tokens
+        assert predicted - actual <= inputs + 4 * RANDOM_STATE_BYTES
+        assert actual - predicted <= inputs / 4
+        assert_same_step_time(boosted, chosen[0])
+        report = boosted.report()
+        assert report.recomputed_blocks == mixture.count("recompute")
+        assert report.offloaded_blocks == mixture.count("offload")
+        assert report.divergent_steps == 0
+        monkeypatch.undo()
+        del boosted
+        gc.collect()
+
+
+def assert_same_step_time(boosted: Boosted, choice: Choice) -> None:
+    """The simulator gives the step that was predicted and the one that ran the same seconds."""
+    policy = engine_of(boosted.model).blocks._auto  # type: ignore[attr-defined]
+    timeline = engine_of(boosted.model).session.timeline()
+    assert timeline is not None
+    ran = [(m[0], m[1], m[4], m[2]) for m in timeline["moments"]]
+    seconds = [1e-4] * len(ran)
+    for share in (0.5, 0.8, 1.2):  # of what takes parameters and activations
+        memory = boosted.report().peak_nonmodel_bytes + int(share * (1 << 20))
+        options = policy._options() | {"device_bytes": memory}
+        times = [
+            policy._simulator.run(events, seconds, options)["step_seconds"]
+            for events in (choice.events, ran)
+        ]
+        assert times[0] == pytest.approx(times[1], rel=0.01)
 
 
 @dataclass
@@ -374,6 +470,26 @@ def test_the_models_own_checkpointing_gives_way() -> None:
     assert boosted.report().recomputed_blocks == 0
 
 
+class Elsewhere(saved_tensors_hooks):
+    """Keeps copies of what autograd saves, as the activation offloading of TRL and torchtune."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda tensor: tensor.clone(), lambda tensor: tensor.clone())
+
+
+@pytest.mark.parametrize("activations", ["auto", "recompute", "offload"])
+@pytest.mark.parametrize("hooks", [Elsewhere, save_on_cpu])
+def test_beside_offloading_of_others(hooks: Callable[[], Any], activations: str) -> None:
+    plain = boost(LONG.model())
+    boosted = boost(LONG.model(), activations=activations)
+    for number in range(3):
+        batch = LONG.batch(number)
+        with hooks():
+            loss = LONG.loss(boosted.model(**batch), batch)
+        assert boosted.step(loss) == step(plain, batch, LONG)
+    assert_equal(copies(boosted.model.parameters()), copies(plain.model.parameters()))
+
+
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 def test_a_switch_that_is_turned_afterwards_counts() -> None:
     boosted = boost(DEEP.model(), activations="auto", tile_logits=False)
@@ -395,37 +511,6 @@ def test_a_model_that_is_dropped_gives_its_memory_back_at_once() -> None:
         assert engine() is None
     finally:
         gc.enable()
-
-
-def choices(seconds: list[float], fitting: int) -> tuple[auto.Choice, list[int]]:
-    """What is found where so many fit, and what was tried."""
-    tried: list[int] = []
-
-    def choice(kept: int, link: Any) -> auto.Choice:
-        tried.append(kept)
-        return auto.Choice(kept, link, [], seconds[kept], fitting - kept)
-
-    return auto.search(choice, len(seconds) - 1, [None]), tried
-
-
-@pytest.mark.parametrize("blocks", range(9))
-def test_few_blocks_are_all_tried(blocks: int) -> None:
-    seconds = torch.rand(blocks + 1, generator=torch.Generator().manual_seed(blocks)).tolist()
-    for fitting in range(blocks + 1):
-        found, tried = choices(seconds, fitting)
-        assert sorted(tried) == list(range(blocks + 1))
-        assert found.kept == min(range(fitting + 1), key=lambda kept: seconds[kept])
-
-
-def test_many_blocks_are_searched_around_the_best() -> None:
-    seconds = [abs(kept - 53) + 1.0 for kept in range(81)]
-    found, tried = choices(seconds, 80)
-    assert found.kept == 53
-    found, more = choices(seconds, 41)
-    assert found.kept == 41
-    assert max(len(tried), len(more)) <= 18
-    assert choices([1.0] * 81, 80)[0].kept == 80  # of equals the most
-    assert choices([1.0] * 81, -1)[0].kept == 0  # nothing fits
 
 
 def test_deep_gpt2_with_dropout() -> None:

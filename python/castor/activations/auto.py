@@ -5,61 +5,46 @@ from __future__ import annotations
 import functools
 import mmap
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from castor import _C
-from castor.activations.block_profile import BlockProfile, BlockRun, Decided, Link, spans_of
+from castor.activations.block_profile import (
+    BlockProfile,
+    BlockRun,
+    Decided,
+    Link,
+    spans_of,
+    without_copies,
+)
+from castor.activations.choices import Choice, Decisions, search
 from castor.activations.offload import offloading
 from castor.config import SCALAR_TYPES, GeminiConfig
 from castor.runtime.engine import Engine
 from castor.runtime.spec import ModelSpec
 
-_GRID = 8
-"""Numbers of kept blocks that are tried first, evenly spread, before those beside the best."""
 _PROBE_BYTES = 1 << 22
 """Of a copy that measures a link; at most this share of the device budget:"""
 _PROBE_SHARE = 64
 _FAULTED_BYTES = 1 << 25
 """Of fresh memory that is written to see what that takes."""
-Events = list[tuple[int, int, int, int]]
-"""Of a step, as _C takes them."""
 _Size = tuple[int, int]
 """Of a block's inputs: most elements, and most rows of a sample."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A number of blocks that are kept, and the step that the simulator predicts with it."""
-
-    kept: int
-    link: Link | None
-    """What the others are offloaded over; None: they are recomputed."""
-    events: Events
-    seconds: float
-    spare_bytes: int
-    """Of the device budget, beyond what the step needs at least; below 0: it does not fit."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether it does."""
-        return self.spare_bytes >= 0
 
 
 class AutoKeep:
     """Which blocks of a model keep their activations, and whether the others are recomputed.
 
     The first step recomputes every block, which needs little memory, and records what each one
-    would keep and what its second forward takes. From that the steps follow in which the last
-    blocks, whose activations live the shortest, are kept, and the others recomputed or offloaded,
-    without running them (_C.keep_activations); the planner and the simulator say what each would
-    take. Kept activations cost room in which chunks could stay, recomputed ones computing, and
-    offloaded ones the link and host memory. The fastest that fits is the next step's plan.
+    would keep and what its second forward takes. From that the steps follow in which some blocks
+    are kept and some offloaded, without running them (_C.keep_activations); the planner and the
+    simulator say what each would take. Kept activations cost room in which chunks could stay,
+    recomputed ones computing, and offloaded ones the link and host memory. The fastest that fits
+    is the next step's plan. A block's input more is asked for than that takes.
 
     A block whose input is larger than any that was profiled is recomputed, and the step after it is
     a profile again; of several profiles the one that keeps the fewest blocks counts. Where more
@@ -77,15 +62,14 @@ class AutoKeep:
     ) -> None:
         self._session = engine.session
         self._options = functools.partial(_options, config, engine.device)
-        self._num_blocks = num_blocks
+        self._all_recomputed: Decisions = tuple("recompute" for _ in range(num_blocks))
+        self._decisions = self._all_recomputed
         self._simulator = _lay_out(model, engine, config)
         self._offload = offload
-        self._offloads = False
         self._device = engine.device
         self._profile = BlockProfile(engine.session.moment)
         self._profiling = True
         self._most_kept = num_blocks
-        self._first_kept = num_blocks
         self._sizes: list[dict[int, _Size]] = []  # of each profile, by block
         self._seen: dict[int, _Size] = {}  # in this step
         self._grown = False
@@ -98,12 +82,12 @@ class AutoKeep:
 
     def recomputes(self, block: int) -> bool:
         """Whether backward runs the block again, as far as was decided."""
-        return block < self._first_kept and not self._offloads
+        return self._decisions[block] == "recompute"
 
     @property
     def offloaded_blocks(self) -> int:
         """Blocks that were decided to be."""
-        return self._first_kept if self._offloads else 0
+        return self._decisions.count("offload")
 
     def offloading(self) -> AbstractContextManager[None]:
         """In which a forward of a block runs that was decided to be offloaded."""
@@ -119,9 +103,7 @@ class AutoKeep:
         if not any(_within(size, sizes.get(block, (0, 0))) for sizes in self._sizes):
             self._grown = True
             return "recompute"
-        if self.recomputes(block) or not self._has_room():
-            return "recompute"
-        return "keep" if block >= self._first_kept else "offload"
+        return self._decisions[block] if self._has_room() else "recompute"
 
     def _has_room(self) -> bool:
         """Whether non-model memory is as the chosen step has it, or there is room for more."""
@@ -141,7 +123,7 @@ class AutoKeep:
             if runs:
                 self._decide(runs)
         elif self._grown:
-            self._profiling, self._first_kept, self._offloads = True, self._num_blocks, False
+            self._profiling, self._decisions = True, self._all_recomputed
         self._seen, self._grown = {}, False
 
     def _decide(self, runs: list[BlockRun]) -> None:
@@ -149,10 +131,10 @@ class AutoKeep:
         self._profiling = False
         if timeline is None or not timeline["complete"]:
             return  # a step of so many moments has no plan either
-        events: Events = [(m[0], m[1], m[4], m[2]) for m in timeline["moments"]]
+        events = without_copies([(m[0], m[1], m[4], m[2]) for m in timeline["moments"]], runs)
         seconds = compute_seconds(timeline)
         options = self._options()
-        margin = max(run.kept_bytes for run in runs)
+        margin = max(run.input_bytes for run in runs)
         faults = _fault_seconds() if self._device.type == "cpu" else 0.0
         beside = options["parameter_copies"] == "overlapped"
         link = Link(options["d2h_bytes_per_second"], beside)
@@ -160,74 +142,31 @@ class AutoKeep:
         host_room = int(memory["host_budget_bytes"]) - int(memory["host_bytes"])
         host_room += self._offload.figures()["ready_host_bytes"]
 
-        def choice(kept: int, link: Link | None) -> Choice:
-            first = self._num_blocks - kept
-            spans = spans_of(runs, first, link, seconds)
+        def choice(decisions: Decisions) -> Choice:
+            spans = spans_of(runs, decisions, link, seconds)
             step, durations = _C.keep_activations(events, spans.seconds, spans.spans)
             found = self._simulator.run(step, durations, options)
-            kept_bytes = sum(run.kept_bytes for run in runs if run.block >= first)
-            # Backward of a block that is recomputed frees tensors sooner than of one that is kept.
+            kept_bytes = sum(run.kept_bytes for run in runs if decisions[run.block] == "keep")
             needed = found["smallest_budget_bytes"] + (margin if spans.spans else 0)
             spare = options["device_bytes"] - needed
             return Choice(
-                kept=kept,
-                link=link,
+                decisions=decisions,
                 events=step,
                 seconds=found["step_seconds"] + kept_bytes * faults,
                 spare_bytes=spare if spans.host_bytes <= host_room else -1,
             )
 
-        best = search(choice, self._most_kept, [None, link])
+        best = search(choice, len(self._decisions), self._most_kept)
         self._most_kept = best.kept
-        self._first_kept = self._num_blocks - best.kept
-        self._offloads = best.link is not None and self._first_kept > 0
+        self._decisions = best.decisions
         self._sizes = [s for s in self._sizes if not _covers(self._seen, s)] + [self._seen]
-        kept = [run for run in runs if run.block >= self._first_kept]
+        kept = [run for run in runs if best.decisions[run.block] == "keep"]
         self.kept_bytes = sum(run.kept_bytes for run in kept)
         self.recompute_seconds = sum(run.seconds for run in runs if self.recomputes(run.block))
         self._expected = [event[2] for event in best.events]
         self._spare = max(0, best.spare_bytes)
-        if best.kept or self._offloads:
+        if best.decisions != self._all_recomputed:
             self._session.load_trace(best.events)
-
-
-def search(
-    choice: Callable[[int, Link | None], Choice], most: int, links: Sequence[Link | None]
-) -> Choice:
-    """The fastest choice that fits; where none does, none is kept and all are recomputed.
-
-    Step times are not convex in the number of kept blocks: freed memory holds chunks, and whole
-    ones. So a grid comes first, then numbers ever closer to the best.
-
-    Args:
-        choice: Of a number of kept blocks, and a link for the others.
-        most: Blocks that may be kept.
-        links: What may become of the others: offloaded over it, or None, recomputed.
-    """
-    found = [_search(lambda kept, link=link: choice(kept, link), most) for link in links]  # type: ignore[misc]
-    return _fastest(found, default=found[0])
-
-
-def _fastest(choices: Iterable[Choice], default: Choice) -> Choice:
-    """Of those that fit; of equals the one that keeps the most."""
-    fitting = [choice for choice in choices if choice.fits]
-    return min(fitting, key=lambda choice: (choice.seconds, -choice.kept), default=default)
-
-
-def _search(choice: Callable[[int], Choice], most: int) -> Choice:
-    tried: dict[int, Choice] = {}
-
-    for i in range(_GRID + 1):
-        kept = round(most * i / _GRID)
-        tried[kept] = tried.get(kept) or choice(kept)
-    distance = -(-most // _GRID)
-    while distance > 1:
-        distance = -(-distance // 2)
-        middle = _fastest(tried.values(), default=tried[0]).kept
-        for kept in (middle - distance, middle + distance):
-            if 0 <= kept <= most and kept not in tried:
-                tried[kept] = choice(kept)
-    return _fastest(tried.values(), default=tried[0])
 
 
 def compute_seconds(timeline: dict[str, Any]) -> list[float]:

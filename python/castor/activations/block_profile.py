@@ -13,6 +13,8 @@ Moment = Callable[[], tuple[int, int]]
 """Gives the moments of the step so far, and the non-model bytes now."""
 
 
+Events = list[tuple[int, int, int, int]]
+"""Of a step, as _C takes them: kind, module or chunk, non-model bytes, nanoseconds."""
 Span = tuple[int, int, int, int, int, int, int, int, int, int]
 
 
@@ -35,6 +37,10 @@ class BlockRun:
     """Of the second one, until it stopped."""
     input_bytes: int = 0
     """Of the first one's inputs that backward needs again."""
+    copied_bytes: int = 0
+    """Of copies of its outputs, which no other step has."""
+    held_bytes: int = 0
+    """Of these, now."""
 
     def begin(self, *, again: bool) -> None:
         """A forward begins."""
@@ -99,15 +105,30 @@ class BlockProfile:
 
     def open(self, block: int) -> BlockRun:
         """A pass that begins."""
-        run = BlockRun(block, self._moment)
+        run = BlockRun(block, self._now)
         self._runs.append(run)
         return run
+
+    def _now(self) -> tuple[int, int]:
+        moments, nonmodel_bytes = self._moment()
+        return moments, nonmodel_bytes - sum(run.held_bytes for run in self._runs)
 
     def take(self) -> list[BlockRun]:
         """Those that backward came to; the next step's follow."""
         complete = [run for run in self._runs if run.complete]
         self._runs = []
         return complete
+
+
+def without_copies(events: Events, runs: Iterable[BlockRun]) -> Events:
+    """A profile's events as they are without the copies of outputs, for as long as these stand."""
+    found = list(events)
+    for run in runs:
+        if run.copied_bytes:
+            for i in range(run.forward[1][0], run.again[1][0] - 1):
+                kind, number, nonmodel_bytes, time_ns = found[i]
+                found[i] = (kind, number, nonmodel_bytes - run.copied_bytes, time_ns)
+    return found
 
 
 @dataclass(frozen=True)
@@ -132,14 +153,14 @@ class Spans:
 
 
 def spans_of(
-    runs: Sequence[BlockRun], first_kept: int, link: Link | None, seconds: list[float]
+    runs: Sequence[BlockRun], decisions: Sequence[Decided], link: Link, seconds: list[float]
 ) -> Spans:
-    """The spans of a decision: blocks from the `first_kept`-th on are kept.
+    """The spans of decisions.
 
     Args:
         runs: Of a profile.
-        first_kept: Number of a block.
-        link: What the blocks before it are offloaded over; None: they are recomputed.
+        decisions: Of each block, by number.
+        link: What offloaded activations go over.
         seconds: Of computing, by moment of the profile.
 
     Returns:
@@ -147,10 +168,17 @@ def spans_of(
         and where copies run beside the compute, they are gone when the one after it begins, and
         back when backward comes to the next one.
     """
-    spans = [run.span() for run in runs if run.block >= first_kept]
-    if link is None:
+    spans = [run.span() for run in runs if decisions[run.block] == "keep"]
+    moved = sorted(
+        (run for run in runs if decisions[run.block] == "offload"), key=lambda r: r.forward[0]
+    )
+    if not moved:
         return Spans(spans, seconds, 0)
-    moved = sorted((run for run in runs if run.block < first_kept), key=lambda r: r.forward[0])
+    runs_on = list(seconds)  # without the second forwards that there will not be
+    for run in runs:
+        if decisions[run.block] != "recompute":
+            begin, end = run.again[0][0], max(run.again[1][0] - 1, run.again[0][0])
+            runs_on[begin:end] = [0.0] * (end - begin)
     seconds, host_bytes, lag = list(seconds), 0, 2 if link.beside else 1
     for i, run in enumerate(moved):
         back = max(run.again[0][0] - 1, 0)  # that moment asks for the second forward
@@ -163,11 +191,10 @@ def spans_of(
         returns = back
         if link.beside:
             ahead = moved[i + 1]
-            (again_begin, _), (again_end, _) = ahead.again
-            returns = min(max(again_begin - 1, 0), back)
-            backward = seconds[max(again_begin - 1, 0)] + sum(seconds[again_end - 1 : back])
-            out = max(0.0, out - sum(seconds[ahead.forward[0][0] : leaves]))
-            into = max(0.0, into - backward)
+            begins = max(ahead.again[0][0] - 1, 0)
+            returns = min(begins, back)
+            out = max(0.0, out - sum(runs_on[ahead.forward[0][0] : leaves]))
+            into = max(0.0, into - sum(runs_on[begins:back]))
         seconds[leaves] += out
         seconds[back] += into
         host_bytes += num_bytes

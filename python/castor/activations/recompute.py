@@ -187,13 +187,19 @@ class _Forward:
         self._parameters = _versions(self._module.named_parameters())
         output = self._function(*args, **kwargs)
         self._output = self._recomputation.first_output(output)
+        if self._run:
+            self._run.copied_bytes = sum(tensor.nbytes for tensor in self._output)
+            self._run.held_bytes = self._run.copied_bytes
         return output
 
-    def _second(self, *args: Any, **kwargs: Any) -> Any:
+    def _second(self, *args: Any, **kwargs: Any) -> None:
+        """Gives nothing: torch has no use for the output, and what it leaves is measured."""
         self._recomputation.check_parameters(self._module, self._parameters or [])
         output = self._function(*args, **kwargs)
         self._recomputation.check_output(output, self._output)
-        return output
+        self._output = []
+        if self._run:
+            self._run.held_bytes = 0
 
 
 class RecomputingForward(OwnForward):

@@ -12,8 +12,8 @@ from typing import Any, get_args
 import torch
 
 from castor import _C
-from castor.activations.auto import Choice, Events, search
-from castor.activations.block_profile import Link, spans_of
+from castor.activations.block_profile import Events, Link, spans_of
+from castor.activations.choices import Choice, Decisions, search
 from castor.config import StateFormat
 from castor.config.names import SCALAR_TYPES
 from castor.estimate.activations import Logits, RecomputedBlocks
@@ -209,8 +209,10 @@ class Estimator:
 
         num_blocks = self._blocks.num_blocks if self._blocks else 0
 
-        def simulated(num_kept: int, link: Link | None) -> dict[str, Any]:
-            spans = spans_of(step.runs, num_blocks - num_kept, link, seconds)
+        link = Link(min(machine.h2d, machine.d2h), beside=True)
+
+        def simulated(decisions: Decisions) -> dict[str, Any]:
+            spans = spans_of(step.runs, decisions, link, seconds)
             moved = _C.keep_activations(events, spans.seconds, spans.spans)
             figures = dict(self._simulator.run(*moved, options))
             figures["host_bytes"] += spans.host_bytes
@@ -219,25 +221,23 @@ class Estimator:
             busy["h2d"] += spans.host_bytes / machine.h2d
             return figures | {"nonmodel_bytes": max(event[2] for event in moved[0])}
 
-        def choice(num_kept: int, link: Link | None) -> Choice:
-            found = simulated(num_kept, link)
+        def choice(decisions: Decisions) -> Choice:
+            found = simulated(decisions)
             needed = found["smallest_budget_bytes"]
-            if num_kept or link:  # as AutoKeep
-                needed += max(run.kept_bytes for run in step.runs)
+            if set(decisions) != {"recompute"}:  # as AutoKeep
+                needed += max(run.input_bytes for run in step.runs)
             room = machine.device_bytes - needed
-            if link and found["host_bytes"] > machine.host_bytes:
+            if "offload" in decisions and found["host_bytes"] > machine.host_bytes:
                 room = -1
-            return Choice(num_kept, link, [], found["step_seconds"], room)
+            return Choice(decisions, [], found["step_seconds"], room)
 
-        beside = Link(min(machine.h2d, machine.d2h), beside=True)
-        num_kept, link = 0, beside if self.workload.activations == "offload" else None
+        offloads = self.workload.activations == "offload"
+        decisions: Decisions = ("offload" if offloads else "recompute",) * num_blocks
         if self.workload.activations == "auto" and num_blocks and not least:
-            best = search(choice, num_blocks, [None, beside])
-            num_kept, link = best.kept, best.link
-        away = num_blocks - num_kept if link else 0
-        return simulated(num_kept, link) | {
-            "recomputed_blocks": num_blocks - num_kept - away,
-            "offloaded_blocks": away,
+            decisions = search(choice, num_blocks, num_blocks).decisions
+        return simulated(decisions) | {
+            "recomputed_blocks": decisions.count("recompute"),
+            "offloaded_blocks": decisions.count("offload"),
             "rows_per_tile": tile,
         }
 
