@@ -384,6 +384,41 @@ def test_an_argument_that_forward_may_change_is_an_error() -> None:
         boosted.model(own().batch(0)["x"])
 
 
+def with_prefix() -> nn.Module:
+    from peft import PrefixTuningConfig, get_peft_model
+
+    settings = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    return get_peft_model(LLAMA.model(), settings)
+
+
+def in_two_halves(model: Any) -> torch.Tensor:
+    """A loss over tokens that see those before them through a cache."""
+    ids = LLAMA.batch(0)["input_ids"]
+    cache = model(input_ids=ids[:, :6]).past_key_values
+    return model(input_ids=ids[:, 6:], labels=ids[:, 6:], past_key_values=cache).loss
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("activations", ["keep", "recompute", "auto"])
+def test_what_stands_in_a_cache_is_seen_or_an_error(activations: str) -> None:
+    prefixed = boost(with_prefix(), activations=activations)
+    boosted = boost(LLAMA.model(), activations=activations)
+    cache = hf.DynamicCache()
+    with torch.no_grad():
+        boosted.model(LLAMA.batch(0)["input_ids"], past_key_values=cache)
+    if activations == "keep":
+        assert torch.equal(in_two_halves(boosted.model), in_two_halves(LLAMA.model()))
+        prefixed.model(**LLAMA.batch(0))
+        return
+    message = r"'\S*model\.layers\.0' \(LlamaDecoderLayer\) is passed a key-value cache of \d+ pos"
+    for model, given in ((prefixed.model, {}), (boosted.model, {"past_key_values": cache})):
+        with pytest.raises(castor.UsageError, match=message):
+            model(**LLAMA.batch(1), **given)
+    boosted.model.eval()
+    with torch.no_grad():
+        boosted.model(LLAMA.batch(1)["input_ids"], past_key_values=cache)
+
+
 @pytest.mark.parametrize("case", [LLAMA, own()], ids=["llama", "own"])
 def test_a_parameter_written_before_backward_is_an_error(case: Case) -> None:
     boosted = boost(case.model(), activations="recompute")

@@ -14,6 +14,7 @@ from torch import nn
 
 from castor import _C
 from castor.activations.auto import AutoKeep
+from castor.activations.caches import refuse_filled_caches
 from castor.activations.offload import OffloadingForward
 from castor.activations.own_forward import has_own_forward
 from castor.activations.recompute import Recomputation, RecomputingForward
@@ -95,6 +96,7 @@ class Blocks(BlockPolicy):
             if has_switch(module):
                 put(module, "gradient_checkpointing", decision.recompute)
                 if decision.recompute:
+                    refuse_filled_caches(module, decision.name)
                     recomputation = Recomputation(
                         module, decision.name, compared=compared, auto=self._auto, block=block
                     )
