@@ -111,8 +111,9 @@ void Runtime::throw_out_of_memory(std::size_t bytes, const std::string& where) c
                         " and activations and temporaries " + format_bytes(activations) +
                         "; the smallest budget that gets past this point is " +
                         format_bytes(smallest) +
-                        ": raise device_memory to that or more, make the batch smaller, or "
-                        "recompute activations: activations='auto'");
+                        ": raise device_memory to that or more, make the batch smaller, recompute "
+                        "activations (activations='auto'), or run MLPs of long sequences in tiles "
+                        "too (activations='recompute+tile:4')");
 }
 
 }  // namespace castor

@@ -89,6 +89,7 @@ EXACT = {
     "recomputed": _zoo("t5", activations="recompute"),
     "activations": _zoo("gpt2", activations="auto"),
     "offloaded": _zoo("llama", activations="offload"),
+    "tiled": _zoo("llama", activations="recompute+tile:3"),
     "frozen": RankCase(_frozen, _zoo("gpt2").loss),
     "lazy": RankCase(_lazy_llama, _zoo("llama").loss),
     "tight": RankCase(tower, _tower_loss, {"memory": 24 << 10, "chunk_bytes": "8KiB"}),

@@ -114,19 +114,19 @@ def test_schedulers_stay(made: str) -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(LR / 3)
 
 
-@pytest.mark.parametrize("activations", ["recompute", "offload", "auto"])
+@pytest.mark.parametrize("activations", ["recompute", "offload", "auto", "recompute+tile:2"])
 def test_forwards_are_the_models_own_again(activations: str) -> None:
     case = CASES["llama"]
     model: Any = case.model()
     model.activation_checkpointing_enable()
-    before = [dict(vars(module)) for module in model.model.layers]
+    before = [dict(vars(module)) for module in model.model.layers.modules()]
     with pytest.warns(UserWarning, match="gradient checkpointing gives way"):
         boosted = boost(model, activations=activations, tile_logits=8)
     for seed in range(2):
         boosted.step(case.loss(model(**case.batch(seed)), case.batch(seed)))
     boosted.booster.release(model)
     assert "forward" not in vars(model.lm_head)
-    for module, own in zip(model.model.layers, before, strict=True):
+    for module, own in zip(model.model.layers.modules(), before, strict=True):
         for name in ("forward", "gradient_checkpointing", "_gradient_checkpointing_func"):
             assert vars(module).get(name) is own.get(name)
     case.loss(model(**case.batch(2)), case.batch(2)).backward()

@@ -18,7 +18,8 @@ from castor.activations.caches import refuse_filled_caches
 from castor.activations.offload import OffloadingForward
 from castor.activations.own_forward import has_own_forward
 from castor.activations.recompute import Recomputation, RecomputingForward
-from castor.config import Activations, GeminiConfig
+from castor.activations.tiles import TiledForward, is_tiled, tiled_parts
+from castor.config import Activations, BlockChoice, GeminiConfig
 from castor.errors import UsageError
 from castor.runtime.block_policy import BlockPolicy
 from castor.runtime.engine import Engine
@@ -37,7 +38,9 @@ class Decision:
     """The module's, in the model."""
     module: nn.Module
     choice: str
-    """"keep", "recompute" or "offload"."""
+    """"keep", "recompute", "offload" or "tile"."""
+    tiles: int = 0
+    """Of "tile": pieces of the rows that its forward runs on."""
 
     @property
     def recompute(self) -> bool:
@@ -64,6 +67,7 @@ class Blocks(BlockPolicy):
         self._decisions = _decide(blocks, config.activations)
         self._recomputed = 0
         self._offloaded = 0
+        self._tiled = 0
         self._auto: AutoKeep | None = None
         self._offload: _C.ActivationOffload | None = None
         self._moved_before = self._moved_in_step = 0
@@ -86,14 +90,16 @@ class Blocks(BlockPolicy):
         if self._offload and self._config.activations == "auto":
             num_blocks = len(self._decisions)
             self._auto = AutoKeep(model, engine, self._config, num_blocks, self._offload)
-        classes: set[type] = set()
+        classes: set[tuple[str, type]] = set()
         put = engine.replaced.put
         for block, decision in enumerate(self._decisions):
             module = decision.module
-            compared = type(module) not in classes
-            if decision.recompute:
-                classes.add(type(module))
-            if has_switch(module):
+            compared = (decision.choice, type(module)) not in classes
+            classes.add((decision.choice, type(module)))
+            if decision.choice == "tile":
+                tiled = TiledForward(module, decision.name, tiles=decision.tiles, compared=compared)
+                put(module, "forward", tiled)
+            elif has_switch(module):
                 put(module, "gradient_checkpointing", decision.recompute)
                 if decision.recompute:
                     refuse_filled_caches(module, decision.name)
@@ -108,6 +114,7 @@ class Blocks(BlockPolicy):
             if decision.choice == "offload" and self._offload:
                 put(module, "forward", OffloadingForward(module, self._offload))
                 self._offloaded += 1
+        self._tiled = sum(any(map(is_tiled, block.modules())) for block in self._alive())
         self._decisions = []
 
     def figures(self) -> BlockFigures:
@@ -124,6 +131,7 @@ class Blocks(BlockPolicy):
             recompute_seconds=self._auto.recompute_seconds if self._auto else 0.0,
             offloaded_blocks=self._offloaded + chosen,
             offloaded_activation_bytes=self._moved_in_step,
+            tiled_blocks=self._tiled,
         )
 
     def step_ended(self) -> None:
@@ -135,8 +143,10 @@ class Blocks(BlockPolicy):
             self._moved_in_step, self._moved_before = moved - self._moved_before, moved
 
     def _with_switch_on(self) -> list[nn.Module]:
-        alive = [module for ref in self._blocks.values() if (module := ref()) is not None]
-        return [block for block in alive if getattr(block, "gradient_checkpointing", False) is True]
+        return [m for m in self._alive() if getattr(m, "gradient_checkpointing", False) is True]
+
+    def _alive(self) -> list[nn.Module]:
+        return [module for ref in self._blocks.values() if (module := ref()) is not None]
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -196,29 +206,47 @@ def _decide(blocks: Mapping[str, nn.Module], activations: Activations) -> list[D
         )
     chosen: dict[str, str] = {}
     patterns = {"*": activations} if isinstance(activations, str) else activations
-    for pattern, choice in patterns.items():
+    for pattern, text in patterns.items():
         matched = [name for name in blocks if fnmatch.fnmatchcase(name, pattern)]
         if not matched:
             raise UsageError(
                 f"activations has {pattern!r}, which is no block's name; blocks are {_some(blocks)}"
             )
-        chosen |= dict.fromkeys(matched, choice)  # the last pattern that matches
+        chosen |= dict.fromkeys(matched, text)  # the last pattern that matches
     decisions = []
-    for name, choice in chosen.items():
-        part = choice.partition(":")[2]
-        if part and has_switch(blocks[name]):
-            decisions.append(Decision(name, blocks[name], "keep"))
-        target = _part(blocks[name], part, name)
-        kind = choice.partition(":")[0]
-        replaces = kind == "offload" or (kind == "recompute" and not has_switch(target))
-        if replaces and has_own_forward(target):
+    for name, text in chosen.items():
+        choice, block = BlockChoice.parse(text), blocks[name]
+        if choice.part and has_switch(block):
+            decisions.append(Decision(name, block, "keep"))
+        target = Decision(name, block, choice.kind)
+        if choice.part:
+            part = _part(block, choice.part, name)
+            target = Decision(f"{name}.{choice.part}", part, choice.kind)
+        new = [target]
+        if choice.tiles:
+            new += [
+                Decision(f"{name}.{part}", module, "tile", choice.tiles)
+                for part, module in tiled_parts(block, name, choice.tiled_part).items()
+            ]
+        for decision in new:
+            _check_forward(decision, text)
+        if len({decision.module for decision in new}) < len(new):
             raise UsageError(
-                f"activations={choice!r} for '{name}', but a forward has been put in place of its "
-                "own, which castor would replace; take it off, or choose 'keep'"
+                f"activations={text!r} asks for two things of '{new[-1].name}'; tiles are "
+                f"recomputed, one at a time: choose 'tile:{choice.tiles}'"
             )
-        whole_name = f"{name}.{part}" if part else name
-        decisions.append(Decision(whole_name, target, kind))
+        decisions += new
     return decisions
+
+
+def _check_forward(decision: Decision, text: str) -> None:
+    """Raises UsageError where what was decided would replace a forward that is not the class's."""
+    kept = decision.choice == "keep" or (decision.recompute and has_switch(decision.module))
+    if not kept and has_own_forward(decision.module):
+        raise UsageError(
+            f"activations={text!r} for '{decision.name}', but a forward has been put in place of "
+            "its own, which castor would replace; take it off, or choose 'keep'"
+        )
 
 
 def _part(block: nn.Module, part: str, name: str) -> nn.Module:

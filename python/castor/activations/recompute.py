@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class Recomputation:
         self._early_stop = not compared  # a forward that stops early has no output
         self._compares = compared
         self._writes_no_buffer = False  # known since the first forward
-        self._options: dict[str, Any] = {"context_fn": _choosing_once} if _routes(module) else {}
+        self._options: dict[str, Any] = {"context_fn": _choosing_once} if routes(module) else {}
 
     @property
     def recomputes(self) -> bool:
@@ -127,13 +127,13 @@ class Recomputation:
         """Copies of its tensors, if they are to be compared."""
         if not self._compares:
             return []
-        return [tensor.detach().clone() for tensor in _tensors(output)]
+        return [tensor.detach().clone() for tensor in tensors_in(output)]
 
     def check_output(self, output: Any, first: list[torch.Tensor]) -> None:
         """Raises UsageError where a second forward is not the first."""
         if not first:
             return
-        second = list(_tensors(output))
+        second = list(tensors_in(output))
         if len(second) != len(first) or not all(map(_same, second, first)):
             raise UsageError(
                 f"module '{self._name}' ({type(self._owner()).__name__}) gives another output when "
@@ -221,15 +221,20 @@ class RecomputingForward(OwnForward):
         forward = functools.partial(type(module).forward, module)
         if not module.training or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        for value in (*args, *kwargs.values()):
-            if (changeable := _not_plain(value)) is not None:
-                raise UsageError(
-                    f"module '{self._name}' ({type(module).__name__}) is passed a {changeable}, "
-                    "which it may change, and recomputing it would change it twice; call the model "
-                    "without it (use_cache=False where it is a cache), or keep its activations: "
-                    "activations='keep', or a mapping that keeps this block"
-                )
+        refuse_changeable(self._name, module, (*args, *kwargs.values()))
         return self._recomputation(forward, *args, **kwargs)
+
+
+def refuse_changeable(name: str, module: nn.Module, values: Iterable[Any]) -> None:
+    """Raises UsageError where a module is passed something that its forward may change."""
+    for value in values:
+        if (changeable := _not_plain(value)) is not None:
+            raise UsageError(
+                f"module '{name}' ({type(module).__name__}) is passed a {changeable}, "
+                "which it may change, and recomputing it would change it twice; call the model "
+                "without it (use_cache=False where it is a cache), or keep its activations: "
+                "activations='keep', or a mapping that keeps this block"
+            )
 
 
 class _Choices(TorchDispatchMode):
@@ -290,7 +295,7 @@ def _versions(tensors: Iterator[tuple[str, torch.Tensor]]) -> list[tuple[str, in
     return [(name, tensor._version) for name, tensor in tensors]
 
 
-def _routes(module: nn.Module) -> bool:
+def routes(module: nn.Module) -> bool:
     """Whether a router in it chooses experts."""
     return any(name.rpartition(".")[2] == "experts" for name, _ in module.named_modules())
 
@@ -316,11 +321,12 @@ def _parts(value: Any) -> list[Any] | None:
     return None
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """A value's tensors, where it is one or holds them in plain containers."""
     if isinstance(value, torch.Tensor):
         yield value
     for part in _parts(value) or ():
-        yield from _tensors(part)
+        yield from tensors_in(part)
 
 
 def _not_plain(value: Any) -> str | None:

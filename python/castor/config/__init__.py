@@ -1,5 +1,6 @@
 """What is told to castor, and what it finds out about the machine: settings, units, memory."""
 
+from castor.config.block_choice import BlockChoice
 from castor.config.names import (
     SCALAR_TYPES,
     Activations,
@@ -21,6 +22,7 @@ from castor.config.units import parse_bandwidth, parse_bytes, parse_paths
 __all__ = [
     "SCALAR_TYPES",
     "Activations",
+    "BlockChoice",
     "GeminiConfig",
     "LossScalerConfig",
     "NonFinite",

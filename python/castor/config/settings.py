@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from castor.config.block_choice import check_activations
 from castor.config.names import (
     Activations,
     NonFinite,
@@ -65,23 +65,6 @@ def _check_tile_logits(value: object) -> None:
         raise TypeError(f"tile_logits is {value!r}; {asked}")
     if value < 1:
         raise ValueError(f"tile_logits is {value}; {asked}, at least 1")
-
-
-def _check_activations(value: object) -> None:
-    asked = (
-        "choose 'auto', 'keep', 'recompute', 'offload', 'recompute:PART' or 'offload:PART' with a "
-        "part of each block such as 'mlp', or a mapping from patterns of block names to all of "
-        "these but 'auto'"
-    )
-    patterns = value if isinstance(value, Mapping) else {"*": value}
-    if not patterns or not all(isinstance(part, str) for item in patterns.items() for part in item):
-        raise TypeError(f"activations is {value!r}; {asked}")
-    for choice in map(str, patterns.values()):
-        if choice == "auto" and value == "auto":
-            return
-        kind, colon, part = choice.partition(":")
-        if choice != "keep" and (kind not in ("recompute", "offload") or (colon and not part)):
-            raise ValueError(f"activations has {choice!r}; {asked}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +194,7 @@ class GeminiConfig:
                 f"{self.placement_policy!r} says itself what is there; use 'auto' or 'cpu'"
             )
         _check_tile_logits(self.tile_logits)
-        _check_activations(self.activations)
+        check_activations(self.activations)
         if self.optim_state_format is not None:
             _choice("optim_state_format", self.optim_state_format, get_args(StateFormat))
             check_format_of_precision(

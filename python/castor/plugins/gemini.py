@@ -110,7 +110,10 @@ class GeminiPlugin:
             are recomputed, or offloaded as far as host_memory has room),
             "recompute:mlp" or "offload:mlp" (that part of each block), or a mapping from patterns
             of block names to all but "auto", {"model.layers.*": "recompute", "model.layers.0":
-            "keep"}, of which the last that matches counts. Bits are plain PyTorch's.
+            "keep"}, of which the last that matches counts. Bits are plain PyTorch's. "tile:4" runs
+            the MLP of each block, forward and backward, on a quarter of the rows at a time, and
+            "recompute+tile:4" recomputes the rest of the block: the same arithmetic, with gradients
+            of weights that are sums in another order.
         initial_scale: fp16: loss scale at the start.
         min_scale: fp16: lowest loss scale.
         growth_factor: fp16: growth of the loss scale.

@@ -109,6 +109,13 @@ class Source:
                 f"{size(memory.offloaded_activation_bytes)} of activations a step",
             )
         ]
+        tiled = [
+            (
+                "Tiled",
+                f"{memory.tiled_blocks} of {memory.activation_blocks} blocks",
+                "a part of each runs on some rows at a time, in backward once more",
+            )
+        ]
         steps_remark = f"{memory.skipped_steps} skipped, {memory.divergent_steps} left the plan"
         return [
             (
@@ -120,6 +127,7 @@ class Source:
             ("Non-model peak", size(memory.peak_nonmodel_bytes), "activations and temporaries"),
             *(recomputed if memory.recomputed_blocks else []),
             *(offloaded if memory.offloaded_blocks else []),
+            *(tiled if memory.tiled_blocks else []),
             ("Host memory", size(memory.host_bytes), f"in {memory.num_chunks} chunks"),
             *(promoted if memory.promoted_chunks else []),
             ("Loss", "unknown" if loss is None else f"{loss:.4f}", f"of step {memory.steps}"),

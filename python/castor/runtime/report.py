@@ -50,6 +50,7 @@ class BlockFigures:
     recompute_seconds: float = 0.0
     offloaded_blocks: int = 0
     offloaded_activation_bytes: int = 0
+    tiled_blocks: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +120,8 @@ class MemoryReport:
     """Blocks, or parts of them, whose activations wait for backward in host memory."""
     offloaded_activation_bytes: int
     """What the last step copied there."""
+    tiled_blocks: int
+    """Blocks with a part that runs on a piece of the rows at a time."""
     num_chunks: int
     """Chunks of the model."""
     chunk_bytes: int

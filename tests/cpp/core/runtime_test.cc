@@ -284,8 +284,9 @@ TEST(RuntimeTest, PressureEvictsThenThrowsWithTheFiguresAndTheRuntimeGoesOn) {
             "out of device memory: requested 200 bytes, available 112 bytes of a budget of 768 "
             "bytes. in the forward of module 'm1': chunks in use take 256 bytes and activations "
             "and temporaries 400 bytes; the smallest budget that gets past this point is 856 "
-            "bytes: raise device_memory to that or more, make the batch smaller, or recompute "
-            "activations: activations='auto'");
+            "bytes: raise device_memory to that or more, make the batch smaller, recompute "
+            "activations (activations='auto'), or run MLPs of long sequences in tiles too "
+            "(activations='recompute+tile:4')");
   EXPECT_EQ(machine.nonmodel->bytes(), 400u) << "a refusal takes nothing";
   machine.run({allocate(112), release(512), exit(1)});
   machine.runtime->send_home();

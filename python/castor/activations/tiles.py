@@ -1,0 +1,233 @@
+"""Parts of blocks that run on a piece of the rows at a time, as an MLP may."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import get_device_states
+
+from castor.activations.own_forward import OwnForward
+from castor.activations.recompute import (
+    Recomputation,
+    refuse_changeable,
+    routes,
+    tensors_in,
+)
+from castor.errors import UsageError
+
+MLP_NAMES = frozenset({"mlp", "ffn", "ff", "feed_forward", "DenseReluDense"})
+"""What models call the part of a block that maps each token by itself."""
+_PROBE_ROWS = 64
+"""Rows that are computed again in other pieces, to see whether they depend on one another; no more
+than a piece has."""
+_ROWS = -2
+"""The dimension of the rows: tokens, or what a batch has of them."""
+
+
+def tiled_parts(block: nn.Module, name: str, part: str) -> dict[str, nn.Module]:
+    """The parts of a block that run in pieces, by their names in it.
+
+    Args:
+        block: The block.
+        name: Its name.
+        part: Of the block; "": its MLP.
+
+    Raises:
+        UsageError: It has no such part, or one that chooses experts.
+    """
+    found: dict[str, nn.Module] = {}
+    for child, module in block.named_modules():
+        wanted = child == part if part else child.rpartition(".")[2] in MLP_NAMES
+        if child and wanted and not any(child.startswith(f"{outer}.") for outer in found):
+            found[child] = module
+    if not found:
+        wanted_name = f"part '{part}'" if part else "MLP that is a module of its own"
+        parts = ", ".join(repr(child) for child, _ in block.named_children())
+        raise UsageError(
+            f"activations has tiles for '{name}', a {type(block).__name__} without "
+            f"{'such a ' if part else 'an '}{wanted_name}; it has {parts}: name the part that maps "
+            "each token by itself, 'tile:N:PART', or recompute the block"
+        )
+    for child, module in found.items():
+        if routes(module):
+            raise UsageError(
+                f"activations has tiles for '{name}.{child}' ({type(module).__name__}), which "
+                "sends tokens to experts: what an expert gets depends on all of them; recompute it "
+                "instead"
+            )
+    return found
+
+
+class TiledForward(OwnForward):
+    """The forward of a module that maps each row by itself, run on some rows after the others.
+
+    Each piece is recomputed when backward comes to it, so that what the module takes inside is
+    there for one piece at a time. Autograd adds the pieces' gradients up before it gives a
+    parameter any: that sees one gradient a pass, as without pieces.
+
+    At the first forward it is checked that the rows do not depend on one another.
+    """
+
+    def __init__(self, module: nn.Module, name: str, *, tiles: int, compared: bool) -> None:
+        """Takes the place of `module.forward`.
+
+        Args:
+            module: The module.
+            name: Its name in the model.
+            tiles: Pieces; fewer where there are fewer rows.
+            compared: Whether the outputs of its two forwards are, once.
+        """
+        super().__init__(module)
+        self._name = name
+        self._tiles = tiles
+        self._recomputation = Recomputation(module, name, compared=compared)
+        self._unchecked = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Gives what the class's forward gives.
+
+        Raises:
+            UsageError: Its rows depend on one another, it draws random numbers, or it is passed or
+                gives something that cannot be cut into rows, or that it may change.
+        """
+        module = self.module
+        forward = functools.partial(type(module).forward, module)
+        if not module.training or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        refuse_changeable(self._name, module, (*args, *kwargs.values()))
+        call = _Call(args, kwargs)
+        if not call.has_rows:
+            raise self._refused("is passed something else than tensors with one row a token")
+        before = _random_states(call.tensors)
+        function = functools.partial(call, forward)
+        pieces = [self._recomputation(function, *piece) for piece in call.pieces(self._tiles)]
+        if not all(map(torch.equal, before, _random_states(call.tensors))):
+            raise self._refused("draws random numbers (dropout), others than it would as a whole")
+        output = _joined(pieces)
+        if output is None or output.shape[:-1] != call.shape:
+            raise self._refused("gives something else than a tensor with one row a token")
+        if self._unchecked:
+            self._check_rows(call, output.detach())
+            self._unchecked = False
+        return output
+
+    def _check_rows(self, call: _Call, output: torch.Tensor) -> None:
+        """Raises UsageError where the output's rows depend on other rows.
+
+        Some rows are computed again, all at once and in two pieces: there they have other
+        neighbours, in another number. A copy without hooks does so, for which nobody need fetch.
+        """
+        parameters = {id(param): param for param in self.module.parameters()}
+        forward = functools.partial(call, copy.deepcopy(self.module, parameters))
+        in_piece = -(-call.shape[-1] // self._tiles)
+        number = min(_PROBE_ROWS, max(2, in_piece))
+        step = max(1, call.shape[-1] // number)
+        rows = slice(0, step * number, step)
+        inputs = [tensor.detach()[..., rows, :] for tensor in call.tensors]
+        with saved_tensors_hooks(_as_it_is, _as_it_is):  # a block around it may be recomputed
+            whole, of_whole = _with_gradients(forward, inputs, 1)
+            parts, of_parts = _with_gradients(forward, inputs, 2)
+        outputs = [(output[..., rows, :], whole), (parts, whole)]
+        gradients = zip(of_parts, of_whole, strict=True)
+        if not all(_close(*pair) for pair in (*outputs, *gradients)):
+            raise self._refused("gives rows that depend on other rows")
+
+    def _refused(self, why: str) -> UsageError:
+        return UsageError(
+            f"module '{self._name}' ({type(self.module).__name__}) {why}, so it cannot run in "
+            "tiles of rows; recompute it, or keep its activations"
+        )
+
+
+def is_tiled(module: nn.Module) -> bool:
+    """Whether its forward runs in tiles."""
+    return isinstance(module.__dict__.get("forward"), TiledForward)
+
+
+class _Call:
+    """The arguments of a forward, whose tensors are cut into rows and put back."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._args = args
+        self._kwargs = kwargs
+        self.tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether all tensors among them are (..., rows, width), with the same rows."""
+        found = list(tensors_in((self._args, self._kwargs)))
+        return (
+            0 < len(found) == len(self.tensors)
+            and all(tensor.dim() > 1 and tensor.shape[:-1] == self.shape for tensor in found)
+            and self.shape[-1] > 0
+        )
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the tensors, without the width; the last is the number of rows."""
+        return self.tensors[0].shape[:-1]
+
+    def pieces(self, number: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """The tensors, cut into so many pieces of rows that differ by one row at most."""
+        return zip(*(_cut(tensor, number) for tensor in self.tensors), strict=True)
+
+    def __call__(self, forward: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+        """Calls forward with other tensors in their places."""
+        left = iter(tensors)
+
+        def placed(value: Any) -> Any:
+            return next(left).contiguous() if isinstance(value, torch.Tensor) else value
+
+        args = [placed(value) for value in self._args]
+        return forward(*args, **{name: placed(value) for name, value in self._kwargs.items()})
+
+
+def _cut(tensor: torch.Tensor, number: int) -> Sequence[torch.Tensor]:
+    rows = tensor.shape[_ROWS]
+    number = min(number, rows)
+    sizes = [rows // number + (i < rows % number) for i in range(number)]
+    pieces: tuple[torch.Tensor, ...] = tensor.split(sizes, _ROWS)
+    return pieces
+
+
+def _joined(pieces: list[Any]) -> torch.Tensor | None:
+    """Their rows; None where they are no tensors with rows."""
+    for piece in pieces:
+        if not (isinstance(piece, torch.Tensor) and piece.is_floating_point() and piece.dim() > 1):
+            return None
+    return torch.cat(pieces, _ROWS)
+
+
+def _with_gradients(
+    forward: Callable[..., torch.Tensor], inputs: list[torch.Tensor], number: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """(the output of so many pieces, the inputs' gradients of half its square)."""
+    with torch.enable_grad():
+        inputs = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
+        pieces = zip(*(_cut(tensor, number) for tensor in inputs), strict=True)
+        output = torch.cat([forward(*piece) for piece in pieces], _ROWS)
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        grads = torch.autograd.grad(output, wanted, output.detach(), materialize_grads=True)
+    return output.detach(), list(grads)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether they are the same but for rounding."""
+    largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+    tolerance = torch.finfo(expected.dtype).eps ** 0.5
+    return torch.allclose(found, expected, rtol=0.0, atol=tolerance * largest, equal_nan=True)
+
+
+def _random_states(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of the generators that operators on them draw from."""
+    return [torch.get_rng_state(), *get_device_states(*tensors)[1]]
