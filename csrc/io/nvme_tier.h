@@ -24,6 +24,8 @@ struct NvmeOptions {
   std::uint64_t budget_bytes = 0;
   IoEngineKind engine = IoEngineKind::kAuto;
   Verification verification = Verification::kOn;
+  /// Whether activations that the host has no room for may take what is left of the budget.
+  bool holds_activations = false;
   /// Size of a transfer, and how many are in flight: where devices reach their bandwidth
   /// (`castor io-bench` measures others).
   std::size_t block_bytes = std::size_t{1} << 20;

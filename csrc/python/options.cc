@@ -54,12 +54,14 @@ void bind_parts(py::module_& module) {
            py::arg("steady_cap_ratio"), py::arg("margin_ratio"));
   py::class_<NvmeOptions>(module, "NvmeOptions")
       .def(py::init([](std::vector<std::string> directories, std::uint64_t budget_bytes,
-                       bool verify) {
+                       bool verify, bool holds_activations) {
              return NvmeOptions{.directories = std::move(directories),
                                 .budget_bytes = budget_bytes,
-                                .verification = verify ? Verification::kOn : Verification::kOff};
+                                .verification = verify ? Verification::kOn : Verification::kOff,
+                                .holds_activations = holds_activations};
            }),
-           py::kw_only(), py::arg("directories"), py::arg("budget_bytes"), py::arg("verify"));
+           py::kw_only(), py::arg("directories"), py::arg("budget_bytes"), py::arg("verify"),
+           py::arg("holds_activations"));
   py::class_<OptimizerStateOptions>(module, "StateOptions")
       .def(py::init([](const std::optional<std::string>& rule, StateFormat state_format,
                        std::optional<NvmeOptions> nvme, double nvme_fraction) {

@@ -45,15 +45,25 @@ struct ActivationOffload::Moved {
   Moved(const Moved&) = delete;
   Moved& operator=(const Moved&) = delete;
 
+  [[nodiscard]] bool has_left() const { return home.data() != nullptr || !pages.empty(); }
+
   const std::shared_ptr<ActivationOffload> owner;
   const std::size_t bytes;
   c10::Storage device;  // null: not there
   // Whoever else holds it keeps it, and it need not come back.
   const c10::weak_intrusive_ptr<c10::StorageImpl> original;
-  Block home;  // empty: it never left
+  Block home;                    // on the host
+  ActivationPages::Pages pages;  // or on NVMe; neither: it never left
   CopyTicket out = CopyTicket::kNone;
   CopyTicket in = CopyTicket::kNone;
 };
+
+ActivationOffload::ActivationOffload(std::shared_ptr<Session> session)
+    : session_(std::move(session)) {
+  if (ChunkStream* const stream = session_->activation_stream()) {
+    pages_.emplace(*stream, session_->num_activation_pages());
+  }
+}
 
 template <typename Function>
 void ActivationOffload::for_each(const Pass& pass, Function&& function) {
@@ -138,8 +148,11 @@ at::Tensor ActivationOffload::restore(const Saved& saved) {
   session_->copies().order(saved.moved_->in, session_->current_stream());
   const at::Tensor restored =
       tensor_over(saved.moved_->device, saved.type_, saved.offset_, saved.geometry_);
-  if (before != saved.pass_ && beside) {
-    fetch_ahead(*saved.pass_);
+  if (before != saved.pass_) {
+    announce_next(*saved.pass_);
+    if (beside) {
+      fetch_ahead(*saved.pass_);
+    }
   }
   return restored;
 }
@@ -147,10 +160,18 @@ at::Tensor ActivationOffload::restore(const Saved& saved) {
 void ActivationOffload::send(Pass& pass) {
   pass.by_storage_.clear();  // what is saved from now on may have been written since
   for_each(pass, [this](Moved& moved) {
-    if (moved.home.data() != nullptr) {
+    if (moved.has_left()) {
       return;
     }
-    moved.home = home(moved.bytes);
+    try {
+      moved.home = home(moved.bytes);
+    } catch (const OutOfMemory& error) {
+      if (error.tier() != TierKind::kHost || !pages_) {
+        throw;
+      }
+      write(moved);
+      return;
+    }
     moved.out = session_->copies().submit({.source = bytes_of(moved.device),
                                            .target = {moved.home.data(), moved.bytes},
                                            .direction = CopyDirection::kDeviceToHost,
@@ -163,7 +184,7 @@ void ActivationOffload::send(Pass& pass) {
 
 void ActivationOffload::let_go(Pass& pass, Dropped& dropped) {
   for_each(pass, [&](Moved& moved) {
-    if (moved.home.data() != nullptr && moved.device) {
+    if (moved.has_left() && moved.device) {
       session_->copies().wait(moved.out);
       session_->copies().wait(moved.in);
       dropped.push_back(std::exchange(moved.device, {}));
@@ -182,6 +203,11 @@ void ActivationOffload::fetch(Moved& moved) {
   const auto options = at::TensorOptions().dtype(at::kByte).device(session_->torch_device());
   const c10::Storage storage =
       at::empty({static_cast<std::int64_t>(moved.bytes)}, options).storage();
+  if (!moved.pages.empty()) {
+    read(moved, storage);
+    moved.device = storage;
+    return;
+  }
   moved.in = session_->copies().submit({.source = {moved.home.data(), moved.bytes},
                                         .target = bytes_of(storage),
                                         .direction = CopyDirection::kHostToDevice,
@@ -190,7 +216,23 @@ void ActivationOffload::fetch(Moved& moved) {
   moved.device = storage;
 }
 
-// Where there is no room, backward of that block brings in what it needs.
+// Backward asks first for what was saved last.
+void ActivationOffload::announce_next(const Pass& pass) {
+  const auto next = pass.previous_.lock();
+  if (!next || !pages_) {
+    return;
+  }
+  pages_->forget_announced();
+  for (auto entry = next->moved_.rbegin(); entry != next->moved_.rend(); ++entry) {
+    const auto moved = entry->lock();
+    if (moved && !moved->device && moved->original.expired()) {
+      pages_->announce(moved->pages);
+    }
+  }
+}
+
+// What lies on NVMe comes through a window that has no room for all of a block. Where there is no
+// room, backward of that block brings in what it needs.
 void ActivationOffload::fetch_ahead(Pass& pass) {
   const auto next = pass.previous_.lock();
   if (!next) {
@@ -198,7 +240,7 @@ void ActivationOffload::fetch_ahead(Pass& pass) {
   }
   try {
     for_each(*next, [this](Moved& moved) {
-      if (!moved.device) {
+      if (!moved.device && moved.pages.empty()) {
         session_->nonmodel().make_room(moved.bytes);
         fetch(moved);
       }
@@ -208,6 +250,47 @@ void ActivationOffload::fetch_ahead(Pass& pass) {
       throw;
     }
   }
+}
+
+// The copy off the device is waited for, the one to NVMe is not.
+void ActivationOffload::write(Moved& moved) {
+  auto pages = pages_->try_take(moved.bytes);
+  if (!pages) {
+    throw OutOfMemory(
+        TierKind::kNvme, moved.bytes, pages_->free_bytes(),
+        session_->num_activation_pages() * ActivationPages::kPageBytes,
+        "activations=\"offload\" keeps there what host_memory has no room for, in what "
+        "nvme_memory has left; raise either, or offload fewer blocks");
+  }
+  const auto fill = [&](std::size_t offset, std::span<std::byte> page) {
+    session_->copies().wait(
+        session_->copies().submit({.source = bytes_of(moved.device).subspan(offset, page.size()),
+                                   .target = page,
+                                   .direction = CopyDirection::kDeviceToHost,
+                                   .behind = session_->device().stream(),
+                                   .await_source = {}}));
+  };
+  try {
+    pages_->write(*pages, moved.bytes, fill);
+  } catch (...) {
+    pages_->give_back(*pages);
+    throw;
+  }
+  moved.pages = std::move(*pages);
+  const std::lock_guard lock(homes_mutex_);
+  bytes_offloaded_ += moved.bytes;
+}
+
+void ActivationOffload::read(Moved& moved, const c10::Storage& storage) {
+  const auto take = [&](std::size_t offset, std::span<std::byte> page) {
+    session_->copies().wait(
+        session_->copies().submit({.source = page,
+                                   .target = bytes_of(storage).subspan(offset, page.size()),
+                                   .direction = CopyDirection::kHostToDevice,
+                                   .behind = session_->current_stream(),
+                                   .await_source = {}}));
+  };
+  pages_->read(moved.pages, moved.bytes, take);
 }
 
 Block ActivationOffload::home(std::size_t bytes) {
@@ -222,8 +305,8 @@ Block ActivationOffload::home(std::size_t bytes) {
   const auto allocate = [&] {
     return session_->host().allocate(
         bytes,
-        "activations=\"offload\" keeps activations in host memory; raise host_memory, or offload "
-        "fewer blocks");
+        "activations=\"offload\" keeps activations in host memory; raise host_memory, offload "
+        "fewer blocks, or give nvme_path and an nvme_memory with room for what does not fit");
   };
   try {
     return allocate();
@@ -249,6 +332,9 @@ void ActivationOffload::forget(Moved& moved) noexcept {
   if (moved.home.data() != nullptr) {
     const std::lock_guard lock(homes_mutex_);
     free_homes_.emplace(moved.bytes, std::move(moved.home));
+  }
+  if (!moved.pages.empty()) {
+    pages_->give_back(moved.pages);
   }
 }
 

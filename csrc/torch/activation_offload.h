@@ -9,10 +9,12 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
 #include "core/memory_tier.h"
+#include "torch/activation_pages.h"
 #include "torch/chunk_storages.h"
 #include "torch/session.h"
 
@@ -24,6 +26,9 @@ namespace castor {
 /// copies run beside the compute, it stays until the block after that begins, and comes back while
 /// the backward of the block behind it runs: what the device holds does not depend on how fast the
 /// link is, only how long anybody waits. The last block's is never copied.
+///
+/// What the host has no room for goes on to NVMe, where the session has pages for it: copied at
+/// once, written beside what follows, and read ahead of its block's backward.
 ///
 /// Whoever else holds a tensor keeps its memory on the device, and backward reads it there. Views
 /// of one storage leave as one. Thread-safe. Owns a share of the session, and so do the tensors
@@ -60,16 +65,17 @@ class ActivationOffload : public std::enable_shared_from_this<ActivationOffload>
     std::uint64_t bytes_offloaded = 0;  ///< copied there so far
   };
 
-  explicit ActivationOffload(std::shared_ptr<Session> session) : session_(std::move(session)) {}
+  explicit ActivationOffload(std::shared_ptr<Session> session);
 
-  /// A block's forward begins: what was saved before it leaves. Throws OutOfMemory of the host.
+  /// A block's forward begins: what was saved before it leaves. Throws OutOfMemory of the host or
+  /// of NVMe, and what ChunkStream does.
   [[nodiscard]] std::shared_ptr<Pass> begin();
   /// What autograd keeps of a tensor that an operator of the pass saves. Parameters, tensors of
   /// another device and small ones stay as they are; but their versions are checked as well.
   [[nodiscard]] std::shared_ptr<Saved> save(const std::shared_ptr<Pass>& pass,
                                             const at::Tensor& tensor);
   /// The tensor, for backward; on the device. Throws UsageError where it was written in place since
-  /// it was saved, OutOfMemory where it does not fit.
+  /// it was saved, OutOfMemory where it does not fit, and what ChunkStream does.
   [[nodiscard]] at::Tensor restore(const Saved& saved);
 
   [[nodiscard]] Figures figures() const;
@@ -83,11 +89,15 @@ class ActivationOffload : public std::enable_shared_from_this<ActivationOffload>
   void send(Pass& pass);
   void let_go(Pass& pass, Dropped& dropped);
   void fetch(Moved& moved);
+  void announce_next(const Pass& pass);
   void fetch_ahead(Pass& pass);
+  void read(Moved& moved, const c10::Storage& storage);
   [[nodiscard]] Block home(std::size_t bytes);
+  void write(Moved& moved);
   void forget(Moved& moved) noexcept;
 
   const std::shared_ptr<Session> session_;
+  std::optional<ActivationPages> pages_;          // nullopt: none on NVMe
   std::mutex mutex_;                              // guards passes, what they moved, and:
   std::weak_ptr<Pass> latest_;                    // its forward runs, or was the last to
   std::weak_ptr<Pass> leaving_;                   // on its way to the host

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "torch/activation_pages.h"
 #include "torch/state_places.h"
 #include "torch/stored_weights.h"
 
@@ -51,8 +52,11 @@ class HostFiller {
     const std::size_t count = states_.size();
     places_.stored = {.states = std::vector<bool>(count, false),
                       .weights = std::vector<bool>(count, false)};
-    places_.nvme = {{.name = "parameters and gradients"}, {.name = "optimizer states"}};
+    places_.nvme = {{.name = "parameters and gradients"},
+                    {.name = "optimizer states"},
+                    {.name = "activations"}};
     if (options_.nvme) {
+      open_activations();
       store_weights();
     }
     for (std::size_t i = 0; i < count && homes_ == HomesPaid::kByTheHost; ++i) {
@@ -64,6 +68,7 @@ class HostFiller {
     for (std::size_t i = 0; i < count; ++i) {
       places_.host_bytes += places_.stored.states[i] ? 0 : needs_.states[i];
     }
+    fill_with_activations();
     return std::move(places_);
   }
 
@@ -81,8 +86,36 @@ class HostFiller {
     places_.host_bytes += content.window_bytes();
   }
 
+  // The window, before anything else takes its room.
+  void open_activations() {
+    if (options_.nvme->holds_activations) {
+      NvmeContent& activations = places_.nvme[HostPlaces::kActivations];
+      activations.chunks = {{page(0)}};
+      take_window(activations, ActivationPages::kLeastSlots, ActivationPages::kSlots);
+    }
+  }
+
+  // With as many pages as the rest has left of the budget.
+  void fill_with_activations() {
+    NvmeContent& activations = places_.nvme[HostPlaces::kActivations];
+    if (activations.num_slots == 0) {
+      return;
+    }
+    activations.chunks.clear();
+    const std::uint64_t budget = options_.nvme->budget_bytes;
+    const std::uint64_t left = budget - std::min(budget, places_.nvme_bytes());
+    for (std::size_t i = 0; i < left / ActivationPages::kPageBytes; ++i) {
+      activations.chunks.push_back({page(i)});
+    }
+  }
+
+  static PayloadSpec page(std::size_t i) {
+    return {.name = "page " + std::to_string(i) + " of activations",
+            .bytes = ActivationPages::kPageBytes};
+  }
+
   void store_weights() {
-    StoredWeightsChoice choice = choose_stored_weights(needs_, budget_, kWindows);
+    StoredWeightsChoice choice = choose_stored_weights(needs_, room(), kWindows);
     if (choice.window_slots == 0) {
       return;
     }

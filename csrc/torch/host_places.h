@@ -21,8 +21,9 @@ enum class HomesPaid : std::uint8_t {
 /// What a session keeps in host memory and on NVMe. Bytes are those of its ledgers.
 struct HostPlaces {
   /// Places in `nvme`, and of their streams in the session's NvmeTier.
-  static constexpr std::size_t kWeights = 0;  ///< parts as StoredWeights numbers them
-  static constexpr std::size_t kStates = 1;   ///< by chunk
+  static constexpr std::size_t kWeights = 0;      ///< parts as StoredWeights numbers them
+  static constexpr std::size_t kStates = 1;       ///< by chunk
+  static constexpr std::size_t kActivations = 2;  ///< pages of ActivationPages
 
   StoredPayloads stored;
   std::vector<NvmeContent> nvme;
@@ -33,7 +34,8 @@ struct HostPlaces {
 };
 
 /// Decides what has its place on the host and what on NVMe, before either is taken, for a session
-/// with that much host memory left: parameters and gradients first, then optimizer states. Where
+/// with that much host memory left: parameters and gradients first, then optimizer states, and what
+/// nvme's budget has left is for activations, where they may go there. Where
 /// the session will be refused, host_bytes is what the least windows and everything that cannot
 /// leave the host need, which is more than `host_bytes`. Chunks on the device count nowhere.
 /// Without `states.nvme` all stays on the host.

@@ -197,6 +197,10 @@ void Session::check_ranks() const {
   }
 }
 
+ChunkStream* Session::activation_stream() const noexcept {
+  return stream_of(nvme_, HostPlaces::kActivations);
+}
+
 bool Session::synchronise(bool on) { return !ranks_ || ranks_->gradients().synchronise(on); }
 
 Session::~Session() {

@@ -119,6 +119,11 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   [[nodiscard]] std::optional<at::Tensor> home(ParamId param);
   /// By HostPlaces; nullptr: all is in memory.
   [[nodiscard]] const NvmeTier* nvme() const noexcept { return nvme_.get(); }
+  /// Of the pages that activations may take there, in that number; nullptr: there are none.
+  [[nodiscard]] ChunkStream* activation_stream() const noexcept;
+  [[nodiscard]] std::size_t num_activation_pages() const noexcept {
+    return places_.nvme[HostPlaces::kActivations].chunks.size();
+  }
   /// The parameter has an address, in memory that stays there, until the visit ends.
   [[nodiscard]] std::shared_ptr<void> visit(ParamId param, bool writes);
   /// As OptimizerState::views, but the same tensors at every call, and watched by the gate.

@@ -26,7 +26,14 @@ class RuntimeOptions:
     ) -> None: ...
 
 class NvmeOptions:
-    def __init__(self, *, directories: Sequence[str], budget_bytes: int, verify: bool) -> None: ...
+    def __init__(
+        self,
+        *,
+        directories: Sequence[str],
+        budget_bytes: int,
+        verify: bool,
+        holds_activations: bool,
+    ) -> None: ...
 
 class StateOptions:
     def __init__(

@@ -1,6 +1,6 @@
 """What is told to castor, and what it finds out about the machine: settings, units, memory."""
 
-from castor.config.block_choice import BlockChoice
+from castor.config.block_choice import BlockChoice, offloads
 from castor.config.names import (
     SCALAR_TYPES,
     Activations,
@@ -33,6 +33,7 @@ __all__ = [
     "TileLogits",
     "check_format_of_precision",
     "check_fraction",
+    "offloads",
     "parse_bandwidth",
     "parse_bytes",
     "parse_paths",

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from castor.config.names import Activations
+
 _KIND = re.compile(r"(keep|recompute|offload)(?::(.+))?")
 _TILES = re.compile(r"tile:(\d+)(?::(.+))?")
 _ASKED = (
@@ -48,6 +50,12 @@ class BlockChoice:
         if not choice.kind or part_of_none or (plus and choice.tiles < 2):
             raise ValueError(f"activations has {text!r}; {_ASKED}")
         return choice
+
+
+def offloads(activations: Activations) -> bool:
+    """Whether a user has chosen that some blocks' activations leave the device."""
+    choices = [activations] if isinstance(activations, str) else activations.values()
+    return any(text != "auto" and BlockChoice.parse(text).kind == "offload" for text in choices)
 
 
 def check_activations(value: object) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from castor import _C
-from castor.config import GeminiConfig
+from castor.config import GeminiConfig, offloads
 from castor.config.names import SCALAR_TYPES, StateFormat
 from castor.distributed import RankLayout
 from castor.errors import IoError
@@ -54,6 +54,8 @@ def engine_settings(
         directories=[str(_of_rank(path, layout)) for path in config.nvme_paths],
         budget_bytes=_ALL_OF_THE_DISKS if config.nvme_bytes is None else config.nvme_bytes,
         verify=config.nvme_verify,
+        # Space is taken in boost: of a budget, not of all that the disks have.
+        holds_activations=config.nvme_bytes is not None and offloads(config.activations),
     )
     session = _C.SessionOptions(
         precision=SCALAR_TYPES[config.precision],

@@ -1,0 +1,158 @@
+"""Offloaded activations that the host has no room for go to NVMe: plain PyTorch's bits."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import castor
+from enduring_run import FAULTS_VARIABLE
+from helpers import Boosted, assert_equal, boost, copies, train_on
+from test_offloaded_blocks import LINKS, wide
+from test_recomputed_blocks import of_plain, passes
+
+PAGE = 1 << 20
+WINDOW = 8 * PAGE + 4095
+"""Of eight pages, aligned to 4 KiB."""
+BLOCK = 64 * 256 * 4 * 14
+"""What a block of wide() saves: its input, and what comes of it in 256 and in 1024 columns."""
+NUM_PAGES = 7 * 16
+"""Enough for all tensors of seven blocks, each in a page of its own."""
+
+
+def boost_small(nvme_path: Path | None, *, pages: int = NUM_PAGES, **settings: Any) -> Boosted:
+    """wide() with all blocks offloaded, and host memory for the model and one block."""
+    case = wide()
+    needed = boost(case.model(), activations="offload").report().host_bytes
+    if nvme_path:
+        settings |= {"nvme_path": nvme_path, "nvme_memory": pages * PAGE}
+        needed += WINDOW
+    return boost(case.model(), host_memory=needed + BLOCK, activations="offload", **settings)
+
+
+def losses_of(boosted: Boosted) -> list[float]:
+    torch.manual_seed(2)  # of dropout
+    return train_on(boosted, wide())
+
+
+def run(boosted: Boosted) -> list[Any]:
+    return passes(
+        boosted.model, lambda loss: boosted.booster.backward(loss, boosted.optimizer), wide()
+    )
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_bits_are_plain_pytorchs(link: str, tmp_path: Path) -> None:
+    boosted = boost_small(tmp_path, **LINKS[link])
+    assert boosted.report().nvme_bytes == NUM_PAGES * PAGE
+    assert_equal(run(boosted), of_plain(wide()))
+    report = boosted.report()
+    assert report.host_bytes <= report.host_budget_bytes
+    assert report.nvme_written_bytes >= 5 * BLOCK
+    assert report.nvme_read_bytes > 0
+
+
+def test_steps_follow_the_plan(tmp_path: Path) -> None:
+    case = wide()
+    boosted = boost_small(tmp_path)
+    ample = boost(case.model(), activations="offload")
+    assert losses_of(boosted) == losses_of(ample)
+    assert_equal(copies(boosted.model.parameters()), copies(ample.model.parameters()))
+    report = boosted.report()
+    assert report.divergent_steps == 0
+    assert report.offloaded_activation_bytes == ample.report().offloaded_activation_bytes
+    assert "activations through a window of" in report.nvme_engine
+
+
+def test_beside_states_and_weights_on_nvme(tmp_path: Path) -> None:
+    case = wide()
+    expected = boost(case.model())
+    losses = losses_of(expected)
+    boosted = boost(
+        case.model(), host_memory="24MiB", nvme_path=tmp_path, nvme_memory="256MiB",
+        activations="offload",
+    )  # fmt: skip
+    assert losses_of(boosted) == losses
+    assert_equal(copies(boosted.model.parameters()), copies(expected.model.parameters()))
+    assert boosted.report().nvme_bytes > 200 << 20  # all but less than a page of the rest
+
+
+def test_a_graph_is_read_twice_and_its_pages_are_free_again(tmp_path: Path) -> None:
+    case = wide()
+    plain = case.model()
+    torch.manual_seed(1)
+    plain(**case.batch(0)).backward()
+    expected = [2 * param.grad for param in plain.parameters() if param.grad is not None]
+    boosted = boost_small(tmp_path)
+    for _ in range(4):  # of pages that are all in use in each
+        boosted.model.zero_grad()
+        torch.manual_seed(1)
+        loss = boosted.model(**case.batch(0))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert_equal(copies(param.grad for param in boosted.model.parameters()), expected)
+        dropped = boosted.model(**case.batch(1))
+        del loss, dropped
+        gc.collect()
+
+
+def test_no_room_anywhere_is_an_error(tmp_path: Path) -> None:
+    case = wide()
+    boosted = boost_small(tmp_path, pages=3)
+    weights = copies(boosted.model.parameters())
+    message = r"out of nvme memory: .* of a budget of 3\.00 MiB .* in what nvme_memory has left"
+    with pytest.raises(castor.OutOfMemoryError, match=message) as caught:
+        boosted.model(**case.batch(0))
+    assert caught.value.tier == "nvme"
+    assert_equal(copies(boosted.model.parameters()), weights)
+    with pytest.raises(castor.OutOfMemoryError, match="or give nvme_path and an nvme_memory with"):
+        boost_small(None).model(**case.batch(0))
+
+
+def test_without_nvme_memory_no_space_is_taken(tmp_path: Path) -> None:
+    boosted = boost(wide().model(), activations="offload", nvme_path=tmp_path)
+    assert boosted.report().nvme_bytes == 0
+    kept = boost(wide().model(), nvme_path=tmp_path, nvme_memory="8MiB")
+    assert kept.report().nvme_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("write:{}:EIO", castor.IoError),
+        ("read:{}:EIO", castor.IoError),
+        ("read:{}:flip", castor.CorruptionError),
+        ("any:{}:EINTR", None),
+        ("any:{}:short", None),
+    ],
+)
+def test_a_fault_is_named_and_what_follows_is_right(
+    fault: str, error: type[castor.Error] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = wide()
+    expected = of_plain(case)
+    errors = (error,) if error else ()
+    raised = 0
+    for operation in (1, 7, 20):
+        monkeypatch.setenv(FAULTS_VARIABLE, fault.format(operation))
+        boosted = boost_small(tmp_path)
+        weights = copies(boosted.model.parameters())
+        said = ""
+        try:
+            found = run(boosted)
+        except errors as caught:
+            said = str(caught)
+        if said:
+            raised += 1
+            assert "castor.scratch" in said
+            boosted.model.zero_grad()
+            gc.collect()
+            found = run(boosted)
+        assert_equal(found, expected)
+        assert_equal(copies(boosted.model.parameters()), weights)
+        del boosted
+        gc.collect()
+    # What was read ahead, and not needed in the end, may have failed.
+    assert raised >= (1 if error else 0)
