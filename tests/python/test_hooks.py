@@ -239,7 +239,9 @@ class Strided(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         image = x.view(1, 1, -1, WIDTH)
-        return self.conv(image).mean((2, 3)) @ self.turned.t() @ self.rows.t()
+        # Chunks hold rows densely, and how a product rounds may depend on how its factors lie.
+        rows = self.rows.contiguous()
+        return self.conv(image).mean((2, 3)) @ self.turned.t() @ rows.t()
 
 
 ARCHITECTURES = [
