@@ -1,7 +1,6 @@
 """Blocks whose activations backward computes again: plain PyTorch's bits in less memory."""
 
 import copy
-import gc
 import io
 import pickle
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from torch import nn
 
 import castor
 from castor.activations.blocks import find_blocks
-from castor.runtime.engine import _engines
+from castor.runtime.engine import engine_of
 from helpers import GIB, Boosted, assert_equal, boost, copies, plugin, train_on
 from zoo import CASES, VOCABULARY, Batch, Case
 
@@ -285,6 +284,8 @@ class Allocating(Block):
     """Its backward takes 1 MiB where the last layer's, before which it runs again, is done."""
 
     taken: ClassVar[list[int]] = []
+    moment: ClassVar[Callable[[], tuple[int, int]]]
+    """The session's."""
 
     def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
         hidden = self.mlp[1](self.mlp[0](self.norm(x)))
@@ -294,26 +295,20 @@ class Allocating(Block):
 
     def take(self, grad: torch.Tensor) -> torch.Tensor:
         """A hook on a gradient."""
-        before = nonmodel_bytes()
+        before = self.moment()[1]
         more = grad.new_empty(1 << 18)
-        self.taken.append(nonmodel_bytes() - before)
+        self.taken.append(self.moment()[1] - before)
         del more
         return grad
-
-
-def nonmodel_bytes() -> int:
-    """Of the only boosted model."""
-    (engine,) = _engines.values()
-    return int(engine.session.moment()[1])
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_backward_goes_on_in_the_budget_behind_a_second_forward_that_stops(
     activations: str,
 ) -> None:
-    gc.collect()
     Allocating.taken.clear()
     boosted = boost(Tower(Allocating), activations=activations)
+    Allocating.moment = engine_of(boosted.model).session.moment
     train_on(boosted, own(), steps=2)
     assert Allocating.taken == 8 * [1 << 20]
 
