@@ -167,7 +167,7 @@ def test_a_new_kind_of_checkpoint_leaves_nothing_of_the_old_one(tmp_path: Path) 
 
 def test_adapters_in_a_model_of_transformers_are_refused_by_name(tmp_path: Path) -> None:
     model = base()
-    peft.inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), model)  # as add_adapter
+    peft.inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), model)
     boosted = boost(model)
     with pytest.raises(castor.CheckpointError, match=r"q_proj.*LlamaForCausalLM.*get_peft_model"):
         boosted.booster.save_model(boosted.model, tmp_path / "model")
