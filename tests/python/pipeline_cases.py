@@ -306,6 +306,7 @@ def refused(directory: Path) -> None:
         "inputs": run(batch(case, rank)),
         "no loss": run({"input_ids": whole["input_ids"]}),
         "layers": _said(lambda: boost(case, num_layers_per_stage=[1, 2])),
+        "no block": _said(lambda: boost(case, num_layers_per_stage=[2, 0])),
         "blocks": _said(lambda: boost(case, **SCHEDULES["interleaved"])),
         "t5": _said(lambda: boost(FAMILIES["t5"])),
         "vit": _said(lambda: boost(FAMILIES["vit"])),

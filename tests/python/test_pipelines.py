@@ -197,6 +197,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("inputs", "UsageError", "differ in the inputs of LlamaForCausalLM"),
         ("no loss", "UsageError", "there is no loss"),
         ("layers", "UsageError", "num_layers_per_stage=[1, 2] is of 2 stages and 3 blocks"),
+        ("no block", "UsageError", "[2, 0] leaves a stage without a block"),
         ("blocks", "UsageError", "2 blocks, too few for 4 stages"),
         ("t5", "NotImplementedError", "no way to cut a T5ForConditionalGeneration"),
         ("vit", "NotImplementedError", "no way to cut a ViTForImageClassification"),
@@ -321,6 +322,6 @@ def test_even_cuts_make_the_dearest_stage_cheap() -> None:
 
     assert even_cuts([1, 1, 1, 1], 0, 2) == [2, 2]
     assert even_cuts([1, 1, 1, 1], 2, 2) == [3, 1]
-    assert even_cuts([1] * 4, 9, 2) == [4, 0]
+    assert even_cuts([1] * 4, 9, 2) == [3, 1]  # each has one
     assert even_cuts([3, 1, 1, 1, 1, 1], 0, 3) == [1, 2, 3]
     assert even_cuts([1, 2, 3], 0, 1) == [3]

@@ -75,6 +75,11 @@ class PipelineParallel:
                 f"{sum(layers)} blocks, and there are {stages} (pp_size={ranks.size} x "
                 f"num_model_chunks={chunks}) and {len(blocks)}"
             )
+        elif min(layers) < 1:
+            raise UsageError(
+                f"num_layers_per_stage={list(layers)} leaves a stage without a block; give each "
+                "one at least"
+            )
         self.ranks = ranks
         self.num_stages = stages
         self.tensor: TensorParallel | None = None

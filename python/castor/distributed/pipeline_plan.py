@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,6 +119,8 @@ def _has_parameters(module: nn.Module) -> bool:
 def even_cuts(costs: Sequence[float], last: float, stages: int) -> list[int]:
     """How many blocks each stage has, so that the most expensive one is as cheap as can be.
 
+    One at least: hidden states are handed over where the next stage's first block would begin.
+
     Args:
         costs: Of each block.
         last: Of what the last stage does besides.
@@ -126,13 +129,17 @@ def even_cuts(costs: Sequence[float], last: float, stages: int) -> list[int]:
     upto = [0.0, *itertools.accumulate(costs)]
     count = len(costs)
     # best[n]: the cheapest (maximum, cuts) of the first n blocks over the stages so far.
-    best: list[tuple[float, list[int]]] = [(upto[n], [n]) for n in range(count + 1)]
+    none = (math.inf, list[int]())
+    best = [none, *((upto[n], [n]) for n in range(1, count + 1))]
     for stage in range(1, stages):
         extra = last if stage == stages - 1 else 0.0
         best = [
             min(
-                (max(before, upto[n] - upto[k] + extra), [*cuts, n - k])
-                for k, (before, cuts) in enumerate(best[: n + 1])
+                (
+                    (max(before, upto[n] - upto[k] + extra), [*cuts, n - k])
+                    for k, (before, cuts) in enumerate(best[:n])
+                ),
+                default=none,
             )
             for n in range(count + 1)
         ]
