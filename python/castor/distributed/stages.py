@@ -7,6 +7,7 @@ keeps those that are to be sent; what is computed before and behind of stand-ins
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -178,6 +179,14 @@ def places_of(
     for index, (short, block) in enumerate(blocks.named_children()):
         while index >= cuts[stage + 1]:
             stage += 1
-        instead = OtherBlock(index, passage, in_tuples=plan.in_tuples)
+        instead = OtherBlock(index, passage, in_tuples=plan.in_tuples and not _gives_tensor(block))
         places.append(Place(blocks, short, block, instead, stage))
     return places
+
+
+def _gives_tensor(block: nn.Module) -> bool:
+    """Whether its forward says so, which differs between releases of transformers."""
+    return inspect.signature(type(block).forward).return_annotation in (
+        torch.Tensor,
+        "torch.Tensor",
+    )
