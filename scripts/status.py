@@ -281,14 +281,15 @@ def cells(row: Row, record: Record) -> tuple[str, ...]:
 
 
 def origin(benchmark: str, record: Record) -> str:
-    """Command, commit, day and load of a record."""
+    """Command, commit, day, processor and load of a record."""
     if not record:
         return f"`python benchmarks/{benchmark}.py`, {MISSING}:"
     command, machine = " ".join(record["command"]), record["machine"]
     changes = " with uncommitted changes" if machine["uncommitted_changes"] else ""
     return (
         f"`python benchmarks/{command}`, commit {machine['commit'][:8]}{changes}, "
-        f"{machine['date'][:10]}, load {machine['load_average_1min']:.1f} before it:"
+        f"{machine['date'][:10]}, {machine['cpu']}, load {machine['load_average_1min']:.1f} before "
+        "it:"
     )
 
 
