@@ -19,6 +19,7 @@ def write(folder: Path, benchmark: str, **figures: Any) -> None:
         "uncommitted_changes": True,
         "date": "2026-01-02T03:04:05+00:00",
         "load_average_1min": 0.25,
+        "cpu": "Some CPU",
     }
     record = {"command": [f"{benchmark}.py", "--rounds", "3"], "machine": machine, **figures}
     (folder / f"{benchmark}.json").write_text(json.dumps(record), encoding="utf-8")
@@ -88,7 +89,7 @@ def test_a_table_says_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.Mo
     found = status.tables(tmp_path)
     assert (
         "`python benchmarks/step.py --rounds 3`, commit 0123abcd with uncommitted changes, "
-        "2026-01-02, load 0.2 before it:\n\n| what |" in found
+        "2026-01-02, Some CPU, load 0.2 before it:\n\n| what |" in found
     )
     assert "`python benchmarks/io.py`, not measured yet:\n\n| what |" in found
     assert "| a copy | not measured yet |  |  |\n" in found
