@@ -236,12 +236,7 @@ def _exchanged(
     Queries, keys and values have the shape (batch, heads, tokens, channels), what is given back
     (batch, tokens, heads, channels).
     """
-    for name in ("s_aux", "position_bias"):
-        if options.get(name) is not None:
-            raise NotImplementedError(
-                f"{type(module).__name__} gives its attention a value for each head ({name}), "
-                f"which sp_size={ranks.size} does not divide; train with sp_size=1"
-            )
+    _refuse_values_by_head(module, ranks, options, ("s_aux", "position_bias"))
     query, key, value = states
     # Of grouped heads each rank needs one at least.
     repeats = ranks.size // math.gcd(key.shape[1], ranks.size)
@@ -268,11 +263,7 @@ def _gathered(
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
     """Attention of all heads, from some tokens to all; shapes as for _exchanged."""
-    if options.get("position_bias") is not None:
-        raise NotImplementedError(
-            f"{type(module).__name__} gives its attention a position_bias, which sp_size="
-            f"{ranks.size} does not divide; train with sp_size=1"
-        )
+    _refuse_values_by_head(module, ranks, options, ("position_bias",))  # is of tokens as well
     query, key, value = states
     key, value = ranks.all_parts(key, 2), ranks.all_parts(value, 2)
     # Without a mask a token sees those before it, counted from the first of all: rank 0's own.
@@ -282,6 +273,17 @@ def _gathered(
         mask = tokens <= tokens[own.start : own.stop, None]
     output, _ = compute(module, query, key, value, mask, **options)
     return output, None
+
+
+def _refuse_values_by_head(
+    module: Any, ranks: TensorRanks, options: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    for name in names:
+        if options.get(name) is not None:
+            raise NotImplementedError(
+                f"{type(module).__name__} gives its attention a value for each head ({name}), "
+                f"which sp_size={ranks.size} does not divide; train with sp_size=1"
+            )
 
 
 def _is_causal_model(model: nn.Module) -> bool:
