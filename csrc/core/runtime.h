@@ -10,6 +10,7 @@
 
 #include "core/arrived_gradients.h"
 #include "core/chunk_manager.h"
+#include "core/inference_plan.h"
 #include "core/module_frames.h"
 #include "core/mutex.h"
 #include "core/nonmodel_memory.h"
@@ -66,7 +67,8 @@ struct RuntimeCounts {
 
 /// Follows a training step moment by moment and keeps what it needs on the device: traces the first
 /// step, plans from the trace, then runs the plan. A step that leaves the plan runs on demand, is
-/// counted, and becomes the plan when it repeats.
+/// counted, and becomes the plan when it repeats. Inference has a plan of its own, made of what it
+/// did last (InferencePlan); neither changes the other's.
 ///
 /// Thread-safe: one mutex, taken by every member function after NonModelMemory's. Callers must not
 /// allocate non-model memory while inside. One C++ call per module event, O(own parameters + log
@@ -138,15 +140,28 @@ class Runtime final : public Reclaimer {
   [[nodiscard]] bool idle() const;
 
  private:
+  void begin_pass(ModuleId module, PassMode mode) CASTOR_REQUIRES(mutex_);
+  void change_mode(PassMode mode) CASTOR_REQUIRES(mutex_);
+  void forget_round_ahead() CASTOR_REQUIRES(mutex_);
+  void rank_anew() CASTOR_REQUIRES(mutex_);
+  void end_pass() CASTOR_REQUIRES(mutex_);
+  bool make_inference_room(std::size_t nonmodel_bytes) CASTOR_REQUIRES(mutex_);
+  void press_inference(std::size_t bytes) CASTOR_REQUIRES(mutex_);
+  void note_pressure(std::uint64_t evictions) CASTOR_REQUIRES(mutex_);
+  [[nodiscard]] std::uint64_t next_use(ModuleId module, std::size_t i) CASTOR_REQUIRES(mutex_);
+  [[nodiscard]] std::size_t take_nonmodel_peak() CASTOR_REQUIRES(mutex_);
   void record(EventKind kind, std::uint32_t id) CASTOR_REQUIRES(mutex_);
   void advance(EventKind kind, ModuleId module) CASTOR_REQUIRES(mutex_);
   void acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins) CASTOR_REQUIRES(mutex_);
   void bring_in(ChunkId chunk, EventKind kind, ModuleId module) CASTOR_REQUIRES(mutex_);
   void prefetch() CASTOR_REQUIRES(mutex_);
+  void prefetch_inference() CASTOR_REQUIRES(mutex_);
+  [[nodiscard]] bool fetch_for_inference(ChunkId chunk, std::uint64_t used_at)
+      CASTOR_REQUIRES(mutex_);
   [[nodiscard]] bool try_fetch(ChunkId chunk) CASTOR_REQUIRES(mutex_);
   void await_operators(MutexLock& lock) CASTOR_REQUIRES(mutex_);
   [[nodiscard]] bool evict_more(std::size_t bytes) CASTOR_REQUIRES(mutex_);
-  void announce_homes() CASTOR_REQUIRES(mutex_);
+  void announce_homes(const UpcomingModule& upcoming) CASTOR_REQUIRES(mutex_);
   void all_home() CASTOR_REQUIRES(mutex_);
   void begin_use(ModuleId module) CASTOR_REQUIRES(mutex_);
   void end_use(ModuleId module, Pass pass) CASTOR_REQUIRES(mutex_);
@@ -156,6 +171,9 @@ class Runtime final : public Reclaimer {
   [[nodiscard]] std::vector<Placement> placements() const CASTOR_REQUIRES(mutex_);
   void begin_next_step() noexcept CASTOR_REQUIRES(mutex_);
   [[nodiscard]] bool on_plan() const noexcept CASTOR_REQUIRES(mutex_);
+  [[nodiscard]] bool inference_planned() const noexcept CASTOR_REQUIRES(mutex_) {
+    return mode_ == PassMode::kInference && inference_.followed();
+  }
   static constexpr std::size_t kNoCap = ~std::size_t{0};
   [[nodiscard]] std::size_t slot_cap() const noexcept CASTOR_REQUIRES(mutex_);
   void trim_slots() CASTOR_REQUIRES(mutex_);
@@ -190,12 +208,17 @@ class Runtime final : public Reclaimer {
   std::optional<Plan> plan_ CASTOR_GUARDED_BY(mutex_);
   std::size_t cursor_ CASTOR_GUARDED_BY(mutex_) = 0;  // accesses of this step so far
   bool diverged_ CASTOR_GUARDED_BY(mutex_) = false;
-  std::uint64_t pressure_at_step_start_ CASTOR_GUARDED_BY(mutex_) = 0;
+  bool pressed_ CASTOR_GUARDED_BY(mutex_) = false;  // an allocation of this step did not fit
   std::uint64_t demotions_at_step_start_ CASTOR_GUARDED_BY(mutex_) = 0;
   std::optional<std::uint64_t> last_divergent_ CASTOR_GUARDED_BY(mutex_);  // signature
   // What place() is to decide from.
   std::optional<Trace> placement_trace_ CASTOR_GUARDED_BY(mutex_);
   bool placed_ CASTOR_GUARDED_BY(mutex_) = false;  // since the first plan
+  InferencePlan inference_ CASTOR_GUARDED_BY(mutex_){layout_};
+  std::vector<ChunkId> ahead_ CASTOR_GUARDED_BY(mutex_);  // of inference: fetched, not used yet
+  std::uint64_t evictions_seen_ CASTOR_GUARDED_BY(mutex_) = 0;  // when it last looked ahead
+  // Non-model peak since the last moment of the step, as far as inference has taken it.
+  std::size_t unrecorded_peak_ CASTOR_GUARDED_BY(mutex_) = 0;
   RuntimeCounts counts_ CASTOR_GUARDED_BY(mutex_);
 };
 
