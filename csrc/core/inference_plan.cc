@@ -109,15 +109,25 @@ void InferencePlan::find_next_uses() {
   }
 }
 
-std::vector<std::uint64_t> InferencePlan::next_uses() const {
-  std::vector<std::uint64_t> next(layout_.chunks().size(), kNeverUsed);
-  for (std::uint64_t i = first_access_ + num_entered_ + round_.size();
-       i-- > first_access_ + num_entered_;) {
+std::uint64_t InferencePlan::rank(std::size_t i) const {
+  const std::size_t use = first_next_use_[num_entered_ - 1] + i;
+  const ChunkId chunk = layout_.chunks_of(round_[num_entered_ - 1])[i];
+  return ranked(chunk, first_access_ + next_uses_[use], soon_[use]);
+}
+
+std::vector<std::uint64_t> InferencePlan::ranks(const std::vector<bool>& fetched_ahead) const {
+  std::vector<std::uint64_t> ranks(layout_.chunks().size(), kNeverUsed);
+  const std::uint64_t next = first_access_ + num_entered_;
+  std::size_t streamed = 0;
+  for (std::uint64_t i = next; i < next + round_.size(); ++i) {
     for (const ChunkId chunk : layout_.chunks_of(module_at(i))) {
-      next[index(chunk)] = i;
+      if (ranks[index(chunk)] == kNeverUsed) {
+        const bool soon = !stays(chunk) && streamed++ <= max_prefetch_;
+        ranks[index(chunk)] = ranked(chunk, i, soon || fetched_ahead[index(chunk)]);
+      }
     }
   }
-  return next;
+  return ranks;
 }
 
 bool InferencePlan::make_room_for(const Residency& residency, const InferenceRoom& room) {
@@ -138,13 +148,15 @@ void InferencePlan::choose(const Residency& residency, const InferenceRoom& room
   constexpr std::size_t kMostRefused = 8;  // in a row
   chosen_ = true;
   chosen_for_bytes_ = room.cap_bytes;
+  max_prefetch_ = room.max_prefetch;
   std::size_t staying = 0;
   for (std::size_t i = 0; i < stays_.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    stays_[i] = residency.placement(chunk) == Placement::kKeep;
-    staying += stays_[i] ? residency.capacity(chunk) : 0;
+    const Placement placement = residency.placement(chunk);
+    stays_[i] = placement != Placement::kStream;
+    staying += placement == Placement::kKeep ? residency.capacity(chunk) : 0;
   }
-  std::size_t window = window_bytes(residency, room.max_prefetch);
+  std::size_t window = measure_window(residency);
   std::vector<ChunkId> chosen;
   std::size_t refused = 0;
   const std::vector<ChunkId> candidates =
@@ -153,7 +165,7 @@ void InferencePlan::choose(const Residency& residency, const InferenceRoom& room
     const std::size_t with_it = staying + residency.capacity(chunk);
     stays_[index(chunk)] = true;
     if (with_it + window > room.cap_bytes) {
-      const std::size_t without_it = window_bytes(residency, room.max_prefetch);
+      const std::size_t without_it = measure_window(residency);
       if (with_it + without_it > room.cap_bytes) {
         stays_[index(chunk)] = false;
         if (++refused == kMostRefused) {
@@ -167,12 +179,12 @@ void InferencePlan::choose(const Residency& residency, const InferenceRoom& room
     staying = with_it;
     chosen.push_back(chunk);
   }
-  window = window_bytes(residency, room.max_prefetch);
+  window = measure_window(residency);
   while (!chosen.empty() && staying + window > room.cap_bytes) {
     stays_[index(chosen.back())] = false;
     staying -= residency.capacity(chosen.back());
     chosen.pop_back();
-    window = window_bytes(residency, room.max_prefetch);
+    window = measure_window(residency);
   }
   needed_bytes_ = staying + window;
   smallest_streamed_ = ~std::size_t{0};
@@ -195,7 +207,7 @@ std::vector<ChunkId> InferencePlan::by_preference(const Residency& residency) co
   std::vector<bool> seen(stays_.size(), false);
   for (const ModuleId module : round_) {
     for (const ChunkId chunk : layout_.chunks_of(module)) {
-      if (!seen[index(chunk)] && streams(residency, chunk)) {
+      if (!seen[index(chunk)] && !stays(chunk)) {
         candidates.push_back({.chunk = chunk, .bytes = residency.capacity(chunk), .key = 0});
       }
       seen[index(chunk)] = true;
@@ -215,24 +227,25 @@ std::vector<ChunkId> InferencePlan::by_preference(const Residency& residency) co
 }
 
 // What chunks that stream take where they take the most: those that are pinned, and the next
-// max_prefetch others.
-std::size_t InferencePlan::window_bytes(const Residency& residency,
-                                        std::size_t max_prefetch) const {
+// max_prefetch others. Notes which of those used are among the next.
+std::size_t InferencePlan::measure_window(const Residency& residency) {
   const std::size_t n = round_.size();
-  std::size_t widest = 0;
+  std::size_t widest = 1;
   for (const auto& pinned : pinned_) {
     widest = std::max(widest, pinned.size());
   }
+  soon_.assign(next_uses_.size(), false);
   std::vector<ChunkId> ahead;  // the nearest last
   std::size_t most = 0;
-  for (std::size_t i = 2 * n; i-- > 0;) {
+  for (std::size_t i = 2 * n; i-- > 0;) {  // the round after it first
     const std::vector<ChunkId>& pinned = pinned_[index(round_[i % n])];
+    const auto& used = layout_.chunks_of(round_[i % n]);
     if (i < n) {
       std::size_t bytes = 0;
       for (const ChunkId chunk : pinned) {
-        bytes += streams(residency, chunk) ? residency.capacity(chunk) : 0;
+        bytes += !stays(chunk) ? residency.capacity(chunk) : 0;
       }
-      std::size_t left = max_prefetch;
+      std::size_t left = max_prefetch_;
       for (auto next = ahead.rbegin(); next != ahead.rend() && left > 0; ++next) {
         if (!contains(pinned, *next)) {
           bytes += residency.capacity(*next);
@@ -240,15 +253,19 @@ std::size_t InferencePlan::window_bytes(const Residency& residency,
         }
       }
       most = std::max(most, bytes);
+      const std::span nearest = std::span(ahead).last(std::min(ahead.size(), max_prefetch_ + 1));
+      for (std::size_t k = 0; k < used.size(); ++k) {
+        soon_[first_next_use_[i] + k] = contains(nearest, used[k]);
+      }
     }
-    for (const ChunkId chunk : layout_.chunks_of(round_[i % n])) {
-      if (streams(residency, chunk)) {
+    for (const ChunkId chunk : used) {
+      if (!stays(chunk)) {
         std::erase(ahead, chunk);
         ahead.push_back(chunk);
       }
     }
-    if (ahead.size() > max_prefetch + widest) {
-      ahead.erase(ahead.begin(), ahead.end() - static_cast<std::ptrdiff_t>(max_prefetch + widest));
+    if (ahead.size() > max_prefetch_ + widest) {
+      ahead.erase(ahead.begin(), ahead.end() - static_cast<std::ptrdiff_t>(max_prefetch_ + widest));
     }
   }
   return most;

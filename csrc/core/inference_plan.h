@@ -55,18 +55,13 @@ class InferencePlan {
   [[nodiscard]] std::size_t cap_bytes() const noexcept { return cap_bytes_; }
   [[nodiscard]] bool stays(ChunkId chunk) const { return stays_[index(chunk)]; }
 
-  /// Parallel to ChunkLayout::chunks_of of the module entered last. Requires followed().
-  [[nodiscard]] std::uint64_t next_use(std::size_t i) const {
-    return first_access_ + next_uses_[first_next_use_[num_entered_ - 1] + i];
-  }
-  /// Per chunk, counted from the next access; kNeverUsed for those that the round does not use.
-  [[nodiscard]] std::vector<std::uint64_t> next_uses() const;
-  /// Of a chunk that was used: those that stream leave before those that stay, and among either the
-  /// one goes first that is used last. What is fetched ahead has its next use as its rank, and
+  /// Of the i-th chunk of the module entered last. Requires followed(). Those that stream leave
+  /// before those that stay, and among either the one goes first that is used last. What is fetched
+  /// ahead, or used again before max_prefetch others that stream, has its next use as its rank, and
   /// leaves last.
-  [[nodiscard]] std::uint64_t rank(ChunkId chunk, std::uint64_t next_use) const {
-    return next_use == kNeverUsed ? kNeverUsed : (stays(chunk) ? kStays : kStreams) + next_use;
-  }
+  [[nodiscard]] std::uint64_t rank(std::size_t i) const;
+  /// The same of all chunks, before the next access. `fetched_ahead`: not used yet.
+  [[nodiscard]] std::vector<std::uint64_t> ranks(const std::vector<bool>& fetched_ahead) const;
   /// Ranks from there on may leave for a chunk that is used at that access: those of chunks that
   /// stream and are used after it.
   [[nodiscard]] static std::uint64_t horizon(std::uint64_t used_at) {
@@ -109,11 +104,11 @@ class InferencePlan {
   void find_next_uses();
   void choose(const Residency& residency, const InferenceRoom& room);
   [[nodiscard]] std::vector<ChunkId> by_preference(const Residency& residency) const;
-  [[nodiscard]] std::size_t window_bytes(const Residency& residency,
-                                         std::size_t max_prefetch) const;
-  [[nodiscard]] bool streams(const Residency& residency, ChunkId chunk) const {
-    return !residency.on_device(chunk) && !stays(chunk);
+  [[nodiscard]] std::uint64_t ranked(ChunkId chunk, std::uint64_t next_use, bool soon) const {
+    return next_use == kNeverUsed || soon ? next_use
+                                          : (stays(chunk) ? kStays : kStreams) + next_use;
   }
+  std::size_t measure_window(const Residency& residency);
 
   const ChunkLayout& layout_;
   std::vector<std::vector<ChunkId>> pinned_;  // per module: its chunks and those around it
@@ -127,8 +122,10 @@ class InferencePlan {
   std::vector<ModuleId> round_;
   std::vector<std::size_t> first_next_use_;  // per access
   std::vector<std::uint64_t> next_uses_;     // counted from the round's first access
+  std::vector<bool> soon_;                   // parallel: before max_prefetch others that stream
   std::size_t planned_peak_ = 0;
-  std::vector<bool> stays_;  // per chunk
+  std::vector<bool> stays_;  // per chunk; those that live on the device do
+  std::size_t max_prefetch_ = 0;
   std::size_t chosen_for_bytes_ = 0;
   std::size_t needed_bytes_ = 0;       // by those that stay, and to stream the others
   std::size_t smallest_streamed_ = 0;  // room for one more that would stay

@@ -120,11 +120,11 @@ std::uint64_t Runtime::unplanned_rank() {
 
 // Of the access under way, for the i-th chunk of its module.
 std::uint64_t Runtime::next_use(ModuleId module, std::size_t i) {
-  const auto& chunks = layout_.chunks_of(module);
   if (inference_planned()) {
-    return inference_.rank(chunks[i], inference_.next_use(i));
+    return inference_.rank(i);
   }
-  return on_plan() ? plan_->next_uses(plan_->accesses()[cursor_ - 1], chunks.size())[i]
+  const std::size_t num_chunks = layout_.chunks_of(module).size();
+  return on_plan() ? plan_->next_uses(plan_->accesses()[cursor_ - 1], num_chunks)[i]
                    : unplanned_rank();
 }
 

@@ -55,7 +55,7 @@ void Runtime::forget_round_ahead() {
 void Runtime::rank_anew() {
   std::vector<std::uint64_t> next_uses(layout_.chunks().size(), kNeverUsed);
   if (inference_planned()) {
-    next_uses = inference_.next_uses();
+    next_uses = inference_.ranks(prefetched_);
   } else if (mode_ == PassMode::kTraining && plan_ && !diverged_) {
     for (std::size_t i = plan_->accesses().size(); i-- > cursor_;) {
       for (const ChunkId chunk : layout_.chunks_of(plan_->accesses()[i].module)) {
@@ -69,8 +69,7 @@ void Runtime::rank_anew() {
   for (std::size_t i = 0; i < next_uses.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
     if (manager_.residency().in_slot(chunk)) {
-      const bool waits = !inference_planned() || prefetched_[i];
-      manager_.set_next_use(chunk, waits ? next_uses[i] : inference_.rank(chunk, next_uses[i]));
+      manager_.set_next_use(chunk, next_uses[i]);
     }
   }
   inference_.look_again();
