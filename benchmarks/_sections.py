@@ -323,7 +323,9 @@ def generation(record: Record) -> list[str]:
             for title, result in results
             if "over_link" in result
         ]
-        title = f"{name}: a token behind a link of {link:g} GB/s, half of the parameters in the budget"
+        title = (
+            f"{name}: a token behind a link of {link:g} GB/s, half of the parameters in the budget"
+        )
         parts += [inline(Bars(title=title, unit="s", bars=bars)), table(headings, rows)]
     return parts
 

@@ -1,11 +1,11 @@
-# Question: behind a slow link, does a generated token take no longer than the bytes that it streams?
-# Baseline: those bytes at the link's rate; beside it the same without prefetch, where a module waits
-#     for each chunk that is not there, and plain PyTorch, which has all parameters in memory.
-# Work: generate() of 64 tokens, greedy, one row, behind an emulated link of 2 GB/s, with half of the
-#     parameters' bytes as the device budget: caches and activations are in it too.
+# Question: does a token generated behind a slow link take no longer than the bytes that it streams?
+# Baseline: those bytes at the link's rate; beside it the same without prefetch, where a module
+#     waits for each chunk that is not there, and plain PyTorch with all parameters in memory.
+# Work: generate() of 64 tokens, greedy, one row, behind an emulated link of 2 GB/s, with half of
+#     the parameters' bytes as the device budget: caches and activations are in it too.
 # Models: GPT-2 of 42.5M and 312M parameters (benchmarks/step.py), a Llama of 134M; fp32.
 # Clock: from the first token, which is the prompt's, to the last. Contenders take turns; ratios are
-#     taken within a round. Their tokens are compared with plain PyTorch's, and demand fetches behind
+#     taken within a round. Tokens are compared with plain PyTorch's, and demand fetches behind
 #     the first token are counted. Idle OpenMP threads sleep early (GOMP_SPINCOUNT), as in
 #     benchmarks/overlap.py: the link's thread needs a core, which it does not on a GPU.
 """Tokens behind a slow link: `python benchmarks/generation.py [--rounds R] [--quick]`."""
@@ -68,6 +68,7 @@ class Clock(StoppingCriteria):
         self.demand_fetches: list[int] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """Notes the time, and what castor has moved."""
         self.seconds.append(time.perf_counter())
         if self.booster is not None:
             report = self.booster.report()

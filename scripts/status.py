@@ -161,8 +161,8 @@ ROWS = (
         ("cases", "312M, 1 x 64", "results", "forward", "over_longest"), at_most(1.10)),
     Row("overlap", "the same, one after the other",
         ("cases", "312M, 1 x 64", "results", "serial", "over_longest")),
-    Row("generation", "a token of GPT-2 42.5M, half of its parameters in the budget, behind 2 GB/s / "
-        "the bytes that it streams", ("cases", "GPT-2 42.5M", "results", "castor", "over_link"),
+    Row("generation", "a token of GPT-2 42.5M, half of its parameters in the budget, behind "
+        "2 GB/s / the bytes that it streams", ("cases", "GPT-2 42.5M", "results", "castor", "over_link"),
         at_most(1.10)),
     Row("generation", "the same, 312M",
         ("cases", "GPT-2 312M", "results", "castor", "over_link"), at_most(1.10)),

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <numeric>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -62,9 +63,11 @@ void Runtime::rank_anew() {
         next_uses[index(chunk)] = i;
       }
     }
-  } else {
-    const bool inference = mode_ == PassMode::kInference;
-    std::fill(next_uses.begin(), next_uses.end(), inference ? 0 : kNeverUsed - 1 - use_counter_);
+  } else if (mode_ == PassMode::kTraining) {
+    std::fill(next_uses.begin(), next_uses.end(), kNeverUsed - 1 - use_counter_);
+  } else {  // the order of the layout is that of execution, near enough
+    std::iota(next_uses.begin(), next_uses.end(), 0);
+    use_counter_ = std::max<std::uint64_t>(use_counter_, next_uses.size());
   }
   for (std::size_t i = 0; i < next_uses.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
@@ -108,9 +111,17 @@ void Runtime::prefetch_inference() {
   if (manager_.counts().evictions != evictions_seen_) {
     inference_.look_again();
   }
-  inference_.look_ahead([this](ChunkId chunk, std::uint64_t used_at) CASTOR_REQUIRES(mutex_) {
+  // A chunk that had to leave waits for none that was fetched meanwhile and is used behind it.
+  const auto num_before = [this](std::uint64_t used_at) CASTOR_REQUIRES(mutex_) {
+    std::size_t before = 0;
+    for (const ChunkId chunk : ahead_) {
+      before += manager_.residency().next_use(chunk) < used_at ? 1 : 0;
+    }
+    return before;
+  };
+  inference_.look_ahead([&, this](ChunkId chunk, std::uint64_t used_at) CASTOR_REQUIRES(mutex_) {
     return manager_.resident(chunk) ||
-           (ahead_.size() < options_.max_prefetch && !manager_.fetch_blocks(chunk) &&
+           (num_before(used_at) < options_.max_prefetch && !manager_.fetch_blocks(chunk) &&
             fetch_for_inference(chunk, used_at));
   });
   evictions_seen_ = manager_.counts().evictions;

@@ -116,7 +116,7 @@ TEST(InferencePlanTest, WithoutPrefetchNothingIsKeptForIt) {
   Planned planned(model_of(4));
   planned.learn();
   EXPECT_EQ(planned.staying({.cap_bytes = 3 * kChunk, .max_prefetch = 0}),
-            (std::vector<bool>{true, true, true, false}));
+            (std::vector<bool>{true, false, true, false}));
 }
 
 TEST(InferencePlanTest, ALargeChunkStaysBecauseItsRoomToStreamWouldBeLarge) {
