@@ -79,7 +79,7 @@ void bind_parts(py::module_& module) {
 void bind_options(py::module_& module) {
   module.attr("NAMES") =
       names_of<ScalarType, StateFormat, PlacementPolicy, Overlap, LoadedWeights, EventKind,
-               TransferKind, TransferCause, Guidance, CopyMode, UpdateCores>();
+               TransferKind, TransferCause, Guidance, CopyMode, UpdateCores, PipelineStyle>();
   bind_parts(module);
   py::class_<SessionOptions>(module, "SessionOptions")
       .def(py::init([](ScalarType precision, std::size_t chunk_bytes,

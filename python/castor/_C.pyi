@@ -4,7 +4,14 @@ from typing import Any
 from torch import Tensor, dtype
 from torch.nn import Module
 
-from castor.config.names import LoadedWeights, Overlap, PlacementPolicy, ScalarType, StateFormat
+from castor.config.names import (
+    LoadedWeights,
+    Overlap,
+    PipelineStyle,
+    PlacementPolicy,
+    ScalarType,
+    StateFormat,
+)
 
 __version__: str
 MOMENT_BLOCK: int
@@ -217,6 +224,20 @@ class Simulator:
         options: Mapping[str, object],
     ) -> dict[str, Any]: ...
 
+def pipeline_order(
+    style: PipelineStyle,
+    num_ranks: int,
+    stages_per_rank: int,
+    num_microbatches: int,
+    rank: int,
+) -> list[tuple[int, int, bool]]: ...
+def pipeline_seconds(
+    style: PipelineStyle,
+    num_ranks: int,
+    stages_per_rank: int,
+    num_microbatches: int,
+    stages: Sequence[tuple[float, float, float]],
+) -> float: ...
 def set_python_errors(
     error: type[Exception],
     usage_error: type[Exception],

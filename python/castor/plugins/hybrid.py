@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
-from castor.distributed import Microbatches, Mode, Plan, Style
+from castor.config.names import PipelineStyle
+from castor.distributed import Microbatches, Mode, Plan
 from castor.plugins.divide import Division, Stages
 from castor.plugins.gemini import GeminiPlugin
 
-_STYLES: tuple[str, ...] = get_args(Style)
+_STYLES: tuple[str, ...] = get_args(PipelineStyle)
 _MODES: tuple[str, ...] = get_args(Mode)
 
 
@@ -183,7 +184,7 @@ def _stages(
     return Stages(
         size=size,
         chunks=chunks,
-        style=cast("Style", style),
+        style=cast("PipelineStyle", style),
         microbatches=Microbatches(count=num_microbatches, size=microbatch_size),
         layers=layers,
     )
