@@ -50,10 +50,10 @@ class InTurn {
   std::vector<PipelineOp> order() {
     const std::uint32_t total = pipeline_.stages_per_rank * pipeline_.num_microbatches;
     const std::uint32_t behind = pipeline_.num_ranks - 1 - rank_;
-    const std::uint32_t ahead = std::min(
-        total, pipeline_.style == PipelineStyle::kInterleaved
-                   ? (pipeline_.stages_per_rank - 1) * pipeline_.num_ranks + 2 * behind
-                   : behind);
+    const std::uint32_t ahead =
+        std::min(total, pipeline_.style == PipelineStyle::kInterleaved
+                            ? (pipeline_.stages_per_rank - 1) * pipeline_.num_ranks + 2 * behind
+                            : behind);
     for (std::uint32_t i = 0; i < ahead; ++i) {
       add(i, false);
     }
@@ -152,9 +152,9 @@ std::vector<PipelineOp> pipeline_order(const Pipeline& pipeline, std::uint32_t r
 double pipeline_seconds(const Pipeline& pipeline, std::span<const StageSeconds> stages) {
   check(pipeline);
   if (stages.size() != std::size_t{pipeline.num_ranks} * pipeline.stages_per_rank) {
-    throw InvalidArgument("there are seconds of " + std::to_string(stages.size()) + " stages, and " +
-                          std::to_string(pipeline.num_ranks * pipeline.stages_per_rank) +
-                          " stages");
+    throw InvalidArgument(
+        "there are seconds of " + std::to_string(stages.size()) + " stages, and " +
+        std::to_string(pipeline.num_ranks * pipeline.stages_per_rank) + " stages");
   }
   for (const StageSeconds& stage : stages) {
     for (const double seconds : {stage.forward, stage.backward, stage.transfer}) {

@@ -60,6 +60,7 @@ struct StageSeconds {
 /// micro-batch at a time; transfers run beside.
 /// Throws InvalidArgument as pipeline_order does, and where there is not one entry for each stage,
 /// or one is negative or not finite.
-[[nodiscard]] double pipeline_seconds(const Pipeline& pipeline, std::span<const StageSeconds> stages);
+[[nodiscard]] double pipeline_seconds(const Pipeline& pipeline,
+                                      std::span<const StageSeconds> stages);
 
 }  // namespace castor

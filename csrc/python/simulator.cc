@@ -74,8 +74,7 @@ class Simulator {
             const std::vector<bool>& ruled)
       : type_(precision),
         rule_(rule_for(type_, state_format)),
-        num_ranks_(static_cast<double>(num_ranks)),
-        state_bytes_per_element_(state_bytes_per_element(type_, *rule_) / num_ranks_),
+        state_bytes_per_element_(state_bytes_per_element(type_, *rule_)),
         layout_(param_specs(params, ruled, type_), module_specs(modules),
                 {.chunk_bytes = chunk_bytes,
                  .world_size = num_ranks,
@@ -226,9 +225,10 @@ class Simulator {
     if (overlap == Overlap::kBackward) {
       throw InvalidArgument("overlap 'backward' is not simulated; there are 'none' and 'forward'");
     }
-    return {.state_bytes_per_element = state_bytes_per_element_,
-            .moved_bytes_per_element =
-                2.0 * state_bytes_per_element_ + 3.0 * element / num_ranks_,
+    // Each rank has one part of the states, and updates that.
+    const double share = 1.0 / options["num_ranks"].cast<double>();
+    return {.state_bytes_per_element = share * state_bytes_per_element_,
+            .moved_bytes_per_element = share * (2.0 * state_bytes_per_element_ + 3.0 * element),
             .norm_bytes_per_element = options["with_norm"].cast<bool>() ? element : 0.0,
             .overlap = overlap};
   }
@@ -257,7 +257,6 @@ class Simulator {
 
   ScalarType type_;
   std::shared_ptr<const UpdateRule> rule_;
-  double num_ranks_;  // each of which has, and updates, one part of what it has states of
   double state_bytes_per_element_;
   ChunkLayout layout_;
 };
@@ -279,8 +278,8 @@ void bind_pipelines(py::module_& m) {
       [](PipelineStyle style, std::uint32_t num_ranks, std::uint32_t stages_per_rank,
          std::uint32_t num_microbatches, std::uint32_t rank) {
         std::vector<PythonOp> order;
-        for (const PipelineOp& op : pipeline_order(
-                 pipeline(style, num_ranks, stages_per_rank, num_microbatches), rank)) {
+        for (const PipelineOp& op :
+             pipeline_order(pipeline(style, num_ranks, stages_per_rank, num_microbatches), rank)) {
           order.emplace_back(op.stage, op.microbatch, op.backward);
         }
         return order;

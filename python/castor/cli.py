@@ -154,6 +154,46 @@ def estimate(
         render(found, workload, on, Console(highlight=False, soft_wrap=True))
 
 
+@app.command()
+def plan(
+    config: Annotated[Path, typer.Argument(help="A config.json of a Hugging Face model.")],
+    cluster: Annotated[
+        Path, typer.Option(help="YAML or JSON: ranks, their device, and what joins them.")
+    ],
+    batch: Annotated[int, typer.Option(help="Samples in a step, of all ranks together.")],
+    seq: Annotated[int, typer.Option(help="Tokens in a sample.")] = 1024,
+    state_format: Annotated[
+        str | None, typer.Option("--format", help="Optimizer state, as in castor estimate.")
+    ] = None,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    shown: Annotated[int, typer.Option(help="Layouts in the table.", min=1)] = 5,
+    output: Annotated[
+        Path | None, typer.Option(help="For the first one: what castor run --plan takes.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Find the fastest way to divide a model and its batch among the ranks of a cluster."""
+    from castor.config import Precision, StateFormat
+    from castor.estimate.layout_report import as_json as found_as_json
+    from castor.estimate.layout_report import search_and_show
+    from castor.estimate.workload import Workload
+
+    workload = Workload(
+        batch=batch,
+        sequence=seq,
+        precision=cast(Precision, precision),
+        state_format=cast(
+            StateFormat, state_format or ("split" if precision == "bf16" else "fp32")
+        ),
+    )
+    console = Console(highlight=False, soft_wrap=True, quiet=as_json)
+    found = search_and_show(config, cluster, workload, console, shown=shown, output=output)
+    if as_json:
+        typer.echo(json.dumps(found_as_json(found), indent=2))
+    if not found.fitting:
+        raise typer.Exit(1)
+
+
 @app.command(
     context_settings={
         "allow_extra_args": True,
@@ -186,6 +226,12 @@ def run(
     max_restarts: Annotated[
         int, typer.Option(help="How often all ranks begin again after a failure.")
     ] = 0,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help="From castor plan: its ranks, and HybridParallelPlugin('auto')'s layout."
+        ),
+    ] = None,
     log_dir: Annotated[
         Path | None, typer.Option(help="For what ranks other than 0 write; else a temporary one.")
     ] = None,
@@ -204,6 +250,7 @@ def run(
         rendezvous=rendezvous,
         max_restarts=max_restarts,
         log_dir=log_dir,
+        plan=plan,
     )
     raise typer.Exit(status)
 

@@ -255,6 +255,7 @@ class Estimator:
             "gradient_copies": "overlapped",
             "update_cores": "own",
             "overlap": self.workload.overlap,
+            "num_ranks": 1,
             "with_norm": True,
         }
 

@@ -37,12 +37,10 @@ std::vector<StageSeconds> alike(const Pipeline& pipeline, StageSeconds seconds) 
 
 TEST(PipelineOrder, OneForwardOneBackward) {
   const std::vector<PipelineOp> first = pipeline_order({k1f1b, 2, 1, 3}, 0);
-  EXPECT_EQ(first, (std::vector<PipelineOp>{{0, 0, false},
-                                            {0, 1, false},
-                                            {0, 0, true},
-                                            {0, 2, false},
-                                            {0, 1, true},
-                                            {0, 2, true}}));
+  EXPECT_EQ(
+      first,
+      (std::vector<PipelineOp>{
+          {0, 0, false}, {0, 1, false}, {0, 0, true}, {0, 2, false}, {0, 1, true}, {0, 2, true}}));
 }
 
 TEST(PipelineOrder, EachMicrobatchGoesOnceThroughEachStageOfTheRankAndBack) {
@@ -98,8 +96,7 @@ TEST(PipelineSeconds, NoStageIsBusyForLongerAndTransfersAddToTheBubble) {
       EXPECT_GT(with, without);
     }
     stages.back().forward = 4.0;
-    EXPECT_GE(pipeline_seconds(pipeline, stages),
-              std::max(with, 6.0 * pipeline.num_microbatches));
+    EXPECT_GE(pipeline_seconds(pipeline, stages), std::max(with, 6.0 * pipeline.num_microbatches));
   }
 }
 
