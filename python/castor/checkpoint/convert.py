@@ -95,7 +95,7 @@ def convert(
     """Writes the checkpoint at `source` to `target`, in another layout.
 
     The target appears as a whole, or not at all; memory beside the kernel's cache of files is that
-    of one tensor.
+    of a few tensors.
 
     Args:
         source: What it is is seen from what it holds.
