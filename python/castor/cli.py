@@ -255,6 +255,59 @@ def run(
     raise typer.Exit(status)
 
 
+@app.command()
+def convert(
+    source: Annotated[
+        Path, typer.Argument(help="A run or one of its steps, an optimizer, a model, DCP, a .pt.")
+    ],
+    target: Annotated[Path, typer.Argument(help="A directory, which appears whole or not at all.")],
+    to: Annotated[str, typer.Option(help="Layout of the target: hf, torch, dcp or castor.")],
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of the weights: fp32 (masters where there are), bf16 or fp16."),
+    ] = None,
+    shard_size: Annotated[
+        str | None, typer.Option(help="Of files in hf and castor, such as 5GB. Default: one file.")
+    ] = None,
+    tie: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="KEY=OTHER: a name of the tensor OTHER, such as lm_head.weight=embed.weight; may "
+            "be given several times. What castor saved knows its own."
+        ),
+    ] = None,
+    names: Annotated[
+        Path | None,
+        typer.Option(
+            help="Names of the parameters of an optimizer that knows positions alone, in its "
+            "order, one a line."
+        ),
+    ] = None,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Without optimizer states.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a checkpoint at the target.")
+    ] = False,
+) -> None:
+    """Write a checkpoint in another layout: Hugging Face's, torch.save's, DCP's or castor's."""
+    from castor.checkpoint import convert as conversion
+    from castor.config import parse_bytes
+
+    done = conversion.convert(
+        source,
+        target,
+        conversion.checked_layout(to),
+        dtype=None if dtype is None else conversion.checked_precision(dtype),
+        max_bytes=None if shard_size is None else parse_bytes(shard_size, "--shard-size"),
+        tie=tie or (),
+        names=None if names is None else names.read_text(encoding="utf-8").split(),
+        weights_only=weights_only,
+        force=force,
+    )
+    typer.echo(done.describe(source, target, to))
+
+
 @app.command("io-bench")
 def io_bench(
     path: Annotated[Path, typer.Argument(help="A directory on the device; a file is made there.")],
