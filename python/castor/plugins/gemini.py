@@ -36,6 +36,7 @@ from castor.optim.check_optimizers import check_optimizers
 from castor.optim.held_params import held_params
 from castor.optim.rules import rule_of
 from castor.optim.step_driver import ModelStep, StepDriver
+from castor.plugins.budgets import budgets_of
 from castor.plugins.data_parallel import join_ranks, loader_of_rank
 from castor.plugins.divide import Division
 from castor.plugins.engine_settings import engine_settings
@@ -344,6 +345,7 @@ class GeminiPlugin:
                 rule=rule,
                 state_format=choice.state_format,
                 layout=layout,
+                budgets=budgets_of(self, self.config),
             ),
             updated=held,
         )
