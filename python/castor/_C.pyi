@@ -52,6 +52,11 @@ class StateOptions:
         nvme_fraction: float,
     ) -> None: ...
 
+class SharedBudgets:
+    def __init__(self, *, device_bytes: int, host_bytes: int, nvme_bytes: int) -> None: ...
+    @property
+    def num_models(self) -> int: ...
+
 class SessionOptions:
     def __init__(
         self,
@@ -60,8 +65,7 @@ class SessionOptions:
         chunk_bytes: int,
         placement: PlacementOptions,
         runtime: RuntimeOptions,
-        device_bytes: int,
-        host_bytes: int,
+        budgets: SharedBudgets,
         state: StateOptions,
         overlap: Overlap,
         num_threads: int,
@@ -121,7 +125,10 @@ class Session(StepEvents):
         groups: tuple[str, str, str] | None,
         share_memory: bool,
         valueless: Sequence[int],
+        name: str,
     ) -> None: ...
+    @property
+    def free_host_bytes(self) -> int: ...
     def set_loss_scale(self, scale: float) -> None: ...
     def synchronise(self, on: bool) -> bool: ...
     def collect_gradients(self, with_norm: bool) -> GradientSummary: ...

@@ -140,8 +140,7 @@ class AutoKeep:
         faults = _fault_seconds() if self._device.type == "cpu" else 0.0
         beside = options["parameter_copies"] == "overlapped"
         link = Link(options["d2h_bytes_per_second"], beside)
-        memory = self._session.report()
-        host_room = int(memory["host_budget_bytes"]) - int(memory["host_bytes"])
+        host_room = self._session.free_host_bytes
         host_room += self._offload.figures()["ready_host_bytes"]
 
         def choice(decisions: Decisions) -> Choice:
