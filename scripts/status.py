@@ -122,7 +122,7 @@ ROWS = (
         ("ratios", "castor ample / torch")),
     Row("hybrid_parallel", "a step whose layers two ranks divide / one process, two threads",
         ("ratios", "castor ample / plain")),
-    Row("layouts", "of ten layouts on two and four ranks, predicted within 20% of the measured step",
+    Row("layouts", "of ten layouts, predicted within 20% of the measured step",
         ("within_target",), at_least(10)),
     Row("pipelines", "a step of a model in two stages / torch's pipelining of the same stages",
         ("ratios", "castor ample / torch"), at_most(1.05)),
