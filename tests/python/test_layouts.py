@@ -181,6 +181,8 @@ def test_collectives_take_what_their_bytes_do() -> None:
         ({"nvlink": "300GB/s"}, "'nvlink' is nothing that castor knows"),
         ({"link_latency_us": -1}, "link_latency_us is -1"),
         ({"link": "fast"}, "link is 'fast'"),
+        ({"at_once": 2}, "at_once is of ranks that compute on the host"),
+        ({"device": "cpu", "at_once": 0}, "at_once is 0"),
         ({"device": "abacus"}, "unknown preset 'abacus'"),
     ],
 )
@@ -247,6 +249,21 @@ def test_a_slower_link_takes_longer_where_ranks_exchange(config: Path) -> None:
     assert slow.seconds > fast.seconds
     assert slow.bound == "exchange"
     assert slow.device_bytes == fast.device_bytes
+
+
+def test_who_waits_leaves_processors_to_others(config: Path) -> None:
+    """Twice the ranks on as many processors take no less time, and bubbles cost nothing there."""
+    found = search(config)
+    layout = Layout(stages=2, microbatches=2, rows=4)
+    own, shared, one = (
+        found.cost(layout, cluster(device="cpu", ranks_per_node=ranks, at_once=at_once))
+        for ranks, at_once in ((2, 2), (2, 1), (1, 1))
+    )
+    assert own.busy["bubble"] > 0
+    assert own.busy["processors"] == 0
+    assert own.seconds < shared.seconds < 2 * own.seconds
+    assert shared.seconds >= own.seconds + shared.busy["processors"] * 0.99
+    assert one.busy["processors"] == 0
 
 
 def test_bubbles_shrink_with_micro_batches(config: Path) -> None:

@@ -62,6 +62,8 @@ class Cluster:
     """Of a rank to other nodes."""
     on_host: bool
     """Whether ranks compute on the host's processors, which updates and exchanges need too."""
+    at_once: int
+    """Ranks of a node that can compute at one time: all, but where they share processors."""
 
     @property
     def ranks(self) -> int:
@@ -93,16 +95,17 @@ class Cluster:
             settings: nodes (default 1) and ranks_per_node; device: a preset of castor estimate, or
                 "cpu" for ranks that compute on the host; figures of castor estimate's options
                 (device_memory, host_memory, h2d, d2h, dram, flops, device_bandwidth), of which
-                host_memory and dram are a whole node's; link and network: bandwidths of a rank to
-                others of its node and to other nodes, such as "300GB/s"; link_latency_us and
-                network_latency_us (default 0).
+                host_memory and dram are a whole node's; at_once, with device "cpu": how many of a
+                node's ranks have processors at one time (default: all); link and network:
+                bandwidths of a rank to others of its node and to other nodes, such as "300GB/s";
+                link_latency_us and network_latency_us (default 0).
             precision: Of the matrix products.
 
         Raises:
             UsageError: A name is not known, or a figure is missing.
             ValueError, TypeError: A figure does not make sense.
         """
-        known = {"device", *_COUNTS, *_BETWEEN, *_OF_A_NODE}
+        known = {"device", "at_once", *_COUNTS, *_BETWEEN, *_OF_A_NODE}
         if unknown := set(settings) - known:
             raise UsageError(
                 f"'{min(unknown)}' is nothing that castor knows of a cluster; there are "
@@ -118,6 +121,11 @@ class Cluster:
                 raise UsageError(f"{name} is missing: the bandwidth of a rank, such as '300GB/s'")
         device = settings.get("device")
         on_host = device == "cpu"
+        at_once = settings.get("at_once", counts["ranks_per_node"])
+        if isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1:
+            raise UsageError(f"at_once is {at_once!r}; give a whole number of 1 or more")
+        if "at_once" in settings and not on_host:
+            raise UsageError("at_once is of ranks that compute on the host (device: cpu)")
         figures = {name: settings[name] for name in _OF_A_NODE if name in settings}
         if on_host:  # copies between tiers of one memory
             figures.setdefault("h2d", figures.get("dram"))
@@ -125,13 +133,16 @@ class Cluster:
         each = counts["ranks_per_node"]
         return cls(
             machine=dataclasses.replace(
-                of_node, host_bytes=of_node.host_bytes // each, dram=of_node.dram / each
+                of_node,
+                host_bytes=of_node.host_bytes // each,
+                dram=of_node.dram / min(each, at_once),
             ),
             nodes=counts["nodes"],
             ranks_per_node=each,
             link=_link(settings, "link"),
             network=_link(settings, "network"),
             on_host=on_host,
+            at_once=min(each, at_once),
         )
 
 

@@ -33,7 +33,8 @@ class LayoutCost:
     seconds: float
     busy: dict[str, float]
     """Of "compute", "exchange" (between ranks that share a model), "reduce" (gradients and weights,
-    between copies of it), "copies" (chunks that computing waits for), "update", "bubble"."""
+    between copies of it), "copies" (chunks that computing waits for), "update", "bubble" (a stage
+    that waits for others), "processors" (that other ranks compute on)."""
 
     @property
     def bound(self) -> str:
@@ -204,6 +205,10 @@ def cost_of(
     last_backward = sum(each[i][1] for i in mine)
     reduce = _exposed(layout, cluster, max(end.param_bytes for end in ends), last_backward)
     update = max(rank.update for rank in ranks)
+    seconds_alone = passes + reduce + update
+    # Who waits leaves its processor to others: of all there is no more than they can do.
+    each_works = layout.microbatches * sum(sum(one[:2]) for one in each) / layout.stages
+    needed = (each_works + reduce + update) * cluster.ranks_per_node / cluster.at_once
     busy = {
         "compute": working - copies - exchange,
         "exchange": exchange,
@@ -211,12 +216,13 @@ def cost_of(
         "bubble": max(0.0, passes - working),
         "reduce": reduce,
         "update": update,
+        "processors": max(0.0, needed - seconds_alone),
     }
     return LayoutCost(
         layout=layout,
         device_bytes=max(rank.device_bytes for rank in ranks),
         host_bytes=max(rank.host_bytes for rank in ranks),
-        seconds=passes + reduce + update,
+        seconds=max(seconds_alone, needed),
         busy=busy,
     )
 

@@ -27,6 +27,7 @@ _BOUNDS = {
     "copies": "chunks from host",
     "update": "Adam",
     "bubble": "idle stages",
+    "processors": "processors",
 }
 
 
