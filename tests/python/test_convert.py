@@ -612,7 +612,21 @@ def anonymous_bytes() -> int:
     raise AssertionError
 
 
+M_MMAP_THRESHOLD = -3
+"""Of mallopt(3): blocks as large are the system's again when they are freed. glibc raises it by
+itself, up to 32 MiB, and then keeps freed tensors in a heap with holes."""
+
+
+@pytest.fixture
+def freed_memory_goes() -> Iterator[None]:
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(M_MMAP_THRESHOLD, 2**20) == 1
+    yield
+    libc.mallopt(M_MMAP_THRESHOLD, 2**25)
+
+
 @pytest.mark.cpu_device("the process's memory is measured")
+@pytest.mark.usefixtures("freed_memory_goes")
 @pytest.mark.parametrize(
     ("through", "layout"),
     [("hf", layout) for layout in LAYOUTS if layout != "castor"]  # of weights alone
