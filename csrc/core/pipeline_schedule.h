@@ -15,8 +15,6 @@ enum class PipelineStyle : std::uint8_t {
   kInterleaved,  ///< 1F1B over several stages of each rank (Narayanan et al. 2021, section 2.2)
 };
 
-inline constexpr std::uint8_t kNumPipelineStyles = 3;
-
 [[nodiscard]] constexpr std::string_view to_string(PipelineStyle style) noexcept {
   switch (style) {
     case PipelineStyle::k1f1b: return "1f1b";

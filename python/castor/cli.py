@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
@@ -16,6 +16,9 @@ from rich.markup import escape
 
 from castor import _C
 from castor.errors import Error
+
+if TYPE_CHECKING:
+    from castor.config import StateFormat
 
 app = typer.Typer(
     name="castor",
@@ -116,7 +119,7 @@ def estimate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict whether a model trains on a machine, how fast, and what bounds it."""
-    from castor.config import Precision, StateFormat
+    from castor.config import Precision
     from castor.estimate.estimator import Estimator
     from castor.estimate.machine import machine
     from castor.estimate.render import render
@@ -126,9 +129,7 @@ def estimate(
         batch=batch,
         sequence=seq,
         precision=cast(Precision, precision),
-        state_format=cast(
-            StateFormat, state_format or ("split" if precision == "bf16" else "fp32")
-        ),
+        state_format=_state_format(state_format, precision),
         activations=cast(Activations, activations),
         overlap=cast(Overlap, overlap),
         max_prefetch=max_prefetch,
@@ -154,6 +155,10 @@ def estimate(
         render(found, workload, on, Console(highlight=False, soft_wrap=True))
 
 
+def _state_format(given: str | None, precision: str) -> StateFormat:
+    return cast("StateFormat", given or ("split" if precision == "bf16" else "fp32"))
+
+
 @app.command()
 def plan(
     config: Annotated[Path, typer.Argument(help="A config.json of a Hugging Face model.")],
@@ -173,7 +178,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Find the fastest way to divide a model and its batch among the ranks of a cluster."""
-    from castor.config import Precision, StateFormat
+    from castor.config import Precision
     from castor.estimate.layout_report import as_json as found_as_json
     from castor.estimate.layout_report import search_and_show
     from castor.estimate.workload import Workload
@@ -182,9 +187,7 @@ def plan(
         batch=batch,
         sequence=seq,
         precision=cast(Precision, precision),
-        state_format=cast(
-            StateFormat, state_format or ("split" if precision == "bf16" else "fp32")
-        ),
+        state_format=_state_format(state_format, precision),
     )
     console = Console(highlight=False, soft_wrap=True, quiet=as_json)
     found = search_and_show(config, cluster, workload, console, shown=shown, output=output)

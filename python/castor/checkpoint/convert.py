@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-import torch
-
 from castor.checkpoint.adapters import CONFIG as ADAPTER_CONFIG
 from castor.checkpoint.changes import (
     by_parameter,
@@ -38,6 +36,7 @@ from castor.checkpoint.staging import recover, staged
 from castor.checkpoint.torch_layout import is_torch_directory, read_torch, write_torch
 from castor.config.names import Precision
 from castor.errors import CheckpointError
+from castor.runtime.engine import WORKING_DTYPES
 
 Kind = Literal["run", "optimizer", "hf", "dcp", "torch"]
 Layout = Literal["hf", "torch", "dcp", "castor"]
@@ -48,11 +47,6 @@ _NAMES: dict[Kind, str] = {
     "hf": "Hugging Face model",
     "dcp": "torch.distributed.checkpoint",
     "torch": "torch.save",
-}
-_DTYPES: dict[Precision, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
 }
 _STEP = re.compile(r"step-\d{8,}")
 _ZIP = b"PK\x03\x04"
@@ -128,11 +122,11 @@ def convert(
     if kind != "run":
         check_states(contents, source)
     if dtype is not None:
-        contents = in_dtype(contents, _DTYPES[dtype], source)
+        contents = in_dtype(contents, WORKING_DTYPES[dtype], source)
     contents = _fitting(contents, to, source)
     spilled = room_for(contents) if to in ("dcp", "torch") and _computes(contents) else 0
     with staged(target, room_for(contents) + spilled) as staging:
-        written = None if dtype is None else _DTYPES[dtype]
+        written = None if dtype is None else WORKING_DTYPES[dtype]
         if to == "hf":
             write_hf(contents, staging, max_bytes, written)
         elif to == "castor":
@@ -160,10 +154,10 @@ def checked_layout(name: str) -> Layout:
 
 def checked_precision(name: str) -> Precision:
     """Raises ValueError for what is no type of weights."""
-    for precision in _DTYPES:
+    for precision in WORKING_DTYPES:
         if name == precision:
             return precision
-    raise ValueError(f"--dtype {name}: give one of {', '.join(_DTYPES)}")
+    raise ValueError(f"--dtype {name}: give one of {', '.join(WORKING_DTYPES)}")
 
 
 # --- what there is ------------------------------------------------------------------------------

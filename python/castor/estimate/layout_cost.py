@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from castor import _C
 from castor.activations.block_profile import Events
+from castor.estimate import simulator
 from castor.estimate.cluster import Cluster, Link
 from castor.estimate.layouts import Layout
 from castor.estimate.machine import Machine
 from castor.estimate.metatrace import Moment
 from castor.estimate.rank_on_paper import SEQUENCE, RankOnPaper, StagePass
+from castor.estimate.workload import Overlap
 
-_NOTHING = 0.0
+_NO_NVME = 2**62
+"""Host bytes, so that nothing goes elsewhere: whether all fits is asked afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ class _End:
     """The first or the last rank of the pipeline: its memory, and what its chunks cost."""
 
     def __init__(
-        self, recorded: RankOnPaper, layout: Layout, cluster: Cluster, rank: int, overlap: str
+        self, recorded: RankOnPaper, layout: Layout, cluster: Cluster, rank: int, overlap: Overlap
     ) -> None:
         seconds = {
             stage: seconds_of(one, cluster, layout) for stage, one in recorded.passes.items()
@@ -80,19 +82,22 @@ class _End:
             computing += own.backward if backward else own.forward
             if not backward:
                 under_way[stage, microbatch] = one.kept_bytes
-        options = _options(cluster, overlap) | {"num_ranks": layout.replicas}
+        options = simulator.options(
+            cluster.machine, overlap=overlap, num_ranks=layout.replicas, on_host=cluster.on_host
+        )
+        options["host_bytes"] = _NO_NVME
         figures = recorded.simulator.run(events, computing, options)
         self.device_bytes: int = figures["smallest_budget_bytes"]
         whole = int(figures["host_bytes"])
         homes = 2 * recorded.param_bytes  # and gradients
-        sharing = ranks_of_a_node(layout, cluster)
+        sharing = _ranks_of_a_node(layout, cluster)
         self.host_bytes = homes // sharing + max(0, whole - homes) // layout.replicas
         alone = sum(computing)
         self.slowdown: float = max(1.0, figures["passes_seconds"] / alone) if alone else 1.0
         self.update: float = figures["step_seconds"] - figures["passes_seconds"]
 
 
-def ranks_of_a_node(layout: Layout, cluster: Cluster) -> int:
+def _ranks_of_a_node(layout: Layout, cluster: Cluster) -> int:
     """Those of a node that have the same parameters."""
     apart = layout.tensor * layout.stages
     return max(1, min(layout.replicas, cluster.ranks_per_node // apart))
@@ -100,7 +105,7 @@ def ranks_of_a_node(layout: Layout, cluster: Cluster) -> int:
 
 def seconds_of(one: StagePass, cluster: Cluster, layout: Layout) -> _Seconds:
     """Of each moment of a micro-batch: its operators, and what they wait for from other ranks."""
-    exchange = _NOTHING
+    exchange = 0.0
 
     def of(moments: Sequence[Moment]) -> list[float]:
         nonlocal exchange
@@ -108,23 +113,15 @@ def seconds_of(one: StagePass, cluster: Cluster, layout: Layout) -> _Seconds:
         for moment in moments:
             waits = _exchanged(moment, cluster, layout)
             exchange += waits
-            found.append(_computed(moment, cluster.machine) + waits)
+            found.append(simulator.seconds_of(moment, cluster.machine) + waits)
         return found
 
     forward, backward = of(one.forward), of(one.backward)
     return _Seconds(forward=forward, backward=backward, exchange=exchange)
 
 
-def _computed(moment: Moment, machine: Machine) -> float:
-    bandwidth = machine.device_bandwidth
-    return sum(
-        max(flops / machine.flops, touched / bandwidth if bandwidth else 0.0)
-        for flops, touched in moment.work
-    )
-
-
 def _exchanged(moment: Moment, cluster: Cluster, layout: Layout) -> float:
-    total = _NOTHING
+    total = 0.0
     for sent in moment.sent:
         shares = layout.sequence if sent.among == SEQUENCE else layout.tensor
         apart = layout.tensor * (layout.sequence if sent.among == SEQUENCE else 1)
@@ -133,36 +130,13 @@ def _exchanged(moment: Moment, cluster: Cluster, layout: Layout) -> float:
     return total
 
 
-def _options(cluster: Cluster, overlap: str) -> dict[str, Any]:
-    machine, copies = cluster.machine, "synchronous" if cluster.on_host else "overlapped"
-    return {
-        "policy": "auto",
-        "offload_optim_frac": 0.0,
-        "offload_param_frac": 0.0,
-        "host_bytes": 2**62,
-        "nvme_bytes_per_second": 0.0,
-        "margin_ratio": 1.0,
-        "max_prefetch": 1,
-        "device_bytes": machine.device_bytes,
-        "h2d_bytes_per_second": machine.h2d,
-        "d2h_bytes_per_second": machine.d2h,
-        "dram_bytes_per_second": machine.dram,
-        "device_memory_bytes_per_second": machine.device_bandwidth or machine.dram,
-        "parameter_copies": copies,
-        "gradient_copies": copies,
-        "update_cores": "shared" if cluster.on_host else "own",
-        "overlap": "none" if cluster.on_host else overlap,
-        "with_norm": True,
-    }
-
-
 def cost_of(
     layout: Layout,
     stages: Sequence[StagePass],
     ends: Sequence[RankOnPaper],
     cluster: Cluster,
     *,
-    overlap: str,
+    overlap: Overlap,
 ) -> LayoutCost:
     """What a step takes.
 
@@ -233,7 +207,7 @@ def _exposed(layout: Layout, cluster: Cluster, param_bytes: int, last_backward: 
     Within a node copies of a model share their weights and gradients: each rank reads what the
     others have of its part. Across nodes parts are exchanged, and gradients and weights gathered.
     """
-    inner = ranks_of_a_node(layout, cluster)
+    inner = _ranks_of_a_node(layout, cluster)
     share = (layout.replicas - 1) / layout.replicas if layout.replicas > 1 else 0.0
     if layout.replicas == inner:
         seconds = _over(cluster.link, share * param_bytes)

@@ -38,7 +38,7 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bound:
+class _Bound:
     """Less than which a layout does not take."""
 
     seconds: float
@@ -156,7 +156,7 @@ class LayoutSearch:
             compared=len(every),
         )
 
-    def _bound(self, layout: Layout, cluster: Cluster) -> Iterator[Bound]:
+    def _bound(self, layout: Layout, cluster: Cluster) -> Iterator[_Bound]:
         """Less than which it does not take; none where the model refuses it."""
         try:
             of_one, of_two = self._whole(layout, cluster)
@@ -177,7 +177,7 @@ class LayoutSearch:
         most = max(sum(layers[rank :: layout.stages]) for rank in range(layout.stages))
         working = layout.microbatches * max(each / layout.stages, block * most)
         under_way = min(layout.microbatches, layout.stages) / layout.stages
-        yield Bound(
+        yield _Bound(
             seconds=working + each * (layout.stages - 1) / count,
             device_bytes=int(of_rows(lambda whole: whole.kept_bytes) * under_way),
         )

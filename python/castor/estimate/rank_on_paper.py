@@ -18,7 +18,6 @@ from torch import nn
 
 from castor import _C
 from castor.config import Precision, StateFormat
-from castor.config.names import SCALAR_TYPES
 from castor.distributed import (
     Mode,
     SequenceParallel,
@@ -32,6 +31,8 @@ from castor.estimate.activations import Logits, RecomputedBlocks
 from castor.estimate.metatrace import Moment, Recorder, Sent, recording, run
 from castor.estimate.model import build, make_inputs, quiet
 from castor.estimate.paper_ranks import PaperRanks
+from castor.estimate.simulator import lay_out
+from castor.runtime.engine import WORKING_DTYPES
 from castor.runtime.spec import ModelSpec
 
 _LABELS = "labels"
@@ -66,8 +67,6 @@ class RankOnPaper:
     """By number of the stage."""
     param_bytes: int
     """Trainable or not, tied ones once."""
-    fixed_bytes: int
-    """Of non-model memory that is there throughout: buffers."""
 
 
 class ModelOnPaper:
@@ -102,9 +101,8 @@ class ModelOnPaper:
             NotImplementedError: It cannot be divided so.
         """
         self._precision, self._state_format = precision, state_format
-        dtype: torch.dtype = getattr(torch, SCALAR_TYPES[precision])
-        self.model: Any = build(config, dtype=dtype)
-        self._dtype = dtype
+        self._dtype = WORKING_DTYPES[precision]
+        self.model: Any = build(config, dtype=self._dtype)
         self._divided = tensor_size > 1
         self._tell: Recorder | None = None
         self._layers: dict[int, list[int]] = {}
@@ -173,14 +171,7 @@ class ModelOnPaper:
         tile: int,
     ) -> RankOnPaper:  # fmt: skip
         spec = ModelSpec.structure(self.model)
-        params = zip(spec.names, spec.params, strict=True)
-        simulator = _C.Simulator(
-            params=[(name, param.numel(), param.requires_grad) for name, param in params],
-            modules=[(m.name, m.params, m.parent) for m in spec.modules],
-            precision=SCALAR_TYPES[self._precision],
-            chunk_bytes=0,
-            state_format=self._state_format,
-        )
+        simulator = lay_out(spec, self._precision, self._state_format)
         passes = {}
         for stage in own:
             passes[stage] = self._pass(spec, simulator, inputs, modules, stage, tile)
@@ -188,7 +179,6 @@ class ModelOnPaper:
             simulator=simulator,
             passes=passes,
             param_bytes=sum(_bytes_of(param) for param in spec.params),
-            fixed_bytes=sum(_bytes_of(buffer) for buffer in self.model.buffers()),
         )
 
     def _pass(
