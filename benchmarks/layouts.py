@@ -3,11 +3,12 @@
 #     two cores, of which four ranks have two at one time.
 # Model: hybrid_parallel.py's Llama of 44M parameters, fp32, steps of 8 x 128 tokens on all ranks
 #     together, AdamW, clipping, room for everything, one thread a rank.
-# Method: a probe of two ranks, which work at once: seconds of a product of the model's sizes, of
-#     plain forwards and backwards of 1, 2 and 4 rows (to which the bandwidth of memory is fitted),
-#     of a copy, of Adam, and of sums among the ranks, which four ranks measure as well. From these
-#     alone all layouts are predicted. Steps of as many ranks run in turn, so that slow spells of
-#     the machine meet all of them.
+# Method: a probe of as many ranks, which work at once: seconds of all the model's products,
+#     forward and backward, of plain passes of 1, 2 and 4 rows (to which the bandwidth of memory
+#     is fitted: the other operators), of a copy, of Adam, and of sums among the ranks. What ranks
+#     take that share a core is that core's time, their getting in each other's way with it. From
+#     these alone all layouts are predicted. Steps of as many ranks run in turn, so that slow
+#     spells of the machine meet all of them.
 # Target: times within 20%, and the three fastest in their order (of those whose measured times
 #     differ by more than 5%).
 """Layouts predicted and measured: `python benchmarks/layouts.py [--rounds R]`."""
@@ -76,6 +77,7 @@ def make_probe(_: int, model: Model) -> tuple[Step, Report]:
     def median(work: Callable[[], Any], times: int = 9) -> float:
         found = []
         for _ in range(times):
+            module.zero_grad(set_to_none=False)
             ranks.meet()
             start = time.perf_counter()
             work()
@@ -84,20 +86,27 @@ def make_probe(_: int, model: Model) -> tuple[Step, Report]:
 
     def passes(rows: int) -> None:
         batch = replace(model, rows=rows).batch(0)
-        module.zero_grad(set_to_none=False)
         module(**batch).loss.backward()
 
     def report() -> dict[str, Any]:
         hidden = torch.zeros(model.rows, model.sequence, model.width)
         source, target = torch.zeros(params), torch.zeros(params)
         of_rows = {rows: median(lambda rows=rows: passes(rows)) for rows in PROBED_ROWS}
-        x, weight = hidden.flatten(0, 1), torch.zeros(model.width, 4 * model.width)
-        product = median(lambda: x @ weight)
+        tokens = max(PROBED_ROWS) * model.sequence
+        weights = [m.weight.detach() for m in module.modules() if isinstance(m, torch.nn.Linear)]
+        inputs = {weight.shape[1]: torch.randn(tokens, weight.shape[1]) for weight in weights}
+
+        def products() -> None:
+            for weight in weights:
+                x = inputs[weight.shape[1]]
+                out = x @ weight.T
+                _ = out @ weight, out.T @ x
+
         adam = HybridAdam([torch.nn.Parameter(source)], lr=LR)
         adam.param_groups[0]["params"][0].grad = target
         adam.step()
         return {
-            "flops": 2 * len(x) * weight.numel() / product,
+            "flops": 6 * tokens * sum(w.numel() for w in weights) / median(products, 5),
             "passes": of_rows,
             "copy": median(lambda: target.copy_(source)) / (4 * params),
             "adam": median(adam.step) / (28 * params),
@@ -162,29 +171,35 @@ def fitted(measured: dict[int, float], flops: float, record: Callable[[int], Any
     return min((1e8 * 10 ** (n / 50) for n in range(200)), key=missed)
 
 
-def cluster_of(
-    ranks: int, probes: Sequence[dict[str, Any]], sums: dict[int, float], bandwidth: float
-) -> Any:
+def cluster_of(probes: Sequence[dict[str, Any]], record: Callable[[int], Any]) -> Any:
     """What the planner is told of the machine.
 
     Args:
-        ranks: How many there are.
-        probes: What as many ranks measured as there are cores.
-        sums: Seconds of sums among the ranks, by bytes.
-        bandwidth: Of memory.
+        probes: What each rank measured.
+        record: The pass of so many rows on paper.
     """
     from castor.estimate.cluster import Cluster
 
-    worst = {name: max(probe[name] for probe in probes) for name in ("copy", "adam")}
+    ranks = len(probes)
+    at_once = min(CORES, ranks)
+
+    def slowest(measured: Callable[[dict[str, Any]], float]) -> float:
+        """Seconds of a core."""
+        return max(map(measured, probes)) * at_once / ranks
+
+    flops = 1 / slowest(lambda probe: 1 / probe["flops"])
+    passes = {rows: slowest(lambda probe, rows=rows: probe["passes"][rows]) for rows in PROBED_ROWS}
+    sums = {of: max(probe["sums"][of] for probe in probes) for of in probes[0]["sums"]}
     (small, least), (large, most) = sorted(sums.items())
     # A sum is two exchanges of (n - 1) / n of it.
     link = 2 * (ranks - 1) / ranks * (large - small) / max(most - least, 1e-9)
     return Cluster.of(
         {
-            "ranks_per_node": ranks, "device": "cpu", "at_once": min(CORES, ranks),
+            "ranks_per_node": ranks, "device": "cpu", "at_once": at_once,
             "device_memory": BUDGET, "host_memory": f"{3 * ranks}GiB",
-            "flops": min(probe["flops"] for probe in probes), "device_bandwidth": int(bandwidth),
-            "h2d": int(1 / worst["copy"]), "dram": int(min(CORES, ranks) / worst["adam"]),
+            "flops": flops, "device_bandwidth": int(fitted(passes, flops, record)),
+            "h2d": int(1 / slowest(lambda probe: probe["copy"])),
+            "dram": int(at_once / slowest(lambda probe: probe["adam"])),
             "link": int(link), "link_latency_us": least / 2 * 1e6,
         },
         "fp32",
@@ -221,13 +236,7 @@ def main() -> int:
             probe = Ranks.start(f"probe of {size}", size, make_probe, model)
             probes = probe.report()
             probe.stop()
-            sums = {of: max(one["sums"][of] for one in probes) for of in probes[0]["sums"]}
-            if size <= CORES:
-                of_cores = probes
-                passes = {rows: max(one["passes"][rows] for one in probes) for rows in PROBED_ROWS}
-                flops = min(one["flops"] for one in probes)
-                bandwidth = fitted(passes, flops, search.whole_pass)
-            clusters[size] = cluster_of(size, of_cores, sums, bandwidth)
+            clusters[size] = cluster_of(probes, search.whole_pass)
             contenders: dict[str, Ranks] = {}
             for layout in layouts(size, model.rows):
                 name = f"{size} ranks: {title(layout)}"
