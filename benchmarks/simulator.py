@@ -143,6 +143,7 @@ class Predictor:
                 "gradient_copies": "overlapped" if link else "synchronous",
                 "update_cores": "shared",
                 "overlap": "none",
+                "num_ranks": 1,
                 "with_norm": True,
             },
         )

@@ -127,10 +127,9 @@ void ChunkManager::bind_home(ChunkId chunk) noexcept {
 
 void ChunkManager::fetch(ChunkId chunk) {
   if (!try_fetch(chunk)) {
-    const Ledger& ledger = device_->ledger();
-    throw OutOfMemory(TierKind::kDevice, layout_.chunk(chunk).capacity_bytes, ledger.available(),
-                      ledger.budget(),
-                      "no room was made for chunk " + std::to_string(index(chunk)));
+    throw device_->ledger().out_of_memory(
+        layout_.chunk(chunk).capacity_bytes,
+        "no room was made for chunk " + std::to_string(index(chunk)));
   }
 }
 

@@ -53,6 +53,17 @@ OutOfMemory::OutOfMemory(TierKind tier, std::size_t requested, std::size_t avail
       available_(available),
       budget_(budget) {}
 
+OutOfMemory::OutOfMemory(const std::string& message, const OutOfMemory& figures)
+    : Error(message),
+      tier_(figures.tier_),
+      requested_(figures.requested_),
+      available_(figures.available_),
+      budget_(figures.budget_) {}
+
+OutOfMemory OutOfMemory::with(const std::string& sentence) const {
+  return sentence.empty() ? *this : OutOfMemory(std::string(what()) + ". " + sentence, *this);
+}
+
 IoError::IoError(int error_number, std::string path, std::uint64_t offset,
                  const std::string& what_failed, const std::string& remedy)
     : Error(io_message(error_number, path, offset, what_failed, remedy)),

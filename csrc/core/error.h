@@ -35,12 +35,17 @@ class OutOfMemory : public Error {
   OutOfMemory(TierKind tier, std::size_t requested, std::size_t available, std::size_t budget,
               const std::string& remedy);
 
+  /// The same, with another sentence; of an empty one nothing comes.
+  [[nodiscard]] OutOfMemory with(const std::string& sentence) const;
+
   [[nodiscard]] TierKind tier() const noexcept { return tier_; }
   [[nodiscard]] std::size_t requested() const noexcept { return requested_; }
   [[nodiscard]] std::size_t available() const noexcept { return available_; }
   [[nodiscard]] std::size_t budget() const noexcept { return budget_; }
 
  private:
+  OutOfMemory(const std::string& message, const OutOfMemory& figures);
+
   TierKind tier_;
   std::size_t requested_;
   std::size_t available_;

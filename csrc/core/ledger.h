@@ -1,11 +1,13 @@
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <cstddef>
+#include <memory>
 #include <optional>
 #include <string>
 
+#include "core/budget.h"
+#include "core/error.h"
 #include "core/peaks.h"
 #include "core/tier_kind.h"
 
@@ -36,13 +38,17 @@ class Reservation {
   std::size_t bytes_ = 0;
 };
 
-/// The byte count of one tier against its hard budget. Owned by the runtime; outlives every
-/// Reservation. Thread-safe and lock-free: the memory hooks of torch call it on every allocation.
-/// Invariant: used() <= budget() at every moment, but for what take_anyway adds.
+/// What one model, or one user, has taken from a tier's hard budget, which several may share. Owned
+/// by a tier; outlives every Reservation. Thread-safe and lock-free: the memory hooks of torch call
+/// it on every allocation.
+/// Invariant: the budget's; used() is this ledger's part.
 class Ledger {
  public:
-  /// Throws InvalidArgument if `budget` is 0.
+  /// Of a budget of its own. Throws InvalidArgument if `budget` is 0.
   Ledger(TierKind tier, std::size_t budget);
+  /// `owner` names the model in errors that tell who has what of a shared budget; empty: it is
+  /// none.
+  Ledger(std::shared_ptr<Budget> budget, std::string owner);
   Ledger(const Ledger&) = delete;
   Ledger& operator=(const Ledger&) = delete;
   ~Ledger();
@@ -58,26 +64,37 @@ class Ledger {
   /// For memory that is taken already, whatever the budget says.
   void take_anyway(std::size_t bytes) noexcept;
   /// For bytes that are paid for twice for a moment: no peak sees them.
-  void take_unnoted(std::size_t bytes) noexcept {
-    used_.fetch_add(bytes, std::memory_order_relaxed);
-  }
+  void take_unnoted(std::size_t bytes) noexcept;
 
-  [[nodiscard]] TierKind tier() const noexcept { return tier_; }
-  [[nodiscard]] std::size_t budget() const noexcept { return budget_; }
-  [[nodiscard]] std::size_t used() const noexcept { return used_.load(std::memory_order_relaxed); }
-  [[nodiscard]] std::size_t available() const noexcept {
-    return budget_ - std::min(budget_, used());
-  }
-  [[nodiscard]] std::size_t peak() const noexcept { return peaks_.highest(); }
+  /// The budget gets back all that is taken, which stays with those who have it and is nobody's
+  /// concern from now on: nothing is counted here any more.
+  void leave() noexcept;
+  [[nodiscard]] bool has_left() const noexcept { return (raw() & kLeft) != 0; }
+
+  /// For throwing: what was requested, what there is, who has the rest, and `remedy`.
+  [[nodiscard]] OutOfMemory out_of_memory(std::size_t bytes, const std::string& remedy) const;
+
+  [[nodiscard]] TierKind tier() const noexcept { return budget_->tier(); }
+  [[nodiscard]] const std::string& owner() const noexcept { return owner_; }
+  /// By this ledger.
+  [[nodiscard]] std::size_t used() const noexcept { return has_left() ? 0 : raw(); }
+  // Of the budget, whoever takes from it.
+  [[nodiscard]] std::size_t budget() const noexcept { return budget_->bytes(); }
+  [[nodiscard]] std::size_t available() const noexcept { return budget_->available(); }
+  [[nodiscard]] std::size_t peak() const noexcept { return budget_->peak(); }
   /// The highest value since the previous call; starts the next window at the current value.
-  [[nodiscard]] std::size_t take_window_peak() noexcept { return peaks_.take_window(used()); }
+  [[nodiscard]] std::size_t take_window_peak() noexcept { return window_.take(budget_->used()); }
 
  private:
-  const TierKind tier_;
-  const std::size_t budget_;
-  // Relaxed throughout: the counter carries no other data; each update is one atomic operation.
+  static constexpr std::size_t kLeft = ~(~std::size_t{0} >> 1);
+  [[nodiscard]] std::size_t raw() const noexcept { return used_.load(std::memory_order_relaxed); }
+  [[nodiscard]] bool add(std::size_t bytes) noexcept;
+
+  const std::shared_ptr<Budget> budget_;
+  const std::string owner_;
+  Peaks::Window window_;
+  // With kLeft from leave() on. Relaxed: each update is one atomic operation.
   std::atomic<std::size_t> used_{0};
-  Peaks peaks_;
 };
 
 }  // namespace castor

@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "core/compute_stream.h"
 #include "core/ledger.h"
@@ -90,6 +91,13 @@ class MemoryTier {
   MemoryTier(TierKind kind, std::size_t budget, std::unique_ptr<Arena> arena,
              std::shared_ptr<const ComputeStream> stream = nullptr)
       : ledger_(kind, budget), stream_(std::move(stream)), arena_(std::move(arena)) {}
+
+  /// Of a budget that others take from too; `owner` as Ledger's.
+  MemoryTier(std::shared_ptr<Budget> budget, std::string owner, std::unique_ptr<Arena> arena,
+             std::shared_ptr<const ComputeStream> stream = nullptr)
+      : ledger_(std::move(budget), std::move(owner)),
+        stream_(std::move(stream)),
+        arena_(std::move(arena)) {}
 
   /// Throws OutOfMemory, with `remedy` in the message, when the budget or the arena has no room.
   [[nodiscard]] Block allocate(std::size_t bytes, const std::string& remedy) {

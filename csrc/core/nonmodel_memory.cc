@@ -5,7 +5,7 @@
 namespace castor {
 
 bool NonModelMemory::try_allocate(std::size_t bytes) noexcept {
-  if (!device_->ledger().try_take(bytes)) {
+  if (!device_->try_take(bytes)) {
     return false;
   }
   note_taken(bytes);
@@ -17,17 +17,16 @@ void NonModelMemory::note_taken(std::size_t bytes) noexcept {
 }
 
 void NonModelMemory::allocate(std::size_t bytes) {
-  if (!device_->ledger().try_take(bytes)) {
+  if (!device_->try_take(bytes)) {
     const MutexLock lock(reclaim_mutex_);
     // Another thread may take what was reclaimed for this one: try until there is nothing to give.
     do {
-      if (reclaimer_ == nullptr) {
-        const Ledger& ledger = device_->ledger();
-        throw OutOfMemory(TierKind::kDevice, bytes, ledger.available(), ledger.budget(),
-                          "the model that owned this budget is gone; free its tensors");
+      if (reclaimers_.empty()) {
+        throw device_->out_of_memory(bytes,
+                                     "the model that owned this budget is gone; free its tensors");
       }
-      reclaimer_->reclaim(bytes);
-    } while (!device_->ledger().try_take(bytes));
+      reclaimers_.back()->reclaim(bytes);
+    } while (!device_->try_take(bytes));
   }
   note_taken(bytes);
 }
@@ -37,30 +36,36 @@ void NonModelMemory::make_room(std::size_t bytes) {
     return;
   }
   const MutexLock lock(reclaim_mutex_);
-  if (reclaimer_ != nullptr) {
-    reclaimer_->reclaim(bytes);
+  if (!reclaimers_.empty()) {
+    reclaimers_.back()->reclaim(bytes);
   }
 }
 
 bool NonModelMemory::evict_refused(std::size_t bytes) {
   const MutexLock lock(reclaim_mutex_);
-  return reclaimer_ != nullptr && reclaimer_->evict_refused(bytes);
+  return !reclaimers_.empty() && reclaimers_.back()->evict_refused(bytes);
 }
 
 void NonModelMemory::note_allocated(std::size_t bytes) noexcept {
-  device_->ledger().take_anyway(bytes);
+  device_->take_anyway(bytes);
   note_taken(bytes);
 }
 
 void NonModelMemory::free(std::size_t bytes) noexcept {
   bytes_.fetch_sub(bytes, std::memory_order_relaxed);
-  device_->ledger().give_back(bytes);
+  device_->give_back(bytes);
 }
 
-void NonModelMemory::set_reclaimer(Reclaimer* reclaimer) {
+void NonModelMemory::add_reclaimer(Reclaimer* reclaimer) {
   const MutexLock lock(reclaim_mutex_);
-  orphaned_.store(reclaimer == nullptr, std::memory_order_relaxed);
-  reclaimer_ = reclaimer;
+  reclaimers_.push_back(reclaimer);
+  orphaned_.store(false, std::memory_order_relaxed);
+}
+
+void NonModelMemory::remove_reclaimer(Reclaimer* reclaimer) {
+  const MutexLock lock(reclaim_mutex_);
+  std::erase(reclaimers_, reclaimer);
+  orphaned_.store(reclaimers_.empty(), std::memory_order_relaxed);
 }
 
 }  // namespace castor

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
+#include <utility>
 
 namespace castor {
 
@@ -13,28 +14,73 @@ inline void raise_to(std::atomic<std::size_t>& maximum, std::size_t value) noexc
   }
 }
 
-/// The highest values of a counter of bytes: ever, and since a window began. Thread-safe and
-/// lock-free; the counter itself stays with its owner.
+/// The highest values of a counter of bytes: ever, and for each of those who ask, since its window
+/// began. Thread-safe; note() is lock-free. The counter itself stays with its owner.
 class Peaks {
+  struct Cell {
+    std::atomic<std::size_t> highest{0};
+    std::atomic<bool> open{true};
+    Cell* next = nullptr;
+  };
+
  public:
+  Peaks() = default;
+  Peaks(const Peaks&) = delete;
+  Peaks& operator=(const Peaks&) = delete;
+  ~Peaks() {
+    for (Cell* cell = first_.load(std::memory_order_acquire); cell != nullptr;) {
+      delete std::exchange(cell, cell->next);
+    }
+  }
+
+  /// One reader's. Ends before the Peaks do.
+  class Window {
+   public:
+    /// `now`: the counter's value.
+    Window(Peaks& peaks, std::size_t now) : cell_(peaks.open_cell()) { cell_->highest.store(now); }
+    Window(const Window&) = delete;
+    Window& operator=(const Window&) = delete;
+    ~Window() { cell_->open.store(false, std::memory_order_release); }
+    /// The highest value since the previous call; the next window starts at `now`, the counter's
+    /// current value.
+    [[nodiscard]] std::size_t take(std::size_t now) noexcept {
+      return std::max(cell_->highest.exchange(now, std::memory_order_relaxed), now);
+    }
+
+   private:
+    Cell* const cell_;
+  };
+
   /// The counter rose to `value`.
   void note(std::size_t value) noexcept {
     raise_to(highest_, value);
-    raise_to(window_, value);
+    for (Cell* cell = first_.load(std::memory_order_acquire); cell != nullptr; cell = cell->next) {
+      raise_to(cell->highest, value);
+    }
   }
   [[nodiscard]] std::size_t highest() const noexcept {
     return highest_.load(std::memory_order_relaxed);
   }
-  /// The highest value since the previous call; the next window starts at `now`, the counter's
-  /// current value.
-  [[nodiscard]] std::size_t take_window(std::size_t now) noexcept {
-    return std::max(window_.exchange(now, std::memory_order_relaxed), now);
-  }
 
  private:
-  // Relaxed: the values carry no other data; each update is one atomic operation.
+  // Cells stay in the list, which note() walks at any time, and are lent again.
+  Cell* open_cell() {
+    for (Cell* cell = first_.load(std::memory_order_acquire); cell != nullptr; cell = cell->next) {
+      bool open = false;
+      if (cell->open.compare_exchange_strong(open, true, std::memory_order_acquire)) {
+        return cell;
+      }
+    }
+    Cell* const cell = new Cell;
+    cell->next = first_.load(std::memory_order_relaxed);
+    while (!first_.compare_exchange_weak(cell->next, cell, std::memory_order_release)) {
+    }
+    return cell;
+  }
+
+  // Relaxed, but for the list: the values carry no other data; each update is one atomic operation.
   std::atomic<std::size_t> highest_{0};
-  std::atomic<std::size_t> window_{0};
+  std::atomic<Cell*> first_{nullptr};
 };
 
 }  // namespace castor

@@ -61,10 +61,14 @@ WorkingSet largest_working_set(const ChunkManager& manager) {
 }  // namespace
 
 Runtime::Runtime(ChunkManager& manager, std::shared_ptr<NonModelMemory> nonmodel,
-                 RuntimeOptions options, Clock clock)
-    : manager_(manager),
+                 RuntimeOptions options, Clock clock, std::shared_ptr<RuntimeGroup> group)
+    : group_(group ? std::move(group) : std::make_shared<RuntimeGroup>()),
+      mutex_(group_->mutex()),
+      manager_(manager),
       layout_(manager.layout()),
       nonmodel_(std::move(nonmodel)),
+      nonmodel_peaks_(nonmodel_->peaks(), nonmodel_->bytes()),
+      inference_peaks_(nonmodel_->peaks(), nonmodel_->bytes()),
       options_(options),
       clock_(std::move(clock)),
       uses_(layout_.params().size(), 0),
@@ -74,24 +78,33 @@ Runtime::Runtime(ChunkManager& manager, std::shared_ptr<NonModelMemory> nonmodel
   check_options(options_);
   const Ledger& ledger = manager_.device().ledger();
   fixed_device_bytes_ = ledger.used();
-  if (layout_.largest_working_set_bytes() > ledger.available()) {
-    // Chunks that live on the device are paid for already.
-    if (const WorkingSet largest = largest_working_set(manager_);
-        largest.bytes > ledger.available()) {
-      throw OutOfMemory(TierKind::kDevice, largest.bytes, ledger.available(), ledger.budget(),
-                        "the chunks of module '" + layout_.module(largest.module).name +
-                            "' alone need that much at once; give device_memory at least " +
-                            format_bytes(largest.bytes + fixed_device_bytes_) +
-                            " plus room for activations, or a smaller chunk_bytes");
+  {
+    const MutexLock lock(mutex_);
+    std::size_t fixed = fixed_device_bytes_;
+    for_each_other([&](const Runtime& other)
+                       CASTOR_NOT_ANALYZED { fixed += other.fixed_device_bytes_; });
+    const std::size_t room = ledger.budget() - std::min(ledger.budget(), fixed);
+    if (layout_.largest_working_set_bytes() > room) {
+      // Chunks that live on the device are paid for already.
+      if (const WorkingSet largest = largest_working_set(manager_); largest.bytes > room) {
+        throw ledger.out_of_memory(
+            largest.bytes, "the chunks of module '" + layout_.module(largest.module).name +
+                               "' alone need that much at once; give device_memory at least " +
+                               format_bytes(largest.bytes + fixed) +
+                               " plus room for activations, or a smaller chunk_bytes");
+      }
     }
+    manager_.record_into(&timeline_);
+    group_->join(this);
+    used_by_this_thread();
   }
-  manager_.record_into(&timeline_);
-  nonmodel_->set_reclaimer(this);
+  nonmodel_->add_reclaimer(this);
 }
 
 Runtime::~Runtime() {
-  nonmodel_->set_reclaimer(nullptr);
+  nonmodel_->remove_reclaimer(this);
   const MutexLock lock(mutex_);
+  group_->leave(this);
   frames_.release_all();
   manager_.record_into(nullptr);
 }
@@ -148,8 +161,10 @@ void Runtime::record(EventKind kind, std::uint32_t id) {
     }
     timeline_.begin(now_ns, std::move(resident), std::move(on_device));
   }
-  static_cast<void>(take_nonmodel_peak());
-  tracer_.record(kind, id, std::exchange(unrecorded_peak_, 0), now_ns);
+  // What others keep is that of the moment before, until this one.
+  const std::size_t others = std::exchange(others_now_, kept_by_others());
+  others_peak_ = std::max(others_peak_, others_now_);
+  tracer_.record(kind, id, nonmodel_peaks_.take(nonmodel_->bytes()) + others, now_ns);
   timeline_.moment(manager_.slot_bytes(), manager_.host().ledger().used(),
                    device.take_window_peak());
 }
@@ -190,7 +205,7 @@ void Runtime::acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins) {
   if (on_plan() || inference_planned()) {
     // The plan's cap leaves room for the non-model bytes until the next access.
     const CauseScope cause(timeline_, TransferCause::kPlan);
-    static_cast<void>(manager_.make_room(0, slot_cap()));
+    static_cast<void>(make_room(0, slot_cap()));
     on_plan() ? prefetch() : prefetch_inference();
   }
   trim_slots();
@@ -202,7 +217,14 @@ void Runtime::trim_slots() {
   const Ledger& device = manager_.device().ledger();
   const std::size_t slots = manager_.slot_bytes();
   const std::size_t room = std::min(std::max(slot_cap(), slots) - slots, device.available());
-  manager_.trim_slots(room + std::min(options_.kept_slot_bytes, device.budget() / 8));
+  const std::size_t kept = std::min(options_.kept_slot_bytes, device.budget() / 8);
+  manager_.trim_slots(room + kept);
+  // Here and not where an allocation makes them leave: within an operator, which may read them.
+  for_each_other([kept](Runtime& other) CASTOR_NOT_ANALYZED {
+    if (other.yields()) {
+      other.manager_.trim_slots(kept);
+    }
+  });
 }
 
 void Runtime::prefetch() {
@@ -212,8 +234,8 @@ void Runtime::prefetch() {
       continue;
     }
     manager_.set_next_use(ahead.chunk, ahead.used_at);
-    if (manager_.make_room(layout_.chunk(ahead.chunk).capacity_bytes, ahead.slot_cap_bytes,
-                           ahead.used_at + 1)) {
+    if (make_room(layout_.chunk(ahead.chunk).capacity_bytes, ahead.slot_cap_bytes,
+                  ahead.used_at + 1)) {
       try {
         prefetched_[index(ahead.chunk)] = manager_.try_fetch(ahead.chunk);
       } catch (const OutOfMemory&) {
@@ -276,6 +298,7 @@ void Runtime::end_use(ModuleId module, Pass pass) {
 
 void Runtime::enter(ModuleId module, PassMode mode) {
   const MutexLock lock(mutex_);
+  used_by_this_thread();
   frames_.begin_forward(module);
   if (frames_.no_forward()) {
     begin_pass(module, mode);
@@ -301,6 +324,7 @@ void Runtime::exit(ModuleId module) {
 
 void Runtime::enter_backward(ModuleId module) {
   const MutexLock lock(mutex_);
+  used_by_this_thread();
   frames_.end_backward();
   change_mode(PassMode::kTraining);
   advance(EventKind::kBackwardEnter, module);
@@ -366,6 +390,7 @@ void Runtime::send_home() {
 void Runtime::begin_update() {
   MutexLock lock(mutex_);
   await_operators(lock);
+  used_by_this_thread();
   timeline_.begin_update();
   all_home();
 }
@@ -392,8 +417,7 @@ void Runtime::finish_step() {
 void Runtime::learn_from_step() {
   const bool complete = tracer_.complete();
   const std::size_t device_peak = manager_.device().ledger().take_window_peak();
-  static_cast<void>(take_nonmodel_peak());
-  Trace recorded = tracer_.finish(std::exchange(unrecorded_peak_, 0));
+  Trace recorded = tracer_.finish(nonmodel_peaks_.take(nonmodel_->bytes()) + others_now_);
   if (recorded.num_accesses() == 0) {
     timeline_.finish({}, device_peak, Guidance::kDemand);
     return;
@@ -411,7 +435,7 @@ void Runtime::learn_from_step() {
   } else if (step.signature() == trace_->signature()) {
     last_divergent_.reset();
     const bool demoted = manager_.counts().demotions != demotions_at_step_start_;
-    const bool pressed = demoted || pressed_;
+    const bool pressed = demoted || pressed_ || others_peak_ > others_planned_;
     if (plan_ && !pressed && placed_) {
       return;
     }
@@ -420,7 +444,7 @@ void Runtime::learn_from_step() {
     if (!placed_ || demoted || manager_.promoted_bytes() > 0) {
       placement_trace_ = merged;
     }
-    if (!plan_ || pressed) {  // the non-model curve rose above the plan's
+    if (!plan_ || pressed) {  // the non-model curve, or that of others, rose above the plan's
       plan_from(std::move(merged));
     }
   } else {

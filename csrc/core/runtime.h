@@ -15,6 +15,7 @@
 #include "core/mutex.h"
 #include "core/nonmodel_memory.h"
 #include "core/planner.h"
+#include "core/runtime_group.h"
 #include "core/timeline.h"
 #include "core/trace.h"
 
@@ -70,17 +71,21 @@ struct RuntimeCounts {
 /// counted, and becomes the plan when it repeats. Inference has a plan of its own, made of what it
 /// did last (InferencePlan); neither changes the other's.
 ///
-/// Thread-safe: one mutex, taken by every member function after NonModelMemory's. Callers must not
-/// allocate non-model memory while inside. One C++ call per module event, O(own parameters + log
-/// chunks).
+/// With others in its group it shares the device budget (docs/design/0038): what it needs room for
+/// makes chunks of theirs leave first, and its plans leave room for what of theirs stays.
+///
+/// Thread-safe: one mutex, the group's, taken by every member function after NonModelMemory's.
+/// Callers must not allocate non-model memory while inside. One C++ call per module event, O(own
+/// parameters + log chunks).
 class Runtime final : public Reclaimer {
  public:
   using Clock = TimelineRecorder::Clock;
 
   /// Throws OutOfMemory naming the module whose chunks alone exceed the device budget, and
-  /// InvalidArgument for options out of range.
+  /// InvalidArgument for options out of range. `group`: of those that take from the same device
+  /// budget; nullptr: it is alone.
   Runtime(ChunkManager& manager, std::shared_ptr<NonModelMemory> nonmodel, RuntimeOptions options,
-          Clock clock);
+          Clock clock, std::shared_ptr<RuntimeGroup> group = nullptr);
   ~Runtime() override;
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
@@ -120,6 +125,12 @@ class Runtime final : public Reclaimer {
   /// gradient be on its way. Rethrows a copy's failure; what moved before stays there.
   void place(const std::vector<bool>& candidates);
 
+  /// Before another model joins the group: of all models in it everything leaves that may.
+  static void make_way(RuntimeGroup& group);
+  /// Device bytes of the other models that stay while this one works: what lives on the device,
+  /// activations, chunks in use.
+  [[nodiscard]] std::size_t bytes_of_others() const;
+
   void reclaim(std::size_t bytes) override;
   [[nodiscard]] bool evict_refused(std::size_t bytes) override;
 
@@ -149,7 +160,6 @@ class Runtime final : public Reclaimer {
   void press_inference(std::size_t bytes) CASTOR_REQUIRES(mutex_);
   void note_pressure(std::uint64_t evictions) CASTOR_REQUIRES(mutex_);
   [[nodiscard]] std::uint64_t next_use(ModuleId module, std::size_t i) CASTOR_REQUIRES(mutex_);
-  [[nodiscard]] std::size_t take_nonmodel_peak() CASTOR_REQUIRES(mutex_);
   void record(EventKind kind, std::uint32_t id) CASTOR_REQUIRES(mutex_);
   void advance(EventKind kind, ModuleId module) CASTOR_REQUIRES(mutex_);
   void acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins) CASTOR_REQUIRES(mutex_);
@@ -161,6 +171,29 @@ class Runtime final : public Reclaimer {
   [[nodiscard]] bool try_fetch(ChunkId chunk) CASTOR_REQUIRES(mutex_);
   void await_operators(MutexLock& lock) CASTOR_REQUIRES(mutex_);
   [[nodiscard]] bool evict_more(std::size_t bytes) CASTOR_REQUIRES(mutex_);
+  void reclaim_here(std::size_t bytes) CASTOR_REQUIRES(mutex_);
+  /// As ChunkManager's, after slots of others have left.
+  bool make_room(std::size_t bytes, std::size_t cap_bytes, std::uint64_t horizon = 0)
+      CASTOR_REQUIRES(mutex_);
+  /// A promoted chunk of another model, or of this one.
+  bool demote_one() CASTOR_REQUIRES(mutex_);
+  void give_way(std::size_t bytes) CASTOR_REQUIRES(mutex_);
+  void used_by_this_thread() CASTOR_REQUIRES(mutex_);
+  /// Whether its chunks may leave for another model of the calling thread's.
+  [[nodiscard]] bool yields() const CASTOR_REQUIRES(mutex_);
+  template <typename Visit>
+  void for_each_other(Visit&& visit) const CASTOR_NOT_ANALYZED {
+    for (Runtime* const other : group_->members()) {
+      if (other != this) {
+        visit(*other);
+      }
+    }
+  }
+  void others_give_way(std::size_t bytes) CASTOR_REQUIRES(mutex_);
+  void others_end_backward() CASTOR_REQUIRES(mutex_);
+  [[nodiscard]] std::size_t kept_by_others() const CASTOR_REQUIRES(mutex_);
+  [[nodiscard]] std::size_t needed_by_others() const CASTOR_REQUIRES(mutex_);
+  [[nodiscard]] std::uint64_t departures() const CASTOR_REQUIRES(mutex_);
   void announce_homes(const UpcomingModule& upcoming) CASTOR_REQUIRES(mutex_);
   void all_home() CASTOR_REQUIRES(mutex_);
   void begin_use(ModuleId module) CASTOR_REQUIRES(mutex_);
@@ -183,11 +216,14 @@ class Runtime final : public Reclaimer {
   [[noreturn]] void throw_out_of_memory(std::size_t bytes, const std::string& where) const
       CASTOR_REQUIRES(mutex_);
 
-  mutable Mutex mutex_;
+  const std::shared_ptr<RuntimeGroup> group_;
+  Mutex& mutex_;
   std::condition_variable operators_over_;
   ChunkManager& manager_ CASTOR_GUARDED_BY(mutex_);
   const ChunkLayout& layout_;
   const std::shared_ptr<NonModelMemory> nonmodel_;
+  Peaks::Window nonmodel_peaks_ CASTOR_GUARDED_BY(mutex_);   // between moments of a step
+  Peaks::Window inference_peaks_ CASTOR_GUARDED_BY(mutex_);  // of a pass
   const RuntimeOptions options_;
   const Clock clock_;
 
@@ -198,8 +234,13 @@ class Runtime final : public Reclaimer {
   ArrivedGradients gradients_ CASTOR_GUARDED_BY(mutex_);
   // Per chunk: fetched ahead, not used yet.
   std::vector<bool> prefetched_ CASTOR_GUARDED_BY(mutex_);
+  const void* thread_ CASTOR_GUARDED_BY(mutex_) = nullptr;  // that runs the model
   std::uint64_t use_counter_ CASTOR_GUARDED_BY(mutex_) = 0;
   std::size_t fixed_device_bytes_ = 0;
+  // Of others: at the last moment, the most in this step, and the most that plans know of.
+  std::size_t others_now_ CASTOR_GUARDED_BY(mutex_) = 0;
+  std::size_t others_peak_ CASTOR_GUARDED_BY(mutex_) = 0;
+  std::size_t others_planned_ CASTOR_GUARDED_BY(mutex_) = 0;
 
   PassMode mode_ CASTOR_GUARDED_BY(mutex_) = PassMode::kInference;
   Tracer tracer_ CASTOR_GUARDED_BY(mutex_);
@@ -217,8 +258,6 @@ class Runtime final : public Reclaimer {
   InferencePlan inference_ CASTOR_GUARDED_BY(mutex_){layout_};
   std::vector<ChunkId> ahead_ CASTOR_GUARDED_BY(mutex_);  // of inference: fetched, not used yet
   std::uint64_t evictions_seen_ CASTOR_GUARDED_BY(mutex_) = 0;  // when it last looked ahead
-  // Non-model peak since the last moment of the step, as far as inference has taken it.
-  std::size_t unrecorded_peak_ CASTOR_GUARDED_BY(mutex_) = 0;
   RuntimeCounts counts_ CASTOR_GUARDED_BY(mutex_);
 };
 

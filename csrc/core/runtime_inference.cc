@@ -15,7 +15,7 @@ void Runtime::begin_pass(ModuleId module, PassMode mode) {
     change_mode(mode);
     return;
   }
-  const std::size_t peak = take_nonmodel_peak();
+  const std::size_t peak = inference_peaks_.take(nonmodel_->bytes());
   const bool goes_on = mode_ == PassMode::kInference;
   if (goes_on) {  // else it was a step's
     inference_.note_nonmodel(peak);
@@ -31,7 +31,7 @@ void Runtime::begin_pass(ModuleId module, PassMode mode) {
 
 void Runtime::end_pass() {
   if (mode_ == PassMode::kInference) {
-    inference_.note_nonmodel(take_nonmodel_peak());
+    inference_.note_nonmodel(inference_peaks_.take(nonmodel_->bytes()));
   }
 }
 
@@ -82,7 +82,7 @@ void Runtime::rank_anew() {
 bool Runtime::make_inference_room(std::size_t nonmodel_bytes) {
   const PlanOptions plan = plan_options();
   const std::size_t taken = plan.fixed_device_bytes + manager_.promoted_bytes() +
-                            std::max(nonmodel_bytes, inference_.nonmodel_peak());
+                            kept_by_others() + std::max(nonmodel_bytes, inference_.nonmodel_peak());
   const std::size_t budget = plan.device_budget_bytes;
   return inference_.make_room_for(manager_.residency(),
                                   {.cap_bytes = budget > taken ? budget - taken : 0,
@@ -95,12 +95,6 @@ void Runtime::press_inference(std::size_t bytes) {
   if (inference_planned() && make_inference_room(nonmodel_->bytes() + bytes)) {
     rank_anew();
   }
-}
-
-std::size_t Runtime::take_nonmodel_peak() {
-  const std::size_t peak = nonmodel_->take_window_peak();
-  unrecorded_peak_ = std::max(unrecorded_peak_, peak);
-  return peak;
 }
 
 void Runtime::prefetch_inference() {
@@ -133,7 +127,7 @@ bool Runtime::fetch_for_inference(ChunkId chunk, std::uint64_t used_at) {
   const std::size_t bytes = layout_.chunk(chunk).capacity_bytes;
   const std::uint64_t horizon = InferencePlan::horizon(used_at);
   if (!manager_.residency().could_fit(bytes, slot_cap(), horizon) ||
-      !manager_.make_room(bytes, slot_cap(), horizon)) {
+      !make_room(bytes, slot_cap(), horizon)) {
     return false;
   }
   manager_.set_next_use(chunk, used_at);

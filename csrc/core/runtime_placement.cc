@@ -10,6 +10,7 @@ namespace castor {
 
 void Runtime::begin_next_step() noexcept {
   cursor_ = 0;
+  others_peak_ = 0;
   diverged_ = false;
   pressed_ = false;
   demotions_at_step_start_ = manager_.counts().demotions;
@@ -36,6 +37,7 @@ void Runtime::plan_from(Trace trace) {
   options.fixed_device_bytes += manager_.promoted_bytes();
   plan_ = make_plan(trace, layout_, placements(), options);
   trace_ = std::move(trace);
+  others_planned_ = std::max(others_planned_, others_peak_);
   ++counts_.plans;
 }
 
@@ -66,9 +68,11 @@ void Runtime::place(const std::vector<bool>& candidates) {
       leaves[i] = true;
     }
   }
+  PlanOptions plan = plan_options();
+  plan.device_budget_bytes -= std::min(plan.device_budget_bytes, needed_by_others());
   const Promotions chosen =
       choose_promotions(trace, layout_, streamed, bytes, candidates,
-                        {.plan = plan_options(), .margin_ratio = options_.margin_ratio});
+                        {.plan = plan, .margin_ratio = options_.margin_ratio});
   for (const ChunkId chunk : chosen.chunks) {
     leaves[index(chunk)] = false;
   }
@@ -81,6 +85,7 @@ void Runtime::place(const std::vector<bool>& candidates) {
       manager_.evict(chunk);
     }
   }
+  others_give_way(chosen.bytes);
   for (const ChunkId chunk : chosen.chunks) {
     // What outlives the step (a loss that is kept) may take the room of the last ones, and a device
     // may refuse what its ledger has.

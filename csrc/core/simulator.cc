@@ -190,6 +190,7 @@ class Simulation final : private DryRun {
     // Every chunk goes home: no copy outlives its target, and all gradients are there.
     clock_ = std::max({clock_, h2d_.free_at(), d2h_.free_at()});
     const double home = clock_;
+    result_.passes_seconds = home;
     double device_seconds = 0.0;
     for (std::size_t i = 0; i < chunks_.size(); ++i) {
       const ChunkSpec& spec = layout_.chunks()[i];

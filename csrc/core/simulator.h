@@ -18,6 +18,8 @@ namespace castor {
 /// What a step takes. Times are seconds.
 struct SimulatedStep {
   double step_seconds = 0.0;
+  /// Of these, until the last gradient is at home: without norm, and updates that follow.
+  double passes_seconds = 0.0;
   /// By Resource. kH2d and kD2h: bytes over the link's speed; kDram: bytes of updates, norm and
   /// links over DRAM's speed; kNvme: payloads read and written over its speed.
   std::array<double, kNumResources> busy_seconds{};

@@ -119,14 +119,13 @@ RankGroups rank_groups(const std::array<std::string, 3>& names, bool share) {
           .share_memory = linked.share_memory};
 }
 
-std::shared_ptr<Session> create_session(std::vector<at::Tensor> params,
-                                        std::vector<std::string> param_names,
-                                        const std::vector<bool>& trained, std::vector<bool> ruled,
-                                        const std::vector<PythonModuleSpec>& modules,
-                                        SessionOptions options, const py::object& backend,
-                                        const std::optional<std::array<std::string, 3>>& groups,
-                                        bool share_memory,
-                                        const std::vector<std::uint32_t>& valueless) {
+std::shared_ptr<Session> create_session(
+    std::vector<at::Tensor> params, std::vector<std::string> param_names,
+    const std::vector<bool>& trained, std::vector<bool> ruled,
+    const std::vector<PythonModuleSpec>& modules, SessionOptions options, const py::object& backend,
+    const std::optional<std::array<std::string, 3>>& groups, bool share_memory,
+    const std::vector<std::uint32_t>& valueless, std::string name) {
+  options.name = std::move(name);
   options.backend = device_backend(backend);
   options.state.ruled = std::move(ruled);
   if (groups) {
@@ -275,16 +274,18 @@ std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> step_figures(Session& se
 
 py::dict memory(Session& session) {
   py::dict figures;
-  figures["device_bytes"] = session.device().ledger().used();
+  figures["device_bytes"] = session.device_bytes();
   figures["nonmodel_bytes"] = session.nonmodel().bytes();
   figures["host_bytes"] = session.host().ledger().used();
   return figures;
 }
 
-/// Where the step is: its moments so far, and the non-model bytes now.
+/// Where the step is: its moments so far, and the bytes now that are not the model's chunks.
 std::pair<std::size_t, std::uint64_t> moment(Session& session) {
-  const std::size_t moments = without_gil([&] { return session.runtime().num_moments(); });
-  return {moments, session.nonmodel().bytes()};
+  const auto [moments, others] = without_gil([&] {
+    return std::pair(session.runtime().num_moments(), session.runtime().bytes_of_others());
+  });
+  return {moments, session.nonmodel().bytes() + others};
 }
 
 std::optional<py::dict> prediction(Session& session) {
@@ -353,7 +354,8 @@ PYBIND11_MODULE(_C, m) {
   session
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),
            py::arg("trained"), py::arg("ruled"), py::arg("modules"), py::arg("options"),
-           py::arg("backend"), py::arg("groups"), py::arg("share_memory"), py::arg("valueless"))
+           py::arg("backend"), py::arg("groups"), py::arg("share_memory"), py::arg("valueless"),
+           py::arg("name"))
       .def("set_loss_scale", &Session::set_loss_scale, released)
       .def("synchronise", &Session::synchronise)
       .def("collect_gradients", &Session::collect_gradients, py::arg("with_norm"), released)
@@ -379,6 +381,8 @@ PYBIND11_MODULE(_C, m) {
       .def("report", &castor::report)
       .def("memory", &castor::memory)
       .def("moment", &castor::moment)
+      .def_property_readonly("free_host_bytes",
+                             [](Session& held) { return held.host().ledger().available(); })
       .def("prediction", &castor::prediction)
       .def("trace", &castor::trace, released)
       .def("timeline", &castor::timeline)

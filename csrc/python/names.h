@@ -10,6 +10,7 @@
 #include "core/error.h"
 #include "core/hardware.h"
 #include "core/overlap.h"
+#include "core/pipeline_schedule.h"
 #include "core/placement.h"
 #include "core/run_load.h"
 #include "core/scalar_type.h"
@@ -114,6 +115,15 @@ struct Names<UpdateCores> {
   static constexpr std::string_view kName = "update_cores";
   static constexpr std::pair<UpdateCores, std::string_view> kAll[] = {
       {UpdateCores::kOwn, "own"}, {UpdateCores::kShared, "shared"}};
+};
+
+template <>
+struct Names<PipelineStyle> {
+  static constexpr std::string_view kName = "pipeline_style";
+  static constexpr std::pair<PipelineStyle, std::string_view> kAll[] = {
+      {PipelineStyle::k1f1b, to_string(PipelineStyle::k1f1b)},
+      {PipelineStyle::kGpipe, to_string(PipelineStyle::kGpipe)},
+      {PipelineStyle::kInterleaved, to_string(PipelineStyle::kInterleaved)}};
 };
 
 template <typename Enum>

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -52,6 +53,12 @@ void bind_parts(py::module_& module) {
            }),
            py::kw_only(), py::arg("max_prefetch"), py::arg("warmup_nonmodel_ratio"),
            py::arg("steady_cap_ratio"), py::arg("margin_ratio"));
+  py::class_<SharedBudgets, std::shared_ptr<SharedBudgets>>(module, "SharedBudgets")
+      .def(py::init<std::size_t, std::size_t, std::size_t>(), py::kw_only(),
+           py::arg("device_bytes"), py::arg("host_bytes"), py::arg("nvme_bytes"))
+      .def_property_readonly(
+          "num_models",
+          py::cpp_function(&SharedBudgets::num_models, py::call_guard<py::gil_scoped_release>()));
   py::class_<NvmeOptions>(module, "NvmeOptions")
       .def(py::init([](std::vector<std::string> directories, std::uint64_t budget_bytes,
                        bool verify, bool holds_activations) {
@@ -79,28 +86,28 @@ void bind_parts(py::module_& module) {
 void bind_options(py::module_& module) {
   module.attr("NAMES") =
       names_of<ScalarType, StateFormat, PlacementPolicy, Overlap, LoadedWeights, EventKind,
-               TransferKind, TransferCause, Guidance, CopyMode, UpdateCores>();
+               TransferKind, TransferCause, Guidance, CopyMode, UpdateCores, PipelineStyle>();
   bind_parts(module);
   py::class_<SessionOptions>(module, "SessionOptions")
       .def(py::init([](ScalarType precision, std::size_t chunk_bytes,
                        const PlacementOptions& placement, RuntimeOptions runtime,
-                       std::size_t device_bytes, std::size_t host_bytes,
-                       OptimizerStateOptions state, Overlap overlap, std::size_t num_threads) {
+                       std::shared_ptr<SharedBudgets> budgets, OptimizerStateOptions state,
+                       Overlap overlap, std::size_t num_threads) {
              runtime.policy = placement.policy;
              return SessionOptions{.precision = precision,
                                    .layout = {.chunk_bytes = chunk_bytes, .world_size = 1},
                                    .placement = placement,
                                    .runtime = runtime,
-                                   .device_bytes = device_bytes,
-                                   .host_bytes = host_bytes,
-                                   .backend = nullptr,  // given to the session
+                                   .budgets = std::move(budgets),
+                                   .name = {},  // given to the session, with the backend
+                                   .backend = nullptr,
                                    .state = std::move(state),
                                    .overlap = overlap,
                                    .num_threads = num_threads};
            }),
            py::kw_only(), py::arg("precision"), py::arg("chunk_bytes"), py::arg("placement"),
-           py::arg("runtime"), py::arg("device_bytes"), py::arg("host_bytes"), py::arg("state"),
-           py::arg("overlap"), py::arg("num_threads"));
+           py::arg("runtime"), py::arg("budgets").none(false), py::arg("state"), py::arg("overlap"),
+           py::arg("num_threads"));
 }
 
 }  // namespace castor

@@ -20,6 +20,7 @@
 #include "core/activation_plan.h"
 #include "core/error.h"
 #include "core/hybrid_placement.h"
+#include "core/pipeline_schedule.h"
 #include "core/placement.h"
 #include "core/planner.h"
 #include "optim/state_format.h"
@@ -224,8 +225,10 @@ class Simulator {
     if (overlap == Overlap::kBackward) {
       throw InvalidArgument("overlap 'backward' is not simulated; there are 'none' and 'forward'");
     }
-    return {.state_bytes_per_element = state_bytes_per_element_,
-            .moved_bytes_per_element = 2.0 * state_bytes_per_element_ + 3.0 * element,
+    // Each rank has one part of the states, and updates that.
+    const double share = 1.0 / options["num_ranks"].cast<double>();
+    return {.state_bytes_per_element = share * state_bytes_per_element_,
+            .moved_bytes_per_element = share * (2.0 * state_bytes_per_element_ + 3.0 * element),
             .norm_bytes_per_element = options["with_norm"].cast<bool>() ? element : 0.0,
             .overlap = overlap};
   }
@@ -238,6 +241,7 @@ class Simulator {
     }
     py::dict result;
     result["step_seconds"] = step.step_seconds;
+    result["passes_seconds"] = step.passes_seconds;
     result["busy_seconds"] = busy;
     result["bound"] = std::string(to_string(step.bound));
     result["peak_device_bytes"] = step.peak_device_bytes;
@@ -256,6 +260,47 @@ class Simulator {
   double state_bytes_per_element_;
   ChunkLayout layout_;
 };
+
+/// (stage, micro-batch, whether it is a backward).
+using PythonOp = std::tuple<std::uint32_t, std::uint32_t, bool>;
+
+Pipeline pipeline(PipelineStyle style, std::uint32_t num_ranks, std::uint32_t stages_per_rank,
+                  std::uint32_t num_microbatches) {
+  return {.style = style,
+          .num_ranks = num_ranks,
+          .stages_per_rank = stages_per_rank,
+          .num_microbatches = num_microbatches};
+}
+
+void bind_pipelines(py::module_& m) {
+  m.def(
+      "pipeline_order",
+      [](PipelineStyle style, std::uint32_t num_ranks, std::uint32_t stages_per_rank,
+         std::uint32_t num_microbatches, std::uint32_t rank) {
+        std::vector<PythonOp> order;
+        for (const PipelineOp& op :
+             pipeline_order(pipeline(style, num_ranks, stages_per_rank, num_microbatches), rank)) {
+          order.emplace_back(op.stage, op.microbatch, op.backward);
+        }
+        return order;
+      },
+      py::arg("style"), py::arg("num_ranks"), py::arg("stages_per_rank"),
+      py::arg("num_microbatches"), py::arg("rank"));
+  m.def(
+      "pipeline_seconds",
+      [](PipelineStyle style, std::uint32_t num_ranks, std::uint32_t stages_per_rank,
+         std::uint32_t num_microbatches,
+         const std::vector<std::tuple<double, double, double>>& stages) {
+        std::vector<StageSeconds> seconds;
+        for (const auto& [forward, backward, transfer] : stages) {
+          seconds.push_back({forward, backward, transfer});
+        }
+        return pipeline_seconds(pipeline(style, num_ranks, stages_per_rank, num_microbatches),
+                                seconds);
+      },
+      py::arg("style"), py::arg("num_ranks"), py::arg("stages_per_rank"),
+      py::arg("num_microbatches"), py::arg("stages"));
+}
 
 /// The members of a RecomputedSpan, in their order.
 using PythonSpan =
@@ -279,6 +324,7 @@ std::pair<std::vector<PythonEvent>, std::vector<double>> keep(
 }  // namespace
 
 void bind_simulator(py::module_& m) {
+  bind_pipelines(m);
   m.def("keep_activations", &keep, py::arg("events"), py::arg("compute_seconds"), py::arg("kept"));
   py::class_<Simulator>(m, "Simulator")
       .def(py::init<const std::vector<PythonParamSpec>&, const std::vector<PythonModuleSpec>&,

@@ -57,11 +57,29 @@ std::vector<ParamSpec> describe(const std::vector<at::Tensor>& params,
   return specs;
 }
 
-std::unique_ptr<NvmeTier> make_nvme(const HostPlaces& places, const OptimizerStateOptions& options,
-                                    MemoryTier& host, Executor& executor) {
-  return places.nvme_bytes() == 0
-             ? nullptr
-             : std::make_unique<NvmeTier>(options.nvme.value(), places.nvme, host, executor);
+std::shared_ptr<Ledger> nvme_ledger(const SessionOptions& options, const std::string& owner) {
+  return options.state.nvme ? std::make_shared<Ledger>(options.budgets->nvme(), owner) : nullptr;
+}
+
+/// `taken`: of what the sessions may take there together.
+std::unique_ptr<NvmeTier> make_nvme(const HostPlaces& places, const SessionOptions& options,
+                                    MemoryTier& host, Executor& executor, Ledger* ledger,
+                                    std::size_t number, Reservation& taken) {
+  const std::uint64_t bytes = places.nvme_bytes();
+  if (bytes == 0) {
+    return nullptr;
+  }
+  try {
+    NvmeOptions nvme = options.state.nvme.value();
+    if (number > 1) {  // each model has files of its own
+      nvme.file_name = "castor-" + std::to_string(number) + ".scratch";
+    }
+    auto tier = std::make_unique<NvmeTier>(nvme, places.nvme, host, executor);
+    taken = ledger->reserve(bytes, "another model has taken it meanwhile; raise nvme_memory");
+    return tier;
+  } catch (const OutOfMemory& error) {
+    throw error.tier() == TierKind::kNvme ? error.with(options.budgets->nvme()->shares()) : error;
+  }
 }
 
 /// nullptr: nothing of that content is on NVMe.
@@ -100,9 +118,14 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
   layout_options.param_alignment = param_alignment(rule, options.precision);
   ChunkLayout layout(std::move(specs), std::move(modules), layout_options);
   std::vector<Placement> placements = place_chunks(layout, options.placement);
+  SessionOptions left = options;
+  if (left.state.nvme) {
+    left.state.nvme->budget_bytes = options.budgets->nvme()->available();
+  }
+  Runtime::make_way(*options.budgets->runtimes());
   // Not make_shared: the constructor is private, and the destructor waits for copies and updates.
   std::shared_ptr<Session> session(
-      new Session(std::move(params), std::move(layout), std::move(placements), options),
+      new Session(std::move(params), std::move(layout), std::move(placements), left),
       [](const Session* ended) {
         const GilRelease released;
         delete ended;
@@ -117,18 +140,23 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
     : layout_(std::move(layout)),
       shards_(layout_, options.ranks ? options.ranks->passes->rank() : 0),
       own_device_(options.backend),
-      device_(std::make_shared<MemoryTier>(TierKind::kDevice, options.device_bytes,
+      budgets_(options.budgets),
+      budget_place_(*budgets_, options.name),
+      device_(std::make_shared<MemoryTier>(budgets_->device(), budget_place_.owner(),
                                            options.backend->make_device_arena(),
                                            own_device_.stream())),
-      host_(std::make_shared<MemoryTier>(TierKind::kHost, options.host_bytes,
+      host_(std::make_shared<MemoryTier>(budgets_->host(), budget_place_.owner(),
                                          options.backend->make_host_arena())),
-      nonmodel_(std::make_shared<NonModelMemory>(device_)),
+      nvme_ledger_(nvme_ledger(options, budget_place_.owner())),
+      nonmodel_(own_device_.computes_by_itself() ? budgets_->tensors_of_torch()
+                                                 : std::make_shared<NonModelMemory>(device_)),
       rank_homes_(layout_, placements, options, *host_),
       executor_(make_executor(options.num_threads)),
       places_(choose_host_places(
           layout_, placements, options.state, host_->ledger().available(),
           rank_homes_.weights().homes ? HomesPaid::kByRanks : HomesPaid::kByTheHost)),
-      nvme_(make_nvme(places_, options.state, *host_, *executor_)),
+      nvme_(make_nvme(places_, options, *host_, *executor_, nvme_ledger_.get(),
+                      budget_place_.number(), nvme_taken_)),
       copy_engine_(options.backend->make_copy_engine()),
       storages_(std::make_unique<ChunkStorages>(layout_, own_device_.torch_device())),
       weights_(stream_of(nvme_, HostPlaces::kWeights) == nullptr
@@ -173,7 +201,7 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
   runtime_options.freed_slots =
       own_device_.computes_by_itself() ? FreedSlots::kReusedAtOnce : FreedSlots::kKeepTheirBytes;
   runtime_ = std::make_unique<Runtime>(*manager_, nonmodel_, runtime_options,
-                                       Runtime::Clock(monotonic_ns));
+                                       Runtime::Clock(monotonic_ns), budgets_->runtimes());
   passes_ =
       std::make_shared<Passes>(*runtime_, own_device_.computes_by_itself() ? nullptr : nonmodel_);
   if (ranks_) {
@@ -181,7 +209,7 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
     // sees what one process with all batches would.
     passes_->at_backward_end([this] { ranks_->gradients().end_backward(*gate_); });
   }
-  own_device_.follow(nonmodel_);
+  budgets_->follow_torch(options.backend);
   if (options.overlap != Overlap::kNone) {
     update_queue_ = std::make_unique<UpdateQueue>(
         layout_.chunks().size(), ranks_ ? UpdateOrder::kSubmitted : UpdateOrder::kWanted);
@@ -223,6 +251,16 @@ Session::~Session() {
   weights_.reset();
   own_device_.leave(homes);
   storages_->release_to_homes(homes);
+  // What tensors keep of it is theirs: the other models have its room.
+  host_->ledger().leave();
+  if (!own_device_.computes_by_itself()) {
+    device_->ledger().leave();
+  }
+}
+
+std::size_t Session::device_bytes() const noexcept {
+  const std::size_t tensors = own_device_.computes_by_itself() ? nonmodel_->bytes() : 0;
+  return device_->ledger().used() + tensors;
 }
 
 // Nothing here allocates payload memory: once the first parameter moves, all will.

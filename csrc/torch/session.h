@@ -145,6 +145,8 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   /// As SessionDevice's.
   [[nodiscard]] StreamId current_stream() const { return own_device_.current_stream(); }
   [[nodiscard]] MemoryTier& device() noexcept { return *device_; }
+  /// Of this model's chunks and of activations and temporaries; on a GPU those of all models.
+  [[nodiscard]] std::size_t device_bytes() const noexcept;
   [[nodiscard]] MemoryTier& host() noexcept { return *host_; }
 
  private:
@@ -175,8 +177,12 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   const ChunkLayout layout_;
   const ShardMap shards_;
   SessionDevice own_device_;
+  const std::shared_ptr<SharedBudgets> budgets_;
+  const SharedBudgets::Place budget_place_;
   std::shared_ptr<MemoryTier> device_;
   std::shared_ptr<MemoryTier> host_;
+  const std::shared_ptr<Ledger> nvme_ledger_;  // nullptr: there is no such tier
+  Reservation nvme_taken_;
   std::shared_ptr<NonModelMemory> nonmodel_;
   RankHomes rank_homes_;
   std::unique_ptr<Executor> executor_;

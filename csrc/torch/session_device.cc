@@ -7,7 +7,6 @@
 namespace castor {
 namespace {
 
-/// What a device's allocator does for torch, as the model's non-model memory.
 class NonModelAccount final : public DeviceAccount {
  public:
   NonModelAccount(std::shared_ptr<NonModelMemory> memory, std::shared_ptr<DeviceBackend> backend)
@@ -40,16 +39,16 @@ class NonModelAccount final : public DeviceAccount {
 
 }  // namespace
 
+std::shared_ptr<DeviceAccount> account_of(std::shared_ptr<NonModelMemory> memory,
+                                          std::shared_ptr<DeviceBackend> backend) {
+  return std::make_shared<NonModelAccount>(std::move(memory), std::move(backend));
+}
+
 SessionDevice::SessionDevice(std::shared_ptr<DeviceBackend> backend)
     : backend_(std::move(backend)),
       stream_(std::make_shared<ComputeStream>(
           backend_->current_stream(),
           [device = backend_](StreamId first, StreamId then) { device->order(first, then); })) {}
-
-void SessionDevice::follow(const std::shared_ptr<NonModelMemory>& memory) {
-  account_ = std::make_shared<NonModelAccount>(memory, backend_);
-  backend_->follow(account_);
-}
 
 void SessionDevice::await() const {
   follow_stream();

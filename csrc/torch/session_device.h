@@ -12,9 +12,12 @@
 
 namespace castor {
 
-/// The device of one session: its backend, the order in which the session uses it, and the account
-/// of what torch takes of it. Owned by the session; functions may be called from any thread, and
-/// throw as the backend's.
+/// What a device's allocator does for torch, as non-model memory.
+[[nodiscard]] std::shared_ptr<DeviceAccount> account_of(std::shared_ptr<NonModelMemory> memory,
+                                                        std::shared_ptr<DeviceBackend> backend);
+
+/// The device of one session: its backend, and the order in which the session uses it. Owned by the
+/// session; functions may be called from any thread, and throw as the backend's.
 class SessionDevice {
  public:
   explicit SessionDevice(std::shared_ptr<DeviceBackend> backend);
@@ -26,8 +29,6 @@ class SessionDevice {
   /// Requires computes_by_itself().
   [[nodiscard]] DeviceKernels& kernels() const noexcept { return *backend_->kernels(); }
 
-  /// What torch takes of the device from now on is `memory`'s.
-  void follow(const std::shared_ptr<NonModelMemory>& memory);
   /// What orders the session's device memory.
   [[nodiscard]] const std::shared_ptr<ComputeStream>& stream() const noexcept { return stream_; }
   /// The model runs on this thread's current stream from now on: a module event, a step, or
@@ -60,7 +61,6 @@ class SessionDevice {
  private:
   const std::shared_ptr<DeviceBackend> backend_;
   const std::shared_ptr<ComputeStream> stream_;
-  std::shared_ptr<DeviceAccount> account_;
 };
 
 }  // namespace castor

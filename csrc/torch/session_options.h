@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <memory>
 #include <optional>
+#include <string>
 
 #include "core/chunk_layout.h"
 #include "core/collectives.h"
@@ -12,6 +13,7 @@
 #include "core/scalar_type.h"
 #include "torch/device_backend.h"
 #include "torch/optimizer_state_options.h"
+#include "torch/shared_budgets.h"
 
 namespace castor {
 
@@ -20,8 +22,10 @@ struct SessionOptions {
   LayoutOptions layout;
   PlacementOptions placement;
   RuntimeOptions runtime;
-  std::size_t device_bytes = 0;
-  std::size_t host_bytes = 0;
+  /// That the session takes from, with the others that have them.
+  std::shared_ptr<SharedBudgets> budgets;
+  /// The model's, for errors.
+  std::string name;
   /// Of this session alone.
   std::shared_ptr<DeviceBackend> backend;
   OptimizerStateOptions state;

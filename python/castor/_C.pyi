@@ -4,7 +4,14 @@ from typing import Any
 from torch import Tensor, dtype
 from torch.nn import Module
 
-from castor.config.names import LoadedWeights, Overlap, PlacementPolicy, ScalarType, StateFormat
+from castor.config.names import (
+    LoadedWeights,
+    Overlap,
+    PipelineStyle,
+    PlacementPolicy,
+    ScalarType,
+    StateFormat,
+)
 
 __version__: str
 MOMENT_BLOCK: int
@@ -45,6 +52,11 @@ class StateOptions:
         nvme_fraction: float,
     ) -> None: ...
 
+class SharedBudgets:
+    def __init__(self, *, device_bytes: int, host_bytes: int, nvme_bytes: int) -> None: ...
+    @property
+    def num_models(self) -> int: ...
+
 class SessionOptions:
     def __init__(
         self,
@@ -53,8 +65,7 @@ class SessionOptions:
         chunk_bytes: int,
         placement: PlacementOptions,
         runtime: RuntimeOptions,
-        device_bytes: int,
-        host_bytes: int,
+        budgets: SharedBudgets,
         state: StateOptions,
         overlap: Overlap,
         num_threads: int,
@@ -114,7 +125,10 @@ class Session(StepEvents):
         groups: tuple[str, str, str] | None,
         share_memory: bool,
         valueless: Sequence[int],
+        name: str,
     ) -> None: ...
+    @property
+    def free_host_bytes(self) -> int: ...
     def set_loss_scale(self, scale: float) -> None: ...
     def synchronise(self, on: bool) -> bool: ...
     def collect_gradients(self, with_norm: bool) -> GradientSummary: ...
@@ -217,6 +231,20 @@ class Simulator:
         options: Mapping[str, object],
     ) -> dict[str, Any]: ...
 
+def pipeline_order(
+    style: PipelineStyle,
+    num_ranks: int,
+    stages_per_rank: int,
+    num_microbatches: int,
+    rank: int,
+) -> list[tuple[int, int, bool]]: ...
+def pipeline_seconds(
+    style: PipelineStyle,
+    num_ranks: int,
+    stages_per_rank: int,
+    num_microbatches: int,
+    stages: Sequence[tuple[float, float, float]],
+) -> float: ...
 def set_python_errors(
     error: type[Exception],
     usage_error: type[Exception],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
@@ -16,6 +16,9 @@ from rich.markup import escape
 
 from castor import _C
 from castor.errors import Error
+
+if TYPE_CHECKING:
+    from castor.config import StateFormat
 
 app = typer.Typer(
     name="castor",
@@ -116,7 +119,7 @@ def estimate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict whether a model trains on a machine, how fast, and what bounds it."""
-    from castor.config import Precision, StateFormat
+    from castor.config import Precision
     from castor.estimate.estimator import Estimator
     from castor.estimate.machine import machine
     from castor.estimate.render import render
@@ -126,9 +129,7 @@ def estimate(
         batch=batch,
         sequence=seq,
         precision=cast(Precision, precision),
-        state_format=cast(
-            StateFormat, state_format or ("split" if precision == "bf16" else "fp32")
-        ),
+        state_format=_state_format(state_format, precision),
         activations=cast(Activations, activations),
         overlap=cast(Overlap, overlap),
         max_prefetch=max_prefetch,
@@ -152,6 +153,48 @@ def estimate(
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:
         render(found, workload, on, Console(highlight=False, soft_wrap=True))
+
+
+def _state_format(given: str | None, precision: str) -> StateFormat:
+    return cast("StateFormat", given or ("split" if precision == "bf16" else "fp32"))
+
+
+@app.command()
+def plan(
+    config: Annotated[Path, typer.Argument(help="A config.json of a Hugging Face model.")],
+    cluster: Annotated[
+        Path, typer.Option(help="YAML or JSON: ranks, their device, and what joins them.")
+    ],
+    batch: Annotated[int, typer.Option(help="Samples in a step, of all ranks together.")],
+    seq: Annotated[int, typer.Option(help="Tokens in a sample.")] = 1024,
+    state_format: Annotated[
+        str | None, typer.Option("--format", help="Optimizer state, as in castor estimate.")
+    ] = None,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    shown: Annotated[int, typer.Option(help="Layouts in the table.", min=1)] = 5,
+    output: Annotated[
+        Path | None, typer.Option(help="For the first one: what castor run --plan takes.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Find the fastest way to divide a model and its batch among the ranks of a cluster."""
+    from castor.config import Precision
+    from castor.estimate.layout_report import as_json as found_as_json
+    from castor.estimate.layout_report import search_and_show
+    from castor.estimate.workload import Workload
+
+    workload = Workload(
+        batch=batch,
+        sequence=seq,
+        precision=cast(Precision, precision),
+        state_format=_state_format(state_format, precision),
+    )
+    console = Console(highlight=False, soft_wrap=True, quiet=as_json)
+    found = search_and_show(config, cluster, workload, console, shown=shown, output=output)
+    if as_json:
+        typer.echo(json.dumps(found_as_json(found), indent=2))
+    if not found.fitting:
+        raise typer.Exit(1)
 
 
 @app.command(
@@ -186,6 +229,12 @@ def run(
     max_restarts: Annotated[
         int, typer.Option(help="How often all ranks begin again after a failure.")
     ] = 0,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help="From castor plan: its ranks, and HybridParallelPlugin('auto')'s layout."
+        ),
+    ] = None,
     log_dir: Annotated[
         Path | None, typer.Option(help="For what ranks other than 0 write; else a temporary one.")
     ] = None,
@@ -204,8 +253,62 @@ def run(
         rendezvous=rendezvous,
         max_restarts=max_restarts,
         log_dir=log_dir,
+        plan=plan,
     )
     raise typer.Exit(status)
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path, typer.Argument(help="A run or one of its steps, an optimizer, a model, DCP, a .pt.")
+    ],
+    target: Annotated[Path, typer.Argument(help="A directory, which appears whole or not at all.")],
+    to: Annotated[str, typer.Option(help="Layout of the target: hf, torch, dcp or castor.")],
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of the weights: fp32 (masters where there are), bf16 or fp16."),
+    ] = None,
+    shard_size: Annotated[
+        str | None, typer.Option(help="Of files in hf and castor, such as 5GB. Default: one file.")
+    ] = None,
+    tie: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="KEY=OTHER: a name of the tensor OTHER, such as lm_head.weight=embed.weight; may "
+            "be given several times. What castor saved knows its own."
+        ),
+    ] = None,
+    names: Annotated[
+        Path | None,
+        typer.Option(
+            help="Names of the parameters of an optimizer that knows positions alone, in its "
+            "order, one a line."
+        ),
+    ] = None,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Without optimizer states.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a checkpoint at the target.")
+    ] = False,
+) -> None:
+    """Write a checkpoint in another layout: Hugging Face's, torch.save's, DCP's or castor's."""
+    from castor.checkpoint import convert as conversion
+    from castor.config import parse_bytes
+
+    done = conversion.convert(
+        source,
+        target,
+        conversion.checked_layout(to),
+        dtype=None if dtype is None else conversion.checked_precision(dtype),
+        max_bytes=None if shard_size is None else parse_bytes(shard_size, "--shard-size"),
+        tie=tie or (),
+        names=None if names is None else names.read_text(encoding="utf-8").split(),
+        weights_only=weights_only,
+        force=force,
+    )
+    typer.echo(done.describe(source, target, to))
 
 
 @app.command("io-bench")

@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from castor.config.layout_plan import ENVIRONMENT, read_plan
 from castor.config.settings_file import read_settings_file
 from castor.errors import UsageError
 
@@ -39,6 +40,7 @@ def run(
     rendezvous: str | None,
     max_restarts: int,
     log_dir: Path | None,
+    plan: Path | None = None,
 ) -> int:
     """Runs a script on `nproc` ranks here, and returns when all are over.
 
@@ -57,6 +59,8 @@ def run(
         nodes: Machines; each runs this command.
         rendezvous: Where machines meet, HOST:PORT on one of them; needed with several.
         max_restarts: How often all ranks begin again after a failure.
+        plan: From `castor plan`: its numbers of ranks and machines are taken, and
+            HybridParallelPlugin("auto") takes its layout.
         log_dir: Of the other ranks' output; by default a temporary one, which stays after failures.
 
     Returns:
@@ -64,8 +68,12 @@ def run(
         for a killed one.
 
     Raises:
-        UsageError: A number does not make sense, or the script is not there.
+        UsageError: A number does not make sense, or is not the plan's, or the script is not there.
+        OSError: The plan cannot be read.
     """
+    if plan is not None:
+        nproc, nodes = _counts_of(plan, nproc, nodes)
+        os.environ[ENVIRONMENT] = str(plan.absolute())
     for name, value, least in (
         ("nproc", 1 if nproc is None else nproc, 1),
         ("nodes", nodes, 1),
@@ -111,6 +119,17 @@ def run(
     if log_dir is None:
         shutil.rmtree(logs, ignore_errors=True)
     return 0
+
+
+def _counts_of(path: Path, nproc: int | None, nodes: int) -> tuple[int, int]:
+    plan = read_plan(path)
+    for name, given, planned in (
+        ("nproc", nproc, plan["ranks_per_node"]),
+        ("nodes", nodes if nodes > 1 else None, plan["nodes"]),
+    ):
+        if given not in (None, planned):
+            raise UsageError(f"--{name} is {given}, and {path} is for {planned}; leave it out")
+    return plan["ranks_per_node"], plan["nodes"]
 
 
 def read_settings(config: Path | None, given: Sequence[str]) -> dict[str, Any] | None:

@@ -50,6 +50,7 @@ OPTIONS: dict[str, object] = {
     "gradient_copies": "overlapped",
     "update_cores": "own",
     "overlap": "none",
+    "num_ranks": 1,
     "with_norm": False,
 }
 

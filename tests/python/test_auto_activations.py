@@ -130,7 +130,8 @@ def test_the_step_that_is_predicted_for_offloaded_blocks_is_the_step_that_runs(
         if number == 0:
             continue
         predicted, actual = peaks(boosted, chosen[0])
-        assert 0 <= predicted - actual <= block_input_bytes(case) + 8 * RANDOM_STATE_BYTES
+        late = 0 if ON_THE_CPU_DEVICE else block_input_bytes(case)  # side streams free later
+        assert -late <= predicted - actual <= block_input_bytes(case) + 8 * RANDOM_STATE_BYTES
         assert actual < 0.8 * plain.report().peak_nonmodel_bytes
     report = boosted.report()
     assert (report.offloaded_blocks, report.recomputed_blocks) == (8 - kept, 0)
@@ -230,7 +231,8 @@ def test_the_step_of_any_mixture_is_the_step_that_runs(
         # Gemma 2 has norms behind what its second forwards stop at.
         inputs = (2 if name == "gemma2" else 1) * 4 * 48 * batch_tokens
         assert predicted - actual <= inputs + 4 * RANDOM_STATE_BYTES
-        assert actual - predicted <= inputs / 4
+        # Side streams free what they have copied later than the thread that computes would.
+        assert actual - predicted <= (inputs / 4 if ON_THE_CPU_DEVICE else inputs)
         assert_same_step_time(boosted, chosen[0])
         report = boosted.report()
         assert report.recomputed_blocks == mixture.count("recompute")

@@ -10,7 +10,8 @@ import pytest
 from castor import _C
 from castor.activations.block_profile import Link, spans_of
 from castor.activations.choices import Choice, Decisions, search
-from castor.estimate.estimator import Estimator, Workload, _seconds_of
+from castor.estimate.estimator import Estimator, Workload
+from castor.estimate.simulator import options, seconds_of
 from test_estimate import SMALL, small_machine, write
 
 BUDGETS = ("8MiB", "9MiB", "10MiB", "12MiB", "14MiB")
@@ -29,12 +30,14 @@ class Steps:
     def choosing(self, device_memory: str, link: str) -> Callable[[Decisions], Choice]:
         """Gives choices on a machine."""
         on = small_machine(device_memory=device_memory, flops="100G", h2d=link, d2h=link)
-        seconds = [_seconds_of(moment, on) for moment in self.step.moments]
+        seconds = [seconds_of(moment, on) for moment in self.step.moments]
 
         def choice(decisions: Decisions) -> Choice:
             spans = spans_of(self.step.runs, decisions, Link(on.h2d, beside=True), seconds)
             moved = _C.keep_activations(self.events, spans.seconds, spans.spans)
-            found = self.estimator._simulator.run(*moved, self.estimator._options(on, 1.0))
+            found = self.estimator._simulator.run(
+                *moved, options(on, overlap=self.estimator.workload.overlap)
+            )
             spare = on.device_bytes - found["smallest_budget_bytes"]
             return Choice(decisions, [], found["step_seconds"], spare)
 

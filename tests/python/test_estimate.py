@@ -18,6 +18,7 @@ from castor.config.names import BACKWARD_ENTER, FORWARD_ENTER, GRAD_READY
 from castor.estimate import Estimate, Estimator, Workload, estimate, machine, preset_names
 from castor.estimate.machine import _data, parse_flops
 from castor.estimate.search import largest
+from castor.estimate.simulator import options
 from estimating import GPT_18B, OPTIONS, SMALL, small_machine, train, write
 
 KEYS = {
@@ -365,7 +366,7 @@ def test_decisions_are_the_fastest_of_all_that_fit(tmp_path: Path) -> None:
             spans = spans_of(step.runs, decisions, Link(min(on.h2d, on.d2h), True), seconds)
             figures = estimator._simulator.run(
                 *_C.keep_activations(events, spans.seconds, spans.spans),
-                estimator._options(on, 1.0),
+                options(on, overlap=estimator.workload.overlap),
             )
             recomputed = set(decisions) == {"recompute"}
             needed = figures["smallest_budget_bytes"] + (0 if recomputed else margin)

@@ -159,6 +159,7 @@ def test_steps_that_read_weights_from_nvme_move_what_is_predicted(
             "parameter_copies": copies,
             "gradient_copies": copies,
             "margin_ratio": 1.0,
+            "num_ranks": 1,
             "with_norm": True,
         },
     )

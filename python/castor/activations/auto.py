@@ -61,7 +61,9 @@ class AutoKeep:
         offload: _C.ActivationOffload,
     ) -> None:
         self._session = engine.session
-        self._options = functools.partial(_options, config, engine.device)
+        self._options = functools.partial(
+            _options, config, engine.device, engine.ranks.size if engine.ranks else 1
+        )
         self._all_recomputed: Decisions = tuple("recompute" for _ in range(num_blocks))
         self._decisions = self._all_recomputed
         self._simulator = _lay_out(model, engine, config)
@@ -138,8 +140,7 @@ class AutoKeep:
         faults = _fault_seconds() if self._device.type == "cpu" else 0.0
         beside = options["parameter_copies"] == "overlapped"
         link = Link(options["d2h_bytes_per_second"], beside)
-        memory = self._session.report()
-        host_room = int(memory["host_budget_bytes"]) - int(memory["host_bytes"])
+        host_room = self._session.free_host_bytes
         host_room += self._offload.figures()["ready_host_bytes"]
 
         def choice(decisions: Decisions) -> Choice:
@@ -225,7 +226,7 @@ def _lay_out(model: nn.Module, engine: Engine, config: GeminiConfig) -> _C.Simul
     )
 
 
-def _options(config: GeminiConfig, device: torch.device) -> dict[str, Any]:
+def _options(config: GeminiConfig, device: torch.device, num_ranks: int) -> dict[str, Any]:
     """What Simulator.run is told of the machine."""
     on_gpu = device.type != "cpu"
     dram = _C.in_place_bandwidth(_PROBE_BYTES, 3)
@@ -251,6 +252,7 @@ def _options(config: GeminiConfig, device: torch.device) -> dict[str, Any]:
         "gradient_copies": copies,
         "update_cores": "own" if on_gpu else "shared",
         "overlap": "none" if config.overlap == "none" else "forward",
+        "num_ranks": num_ranks,
         "with_norm": config.max_norm > 0 or config.nonfinite != "ignore",
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from castor.checkpoint.container import read_header
 from castor.checkpoint.files import FileEntry, checksum_of, write_file
@@ -22,14 +23,27 @@ _FORMAT = "castor-manifest-1"
 Entries = Mapping[str, FileEntry]
 
 
-def write_manifest(directory: Path, name: str, entries: Entries) -> FileEntry:
-    """Writes the manifest of `directory`; `entries` are by path relative to it.
+def write_manifest(
+    directory: Path, name: str, entries: Entries, tied: Mapping[str, str] | None = None
+) -> FileEntry:
+    """Writes the manifest of `directory`.
+
+    Args:
+        directory: Has the files.
+        name: Of the manifest.
+        entries: By path relative to the directory.
+        tied: See read_tied.
 
     Raises:
         OSError: The disk refuses.
     """
-    files = {key: asdict(entry) for key, entry in entries.items()}
-    return write_file(directory / name, [seal({"format": _FORMAT, "files": files})])
+    document: dict[str, Any] = {
+        "format": _FORMAT,
+        "files": {key: asdict(entry) for key, entry in entries.items()},
+    }
+    if tied:
+        document["tied"] = dict(tied)
+    return write_file(directory / name, [seal(document)])
 
 
 def read_manifest(directory: Path, name: str) -> dict[str, FileEntry]:
@@ -40,6 +54,15 @@ def read_manifest(directory: Path, name: str) -> dict[str, FileEntry]:
     """
     document = read_sealed(directory / name, _FORMAT)
     return {key: FileEntry(**entry) for key, entry in document["files"].items()}
+
+
+def read_tied(directory: Path, name: str) -> dict[str, str]:
+    """Keys of a model's state_dict that are not in its files, and the key their tensor is under.
+
+    Raises:
+        CheckpointError: The manifest is missing or damaged.
+    """
+    return dict(read_sealed(directory / name, _FORMAT).get("tied", {}))
 
 
 def check_sizes(directory: Path, name: str) -> None:

@@ -93,6 +93,21 @@ def _kept_keys(model: nn.Module, tensors: Mapping[str, int]) -> set[str]:
     return set(key_of.values())
 
 
+def tied_keys(model: nn.Module) -> dict[str, str]:
+    """Keys of the state dict that are not written, and the key that their tensor is written under.
+
+    Of a model whose layers are divided among ranks: of the whole.
+    """
+    model = compiled_from(model)
+    numbers = {key: id(tensor) for key, tensor in state_of(model).items()}
+    for engine in engines_holding(model):
+        if engine.parts and engine.parts.whole_model:
+            whole = engine.parts.whole_model.tensors
+            numbers = {key: number for key, (number, _) in whole.items()}
+    kept = {numbers[key]: key for key in _kept_keys(model, numbers)}
+    return {key: kept[number] for key, number in numbers.items() if kept[number] != key}
+
+
 def tensors_of(model: nn.Module) -> dict[str, SavedTensor]:
     """What is written of a model, by key; what boosted models hold is at home."""
     model = compiled_from(model)
@@ -127,7 +142,7 @@ def save_model(
     if is_peft_model(model):
         yield from _save_adapters(model, directory, tokenizer, reading)
         return
-    tensors = taken(reading, tensors_of(model))
+    tensors, tied = taken(reading, tensors_of(model)), tied_keys(model)
     files, needed = split(tensors, "model", max_bytes), bytes_of(tensors) + OVERHEAD_BYTES
     if reading is not None and reading.follows:
         yield directory
@@ -136,7 +151,7 @@ def save_model(
     with staged(directory, needed) as staging:
         write_configs(model, staging, tokenizer)
         yield directory
-        write_model(files, write_of(reading)(staging, files), staging, directory)
+        write_model(files, write_of(reading)(staging, files), staging, directory, tied)
 
 
 def _save_adapters(
@@ -170,7 +185,11 @@ def _save_adapters(
 
 
 def write_model(
-    shards: Mapping[str, Tensors], entries: dict[str, FileEntry], staging: Path, previous: Path
+    shards: Mapping[str, Tensors],
+    entries: dict[str, FileEntry],
+    staging: Path,
+    previous: Path,
+    tied: Mapping[str, str],
 ) -> FileEntry:
     """Writes what a model's directory has beside weights and configs.
 
@@ -179,6 +198,7 @@ def write_model(
         entries: Of these files, which are written.
         staging: Has them, and what write_configs wrote.
         previous: The directory that will be replaced.
+        tied: See tied_keys.
 
     Returns:
         The entry of its manifest.
@@ -193,7 +213,7 @@ def write_model(
             "weight_map": weight_map,
         }
         entries[INDEX] = write_file(staging / INDEX, [canonical(index)])
-    return seal_part(staging, previous, entries, _is_ours)
+    return seal_part(staging, previous, entries, _is_ours, tied)
 
 
 def _is_ours(name: str) -> bool:
@@ -233,7 +253,11 @@ def write_configs(model: nn.Module, staging: Path, tokenizer: Any) -> None:
 
 
 def seal_part(
-    staging: Path, previous: Path, entries: dict[str, FileEntry], is_ours: Callable[[str], bool]
+    staging: Path,
+    previous: Path,
+    entries: dict[str, FileEntry],
+    is_ours: Callable[[str], bool],
+    tied: Mapping[str, str] | None = None,
 ) -> FileEntry:
     """Takes other files into the part and writes its manifest; returns the manifest's entry.
 
@@ -251,7 +275,7 @@ def seal_part(
     if carried and (previous / PART_MANIFEST).exists():
         known = read_manifest(previous, PART_MANIFEST)
         entries |= {name: known[name] for name in carried if name in known}
-    return write_manifest(staging, PART_MANIFEST, entries)
+    return write_manifest(staging, PART_MANIFEST, entries, tied)
 
 
 def weight_files(directory: Path) -> list[Path]:

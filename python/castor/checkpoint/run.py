@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castor.checkpoint import rng
-from castor.checkpoint.container import bytes_of, split
+from castor.checkpoint.container import SavedTensor, bytes_of, split
 from castor.checkpoint.files import OVERHEAD_BYTES, FileEntry, os_errors, write_file
 from castor.checkpoint.manifest import (
     PART_MANIFEST,
@@ -22,9 +22,14 @@ from castor.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from castor.checkpoint.model import tensors_of, write_configs, write_model
+from castor.checkpoint.model import tensors_of, tied_keys, write_configs, write_model
 from castor.checkpoint.model_load import prepare_model
-from castor.checkpoint.optimizer import check_all_given, state_of_optimizer, write_optimizer
+from castor.checkpoint.optimizer import (
+    OptimizerState,
+    check_all_given,
+    state_of_optimizer,
+    write_optimizer,
+)
 from castor.checkpoint.optimizer_load import prepare_optimizer
 from castor.checkpoint.reading import Reading, Saving, taken, write_of
 from castor.checkpoint.scheduler import scheduler_document, scheduler_state
@@ -37,7 +42,7 @@ from castor.runtime.boosted_model import boosted_models_holding
 _STEP = re.compile(r"step-(\d{8,})")
 _OPTIMIZER = re.compile(r"optimizer(-\d+)?")
 _OURS = re.compile(rf"model|{_OPTIMIZER.pattern}|trainer\.json|{re.escape(RUN_MANIFEST)}")
-_FORMAT = "castor-trainer-1"
+TRAINER_FORMAT = "castor-trainer-1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +89,9 @@ def save(
     check_all_given(optimizers)
     states = [state_of_optimizer(optimizer, model) for optimizer in optimizers]
     states = [replace(state, tensors=taken(reading, state.tensors)) for state in states]
-    weights = taken(reading, tensors_of(model))
+    weights, tied = taken(reading, tensors_of(model)), tied_keys(model)
     trainer = {
-        "format": _FORMAT,
+        "format": TRAINER_FORMAT,
         "step": number,
         "skipped_steps": sum(one.skipped_steps for one in boosted_models_holding(model)),
         "lr_scheduler": None if lr_scheduler is None else scheduler_document(lr_scheduler),
@@ -95,10 +100,7 @@ def save(
         "other_ranks": processes[1:],
     }
     target = root / f"step-{number:08}"
-    parts = {"model": split(weights, "model", max_bytes)}
-    for part, state in zip(_parts_of(optimizers), states, strict=True):
-        parts[part] = state.files(max_bytes)
-    files = {f"{part}/{name}": of for part, shards in parts.items() for name, of in shards.items()}
+    parts, files = parts_and_files(weights, states, max_bytes)
     needed = bytes_of(weights) + 2 * OVERHEAD_BYTES + sum(state.bytes for state in states)
     if reading is not None and reading.follows:
         yield target
@@ -112,28 +114,68 @@ def save(
             (staging / part).mkdir()
         write_configs(model, staging / "model", None)
         yield target
-        written = write_of(reading)(staging, files)
-
-        def entries_of(part: str) -> dict[str, FileEntry]:
-            return {name: written[f"{part}/{name}"] for name in parts[part]}
-
-        entries = {
-            f"model/{PART_MANIFEST}": write_model(
-                parts["model"], entries_of("model"), staging / "model", target / "model"
-            )
-        }
-        for part, state in zip(_parts_of(optimizers), states, strict=True):
-            entries[f"{part}/{PART_MANIFEST}"] = write_optimizer(
-                state, entries_of(part), staging / part, target / part
-            )
-        entries["trainer.json"] = write_file(staging / "trainer.json", [canonical(trainer)])
-        carry_over(target, staging, lambda name: bool(_OURS.fullmatch(name)))
-        write_manifest(staging, RUN_MANIFEST, entries)
+        seal_run(staging, target, parts, states, trainer, tied, write_of(reading)(staging, files))
     if keep is not None:
         _prune(root, number, keep)
 
 
-def _parts_of(optimizers: Sequence[Optimizer]) -> list[str]:
+Parts = dict[str, dict[str, dict[str, SavedTensor]]]
+"""Tensors by directory of the run and file in it."""
+
+
+def parts_and_files(
+    weights: Mapping[str, SavedTensor], states: Sequence[OptimizerState], max_bytes: int | None
+) -> tuple[Parts, dict[str, dict[str, SavedTensor]]]:
+    """The tensors of a run, and again by path of the file."""
+    parts = {"model": split(weights, "model", max_bytes)}
+    for part, state in zip(_parts_of(states), states, strict=True):
+        parts[part] = state.files(max_bytes)
+    files = {f"{part}/{name}": of for part, shards in parts.items() for name, of in shards.items()}
+    return parts, files
+
+
+def seal_run(
+    staging: Path,
+    previous: Path,
+    parts: Parts,
+    states: Sequence[OptimizerState],
+    trainer: dict[str, Any],
+    tied: Mapping[str, str],
+    written: Mapping[str, FileEntry],
+) -> None:
+    """Writes what a run's directory has beside tensors and configs.
+
+    Args:
+        staging: Has the files of `parts`.
+        previous: The directory that will be replaced.
+        parts: What was written.
+        states: Of the optimizers.
+        trainer: The document of trainer.json.
+        tied: See tied_keys.
+        written: Entries of the files, by path.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+
+    def entries_of(part: str) -> dict[str, FileEntry]:
+        return {name: written[f"{part}/{name}"] for name in parts[part]}
+
+    entries = {
+        f"model/{PART_MANIFEST}": write_model(
+            parts["model"], entries_of("model"), staging / "model", previous / "model", tied
+        )
+    }
+    for part, state in zip(_parts_of(states), states, strict=True):
+        entries[f"{part}/{PART_MANIFEST}"] = write_optimizer(
+            state, entries_of(part), staging / part, previous / part
+        )
+    entries["trainer.json"] = write_file(staging / "trainer.json", [canonical(trainer)])
+    carry_over(previous, staging, lambda name: bool(_OURS.fullmatch(name)))
+    write_manifest(staging, RUN_MANIFEST, entries)
+
+
+def _parts_of(optimizers: Sequence[Any]) -> list[str]:
     """Directories of their states."""
     if len(optimizers) == 1:
         return ["optimizer"]
@@ -217,19 +259,15 @@ def load(
     rank: int,
 ) -> CheckpointInfo:
     """Reads a run's checkpoint; see Booster.load."""
-    directory = _find(path)
+    directory = find(path)
     verify(directory, RUN_MANIFEST)
+    trainer = read_trainer(directory)
     file = directory / "trainer.json"
-    trainer = json.loads(file.read_bytes())
-    if trainer.get("format") != _FORMAT:
-        raise CheckpointError(
-            f"{file} has format {trainer.get('format')!r}; this version reads {_FORMAT!r}"
-        )
     # All checks, then all changes.
     check_all_given(optimizers)
     model_load = prepare_model(model, directory / "model", strict=True)
     parts = _parts_of(optimizers)
-    saved = [part.name for part in directory.iterdir() if _OPTIMIZER.fullmatch(part.name)]
+    saved = optimizer_parts(directory)
     if optimizers and set(saved) != set(parts):
         raise CheckpointError(
             f"{directory} was saved with {len(saved)} optimizers, and {len(optimizers)} were given "
@@ -269,7 +307,33 @@ def load(
     return info
 
 
-def _find(path: Path) -> Path:
+def read_trainer(directory: Path) -> dict[str, Any]:
+    """What a verified run's directory has beside model and optimizers.
+
+    Raises:
+        CheckpointError: It is of another format.
+    """
+    file = directory / "trainer.json"
+    trainer: dict[str, Any] = json.loads(file.read_bytes())
+    if trainer.get("format") != TRAINER_FORMAT:
+        raise CheckpointError(
+            f"{file} has format {trainer.get('format')!r}; this version reads {TRAINER_FORMAT!r}"
+        )
+    return trainer
+
+
+def optimizer_parts(directory: Path) -> list[str]:
+    """Directories of a run's optimizers, in their order."""
+    names = [part.name for part in directory.iterdir() if _OPTIMIZER.fullmatch(part.name)]
+    return sorted(names, key=lambda name: (len(name), name))
+
+
+def find(path: Path) -> Path:
+    """The checkpoint that a path stands for: itself, or the newest of a run.
+
+    Raises:
+        CheckpointError: There is none.
+    """
     recover(path)
     if (path / RUN_MANIFEST).exists() or _STEP.fullmatch(path.name):
         return path

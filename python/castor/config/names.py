@@ -18,6 +18,7 @@ Overlap = Literal["none", "forward", "backward"]
 NonFinite = Literal["skip", "raise", "ignore"]
 StateFormat = Literal["fp32", "split", "split_bf16", "split_int8"]
 TileLogits = Literal["auto"] | bool | int
+PipelineStyle = Literal["1f1b", "gpipe", "interleaved"]
 Activations = str | Mapping[str, str]
 LoadedWeights = Literal["none", "some", "all"]
 

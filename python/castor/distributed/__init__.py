@@ -11,7 +11,7 @@ from castor.distributed.microbatches import (
 )
 from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.distributed.pipeline_plan import find_pipeline_plan
-from castor.distributed.pipeline_schedule import PipelineSchedule, Style
+from castor.distributed.pipeline_schedule import PipelineSchedule
 from castor.distributed.sequence_parallel import Mode, SequenceParallel
 from castor.distributed.tensor_parallel import TensorParallel
 from castor.distributed.tensor_plan import Plan, find_plan, with_whole_experts
@@ -29,7 +29,6 @@ __all__ = [
     "RankLayout",
     "Schedule",
     "SequenceParallel",
-    "Style",
     "TensorParallel",
     "TensorRanks",
     "data_rank_and_size",

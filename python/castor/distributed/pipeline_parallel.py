@@ -17,7 +17,7 @@ import torch
 from torch import distributed, nn
 from torch.optim import Optimizer
 
-from castor.distributed.pipeline_plan import PipelinePlan, even_cuts
+from castor.distributed.pipeline_plan import PipelinePlan, cheapest_cuts
 from castor.distributed.stages import Passage, StageModules, places_of
 from castor.distributed.tensor_parallel import TensorParallel
 from castor.distributed.tensor_ranks import TensorRanks
@@ -67,8 +67,7 @@ class PipelineParallel:
                 f"stages (pp_size={ranks.size} x num_model_chunks={chunks})"
             )
         if layers is None:
-            behind = sum(_cost(model.get_submodule(name)) for name in plan.after)
-            layers = even_cuts([_cost(block) for block in blocks], behind, stages)
+            layers = cheapest_cuts(model, plan, stages)
         elif len(layers) != stages or sum(layers) != len(blocks):
             raise UsageError(
                 f"num_layers_per_stage={list(layers)} is of {len(layers)} stages and "
@@ -313,11 +312,6 @@ class PipelineParallel:
                 f"{type(module).__name__} belongs to, and its state_dict would lack the others: "
                 "booster.save_model, or booster.save, on all ranks writes the whole"
             )
-
-
-def _cost(module: nn.Module) -> float:
-    """In proportion to the operations for a token: products with its matrices."""
-    return float(sum(param.numel() for param in module.parameters() if param.ndim > 1))
 
 
 def _describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> WholeModel:

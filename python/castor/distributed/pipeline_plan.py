@@ -116,6 +116,18 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
+def cheapest_cuts(model: nn.Module, plan: PipelinePlan, stages: int) -> list[int]:
+    """How many blocks each stage has; see even_cuts."""
+    behind = sum(_cost(model.get_submodule(name)) for name in plan.after)
+    blocks = model.get_submodule(plan.blocks).children()
+    return even_cuts([_cost(block) for block in blocks], behind, stages)
+
+
+def _cost(module: nn.Module) -> float:
+    """In proportion to the operations for a token: products with its matrices."""
+    return float(sum(param.numel() for param in module.parameters() if param.ndim > 1))
+
+
 def even_cuts(costs: Sequence[float], last: float, stages: int) -> list[int]:
     """How many blocks each stage has, so that the most expensive one is as cheap as can be.
 

@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
+from castor.config.names import PipelineStyle
 from castor.distributed.inputs import check_inputs
 from castor.distributed.microbatches import (
     NO_LOSS,
@@ -29,7 +30,6 @@ from castor.distributed.microbatches import (
 from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.errors import Error, UsageError
 
-Style = Literal["1f1b", "gpipe", "interleaved"]
 _LABELS = frozenset(
     {"labels", "shift_labels", "next_sentence_label", "start_positions", "end_positions"}
 )
@@ -44,7 +44,7 @@ class PipelineSchedule:
         self,
         model: nn.Module,
         parallel: PipelineParallel,
-        style: Style,
+        style: PipelineStyle,
         microbatches: Microbatches,
     ) -> None:
         """Nothing is run.

@@ -18,7 +18,7 @@ from castor.config import StateFormat
 from castor.config.names import SCALAR_TYPES
 from castor.estimate.activations import Logits, RecomputedBlocks
 from castor.estimate.machine import Machine
-from castor.estimate.metatrace import Moment, Step, record_step
+from castor.estimate.metatrace import Step, record_step
 from castor.estimate.model import (
     SHORTEST_SEQUENCE,
     build,
@@ -27,6 +27,7 @@ from castor.estimate.model import (
     quiet,
 )
 from castor.estimate.search import largest
+from castor.estimate.simulator import lay_out, options, places, seconds_of
 from castor.estimate.workload import Workload
 from castor.runtime.spec import ModelSpec
 
@@ -106,18 +107,8 @@ class Estimator:
         keep = workload.activations == "keep"
         self._blocks = None if keep else RecomputedBlocks(self._model)
         self._logits = Logits(self._model, self._spec)
-        self._simulator = self._lay_out(workload.state_format)
+        self._simulator = lay_out(self._spec, workload.precision, workload.state_format)
         self._steps: dict[tuple[int, int], Step] = {}
-
-    def _lay_out(self, state_format: StateFormat) -> _C.Simulator:
-        params = zip(self._spec.names, self._spec.params, strict=True)
-        return _C.Simulator(
-            params=[(name, param.numel(), param.requires_grad) for name, param in params],
-            modules=[(m.name, m.params, m.parent) for m in self._spec.modules],
-            precision=SCALAR_TYPES[self.workload.precision],
-            chunk_bytes=0,
-            state_format=state_format,
-        )
 
     @property
     def num_parameters(self) -> int:
@@ -204,8 +195,13 @@ class Estimator:
         moments = self._logits.tiled(step.moments, rows, tile) if tile else step.moments
         # The time stands in `seconds`; the trace's own is not read.
         events: Events = [(m.kind, m.position, m.nonmodel_bytes, 0) for m in moments]
-        seconds = [_seconds_of(moment, machine) for moment in moments]
-        options = self._options(machine, margin_ratio)
+        seconds = [seconds_of(moment, machine) for moment in moments]
+        on = options(
+            machine,
+            overlap=self.workload.overlap,
+            max_prefetch=self.workload.max_prefetch,
+            margin_ratio=margin_ratio,
+        )
 
         num_blocks = self._blocks.num_blocks if self._blocks else 0
 
@@ -214,7 +210,7 @@ class Estimator:
         def simulated(decisions: Decisions) -> dict[str, Any]:
             spans = spans_of(step.runs, decisions, link, seconds)
             moved = _C.keep_activations(events, spans.seconds, spans.spans)
-            figures = dict(self._simulator.run(*moved, options))
+            figures = dict(self._simulator.run(*moved, on))
             figures["host_bytes"] += spans.host_bytes
             busy = figures["busy_seconds"] = dict(figures["busy_seconds"])
             busy["d2h"] += spans.host_bytes / machine.d2h
@@ -241,28 +237,11 @@ class Estimator:
             "rows_per_tile": tile,
         }
 
-    def _options(self, machine: Machine, margin_ratio: float) -> dict[str, Any]:
-        return _places(machine) | {
-            "margin_ratio": margin_ratio,
-            "max_prefetch": self.workload.max_prefetch,
-            "device_bytes": machine.device_bytes,
-            "h2d_bytes_per_second": machine.h2d,
-            "d2h_bytes_per_second": machine.d2h,
-            "dram_bytes_per_second": machine.dram,
-            # Of updates on the device.
-            "device_memory_bytes_per_second": machine.device_bandwidth or machine.dram,
-            "parameter_copies": "overlapped",
-            "gradient_copies": "overlapped",
-            "update_cores": "own",
-            "overlap": self.workload.overlap,
-            "with_norm": True,
-        }
-
     def _has_homes(self, machine: Machine) -> bool:
         """Whether host and NVMe have room for what is there whatever the batch."""
         room = math.inf if machine.nvme_bytes is None else machine.nvme_bytes
-        places = self._simulator.places(_places(machine))
-        return places["host_bytes"] <= machine.host_bytes and places["nvme_bytes"] <= room
+        homes = self._simulator.places(places(machine))
+        return homes["host_bytes"] <= machine.host_bytes and homes["nvme_bytes"] <= room
 
     def _max_batch(self, machine: Machine) -> int:
         return self._largest(
@@ -340,30 +319,13 @@ class Estimator:
     def _formats_that_fit(self, machine: Machine) -> list[str]:
         if self.workload.precision != "bf16":
             return []
-        return [
-            name
-            for name in get_args(StateFormat)
-            if self._lay_out(name).places(_places(machine))["host_bytes"] <= machine.host_bytes
-        ]
+        homes = places(machine)
 
+        def takes(state_format: StateFormat) -> int:
+            laid_out = lay_out(self._spec, self.workload.precision, state_format)
+            return laid_out.places(homes)["host_bytes"]
 
-def _seconds_of(moment: Moment, machine: Machine) -> float:
-    bandwidth = machine.device_bandwidth
-    return sum(
-        max(flops / machine.flops, touched / bandwidth if bandwidth else 0.0)
-        for flops, touched in moment.work
-    )
-
-
-def _places(machine: Machine) -> dict[str, object]:
-    """What decides of payloads which tier they live on."""
-    return {
-        "policy": "auto",
-        "offload_optim_frac": 0.0,
-        "offload_param_frac": 0.0,
-        "host_bytes": machine.host_bytes,
-        "nvme_bytes_per_second": machine.nvme or 0.0,
-    }
+        return [name for name in get_args(StateFormat) if takes(name) <= machine.host_bytes]
 
 
 def size(num_bytes: int) -> str:

@@ -7,7 +7,7 @@ of modules, the recomputation of checkpointed ones and the life of each activati
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -37,6 +37,18 @@ class BlockProfiler(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Sent:
+    """What one rank sends others in a collective operation."""
+
+    among: str
+    """Which ranks."""
+    operation: str
+    """"sum", "gather" or "exchange", as TensorRanks has them."""
+    num_bytes: int
+    """Of what the rank gives."""
+
+
 @dataclass
 class Moment:
     """What happens from one event of a step to the next."""
@@ -50,6 +62,8 @@ class Moment:
     """Of these, at its beginning."""
     work: list[Work] = field(default_factory=list)
     """Of each operator."""
+    sent: list[Sent] = field(default_factory=list)
+    """To other ranks, which are not there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +86,7 @@ def _bytes_of(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-class _Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     """Sees each operator: its work, and the storages that it makes."""
 
     def __init__(self, held: list[torch.Tensor]) -> None:
@@ -95,12 +109,12 @@ class _Recorder(TorchDispatchMode):
         if known:
             out, tensors = known.make()
             for tensor in tensors:
-                self._charge(tensor)
+                self.charge(tensor)
             work = known.work
         else:
             out = func(*args, **kwargs)
             given = tensors_in([*args, *kwargs.values()])
-            made = [tensor for tensor in tensors_in(out) if self._charge(tensor)]
+            made = [tensor for tensor in tensors_in(out) if self.charge(tensor)]
             work = (flops_of(func, args, kwargs, out), _bytes_of([*given, *made]))
             if not (work[0] or made or func._schema.is_mutable):
                 work = None  # a view: nothing is read
@@ -116,7 +130,7 @@ class _Recorder(TorchDispatchMode):
         self._known.add(key)
         return key
 
-    def _charge(self, tensor: torch.Tensor) -> bool:
+    def charge(self, tensor: torch.Tensor) -> bool:
         """Counts the storage of a tensor if it is new; says whether it is."""
         storage = tensor.untyped_storage()
         key = self._know(storage)
@@ -137,6 +151,11 @@ class _Recorder(TorchDispatchMode):
         if self.moments:
             moment = self.moments[-1]
             moment.nonmodel_bytes = max(moment.nonmodel_bytes, self.live_bytes)
+
+    def send(self, sent: Sent) -> None:
+        """Other ranks are given something."""
+        if self.moments:
+            self.moments[-1].sent.append(sent)
 
     def event(self, kind: int, position: int) -> None:
         """Something happens: a new moment begins. As the runtime is told of it (step_events.h)."""
@@ -195,6 +214,50 @@ def _following(spec: ModelSpec, events: _C.StepEvents) -> Iterator[None]:
             handle.remove()
 
 
+@contextmanager
+def recording(
+    spec: ModelSpec, simulator: _C.Simulator, held: Iterable[torch.Tensor]
+) -> Iterator[Recorder]:
+    """In it what a meta model computes is kept.
+
+    Args:
+        spec: What castor sees of it.
+        simulator: In which the model is laid out in chunks.
+        held: Tensors that are there throughout, other than parameters.
+    """
+    recorder = Recorder([*spec.params])
+    events = simulator.follow(spec.params, recorder.event)
+    for tensor in held:
+        recorder.charge(tensor)
+    with _following(spec, events), _fused_attention(), recorder:
+        yield recorder
+
+
+def run(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """One forward of a meta model.
+
+    Returns:
+        Its loss.
+
+    Raises:
+        ValueError: It has none for these inputs, or its forward depends on values, which meta
+            tensors lack (experts that are chosen by data, say).
+    """
+    try:
+        loss: torch.Tensor | None = getattr(model(**inputs), "loss", None)
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot run on the meta device, where tensors have shapes "
+            f"but no values: {type(error).__name__}: {error}"
+        ) from error
+    if loss is None:
+        raise ValueError(
+            f"{type(model).__name__} returns no loss for {', '.join(inputs)}; name an "
+            "architecture with a head in the config's 'architectures'"
+        )
+    return loss
+
+
 def record_step(
     model: nn.Module,
     spec: ModelSpec,
@@ -215,28 +278,12 @@ def record_step(
         The step's moments, in order.
 
     Raises:
-        ValueError: The model has no loss for these inputs, or its forward depends on values, which
-            meta tensors lack (experts that are chosen by data, say).
+        ValueError: See run.
     """
-    recorder = _Recorder([*spec.params])
-    events = simulator.follow(spec.params, recorder.event)
-    for tensor in (*model.buffers(), *inputs.values()):
-        recorder._charge(tensor)  # on a GPU they are there throughout
-    if blocks:
-        blocks.begin(lambda: (len(recorder.moments), recorder.live_bytes))
-    with _following(spec, events), _fused_attention(), recorder:
-        try:
-            loss = getattr(model(**inputs), "loss", None)
-        except Exception as error:
-            raise ValueError(
-                f"{type(model).__name__} cannot run on the meta device, where tensors have shapes "
-                f"but no values: {type(error).__name__}: {error}"
-            ) from error
-        if loss is None:
-            raise ValueError(
-                f"{type(model).__name__} returns no loss for {', '.join(inputs)}; name an "
-                "architecture with a head in the config's 'architectures'"
-            )
-        loss.backward()
+    held = (*model.buffers(), *inputs.values())
+    with recording(spec, simulator, held) as recorder:
+        if blocks:
+            blocks.begin(lambda: (len(recorder.moments), recorder.live_bytes))
+        run(model, inputs).backward()
     rows = inputs["input_ids"].numel() if "input_ids" in inputs else 0
     return Step(moments=recorder.moments, rows=rows, runs=blocks.take() if blocks else [])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from castor.config.names import StateFormat
+from castor.config.names import PipelineStyle, StateFormat
 from castor.distributed import (
     Accumulation,
     Microbatches,
@@ -19,7 +19,6 @@ from castor.distributed import (
     RankLayout,
     Schedule,
     SequenceParallel,
-    Style,
     TensorParallel,
     find_pipeline_plan,
     find_plan,
@@ -60,7 +59,7 @@ class Stages:
     """Ranks; 1: the model is whole, and batches are divided alone."""
     chunks: int
     """Stages of each."""
-    style: Style
+    style: PipelineStyle
     microbatches: Microbatches
     layers: Sequence[int] | None
     """Blocks of each stage; None: by what they cost."""

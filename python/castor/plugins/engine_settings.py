@@ -11,10 +11,8 @@ from castor.config import GeminiConfig, offloads
 from castor.config.names import SCALAR_TYPES, StateFormat
 from castor.distributed import RankLayout
 from castor.errors import IoError
+from castor.plugins.budgets import nvme_bytes
 from castor.runtime.engine import EngineSettings
-
-_ALL_OF_THE_DISKS = 2**63
-"""More than any disk holds."""
 
 
 def _of_rank(directory: Path, layout: RankLayout) -> Path:
@@ -40,6 +38,7 @@ def engine_settings(
     rule: str | None,
     state_format: StateFormat,
     layout: RankLayout,
+    budgets: _C.SharedBudgets,
 ) -> EngineSettings:
     """What the engine is told.
 
@@ -48,11 +47,12 @@ def engine_settings(
         rule: The fused optimizer's (castor.optim.rules); None: its own step updates.
         state_format: How masters and the rule's states are kept.
         layout: Of the ranks; those with the same part share it.
+        budgets: That the model takes from, with the others of its plugin (budgets_of).
     """
     margin = config.gpu_margin_mem_ratio
     nvme = _C.NvmeOptions(
         directories=[str(_of_rank(path, layout)) for path in config.nvme_paths],
-        budget_bytes=_ALL_OF_THE_DISKS if config.nvme_bytes is None else config.nvme_bytes,
+        budget_bytes=nvme_bytes(config),
         verify=config.nvme_verify,
         # Space is taken in boost: of a budget, not of all that the disks have.
         holds_activations=config.nvme_bytes is not None and offloads(config.activations),
@@ -71,8 +71,7 @@ def engine_settings(
             steady_cap_ratio=config.steady_cuda_cap_ratio,
             margin_ratio=1.0 if margin is None else margin,
         ),
-        device_bytes=config.device_bytes,
-        host_bytes=config.host_bytes,
+        budgets=budgets,
         state=_C.StateOptions(
             state_format=state_format,
             rule=rule,

@@ -36,6 +36,7 @@ from castor.optim.check_optimizers import check_optimizers
 from castor.optim.held_params import held_params
 from castor.optim.rules import rule_of
 from castor.optim.step_driver import ModelStep, StepDriver
+from castor.plugins.budgets import budgets_of
 from castor.plugins.data_parallel import join_ranks, loader_of_rank
 from castor.plugins.divide import Division
 from castor.plugins.engine_settings import engine_settings
@@ -59,13 +60,13 @@ class GeminiPlugin:
         device: Where the model computes: "cuda", "cuda:1" or "cpu". Default: "cuda" when there is
             one, else "cpu". Build the model on the CPU: its parameters and buffers are moved, and
             so are the inputs of each forward.
-        device_memory: Budget of the device: bytes or a size such as "24GiB". Default on a GPU: 95%
-            of what is free or cached by torch; there all that torch allocates counts, and
-            torch.cuda.set_per_process_memory_fraction holds as well. Default of the CPU device: a
-            quarter of the memory that castor may use, or what host_memory leaves of it and an
-            eighth at least. That is what is available now, to the machine and to each cgroup
-            around this process, less a tenth (384 MiB at least, 8 GiB at most) for itself.
-        host_memory: Budget of the host tier; on a GPU it is page-locked. Default: the memory that
+        device_memory: Budget of the device, of all models boosted with the plugin: bytes or a size
+            such as "24GiB". Default on a GPU: 95% of what is free or cached by torch; there all
+            that torch allocates counts, and torch.cuda.set_per_process_memory_fraction too. Default
+            of the CPU device: a quarter of the memory that castor may use, or what host_memory
+            leaves of it and an eighth at least. That is what is available now, to the machine and
+            each cgroup around this process, less a tenth (384 MiB to 8 GiB) for itself.
+        host_memory: As that, of the host tier; on a GPU it is page-locked. Default: the memory that
             castor may use; beside the CPU device three quarters of it, or what device_memory leaves
             and an eighth at least. Budgets above what machine or cgroup have are taken with a
             RuntimeWarning at boost.
@@ -344,6 +345,7 @@ class GeminiPlugin:
                 rule=rule,
                 state_format=choice.state_format,
                 layout=layout,
+                budgets=budgets_of(self, self.config),
             ),
             updated=held,
         )

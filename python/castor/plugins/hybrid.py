@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
-from castor.distributed import Microbatches, Mode, Plan, Style
+from castor.config.layout_plan import planned_layout
+from castor.config.names import PipelineStyle
+from castor.distributed import Microbatches, Mode, Plan
 from castor.plugins.divide import Division, Stages
 from castor.plugins.gemini import GeminiPlugin
 
-_STYLES: tuple[str, ...] = get_args(Style)
+_STYLES: tuple[str, ...] = get_args(PipelineStyle)
 _MODES: tuple[str, ...] = get_args(Mode)
 
 
@@ -26,6 +30,8 @@ class HybridParallelPlugin(GeminiPlugin):
     group take the same whole batches, which prepare_dataloader sees to.
 
     Args:
+        plan: A file of `castor plan`, whose sizes, schedule and activations are taken; "auto": that
+            of `castor run --plan`. None: they are given here.
         tp_size: Ranks among which layers are divided. It divides the numbers of heads.
         parallel_output: Only with tp_size > 1: whether transformers' loss of a causal language
             model is computed of each rank's part of the vocabulary, and nobody has all logits:
@@ -58,12 +64,15 @@ class HybridParallelPlugin(GeminiPlugin):
 
     Raises:
         NotImplementedError: A setting does not go with the sizes; the message names it.
-        ValueError: parallel_output=True with tp_size=1; see GeminiPlugin.
-        TypeError, UsageError, ImportError: See GeminiPlugin.
+        ValueError: parallel_output=True with tp_size=1, or an argument that the plan gives; see
+            GeminiPlugin.
+        UsageError, OSError: There is no plan, or it cannot be read; see GeminiPlugin.
+        TypeError, ImportError: See GeminiPlugin.
     """
 
     def __init__(
         self,
+        plan: str | os.PathLike[str] | None = None,
         *,
         tp_size: int = 1,
         parallel_output: bool = False,
@@ -79,6 +88,14 @@ class HybridParallelPlugin(GeminiPlugin):
         tp_plan: Plan | None = None,
         **gemini: Any,
     ) -> None:
+        if plan is not None:
+            given = {"tp_size": tp_size, "sp_size": sp_size, "pp_size": pp_size,
+                     "pp_style": pp_style, "num_microbatches": num_microbatches,
+                     "num_model_chunks": num_model_chunks}  # fmt: skip
+            layout = _layout_of(plan, given, gemini)
+            tp_size, sp_size, pp_size = (layout[f"{of}_size"] for of in ("tp", "sp", "pp"))
+            pp_style, num_microbatches = layout["pp_style"], layout["num_microbatches"]
+            num_model_chunks = layout["num_model_chunks"]
         sizes = {"tp_size": tp_size, "ep_size": ep_size, "sp_size": sp_size, "pp_size": pp_size}
         for name, size in (*sizes.items(), ("num_model_chunks", num_model_chunks)):
             _check_count(name, size)
@@ -127,6 +144,27 @@ class HybridParallelPlugin(GeminiPlugin):
             loss=parallel_output,
             stages=stages,
         )
+
+
+def _layout_of(
+    plan: str | os.PathLike[str], given: Mapping[str, Any], gemini: dict[str, Any]
+) -> dict[str, Any]:
+    """What a plan says of these arguments, and of GeminiPlugin's, where it is put.
+
+    Raises:
+        ValueError: One is given as well.
+        UsageError, OSError: See planned_layout.
+    """
+    planned = planned_layout(plan)
+    defaults = inspect.signature(HybridParallelPlugin.__init__).parameters
+    twice = [name for name, value in given.items() if value != defaults[name].default]
+    twice += [name for name in planned.keys() - given.keys() if name in gemini]
+    if twice:
+        raise ValueError(
+            f"{min(twice)} is given beside a plan, which says what it is; leave it out"
+        )
+    gemini |= {name: planned[name] for name in planned.keys() - given.keys()}
+    return {**given, **{name: planned[name] for name in given if name in planned}}
 
 
 def _check_count(name: str, count: Any) -> None:
@@ -183,7 +221,7 @@ def _stages(
     return Stages(
         size=size,
         chunks=chunks,
-        style=cast("Style", style),
+        style=cast("PipelineStyle", style),
         microbatches=Microbatches(count=num_microbatches, size=microbatch_size),
         layers=layers,
     )

@@ -167,6 +167,7 @@ class Engine(Together):
             groups=self.ranks.names if self.ranks else None,
             share_memory=bool(self.ranks and self.ranks.share_memory),
             valueless=[self.index_of[param] for param in lazy.params],
+            name=type(model).__name__,
         )
         if events is not None:
             self.session.load_trace(events)

@@ -11,7 +11,7 @@ class MemoryUse:
     """Bytes held now."""
 
     device_bytes: int
-    """Chunks and non-model data on the device."""
+    """Chunks of the model and its non-model data on the device; on a GPU that of all models."""
     nonmodel_bytes: int
     """Of these: activations, temporaries and gradients on their way."""
     host_bytes: int
@@ -58,9 +58,9 @@ class MemoryReport:
     """Figures since boost. Sizes are bytes."""
 
     peak_device_bytes: int
-    """Highest total of chunks and non-model data on the device."""
+    """Highest total of chunks and non-model data on the device, of all models of the plugin."""
     device_budget_bytes: int
-    """What the device may hold; never passed."""
+    """What the device may hold of all models of the plugin; never passed."""
     peak_nonmodel_bytes: int
     """Highest total of activations, temporaries and gradients on their way."""
     promoted_bytes: int
@@ -70,7 +70,7 @@ class MemoryReport:
     host_bytes: int
     """Chunk payloads on the host now, and room there for those that are promoted."""
     host_budget_bytes: int
-    """What the host tier may hold."""
+    """What the host tier may hold of all models of the plugin."""
     nvme_bytes: int
     """Chunk payloads on NVMe."""
     nvme_weight_bytes: int

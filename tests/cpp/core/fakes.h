@@ -396,8 +396,13 @@ struct Rig {
 
   Rig(ChunkLayout model, std::size_t device_bytes, std::vector<Placement> placements = {},
       std::vector<bool> stored = {})
+      : Rig(std::move(model), std::make_shared<Budget>(TierKind::kDevice, device_bytes), {},
+            std::move(placements), std::move(stored)) {}
+  /// On a budget that others take from too.
+  Rig(ChunkLayout model, std::shared_ptr<Budget> budget, std::string owner,
+      std::vector<Placement> placements = {}, std::vector<bool> stored = {})
       : layout(std::move(model)),
-        device(std::make_shared<MemoryTier>(TierKind::kDevice, device_bytes,
+        device(std::make_shared<MemoryTier>(std::move(budget), std::move(owner),
                                             std::make_unique<HeapArena>(device_blocks))),
         host(std::make_shared<MemoryTier>(TierKind::kHost, std::size_t{1} << 30,
                                           std::make_unique<HeapArena>(host_blocks))),

@@ -28,6 +28,14 @@ struct SimulatedMachine {
     runtime =
         std::make_unique<Runtime>(*rig.manager, nonmodel, options, [this] { return now_ns++; });
   }
+  /// One of several models on a device.
+  SimulatedMachine(ChunkLayout layout, std::shared_ptr<Budget> budget, std::string owner,
+                   std::shared_ptr<RuntimeGroup> group, RuntimeOptions options = {},
+                   std::vector<Placement> placements = {})
+      : rig(std::move(layout), std::move(budget), std::move(owner), std::move(placements)) {
+    runtime = std::make_unique<Runtime>(
+        *rig.manager, nonmodel, options, [this] { return now_ns++; }, std::move(group));
+  }
   SimulatedMachine(const SimulatedMachine&) = delete;
   SimulatedMachine& operator=(const SimulatedMachine&) = delete;
   /// Frees the activations that a test left: the ledger asserts that nothing outlives it.

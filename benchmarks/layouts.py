@@ -1,0 +1,305 @@
+# Question: does the planner of layouts (`castor plan`) know which one is fastest, and how fast?
+# Baseline: the steps themselves, of ten layouts on two and four ranks of this machine, which has
+#     two cores, of which four ranks have two at one time.
+# Model: hybrid_parallel.py's Llama of 44M parameters, fp32, steps of 8 x 128 tokens on all ranks
+#     together, AdamW, clipping, room for everything, one thread a rank.
+# Method: a probe of as many ranks, which work at once: seconds of all the model's products,
+#     forward and backward, of plain passes of 1, 2 and 4 rows (to which the bandwidth of memory
+#     is fitted: the other operators), of a copy, of Adam, and of sums among the ranks. What ranks
+#     take that share a core is that core's time, their getting in each other's way with it. From
+#     these alone all layouts are predicted. Steps of as many ranks run in turn, so that slow
+#     spells of the machine meet all of them.
+# Target: times within 20%, and the three fastest in their order (of those whose measured times
+#     differ by more than 5%).
+"""Layouts predicted and measured: `python benchmarks/layouts.py [--rounds R]`."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from _machine import command_line, describe_machine, spread, write_record
+from _ranks import Ranks
+from _steps import LR, MAX_NORM, QUICK, Model, Report, Step
+from hybrid_parallel import build
+from rich.console import Console
+from rich.table import Table
+
+MODEL = Model(rows=8)
+PROBED_ROWS = (1, 2, 4)
+WITHIN, APART = 0.2, 0.05
+BUDGET, CORES = "3GiB", 2
+
+
+def layouts(ranks: int, samples: int) -> list[Any]:
+    """Those that are measured."""
+    from castor.estimate.layouts import Layout
+
+    if ranks == 2:
+        found = [
+            Layout(data=2), Layout(tensor=2), Layout(sequence=2), Layout(stages=2, microbatches=4),
+            Layout(stages=2, microbatches=2), Layout(stages=2, microbatches=4, style="gpipe"),
+        ]  # fmt: skip
+    else:
+        found = [
+            Layout(data=4), Layout(tensor=2, data=2), Layout(stages=2, data=2, microbatches=2),
+            Layout(tensor=2, stages=2, microbatches=4),
+        ]  # fmt: skip
+    return [replace(one, rows=samples // (one.data * one.microbatches)) for one in found]
+
+
+def title(layout: Any) -> str:
+    names = {"dp": layout.data, "tp": layout.tensor, "sp": layout.sequence, "pp": layout.stages}
+    of = " ".join(f"{name} {size}" for name, size in names.items() if size > 1)
+    return f"{of}, {layout.microbatches} x {layout.rows} {layout.style}".removesuffix(" 1f1b")
+
+
+def make_probe(_: int, model: Model) -> tuple[Step, Report]:
+    """What a rank computes and sends while all others do the same; seconds."""
+    import torch
+    from torch import distributed
+
+    from castor import HybridAdam
+    from castor.distributed import RankLayout
+
+    module = build(model)
+    ranks = RankLayout.find(distributed.get_world_size(), 1, 1, asked="the probe").tensor
+    assert ranks is not None
+    params = sum(p.numel() for p in module.parameters())
+
+    def median(work: Callable[[], Any], times: int = 9) -> float:
+        found = []
+        for _ in range(times):
+            module.zero_grad(set_to_none=False)
+            ranks.meet()
+            start = time.perf_counter()
+            work()
+            found.append(time.perf_counter() - start)
+        return statistics.median(found)
+
+    def passes(rows: int) -> None:
+        batch = replace(model, rows=rows).batch(0)
+        module(**batch).loss.backward()
+
+    def report() -> dict[str, Any]:
+        hidden = torch.zeros(model.rows, model.sequence, model.width)
+        source, target = torch.zeros(params), torch.zeros(params)
+        of_rows = {rows: median(lambda rows=rows: passes(rows)) for rows in PROBED_ROWS}
+        tokens = max(PROBED_ROWS) * model.sequence
+        weights = [m.weight.detach() for m in module.modules() if isinstance(m, torch.nn.Linear)]
+        inputs = {weight.shape[1]: torch.randn(tokens, weight.shape[1]) for weight in weights}
+
+        def products() -> None:
+            for weight in weights:
+                x = inputs[weight.shape[1]]
+                out = x @ weight.T
+                _ = out @ weight, out.T @ x
+
+        adam = HybridAdam([torch.nn.Parameter(source)], lr=LR)
+        adam.param_groups[0]["params"][0].grad = target
+        adam.step()
+        return {
+            "flops": 6 * tokens * sum(w.numel() for w in weights) / median(products, 5),
+            "passes": of_rows,
+            "copy": median(lambda: target.copy_(source)) / (4 * params),
+            "adam": median(adam.step) / (28 * params),
+            "sums": {tensor.numel() * 4: median(lambda tensor=tensor: ranks.sum(tensor), 30)
+                     for tensor in (hidden[:1, :1], hidden)},
+        }  # fmt: skip
+
+    return lambda _: 0.0, report
+
+
+def make_layout(_: int, model: Model, layout: Any) -> tuple[Step, Report]:
+    import torch
+
+    from castor import Booster, HybridParallelPlugin
+
+    module = build(model)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LR)
+    plugin = HybridParallelPlugin(
+        **layout.arguments(), device="cpu", precision="fp32", max_norm=MAX_NORM,
+        device_memory=BUDGET, host_memory=BUDGET,
+    )  # fmt: skip
+    booster = Booster(plugin)
+    booster.boost(module, optimizer)
+    own = replace(model, rows=layout.rows * layout.microbatches)
+    pipelined = layout.stages > 1 or layout.microbatches > 1
+
+    def step(i: int) -> float:
+        batch = own.batch(i)
+        if pipelined:
+            done = booster.execute_pipeline(iter([batch]), module, None, optimizer)
+            loss = float(done["loss"])
+        else:
+            out = module(**batch).loss
+            booster.backward(out, optimizer)
+            loss = float(out.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step, dict
+
+
+def fitted(measured: dict[int, float], flops: float, record: Callable[[int], Any]) -> float:
+    """The bandwidth of memory with which operators, which take the larger of two times, fit best.
+
+    Args:
+        measured: Seconds by rows.
+        flops: The rate of products.
+        record: The pass of so many rows on paper.
+    """
+    works = {
+        rows: [work for moment in (*one.forward, *one.backward) for work in moment.work]
+        for rows, one in ((rows, record(rows)) for rows in measured)
+    }
+
+    def missed(bandwidth: float) -> float:
+        return sum(
+            math.log(sum(max(f / flops, b / bandwidth) for f, b in works[rows]) / seconds) ** 2
+            for rows, seconds in measured.items()
+        )
+
+    return min((1e8 * 10 ** (n / 50) for n in range(200)), key=missed)
+
+
+def cluster_of(probes: Sequence[dict[str, Any]], record: Callable[[int], Any]) -> Any:
+    """What the planner is told of the machine.
+
+    Args:
+        probes: What each rank measured.
+        record: The pass of so many rows on paper.
+    """
+    from castor.estimate.cluster import Cluster
+
+    ranks = len(probes)
+    at_once = min(CORES, ranks)
+
+    def slowest(measured: Callable[[dict[str, Any]], float]) -> float:
+        """Seconds of a core."""
+        return max(map(measured, probes)) * at_once / ranks
+
+    flops = 1 / slowest(lambda probe: 1 / probe["flops"])
+    passes = {rows: slowest(lambda probe, rows=rows: probe["passes"][rows]) for rows in PROBED_ROWS}
+    sums = {of: max(probe["sums"][of] for probe in probes) for of in probes[0]["sums"]}
+    (small, least), (large, most) = sorted(sums.items())
+    # A sum is two exchanges of (n - 1) / n of it.
+    link = 2 * (ranks - 1) / ranks * (large - small) / max(most - least, 1e-9)
+    return Cluster.of(
+        {
+            "ranks_per_node": ranks, "device": "cpu", "at_once": at_once,
+            "device_memory": BUDGET, "host_memory": f"{3 * ranks}GiB",
+            "flops": flops, "device_bandwidth": int(fitted(passes, flops, record)),
+            "h2d": int(1 / slowest(lambda probe: probe["copy"])),
+            "dram": int(at_once / slowest(lambda probe: probe["adam"])),
+            "link": int(link), "link_latency_us": least / 2 * 1e6,
+        },
+        "fp32",
+    )  # fmt: skip
+
+
+def main() -> int:
+    parser = command_line("layouts", __doc__)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=3, help="of each layout in a round")
+    arguments = parser.parse_args()
+    console = Console(width=110)
+    machine = describe_machine()
+
+    from castor.estimate.layout_search import LayoutSearch
+    from castor.estimate.workload import Workload
+
+    model = replace(QUICK, width=256, rows=8) if arguments.quick else MODEL
+    rounds, steps = (1, 1) if arguments.quick else (arguments.rounds, arguments.steps)
+    sizes = (2,) if arguments.quick else (2, 4)
+    config = build(model).config
+    config.architectures = ["LlamaForCausalLM"]
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "config.json")
+        config.to_json_file(path, use_diff=False)
+        workload = Workload(
+            batch=model.rows, sequence=model.sequence, precision="fp32", state_format="fp32"
+        )
+        search = LayoutSearch(path, workload)
+        predicted: dict[str, dict[str, Any]] = {}
+        found: dict[str, Ranks] = {}
+        clusters: dict[int, Any] = {}
+        for size in sizes:
+            probe = Ranks.start(f"probe of {size}", size, make_probe, model)
+            probes = probe.report()
+            probe.stop()
+            clusters[size] = cluster_of(probes, search.whole_pass)
+            contenders: dict[str, Ranks] = {}
+            for layout in layouts(size, model.rows):
+                name = f"{size} ranks: {title(layout)}"
+                cost = search.cost(layout, clusters[size])
+                predicted[name] = {"seconds": cost.seconds, "busy": cost.busy}
+                contenders[name] = Ranks.start(name, size, make_layout, model, layout)
+            for _ in range(rounds):
+                for contender in contenders.values():
+                    contender.run(steps, timed=True)
+            for contender in contenders.values():
+                contender.stop()
+            found |= contenders
+    measured = {name: spread([s for of in one.seconds for s in of]) for name, one in found.items()}
+    table = Table(title=f"Llama of {search.parameters / 1e6:.0f}M, {model.rows} x {model.sequence}")
+    for heading in ("layout", "predicted s", "measured s", "ratio", ""):
+        table.add_column(heading, justify="left" if heading in ("layout", "") else "right")
+    results = {}
+    for name in sorted(found, key=lambda name: measured[name]["median"]):
+        ratio = predicted[name]["seconds"] / measured[name]["median"]
+        met = abs(ratio - 1) <= WITHIN
+        results[name] = {"predicted": predicted[name], "measured": measured[name], "ratio": ratio,
+                         "within_target": met}  # fmt: skip
+        table.add_row(
+            name, f"{predicted[name]['seconds']:.3f}", f"{measured[name]['median']:.3f}",
+            f"{ratio:.2f}", "[green]met" if met else "[red]missed",
+        )  # fmt: skip
+    console.print(table)
+    ordered = in_order([(one["predicted"]["seconds"], one["measured"]["median"])
+                        for one in results.values()])  # fmt: skip
+    console.print(f"the three fastest in their order: {'met' if ordered else 'MISSED'}")
+    write_record(
+        arguments,
+        "layouts",
+        {
+            "results": results,
+            "three_fastest_in_order": ordered,
+            "within_target": sum(one["within_target"] for one in results.values()),
+            "layouts": len(results),
+            "machines": {
+                size: {"flops": one.machine.flops, "device_bandwidth": one.machine.device_bandwidth,
+                       "h2d": one.machine.h2d, "dram": one.machine.dram,
+                       "link": one.link.bytes_per_second, "link_latency": one.link.latency}
+                for size, one in clusters.items()
+            },
+        },
+        machine=machine,
+    )  # fmt: skip
+    return 0
+
+
+def in_order(times: Sequence[tuple[float, float]]) -> bool:
+    """Whether the predicted times put the three measured fastest before all slower ones.
+
+    Args:
+        times: Predicted and measured, fastest measured first.
+    """
+    return all(
+        fast[0] < slow[0]
+        for n, fast in enumerate(times[:3])
+        for slow in times[n + 1 :]
+        if slow[1] > fast[1] * (1 + APART)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "core/mutex.h"
+#include "core/peaks.h"
+#include "core/tier_kind.h"
+
+namespace castor {
+
+class Ledger;
+
+/// A hard budget of one tier, from which one ledger takes, or those of several models together.
+/// Shared by its ledgers. Thread-safe; taking and giving back are lock-free.
+/// Invariant: used() <= bytes() at every moment, but for what Ledger::take_anyway adds; used() is
+/// the sum of what the ledgers have taken and not left behind.
+class Budget {
+ public:
+  /// Throws InvalidArgument if `bytes` is 0.
+  Budget(TierKind tier, std::size_t bytes);
+  Budget(const Budget&) = delete;
+  Budget& operator=(const Budget&) = delete;
+
+  [[nodiscard]] TierKind tier() const noexcept { return tier_; }
+  [[nodiscard]] std::size_t bytes() const noexcept { return bytes_; }
+  [[nodiscard]] std::size_t used() const noexcept { return used_.load(std::memory_order_relaxed); }
+  [[nodiscard]] std::size_t available() const noexcept { return bytes_ - std::min(bytes_, used()); }
+  [[nodiscard]] std::size_t peak() const noexcept { return peaks_.highest(); }
+  /// For messages: which models share it and what each has of it; empty where one model is alone.
+  [[nodiscard]] std::string shares() const;
+
+ private:
+  friend class Ledger;
+  [[nodiscard]] bool try_take(std::size_t bytes) noexcept;
+  void take_anyway(std::size_t bytes) noexcept;
+  void take_unnoted(std::size_t bytes) noexcept {
+    used_.fetch_add(bytes, std::memory_order_relaxed);
+  }
+  void give_back(std::size_t bytes) noexcept;
+  void add(const Ledger* ledger);
+  void remove(const Ledger* ledger) noexcept;
+
+  const TierKind tier_;
+  const std::size_t bytes_;
+  // Relaxed throughout: the counter carries no other data; each update is one atomic operation.
+  std::atomic<std::size_t> used_{0};
+  Peaks peaks_;
+  mutable Mutex mutex_;
+  std::vector<const Ledger*> ledgers_ CASTOR_GUARDED_BY(mutex_);  // in the order they came
+};
+
+}  // namespace castor

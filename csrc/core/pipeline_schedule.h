@@ -1,0 +1,64 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+namespace castor {
+
+/// In which order the ranks of a pipeline run micro-batches (docs/design/0034, 0040).
+enum class PipelineStyle : std::uint8_t {
+  k1f1b,         ///< one forward, one backward (Narayanan et al. 2019, PipeDream)
+  kGpipe,        ///< all forwards, then all backwards (Huang et al. 2019)
+  kInterleaved,  ///< 1F1B over several stages of each rank (Narayanan et al. 2021, section 2.2)
+};
+
+[[nodiscard]] constexpr std::string_view to_string(PipelineStyle style) noexcept {
+  switch (style) {
+    case PipelineStyle::k1f1b: return "1f1b";
+    case PipelineStyle::kGpipe: return "gpipe";
+    case PipelineStyle::kInterleaved: return "interleaved";
+  }
+  return "unknown";
+}
+
+/// One micro-batch through one stage.
+struct PipelineOp {
+  std::uint32_t stage = 0;  ///< of the model; stage i is rank i % ranks's
+  std::uint32_t microbatch = 0;
+  bool backward = false;
+
+  friend bool operator==(const PipelineOp&, const PipelineOp&) = default;
+};
+
+/// A model in stages. `stages_per_rank` is 1 but for kInterleaved.
+struct Pipeline {
+  PipelineStyle style = PipelineStyle::k1f1b;
+  std::uint32_t num_ranks = 1;
+  std::uint32_t stages_per_rank = 1;
+  std::uint32_t num_microbatches = 1;
+};
+
+/// What a rank runs, in order: as torch.distributed.pipelining's schedules (2.11) do.
+/// Throws InvalidArgument where a number is 0, the rank is none of the pipeline's, or
+/// kInterleaved's micro-batches are no multiple of its ranks.
+[[nodiscard]] std::vector<PipelineOp> pipeline_order(const Pipeline& pipeline, std::uint32_t rank);
+
+/// What one micro-batch takes in a stage.
+struct StageSeconds {
+  double forward = 0.0;
+  double backward = 0.0;
+  /// Until its hidden states are at the next stage, and its gradients at the one before.
+  double transfer = 0.0;
+};
+
+/// The time from the first forward to the end of the last backward. Each rank runs its order, one
+/// micro-batch at a time; transfers run beside.
+/// Throws InvalidArgument as pipeline_order does, and where there is not one entry for each stage,
+/// or one is negative or not finite.
+[[nodiscard]] double pipeline_seconds(const Pipeline& pipeline,
+                                      std::span<const StageSeconds> stages);
+
+}  // namespace castor

@@ -1,0 +1,42 @@
+#include "torch/shared_budgets.h"
+
+#include <utility>
+
+#include "torch/session_device.h"
+
+namespace castor {
+
+std::size_t SharedBudgets::num_models() const {
+  const MutexLock lock(mutex_);
+  return numbers_.size();
+}
+
+std::size_t SharedBudgets::take_number() {
+  const MutexLock lock(mutex_);
+  std::size_t number = 1;
+  while (!numbers_.insert(number).second) {
+    ++number;
+  }
+  return number;
+}
+
+SharedBudgets::Place::Place(SharedBudgets& budgets, const std::string& model)
+    : budgets_(budgets),
+      number_(budgets.take_number()),
+      owner_(model + " (model " + std::to_string(number_) + " of its plugin)") {}
+
+SharedBudgets::Place::~Place() {
+  const MutexLock lock(budgets_.mutex_);
+  budgets_.numbers_.erase(number_);
+}
+
+void SharedBudgets::follow_torch(const std::shared_ptr<DeviceBackend>& backend) {
+  const MutexLock lock(mutex_);
+  if (!account_) {
+    auto account = account_of(tensors_, backend);
+    backend->follow(account);
+    account_ = std::move(account);
+  }
+}
+
+}  // namespace castor

@@ -1,0 +1,262 @@
+"""What a checkpoint holds, whatever its layout: what a conversion reads and writes."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import shutil
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from castor.checkpoint.container import (
+    ComputedTensor,
+    SavedTensor,
+    StoredTensor,
+    bytes_of,
+    read_header,
+    read_headers,
+    split,
+    write_files,
+    write_tensors,
+)
+from castor.checkpoint.files import OVERHEAD_BYTES
+from castor.checkpoint.manifest import (
+    PART_MANIFEST,
+    RUN_MANIFEST,
+    read_manifest,
+    read_tied,
+    verify,
+)
+from castor.checkpoint.model import weight_files, write_model
+from castor.checkpoint.optimizer import DESCRIPTION, FORMAT, OptimizerState, write_optimizer
+from castor.checkpoint.run import find, optimizer_parts, parts_and_files, read_trainer, seal_run
+from castor.checkpoint.tensor_bytes import memory_of
+from castor.errors import CheckpointError
+
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".distcp", ".msgpack", ".h5", ".onnx", ".gguf"}
+_DESCRIBES_WEIGHTS = (".index.json",)
+_OWN = {PART_MANIFEST, RUN_MANIFEST, DESCRIPTION, "trainer.json", "castor-contents.json"}
+_OF_TRAINERS = {"trainer_state.json", ".metadata", ".gitattributes"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """A checkpoint. Tensors are in files, and read when they are written elsewhere."""
+
+    weights: dict[str, SavedTensor] = field(default_factory=dict)
+    """Each tensor of the model once, by state_dict key."""
+    tied: dict[str, str] = field(default_factory=dict)
+    """Other keys of these tensors, and the key in `weights`."""
+    optimizers: list[OptimizerState] = field(default_factory=list)
+    trainer: dict[str, Any] | None = None
+    """The document of a run's trainer.json."""
+    files: list[Path] = field(default_factory=list)
+    """What lies beside the weights: configs, a tokenizer."""
+    left_out: list[str] = field(default_factory=list)
+    """What the source has and the target will not."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its tensors."""
+        return bytes_of(self.weights) + sum(bytes_of(state.tensors) for state in self.optimizers)
+
+    def weight(self, name: str) -> str | None:
+        """The key in `weights` of a parameter, by any of its names."""
+        key = self.tied.get(name, name)
+        return key if key in self.weights else None
+
+
+# --- tensors in files ---------------------------------------------------------------------------
+
+
+def mapped(stored: Mapping[str, StoredTensor]) -> dict[str, SavedTensor]:
+    """The tensors where they lie in their files: memory that the kernel reads, and takes back.
+
+    They cannot be written. Files must have been checked (read_headers): what is cut off later is
+    a bus error.
+    """
+    maps: dict[Path, mmap.mmap] = {}
+    for path in {tensor.path for tensor in stored.values() if tensor.end > tensor.start}:
+        with open(path, "rb") as file:
+            maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    found: dict[str, SavedTensor] = {}
+    for name, tensor in stored.items():
+        if tensor.end == tensor.start:
+            found[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        elif tensor.start % tensor.dtype.itemsize:
+            read = partial(_copied, maps[tensor.path], tensor)
+            found[name] = ComputedTensor(dtype=tensor.dtype, shape=tensor.shape, compute=read)
+        else:
+            flat = _flat(maps[tensor.path], tensor)
+            found[name] = flat.view(tensor.dtype).view(tensor.shape)
+    return found
+
+
+def _flat(memory: mmap.mmap, tensor: StoredTensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        # It says that the memory cannot be written, which nobody does.
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        return torch.frombuffer(
+            memory, dtype=torch.uint8, count=tensor.end - tensor.start, offset=tensor.start
+        )
+
+
+def _copied(memory: mmap.mmap, tensor: StoredTensor) -> torch.Tensor:
+    """Of a tensor that is not aligned to its type."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    memory_of(copy)[:] = memoryview(memory)[tensor.start : tensor.end]
+    return copy
+
+
+def in_files(tensors: Mapping[str, SavedTensor], scratch: Path) -> dict[str, torch.Tensor]:
+    """The tensors in memory that is a file's, for writers that want all of them at once.
+
+    Args:
+        tensors: By name.
+        scratch: A file for those that have to be computed, one at a time. It has no name any more
+            on return, and is gone with the tensors.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    computed = {key: one for key, one in tensors.items() if isinstance(one, ComputedTensor)}
+    own: dict[str, SavedTensor] = {}
+    if computed:
+        write_tensors(scratch, computed)
+        own = mapped(read_header(scratch))
+        scratch.unlink()
+    return {key: _plain(own.get(key, tensor)) for key, tensor in tensors.items()}
+
+
+def _plain(tensor: SavedTensor) -> torch.Tensor:
+    assert isinstance(tensor, torch.Tensor)  # write_tensors aligns what it writes
+    return tensor
+
+
+# --- castor's and Hugging Face's layouts --------------------------------------------------------
+
+
+def read_hf(path: Path) -> Contents:
+    """A model's directory, castor's or any other, or a safetensors file."""
+    if path.is_file():
+        return Contents(weights=mapped(read_header(path)))
+    sealed = (path / PART_MANIFEST).exists()
+    if sealed:
+        verify(path, PART_MANIFEST)
+    return Contents(
+        weights=mapped(read_headers(weight_files(path))),
+        tied=read_tied(path, PART_MANIFEST) if sealed else {},
+        files=files_beside(path),
+    )
+
+
+def read_castor_optimizer(path: Path) -> Contents:
+    """What booster.save_optimizer wrote."""
+    verify(path, PART_MANIFEST)
+    return Contents(optimizers=[_read_optimizer(path)])
+
+
+def read_run(path: Path) -> Contents:
+    """What booster.save wrote; `path` as in booster.load."""
+    directory = find(path)
+    verify(directory, RUN_MANIFEST)
+    model = directory / "model"
+    if (model / "adapter_config.json").exists() or not files_of_model(model):
+        raise CheckpointError(
+            f"{model} holds adapters of PEFT, which PeftModel.from_pretrained reads as they are; "
+            "castor convert takes whole models: merge the adapters and save that"
+        )
+    return Contents(
+        weights=mapped(read_headers(weight_files(model))),
+        tied=read_tied(model, PART_MANIFEST),
+        optimizers=[_read_optimizer(directory / part) for part in optimizer_parts(directory)],
+        trainer=read_trainer(directory),
+        files=files_beside(model),
+    )
+
+
+def files_of_model(directory: Path) -> bool:
+    """Whether a directory has a model's weights as safetensors."""
+    return any(directory.glob("model*.safetensors"))
+
+
+def _read_optimizer(directory: Path) -> OptimizerState:
+    description = json.loads((directory / DESCRIPTION).read_bytes())
+    if description.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{directory / DESCRIPTION} has format {description.get('format')!r}; {FORMAT!r} is "
+            "read"
+        )
+    stored = read_headers([directory / name for name in description.pop("files")])
+    return OptimizerState(tensors=mapped(stored), description=description)
+
+
+def files_beside(directory: Path) -> list[Path]:
+    """The files of a model's directory that are no weights."""
+    return [
+        path
+        for path in sorted(directory.iterdir())
+        if path.is_file()
+        and path.suffix not in _WEIGHTS
+        and not path.name.endswith(_DESCRIBES_WEIGHTS)
+        and path.name not in _OWN | _OF_TRAINERS
+    ]
+
+
+def listed(directory: Path, name: str) -> bool:
+    """Whether castor's manifest of a directory, which has been verified, lists a file."""
+    return (directory / PART_MANIFEST).exists() and name in read_manifest(directory, PART_MANIFEST)
+
+
+def copy_files(files: Iterable[Path], directory: Path, dtype: torch.dtype | None) -> None:
+    """Copies what lies beside weights; a config says the type that these have from now on."""
+    for path in files:
+        target = directory / path.name
+        shutil.copyfile(path, target)
+        if path.name == "config.json" and dtype is not None:
+            config = json.loads(path.read_bytes())
+            for key in ("dtype", "torch_dtype"):
+                if key in config:
+                    config[key] = str(dtype).removeprefix("torch.")
+            text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+            target.write_text(text, encoding="utf-8")
+
+
+def write_hf(
+    contents: Contents, staging: Path, max_bytes: int | None, dtype: torch.dtype | None
+) -> None:
+    """Writes what booster.save_model writes of the model."""
+    copy_files(contents.files, staging, dtype)
+    files = split(contents.weights, "model", max_bytes)
+    write_model(files, write_files(staging, files), staging, staging, contents.tied)
+
+
+def write_castor(
+    contents: Contents, staging: Path, max_bytes: int | None, dtype: torch.dtype | None
+) -> None:
+    """Writes what booster.save writes of a run, or booster.save_optimizer of an optimizer."""
+    states = contents.optimizers
+    if contents.trainer is None:
+        (state,) = states
+        files = state.files(max_bytes)
+        write_optimizer(state, write_files(staging, files), staging, staging)
+        return
+    parts, files = parts_and_files(contents.weights, states, max_bytes)
+    for part in parts:
+        (staging / part).mkdir()
+    copy_files(contents.files, staging / "model", dtype)
+    written = write_files(staging, files)
+    seal_run(staging, staging, parts, states, contents.trainer, contents.tied, written)
+
+
+def room_for(contents: Contents) -> int:
+    """Bytes that a target takes at most, in any layout."""
+    sizes = sum(path.stat().st_size for path in contents.files)
+    count = len(contents.weights) + sum(len(state.tensors) for state in contents.optimizers)
+    return contents.bytes + sizes + 2 * OVERHEAD_BYTES + 4096 * count

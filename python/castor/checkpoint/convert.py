@@ -1,0 +1,312 @@
+"""Checkpoints from one layout to another: a reader, tensors one by one, a writer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from castor.checkpoint.adapters import CONFIG as ADAPTER_CONFIG
+from castor.checkpoint.changes import (
+    by_parameter,
+    check_states,
+    in_dtype,
+    values,
+    with_ties,
+)
+from castor.checkpoint.container import ComputedTensor
+from castor.checkpoint.contents import (
+    Contents,
+    files_of_model,
+    read_castor_optimizer,
+    read_hf,
+    read_run,
+    room_for,
+    write_castor,
+    write_hf,
+)
+from castor.checkpoint.dcp import METADATA, read_dcp, write_dcp
+from castor.checkpoint.files import os_errors
+from castor.checkpoint.manifest import RUN_MANIFEST
+from castor.checkpoint.optimizer import DESCRIPTION
+from castor.checkpoint.run import TRAINER_FORMAT
+from castor.checkpoint.staging import recover, staged
+from castor.checkpoint.torch_layout import is_torch_directory, read_torch, write_torch
+from castor.config.names import Precision
+from castor.errors import CheckpointError
+from castor.runtime.engine import WORKING_DTYPES
+
+Kind = Literal["run", "optimizer", "hf", "dcp", "torch"]
+Layout = Literal["hf", "torch", "dcp", "castor"]
+
+_NAMES: dict[Kind, str] = {
+    "run": "castor run",
+    "optimizer": "castor optimizer",
+    "hf": "Hugging Face model",
+    "dcp": "torch.distributed.checkpoint",
+    "torch": "torch.save",
+}
+_STEP = re.compile(r"step-\d{8,}")
+_ZIP = b"PK\x03\x04"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What a conversion did."""
+
+    kind: str
+    """Of the source, in words."""
+    num_weights: int
+    num_states: int
+    """Parameters with optimizer states."""
+    bytes: int
+    """Of all tensors."""
+    left_out: list[str]
+    """What the source has and the target has not."""
+
+    def describe(self, source: Path, target: Path, to: str) -> str:
+        """A sentence for the terminal."""
+        held = [f"{self.num_weights} weights"] if self.num_weights else []
+        held += [f"states of {self.num_states} parameters"] if self.num_states else []
+        text = f"{source} ({self.kind}) -> {target} ({to}): {', '.join(held)}, {self.bytes} bytes"
+        return text + (f"; left out: {', '.join(self.left_out)}" if self.left_out else "")
+
+
+def convert(
+    source: Path,
+    target: Path,
+    to: Layout,
+    *,
+    dtype: Precision | None = None,
+    max_bytes: int | None = None,
+    tie: Sequence[str] = (),
+    names: Sequence[str] | None = None,
+    weights_only: bool = False,
+    force: bool = False,
+) -> Conversion:
+    """Writes the checkpoint at `source` to `target`, in another layout.
+
+    The target appears as a whole, or not at all; memory beside the kernel's cache of files is that
+    of a few tensors.
+
+    Args:
+        source: What it is is seen from what it holds.
+        target: A directory.
+        to: Its layout.
+        dtype: Of the weights. "fp32" takes masters where there are any, which are the weights
+            then; 16 bits round float32 weights as a boosted model does, and keep them as masters
+            in the states. None: as they are.
+        max_bytes: Of tensors in a file of layouts of safetensors; None: one file.
+        tie: "KEY=OTHER": a key of the state_dict that is the same tensor as another one.
+        names: Of the optimizer's parameters in its order, where the source has none.
+        weights_only: Leave out optimizers and what else a run has.
+        force: Replace a checkpoint that is there.
+
+    Raises:
+        CheckpointError: The source is damaged or nothing that this reads, or does not have what
+            the target needs; or the target exists.
+        IoError: The disk refuses. In both cases `target` is what it was.
+    """
+    source, target = source.resolve(), target.resolve()
+    kind = kind_of(source)
+    _check_target(source, target, force=force)
+    if max_bytes is not None and to not in ("hf", "castor"):
+        raise ValueError(f"the {to} layout is not divided by size; leave --shard-size out")
+    with os_errors(source, "read"):
+        contents = _read(kind, source, names)
+    if weights_only:
+        contents = _without_states(contents)
+    contents = with_ties(contents, tie)
+    if kind != "run":
+        check_states(contents, source)
+    if dtype is not None:
+        contents = in_dtype(contents, WORKING_DTYPES[dtype], source)
+    contents = _fitting(contents, to, source)
+    spilled = room_for(contents) if to in ("dcp", "torch") and _computes(contents) else 0
+    with staged(target, room_for(contents) + spilled) as staging:
+        written = None if dtype is None else WORKING_DTYPES[dtype]
+        if to == "hf":
+            write_hf(contents, staging, max_bytes, written)
+        elif to == "castor":
+            write_castor(contents, staging, max_bytes, written)
+        elif to == "dcp":
+            write_dcp(contents, staging, written)
+        else:
+            write_torch(contents, staging, written)
+    return Conversion(
+        kind=_NAMES[kind],
+        num_weights=len(contents.weights),
+        num_states=sum(len(by_parameter(state)) for state in contents.optimizers),
+        bytes=contents.bytes,
+        left_out=contents.left_out,
+    )
+
+
+def checked_layout(name: str) -> Layout:
+    """Raises ValueError for what is no layout."""
+    for layout in get_args(Layout):
+        if name == layout:
+            return cast(Layout, layout)
+    raise ValueError(f"--to {name}: give one of {', '.join(get_args(Layout))}")
+
+
+def checked_precision(name: str) -> Precision:
+    """Raises ValueError for what is no type of weights."""
+    for precision in WORKING_DTYPES:
+        if name == precision:
+            return precision
+    raise ValueError(f"--dtype {name}: give one of {', '.join(WORKING_DTYPES)}")
+
+
+# --- what there is ------------------------------------------------------------------------------
+
+
+def kind_of(path: Path) -> Kind:
+    """What a path holds, seen from its contents.
+
+    Raises:
+        CheckpointError: Nothing that castor converts.
+    """
+    with os_errors(path, "read"):
+        kind = _kind_of_file(path) if path.is_file() else _kind_of_directory(path)
+    if kind is not None:
+        return kind
+    found = "nothing"
+    if path.is_file():
+        found = "a file of another kind"
+    elif path.is_dir():
+        names = sorted(entry.name for entry in path.iterdir())
+        found = f"{', '.join(names[:6])}{', ...' if len(names) > 6 else ''}" or "an empty directory"
+    raise CheckpointError(
+        f"{path} is no checkpoint that castor converts ({found}); it reads a run (of booster.save) "
+        f"or one of its steps, an optimizer ({DESCRIPTION}), a model (model.safetensors or shards "
+        f"with an index), torch.distributed.checkpoint ({METADATA}), and files of torch.save "
+        "(model.pt and optimizer.pt in a directory, or any one)"
+    )
+
+
+def _kind_of_file(path: Path) -> Kind | None:
+    if path.suffix == ".safetensors":
+        return "hf"
+    with open(path, "rb") as file:
+        return "torch" if file.read(len(_ZIP)) == _ZIP else None
+
+
+def _kind_of_directory(path: Path) -> Kind | None:
+    recover(path)
+    if not path.is_dir():
+        return None
+    if (path / RUN_MANIFEST).exists():
+        return "run"
+    if (path / DESCRIPTION).exists():
+        return "optimizer"
+    if (path / METADATA).exists():
+        return "dcp"
+    if files_of_model(path):
+        return "hf"
+    if is_torch_directory(path):
+        return "torch"
+    if (path / ADAPTER_CONFIG).exists():
+        raise CheckpointError(
+            f"{path} holds an adapter of PEFT, which PeftModel.from_pretrained reads as it is; "
+            "castor convert takes whole models"
+        )
+    steps = (one.name for one in path.iterdir())
+    return "run" if any(map(_STEP.fullmatch, (path.name, *steps))) else None
+
+
+def _check_target(source: Path, target: Path, *, force: bool) -> None:
+    if source == target or source in target.parents or target in source.parents:
+        raise CheckpointError(
+            f"{target} and the source {source} are in one another; write elsewhere, so that the "
+            "source stays as it is"
+        )
+    recover(target)
+    if not target.exists():
+        return
+    if not force:
+        raise CheckpointError(f"{target} exists; name another target, or replace it with --force")
+    try:
+        kind_of(target)
+    except CheckpointError as error:
+        raise CheckpointError(f"--force replaces checkpoints only: {error}") from error
+
+
+def _read(kind: Kind, source: Path, names: Sequence[str] | None) -> Contents:
+    if kind == "torch":
+        contents = read_torch(source, names)
+    elif kind == "dcp":
+        contents = read_dcp(source, names)
+    elif kind == "run":
+        contents = read_run(source)
+    else:
+        contents = read_castor_optimizer(source) if kind == "optimizer" else read_hf(source)
+    if names is not None and (kind not in ("torch", "dcp") or not contents.optimizers):
+        raise CheckpointError(f"{source} holds no optimizer without names; leave --names out")
+    return contents
+
+
+# --- what becomes of it -------------------------------------------------------------------------
+
+
+def _without_states(contents: Contents) -> Contents:
+    there = contents.left_out.copy()
+    if contents.optimizers:
+        there.append(f"states of {len(contents.optimizers)} optimizer(s)")
+    if contents.trainer is not None:
+        there.append("trainer (scheduler, data position, random states)")
+    return replace(contents, optimizers=[], trainer=None, left_out=there)
+
+
+def _fitting(contents: Contents, to: Layout, source: Path) -> Contents:
+    """The contents that a layout holds."""
+    if to == "hf":
+        if not contents.weights:
+            raise CheckpointError(f"{source} has no weights, which are all that --to hf holds")
+        return _without_states(contents)
+    if to != "castor" or contents.trainer is not None:
+        return contents
+    if not contents.optimizers:
+        raise CheckpointError(
+            f"{source} has no optimizer, and no run goes on from weights alone; use --to hf, which "
+            "booster.load_model reads"
+        )
+    if contents.weights:
+        return replace(contents, trainer=_trainer(contents))
+    if len(contents.optimizers) > 1:
+        raise CheckpointError(
+            f"{source} has {len(contents.optimizers)} optimizers without a model; convert one by "
+            "one"
+        )
+    return contents
+
+
+def _trainer(contents: Contents) -> dict[str, Any]:
+    """Of a run of which nobody wrote one: optimizer steps alone are known."""
+    counts = [0.0]
+    for state in contents.optimizers:
+        counts += [
+            float(values(tensor))
+            for key, tensor in state.tensors.items()
+            if key.rpartition(".")[2] == "step"
+        ]
+        numbers = (entry.get("step", 0) for entry in state.description["state"].values())
+        counts += [float(number) for number in numbers]
+    return {
+        "format": TRAINER_FORMAT,
+        "step": int(max(counts)),
+        "skipped_steps": 0,
+        "lr_scheduler": None,
+        "extra": None,
+        "dataloader": None,
+        "rng": None,
+        "other_ranks": [],
+    }
+
+
+def _computes(contents: Contents) -> bool:
+    tensors = [*contents.weights.values()]
+    tensors += [tensor for state in contents.optimizers for tensor in state.tensors.values()]
+    return any(isinstance(tensor, ComputedTensor) for tensor in tensors)

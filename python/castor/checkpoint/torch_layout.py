@@ -1,0 +1,376 @@
+"""torch's layouts of a model and its optimizers: nested dicts, and files of torch.save."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from castor.checkpoint.container import ComputedTensor, SavedTensor, check_savable
+from castor.checkpoint.contents import (
+    Contents,
+    copy_files,
+    files_beside,
+    in_files,
+    listed,
+)
+from castor.checkpoint.files import write_file
+from castor.checkpoint.manifest import PART_MANIFEST, verify
+from castor.checkpoint.model import seal_part
+from castor.checkpoint.optimizer import FORMAT, OptimizerState
+from castor.checkpoint.sealed_json import read_sealed, seal
+from castor.checkpoint.values import decode, encode
+from castor.errors import CheckpointError
+
+MODEL_FILE = "model.pt"
+_OPTIMIZER_FILE = re.compile(r"optimizer(-\d+)?\.pt")
+_CONTENTS = "castor-contents.json"
+_CONTENTS_FORMAT = "castor-contents-1"
+_ADAM_ENTRIES = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master", "scales"}
+_ADAMS = ("Adam", "AdamW", "HybridAdam")
+
+
+# --- from castor's layout -----------------------------------------------------------------------
+
+
+def in_memory_of_files(contents: Contents, staging: Path) -> Contents:
+    """The same, all tensors in memory that is a file's: torch's writers want them at once.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    tensors: dict[str, SavedTensor] = {f"model {k}": v for k, v in contents.weights.items()}
+    for i, state in enumerate(contents.optimizers):
+        tensors |= {f"{i} {key}": tensor for key, tensor in state.tensors.items()}
+    backed = in_files(tensors, staging / "computed.safetensors")
+    return replace(
+        contents,
+        weights={key: backed[f"model {key}"] for key in contents.weights},
+        optimizers=[
+            replace(state, tensors={key: backed[f"{i} {key}"] for key in state.tensors})
+            for i, state in enumerate(contents.optimizers)
+        ],
+    )
+
+
+def model_state(contents: Contents) -> dict[str, SavedTensor]:
+    """As model.state_dict(): tied weights under all their keys."""
+    tied = {alias: contents.weights[key] for alias, key in contents.tied.items()}
+    return contents.weights | tied
+
+
+def by_name(states: Sequence[OptimizerState]) -> dict[str, Any]:
+    """One optimizer state dict as torch.distributed.checkpoint.state_dict makes it."""
+    state: dict[str, dict[str, Any]] = {}
+    groups = []
+    for one in states:
+        for key, tensor in one.tensors.items():
+            name, _, entry = key.rpartition(".")
+            state.setdefault(name, {})[entry] = tensor
+        for name, numbers in one.description["state"].items():
+            state.setdefault(name, {}).update(decode(numbers))
+        for group in one.description["groups"]:
+            options = _defaults(one.description["optimizer"]) | decode(group["options"])
+            groups.append({**options, "params": list(group["params"])})
+    return {"state": state, "param_groups": groups}
+
+
+def by_position(state: OptimizerState) -> dict[str, Any]:
+    """As optimizer.state_dict(), with the parameters' names in the groups."""
+    document = by_name([state])
+    position: dict[str, int] = {}
+    for group in document["param_groups"]:
+        names = group["params"]
+        group["params"] = [position.setdefault(name, len(position)) for name in names]
+        group["param_names"] = names
+    document["state"] = {position[name]: entry for name, entry in document["state"].items()}
+    return document
+
+
+def _defaults(optimizer: str) -> dict[str, Any]:
+    """Options that a group of torch's class has beside those of castor's."""
+    if optimizer not in _ADAMS:
+        return {}
+    maker = torch.optim.Adam if optimizer == "Adam" else torch.optim.AdamW
+    return dict(maker([nn.Parameter(torch.zeros(1))]).defaults)
+
+
+# --- to castor's layout -------------------------------------------------------------------------
+
+
+def states_of(
+    document: dict[str, Any], directory: Path | None, names: Sequence[str] | None, where: str
+) -> list[OptimizerState]:
+    """The optimizers of a state dict of torch's.
+
+    Args:
+        document: As by_name or optimizer.state_dict() makes it.
+        directory: Where castor may have written what torch's layout does not hold.
+        names: Of the parameters, in the optimizer's order, for one that does not know them.
+        where: For errors.
+
+    Raises:
+        CheckpointError: Names are missing, or it is no Adam.
+    """
+    document = _named(document, names, where)
+    if directory is None or not listed(directory, _CONTENTS):
+        return [_foreign_state(document, where)]
+    return [
+        OptimizerState(
+            tensors={
+                f"{name}.{entry}": value
+                for group in description["groups"]
+                for name in group["params"]
+                for entry, value in document["state"].get(name, {}).items()
+                if isinstance(value, torch.Tensor | ComputedTensor)
+            },
+            description=description,
+        )
+        for description in read_sealed(directory / _CONTENTS, _CONTENTS_FORMAT)["optimizers"]
+    ]
+
+
+def trainer_of(directory: Path) -> dict[str, Any] | None:
+    """The trainer that castor wrote beside torch's layout."""
+    if not listed(directory, _CONTENTS):
+        return None
+    trainer: dict[str, Any] | None = read_sealed(directory / _CONTENTS, _CONTENTS_FORMAT)["trainer"]
+    return trainer
+
+
+def _named(document: dict[str, Any], names: Sequence[str] | None, where: str) -> dict[str, Any]:
+    """The state dict with names in place of positions."""
+    groups = document.get("param_groups")
+    state = document.get("state")
+    if not (
+        isinstance(state, dict)
+        and isinstance(groups, list)
+        and all(isinstance(group, dict) and "params" in group for group in groups)
+    ):
+        raise CheckpointError(f"{where} is no state dict of a torch optimizer")
+    positions = [position for group in groups for position in group["params"]]
+    if all(isinstance(position, str) for position in positions):
+        if names is not None:
+            raise CheckpointError(f"{where} has the parameters' names; leave --names out")
+        return document
+    if names is None and all("param_names" in group for group in groups):
+        names = [name for group in groups for name in group["param_names"]]
+    if names is None:
+        raise CheckpointError(
+            f"{where} knows its {len(positions)} parameters by position alone; build the optimizer "
+            "over model.named_parameters(), or give --names: a file with the parameters' names in "
+            "the optimizer's order, one a line"
+        )
+    if len(names) != len(positions) or len(set(names)) != len(names):
+        raise CheckpointError(
+            f"{where} has {len(positions)} parameters, and {len(names)} names "
+            f"({len(set(names))} different ones) were given; give one for each, in its order"
+        )
+    name_of = dict(zip(positions, names, strict=True))
+    return {
+        "state": {
+            name_of[position]: state[key]
+            for position in positions
+            for key in (position, str(position))  # torch.distributed.checkpoint has strings
+            if key in state
+        },
+        "param_groups": [
+            {**group, "params": [name_of[position] for position in group["params"]]}
+            for group in groups
+        ],
+    }
+
+
+def _foreign_state(document: dict[str, Any], where: str) -> OptimizerState:
+    tensors: dict[str, SavedTensor] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    for name, entries in document["state"].items():
+        for entry, value in entries.items():
+            if isinstance(value, torch.Tensor | ComputedTensor):
+                tensors[f"{name}.{entry}"] = value
+            else:
+                what = f"optimizer state '{entry}' of '{name}'"
+                numbers.setdefault(name, {})[entry] = encode(value, what)
+    found = {entry for entries in document["state"].values() for entry in entries}
+    if not found <= _ADAM_ENTRIES:
+        raise CheckpointError(
+            f"{where} has states {sorted(found)}; states of Adam and AdamW are converted, "
+            f"which have {sorted(_ADAM_ENTRIES)}"
+        )
+    groups = document["param_groups"]
+    decoupled = all(group.get("decoupled_weight_decay", True) for group in groups)
+    description = {
+        "format": FORMAT,
+        "optimizer": "AdamW" if decoupled else "Adam",
+        "groups": [
+            {
+                "params": list(group["params"]),
+                "options": encode(
+                    {k: v for k, v in group.items() if k not in ("params", "param_names")},
+                    f"param_groups[{i}]",
+                ),
+            }
+            for i, group in enumerate(groups)
+        ],
+        "state": numbers,
+        "loss_scaler": None,
+        "rounding_seed": None,
+    }
+    return OptimizerState(tensors=tensors, description=description)
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def read_torch(path: Path, names: Sequence[str] | None) -> Contents:
+    """A file of torch.save, or a directory with model.pt, optimizer.pt or both.
+
+    Raises:
+        CheckpointError: It is damaged, needs pickle's code, or holds something else.
+    """
+    if path.is_file():
+        document = _load(path)
+        if "param_groups" in document:
+            document = {"optimizer": document}
+        elif not {"model", "optimizer"} & document.keys():
+            document = {"model": document}
+        contents, directory = Contents(), None
+        model, optimizer = document.pop("model", None), document.pop("optimizer", None)
+        optimizers = {} if optimizer is None else {str(path): optimizer}
+        left_out = sorted(map(str, document))
+    else:
+        if (path / PART_MANIFEST).exists():
+            verify(path, PART_MANIFEST)
+        contents = Contents(files=files_beside(path), trainer=trainer_of(path))
+        directory, left_out = path, []
+        model = _load(path / MODEL_FILE) if (path / MODEL_FILE).exists() else None
+        optimizers = {str(file): _load(file) for file in _optimizer_files(path)}
+        if len(optimizers) > 1 and not listed(path, _CONTENTS):
+            raise CheckpointError(
+                f"{path} has {len(optimizers)} optimizers that castor did not write; convert them "
+                f"one by one: give {next(iter(optimizers))} as the source"
+            )
+    weights, tied = ({}, {}) if model is None else _each_once(model, path)
+    merged: dict[str, Any] = {"state": {}, "param_groups": []}
+    for where, one in optimizers.items():
+        named = _named(one, names, where)
+        merged["state"] |= named["state"]
+        merged["param_groups"] += named["param_groups"]
+    states = states_of(merged, directory, None, str(path)) if optimizers else []
+    return replace(contents, weights=weights, tied=tied, optimizers=states, left_out=left_out)
+
+
+def is_torch_directory(path: Path) -> bool:
+    """Whether it has files that read_torch takes."""
+    return (path / MODEL_FILE).exists() or bool(_optimizer_files(path))
+
+
+def _optimizer_files(directory: Path) -> list[Path]:
+    found = [path for path in directory.iterdir() if _OPTIMIZER_FILE.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (len(path.name), path.name))
+
+
+def _load(path: Path) -> dict[Any, Any]:
+    """What a file of torch.save holds; its tensors stay in the file."""
+    try:
+        document = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (RuntimeError, ValueError, OSError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"cannot read {path} by torch.load(weights_only=True, mmap=True): {error}"
+        ) from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path} holds a {type(document).__name__}, not a state dict")
+    return dict(document)
+
+
+def _each_once(model: Any, path: Path) -> tuple[dict[str, SavedTensor], dict[str, str]]:
+    """(weights, tied keys) of a model's state dict: tied is what is one memory."""
+    if not isinstance(model, Mapping):
+        raise CheckpointError(f"{path} has a {type(model).__name__} as model, not a state dict")
+    check_savable(model)
+    weights: dict[str, SavedTensor] = {}
+    tied: dict[str, str] = {}
+    key_of: dict[Any, str] = {}
+    for key, tensor in model.items():
+        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        known = key_of.setdefault(place, key) if tensor.numel() else key
+        if known == key:
+            weights[key] = tensor
+        else:
+            tied[key] = known
+    return weights, tied
+
+
+def write_torch(contents: Contents, staging: Path, dtype: torch.dtype | None) -> None:
+    """Writes model.pt, optimizer.pt (several: optimizer-0.pt, ...) and what lies beside.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    contents = in_memory_of_files(contents, staging)
+    if contents.weights:
+        _save(model_state(contents), staging / MODEL_FILE)
+    several = len(contents.optimizers) > 1
+    for i, state in enumerate(contents.optimizers):
+        name = f"optimizer-{i}.pt" if several else "optimizer.pt"
+        _save(by_position(state), staging / name)
+    seal_torch(contents, staging, dtype)
+
+
+def seal_torch(contents: Contents, staging: Path, dtype: torch.dtype | None) -> None:
+    """Writes what lies beside, what torch's layout does not hold, and the manifest.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    copy_files(contents.files, staging, dtype)
+    if contents.optimizers:
+        document = {
+            "format": _CONTENTS_FORMAT,
+            "optimizers": [state.description for state in contents.optimizers],
+            "trainer": contents.trainer,
+        }
+        write_file(staging / _CONTENTS, [seal(document)])
+    seal_part(staging, staging, {}, lambda name: False, contents.tied)
+
+
+def _save(document: dict[str, Any], path: Path) -> None:
+    with errors_of_torch(path), open(path, "wb") as file:
+        torch.save(document, file)
+
+
+@contextmanager
+def errors_of_torch(path: Path) -> Iterator[None]:
+    """Raises what a torch writer fails of: it reports its own state, after a disk's refusal.
+
+    Raises:
+        OSError: The disk refuses.
+        CheckpointError: Something else.
+    """
+    try:
+        yield
+    # torch.save raises RuntimeError, torch.distributed.checkpoint an exception of its own base.
+    except (Exception, CheckpointException) as error:
+        refusal = _os_error_in(error)
+        if refusal is not None:
+            raise refusal from error
+        raise CheckpointError(f"torch cannot write {path}: {error}") from error
+
+
+def _os_error_in(error: BaseException | None) -> OSError | None:
+    while error is not None:
+        if isinstance(error, OSError):
+            return error
+        if isinstance(error, CheckpointException):
+            for failure, _ in error.failures.values():
+                return _os_error_in(failure)
+        error = error.__cause__ or error.__context__
+    return None

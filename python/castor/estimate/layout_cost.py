@@ -1,0 +1,221 @@
+"""What a step takes of each rank in a layout: memory to the byte's model, time to its bound.
+
+A rank's stages are recorded on the meta device (castor.estimate.rank_on_paper). Chunks move as the
+simulator of one rank has it, over the passes that the schedule runs; the schedule, and what ranks
+exchange, come on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from castor import _C
+from castor.activations.block_profile import Events
+from castor.estimate import simulator
+from castor.estimate.cluster import Cluster, Link
+from castor.estimate.layouts import Layout
+from castor.estimate.machine import Machine
+from castor.estimate.metatrace import Moment
+from castor.estimate.rank_on_paper import SEQUENCE, RankOnPaper, StagePass
+from castor.estimate.workload import Overlap
+
+_NO_NVME = 2**62
+"""Host bytes, so that nothing goes elsewhere: whether all fits is asked afterwards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutCost:
+    """Of a step. Bytes and seconds of the rank that takes most."""
+
+    layout: Layout
+    device_bytes: int
+    """That it needs at least, chunks streamed."""
+    host_bytes: int
+    seconds: float
+    busy: dict[str, float]
+    """Of "compute", "exchange" (between ranks that share a model), "reduce" (gradients and weights,
+    between copies of it), "copies" (chunks that computing waits for), "update", "bubble" (a stage
+    that waits for others), "processors" (that other ranks compute on)."""
+
+    @property
+    def bound(self) -> str:
+        """What takes longest."""
+        return max(self.busy, key=lambda name: self.busy[name])
+
+    def fits(self, machine: Machine) -> bool:
+        """Whether a rank's device and its part of the host have room."""
+        return self.device_bytes <= machine.device_bytes and self.host_bytes <= machine.host_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seconds:
+    """Of a micro-batch in a stage."""
+
+    forward: list[float]
+    backward: list[float]
+    exchange: float
+
+
+class _End:
+    """The first or the last rank of the pipeline: its memory, and what its chunks cost."""
+
+    def __init__(
+        self, recorded: RankOnPaper, layout: Layout, cluster: Cluster, rank: int, overlap: Overlap
+    ) -> None:
+        seconds = {
+            stage: seconds_of(one, cluster, layout) for stage, one in recorded.passes.items()
+        }
+        # Memory and copies repeat when all micro-batches that are ever under way have been.
+        count = min(layout.microbatches, 2 * layout.stages)
+        order = _C.pipeline_order(layout.style, layout.stages, layout.stages_per_rank, count, rank)
+        events: Events = []
+        computing: list[float] = []
+        under_way: dict[tuple[int, int], int] = {}
+        for stage, microbatch, backward in order:
+            one, own = recorded.passes[stage], seconds[stage]
+            moments = one.backward if backward else one.forward
+            under_way.pop((stage, microbatch), None)
+            held = sum(under_way.values())
+            for moment in moments:
+                events.append((moment.kind, moment.position, moment.nonmodel_bytes + held, 0))
+            computing += own.backward if backward else own.forward
+            if not backward:
+                under_way[stage, microbatch] = one.kept_bytes
+        options = simulator.options(
+            cluster.machine, overlap=overlap, num_ranks=layout.replicas, on_host=cluster.on_host
+        )
+        options["host_bytes"] = _NO_NVME
+        figures = recorded.simulator.run(events, computing, options)
+        self.device_bytes: int = figures["smallest_budget_bytes"]
+        whole = int(figures["host_bytes"])
+        homes = 2 * recorded.param_bytes  # and gradients
+        sharing = _ranks_of_a_node(layout, cluster)
+        self.host_bytes = homes // sharing + max(0, whole - homes) // layout.replicas
+        alone = sum(computing)
+        self.slowdown: float = max(1.0, figures["passes_seconds"] / alone) if alone else 1.0
+        self.update: float = figures["step_seconds"] - figures["passes_seconds"]
+
+
+def _ranks_of_a_node(layout: Layout, cluster: Cluster) -> int:
+    """Those of a node that have the same parameters."""
+    apart = layout.tensor * layout.stages
+    return max(1, min(layout.replicas, cluster.ranks_per_node // apart))
+
+
+def seconds_of(one: StagePass, cluster: Cluster, layout: Layout) -> _Seconds:
+    """Of each moment of a micro-batch: its operators, and what they wait for from other ranks."""
+    exchange = 0.0
+
+    def of(moments: Sequence[Moment]) -> list[float]:
+        nonlocal exchange
+        found = []
+        for moment in moments:
+            waits = _exchanged(moment, cluster, layout)
+            exchange += waits
+            found.append(simulator.seconds_of(moment, cluster.machine) + waits)
+        return found
+
+    forward, backward = of(one.forward), of(one.backward)
+    return _Seconds(forward=forward, backward=backward, exchange=exchange)
+
+
+def _exchanged(moment: Moment, cluster: Cluster, layout: Layout) -> float:
+    total = 0.0
+    for sent in moment.sent:
+        shares = layout.sequence if sent.among == SEQUENCE else layout.tensor
+        apart = layout.tensor * (layout.sequence if sent.among == SEQUENCE else 1)
+        link = cluster.between(apart)
+        total += link.collective(sent.operation, sent.num_bytes, shares)
+    return total
+
+
+def cost_of(
+    layout: Layout,
+    stages: Sequence[StagePass],
+    ends: Sequence[RankOnPaper],
+    cluster: Cluster,
+    *,
+    overlap: Overlap,
+) -> LayoutCost:
+    """What a step takes.
+
+    Args:
+        layout: How ranks are divided.
+        stages: A micro-batch in each stage of the model.
+        ends: The pipeline's first rank, which keeps most micro-batches under way, and its last,
+            which has the logits; one where there is one.
+        cluster: Where.
+        overlap: As GeminiPlugin's.
+    """
+    places = (0, layout.stages - 1)
+    ranks = [
+        _End(recorded, layout, cluster, rank, overlap)
+        for rank, recorded in zip(places[: len(ends)], ends, strict=True)
+    ]
+    slowdown = max(rank.slowdown for rank in ranks)
+    link = cluster.between(layout.tensor * layout.sequence * layout.stages)
+    seconds = [seconds_of(one, cluster, layout) for one in stages]
+    each = [
+        (
+            sum(own.forward) * slowdown,
+            sum(own.backward) * slowdown,
+            link.seconds(one.sent_bytes) if one.sent_bytes else 0.0,
+        )
+        for one, own in zip(stages, seconds, strict=True)
+    ]
+    passes = _C.pipeline_seconds(
+        layout.style, layout.stages, layout.stages_per_rank, layout.microbatches, each
+    )
+    # Of the rank with most to do.
+    busiest = max(
+        range(layout.stages),
+        key=lambda rank: sum(sum(one[:2]) for one in each[rank :: layout.stages]),
+    )
+    mine = range(busiest, len(each), layout.stages)
+    exchange = layout.microbatches * sum(seconds[i].exchange for i in mine)
+    working = layout.microbatches * sum(sum(each[i][:2]) for i in mine)
+    copies = working - working / slowdown
+    last_backward = sum(each[i][1] for i in mine)
+    reduce = _exposed(layout, cluster, max(end.param_bytes for end in ends), last_backward)
+    update = max(rank.update for rank in ranks)
+    seconds_alone = passes + reduce + update
+    # Who waits leaves its processor to others: of all there is no more than they can do.
+    each_works = layout.microbatches * sum(sum(one[:2]) for one in each) / layout.stages
+    needed = (each_works + reduce + update) * cluster.ranks_per_node / cluster.at_once
+    busy = {
+        "compute": working - copies - exchange,
+        "exchange": exchange,
+        "copies": copies,
+        "bubble": max(0.0, passes - working),
+        "reduce": reduce,
+        "update": update,
+        "processors": max(0.0, needed - seconds_alone),
+    }
+    return LayoutCost(
+        layout=layout,
+        device_bytes=max(rank.device_bytes for rank in ranks),
+        host_bytes=max(rank.host_bytes for rank in ranks),
+        seconds=max(seconds_alone, needed),
+        busy=busy,
+    )
+
+
+def _exposed(layout: Layout, cluster: Cluster, param_bytes: int, last_backward: float) -> float:
+    """Seconds of gradients' reduction and weights' gathering that nothing hides.
+
+    Within a node copies of a model share their weights and gradients: each rank reads what the
+    others have of its part. Across nodes parts are exchanged, and gradients and weights gathered.
+    """
+    inner = _ranks_of_a_node(layout, cluster)
+    share = (layout.replicas - 1) / layout.replicas if layout.replicas > 1 else 0.0
+    if layout.replicas == inner:
+        seconds = _over(cluster.link, share * param_bytes)
+    else:
+        seconds = _over(cluster.network, 3 * share * param_bytes)
+    # Beside backward, but where the host computes: there both need the same processors.
+    return seconds if cluster.on_host else max(0.0, seconds - last_backward)
+
+
+def _over(link: Link, num_bytes: float) -> float:
+    return link.seconds(num_bytes) if num_bytes else 0.0

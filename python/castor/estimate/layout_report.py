@@ -1,0 +1,165 @@
+"""The layouts that a search found, as a person reads them, and as a plan's file has them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from castor.config.layout_plan import write_plan
+from castor.estimate.cluster import Cluster
+from castor.estimate.estimator import size
+from castor.estimate.layout_cost import LayoutCost
+from castor.estimate.layout_search import Found, LayoutSearch
+from castor.estimate.layouts import Layout
+from castor.estimate.workload import Workload
+
+_BOUNDS = {
+    "compute": "computing",
+    "exchange": "exchange in layers",
+    "reduce": "exchange of gradients",
+    "copies": "chunks from host",
+    "update": "Adam",
+    "bubble": "idle stages",
+    "processors": "processors",
+}
+
+
+def search_and_show(
+    config: Path,
+    cluster: Path,
+    workload: Workload,
+    console: Console,
+    *,
+    shown: int,
+    output: Path | None,
+) -> Found:
+    """Finds the fastest layouts, prints them, and writes the first one's plan.
+
+    Args:
+        config: A config.json.
+        cluster: A description; see Cluster.of.
+        workload: Of all ranks together.
+        console: Where it is printed.
+        shown: How many.
+        output: Where the plan goes, if there is one that fits.
+
+    Raises:
+        OSError: A file cannot be read or written.
+        UsageError, ValueError, TypeError: One says what makes no sense, or the batch cannot be
+            divided, or the model cannot be recorded.
+    """
+    on = Cluster.read(cluster, workload.precision)
+    search = LayoutSearch(config, workload)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("comparing layouts", total=None)
+        found = search.search(
+            on,
+            shown=shown,
+            told=lambda done, every: progress.update(task, completed=done, total=every),
+        )
+    _render(found, search, on, workload, console)
+    if output is not None and found.fitting:
+        write_plan(output, plan_of(found.fitting[0], on, workload))
+        console.print(
+            f"The first one is in {escape(str(output))}: `castor run --plan` starts its ranks, and "
+            f"HybridParallelPlugin('auto') divides the model so; batch_size is "
+            f"{_samples(found.fitting[0].layout)}."
+        )
+    return found
+
+
+def plan_of(cost: LayoutCost, cluster: Cluster, workload: Workload) -> dict[str, Any]:
+    """What write_plan takes."""
+    return {
+        "layout": cost.layout.arguments(),
+        "nodes": cluster.nodes,
+        "ranks_per_node": cluster.ranks_per_node,
+        "batch_size": _samples(cost.layout),
+        "workload": {
+            "batch": workload.batch,
+            "sequence": workload.sequence,
+            "precision": workload.precision,
+            "state_format": workload.state_format,
+        },
+        "predicted": {"step_seconds": cost.seconds, "device_bytes": cost.device_bytes,
+                      "host_bytes": cost.host_bytes, "bound": cost.bound},
+    }  # fmt: skip
+
+
+def as_json(found: Found) -> dict[str, Any]:
+    """The figures that `castor plan --json` prints."""
+
+    def figures(cost: LayoutCost) -> dict[str, Any]:
+        return {
+            "arguments": cost.layout.arguments(),
+            "layout": asdict(cost.layout),
+            "step_time_s": cost.seconds,
+            "device_bytes": cost.device_bytes,
+            "host_bytes": cost.host_bytes,
+            "busy_s": cost.busy,
+            "bound": cost.bound,
+        }
+
+    return {
+        "fitting": [figures(cost) for cost in found.fitting],
+        "too_large": [figures(cost) for cost in found.others],
+        "refused": found.refused,
+        "compared": found.compared,
+    }
+
+
+def _samples(layout: Layout) -> int:
+    """Of a step of one copy of the model."""
+    return layout.rows * layout.microbatches
+
+
+def _ranks(layout: Layout) -> str:
+    """What they divide; copies of the model are dp."""
+    sizes = {"tp": layout.tensor, "sp": layout.sequence, "pp": layout.stages, "dp": layout.data}
+    return ", ".join(f"{name} {of}" for name, of in sizes.items() if of > 1) or "one"
+
+
+def _schedule(layout: Layout) -> str:
+    how = f"{layout.microbatches} x {layout.rows}"
+    return f"{how} {layout.style}" if layout.stages > 1 else how
+
+
+def _render(
+    found: Found, search: LayoutSearch, cluster: Cluster, workload: Workload, console: Console
+) -> None:
+    console.print(
+        f"{search.parameters / 1e9:.2f}B parameters, batch {workload.batch} x {workload.sequence} "
+        f"tokens, {workload.precision}, state format {workload.state_format}"
+    )
+    console.print(
+        f"on {cluster.nodes} x {cluster.ranks_per_node} ranks, each: {escape(cluster.machine.name)}"
+    )
+    fits = bool(found.fitting)
+    table = Table(box=SIMPLE, title=None if fits else "No layout fits; those that lack least:")
+    for heading in ("ranks", "micro-batches", "blocks", "device", "host", "step s", "bound by"):
+        numbers = heading in ("device", "host", "step s")
+        table.add_column(heading, justify="right" if numbers else "left", no_wrap=True)
+    for cost in found.fitting or found.others:
+        table.add_row(
+            _ranks(cost.layout),
+            _schedule(cost.layout),
+            cost.layout.activations,
+            size(cost.device_bytes),
+            size(cost.host_bytes),
+            f"{cost.seconds:.2f}" if fits else "",
+            _BOUNDS[cost.bound] if fits else "",
+        )
+    console.print(table)
+    console.print(
+        f"{found.compared} layouts; a rank has {size(cluster.machine.device_bytes)} of device and "
+        f"{size(cluster.machine.host_bytes)} of host memory"
+    )
+    for what, why in found.refused.items():
+        console.print(f"[yellow]not with {escape(what)}:[/yellow] {escape(why)}")

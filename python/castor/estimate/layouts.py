@@ -1,0 +1,125 @@
+"""Ways to divide a model and its batch among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from castor.config.names import PipelineStyle
+from castor.estimate.cluster import Cluster
+
+LayoutActivations = Literal["keep", "recompute"]
+_MOST_STAGES_PER_RANK = 2
+_LARGEST_MICROBATCH = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Which ranks have which parts of the model and of the data."""
+
+    tensor: int = 1
+    """Ranks that share layers."""
+    sequence: int = 1
+    """... sequences."""
+    stages: int = 1
+    """... the blocks of the model."""
+    data: int = 1
+    """Copies of the model, each of which takes other samples."""
+    style: PipelineStyle = "1f1b"
+    stages_per_rank: int = 1
+    microbatches: int = 1
+    """That the samples of a copy are divided into."""
+    rows: int = 1
+    """Samples of each."""
+    activations: LayoutActivations = "keep"
+
+    @property
+    def ranks(self) -> int:
+        """Of all copies."""
+        return self.tensor * self.sequence * self.stages * self.data
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that have the same parameters."""
+        return self.sequence * self.data
+
+    def division(self) -> Layout:
+        """Of all that differ in micro-batches and schedule alone, the first."""
+        return replace(self, style="1f1b", stages_per_rank=1, microbatches=1, rows=1)
+
+    def arguments(self) -> dict[str, Any]:
+        """HybridParallelPlugin's."""
+        found: dict[str, Any] = {
+            "tp_size": self.tensor,
+            "sp_size": self.sequence,
+            "pp_size": self.stages,
+            "activations": self.activations,
+        }
+        if self.stages > 1 or self.microbatches > 1:
+            found |= {"pp_style": self.style, "num_microbatches": self.microbatches}
+        if self.stages_per_rank > 1:
+            found["num_model_chunks"] = self.stages_per_rank
+        return found
+
+
+def layouts(
+    cluster: Cluster, *, batch: int, sequence: int, blocks: int, heads: int
+) -> Iterator[Layout]:
+    """All that castor can train with; whether they fit is another question.
+
+    Layers and sequences are divided within a node, where every layer's exchanges are cheap.
+
+    Args:
+        cluster: The ranks.
+        batch: Samples of a step, on all ranks together.
+        sequence: Tokens in a sample.
+        blocks: That stages are cut from; 0: the model cannot be cut.
+        heads: Of attention; 0: they cannot be divided.
+    """
+    for tensor in _divisors(min(cluster.ranks, cluster.ranks_per_node)):
+        for divided in _divisors(cluster.ranks_per_node // tensor):
+            share = tensor * divided
+            if cluster.ranks % share or (share > 1 and (not heads or heads % share)):
+                continue
+            if divided > 1 and sequence % divided:
+                continue
+            for stages in _divisors(cluster.ranks // share):
+                if stages > 1 and (divided > 1 or stages > blocks):
+                    continue  # sp_size does not go with pp_size
+                data = cluster.ranks // (share * stages)
+                if batch % data == 0:
+                    yield from _schedules(
+                        Layout(tensor=tensor, sequence=divided, stages=stages, data=data),
+                        batch // data,
+                        blocks,
+                    )
+
+
+def _schedules(layout: Layout, samples: int, blocks: int) -> Iterator[Layout]:
+    """How a copy's samples go through its stages."""
+    for rows in _divisors(samples):
+        count = samples // rows
+        if rows > _LARGEST_MICROBATCH or (count < layout.stages and rows > 1):
+            continue
+        styles: list[tuple[PipelineStyle, int]] = [("1f1b", 1)]
+        if count < layout.stages:
+            styles = [("gpipe", 1)]
+        elif layout.stages > 1 and count % layout.stages == 0:
+            for each in range(2, _MOST_STAGES_PER_RANK + 1):
+                if layout.stages * each <= blocks:
+                    styles.append(("interleaved", each))
+        for style, each in styles:
+            for activations in ("keep", "recompute"):
+                yield replace(
+                    layout,
+                    style=style,
+                    stages_per_rank=each,
+                    microbatches=count,
+                    rows=rows,
+                    activations=activations,
+                )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

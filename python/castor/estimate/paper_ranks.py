@@ -1,0 +1,62 @@
+"""Ranks that are not there: what a step would give them is noted, and nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+
+from castor import _C
+from castor.distributed import TensorRanks
+from castor.estimate.metatrace import Sent
+
+
+class PaperRanks(TensorRanks):
+    """The first of several ranks, the others of which are alike."""
+
+    @classmethod
+    def alike(cls, name: str, size: int, tell: Callable[[Sent], None]) -> PaperRanks:
+        """Ranks of which this process is the first.
+
+        Args:
+            name: What they are called in what is noted.
+            size: How many.
+            tell: Is given what this rank would send.
+        """
+        sends = cast("_C.RankTensors", _Sends(name, size, tell))
+        return cls(rank=0, size=size, group=cast("_C.RankGroup", None), name=name, tensors=sends)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The others have the same."""
+        return [value] * self.size
+
+    def share(self, tensor: torch.Tensor) -> None:
+        """They have it."""
+
+    def check_equal(self, facts: Mapping[str, Any]) -> None:
+        """They are."""
+
+
+class _Sends:
+    """Stands for _C.RankTensors."""
+
+    def __init__(self, name: str, size: int, tell: Callable[[Sent], None]) -> None:
+        self._name = name
+        self._size = size
+        self._tell = tell
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        self._note("sum", tensor)
+
+    def gather(self, own: torch.Tensor, _parts: torch.Tensor) -> None:
+        self._note("gather", own)
+
+    def exchange(self, parts: torch.Tensor, _received: torch.Tensor) -> None:
+        self._note("exchange", parts)
+
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        return [own] * self._size
+
+    def _note(self, operation: str, tensor: torch.Tensor) -> None:
+        self._tell(Sent(self._name, operation, tensor.numel() * tensor.element_size()))

@@ -1,0 +1,257 @@
+"""One rank's part of a model on the meta device: what its stages do with a micro-batch.
+
+Layers, sequences and blocks are divided by the code that divides them in training, among ranks that
+are not there (castor.estimate.paper_ranks): so modules, activations and collective operations are a
+rank's own, not formulas.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from castor import _C
+from castor.config import Precision, StateFormat
+from castor.distributed import (
+    Mode,
+    SequenceParallel,
+    TensorParallel,
+    find_pipeline_plan,
+    find_plan,
+)
+from castor.distributed.pipeline_plan import PipelinePlan, cheapest_cuts
+from castor.distributed.stages import Passage, Place, StageModules, places_of
+from castor.estimate.activations import Logits, RecomputedBlocks
+from castor.estimate.metatrace import Moment, Recorder, Sent, recording, run
+from castor.estimate.model import build, make_inputs, quiet
+from castor.estimate.paper_ranks import PaperRanks
+from castor.estimate.simulator import lay_out
+from castor.runtime.engine import WORKING_DTYPES
+from castor.runtime.spec import ModelSpec
+
+_LABELS = "labels"
+TENSOR, SEQUENCE = "tensor", "sequence"
+"""What moments call the ranks that share layers, and those that share sequences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePass:
+    """A micro-batch through a stage, alone."""
+
+    forward: list[Moment]
+    backward: list[Moment]
+    kept_bytes: int
+    """Between the two; its inputs included."""
+    sent_bytes: int
+    """Of the hidden states that the next stage gets, and of their gradients."""
+
+    @property
+    def flops(self) -> int:
+        """Of all operators."""
+        moments = (*self.forward, *self.backward)
+        return sum(flops for moment in moments for flops, _ in moment.work)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOnPaper:
+    """A rank of the pipeline and its stages."""
+
+    simulator: _C.Simulator
+    passes: dict[int, StagePass]
+    """By number of the stage."""
+    param_bytes: int
+    """Trainable or not, tied ones once."""
+
+
+class ModelOnPaper:
+    """A model whose layers and sequences several ranks divide; any stages of it can be recorded."""
+
+    def __init__(
+        self,
+        config: Path,
+        *,
+        precision: Precision,
+        state_format: StateFormat,
+        tensor_size: int,
+        sequence_size: int,
+        sequence_mode: Mode = "all_to_all",
+        recomputes: bool,
+    ) -> None:
+        """Builds the model and divides it.
+
+        Args:
+            config: A config.json.
+            precision: Of parameters and computing.
+            state_format: Of the optimizer state.
+            tensor_size: Ranks that share layers.
+            sequence_size: Ranks that share sequences.
+            sequence_mode: How they meet in attention.
+            recomputes: Whether all blocks are recomputed in backward.
+
+        Raises:
+            OSError, ModuleNotFoundError: See castor.estimate.model.build.
+            ValueError: Likewise, or it has no blocks that transformers can checkpoint.
+            UsageError: A size does not fit the model.
+            NotImplementedError: It cannot be divided so.
+        """
+        self._precision, self._state_format = precision, state_format
+        self._dtype = WORKING_DTYPES[precision]
+        self.model: Any = build(config, dtype=self._dtype)
+        self._divided = tensor_size > 1
+        self._tell: Recorder | None = None
+        self._layers: dict[int, list[int]] = {}
+        sequences: SequenceParallel | None = None
+        if sequence_size > 1:
+            among = PaperRanks.alike(SEQUENCE, sequence_size, self._note)
+            sequences = SequenceParallel(
+                self.model, among, tensor_size=tensor_size, mode=sequence_mode
+            )
+        if tensor_size > 1:
+            among = PaperRanks.alike(TENSOR, tensor_size, self._note)
+            layers = TensorParallel(self.model, find_plan(self.model, tensor_size, None), among)
+            layers.apply()
+            layers.start()
+        if sequences:
+            sequences.start()
+        self._blocks = RecomputedBlocks(self.model) if recomputes else None
+
+    def plan(self) -> PipelinePlan:
+        """Where it can be cut into stages.
+
+        Raises:
+            NotImplementedError: There is no plan.
+        """
+        return find_pipeline_plan(self.model)
+
+    def layers_of(self, stages: int) -> list[int]:
+        """How many blocks each of so many stages has, as training divides them."""
+        if stages not in self._layers:
+            self._layers[stages] = cheapest_cuts(self.model, self.plan(), stages)
+        return self._layers[stages]
+
+    def record(
+        self, rank: int, ranks: int, stages_per_rank: int, *, rows: int, sequence: int, tile: int
+    ) -> RankOnPaper:
+        """What a rank's stages do with a micro-batch.
+
+        Args:
+            rank: Of the pipeline's.
+            ranks: Of the pipeline; 1: the model is whole.
+            stages_per_rank: Stage i is rank i % ranks's.
+            rows: Samples of the micro-batch.
+            sequence: Tokens in a sample.
+            tile: Device memory that decides whether logits are computed in tiles.
+
+        Raises:
+            ValueError: The model cannot run on the meta device.
+            UsageError, NotImplementedError: It cannot be cut so.
+        """
+        inputs = make_inputs(self.model, batch=rows, sequence=sequence)
+        stages = ranks * stages_per_rank
+        if stages == 1:
+            return self._recorded(inputs, None, [0], tile)
+        plan = self.plan()
+        cuts = [0, *itertools.accumulate(self.layers_of(stages))]
+        passage = Passage(self.model.config.hidden_size, dtype=self._dtype)
+        places = places_of(self.model, plan, cuts, passage)
+        own = list(range(rank, stages, ranks))
+        try:
+            return self._recorded(inputs, StageModules(places, own, cuts, passage), own, tile)
+        finally:
+            _restore(places)
+
+    def _recorded(
+        self, inputs: dict[str, torch.Tensor], modules: StageModules | None, own: list[int],
+        tile: int,
+    ) -> RankOnPaper:  # fmt: skip
+        spec = ModelSpec.structure(self.model)
+        simulator = lay_out(spec, self._precision, self._state_format)
+        passes = {}
+        for stage in own:
+            passes[stage] = self._pass(spec, simulator, inputs, modules, stage, tile)
+        return RankOnPaper(
+            simulator=simulator,
+            passes=passes,
+            param_bytes=sum(_bytes_of(param) for param in spec.params),
+        )
+
+    def _pass(
+        self,
+        spec: ModelSpec,
+        simulator: _C.Simulator,
+        inputs: dict[str, torch.Tensor],
+        modules: StageModules | None,
+        stage: int,
+        tile: int,
+    ) -> StagePass:
+        sent, received = None, None
+        with quiet(), recording(spec, simulator, self.model.buffers()) as recorder:
+            self._tell = recorder
+            for tensor in inputs.values():
+                recorder.charge(tensor)
+            fixed = sum(_bytes_of(buffer) for buffer in self.model.buffers())
+            if self._blocks:
+                self._blocks.begin(lambda: (len(recorder.moments), recorder.live_bytes))
+            if modules is None:
+                last = run(self.model, inputs)
+            else:
+                with modules.running(stage) as passage:
+                    if stage:
+                        received = self._hidden(inputs)
+                        recorder.charge(received)
+                        passage.received = received
+                    if stage == len(modules.cuts) - 2:
+                        last = run(self.model, inputs)
+                    else:
+                        given = {key: of for key, of in inputs.items() if key != _LABELS}
+                        self.model(**given)
+                        assert passage.sent is not None
+                        last = sent = passage.sent
+            forward, kept = len(recorder.moments), recorder.live_bytes - fixed
+            last.backward(None if sent is None else torch.empty_like(sent))
+            self._tell = None
+            if self._blocks:
+                self._blocks.take()
+        moments = self._tiled(spec, recorder.moments, inputs, tile)
+        return StagePass(
+            forward=moments[:forward],
+            backward=moments[forward:],
+            kept_bytes=kept,
+            sent_bytes=0 if sent is None else _bytes_of(sent),
+        )
+
+    def _tiled(
+        self, spec: ModelSpec, moments: list[Moment], inputs: dict[str, torch.Tensor], tile: int
+    ) -> list[Moment]:
+        logits = Logits(self.model, spec)
+        rows = inputs["input_ids"].numel() if "input_ids" in inputs else 0
+        each = 0 if self._divided else logits.rows_per_tile(rows, tile)
+        return logits.tiled(moments, rows, each) if each else moments
+
+    def _hidden(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        shape = (*inputs["input_ids"].shape, self.model.config.hidden_size)
+        return torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
+
+    def _note(self, sent: Sent) -> None:
+        if self._tell:
+            self._tell.send(sent)
+
+
+def _restore(places: Sequence[Place]) -> None:
+    for place in places:
+        place.put(place.module)
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def num_blocks(model: nn.Module, plan: PipelinePlan) -> int:
+    """Of the row that stages are cut from."""
+    return len(list(model.get_submodule(plan.blocks).children()))

@@ -1,0 +1,89 @@
+"""What _C.Simulator is told: a model in chunks, a machine, the time of a moment on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from castor import _C
+from castor.config import Precision, StateFormat
+from castor.config.names import SCALAR_TYPES
+from castor.estimate.machine import Machine
+from castor.estimate.metatrace import Moment
+from castor.estimate.workload import Overlap
+from castor.runtime.spec import ModelSpec
+
+
+def lay_out(spec: ModelSpec, precision: Precision, state_format: StateFormat) -> _C.Simulator:
+    """A model in chunks.
+
+    Args:
+        spec: What castor sees of it.
+        precision: Of parameters and gradients.
+        state_format: Of the optimizer state.
+    """
+    params = zip(spec.names, spec.params, strict=True)
+    return _C.Simulator(
+        params=[(name, param.numel(), param.requires_grad) for name, param in params],
+        modules=[(m.name, m.params, m.parent) for m in spec.modules],
+        precision=SCALAR_TYPES[precision],
+        chunk_bytes=0,
+        state_format=state_format,
+    )
+
+
+def seconds_of(moment: Moment, machine: Machine) -> float:
+    """Of its operators: each takes the larger of its products' time and its bytes' (roofline)."""
+    bandwidth = machine.device_bandwidth
+    return sum(
+        max(flops / machine.flops, touched / bandwidth if bandwidth else 0.0)
+        for flops, touched in moment.work
+    )
+
+
+def places(machine: Machine) -> dict[str, Any]:
+    """What decides of payloads which tier they live on."""
+    return {
+        "policy": "auto",
+        "offload_optim_frac": 0.0,
+        "offload_param_frac": 0.0,
+        "host_bytes": machine.host_bytes,
+        "nvme_bytes_per_second": machine.nvme or 0.0,
+    }
+
+
+def options(
+    machine: Machine,
+    *,
+    overlap: Overlap,
+    max_prefetch: int = 1,
+    margin_ratio: float = 1.0,
+    num_ranks: int = 1,
+    on_host: bool = False,
+) -> dict[str, Any]:
+    """What a step runs with.
+
+    Args:
+        machine: Where.
+        overlap: Of the host's updates with the next forward.
+        max_prefetch: As GeminiPlugin's.
+        margin_ratio: Its gpu_margin_mem_ratio.
+        num_ranks: That share the optimizer states.
+        on_host: Whether the model computes on the host, which then copies and updates by itself.
+    """
+    copies = "synchronous" if on_host else "overlapped"
+    return places(machine) | {
+        "margin_ratio": margin_ratio,
+        "max_prefetch": max_prefetch,
+        "device_bytes": machine.device_bytes,
+        "h2d_bytes_per_second": machine.h2d,
+        "d2h_bytes_per_second": machine.d2h,
+        "dram_bytes_per_second": machine.dram,
+        # Of updates on the device.
+        "device_memory_bytes_per_second": machine.device_bandwidth or machine.dram,
+        "parameter_copies": copies,
+        "gradient_copies": copies,
+        "update_cores": "shared" if on_host else "own",
+        "overlap": "none" if on_host else overlap,
+        "num_ranks": num_ranks,
+        "with_norm": True,
+    }

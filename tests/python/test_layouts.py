@@ -1,0 +1,387 @@
+"""Layouts on paper: a rank's part is recorded as training divides it, and plans reach plugins."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from castor import _C, HybridParallelPlugin
+from castor.cli import app
+from castor.config.layout_plan import ENVIRONMENT, read_plan
+from castor.errors import UsageError
+from castor.estimate.cluster import Cluster, Link
+from castor.estimate.layout_search import LayoutSearch
+from castor.estimate.layouts import Layout, layouts
+from castor.estimate.rank_on_paper import ModelOnPaper
+from castor.estimate.workload import Workload
+
+BLOCKS, WIDTH, VOCAB, TOKENS = 6, 64, 512, 32
+FIGURES: dict[str, Any] = {
+    "ranks_per_node": 4, "device_memory": "1GiB", "host_memory": "64GiB", "h2d": "20GB/s",
+    "dram": "100GB/s", "flops": "50T", "device_bandwidth": "500GB/s", "link": "100GB/s",
+    "link_latency_us": 5,
+}  # fmt: skip
+
+
+def config_file(directory: Path, **changes: Any) -> Path:
+    config = LlamaConfig(
+        **{
+            "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH,
+            "num_hidden_layers": BLOCKS, "num_attention_heads": 4, "num_key_value_heads": 4,
+            "tie_word_embeddings": False, "architectures": ["LlamaForCausalLM"],
+        }
+        | changes
+    )  # fmt: skip
+    path = directory / "config.json"
+    config.to_json_file(path, use_diff=False)
+    return path
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return config_file(tmp_path)
+
+
+def cluster(**changes: Any) -> Cluster:
+    return Cluster.of(FIGURES | changes, "fp32")
+
+
+def search(config: Path, batch: int = 8) -> LayoutSearch:
+    return LayoutSearch(
+        config, Workload(batch=batch, sequence=TOKENS, precision="fp32", state_format="fp32")
+    )
+
+
+def on_paper(config: Path, **changes: Any) -> ModelOnPaper:
+    given: dict[str, Any] = {"precision": "fp32", "state_format": "fp32", "tensor_size": 1,
+                             "sequence_size": 1, "recomputes": False}  # fmt: skip
+    return ModelOnPaper(config, **given | changes)
+
+
+def recorded(model: ModelOnPaper, rank: int = 0, ranks: int = 1, each: int = 1) -> Any:
+    return model.record(rank, ranks, each, rows=2, sequence=TOKENS, tile=0)
+
+
+# What a rank does.
+
+
+def test_ranks_that_share_layers_do_a_part_of_the_work_and_send_what_megatron_does(
+    config: Path,
+) -> None:
+    whole = recorded(on_paper(config)).passes[0]
+    part = recorded(on_paper(config, tensor_size=2)).passes[0]
+    assert part.flops == whole.flops // 2
+    sums = [sent for moment in part.forward for sent in moment.sent if sent.operation == "sum"]
+    hidden = 2 * TOKENS * WIDTH * 4
+    # Two of each block, and one of the embedding (Shoeybi et al. 2019, section 3).
+    assert [one.num_bytes for one in sums] == [hidden] * (2 * BLOCKS + 1)
+
+
+def test_ranks_that_share_sequences_do_a_part_of_the_work(config: Path) -> None:
+    whole = recorded(on_paper(config)).passes[0]
+    part = recorded(on_paper(config, sequence_size=2)).passes[0]
+    assert part.flops == pytest.approx(whole.flops / 2, rel=0.05)
+    exchanged = [s for m in part.forward for s in m.sent if s.operation == "exchange"]
+    assert len(exchanged) == 4 * BLOCKS  # queries, keys, values and what comes of them
+
+
+@pytest.mark.parametrize("each", [1, 3])
+def test_stages_together_are_the_model(config: Path, each: int) -> None:
+    model = on_paper(config)
+    whole = recorded(model)
+    ranks = [recorded(model, rank, 2, each) for rank in range(2)]
+    passes = [one for rank in ranks for one in rank.passes.values()]
+    assert sum(one.flops for one in passes) == whole.passes[0].flops
+    assert sum(rank.param_bytes for rank in ranks) == whole.param_bytes
+    sent = sorted(one.sent_bytes for one in passes)
+    assert sent == [0] + [2 * TOKENS * WIDTH * 4] * (2 * each - 1)
+    again = recorded(model)  # all modules are back
+    assert again.passes[0].flops == whole.passes[0].flops
+
+
+def test_recomputed_blocks_keep_their_inputs(config: Path) -> None:
+    kept = recorded(on_paper(config)).passes[0]
+    again = recorded(on_paper(config, recomputes=True)).passes[0]
+    assert again.kept_bytes < kept.kept_bytes / 2
+    assert again.flops > kept.flops
+
+
+def test_a_rank_is_that_of_training(config: Path) -> None:
+    """Its parameters are those that TensorParallel leaves on a rank: sizes, to the byte."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(config))
+    whole = sum(p.numel() for p in model.parameters()) * 4
+    norms = sum(p.numel() for p in model.parameters() if p.ndim == 1) * 4
+    part = recorded(on_paper(config, tensor_size=2)).param_bytes
+    assert part == (whole - norms) // 2 + norms
+
+
+# Schedules.
+
+
+@pytest.mark.parametrize(("ranks", "each", "count"), [(2, 2, 4), (4, 2, 8), (4, 3, 16), (2, 4, 2)])
+def test_interleaved_order_is_torchs(ranks: int, each: int, count: int) -> None:
+    """Of torch.distributed.pipelining, which runs it."""
+    from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops
+
+    turns = max(1, count // ranks)
+    of_a_turn = count // turns
+    for rank in range(ranks):
+        ahead = min((each - 1) * of_a_turn + 2 * (ranks - 1 - rank), count * each)
+        both = count * each - ahead
+
+        def forward(step: int, rank: int = rank) -> int:
+            return (step // of_a_turn) % each * ranks + rank
+
+        def backward(step: int, rank: int = rank, ahead: int = ahead) -> int:
+            return (each - 1 - (step - ahead) // of_a_turn % each) * ranks + rank
+
+        theirs = _get_1f1b_rank_ops(each, ranks, ahead, both, ahead, rank, forward, backward)
+        expected = [
+            (op.stage_index, op.microbatch_index, op.computation_type.name != "FORWARD")
+            for op in theirs
+            if op is not None
+        ]
+        assert _C.pipeline_order("interleaved", ranks, each, count, rank) == expected
+
+
+def test_what_makes_no_schedule_is_named() -> None:
+    with pytest.raises(ValueError, match="multiple of 2 micro-batches, not 3"):
+        _C.pipeline_order("interleaved", 2, 2, 3, 0)
+    with pytest.raises(ValueError, match="pipeline_style"):
+        _C.pipeline_order("zigzag", 2, 1, 2, 0)  # type: ignore[arg-type]
+
+
+# Collectives and clusters.
+
+
+def test_collectives_take_what_their_bytes_do() -> None:
+    link = Link(bytes_per_second=1e9, latency=1e-6)
+    assert link.collective("sum", 1e6, 1) == 0
+    assert link.collective("sum", 1e6, 4) == pytest.approx(2 * (1e-6 + 0.75e-3))
+    assert link.collective("exchange", 1e6, 4) == pytest.approx(1e-6 + 0.75e-3)
+    assert link.collective("gather", 1e6, 4) == pytest.approx(1e-6 + 3e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"nodes": 0}, "nodes is 0"),
+        ({"ranks_per_node": "two"}, "ranks_per_node is 'two'"),
+        ({"nodes": 2}, "network is missing"),
+        ({"nvlink": "300GB/s"}, "'nvlink' is nothing that castor knows"),
+        ({"link_latency_us": -1}, "link_latency_us is -1"),
+        ({"link": "fast"}, "link is 'fast'"),
+        ({"at_once": 2}, "at_once is of ranks that compute on the host"),
+        ({"device": "cpu", "at_once": 0}, "at_once is 0"),
+        ({"device": "abacus"}, "unknown preset 'abacus'"),
+    ],
+)
+def test_a_cluster_that_makes_no_sense_is_named(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises((UsageError, ValueError), match=says):
+        cluster(**changes)
+
+
+def test_ranks_of_a_node_share_its_host() -> None:
+    machine = cluster().machine
+    assert machine.host_bytes == 16 * 2**30
+    assert machine.dram == 25e9
+
+
+# Layouts.
+
+
+def test_layouts_use_all_ranks_and_all_samples() -> None:
+    found = list(layouts(cluster(nodes=2, network="10GB/s"), batch=16, sequence=TOKENS,
+                         blocks=BLOCKS, heads=4))  # fmt: skip
+    assert len(set(found)) == len(found)
+    for one in found:
+        assert one.ranks == 8
+        assert one.rows * one.microbatches * one.data == 16
+        assert one.sequence == 1 or one.stages == 1
+        assert one.style == "gpipe" or one.microbatches >= one.stages
+    kinds = {(one.tensor, one.sequence, one.stages) for one in found}
+    assert {(4, 1, 2), (1, 4, 1), (2, 2, 1), (1, 1, 4), (1, 1, 1)} <= kinds
+
+
+@pytest.mark.parametrize("heads", [0, 6])
+def test_heads_that_do_not_divide_are_not_divided(heads: int) -> None:
+    found = layouts(cluster(), batch=8, sequence=TOKENS, blocks=BLOCKS, heads=heads)
+    assert {one.tensor * one.sequence for one in found} == ({1, 2} if heads else {1})
+
+
+def test_each_layout_makes_a_plugin() -> None:
+    for one in layouts(cluster(), batch=8, sequence=TOKENS, blocks=BLOCKS, heads=4):
+        HybridParallelPlugin(**one.arguments(), device="cpu", device_memory="64MiB")
+
+
+# Costs.
+
+
+def test_more_ranks_take_less_time_and_memory(config: Path) -> None:
+    found = search(config)
+    on = cluster(link_latency_us=0, link="1000GB/s")
+    one = found.cost(Layout(rows=8), replace(on, ranks_per_node=1))
+    for layout in (
+        Layout(tensor=2, rows=8),
+        Layout(stages=2, microbatches=4, rows=2),
+        Layout(data=2, rows=4),
+        Layout(sequence=2, rows=8),
+    ):
+        cost = found.cost(layout, on)
+        assert cost.seconds < one.seconds
+        assert cost.host_bytes < one.host_bytes
+
+
+def test_a_slower_link_takes_longer_where_ranks_exchange(config: Path) -> None:
+    found = search(config)
+    layout = Layout(tensor=2, rows=8)
+    fast, slow = (found.cost(layout, cluster(link=link)) for link in ("100GB/s", "1GB/s"))
+    assert slow.seconds > fast.seconds
+    assert slow.bound == "exchange"
+    assert slow.device_bytes == fast.device_bytes
+
+
+def test_who_waits_leaves_processors_to_others(config: Path) -> None:
+    """Twice the ranks on as many processors take no less time, and bubbles cost nothing there."""
+    found = search(config)
+    layout = Layout(stages=2, microbatches=2, rows=4)
+    own, shared, one = (
+        found.cost(layout, cluster(device="cpu", ranks_per_node=ranks, at_once=at_once))
+        for ranks, at_once in ((2, 2), (2, 1), (1, 1))
+    )
+    assert own.busy["bubble"] > 0
+    assert own.busy["processors"] == 0
+    assert own.seconds < shared.seconds < 2 * own.seconds
+    assert shared.seconds >= own.seconds + shared.busy["processors"] * 0.99
+    assert one.busy["processors"] == 0
+
+
+def test_bubbles_shrink_with_micro_batches(config: Path) -> None:
+    found = search(config)
+    few, many = (
+        found.cost(Layout(stages=2, microbatches=count, rows=8 // count), cluster())
+        for count in (2, 8)
+    )
+    assert many.busy["bubble"] < few.busy["bubble"]
+
+
+def test_the_search_finds_what_comparing_all_does(config: Path) -> None:
+    """Bounds leave out no layout that is among the fastest."""
+    on = cluster(device_memory="700KiB")
+    found = search(config)
+    shown = found.search(on, shown=4)
+    every = [found.cost(layout, on) for layout in found.layouts(on)]
+    best: dict[Layout, float] = {}
+    for cost in every:
+        if cost.fits(on.machine):
+            division = cost.layout.division()
+            best[division] = min(cost.seconds, best.get(division, cost.seconds))
+    assert [cost.seconds for cost in shown.fitting] == sorted(best.values())[:4]
+    assert any(not cost.fits(on.machine) for cost in every)
+
+
+def test_what_a_model_does_not_take_is_said(tmp_path: Path) -> None:
+    path = config_file(tmp_path, num_attention_heads=4, num_key_value_heads=1)
+    found = search(path).search(cluster())
+    assert "layers among 2" in found.refused
+    assert all(cost.layout.tensor == 1 for cost in found.fitting)
+
+
+def test_a_batch_that_cannot_be_divided_is_named(tmp_path: Path) -> None:
+    path = config_file(tmp_path, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+    with pytest.raises(UsageError, match="3 samples cannot be divided among 4 ranks"):
+        search(path, batch=3).search(cluster())
+
+
+# Plans.
+
+
+def run_plan(config: Path, directory: Path, *more: str, **changes: Any) -> Any:
+    described = directory / "cluster.json"
+    described.write_text(json.dumps(FIGURES | changes))
+    asked = ["plan", str(config), "--cluster", str(described), "--batch", "8", "--seq", str(TOKENS),
+             "--precision", "fp32", *more]  # fmt: skip
+    return CliRunner().invoke(app, asked)
+
+
+def test_a_plan_reaches_the_plugin(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "plan.json"
+    done = run_plan(config, tmp_path, "--output", str(file))
+    assert done.exit_code == 0, done.output
+    assert "layouts; a rank has" in done.output
+    plan = read_plan(file)
+    assert plan["ranks_per_node"] == 4
+    monkeypatch.setenv(ENVIRONMENT, str(file))
+    expected = HybridParallelPlugin(**plan["layout"], device="cpu", device_memory="64MiB")
+    for given in ("auto", file):
+        plugin = HybridParallelPlugin(given, device="cpu", device_memory="64MiB")
+        assert plugin._division == expected._division
+        assert plugin.config.activations == plan["layout"]["activations"]
+
+
+def test_figures_as_json(config: Path, tmp_path: Path) -> None:
+    done = run_plan(config, tmp_path, "--json", "--shown", "2")
+    figures = json.loads(done.output)
+    assert len(figures["fitting"]) == 2
+    assert figures["fitting"][0]["step_time_s"] <= figures["fitting"][1]["step_time_s"]
+
+
+def test_where_nothing_fits_the_least_need_is_shown(config: Path, tmp_path: Path) -> None:
+    done = run_plan(config, tmp_path, device_memory="50KiB")
+    assert done.exit_code == 1
+    assert "No layout fits" in done.output
+
+
+def test_auto_without_a_plan_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    with pytest.raises(UsageError, match=r"castor run --plan FILE.*castor plan CONFIG"):
+        HybridParallelPlugin("auto")
+
+
+def test_what_a_plan_says_is_not_given_twice(config: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    run_plan(config, tmp_path, "--output", str(file))
+    with pytest.raises(ValueError, match="tp_size is given beside a plan"):
+        HybridParallelPlugin(file, tp_size=8)
+    with pytest.raises(ValueError, match="activations is given beside a plan"):
+        HybridParallelPlugin(file, activations="keep")
+
+
+@pytest.mark.parametrize("text", ["[]", '{"layout": 3}', '{"layout": {"zp_size": 2}}',
+                                  '{"layout": {}, "nodes": 1}'])  # fmt: skip
+def test_another_file_is_no_plan(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(text)
+    with pytest.raises(UsageError, match="plan"):
+        HybridParallelPlugin(file)
+
+
+def test_run_takes_the_ranks_of_a_plan(config: Path, tmp_path: Path) -> None:
+    file, script = tmp_path / "plan.json", tmp_path / "script.py"
+    run_plan(config, tmp_path, "--output", str(file), ranks_per_node=2)
+    script.write_text(
+        "import os\nfrom castor import HybridParallelPlugin\n"
+        "plugin = HybridParallelPlugin('auto', device='cpu', device_memory='64MiB')\n"
+        f"open({str(tmp_path)!r} + '/rank' + os.environ['RANK'], 'w').write('done')\n"
+    )
+    command = [sys.executable, "-m", "castor", "run", "--plan", str(file)]
+    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert sorted(one.name for one in tmp_path.glob("rank*")) == ["rank0", "rank1"]
+    other = [*command, "--nproc", "4", str(script)]
+    refused = subprocess.run(other, capture_output=True, text=True, timeout=60)
+    assert refused.returncode != 0
+    assert "--nproc is 4" in refused.stderr
+    assert "is for 2" in refused.stderr
