@@ -242,7 +242,7 @@ def test_training_does_not_notice(
 def test_an_evaluation_that_presses_does_not_plan_training_again() -> None:
     def pressing(boosted: Boosted) -> None:
         with evaluated(boosted.model), torch.no_grad():
-            language_loss(boosted, 100, rows=4, length=64)
+            language_loss(boosted, 100, rows=4, length=40)
 
     budget = half_of(gpt2)
     alone, beside = (boost(seeded(gpt2), budget, gpu_margin_mem_ratio=0.0) for _ in range(2))

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "core/error.h"
@@ -280,7 +281,8 @@ TEST(InferencePlanTest, InferenceWithinAStepLeavesItsTraceAsItIs) {
     }
     machine.train(backward_pass);
     std::vector<std::uint64_t> nonmodel;
-    for (const Event& event : machine.runtime->trace()->events()) {
+    const std::optional<Trace> trace = machine.runtime->trace();
+    for (const Event& event : trace.value().events()) {
       nonmodel.push_back(event.nonmodel_bytes);
     }
     return nonmodel;
