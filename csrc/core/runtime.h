@@ -16,6 +16,7 @@
 #include "core/nonmodel_memory.h"
 #include "core/planner.h"
 #include "core/runtime_group.h"
+#include "core/runtime_options.h"
 #include "core/timeline.h"
 #include "core/trace.h"
 
@@ -23,28 +24,6 @@ namespace castor {
 
 /// Whether a forward prepares a backward (and is traced) or only computes.
 enum class PassMode : std::uint8_t { kTraining, kInference };
-
-/// What becomes of a slot's bytes when it is freed: whether an operator that took its address just
-/// before may still read them.
-enum class FreedSlots : std::uint8_t {
-  kKeepTheirBytes,  ///< until the next fetch (SlotArena)
-  kReusedAtOnce,    ///< the next allocation may get them (a GPU's caching allocator)
-};
-
-struct RuntimeOptions {
-  PlacementPolicy policy = PlacementPolicy::kAuto;
-  std::size_t max_prefetch = 1;
-  /// Share of the device budget left to non-model data while there is no trace yet, in [0, 1).
-  double warmup_nonmodel_ratio = 0.8;
-  /// Share of the device budget that plans may use, in (0, 1].
-  double steady_cap_ratio = 1.0;
-  /// kAuto: share of what non-model data leaves of it that whole chunks may take, in [0, 1].
-  double margin_ratio = 1.0;
-  FreedSlots freed_slots = FreedSlots::kKeepTheirBytes;
-  /// Free slots may take so much of what non-model data takes or a plan leaves to it, but at most
-  /// an eighth of the budget: less is not worth the page faults of the next fetch.
-  std::size_t kept_slot_bytes = std::size_t{128} << 20;
-};
 
 /// How a gradient came to its payload: bytes that went from the device to the host, and when, by
 /// the runtime's clock. Nothing was copied where bytes are 0.
