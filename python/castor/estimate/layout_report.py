@@ -142,10 +142,22 @@ def _render(
         f"on {cluster.nodes} x {cluster.ranks_per_node} ranks, each: {escape(cluster.machine.name)}"
     )
     fits = bool(found.fitting)
-    table = Table(box=SIMPLE, title=None if fits else "No layout fits; those that lack least:")
-    for heading in ("ranks", "micro-batches", "blocks", "device", "host", "step s", "bound by"):
-        numbers = heading in ("device", "host", "step s")
-        table.add_column(heading, justify="right" if numbers else "left", no_wrap=True)
+    table = Table(
+        box=SIMPLE,
+        padding=(0, 1, 0, 0),
+        title=None if fits else "No layout fits; those that lack least:",
+    )
+    # As wide as the longest word, so that a terminal of 80 columns has all of it.
+    for heading, widest in (
+        ("ranks", 12), ("micro-batches", 13), ("blocks", 9), ("device", 0), ("host", 0),
+        ("step s", 0), ("bound by", 9),
+    ):  # fmt: skip
+        table.add_column(
+            heading,
+            justify="left" if widest else "right",
+            no_wrap=not widest,
+            min_width=widest or None,
+        )
     for cost in found.fitting or found.others:
         table.add_row(
             _ranks(cost.layout),
