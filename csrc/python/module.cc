@@ -349,7 +349,13 @@ PYBIND11_MODULE(_C, m) {
   const auto released = py::call_guard<py::gil_scoped_release>();
   py::class_<castor::StepEvents, std::shared_ptr<castor::StepEvents>>(m, "StepEvents")
       .def("forward_pre_hook", &castor::forward_pre_hook)
-      .def("forward_hook", &castor::forward_hook);
+      .def("forward_hook", &castor::forward_hook)
+      .def(
+          "enter_backward",
+          [](castor::StepEvents& events, std::uint32_t module) {
+            events.enter_backward(castor::ModuleId{module});
+          },
+          released);
   castor::SessionClass session(m, "Session");
   session
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),
