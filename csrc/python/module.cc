@@ -21,6 +21,7 @@
 #include "python/names.h"
 #include "torch/chunk_storages.h"
 #include "torch/cpu_backend.h"
+#include "torch/saved_variables.h"
 #include "torch/session.h"
 #include "torch/step_hooks.h"
 #include "torch/torch_error.h"
@@ -356,6 +357,8 @@ PYBIND11_MODULE(_C, m) {
             events.enter_backward(castor::ModuleId{module});
           },
           released);
+  m.def("release_saved_variables",
+        [](const py::handle& node) { castor::release_saved_variables(node.ptr()); });
   castor::SessionClass session(m, "Session");
   session
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),

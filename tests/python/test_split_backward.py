@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import castor
+from castor import _C
 from castor.distributed.split_backward import SplitBackward
 
 WIDTH = 8
@@ -162,7 +164,7 @@ def test_what_fails_when_a_module_is_entered_is_raised() -> None:
         split.of_weights(fail)
 
 
-def test_what_forward_saved_goes_with_the_weights_gradients() -> None:
+def test_what_forward_saved_goes_with_the_half_that_needs_it() -> None:
     saved: list[weakref.ref[torch.Tensor]] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -170,9 +172,19 @@ def test_what_forward_saved_goes_with_the_weights_gradients() -> None:
         saved.append(weakref.ref(copy))
         return copy
 
+    def left() -> int:
+        return sum(one() is not None for one in saved)
+
+    stage = _Stage(lambda x, w0, w1, w2, bias: torch.tanh(torch.sin(x @ w0)) @ w1)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda copy: copy):
-        split = _split(_Stage(_beside), _input())
+        split = _split(stage, _input())
+    assert left() == 7  # of the square, of two products both factors, of two functions
     split.of_inputs()
-    assert any(one() is not None for one in saved)
+    assert left() == 4  # of the products: which factor a weight needs autograd does not tell
     split.of_weights(lambda _: None)
-    assert all(one() is None for one in saved)
+    assert left() == 0
+
+
+def test_only_nodes_let_go_of_what_was_saved() -> None:
+    with pytest.raises(castor.UsageError, match="a Tensor is no node of autograd's"):
+        _C.release_saved_variables(torch.zeros(1))

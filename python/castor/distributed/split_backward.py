@@ -20,6 +20,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
+from castor import _C
+
 Enter = Callable[[Sequence[torch.Tensor]], None]
 """Is told of the parameters whose gradients are computed next."""
 
@@ -87,7 +89,7 @@ class SplitBackward:
         self._grads = grads
         self._inputs = inputs
         wanted = [x for x in inputs if x.requires_grad]
-        self._parts, self._at_once = _divide(outputs, wanted)
+        self._parts, self._at_once, self._way = _divide(outputs, wanted)
         self._wanted = wanted
 
     def of_inputs(self) -> tuple[torch.Tensor | None, ...]:
@@ -106,7 +108,10 @@ class SplitBackward:
             for handle in handles:
                 handle.remove()
         for output in self._outputs:
-            output.detach_()  # of the graph only what weights need is left
+            output.detach_()
+        for node in self._way.difference(*(part.users for part in self._parts)):
+            _C.release_saved_variables(node)  # of the graph only what weights need is left
+        self._way.clear()
         found = tuple(x.grad for x in self._inputs)
         for x in self._wanted:
             x.grad = None
@@ -122,8 +127,8 @@ class SplitBackward:
 
 def _divide(
     outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> tuple[list[_Part], list[torch.Tensor]]:
-    """What can be computed later, in backward's order, and the weights that cannot.
+) -> tuple[list[_Part], list[torch.Tensor], set[Node]]:
+    """What can be computed later, in backward's order; weights that cannot; operators on the way.
 
     Operators whose weights are the same are one part. It cannot wait where a pass over one of its
     operators would come to another one again (a layer that is used twice), where an operator is
@@ -158,7 +163,7 @@ def _divide(
         else:
             parts.append(part)
     parts.sort(key=lambda part: -max(user._sequence_nr() for user in part.users))
-    return parts, at_once
+    return parts, at_once, on_the_way
 
 
 def _parents(roots: Iterable[Node]) -> dict[Node, list[Node]]:
