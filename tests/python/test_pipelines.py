@@ -99,6 +99,10 @@ def test_backward_comes_to_modules_for_their_inputs_and_for_their_weights(zero_b
     assert between >= 2
 
 
+def test_in_a_v_logits_are_tiled(zero_bubble: Any) -> None:
+    assert zero_bubble["tiled"] == pytest.approx(expected("gpt2"), rel=LOSS)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_in_a_v_reduced_precisions_are_close(precision: str, zero_bubble: Any) -> None:
     assert zero_bubble[precision] == pytest.approx(expected("gpt2"), rel=1e-3)
