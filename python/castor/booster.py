@@ -157,7 +157,7 @@ class Booster(Checkpoints):
             optimizer: A boosted optimizer; needed for fp16.
 
         Raises:
-            UsageError: `optimizer` is not boosted, or fp16 has none.
+            UsageError: `optimizer` is not boosted, a list, or fp16 has none.
         """
         driver = self._driver(optimizer, "booster.backward(loss, optimizer)")
         if driver is None:
@@ -219,8 +219,13 @@ class Booster(Checkpoints):
         """A boosted optimizer's.
 
         Raises:
-            UsageError: It is not boosted, or there is none in fp16.
+            UsageError: It is not boosted, there are several, or there is none in fp16.
         """
+        if isinstance(optimizer, Sequence):
+            raise UsageError(
+                f"{call} was given {len(optimizer)} optimizers: give one of them; those of one "
+                "model share its backward and its loss scale"
+            )
         driver = None if optimizer is None else step_of(optimizer)
         if optimizer is not None and driver is None:
             raise UsageError(f"{call} was given an optimizer that is not boosted")

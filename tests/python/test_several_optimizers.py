@@ -336,3 +336,14 @@ def test_models_of_one_wrapper_have_optimizers_of_their_own(tmp_path: Path) -> N
     assert booster.load(tmp_path / "run", pair, every).step == 1
     with pytest.raises(castor.UsageError, match="boosted with 2 optimizers, and 1 of them"):
         booster.save(tmp_path / "run", pair, every[:3], step=2)
+
+
+def test_backward_takes_one_of_them() -> None:
+    model = tower()
+    optimizers = two_adamw(model)
+    booster = Booster(plugin=plugin())
+    booster.boost(model, optimizers)
+    loss = tower_loss(model, 0)
+    with pytest.raises(castor.UsageError, match="was given 2 optimizers: give one of them"):
+        booster.backward(loss, optimizers)  # type: ignore[arg-type]
+    booster.backward(loss, optimizers[1])
