@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file
 
 import castor
+from castor.integrations.transformers import trainer
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit linear:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is:FutureWarning"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 
@@ -262,6 +264,27 @@ def test_a_whole_quantised_model_is_written_and_read(base: Path, tmp_path: Path)
     third, fp4, _ = boosted(fp4)
     with pytest.raises(castor.CheckpointError, match="quantised"):
         third.load_model(fp4, tmp_path / "mine")
+
+
+def test_the_trainer_trains_as_without_castor(base: Path, tmp_path: Path) -> None:
+    def losses(kind: type[hf.Trainer]) -> list[float]:
+        model = prepare_model_for_kbit_training(quantised(base))
+        torch.manual_seed(1)
+        config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        run = kind(
+            model=get_peft_model(model, config),
+            args=hf.TrainingArguments(
+                str(tmp_path / kind.__name__), max_steps=3, per_device_train_batch_size=2,
+                use_cpu=True, logging_steps=1, report_to=[], disable_tqdm=True, seed=3,
+            ),
+            train_dataset=[{key: x[0] for key, x in batch(i).items()} for i in range(8)],
+        )  # fmt: skip
+        run.train()
+        assert (tmp_path / kind.__name__ / "checkpoint-3" / "adapter_model.safetensors").exists()
+        return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+    plugin = castor.GeminiPlugin(device="cpu", device_memory="3MiB", host_memory="64MiB")
+    assert losses(trainer(hf.Trainer, plugin)) == losses(hf.Trainer)
 
 
 def test_the_guide_trains(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Quantised bases (QLoRA): their bytes go through chunks as they are, and adapters train."""
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable
@@ -15,8 +16,9 @@ from torch import nn
 
 import castor
 from castor.runtime.engine import engine_of
-from helpers import FORMATS, LR, boost, copies, equal
+from helpers import FORMATS, LR, Boosted, assert_equal, boost, copies, equal
 from packed_layers import Linear4bit, Params4bit, Tower4bit, tower_4bit, tower_4bit_loss
+from simulated import GpuSimulation, Simulation
 
 STORAGES = [torch.uint8, torch.bfloat16, torch.float16, torch.float32]
 
@@ -121,6 +123,18 @@ def test_parameters_keep_their_class_and_what_stands_beside_them() -> None:
         assert now.dtype is dtype
     chunks = engine_of(model).session.chunks()
     assert {"uint8", "float32"} == {chunk["dtype"] for chunk in chunks}
+
+
+@pytest.mark.parametrize(("precision", "state_format"), FORMATS[:4])  # others round by position
+def test_an_optimizer_may_hold_what_is_frozen(precision: str, state_format: str) -> None:
+    model, other = tower_4bit(depth=4), tower_4bit(depth=4)
+    settings: dict[str, Any] = {"precision": precision, "optim_state_format": state_format}
+    all_held = boost(model, optimizer=castor.HybridAdam(model.parameters(), lr=LR), **settings)
+    trained = boost(other, optimizer=adam(other), **settings)
+    for seed in range(2):
+        x, labels = torch.randn(16, 64), torch.full((16,), seed)
+        assert all_held.step(model(x, labels)) == trained.step(other(x, labels))
+    assert all(map(equal, copies(model.parameters()), copies(other.parameters())))
 
 
 def test_evaluation_leaves_the_layout_that_trains() -> None:
@@ -236,6 +250,37 @@ def test_a_run_goes_on_and_other_quantisations_are_refused(tmp_path: Path) -> No
             with pytest.raises(castor.CheckpointError, match=r"layers\.3\.base\.weight"):
                 second.booster.load_model(second.model, path)
     assert all(map(equal, copies(second.model.parameters()), before))
+
+
+def train_on_device(boosted: Boosted, steps: int = 4) -> list[float]:
+    device = engine_of(boosted.model).device
+    losses = []
+    for seed in range(steps):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(seed))
+        losses.append(boosted.step(boosted.model(x.to(device), (torch.arange(16) % 4).to(device))))
+    return losses
+
+
+def test_a_device_that_computes_by_itself_gives_the_same_bits(
+    simulated: Simulation | GpuSimulation,
+) -> None:
+    reference = boost(tower_4bit())
+    expected = train_on_device(reference)
+    gc.collect()
+    roomy = simulated.boost(tower_4bit(), gpu_margin_mem_ratio=0.0)
+    train_on_device(roomy, steps=2)
+    memory = roomy.report().peak_nonmodel_bytes + 2**14
+    del roomy
+    gc.collect()
+    model = tower_4bit()
+    boosted = simulated.boost(model, memory, gpu_margin_mem_ratio=0.0)
+    assert train_on_device(boosted) == expected
+    assert_equal(simulated.state(boosted), simulated.state(reference))
+    assert boosted.report().peak_device_bytes <= memory
+    device = engine_of(model).device
+    for adapted in model.layers:
+        state = adapted.base.weight.quant_state
+        assert {state.absmax.device, state.code.device, state.state2.absmax.device} == {device}
 
 
 # --- what is refused ------------------------------------------------------------------------------
