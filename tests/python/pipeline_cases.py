@@ -21,7 +21,18 @@ from torch import distributed, nn
 
 import castor
 from helpers import GIB, Boosted
-from tensor_cases import FAMILIES, LR, MAX_NORM, STEPS, _of_all, _said, _stepped, _write, _write_own
+from tensor_cases import (
+    FAMILIES,
+    LR,
+    MAX_NORM,
+    STEPS,
+    _of_all,
+    _quantised,
+    _said,
+    _stepped,
+    _write,
+    _write_own,
+)  # fmt: skip
 from zoo import Case, gpt2, gpt2_with_dropout, llama
 
 MICROBATCHES = 4
@@ -309,6 +320,7 @@ def refused(directory: Path) -> None:
         "no block": _said(lambda: boost(case, num_layers_per_stage=[2, 0])),
         "blocks": _said(lambda: boost(case, **SCHEDULES["interleaved"])),
         "t5": _said(lambda: boost(FAMILIES["t5"])),
+        "quantised": _said(lambda: boost(Case("packed", _quantised, case.batch))),
         "vit": _said(lambda: boost(FAMILIES["vit"])),
         "seed": _said(lambda: _lazily_seeded(rank)),
         "state": _said(lambda: boost(case, optimizer=_stepped)),
