@@ -28,7 +28,7 @@ constexpr std::size_t kMaxWorldSize = std::size_t{1} << 20;
 constexpr std::size_t kMaxParamAlignment = kMiB;
 constexpr std::size_t kMaxIds = std::numeric_limits<std::uint32_t>::max();
 
-constexpr std::size_t kNumScalarTypes = 3;
+constexpr std::size_t kNumScalarTypes = 4;
 static_assert(to_string(static_cast<ScalarType>(kNumScalarTypes)) == "unknown");
 constexpr std::size_t kNumClasses = 6 * kNumScalarTypes;
 
@@ -85,6 +85,10 @@ void check_params(std::span<const ParamSpec> params, std::size_t alignment) {
   }
   std::size_t left = kMaxModelBytes;
   for (const ParamSpec& param : params) {
+    if (param.type == ScalarType::kUInt8 && param.trainable) {
+      throw InvalidArgument("parameter '" + param.name +
+                            "' of uint8 elements is trainable; packed parameters are frozen");
+    }
     // The first test keeps bytes_of and align_up from wrapping.
     if (param.numel > left || align_up(bytes_of(param), alignment) > left) {
       throw InvalidArgument("parameter '" + param.name + "' of " + std::to_string(param.numel) +

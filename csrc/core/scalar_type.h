@@ -6,11 +6,12 @@
 
 namespace castor {
 
-/// Element types a chunk can hold.
-enum class ScalarType : std::uint8_t { kFloat32, kBFloat16, kFloat16 };
+/// Element types a chunk can hold. kUInt8 is bytes that a layer packs numbers into by itself: they
+/// are frozen, and nothing here computes with them.
+enum class ScalarType : std::uint8_t { kFloat32, kBFloat16, kFloat16, kUInt8 };
 
 [[nodiscard]] constexpr std::size_t size_of(ScalarType type) noexcept {
-  return type == ScalarType::kFloat32 ? 4 : 2;
+  return type == ScalarType::kFloat32 ? 4 : type == ScalarType::kUInt8 ? 1 : 2;
 }
 
 [[nodiscard]] constexpr std::string_view to_string(ScalarType type) noexcept {
@@ -18,8 +19,12 @@ enum class ScalarType : std::uint8_t { kFloat32, kBFloat16, kFloat16 };
     case ScalarType::kFloat32: return "float32";
     case ScalarType::kBFloat16: return "bfloat16";
     case ScalarType::kFloat16: return "float16";
+    case ScalarType::kUInt8: return "uint8";
   }
   return "unknown";
 }
+
+/// Throws InvalidArgument: there are no numbers of this type to compute with.
+[[noreturn]] void throw_no_arithmetic(ScalarType type);
 
 }  // namespace castor

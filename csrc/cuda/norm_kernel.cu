@@ -64,6 +64,7 @@ AddLanes add_lanes_of(ScalarType type) {
     case ScalarType::kFloat32: return &add_lanes<ScalarType::kFloat32>;
     case ScalarType::kBFloat16: return &add_lanes<ScalarType::kBFloat16>;
     case ScalarType::kFloat16: return &add_lanes<ScalarType::kFloat16>;
+    case ScalarType::kUInt8: throw_no_arithmetic(type);
   }
   throw InvalidArgument("square_norms: unknown scalar type " +
                         std::to_string(static_cast<int>(type)));

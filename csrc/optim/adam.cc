@@ -109,6 +109,7 @@ void update(Isa isa, const AdamSegment& segment, std::size_t begin, std::size_t 
     case ScalarType::kFloat32: return update<ScalarType::kFloat32>(isa, segment, begin, count);
     case ScalarType::kBFloat16: return update<ScalarType::kBFloat16>(isa, segment, begin, count);
     case ScalarType::kFloat16: return update<ScalarType::kFloat16>(isa, segment, begin, count);
+    case ScalarType::kUInt8: throw_no_arithmetic(segment.type);
   }
 }
 

@@ -78,6 +78,7 @@ void detail::average(Executor* executor, void* mean, const void* parts, std::siz
     case ScalarType::kFloat16:
       run<ScalarType::kFloat16>(executor, mean, parts, count, numel, divisor, isa);
       return;
+    case ScalarType::kUInt8: throw_no_arithmetic(type);
   }
 }
 

@@ -60,6 +60,7 @@ void master_to_param(Executor* executor, void* param, const float* master, std::
       return round_all<ScalarType::kBFloat16>(executor, param, master, numel);
     case ScalarType::kFloat16:
       return round_all<ScalarType::kFloat16>(executor, param, master, numel);
+    case ScalarType::kUInt8: throw_no_arithmetic(type);
   }
 }
 
@@ -72,6 +73,7 @@ void param_to_master(Executor* executor, float* master, const void* param, std::
       return widen_all<ScalarType::kBFloat16>(executor, master, param, numel);
     case ScalarType::kFloat16:
       return widen_all<ScalarType::kFloat16>(executor, master, param, numel);
+    case ScalarType::kUInt8: throw_no_arithmetic(type);
   }
 }
 

@@ -98,6 +98,7 @@ double detail::copy_and_square_norm(Executor* executor, void* dst, const void* s
     case ScalarType::kFloat32: return run<ScalarType::kFloat32>(executor, dst, src, numel, isa);
     case ScalarType::kBFloat16: return run<ScalarType::kBFloat16>(executor, dst, src, numel, isa);
     case ScalarType::kFloat16: return run<ScalarType::kFloat16>(executor, dst, src, numel, isa);
+    case ScalarType::kUInt8: throw_no_arithmetic(type);
   }
   return 0.0;
 }

@@ -122,7 +122,7 @@ RankGroups rank_groups(const std::array<std::string, 3>& names, bool share) {
 
 std::shared_ptr<Session> create_session(
     std::vector<at::Tensor> params, std::vector<std::string> param_names,
-    const std::vector<bool>& trained, std::vector<bool> ruled,
+    const std::vector<bool>& trained, std::vector<bool> ruled, const std::vector<bool>& packed,
     const std::vector<PythonModuleSpec>& modules, SessionOptions options, const py::object& backend,
     const std::optional<std::array<std::string, 3>>& groups, bool share_memory,
     const std::vector<std::uint32_t>& valueless, std::string name) {
@@ -139,8 +139,8 @@ std::shared_ptr<Session> create_session(
     without_values.push_back(ParamId{param});
   }
   return without_gil([&] {
-    return Session::create(std::move(params), std::move(param_names), trained, specs, options,
-                           without_values);
+    return Session::create(std::move(params), std::move(param_names), trained, packed, specs,
+                           options, without_values);
   });
 }
 
@@ -362,9 +362,9 @@ PYBIND11_MODULE(_C, m) {
   castor::SessionClass session(m, "Session");
   session
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),
-           py::arg("trained"), py::arg("ruled"), py::arg("modules"), py::arg("options"),
-           py::arg("backend"), py::arg("groups"), py::arg("share_memory"), py::arg("valueless"),
-           py::arg("name"))
+           py::arg("trained"), py::arg("ruled"), py::arg("packed"), py::arg("modules"),
+           py::arg("options"), py::arg("backend"), py::arg("groups"), py::arg("share_memory"),
+           py::arg("valueless"), py::arg("name"))
       .def("set_loss_scale", &Session::set_loss_scale, released)
       .def("synchronise", &Session::synchronise)
       .def("collect_gradients", &Session::collect_gradients, py::arg("with_norm"), released)

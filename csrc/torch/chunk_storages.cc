@@ -115,6 +115,7 @@ at::ScalarType to_torch(ScalarType type) {
     case ScalarType::kFloat32: return at::kFloat;
     case ScalarType::kBFloat16: return at::kBFloat16;
     case ScalarType::kFloat16: return at::kHalf;
+    case ScalarType::kUInt8: return at::kByte;
   }
   return at::kFloat;
 }

@@ -36,10 +36,23 @@ struct OperatorVisit {
   std::unique_ptr<StoredWeights::Visit> home;
 };
 
+ScalarType own_type(const at::Tensor& param) {
+  for (const ScalarType type :
+       {ScalarType::kFloat32, ScalarType::kBFloat16, ScalarType::kFloat16, ScalarType::kUInt8}) {
+    if (to_torch(type) == param.scalar_type()) {
+      return type;
+    }
+  }
+  throw InvalidArgument(std::string("chunks hold no elements of type ") +
+                        toString(param.scalar_type()));
+}
+
 std::vector<ParamSpec> describe(const std::vector<at::Tensor>& params,
                                 std::vector<std::string> names, const std::vector<bool>& trained,
-                                const std::vector<bool>& ruled, ScalarType precision) {
+                                const std::vector<bool>& ruled, const std::vector<bool>& packed,
+                                ScalarType precision) {
   if (params.size() != names.size() || params.size() != trained.size() ||
+      (!packed.empty() && params.size() != packed.size()) ||
       (!ruled.empty() && params.size() != ruled.size())) {
     throw InvalidArgument("there are " + std::to_string(params.size()) + " parameters but " +
                           std::to_string(names.size()) + " names and " +
@@ -50,7 +63,7 @@ std::vector<ParamSpec> describe(const std::vector<at::Tensor>& params,
   for (std::size_t i = 0; i < params.size(); ++i) {
     specs.push_back({.name = std::move(names[i]),
                      .numel = static_cast<std::size_t>(params[i].numel()),
-                     .type = precision,
+                     .type = packed.empty() || !packed[i] ? precision : own_type(params[i]),
                      .trainable = trained[i],
                      .has_state = ruled.empty() || ruled[i]});
   }
@@ -102,12 +115,13 @@ void share_with_children(const ChunkManager& manager, std::size_t num_chunks) {
 std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
                                          std::vector<std::string> param_names,
                                          const std::vector<bool>& trained,
+                                         const std::vector<bool>& packed,
                                          std::vector<ModuleSpec> modules,
                                          const SessionOptions& options,
                                          std::span<const ParamId> valueless) {
   const at::NoGradGuard no_grad;
-  auto specs =
-      describe(params, std::move(param_names), trained, options.state.ruled, options.precision);
+  auto specs = describe(params, std::move(param_names), trained, options.state.ruled, packed,
+                        options.precision);
   const UpdateRule* const rule = options.state.rule.get();
   if (const DeviceKernels* const kernels = options.backend->kernels();
       rule != nullptr && kernels != nullptr && !kernels->has(rule->name())) {

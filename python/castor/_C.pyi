@@ -122,6 +122,7 @@ class Session(StepEvents):
         param_names: Sequence[str],
         trained: Sequence[bool],
         ruled: Sequence[bool],
+        packed: Sequence[bool],
         modules: Sequence[tuple[str, Sequence[int], int]],
         options: SessionOptions,
         backend: object,

@@ -21,8 +21,8 @@ HOLE = "…"
 # Python is run, sh and text are read for names, "" is a drawing. Nothing else may be written:
 # another spelling of Python would slip through unrun.
 LANGUAGES = {"python", "sh", "text", ""}
-# Its "py" needs what `make integration` installs, and is run there.
-OF_INTEGRATION = "lightning.md"
+# Their "py" needs what `make integration` installs, and is run there.
+OF_INTEGRATION = {"lightning.md", "lora.md"}
 _FOLDERS = "benchmarks|cmake|csrc|docs|examples|python|scripts|tests|\\.ci"
 _PATH = re.compile(rf"(?<![\w./-])((?:{_FOLDERS})/[\w./*-]*[\w*/])")
 _MAKE = re.compile(

@@ -20,6 +20,7 @@ import castor
 import helpers
 from castor import checkpoint
 from enduring_run import FAULTS_VARIABLE
+from packed_layers import tower_4bit, tower_4bit_loss
 from zoo import CASES, Tower, tower, tower_batch, tower_loss
 
 STEPS = 10
@@ -78,6 +79,16 @@ def _frozen() -> nn.Module:
     return model
 
 
+def _packed() -> nn.Module:
+    """Of quantised layers; other ranks than the first unpack other bytes in another way."""
+    model = tower_4bit(depth=4)
+    rank = distributed.get_rank() if distributed.is_initialized() else 0
+    for adapted in model.layers:
+        adapted.base.weight.data += rank
+        adapted.base.weight.quant_state.state2.absmax *= 1 + rank
+    return model
+
+
 def _lazy_llama() -> nn.Module:
     with castor.LazyInitContext():
         return CASES["llama"].model()
@@ -91,6 +102,7 @@ EXACT = {
     "offloaded": _zoo("llama", activations="offload"),
     "tiled": _zoo("llama", activations="recompute+tile:3"),
     "frozen": RankCase(_frozen, _zoo("gpt2").loss),
+    "packed": RankCase(_packed, lambda model, seed, _: tower_4bit_loss(model, seed)),
     "lazy": RankCase(_lazy_llama, _zoo("llama").loss),
     "tight": RankCase(tower, _tower_loss, {"memory": 24 << 10, "chunk_bytes": "8KiB"}),
     "overlap": _zoo("gpt2", overlap="forward"),
@@ -102,7 +114,7 @@ EXACT = {
 """fp32: the bits of one process with as many micro-batches."""
 
 ON_THREE = ("gpt2", "tight", "uneven")
-OVER_THE_GROUP = ("tight", "uneven", "overlap", "lazy")
+OVER_THE_GROUP = ("tight", "uneven", "overlap", "lazy", "packed")
 
 CLOSE = {
     "accumulated": RankCase(tower, _tower_loss, micro_batches=2),

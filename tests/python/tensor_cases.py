@@ -23,6 +23,7 @@ from torch import distributed, nn
 
 import castor
 from helpers import GIB, Boosted
+from packed_layers import Linear4bit
 from zoo import CASES, LENGTH, VOCABULARY, Case, gpt2_with_dropout, tower
 
 LR, MAX_NORM, STEPS = 1e-3, 0.5, 10
@@ -307,6 +308,13 @@ def uses(directory: Path) -> None:
     _write(directory, "uses", found)
 
 
+def _quantised() -> Any:
+    model: Any = FAMILIES["llama"].model()
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = Linear4bit(attention.q_proj)
+    return model
+
+
 def refused(directory: Path) -> None:
     """What a rank says to what does not go with parts."""
     case, rank = FAMILIES["llama"], distributed.get_rank()
@@ -329,6 +337,7 @@ def refused(directory: Path) -> None:
         "unknown name": _said(lambda: boost(case, 2, tp_plan={"model.layer.*": "colwise"})),
         "unknown style": _said(lambda: boost(case, 2, tp_plan={"lm_head": "diagonal"})),
         "wrong module": _said(lambda: boost(case, 2, tp_plan={"model.norm": "colwise"})),
+        "quantised": _said(lambda: boost(Case("packed", _quantised, case.batch), 2)),
         "muon": _said(lambda: boost(case, 2, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))),
         "state": _said(lambda: boost(case, 2, optimizer=_stepped)),
         "int8": _said(lambda: boost(case, 2, precision="bf16", optim_state_format="split_int8")),

@@ -36,7 +36,7 @@ def test_python_of_the_page_runs(
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_page_names_what_exists(page: Path) -> None:
     found = {block.language for block in pages.blocks(page)}
-    assert found <= pages.LANGUAGES | ({"py"} if page.name == pages.OF_INTEGRATION else set())
+    assert found <= pages.LANGUAGES | ({"py"} if page.name in pages.OF_INTEGRATION else set())
     assert [name for text in pages.literals(page) for name in pages.unknown_names(text)] == []
     targets = [page.parent / link.split("#")[0] for link in pages.links(page)]
     assert [str(target) for target in targets if not target.exists()] == []

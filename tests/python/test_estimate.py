@@ -175,6 +175,7 @@ def test_nonsense_arguments_are_refused(
         (SMALL | {"architectures": ["NoSuchModel"]}, "no architecture 'NoSuchModel'"),
         (SMALL | {"n_embd": 63}, "cannot build this model"),
         (SMALL | {"n_layer": "many"}, "cannot build this model"),
+        (SMALL | {"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised model"),
         (SMALL | {"architectures": ["GPT2Model"]}, "returns no loss"),
     ],
 )

@@ -248,6 +248,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("no block", "UsageError", "[2, 0] leaves a stage without a block"),
         ("blocks", "UsageError", "2 blocks, too few for 4 stages"),
         ("t5", "NotImplementedError", "no way to cut a T5ForConditionalGeneration"),
+        ("quantised", "UsageError", "q_proj.weight' is quantised"),
         ("vit", "NotImplementedError", "no way to cut a ViTForImageClassification"),
         ("seed", "UsageError", "differ in the random states"),
         ("state", "UsageError", "states of the whole model"),

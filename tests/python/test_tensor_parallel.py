@@ -159,6 +159,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("unknown name", "UsageError", "'model.layer.*'"),
         ("unknown style", "NotImplementedError", "'diagonal'"),
         ("wrong module", "UsageError", "'model.norm' is a LlamaRMSNorm"),
+        ("quantised", "UsageError", "'model.layers.1.self_attn.q_proj.weight' is quantised"),
         ("muon", "NotImplementedError", "parts of matrices as if they were whole"),
         ("state", "UsageError", "states of whole parameters"),
         ("int8", "NotImplementedError", "'split_int8'"),

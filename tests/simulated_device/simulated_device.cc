@@ -140,6 +140,7 @@ void SimulatedDevice::square_norms(std::span<const NormSegment> segments, std::s
         sums[i] = norm_kernels_on_host<ScalarType::kFloat16>(
             static_cast<const std::uint16_t*>(segment.data), segment.numel);
         break;
+      case ScalarType::kUInt8: throw_no_arithmetic(segment.type);
     }
   }
 }

@@ -37,6 +37,7 @@ double square_norm(const NormSegment& segment) {
       return testing::norm_kernels_on_host<ScalarType::kBFloat16>(
           static_cast<const std::uint16_t*>(segment.data), segment.numel);
     case ScalarType::kFloat16: break;
+    case ScalarType::kUInt8: throw_no_arithmetic(segment.type);
   }
   return testing::norm_kernels_on_host<ScalarType::kFloat16>(
       static_cast<const std::uint16_t*>(segment.data), segment.numel);

@@ -24,6 +24,7 @@ from castor.config.names import LoadedWeights
 from castor.errors import CheckpointError
 from castor.runtime.boosted_model import compiled_from
 from castor.runtime.engine import Engine, being_loaded, engines_holding
+from castor.runtime.packed import is_packed
 from castor.runtime.shards import fill, own_class
 
 Sources = Callable[[], Iterator[tuple[str, torch.Tensor]]]
@@ -128,6 +129,7 @@ def prepare_model(model: nn.Module, directory: Path, *, strict: bool) -> ModelLo
     engines = engines_holding(model)
     with being_loaded(engines):
         targets = state_of(model)
+    packed = _beside_packed(model, targets)
     _check_targets(model, targets)
     others: dict[str, tuple[int, tuple[int, ...]]] = {}
     for engine in engines:
@@ -137,7 +139,7 @@ def prepare_model(model: nn.Module, directory: Path, *, strict: bool) -> ModelLo
         stored, targets = adapters.read_adapters(model, directory, targets)
         sources: Sources = partial(adapters.stored_adapters, stored, targets, directory)
     else:
-        stored = read_headers(weight_files(directory))
+        stored = _check_packed(packed, read_headers(weight_files(directory)), targets)
         sources = _from_files(stored, targets)
     comparison = _compare(stored, targets, engines, others)
     if not of_peft and (comparison.missing or comparison.unexpected) and _can_convert(model):
@@ -152,6 +154,54 @@ def prepare_model(model: nn.Module, directory: Path, *, strict: bool) -> ModelLo
         sources=sources,
         incompatible=_IncompatibleKeys(comparison.missing, comparison.unexpected),
     )
+
+
+def _beside_packed(
+    model: nn.Module, targets: dict[str, torch.Tensor]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Takes out of a state dict what quantised layers add: by the key of what they have packed."""
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    found: dict[str, dict[str, torch.Tensor]] = {
+        key: {}
+        for key, tensor in targets.items()
+        if isinstance(tensor, nn.Parameter) and is_packed(tensor)
+    }
+    for key in [key for key, tensor in targets.items() if id(tensor) not in own]:
+        for packed, beside in found.items():
+            if key.startswith(f"{packed}."):
+                beside[key] = targets.pop(key)
+                break
+    return found
+
+
+def _check_packed(
+    packed: dict[str, dict[str, torch.Tensor]],
+    stored: dict[str, StoredTensor],
+    targets: dict[str, torch.Tensor],
+) -> dict[str, StoredTensor]:
+    """What is to be read, where the rest, which unpacks it, is what the layers have already.
+
+    A state dict hands out copies of some of that, in which a load would be lost.
+
+    Raises:
+        CheckpointError: It is not: the bytes were packed in another way.
+    """
+    rest = dict(stored)
+    for name, beside in packed.items():
+        for key, own in {name: targets[name], **beside}.items():
+            entry = stored.get(key)
+            differs = entry is None or entry.dtype != own.dtype
+            if entry is not None and key != name:
+                del rest[key]
+                with safe_open(entry.path, framework="pt") as file:
+                    differs = not torch.equal(file.get_tensor(key), own.cpu())
+            if differs and name in stored:
+                raise CheckpointError(
+                    f"parameter '{name}' is quantised, and what is stored of it is not, or in "
+                    f"another way (see '{key}'), so that this layer would unpack it wrongly: build "
+                    "the model with from_pretrained of the checkpoint, before boost"
+                )
+    return rest
 
 
 def _check_targets(model: nn.Module, targets: dict[str, torch.Tensor]) -> None:

@@ -25,6 +25,7 @@ from castor.errors import Error, UsageError
 from castor.lazy import is_lazy, random_states
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.model_parts import Described, OwnParts, WholeModel
+from castor.runtime.packed import is_packed
 from castor.runtime.ranks import Result
 
 _NOBODY_SENDS = 1 << 20
@@ -330,6 +331,12 @@ def _describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> WholeModel:
     for key, tensor in model.state_dict(keep_vars=True).items():
         tensors[key] = numbers.setdefault(id(tensor), len(numbers)), tuple(tensor.shape)
     names = {param: name for name, param in model.named_parameters()}
+    for param, name in names.items():
+        if is_packed(param):
+            raise UsageError(
+                f"parameter '{name}' is quantised, and what unpacks it is no tensor of the model "
+                "that stages could tell each other: train quantised models without pp_size"
+            )
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return WholeModel(
         tensors=tensors,

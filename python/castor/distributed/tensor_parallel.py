@@ -24,6 +24,7 @@ from castor.distributed.vocabulary_loss import VocabularyLoss
 from castor.errors import Error, UsageError
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.model_parts import Described, OwnParts
+from castor.runtime.packed import is_packed
 from castor.runtime.ranks import Result
 
 _PARTIAL = "replicated_with_grad_allreduce"
@@ -302,6 +303,11 @@ class TensorParallel:
         self._replace(module, styles.own_experts, rows.start)
 
     def _cut(self, name: str, param: torch.Tensor, dim: int, pieces: int = 1) -> Cut:
+        if is_packed(param):
+            raise UsageError(
+                f"parameter '{name}' is quantised, and a part of its bytes is no part of its "
+                "weights: train quantised models without tp_size and ep_size"
+            )
         length = param.shape[dim]
         if length % pieces or length // pieces < self.ranks.size:
             raise UsageError(

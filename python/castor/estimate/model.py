@@ -48,7 +48,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is not a config of a Hugging Face model.
+        ValueError: It is not a config of a Hugging Face model, or of a quantised one.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -57,6 +57,12 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise ValueError(
             f"{path} is not the config of a Hugging Face model: it has no 'model_type'"
+        )
+    if document.get("quantization_config"):
+        raise ValueError(
+            f"{path} is the config of a quantised model ('quantization_config'), whose parameters "
+            "take other bytes than the precision says; take that out of a copy of the file to "
+            "estimate the model as it was before"
         )
     return document
 

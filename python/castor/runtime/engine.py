@@ -32,6 +32,7 @@ from castor.runtime.history import StepHistory
 from castor.runtime.hooks import ModuleHook, Replaced, follow
 from castor.runtime.input_cast import InputCast, convert_buffers
 from castor.runtime.model_parts import ModelParts
+from castor.runtime.packed import check_packed_layers, is_packed, settle_layers
 from castor.runtime.ranks import Ranks
 from castor.runtime.report import LogitFigures, MemoryReport
 from castor.runtime.spec import ModelSpec, check_distinct_memory
@@ -134,6 +135,7 @@ class Engine(Together):
         if self.ranks:
             for buffer in model.buffers():
                 self.ranks.share(buffer)
+        settle_layers(model, self.device, self.ranks, self.replaced)
         guard(model)
         remember(model, self)
 
@@ -141,6 +143,7 @@ class Engine(Together):
         """Lays the parameters out in chunks and moves those there that have values."""
         settings = self.settings
         spec = ModelSpec.of(model, gather_embeddings=settings.gather_embeddings)
+        check_packed_layers(model, WORKING_DTYPES[settings.precision])
         check_distinct_memory(spec)
         events = read_trace(settings.trace_file, spec) if settings.trace_file else None
         self.names = spec.names
@@ -161,6 +164,7 @@ class Engine(Together):
             param_names=spec.names,
             trained=self.trained,
             ruled=self.ruled,
+            packed=[is_packed(param) for param in spec.params],
             modules=[(m.name, m.params, m.parent) for m in spec.modules],
             options=settings.session,
             backend=make_backend(settings.device, settings.link_bytes_per_second),

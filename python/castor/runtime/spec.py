@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from castor.errors import UsageError
+from castor.runtime.packed import check_packed, is_packed
 
 COMPILED_PREFIX = "_orig_mod."
 """What torch.compile puts before the names in a module that it wraps."""
@@ -133,6 +135,14 @@ def _check(name: str, param: nn.Parameter) -> None:
             f"parameter '{name}' is a DTensor, already sharded by torch.distributed; boost the "
             "plain model instead"
         )
+    made_of_others: bool = is_traceable_wrapper_subclass(param)
+    if made_of_others:
+        raise UsageError(
+            f"parameter '{name}' is a {type(param.data).__name__}, which is made of other tensors "
+            "and has no memory of its own that chunks could hold; quantise the frozen base with "
+            "bitsandbytes (load_in_4bit), whose parameters are their bytes, or boost the model "
+            "as it was before"
+        )
     if param.is_meta:
         raise UsageError(
             f"parameter '{name}' is on the meta device and has no values; materialise the model "
@@ -142,10 +152,12 @@ def _check(name: str, param: nn.Parameter) -> None:
         raise UsageError(
             f"parameter '{name}' has layout {param.layout}; only dense ones fit chunks"
         )
-    if param.dtype not in _FLOATS:
+    check_packed(name, param)
+    if param.dtype not in _FLOATS and not is_packed(param):
         raise UsageError(
             f"parameter '{name}' has dtype {param.dtype}; castor manages float32, bfloat16 and "
-            "float16 parameters: convert it, or register it as a buffer"
+            "float16 parameters, and uint8 ones that a layer packs: convert it, or register it as "
+            "a buffer"
         )
     if param.device.type != "cpu":
         raise UsageError(

@@ -233,7 +233,7 @@ void expect_sound(const Model& model, const ChunkLayout& layout, std::size_t wor
   std::vector<int> times_placed(model.params.size(), 0);
   std::size_t used_bytes = 0;
   std::size_t slot_bytes = 0;
-  std::array<std::optional<std::size_t>, 24> last_shared;
+  std::array<std::optional<std::size_t>, 32> last_shared;  // 8 of each type
   std::set<ParamId> needed;
   for (const ModuleSpec& module : model.modules) {
     needed.insert(module.params.begin(), module.params.end());
@@ -511,6 +511,20 @@ TEST(ChunkLayoutTest, TypesNeverShareAChunk) {
   EXPECT_EQ(layout.chunks()[2].type, ScalarType::kFloat16);
 }
 
+TEST(ChunkLayoutTest, PackedBytesHaveChunksOfTheirOwnAndAreFrozen) {
+  Model model;
+  model.add_param(16, ScalarType::kFloat32, false);
+  model.add_param(33, ScalarType::kUInt8, false);
+  const ParamId last = model.add_param(1, ScalarType::kUInt8, false);
+  const ChunkLayout layout = model.layout(256);
+  ASSERT_EQ(layout.chunks().size(), 2u);
+  EXPECT_EQ(layout.chunks()[1].type, ScalarType::kUInt8);
+  EXPECT_EQ(layout.chunks()[1].used_bytes, 128u);
+  EXPECT_EQ(layout.place(last).offset, 64u);
+  model.params[index(last)].trainable = true;
+  EXPECT_THROW((void)model.layout(256), InvalidArgument);
+}
+
 TEST(ChunkLayoutTest, EmptyParameterTakesNoBytesEvenInAFullChunk) {
   Model model;
   model.add_param(64, ScalarType::kFloat32);
@@ -683,10 +697,11 @@ TEST(ChunkLayoutTest, RandomModelsKeepEveryInvariant) {
     Model model;
     const std::size_t num_params = 1 + below(120);
     const std::size_t largest = std::size_t{1} << below(16);
-    const std::size_t num_types = 1 + below(3);
+    const std::size_t num_types = 1 + below(4);
     for (std::size_t i = 0; i < num_params; ++i) {
       const std::size_t numel = below(12) == 0 ? 0 : 1 + below(largest);
-      model.add_param(numel, static_cast<ScalarType>(below(num_types)), below(5) != 0);
+      const auto type = static_cast<ScalarType>(below(num_types));
+      model.add_param(numel, type, below(5) != 0 && type != ScalarType::kUInt8);
     }
     const std::size_t num_modules = below(40);
     for (std::size_t i = 0; i < num_modules; ++i) {

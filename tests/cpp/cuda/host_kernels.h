@@ -69,6 +69,7 @@ void run_batch(const cuda::AdamBatch& batch) {
       return update_elements_on_host<Fp32Body<ScalarType::kBFloat16, mode>>(batch);
     case ScalarType::kFloat16:
       return update_elements_on_host<Fp32Body<ScalarType::kFloat16, mode>>(batch);
+    case ScalarType::kUInt8: throw_no_arithmetic(first.type);
   }
 }
 

@@ -1,0 +1,124 @@
+"""Parameters that a layer has packed: quantised weights, whose bytes that layer alone can read.
+
+Chunks hold and move them byte for byte; nothing converts, rounds or trains them. Beside them stands
+what the layer needs to unpack: a `quant_state` of small tensors, on the parameter (bitsandbytes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from castor.errors import UsageError
+
+if TYPE_CHECKING:
+    from castor.runtime.hooks import Replaced
+    from castor.runtime.ranks import Ranks
+
+_REPACKS = "support_avx512bf16_for_cpu"
+"""Of a bitsandbytes layer: whether its forward, in eval mode and without gradients, puts weights of
+another layout in the place of its own, with which no backward can compute."""
+
+
+def is_packed(param: torch.Tensor) -> bool:
+    """Whether the bytes of a parameter are no numbers of its dtype, whatever that is."""
+    return param.dtype == torch.uint8 or quant_state_of(param) is not None
+
+
+def quant_state_of(param: torch.Tensor) -> Any:
+    """What a layer keeps beside a packed parameter; None: nothing, or elsewhere."""
+    return getattr(param, "quant_state", None)
+
+
+def check_packed(name: str, param: nn.Parameter) -> None:
+    """Refuses quantised parameters that would not be what they are in chunks.
+
+    Raises:
+        UsageError: It is not quantised yet, is repacked for inference, is to be trained, or is of
+            a kind that cannot be moved.
+    """
+    kind = type(param).__name__
+    if getattr(param, "bnb_quantized", True) is False:
+        raise UsageError(
+            f"parameter '{name}' is a {kind} that is not quantised yet, which its layer does when "
+            "it is moved: call model.to('cpu') before booster.boost"
+        )
+    if getattr(param, "has_fp16_weights", True) is False:
+        raise UsageError(
+            f"parameter '{name}' is a {kind}: layers of 8 bits keep a second tensor over its "
+            "memory, which would stay behind when castor moves it; quantise to 4 bits "
+            "(load_in_4bit), or leave the layer as it is"
+        )
+    if not is_packed(param):
+        return
+    if param.requires_grad:
+        raise UsageError(
+            f"parameter '{name}' is quantised, and has requires_grad=True: its bytes are not "
+            "numbers that an optimizer can step; call requires_grad_(False), and train adapters "
+            "(booster.enable_lora)"
+        )
+    if getattr(quant_state_of(param), "packing_format_for_cpu", False):
+        raise UsageError(
+            f"parameter '{name}' is packed for inference, by a forward in eval mode, and no "
+            "backward can unpack it: call model.state_dict() once, which brings the layout back "
+            "that trains, before booster.boost"
+        )
+
+
+def check_packed_layers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Refuses layers that would replace a parameter in their forward.
+
+    Args:
+        model: The model.
+        dtype: The working precision, which its other parameters will have.
+
+    Raises:
+        UsageError: A layer with a bias of that type computes in another one.
+    """
+    for name, module in model.named_modules():
+        bias, computes = module._parameters.get("bias"), getattr(module, "compute_dtype", None)
+        if bias is not None and computes not in (None, dtype) and _packed_in(module):
+            raise UsageError(
+                f"layer '{name}' ({type(module).__name__}) computes in {computes}, and its bias "
+                f"would be {dtype}, the precision of the plugin: it would convert it in each "
+                "forward, in memory that castor does not move; quantise with "
+                f"bnb_4bit_compute_dtype={dtype}, or give the plugin the precision of {computes}"
+            )
+
+
+def settle_layers(
+    model: nn.Module, device: torch.device, ranks: Ranks | None, replaced: Replaced
+) -> None:
+    """Brings what stands beside packed parameters to the device, as buffers are, and keeps it.
+
+    Args:
+        model: The model, whose packed parameters are in chunks.
+        device: Where it computes.
+        ranks: Those that share it: they get what rank 0 has, as they do its weights.
+        replaced: Has what was there before.
+    """
+    for module in model.modules():
+        for param in _packed_in(module):
+            state = quant_state_of(param)
+            if state is not None and device.type != "cpu":
+                state.to(device)
+            for tensor in _tensors_of(state) if ranks else ():
+                assert ranks
+                ranks.share(tensor)
+            if getattr(module, _REPACKS, False):
+                replaced.put(module, _REPACKS, False)
+
+
+def _packed_in(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module._parameters.values() if p is not None and is_packed(p)]
+
+
+def _tensors_of(state: Any) -> Iterator[torch.Tensor]:
+    for value in vars(state).values() if hasattr(state, "__dict__") else ():
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, type(state)):
+            yield from _tensors_of(value)
