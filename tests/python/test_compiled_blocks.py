@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from accelerate.utils.other import compile_regions
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -149,6 +150,41 @@ def test_inductors_code_gives_plain_pytorchs_losses() -> None:
     boosted = boost(build(LLAMA, backend="inductor"), memory)
     assert_close_losses(losses_of_boosted(boosted, LOSS, steps=3), expected)
     assert breaks() == 0
+
+
+def every_part(model: Any, backend: Any) -> Any:
+    for part in (model.lm_head, model.model.norm, model.model.embed_tokens):
+        part.compile(fullgraph=True, backend=backend)
+    in_place(model, backend)
+    return model
+
+
+def by_accelerate(model: Any, backend: Any) -> Any:
+    return compile_regions(model, fullgraph=True, backend=backend)
+
+
+@pytest.mark.parametrize("way", [every_part, by_accelerate])
+@pytest.mark.parametrize("settings", [{}, {"gather_embeddings": True}])
+def test_other_parts_may_be_compiled_too(
+    way: Callable[[Any, Any], Any], settings: dict[str, Any]
+) -> None:
+    expected = plain_losses()
+    model: Any = LLAMA.model()
+    model.config.use_cache = False
+    boosted = boost(way(model, "aot_eager"), **settings)
+    assert_close_losses(losses_of_boosted(boosted, LOSS), expected)
+    assert breaks() == 0
+    assert len(engine_of(boosted.model).modules) == 6
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_tiles_of_a_compiled_heads_logits_are_refused(wrap: bool) -> None:
+    model: Any = LLAMA.model()
+    model.lm_head.compile()
+    if wrap:
+        model.lm_head = torch.compile(model.lm_head)
+    with pytest.raises(castor.UsageError, match="compiled output embedding"):
+        boost(model, tile_logits=16)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

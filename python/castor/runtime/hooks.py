@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import nn
+from torch.compiler import is_compiling
 
 from castor import _C
 from castor.runtime.boosted_model import compiled_from
@@ -157,6 +158,8 @@ def warn_of_late_compiles(model: nn.Module, blocks: Mapping[str, nn.Module]) -> 
 
 
 def _warn_of_late(waiting: list[tuple[str, weakref.ref[nn.Module]]], *_: Any) -> None:
+    if is_compiling():  # the whole model is
+        return
     for name, ref in waiting:
         block = ref()
         call = None if block is None else block._compiled_call_impl
