@@ -304,6 +304,32 @@ def overlap(record: Record) -> list[str]:
     return parts
 
 
+def generation(record: Record) -> list[str]:
+    link = record["link_bytes_per_second"] / 1e9
+    headings = ("", "ms a token", "link ms", "token / link", "streamed MB", "demand fetches")
+    parts = []
+    for name, case in record["cases"].items():
+        results = case["results"].items()
+        bars = [bar(title, result["seconds"], i) for i, (title, result) in enumerate(results)]
+        rows = [
+            [
+                title,
+                f"{1e3 * result['seconds']['median']:.1f}",
+                f"{1e3 * result['link_seconds']['median']:.1f}",
+                f"{result['over_link']['median']:.3f}",
+                f"{result['streamed_bytes_per_token'] / 1e6:.0f}",
+                str(result["demand_fetches"]),
+            ]
+            for title, result in results
+            if "over_link" in result
+        ]
+        title = (
+            f"{name}: a token behind a link of {link:g} GB/s, half of the parameters in the budget"
+        )
+        parts += [inline(Bars(title=title, unit="s", bars=bars)), table(headings, rows)]
+    return parts
+
+
 def hybrid(record: Record) -> list[str]:
     rows = [
         [
@@ -445,6 +471,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Record], list[str]]]] = {
     "zero": ("A step of several ranks beside its peers", zero),
     "sweep": ("Device budgets and model sizes", sweep),
     "overlap": ("Overlap behind a slow link", overlap),
+    "generation": ("Tokens behind a slow link", generation),
     "hybrid": ("Whole chunks in spare device memory", hybrid),
     "adam": ("CPU Adam", adam),
     "formats": ("Convergence of the state formats", formats),

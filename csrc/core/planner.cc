@@ -174,14 +174,23 @@ Plan make_plan(const Trace& trace, const ChunkLayout& layout, std::span<const Pl
   return Planner(trace, layout, placements, options).run();
 }
 
-std::vector<ChunkId> upcoming_chunks(const Plan& plan, const ChunkLayout& layout, std::size_t first,
+UpcomingModule upcoming_modules(const Plan& plan, std::size_t first) {
+  return [&accesses = plan.accesses(), first](std::size_t ahead) {
+    return first + ahead < accesses.size() ? std::optional(accesses[first + ahead].module)
+                                           : std::nullopt;
+  };
+}
+
+std::vector<ChunkId> upcoming_chunks(const UpcomingModule& upcoming, const ChunkLayout& layout,
                                      std::size_t most, const std::function<bool(ChunkId)>& wanted) {
   constexpr std::size_t kAccesses = 64;
   std::vector<ChunkId> chunks;
-  const auto& accesses = plan.accesses();
-  const std::size_t end = std::min(first + kAccesses, accesses.size());
-  for (std::size_t i = first; i < end; ++i) {
-    for (const ChunkId chunk : layout.chunks_of(accesses[i].module)) {
+  for (std::size_t i = 0; i < kAccesses; ++i) {
+    const std::optional<ModuleId> module = upcoming(i);
+    if (!module) {
+      break;
+    }
+    for (const ChunkId chunk : layout.chunks_of(*module)) {
       if (chunks.size() == most) {
         return chunks;
       }

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -85,10 +86,16 @@ class Plan {
 [[nodiscard]] Plan make_plan(const Trace& trace, const ChunkLayout& layout,
                              std::span<const Placement> placements, const PlanOptions& options);
 
-/// Chunks that the accesses from number `first` on use, in the order of use, each once: those that
-/// `wanted` accepts, at most `most` of them, and none of an access further than 64 ahead.
-[[nodiscard]] std::vector<ChunkId> upcoming_chunks(const Plan& plan, const ChunkLayout& layout,
-                                                   std::size_t first, std::size_t most,
+/// The module of the access that is so many ahead, from 0 on; nullopt: there are no more.
+using UpcomingModule = std::function<std::optional<ModuleId>(std::size_t ahead)>;
+
+/// Of a plan from access number `first` on; borrows it.
+[[nodiscard]] UpcomingModule upcoming_modules(const Plan& plan, std::size_t first);
+
+/// Chunks that the accesses to come use, in the order of use, each once: those that `wanted`
+/// accepts, at most `most` of them, and none of an access further than 64 ahead.
+[[nodiscard]] std::vector<ChunkId> upcoming_chunks(const UpcomingModule& upcoming,
+                                                   const ChunkLayout& layout, std::size_t most,
                                                    const std::function<bool(ChunkId)>& wanted);
 
 }  // namespace castor

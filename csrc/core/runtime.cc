@@ -68,6 +68,7 @@ Runtime::Runtime(ChunkManager& manager, std::shared_ptr<NonModelMemory> nonmodel
       layout_(manager.layout()),
       nonmodel_(std::move(nonmodel)),
       nonmodel_peaks_(nonmodel_->peaks(), nonmodel_->bytes()),
+      inference_peaks_(nonmodel_->peaks(), nonmodel_->bytes()),
       options_(options),
       clock_(std::move(clock)),
       uses_(layout_.params().size(), 0),
@@ -114,7 +115,7 @@ bool Runtime::on_plan() const noexcept {
 
 std::size_t Runtime::slot_cap() const noexcept {
   if (mode_ == PassMode::kInference) {
-    return kNoCap;
+    return inference_.followed() ? inference_.cap_bytes() : kNoCap;
   }
   const std::size_t budget = manager_.device().ledger().budget();
   if (on_plan()) {
@@ -128,6 +129,16 @@ std::size_t Runtime::slot_cap() const noexcept {
 std::uint64_t Runtime::unplanned_rank() {
   ++use_counter_;
   return mode_ == PassMode::kInference ? use_counter_ : kNeverUsed - 1 - use_counter_;
+}
+
+// Of the access under way, for the i-th chunk of its module.
+std::uint64_t Runtime::next_use(ModuleId module, std::size_t i) {
+  if (inference_planned()) {
+    return inference_.rank(i);
+  }
+  const std::size_t num_chunks = layout_.chunks_of(module).size();
+  return on_plan() ? plan_->next_uses(plan_->accesses()[cursor_ - 1], num_chunks)[i]
+                   : unplanned_rank();
 }
 
 void Runtime::record(EventKind kind, std::uint32_t id) {
@@ -160,6 +171,9 @@ void Runtime::record(EventKind kind, std::uint32_t id) {
 
 void Runtime::advance(EventKind kind, ModuleId module) {
   if (mode_ == PassMode::kInference) {
+    if (kind == EventKind::kForwardEnter && inference_.enter(module)) {
+      rank_anew();
+    }
     return;
   }
   record(kind, static_cast<std::uint32_t>(module));
@@ -176,12 +190,8 @@ void Runtime::advance(EventKind kind, ModuleId module) {
 
 void Runtime::acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins) {
   const auto& chunks = layout_.chunks_of(module);
-  const bool planned = on_plan();
   for (std::size_t i = 0; i < chunks.size(); ++i) {
-    const std::uint64_t next_use =
-        planned ? plan_->next_uses(plan_->accesses()[cursor_ - 1], chunks.size())[i]
-                : unplanned_rank();
-    manager_.set_next_use(chunks[i], next_use);
+    manager_.set_next_use(chunks[i], next_use(module, i));
   }
   pin_all(
       chunks, manager_.residency(), pins,
@@ -192,11 +202,11 @@ void Runtime::acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins) {
         prefetched_[index(chunk)] = false;
         return pin;
       });
-  if (planned) {
+  if (on_plan() || inference_planned()) {
     // The plan's cap leaves room for the non-model bytes until the next access.
     const CauseScope cause(timeline_, TransferCause::kPlan);
     static_cast<void>(make_room(0, slot_cap()));
-    prefetch();
+    on_plan() ? prefetch() : prefetch_inference();
   }
   trim_slots();
 }
@@ -233,13 +243,13 @@ void Runtime::prefetch() {
       }
     }
   }
-  announce_homes();
+  announce_homes(upcoming_modules(*plan_, cursor_));
 }
 
 // Homes on NVMe come into memory further ahead than slots are fetched.
-void Runtime::announce_homes() {
+void Runtime::announce_homes(const UpcomingModule& upcoming) {
   if (HomeStore* const homes = manager_.homes()) {
-    homes->announce(upcoming_chunks(*plan_, layout_, cursor_, homes->max_held(),
+    homes->announce(upcoming_chunks(upcoming, layout_, homes->max_held(),
                                     [this](ChunkId chunk) CASTOR_REQUIRES(mutex_) {
                                       return manager_.stored(chunk) && !manager_.resident(chunk);
                                     }));
@@ -291,7 +301,7 @@ void Runtime::enter(ModuleId module, PassMode mode) {
   used_by_this_thread();
   frames_.begin_forward(module);
   if (frames_.no_forward()) {
-    mode_ = mode;
+    begin_pass(module, mode);
   }
   advance(EventKind::kForwardEnter, module);
   frames_.enter_forward(module, [&](std::vector<Pin>* pins) CASTOR_REQUIRES(mutex_) {
@@ -307,13 +317,16 @@ void Runtime::exit(ModuleId module) {
   }
   advance(EventKind::kForwardExit, module);
   frames_.exit_forward(module);
+  if (frames_.no_forward()) {
+    end_pass();
+  }
 }
 
 void Runtime::enter_backward(ModuleId module) {
   const MutexLock lock(mutex_);
   used_by_this_thread();
-  mode_ = PassMode::kTraining;
   frames_.end_backward();
+  change_mode(PassMode::kTraining);
   advance(EventKind::kBackwardEnter, module);
   frames_.enter_backward(module, [&](std::vector<Pin>* pins) CASTOR_REQUIRES(mutex_) {
     acquire(EventKind::kBackwardEnter, module, pins);
@@ -365,6 +378,7 @@ void Runtime::all_home() {
   frames_.release_all();
   manager_.send_home();
   std::fill(prefetched_.begin(), prefetched_.end(), false);
+  forget_round_ahead();
 }
 
 void Runtime::send_home() {
@@ -421,8 +435,7 @@ void Runtime::learn_from_step() {
   } else if (step.signature() == trace_->signature()) {
     last_divergent_.reset();
     const bool demoted = manager_.counts().demotions != demotions_at_step_start_;
-    const bool pressed = demoted || counts_.pressure_evictions != pressure_at_step_start_ ||
-                         others_peak_ > others_planned_;
+    const bool pressed = demoted || pressed_ || others_peak_ > others_planned_;
     if (plan_ && !pressed && placed_) {
       return;
     }

@@ -10,11 +10,13 @@
 
 #include "core/arrived_gradients.h"
 #include "core/chunk_manager.h"
+#include "core/inference_plan.h"
 #include "core/module_frames.h"
 #include "core/mutex.h"
 #include "core/nonmodel_memory.h"
 #include "core/planner.h"
 #include "core/runtime_group.h"
+#include "core/runtime_options.h"
 #include "core/timeline.h"
 #include "core/trace.h"
 
@@ -22,28 +24,6 @@ namespace castor {
 
 /// Whether a forward prepares a backward (and is traced) or only computes.
 enum class PassMode : std::uint8_t { kTraining, kInference };
-
-/// What becomes of a slot's bytes when it is freed: whether an operator that took its address just
-/// before may still read them.
-enum class FreedSlots : std::uint8_t {
-  kKeepTheirBytes,  ///< until the next fetch (SlotArena)
-  kReusedAtOnce,    ///< the next allocation may get them (a GPU's caching allocator)
-};
-
-struct RuntimeOptions {
-  PlacementPolicy policy = PlacementPolicy::kAuto;
-  std::size_t max_prefetch = 1;
-  /// Share of the device budget left to non-model data while there is no trace yet, in [0, 1).
-  double warmup_nonmodel_ratio = 0.8;
-  /// Share of the device budget that plans may use, in (0, 1].
-  double steady_cap_ratio = 1.0;
-  /// kAuto: share of what non-model data leaves of it that whole chunks may take, in [0, 1].
-  double margin_ratio = 1.0;
-  FreedSlots freed_slots = FreedSlots::kKeepTheirBytes;
-  /// Free slots may take so much of what non-model data takes or a plan leaves to it, but at most
-  /// an eighth of the budget: less is not worth the page faults of the next fetch.
-  std::size_t kept_slot_bytes = std::size_t{128} << 20;
-};
 
 /// How a gradient came to its payload: bytes that went from the device to the host, and when, by
 /// the runtime's clock. Nothing was copied where bytes are 0.
@@ -67,7 +47,8 @@ struct RuntimeCounts {
 
 /// Follows a training step moment by moment and keeps what it needs on the device: traces the first
 /// step, plans from the trace, then runs the plan. A step that leaves the plan runs on demand, is
-/// counted, and becomes the plan when it repeats.
+/// counted, and becomes the plan when it repeats. Inference has a plan of its own, made of what it
+/// did last (InferencePlan); neither changes the other's.
 ///
 /// With others in its group it shares the device budget (docs/design/0038): what it needs room for
 /// makes chunks of theirs leave first, and its plans leave room for what of theirs stays.
@@ -149,11 +130,23 @@ class Runtime final : public Reclaimer {
   [[nodiscard]] bool idle() const;
 
  private:
+  void begin_pass(ModuleId module, PassMode mode) CASTOR_REQUIRES(mutex_);
+  void change_mode(PassMode mode) CASTOR_REQUIRES(mutex_);
+  void forget_round_ahead() CASTOR_REQUIRES(mutex_);
+  void rank_anew() CASTOR_REQUIRES(mutex_);
+  void end_pass() CASTOR_REQUIRES(mutex_);
+  bool make_inference_room(std::size_t nonmodel_bytes) CASTOR_REQUIRES(mutex_);
+  void press_inference(std::size_t bytes) CASTOR_REQUIRES(mutex_);
+  void note_pressure(std::uint64_t evictions) CASTOR_REQUIRES(mutex_);
+  [[nodiscard]] std::uint64_t next_use(ModuleId module, std::size_t i) CASTOR_REQUIRES(mutex_);
   void record(EventKind kind, std::uint32_t id) CASTOR_REQUIRES(mutex_);
   void advance(EventKind kind, ModuleId module) CASTOR_REQUIRES(mutex_);
   void acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins) CASTOR_REQUIRES(mutex_);
   void bring_in(ChunkId chunk, EventKind kind, ModuleId module) CASTOR_REQUIRES(mutex_);
   void prefetch() CASTOR_REQUIRES(mutex_);
+  void prefetch_inference() CASTOR_REQUIRES(mutex_);
+  [[nodiscard]] bool fetch_for_inference(ChunkId chunk, std::uint64_t used_at)
+      CASTOR_REQUIRES(mutex_);
   [[nodiscard]] bool try_fetch(ChunkId chunk) CASTOR_REQUIRES(mutex_);
   void await_operators(MutexLock& lock) CASTOR_REQUIRES(mutex_);
   [[nodiscard]] bool evict_more(std::size_t bytes) CASTOR_REQUIRES(mutex_);
@@ -180,7 +173,7 @@ class Runtime final : public Reclaimer {
   [[nodiscard]] std::size_t kept_by_others() const CASTOR_REQUIRES(mutex_);
   [[nodiscard]] std::size_t needed_by_others() const CASTOR_REQUIRES(mutex_);
   [[nodiscard]] std::uint64_t departures() const CASTOR_REQUIRES(mutex_);
-  void announce_homes() CASTOR_REQUIRES(mutex_);
+  void announce_homes(const UpcomingModule& upcoming) CASTOR_REQUIRES(mutex_);
   void all_home() CASTOR_REQUIRES(mutex_);
   void begin_use(ModuleId module) CASTOR_REQUIRES(mutex_);
   void end_use(ModuleId module, Pass pass) CASTOR_REQUIRES(mutex_);
@@ -190,6 +183,9 @@ class Runtime final : public Reclaimer {
   [[nodiscard]] std::vector<Placement> placements() const CASTOR_REQUIRES(mutex_);
   void begin_next_step() noexcept CASTOR_REQUIRES(mutex_);
   [[nodiscard]] bool on_plan() const noexcept CASTOR_REQUIRES(mutex_);
+  [[nodiscard]] bool inference_planned() const noexcept CASTOR_REQUIRES(mutex_) {
+    return mode_ == PassMode::kInference && inference_.followed();
+  }
   static constexpr std::size_t kNoCap = ~std::size_t{0};
   [[nodiscard]] std::size_t slot_cap() const noexcept CASTOR_REQUIRES(mutex_);
   void trim_slots() CASTOR_REQUIRES(mutex_);
@@ -205,7 +201,8 @@ class Runtime final : public Reclaimer {
   ChunkManager& manager_ CASTOR_GUARDED_BY(mutex_);
   const ChunkLayout& layout_;
   const std::shared_ptr<NonModelMemory> nonmodel_;
-  Peaks::Window nonmodel_peaks_ CASTOR_GUARDED_BY(mutex_);
+  Peaks::Window nonmodel_peaks_ CASTOR_GUARDED_BY(mutex_);   // between moments of a step
+  Peaks::Window inference_peaks_ CASTOR_GUARDED_BY(mutex_);  // of a pass
   const RuntimeOptions options_;
   const Clock clock_;
 
@@ -231,12 +228,15 @@ class Runtime final : public Reclaimer {
   std::optional<Plan> plan_ CASTOR_GUARDED_BY(mutex_);
   std::size_t cursor_ CASTOR_GUARDED_BY(mutex_) = 0;  // accesses of this step so far
   bool diverged_ CASTOR_GUARDED_BY(mutex_) = false;
-  std::uint64_t pressure_at_step_start_ CASTOR_GUARDED_BY(mutex_) = 0;
+  bool pressed_ CASTOR_GUARDED_BY(mutex_) = false;  // an allocation of this step did not fit
   std::uint64_t demotions_at_step_start_ CASTOR_GUARDED_BY(mutex_) = 0;
   std::optional<std::uint64_t> last_divergent_ CASTOR_GUARDED_BY(mutex_);  // signature
   // What place() is to decide from.
   std::optional<Trace> placement_trace_ CASTOR_GUARDED_BY(mutex_);
   bool placed_ CASTOR_GUARDED_BY(mutex_) = false;  // since the first plan
+  InferencePlan inference_ CASTOR_GUARDED_BY(mutex_){layout_};
+  std::vector<ChunkId> ahead_ CASTOR_GUARDED_BY(mutex_);  // of inference: fetched, not used yet
+  std::uint64_t evictions_seen_ CASTOR_GUARDED_BY(mutex_) = 0;  // when it last looked ahead
   RuntimeCounts counts_ CASTOR_GUARDED_BY(mutex_);
 };
 

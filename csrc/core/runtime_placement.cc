@@ -12,7 +12,7 @@ void Runtime::begin_next_step() noexcept {
   cursor_ = 0;
   others_peak_ = 0;
   diverged_ = false;
-  pressure_at_step_start_ = counts_.pressure_evictions;
+  pressed_ = false;
   demotions_at_step_start_ = manager_.counts().demotions;
 }
 

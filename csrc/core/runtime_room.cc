@@ -166,6 +166,7 @@ void Runtime::reclaim(std::size_t bytes) {
 
 void Runtime::reclaim_here(std::size_t bytes) {
   const CauseScope cause(timeline_, TransferCause::kPressure);
+  press_inference(bytes);
   const std::uint64_t before = manager_.counts().evictions;
   bool fits = make_room(bytes, kNoCap);
   const std::string where = fits ? std::string() : place_under_way();
@@ -185,7 +186,7 @@ void Runtime::reclaim_here(std::size_t bytes) {
     frames_.end_backward();
     fits = make_room(bytes, kNoCap);
   }
-  counts_.pressure_evictions += manager_.counts().evictions - before;
+  note_pressure(manager_.counts().evictions - before);
   if (!fits) {
     throw_out_of_memory(bytes, where);
   }
@@ -194,10 +195,18 @@ void Runtime::reclaim_here(std::size_t bytes) {
 bool Runtime::evict_refused(std::size_t bytes) {
   const MutexLock lock(mutex_);
   const CauseScope cause(timeline_, TransferCause::kPressure);
+  press_inference(bytes);
   const std::uint64_t before = manager_.counts().evictions;
   const bool any = evict_more(bytes);
-  counts_.pressure_evictions += manager_.counts().evictions - before;
+  note_pressure(manager_.counts().evictions - before);
   return any;
+}
+
+// What presses before a step, or in inference within it, is nothing that its plan could foresee.
+void Runtime::note_pressure(std::uint64_t evictions) {
+  counts_.pressure_evictions += evictions;
+  const bool of_step = !tracer_.empty() && (mode_ == PassMode::kTraining || frames_.no_forward());
+  pressed_ = pressed_ || (of_step && evictions > 0);
 }
 
 std::string Runtime::place_of(EventKind kind, ModuleId module) const {

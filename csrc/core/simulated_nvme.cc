@@ -79,9 +79,9 @@ bool SimulatedNvme::fetch_blocks(ChunkId chunk, CopyMode parameter_copies) const
 
 std::vector<ChunkId> SimulatedNvme::announced(const Plan& plan, std::size_t first,
                                               const Residency& residency) const {
-  return upcoming_chunks(plan, layout_, first, stored_.max_held, [&](ChunkId chunk) {
-    return stores_weights(chunk) && !residency.resident(chunk);
-  });
+  return upcoming_chunks(
+      upcoming_modules(plan, first), layout_, stored_.max_held,
+      [&](ChunkId chunk) { return stores_weights(chunk) && !residency.resident(chunk); });
 }
 
 void SimulatedNvme::write_gradients(ChunkId chunk, double now) {

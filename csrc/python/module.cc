@@ -21,6 +21,7 @@
 #include "python/names.h"
 #include "torch/chunk_storages.h"
 #include "torch/cpu_backend.h"
+#include "torch/saved_variables.h"
 #include "torch/session.h"
 #include "torch/step_hooks.h"
 #include "torch/torch_error.h"
@@ -349,7 +350,15 @@ PYBIND11_MODULE(_C, m) {
   const auto released = py::call_guard<py::gil_scoped_release>();
   py::class_<castor::StepEvents, std::shared_ptr<castor::StepEvents>>(m, "StepEvents")
       .def("forward_pre_hook", &castor::forward_pre_hook)
-      .def("forward_hook", &castor::forward_hook);
+      .def("forward_hook", &castor::forward_hook)
+      .def(
+          "enter_backward",
+          [](castor::StepEvents& events, std::uint32_t module) {
+            events.enter_backward(castor::ModuleId{module});
+          },
+          released);
+  m.def("release_saved_variables",
+        [](const py::handle& node) { castor::release_saved_variables(node.ptr()); });
   castor::SessionClass session(m, "Session");
   session
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),

@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <mutex>
 #include <utility>
 
 namespace castor {
@@ -22,6 +23,10 @@ const std::string kUpdating =
     "the optimizer is still updating this tensor (overlap=\"forward\" or \"backward\"), and its "
     "memory was asked for without an operator of torch, which would have waited: read "
     "model.state_dict() or a .clone() instead";
+
+/// A weight that is still being updated may be opened by a thread that reads it, while another one
+/// enters its module and binds it. Held for a few assignments; never in a forked child.
+std::mutex pointing;
 
 /// Sets the flag that tells torch to throw the storage's message, and has torch look at it.
 void set_throws(c10::StorageImpl& storage, c10::DataPtr data, bool throws) noexcept {
@@ -46,6 +51,7 @@ class StorageFollower final : public PayloadFollower {
   [[nodiscard]] bool alive() const noexcept override { return !storage_.expired(); }
   void moved(std::byte* address) noexcept override {
     if (const auto storage = storage_.lock()) {
+      const std::lock_guard lock(pointing);
       // The owner of the old pointer is the payload itself: it owns the new one as well.
       c10::DataPtr& old = storage->_mutable_data_ptr_no_checks();
       const c10::Device device = old.device();
@@ -67,6 +73,7 @@ c10::Storage empty_storage(std::size_t bytes, c10::Device device) {
 }
 
 void point(const c10::Storage& storage, std::byte* address) noexcept {
+  const std::lock_guard lock(pointing);
   c10::StorageImpl& own = *storage.unsafeGetStorageImpl();
   const auto& message = own.get_extra_meta().custom_data_ptr_error_msg_;
   const bool throws = message && (address == nullptr || *message == kUpdating);
@@ -84,6 +91,7 @@ void forbid(const c10::Storage& storage, std::string message) {
 }
 
 void forbid_while_updated(const c10::Storage& storage) {
+  const std::lock_guard lock(pointing);
   c10::StorageImpl& own = *storage.unsafeGetStorageImpl();
   auto& message = own.get_extra_meta().custom_data_ptr_error_msg_;
   if (!message) {
@@ -93,6 +101,7 @@ void forbid_while_updated(const c10::Storage& storage) {
 }
 
 void allow(const c10::Storage& storage) noexcept {
+  const std::lock_guard lock(pointing);
   c10::StorageImpl& own = *storage.unsafeGetStorageImpl();
   auto& message = own.get_extra_meta().custom_data_ptr_error_msg_;
   if (message && *message == kUpdating) {

@@ -7,9 +7,9 @@ from torch.nn import Module
 from castor.config.names import (
     LoadedWeights,
     Overlap,
-    PipelineStyle,
     PlacementPolicy,
     ScalarType,
+    SearchedStyle,
     StateFormat,
 )
 
@@ -111,6 +111,9 @@ class RankTensors:
 class StepEvents:
     def forward_pre_hook(self, module: int, owner: Module) -> Callable[..., None]: ...
     def forward_hook(self, module: int, owner: Module) -> Callable[..., None]: ...
+    def enter_backward(self, module: int) -> None: ...
+
+def release_saved_variables(node: object) -> None: ...
 
 class Session(StepEvents):
     def __init__(
@@ -232,14 +235,14 @@ class Simulator:
     ) -> dict[str, Any]: ...
 
 def pipeline_order(
-    style: PipelineStyle,
+    style: SearchedStyle,
     num_ranks: int,
     stages_per_rank: int,
     num_microbatches: int,
     rank: int,
 ) -> list[tuple[int, int, bool]]: ...
 def pipeline_seconds(
-    style: PipelineStyle,
+    style: SearchedStyle,
     num_ranks: int,
     stages_per_rank: int,
     num_microbatches: int,

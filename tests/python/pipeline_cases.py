@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,21 @@ import transformers as hf
 from torch import distributed, nn
 
 import castor
+from castor.config.names import BACKWARD_ENTER
+from castor.runtime.engine import engine_of
 from helpers import GIB, Boosted
-from tensor_cases import FAMILIES, LR, MAX_NORM, STEPS, _of_all, _said, _stepped, _write, _write_own
+from tensor_cases import (
+    FAMILIES,
+    LR,
+    MAX_NORM,
+    STEPS,
+    _decoder,
+    _of_all,
+    _said,
+    _stepped,
+    _write,
+    _write_own,
+)
 from zoo import Case, gpt2, gpt2_with_dropout, llama
 
 MICROBATCHES = 4
@@ -41,11 +55,20 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "overlap": {"overlap": "forward"},
     "named": {"optimizer": lambda params: _named_optimizer(params)},
 }
+ZERO_BUBBLE: dict[str, Any] = {"pp_style": "zbv", "num_model_chunks": 2}
 DEEP = {
     "llama": Case("llama4", lambda: llama(layers=4), FAMILIES["llama"].batch),
     "gpt2": Case("gpt24", lambda: gpt2(layers=4), FAMILIES["gpt2"].batch),
 }
 """Of four blocks."""
+OF_A_V = {
+    **DEEP,
+    "mixtral": _decoder("mixtral4", hf.MixtralConfig, num_hidden_layers=4, num_local_experts=4,
+                        num_experts_per_tok=2),
+    "shared": Case("shared8", lambda: _with_shared_mlp(), FAMILIES["llama"].batch),
+    "frozen": Case("frozen4", lambda: _with_frozen_block(), FAMILIES["llama"].batch),
+}  # fmt: skip
+"""Models whose weights' gradients come by different ways."""
 
 
 def batch(case: Case, seed: int, rows: int = 2 * MICROBATCHES) -> dict[str, torch.Tensor]:
@@ -223,6 +246,94 @@ def _with_shared_blocks() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+def _with_shared_mlp() -> nn.Module:
+    """Of eight blocks, the last two of which have one MLP: their stage uses it twice."""
+    model: Any = llama(layers=8)
+    model.model.layers[7].mlp = model.model.layers[6].mlp
+    return model  # type: ignore[no-any-return]
+
+
+def _with_frozen_block() -> nn.Module:
+    """Of four blocks, one of which is a stage without gradients of its own."""
+    model: Any = llama(layers=4)
+    model.model.layers[1].requires_grad_(False)
+    return model  # type: ignore[no-any-return]
+
+
+def zero_bubble(directory: Path) -> None:
+    """Losses of ten clipped steps in a V of stages, with settings that change nothing."""
+    found: dict[str, Any] = {}
+    for name, case in OF_A_V.items():
+        ample = boost(case, **ZERO_BUBBLE)
+        found[f"{name} ample"] = train(case, ample, 0, 10)
+        found[f"{name} expected"] = plain(case, 10)
+        found[f"{name} entered"] = _of_all(_least_entered(ample))
+        in_turn = {"pp_style": "interleaved", "num_model_chunks": 2}
+        found[f"{name} interleaved"] = train(case, boost(case, **in_turn), 0, 10)
+        own = sum(param.nbytes for param in ample.model.parameters())
+        tight = int(ample.report().peak_nonmodel_bytes + 0.5 * own)
+        scratch = directory / name
+        scratch.mkdir(exist_ok=True)
+        for setting, given in {
+            "tight": {"device_memory": tight},
+            "nvme": {
+                "device_memory": tight, "nvme_path": scratch, "nvme_offload_fraction": 1.0,
+            },
+            "offload": {"activations": "offload"},
+        }.items():  # fmt: skip
+            boosted = boost(case, **ZERO_BUBBLE, **given)
+            found[f"{name} {setting}"] = train(case, boosted, 0, 10)
+            report = boosted.report()
+            assert report.divergent_steps == 0
+            if "device_memory" in given:
+                assert report.peak_device_bytes <= tight
+    for precision in ("bf16", "fp16"):
+        boosted = boost(DEEP["gpt2"], precision=precision, **ZERO_BUBBLE)
+        found[precision] = train(DEEP["gpt2"], boosted)
+    # By a function of Python's, which cannot compute a part of its gradients.
+    found["tiled"] = train(DEEP["gpt2"], boost(DEEP["gpt2"], tile_logits=8, **ZERO_BUBBLE))
+    _write(directory, "zero_bubble", found)
+
+
+def _least_entered(boosted: Boosted) -> float:
+    """How often backward came to a module in a micro-batch, of the one to which least."""
+    engine = engine_of(boosted.model)
+    events = engine.session.trace()
+    assert events is not None
+    entered = Counter(of for kind, of, *_ in events if kind == BACKWARD_ENTER)
+    trained = [
+        position
+        for module, position in engine.positions.items()
+        if any(param.requires_grad for param in module.parameters(recurse=False))
+    ]
+    return min(entered[position] for position in trained) / MICROBATCHES
+
+
+def composed_zero_bubble(directory: Path) -> None:
+    """On four ranks: one V, two with other data, and one of divided layers; few micro-batches."""
+    rank, found = distributed.get_rank(), {}
+    deep = Case("llama8", lambda: llama(layers=8), FAMILIES["llama"].batch)
+    for count in (1, 2, 4, 8):
+        boosted = boost(deep, pp_size=4, num_microbatches=count, **ZERO_BUBBLE)
+        found[f"pp 4, {count}"] = train(deep, boosted)
+        boosted = boost(deep, pp_size=4, num_microbatches=count, pp_style="gpipe")
+        found[f"gpipe, {count}"] = train(deep, boosted)
+    for name, case in DEEP.items():
+        found[f"{name} tp 2"] = train(case, boost(case, tp_size=2, **ZERO_BUBBLE))
+        copies = boost(case, **ZERO_BUBBLE)
+        losses = []
+        for seed in range(STEPS):
+            half = {key: value[rank // 2 :: 2] for key, value in batch(case, seed).items()}
+            losses += _train_on(copies, half)
+        found[f"{name} dp 2"] = torch.tensor(_of_all(losses)).mean(0).tolist()
+        copies.booster.save(directory / name, copies.model, copies.optimizer)
+        later = _train_on(copies, batch(case, STEPS))
+        again = boost(case)  # without a V
+        again.booster.load(directory / name, again.model, again.optimizer)
+        found[f"{name} later"] = [later, _train_on(again, batch(case, STEPS))]
+    _write(directory, "composed_zero_bubble", found)
+
+
 def _train_on(boosted: Boosted, whole: dict[str, torch.Tensor]) -> list[float]:
     given = iter([whole])
     done = boosted.booster.execute_pipeline(given, boosted.model, None, boosted.optimizer)
@@ -234,9 +345,12 @@ def _train_on(boosted: Boosted, whole: dict[str, torch.Tensor]) -> list[float]:
 def uses(directory: Path) -> None:
     """Evaluation, a loss of the user's own, accumulation, other precisions, other lengths."""
     found: dict[str, Any] = {}
-    case, last = DEEP["gpt2"], distributed.get_rank() == 1
-    for style in ("1f1b", "interleaved"):
-        boosted = boost(case, **SCHEDULES[style])
+    case = DEEP["gpt2"]
+    for style, given in {
+        "1f1b": {}, "interleaved": SCHEDULES["interleaved"], "zbv": ZERO_BUBBLE,
+    }.items():  # fmt: skip
+        last = distributed.get_rank() == (0 if style == "zbv" else 1)
+        boosted = boost(case, **given)
         execute = boosted.booster.execute_pipeline
         with torch.no_grad():
             done = execute(iter([batch(case, 0)]), boosted.model, return_outputs=True)
@@ -267,11 +381,12 @@ def uses(directory: Path) -> None:
     found["dropout"] = train(case, dropping, 0, 3)
     gc.collect()
     gc.disable()
-    gone = boost(case, **SCHEDULES["interleaved"])
-    train(case, gone, 0, 1)
-    held = weakref.ref(gone.model)
-    del gone
-    assert held() is None
+    for given in (SCHEDULES["interleaved"], ZERO_BUBBLE):
+        gone = boost(case, **given)
+        train(case, gone, 0, 1)
+        held = weakref.ref(gone.model)
+        del gone
+        assert held() is None
     gc.enable()
     everyone = _of_all(found)
     _write(directory, "uses", everyone[0] | everyone[1])
@@ -342,7 +457,8 @@ def one_dies(directory: Path) -> None:
     """Rank 1 is killed in a phase that the environment names; the others say what they hear."""
     phase, rank = os.environ["PHASE"], distributed.get_rank()
     case = DEEP["llama"]
-    boosted = boost(case, pp_size=distributed.get_world_size())
+    given = ZERO_BUBBLE if phase == "weights" else {}
+    boosted = boost(case, pp_size=distributed.get_world_size(), **given)
     train(case, boosted, 0, 1)
 
     def die(*_: Any, **__: Any) -> None:
@@ -356,6 +472,8 @@ def one_dies(directory: Path) -> None:
             block.register_forward_pre_hook(die)
         elif phase == "backward":
             block.register_full_backward_hook(die)
+        elif phase == "weights":
+            next(block.parameters()).register_hook(die)
         elif phase == "step":
             boosted.optimizer.step = die  # type: ignore[method-assign]
         else:
@@ -375,7 +493,9 @@ def one_fails(directory: Path) -> None:
     phase, rank = os.environ["PHASE"], distributed.get_rank()
     tp_size = int(os.environ["TP"])
     case = DEEP["llama"]
-    boosted = boost(case, pp_size=distributed.get_world_size() // tp_size, tp_size=tp_size)
+    given = ZERO_BUBBLE if phase == "weights" else {}
+    pp_size = distributed.get_world_size() // tp_size
+    boosted = boost(case, pp_size=pp_size, tp_size=tp_size, **given)
     train(case, boosted, 0, 1)
 
     def fail(*_: Any, **__: Any) -> Any:
@@ -390,6 +510,8 @@ def one_fails(directory: Path) -> None:
             block.register_forward_pre_hook(fail)
         elif phase == "backward":
             block.register_full_backward_hook(fail)
+        elif phase == "weights":
+            next(block.parameters()).register_hook(fail)
         else:
             criterion = fail
 

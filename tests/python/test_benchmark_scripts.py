@@ -35,6 +35,8 @@ NOT_QUICK = {
     ("overlap", "42.5M, 1 x 64"),
     ("overlap", "312M, 1 x 64"),
     ("activations", "Llama, 128k vocabulary"),
+    ("generation", "GPT-2 312M"),
+    ("generation", "Llama 134M"),
 }
 
 

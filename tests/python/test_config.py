@@ -176,7 +176,7 @@ def test_unknown_argument_is_a_type_error() -> None:
         (names.StateFormat, "state_format"),
         (names.ScalarType, "scalar_type"),
         (names.LoadedWeights, "loaded_weights"),
-        (names.PipelineStyle, "pipeline_style"),
+        (names.SearchedStyle, "pipeline_style"),
     ],
 )
 def test_names_are_those_of_the_core(literal: Any, kind: str) -> None:

@@ -317,7 +317,9 @@ def test_two_that_train_through_each_other() -> None:
         for seed in range(6):
             batch = tower_batch(seed)
             hidden = pair[0](batch["x"])
-            loss = nn.functional.cross_entropy(pair[1](hidden.repeat(1, 8)), batch["labels"])
+            loss = nn.functional.cross_entropy(
+                pair[1](hidden.repeat(1, 8)), batch["labels"].to(hidden.device)
+            )
             note()
             loss.backward()
             note()

@@ -18,7 +18,10 @@ Overlap = Literal["none", "forward", "backward"]
 NonFinite = Literal["skip", "raise", "ignore"]
 StateFormat = Literal["fp32", "split", "split_bf16", "split_int8"]
 TileLogits = Literal["auto"] | bool | int
-PipelineStyle = Literal["1f1b", "gpipe", "interleaved"]
+SearchedStyle = Literal["1f1b", "gpipe", "interleaved"]
+"""Schedules of stages that castor plan simulates ..."""
+PipelineStyle = Literal[SearchedStyle, "zbv"]
+"""... and all that are run."""
 Activations = str | Mapping[str, str]
 LoadedWeights = Literal["none", "some", "all"]
 

@@ -43,6 +43,7 @@ class PipelineParallel:
         ends: TensorRanks | None,
         group: distributed.ProcessGroup,
         chunks: int = 1,
+        folded: bool = False,
         layers: Sequence[int] | None = None,
     ) -> None:
         """Finds out what is whose; nothing is changed.
@@ -53,7 +54,9 @@ class PipelineParallel:
             ranks: That have its stages.
             ends: The first and the last of these; None: this one is in between.
             group: What tensors go through from one to another.
-            chunks: Stages a rank has; stage i is rank i % size's.
+            chunks: Stages a rank has.
+            folded: Whether every second row of stages goes back from the last rank to the first, as
+                a V; otherwise each begins at the first again.
             layers: How many blocks each stage has; None: by what they cost.
 
         Raises:
@@ -81,6 +84,7 @@ class PipelineParallel:
             )
         self.ranks = ranks
         self.num_stages = stages
+        self._rank_of = [_rank_of(stage, ranks.size, folded=folded) for stage in range(stages)]
         self.tensor: TensorParallel | None = None
         """Where each layer is divided as well."""
         self.running = False
@@ -122,9 +126,10 @@ class PipelineParallel:
         owners: dict[nn.Parameter, set[int]] = {}
         for place in places:
             for param in place.module.parameters():
-                owners.setdefault(param, set()).add(place.stage % self.ranks.size)
+                owners.setdefault(param, set()).add(self._rank_of[place.stage])
+        ends = {self._rank_of[0], self._rank_of[-1]}
         for name, param in model.named_parameters():
-            if len(owners[param]) > 1 and owners[param] != {0, self.ranks.size - 1}:
+            if len(owners[param]) > 1 and owners[param] != ends:
                 raise NotImplementedError(
                     f"'{name}' of this {type(model).__name__} is shared by blocks of ranks "
                     f"{sorted(owners[param])}, and only the first and the last stage may share a "
@@ -135,7 +140,7 @@ class PipelineParallel:
         for tensor in (*model.parameters(), *model.buffers()):
             if not is_lazy(tensor):
                 self.ranks.share(tensor)
-        mine = [stage for stage in range(self.num_stages) if stage % self.ranks.size == self._rank]
+        mine = [stage for stage in range(self.num_stages) if self._rank_of[stage] == self._rank]
         self.whole_model = _describe(model, optimizers)
         self._modules = StageModules(places, mine, self._cuts, passage)
         own = set(model.parameters())
@@ -312,6 +317,11 @@ class PipelineParallel:
                 f"{type(module).__name__} belongs to, and its state_dict would lack the others: "
                 "booster.save_model, or booster.save, on all ranks writes the whole"
             )
+
+
+def _rank_of(stage: int, size: int, *, folded: bool) -> int:
+    row, place = divmod(stage, size)
+    return size - 1 - place if folded and row % 2 else place
 
 
 def _describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> WholeModel:

@@ -15,6 +15,7 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
 )
 
 from castor.config.names import PipelineStyle
@@ -28,7 +29,9 @@ from castor.distributed.microbatches import (
     put_schedule,
 )
 from castor.distributed.pipeline_parallel import PipelineParallel
+from castor.distributed.split_backward import Enter, SplitBackward
 from castor.errors import Error, UsageError
+from castor.runtime.engine import Engine, engine_of
 
 _LABELS = frozenset(
     {"labels", "shift_labels", "next_sentence_label", "start_positions", "end_positions"}
@@ -146,7 +149,8 @@ class PipelineSchedule:
         self, parts: Sequence[Mapping[str, Any]], *, training: bool
     ) -> tuple[list[_Stage], Any]:
         """Stages and schedule for micro-batches of this shape; the last ones are kept."""
-        parallel, passage = self._parallel, self._parallel.modules.passage
+        parallel, passage, model = self._parallel, self._parallel.modules.passage, self._model()
+        assert model is not None
         tokens = next(x for x in parts[0].values() if isinstance(x, torch.Tensor) and x.ndim > 1)
         key = (tuple(tokens.shape[:2]), len(parts), training)
         if self._known and self._known[0] == key:
@@ -155,13 +159,14 @@ class PipelineSchedule:
         hidden = torch.empty((*key[0], passage.width), dtype=passage.dtype, device="meta")
         loss = torch.empty(1, device="meta")
         count = parallel.num_stages
+        enter = _entering(engine_of(model))
         stages, theirs = [], []
         for number in parallel.modules.own:
             stage = _Stage(self._model, parallel, number)
             stages.append(stage)
             theirs.append(
                 _PipelineStage(
-                    stage, number, count, torch.device("cpu"),
+                    enter, stage, number, count, torch.device("cpu"),
                     input_args=hidden if number else (),
                     output_args=loss if number == count - 1 else hidden,
                     group=parallel.group,
@@ -169,7 +174,9 @@ class PipelineSchedule:
             )  # fmt: skip
         options = {"n_microbatches": len(parts), "loss_fn": stages[-1].scaled, "scale_grads": False}
         schedule: Any
-        if len(theirs) > 1:
+        if self._style == "zbv":
+            schedule = ScheduleZBVZeroBubble(theirs, **options)  # type: ignore[arg-type]
+        elif len(theirs) > 1:
             schedule = ScheduleInterleaved1F1B(theirs, **options)  # type: ignore[arg-type]
         elif self._style == "1f1b" and training:
             schedule = Schedule1F1B(theirs[0], **options)  # type: ignore[arg-type]
@@ -180,10 +187,39 @@ class PipelineSchedule:
 
 
 class _PipelineStage(PipelineStage):
-    """A stage over gloo."""
+    """A stage over gloo, whose weights' gradients may come later than its inputs'."""
+
+    def __init__(self, enter: Enter, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._enter = enter
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         return []  # for NCCL; a stage whose neighbour is on its own rank would send to itself
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[Any, Any]:
+        """A backward pass, or half of one: torch's halves pass AccumulateGrad by (0034)."""
+        if backward_type == "input":
+            split = SplitBackward(
+                bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]
+            )
+            return split.of_inputs(), split
+        if backward_type == "weight":
+            bwd_kwargs["param_groups"].of_weights(self._enter)
+            return (), None
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    # Without gradients torch's schedule of a V asks for those between two stages of a rank.
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """What goes to the stage before, on this rank."""
+        local = super().get_local_bwd_output
+        return local(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """What comes from the stage behind, on this rank."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
 class _Stage(nn.Module):
@@ -249,6 +285,22 @@ class _Stage(nn.Module):
         loss = asked.loss_of(outputs, part)
         self.losses.append(loss.item())
         return loss.float().reshape(1)
+
+
+def _entering(engine: Engine) -> Enter:
+    """Has the engine come to the modules of parameters as backward does: their chunks are there."""
+    owners: dict[torch.Tensor, int] = {}
+    for module, position in engine.positions.items():
+        for param in module._parameters.values():
+            if param is not None:
+                owners.setdefault(param, position)
+    session = engine.session
+
+    def enter(params: Sequence[torch.Tensor]) -> None:
+        for position in dict.fromkeys(owners[param] for param in params if param in owners):
+            session.enter_backward(position)
+
+    return enter
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from castor.config.layout_plan import write_plan
+from castor.config.names import SearchedStyle
 from castor.estimate.cluster import Cluster
 from castor.estimate.estimator import size
 from castor.estimate.layout_cost import LayoutCost
@@ -142,10 +143,22 @@ def _render(
         f"on {cluster.nodes} x {cluster.ranks_per_node} ranks, each: {escape(cluster.machine.name)}"
     )
     fits = bool(found.fitting)
-    table = Table(box=SIMPLE, title=None if fits else "No layout fits; those that lack least:")
-    for heading in ("ranks", "micro-batches", "blocks", "device", "host", "step s", "bound by"):
-        numbers = heading in ("device", "host", "step s")
-        table.add_column(heading, justify="right" if numbers else "left", no_wrap=True)
+    table = Table(
+        box=SIMPLE,
+        padding=(0, 1, 0, 0),
+        title=None if fits else "No layout fits; those that lack least:",
+    )
+    # As wide as the longest word, so that a terminal of 80 columns has all of it.
+    for heading, widest in (
+        ("ranks", 12), ("micro-batches", 13), ("blocks", 9), ("device", 0), ("host", 0),
+        ("step s", 0), ("bound by", 9),
+    ):  # fmt: skip
+        table.add_column(
+            heading,
+            justify="left" if widest else "right",
+            no_wrap=not widest,
+            min_width=widest or None,
+        )
     for cost in found.fitting or found.others:
         table.add_row(
             _ranks(cost.layout),
@@ -161,5 +174,8 @@ def _render(
         f"{found.compared} layouts; a rank has {size(cluster.machine.device_bytes)} of device and "
         f"{size(cluster.machine.host_bytes)} of host memory"
     )
+    if any(cost.layout.stages > 1 for cost in (*found.fitting, *found.others)):
+        compared = ", ".join(get_args(SearchedStyle))
+        console.print(f"schedules of stages: {compared}; pp_style='zbv' is not compared")
     for what, why in found.refused.items():
         console.print(f"[yellow]not with {escape(what)}:[/yellow] {escape(why)}")

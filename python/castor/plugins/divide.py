@@ -147,6 +147,7 @@ class Division:
                 ends=layout.ends,
                 group=layout.between_stages,
                 chunks=self.stages.chunks,
+                folded=self.stages.style == "zbv",
                 layers=self.stages.layers,
             )
             stages.tensor = layers

@@ -7,8 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
+from castor.config.block_choice import BlockChoice
 from castor.config.layout_plan import planned_layout
-from castor.config.names import PipelineStyle
+from castor.config.names import Activations, PipelineStyle
 from castor.distributed import Microbatches, Mode, Plan
 from castor.plugins.divide import Division, Stages
 from castor.plugins.gemini import GeminiPlugin
@@ -49,11 +50,13 @@ class HybridParallelPlugin(GeminiPlugin):
             models of transformers whose hidden states go through a row of blocks. The loop calls
             booster.execute_pipeline instead of the model; so it may with pp_size=1, which
             accumulates the micro-batches, where it is told how batches are divided.
-        pp_style: "1f1b", "gpipe", or "interleaved", where each rank has num_model_chunks stages.
+        pp_style: "1f1b", "gpipe", "interleaved", where each rank has num_model_chunks stages, or
+            "zbv" (Qi et al. 2023, section 6), where each has two, the first and the last the same
+            rank's, and weights' gradients are computed later than those of hidden states.
         num_microbatches: Parts of a batch that follow each other through the stages; with "1f1b" at
             least pp_size, with "interleaved" a multiple of it.
         microbatch_size: Rows of each instead.
-        num_model_chunks: Stages of each rank.
+        num_model_chunks: Stages of each rank; 2 with "zbv".
         num_layers_per_stage: Blocks of each stage; None: so that the most expensive stage is as
             cheap as it can be, by the elements of matrices.
         tp_plan: How layers are divided, as names of modules and parameters (with * for numbers) and
@@ -135,6 +138,8 @@ class HybridParallelPlugin(GeminiPlugin):
             _check_divided_layers(gemini, tp_size)
             gemini["tile_logits"] = False
         super().__init__(**gemini)
+        if pp_size > 1 and pp_style == "zbv":
+            _check_kept(gemini.get("activations", "keep"))
         self._division = Division(
             tensor_size=tp_size,
             expert_size=ep_size,
@@ -200,7 +205,12 @@ def _stages(
     if style not in _STYLES:
         known = ", ".join(map(repr, _STYLES))
         raise ValueError(f"pp_style={style!r} is not known; {known} are")
-    if size > 1 and (style == "interleaved") != (chunks > 1):
+    if size > 1 and style == "zbv" and chunks != 2:
+        raise ValueError(
+            f"num_model_chunks={chunks} and pp_style='zbv' contradict each other: each rank has "
+            "two stages, of which the way through the model is a V; give num_model_chunks=2"
+        )
+    if size > 1 and style != "zbv" and (style == "interleaved") != (chunks > 1):
         raise ValueError(
             f"num_model_chunks={chunks} and pp_style={style!r} contradict each other: stages of a "
             "rank are interleaved where there are several"
@@ -225,6 +235,19 @@ def _stages(
         microbatches=Microbatches(count=num_microbatches, size=microbatch_size),
         layers=layers,
     )
+
+
+def _check_kept(activations: Activations) -> None:
+    """Raises NotImplementedError where backward would run forwards again."""
+    chosen = [activations] if isinstance(activations, str) else activations.values()
+    for text in chosen:
+        choice = BlockChoice.parse(text)
+        if choice.kind == "recompute" or choice.tiles:
+            raise NotImplementedError(
+                f"activations={text!r} does not go with pp_style='zbv', whose weights' gradients "
+                "are computed one by one, later: for each a forward would run again. Give 'keep' "
+                "or 'offload', or pp_style='interleaved'"
+            )
 
 
 def _check_divided_layers(gemini: Mapping[str, Any], size: int) -> None:
