@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import castor
+import compiled_cases
 from castor.runtime.blocks import check_no_cuda_graphs, find_blocks
 from castor.runtime.engine import engine_of
 from helpers import (
@@ -31,6 +32,7 @@ from helpers import (
     param_bytes,
     tight_memory,
 )
+from rank_processes import found
 from zoo import CASES, VOCABULARY, Case
 
 pytestmark = [
@@ -382,3 +384,18 @@ def test_parts_with_several_blocks_are_followed_as_they_were() -> None:
     boosted: Boosted = boost(model)
     assert_close_losses(losses_of_boosted(boosted, LOSS), expected)
     assert "model.layers.0.mlp.up_proj" in engine_of(model).modules
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return found(compiled_cases.layouts, 2, tmp_path_factory.mktemp("layouts"))
+
+
+@pytest.mark.parametrize("layout", compiled_cases.LAYOUTS)
+def test_ranks_break_graphs_only_where_they_exchange_within_blocks(
+    layout: str, layouts: Any
+) -> None:
+    losses, num_breaks, raised = layouts[layout]
+    assert losses == pytest.approx(layouts["plain"], rel=1e-5)
+    exchanges = layout in ("layers", "sequences")
+    assert (num_breaks > 0, raised) == (exchanges, "Unsupported" if exchanges else None)
