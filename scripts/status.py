@@ -150,6 +150,12 @@ ROWS = (
         ("results", GPT, "tiles of 512", "forward_and_backward_ratio")),
     Row("logits", "the same, the small Llama",
         ("results", "Llama, 128k vocabulary", "tiles of 512", "forward_and_backward_ratio")),
+    Row("compiled", "step of compiled blocks, room for all / plain PyTorch, compiled alike",
+        ("results", "ample", "step_ratio"), at_most(1.05)),
+    Row("compiled", "its forward and backward",
+        ("results", "ample", "forward_and_backward_ratio")),
+    Row("compiled", "forward and backward, half of the parameters streamed",
+        ("results", "streaming", "forward_and_backward_ratio")),
     Row("overlap", 'step of 42.5M behind 2 GB/s, 4 x 128, `overlap="forward"` / the longest of '
         "compute, link, DRAM",
         ("cases", "42.5M, 4 x 128", "results", "forward", "over_longest"), at_most(1.10)),

@@ -274,7 +274,7 @@ class Booster(Checkpoints):
         Raises:
             UsageError: The model is not boosted, has not finished a step, or has no chunks.
         """
-        engine_of(model).save_trace(Path(path), model)
+        engine_of(model).save_trace(Path(path))
 
     def _engine(self, model: nn.Module | None) -> Engine:
         return engine_of(self._named(model))

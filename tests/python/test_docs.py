@@ -25,6 +25,9 @@ def with_python(page: Path) -> list[Block]:
 
 # peft asks transformers for what transformers 6 will rename.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+# Dynamo reads what torch warns of, and inductor imports what it deprecates.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("page", [page for page in PAGES if with_python(page)], ids=name_of)
 def test_python_of_the_page_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,17 +14,19 @@ from torch import nn
 from castor import _C
 from castor.activations.auto import AutoKeep
 from castor.activations.caches import refuse_filled_caches
-from castor.activations.offload import OffloadingForward
-from castor.activations.own_forward import has_own_forward
-from castor.activations.recompute import Recomputation, RecomputingForward
+from castor.activations.offload import OffloadingCall
+from castor.activations.own_forward import ForwardAround, has_own_forward
+from castor.activations.recompute import Recomputation, RecomputingCall, routes
 from castor.activations.tiles import TiledForward, is_tiled, tiled_parts
 from castor.config import Activations, BlockChoice, GeminiConfig
 from castor.errors import UsageError
 from castor.runtime.block_policy import BlockPolicy
+from castor.runtime.blocks import compiled_parts, find_blocks, has_switch
+from castor.runtime.boosted_model import compiled_from
 from castor.runtime.engine import Engine
+from castor.runtime.hooks import Around, compiled_calls
 from castor.runtime.report import BlockFigures
 
-_SWITCH = "GradientCheckpointingLayer"
 _NAMED = 4
 """Blocks that an error names, of many."""
 
@@ -65,6 +66,7 @@ class Blocks(BlockPolicy):
         self._config = config
         self._blocks = {name: weakref.ref(module) for name, module in blocks.items()}
         self._decisions = _decide(blocks, config.activations)
+        _check_compiled(self._decisions, compiled_parts(model), config.activations)
         self._recomputed = 0
         self._offloaded = 0
         self._tiled = 0
@@ -92,30 +94,40 @@ class Blocks(BlockPolicy):
             self._auto = AutoKeep(model, engine, self._config, num_blocks, self._offload)
         classes: set[tuple[str, type]] = set()
         put = engine.replaced.put
+        compiled = compiled_calls(model)
         for block, decision in enumerate(self._decisions):
             module = decision.module
             compared = (decision.choice, type(module)) not in classes
             classes.add((decision.choice, type(module)))
+            by_switch = has_switch(module) and module not in compiled
+            if has_switch(module) and decision.choice != "tile":
+                put(module, "gradient_checkpointing", decision.recompute and by_switch)
             if decision.choice == "tile":
                 tiled = TiledForward(module, decision.name, tiles=decision.tiles, compared=compared)
                 put(module, "forward", tiled)
-            elif has_switch(module):
-                put(module, "gradient_checkpointing", decision.recompute)
-                if decision.recompute:
-                    refuse_filled_caches(module, decision.name)
-                    recomputation = Recomputation(
-                        module, decision.name, compared=compared, auto=self._auto, block=block
-                    )
-                    put(module, "_gradient_checkpointing_func", recomputation)
-            elif decision.recompute:
-                forward = RecomputingForward(module, decision.name, compared=compared)
-                put(module, "forward", forward)
-                self._recomputed += 1
-            if decision.choice == "offload" and self._offload:
-                put(module, "forward", OffloadingForward(module, self._offload))
-                self._offloaded += 1
+            elif decision.recompute and by_switch:
+                refuse_filled_caches(module, decision.name)
+                recomputation = Recomputation(
+                    module, decision.name, compared=compared, auto=self._auto, block=block
+                )
+                put(module, "_gradient_checkpointing_func", recomputation)
+            elif around := self._around(decision, compared=compared):
+                if module in compiled:
+                    compiled[module].around = around
+                else:
+                    put(module, "forward", ForwardAround(module, around))
         self._tiled = sum(any(map(is_tiled, block.modules())) for block in self._alive())
         self._decisions = []
+
+    def _around(self, decision: Decision, *, compared: bool) -> Around | None:
+        """What runs the module's forward; None: it runs as it is."""
+        if decision.recompute:
+            self._recomputed += 1
+            return RecomputingCall(decision.module, decision.name, compared=compared)
+        if decision.choice == "offload" and self._offload:
+            self._offloaded += 1
+            return OffloadingCall(decision.module, self._offload)
+        return None
 
     def figures(self) -> BlockFigures:
         """As they are now: a model's own switch may be turned at any time."""
@@ -147,49 +159,6 @@ class Blocks(BlockPolicy):
 
     def _alive(self) -> list[nn.Module]:
         return [module for ref in self._blocks.values() if (module := ref()) is not None]
-
-
-def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of a model by name, in its order.
-
-    They are the layers that transformers can checkpoint, or else what stands at least twice in an
-    nn.ModuleList or nn.Sequential and has parts of its own; of blocks within blocks the outermost.
-    """
-    return _outermost(model, {id(m) for m in model.modules() if has_switch(m)}) or _outermost(
-        model, _repeated(model)
-    )
-
-
-def _outermost(model: nn.Module, wanted: set[int]) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if id(module) in wanted and not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = module
-    return found
-
-
-def _repeated(model: nn.Module) -> set[int]:
-    found: set[int] = set()
-    for container in model.modules():
-        if isinstance(container, nn.ModuleList | nn.Sequential):
-            children = list(container)
-            counts = Counter(map(type, children))
-            found |= {
-                id(child) for child in children if counts[type(child)] > 1 and _is_block(child)
-            }
-    return found
-
-
-def _is_block(module: nn.Module) -> bool:
-    """Whether it can be called, and has parts and parameters."""
-    callable_ = type(module).forward is not nn.Module.forward
-    has_parts = next(module.children(), None) is not None
-    return callable_ and has_parts and next(module.parameters(), None) is not None
-
-
-def has_switch(module: nn.Module) -> bool:
-    """Whether it is one of transformers' layers that recompute themselves when they are told to."""
-    return any(kind.__name__ == _SWITCH for kind in type(module).__mro__)
 
 
 def _decide(blocks: Mapping[str, nn.Module], activations: Activations) -> list[Decision]:
@@ -247,6 +216,34 @@ def _check_forward(decision: Decision, text: str) -> None:
             f"activations={text!r} for '{decision.name}', but a forward has been put in place of "
             "its own, which castor would replace; take it off, or choose 'keep'"
         )
+
+
+def _check_compiled(
+    decisions: list[Decision], compiled: Mapping[str, nn.Module], activations: Activations
+) -> None:
+    """Raises UsageError where what was decided would run within what torch.compile has made."""
+    parts = {compiled_from(part): name for name, part in compiled.items()}
+    within = {module: name for part, name in parts.items() for module in part.modules()}
+    for decision in decisions:
+        if decision.choice == "keep" or decision.module not in within:
+            continue
+        name = within[decision.module]
+        asked = f"activations={activations!r} for '{decision.name}'"
+        if activations == "auto":
+            raise UsageError(
+                f"{asked}, but '{name}' is compiled, and its second forward cannot be profiled "
+                "there; choose 'recompute', 'offload' or 'keep' for compiled blocks"
+            )
+        if decision.module not in parts or decision.choice == "tile":
+            raise UsageError(
+                f"{asked} is for what runs within '{name}', which is compiled as a whole; choose "
+                "'recompute', 'offload' or 'keep' for compiled blocks"
+            )
+        if decision.recompute and routes(decision.module):
+            raise UsageError(
+                f"{asked}, but '{name}' is compiled and chooses experts, which a second forward "
+                "could choose otherwise; choose 'offload' or 'keep', or do not compile it"
+            )
 
 
 def _part(block: nn.Module, part: str, name: str) -> nn.Module:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,34 +12,28 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from castor import _C
-from castor.activations.own_forward import OwnForward
 
 
-class OffloadingForward(OwnForward):
-    """The forward of a module, with what autograd saves in it handed to an ActivationOffload."""
+class OffloadingCall:
+    """Runs the forward of a module, with what autograd saves in it handed to an offload."""
 
     def __init__(self, module: nn.Module, offload: _C.ActivationOffload) -> None:
-        """Takes the place of `module.forward`.
-
-        Args:
-            module: The module.
-            offload: Its model's.
-        """
-        super().__init__(module)
+        """Of the model's `offload`."""
+        self._owner = weakref.ref(module)
         self._offload = offload
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Gives what the class's forward gives.
+    def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Gives what `call`, the module's forward, gives.
 
         Raises:
             castor.OutOfMemoryError: Host memory has no room for what the block before saved.
         """
-        module = self.module
-        forward = functools.partial(type(module).forward, module)
+        module = self._owner()
+        assert module is not None
         if not module.training or not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
+            return call(*args, **kwargs)
         with offloading(self._offload):
-            return forward(*args, **kwargs)
+            return call(*args, **kwargs)
 
 
 def offloading(offload: _C.ActivationOffload) -> saved_tensors_hooks:

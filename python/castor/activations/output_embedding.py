@@ -12,6 +12,7 @@ from castor.activations.lazy_logits import Head
 from castor.activations.own_forward import OwnForward, has_own_forward
 from castor.config import GeminiConfig, TileLogits
 from castor.errors import UsageError
+from castor.runtime.blocks import is_compiled
 from castor.runtime.engine import Engine
 
 TILE_BYTES = 16 * 2**20
@@ -52,6 +53,8 @@ def _find(model: nn.Module) -> tuple[nn.Linear | None, str]:
         head = None
     if head is None:
         return None, "has no output embedding (get_output_embeddings())"
+    if is_compiled(head):
+        return None, "has a compiled output embedding, whose logits are within its graph"
     if not isinstance(head, nn.Linear) or not _is_linears(head):
         return None, f"has a {type(head).__name__} with a forward of its own as output embedding"
     if not any(module is head for module in model.modules()):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from typing import Any
 
 from torch import nn
+
+from castor.runtime.hooks import Around
 
 
 class OwnForward:
@@ -30,6 +33,19 @@ class OwnForward:
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
         """The forward of a module that is read from a pickle: its class's, as ModuleHook gives."""
         return getattr, (self.module, "forward")
+
+
+class ForwardAround(OwnForward):
+    """The class's forward, run by what stands around it."""
+
+    def __init__(self, module: nn.Module, around: Around) -> None:
+        super().__init__(module)
+        self._around = around
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Gives what the class's forward gives."""
+        module = self.module
+        return self._around(functools.partial(type(module).forward, module), *args, **kwargs)
 
 
 def has_own_forward(module: nn.Module) -> bool:

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from castor.activations.block_profile import BlockRun, Decisions
-from castor.activations.own_forward import OwnForward
 from castor.errors import UsageError
 
 _STOPPED = "_StopRecomputationError"
@@ -202,27 +201,27 @@ class _Forward:
             self._run.held_bytes = 0
 
 
-class RecomputingForward(OwnForward):
-    """The forward of a module without a switch of its own for that."""
+class RecomputingCall:
+    """Runs the forward of a module that has no switch of its own for that, or is compiled."""
 
     def __init__(self, module: nn.Module, name: str, *, compared: bool) -> None:
         """See Recomputation."""
-        super().__init__(module)
+        self._owner = weakref.ref(module)
         self._name = name
         self._recomputation = Recomputation(module, name, compared=compared)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Gives what the class's forward gives.
+    def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Gives what `call`, the module's forward, gives.
 
         Raises:
             UsageError: An argument is something that forward may change.
         """
-        module = self.module
-        forward = functools.partial(type(module).forward, module)
+        module = self._owner()
+        assert module is not None
         if not module.training or not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
+            return call(*args, **kwargs)
         refuse_changeable(self._name, module, (*args, *kwargs.values()))
-        return self._recomputation(forward, *args, **kwargs)
+        return self._recomputation(call, *args, **kwargs)
 
 
 def refuse_changeable(name: str, module: nn.Module, values: Iterable[Any]) -> None:

@@ -12,11 +12,11 @@ from torch import nn
 from castor.activations import output_embedding
 from castor.activations.block_profile import BlockProfile, BlockRun, Decided
 from castor.activations.block_profile import Moment as Now
-from castor.activations.blocks import find_blocks, has_switch
 from castor.activations.output_embedding import rows_per_tile
 from castor.activations.recompute import Recomputation
 from castor.config.names import BACKWARD_ENTER, FORWARD_ENTER
 from castor.estimate.metatrace import Moment
+from castor.runtime.blocks import find_blocks, has_switch
 from castor.runtime.spec import ModelSpec
 
 _FLOAT32 = 4

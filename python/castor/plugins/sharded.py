@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from castor.activations.blocks import find_blocks
 from castor.errors import UsageError
+from castor.runtime.blocks import find_blocks
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.model_parts import OwnParts
 from castor.runtime.ranks import Peers, Result

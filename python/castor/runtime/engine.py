@@ -19,6 +19,7 @@ from castor.config.names import SCALAR_TYPES, Precision
 from castor.errors import IoError, UsageError
 from castor.lazy import Materialisation, check_inactive, in_own_pages
 from castor.runtime.block_policy import BlockPolicy
+from castor.runtime.blocks import check_no_cuda_graphs, find_blocks
 from castor.runtime.boosted_model import (
     all_boosted,
     boosted_model_of,
@@ -29,7 +30,7 @@ from castor.runtime.boosted_model import (
 from castor.runtime.device import make_backend
 from castor.runtime.guard import guard
 from castor.runtime.history import StepHistory
-from castor.runtime.hooks import ModuleHook, Replaced, follow
+from castor.runtime.hooks import ModuleHook, Replaced, follow, warn_of_late_compiles
 from castor.runtime.input_cast import InputCast, convert_buffers
 from castor.runtime.model_parts import ModelParts
 from castor.runtime.packed import check_packed_layers, is_packed, settle_layers
@@ -145,6 +146,9 @@ class Engine(Together):
         spec = ModelSpec.of(model, gather_embeddings=settings.gather_embeddings)
         check_packed_layers(model, WORKING_DTYPES[settings.precision])
         check_distinct_memory(spec)
+        for part in spec.modules:
+            if part.compiled and self.device.type != "cpu":
+                check_no_cuda_graphs(part.name, part.module)
         events = read_trace(settings.trace_file, spec) if settings.trace_file else None
         self.names = spec.names
         self.params = spec.params
@@ -220,8 +224,8 @@ class Engine(Together):
             )
         follow(spec, self.session)
         stored = self.settings.nvme_directory and StoredWeights(self.settings.nvme_directory)
-        for owner in spec.modules:
-            module = owner.module
+        owning = [m for m in model.modules() if m is model or [*m.parameters(recurse=False)]]
+        for module in owning:
             # keep_vars=True hands out the parameters themselves, whose storages are read without an
             # operator.
             module.register_state_dict_pre_hook(ModuleHook(_settle, self))
@@ -231,6 +235,7 @@ class Engine(Together):
                 before_load = ModuleHook(_before_load, self, weakref.ref(module))
                 module.register_load_state_dict_pre_hook(before_load)
         self.history.watch(model)
+        warn_of_late_compiles(model, find_blocks(model))
 
     @contextmanager
     def unsynchronised(self) -> Iterator[None]:
@@ -261,7 +266,7 @@ class Engine(Together):
             gradient_norm=self.gradient_norm,
         )
 
-    def save_trace(self, path: Path, model: nn.Module) -> None:
+    def save_trace(self, path: Path) -> None:
         """Writes the trace that the current plan was made from.
 
         Raises:
@@ -270,7 +275,7 @@ class Engine(Together):
         events = self.session.trace()
         if events is None:
             raise UsageError("there is no trace yet; finish one optimizer step first")
-        write_trace(path, events, ModelSpec.of(model))
+        write_trace(path, events, self.modules)
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 
 from torch import nn
+from torch.compiler import is_compiling
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -28,11 +29,15 @@ def unguard(model: nn.Module) -> None:
 
 
 def _refuse_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    if is_compiling():  # what is traced makes lists of modules of its own, by slices
+        return
     if module in _guarded and module._modules.get(name) is not submodule:
         _refuse(module, f"module '{name}'")
 
 
 def _refuse_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    if is_compiling():
+        return
     if module in _guarded and module._parameters.get(name) is not param:
         _refuse(module, f"parameter '{name}'")
 

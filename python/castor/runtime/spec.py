@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from castor.errors import UsageError
+from castor.runtime.blocks import compiled_parts
 from castor.runtime.packed import check_packed, is_packed
 
 COMPILED_PREFIX = "_orig_mod."
@@ -26,9 +27,12 @@ class OwningModule:
     module: nn.Module
     name: str
     params: list[int]
-    """Positions in ModelSpec.params of the parameters it owns directly and needs on the device."""
+    """Positions in ModelSpec.params of the parameters that it needs on the device: those it owns
+    directly, and those of all its modules where it is compiled (docs/design/0041)."""
     parent: int
     """Position of the nearest enclosing owning module; -1 for the model."""
+    compiled: bool = False
+    """Whether it is one of those."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +73,9 @@ class ModelSpec:
         spec = cls()
         known: dict[nn.Parameter, int] = {}
         position_of: dict[str, int] = {}
+        compiled, at_once = compiled_parts(model), set()
         for name, module in model.named_modules():
-            owned = []
+            owned: list[int] = []
             for short_name, param in module._parameters.items():
                 if param is None:
                     continue
@@ -82,12 +87,23 @@ class ModelSpec:
                     spec.names.append(full_name)
                 if known[param] not in owned:
                     owned.append(known[param])
-            if owned or name == "":
+            needed = [] if gather_embeddings and _reads_rows(module) else owned
+            parent = _nearest_parent(name, position_of)
+            if parent in at_once:
+                of_part = spec.modules[parent].params
+                of_part += [i for i in needed if i not in of_part]
+            elif owned or name == "" or name in compiled:
                 position_of[name] = len(spec.modules)
-                parent = _nearest_parent(name, position_of)
-                needed = [] if gather_embeddings and _reads_rows(module) else owned
+                if name in compiled:
+                    at_once.add(position_of[name])
                 spec.modules.append(
-                    OwningModule(module=module, name=name or "model", params=needed, parent=parent)
+                    OwningModule(
+                        module=module,
+                        name=name or "model",
+                        params=needed,
+                        parent=parent,
+                        compiled=name in compiled,
+                    )
                 )
         return spec
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from castor.config.names import EVENT_KINDS
@@ -14,11 +15,11 @@ _FORMAT = "castor-trace-1"
 Events = list[tuple[int, int, int, int]]
 
 
-def write_trace(path: Path, events: Events, spec: ModelSpec) -> None:
+def write_trace(path: Path, events: Events, modules: Sequence[str]) -> None:
     """Writes a trace with the names of the modules it refers to."""
     document = {
         "format": _FORMAT,
-        "modules": [module.name for module in spec.modules],
+        "modules": [*modules],
         "kinds": EVENT_KINDS,
         "columns": ["kind", "id", "nonmodel_bytes", "time_ns"],
         "events": events,

@@ -1,0 +1,78 @@
+"""Compiled blocks on two ranks: `python compiled_cases.py NAME DIRECTORY` (rank_processes)."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch._dynamo.utils import counters
+
+import castor
+from castor.runtime.blocks import find_blocks
+from helpers import GIB, LR, losses_of_plain
+from zoo import CASES
+
+LLAMA, STEPS = CASES["llama"], 3
+LAYOUTS: dict[str, dict[str, int]] = {
+    "data": {},
+    "stages": {"pp_size": 2, "num_microbatches": 2},
+    "layers": {"tp_size": 2},
+    "sequences": {"sp_size": 2},
+}
+
+
+def loss_of(model: Any, seed: int) -> torch.Tensor:
+    batch = LLAMA.batch(seed)
+    return LLAMA.loss(model(**batch), batch)
+
+
+def train(layout: dict[str, int], *, fullgraph: bool) -> list[float]:
+    """Losses, the same batch on every rank."""
+    model: Any = LLAMA.model()
+    model.config.use_cache = False
+    for block in find_blocks(model).values():
+        block.compile(fullgraph=fullgraph, backend="aot_eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    budgets = {"device_memory": GIB // 8, "host_memory": GIB // 8}
+    kind = castor.HybridParallelPlugin if layout else castor.GeminiPlugin
+    booster = castor.Booster(plugin=kind(device="cpu", precision="fp32", **budgets, **layout))
+    booster.boost(model, optimizer)
+    losses = []
+    for seed in range(STEPS):
+        if "pp_size" in layout:
+            data = iter([LLAMA.batch(seed)])
+            loss = booster.execute_pipeline(data, model, None, optimizer)["loss"]
+        else:
+            loss = loss_of(model, seed)
+            booster.backward(loss, optimizer)
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def layouts(directory: Path) -> None:
+    """By layout: losses, graph breaks, and what fullgraph=True raises, if it does."""
+    found: dict[str, Any] = {"plain": losses_of_plain(LLAMA.model(), loss_of, STEPS)}
+    for name, layout in LAYOUTS.items():
+        torch._dynamo.reset()
+        counters.clear()
+        losses = train(layout, fullgraph=False)
+        breaks = sum(counters["graph_break"].values())
+        torch._dynamo.reset()
+        try:
+            raised = None if train(layout, fullgraph=True) == losses else "other losses"
+        except torch._dynamo.exc.Unsupported:
+            raised = "Unsupported"
+        found[name] = [losses, breaks, raised]
+    if distributed.get_rank() == 0:
+        (directory / "layouts.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    castor.launch_from_torch()
+    globals()[sys.argv[1]](Path(sys.argv[2]))
+    distributed.barrier()
