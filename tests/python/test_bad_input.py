@@ -39,7 +39,7 @@ ODD = {
     "float64": torch.zeros(3, dtype=torch.float64),
     "int64": torch.zeros(3, dtype=torch.int64),
     "complex64": torch.zeros(3, dtype=torch.complex64),
-    "uint8": torch.zeros(3, dtype=torch.uint8),
+    "int32": torch.zeros(3, dtype=torch.int32),
     "meta": torch.zeros(3, device="meta"),
 }
 
