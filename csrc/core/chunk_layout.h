@@ -78,8 +78,8 @@ class ChunkLayout {
   /// Management" (PatrickStar), section 6, with the device budget as a constraint. Throws
   /// InvalidArgument for an empty parameter list, a world of zero or more than 2^20 processes, a
   /// chunk_bytes below param_alignment * world_size, a param_alignment out of range, an id out of
-  /// range, modules that enclose each other, a trainable parameter of uint8
-  /// elements, or parameters of more than 2^60 bytes in all.
+  /// range, modules that enclose each other, a trainable parameter of uint8 elements, or parameters
+  /// of more than 2^60 bytes in all.
   ChunkLayout(std::vector<ParamSpec> params, std::vector<ModuleSpec> modules,
               const LayoutOptions& options);
 

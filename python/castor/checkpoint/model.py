@@ -41,10 +41,9 @@ from castor.checkpoint.reading import Reading, Saving, taken, write_of
 from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.staging import carry_over, staged
 from castor.errors import CheckpointError
-from castor.runtime.boosted_model import compiled_from
+from castor.runtime.boosted_model import compiled_from, name_before_compile
 from castor.runtime.engine import engines_holding
 from castor.runtime.shards import own_class
-from castor.runtime.spec import COMPILED_PREFIX
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -63,8 +62,7 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     # Where torch.compile has wrapped a part, files have the names that it had before.
     state: dict[str, torch.Tensor] = {
-        key.replace(COMPILED_PREFIX, ""): tensor
-        for key, tensor in model.state_dict(keep_vars=True).items()
+        name_before_compile(key): tensor for key, tensor in model.state_dict(keep_vars=True).items()
     }
     for key in state:
         if key.endswith("_extra_state"):

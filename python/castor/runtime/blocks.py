@@ -7,11 +7,9 @@ from collections import Counter
 from torch import nn
 
 from castor.errors import UsageError
-from castor.runtime.boosted_model import compiled_from
+from castor.runtime.boosted_model import compiled_from, name_before_compile
 
 _SWITCH = "GradientCheckpointingLayer"
-_WRAPPED = "_orig_mod"
-"""As torch.compile calls what it has wrapped."""
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -22,7 +20,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """
     found = _outermost(model, {id(m) for m in model.modules() if has_switch(m)})
     return {
-        ".".join(part for part in name.split(".") if part != _WRAPPED): block
+        name_before_compile(name): block
         for name, block in (found or _outermost(model, _repeated(model))).items()
     }
 

@@ -15,6 +15,9 @@ from castor.runtime.model_parts import OwnParts
 from castor.runtime.ranks import Peers, Result
 from castor.runtime.report import MemoryReport, TorchReport
 
+_WRAPPED = "_orig_mod"
+"""What torch.compile calls the module that it wraps."""
+
 
 class BoostedModel(Protocol):
     """What Booster and checkpoints ask of a model that a plugin has configured.
@@ -128,8 +131,13 @@ def boosted_models_holding(model: nn.Module) -> list[BoostedModel]:
 
 def compiled_from(model: nn.Module) -> nn.Module:
     """The model that torch.compile has wrapped; another one as it is."""
-    inner: nn.Module = model._modules.get("_orig_mod") or model
+    inner: nn.Module = model._modules.get(_WRAPPED) or model
     return inner
+
+
+def name_before_compile(name: str) -> str:
+    """The name of a module, a parameter or a buffer, without what torch.compile adds to it."""
+    return ".".join(part for part in name.split(".") if part != _WRAPPED)
 
 
 def check_not_boosted(model: nn.Module) -> None:

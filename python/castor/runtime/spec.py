@@ -12,10 +12,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from castor.errors import UsageError
 from castor.runtime.blocks import compiled_parts
+from castor.runtime.boosted_model import name_before_compile
 from castor.runtime.packed import check_packed, is_packed
-
-COMPILED_PREFIX = "_orig_mod."
-"""What torch.compile puts before the names in a module that it wraps."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -81,10 +79,9 @@ class ModelSpec:
                     continue
                 if param not in known:
                     full_name = f"{name}.{short_name}" if name else short_name
-                    full_name = full_name.replace(COMPILED_PREFIX, "")
                     known[param] = len(spec.params)
                     spec.params.append(param)
-                    spec.names.append(full_name)
+                    spec.names.append(name_before_compile(full_name))
                 if known[param] not in owned:
                     owned.append(known[param])
             needed = [] if gather_embeddings and _reads_rows(module) else owned
