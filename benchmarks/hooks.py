@@ -27,7 +27,7 @@ from torch import nn
 
 from castor import Booster, GeminiPlugin
 
-TOTAL_BAR_US, CORE_BAR_US = 15.0, 3.0
+TOTAL_BAR_US, CORE_BAR_US = 10.0, 3.0
 WIDTH, CORE_STEPS = 4, 51
 
 

@@ -235,7 +235,7 @@ ROWS = (
     Row("formats", "last losses of `split_int8` above fp32's, nats",
         ("summary", "split_int8", "mean_excess_over_fp32"), at_most(0.02), SHARP),
     Row("hooks", "hooks, forward and backward, a module of 10,000",
-        ("added_us_per_module", "forward + backward"), at_most(15), PER_MODULE),
+        ("added_us_per_module", "forward + backward"), at_most(10), PER_MODULE),
     Row("hooks", "of it inside the core, with room for all",
         ("core", "ample", "ns_per_module"), at_most(0.4), MICROSECONDS),
     Row("hooks", "of it inside the core, room for 35%",

@@ -18,6 +18,7 @@
 #include "dist/linked_groups.h"
 #include "python/backend_capsule.h"
 #include "python/bindings.h"
+#include "python/module_hooks.h"
 #include "python/names.h"
 #include "torch/chunk_storages.h"
 #include "torch/cpu_backend.h"
@@ -142,39 +143,6 @@ std::shared_ptr<Session> create_session(
     return Session::create(std::move(params), std::move(param_names), trained, packed, specs,
                            options, without_values);
   });
-}
-
-/// The callables that torch.nn.Module calls around forward: one C++ call each. copy.deepcopy of a
-/// model takes its hooks along: they do nothing in another module than `owner`, which is borrowed.
-py::cpp_function forward_pre_hook(const std::shared_ptr<StepEvents>& events, std::uint32_t module,
-                                  const py::handle& owner) {
-  return {[events, module, owner](const py::handle& called, const py::handle& /*args*/) {
-    if (!called.is(owner)) {
-      return;
-    }
-    const py::gil_scoped_release release;
-    events->enter(ModuleId{module});
-  }};
-}
-
-py::cpp_function forward_hook(const std::shared_ptr<StepEvents>& events, std::uint32_t module,
-                              const py::handle& owner) {
-  const bool owns_params = !events->layout().module(ModuleId{module}).params.empty();
-  return {[events, module, owner, owns_params](const py::handle& called, const py::handle& /*args*/,
-                                               const py::handle& output) {
-    if (!called.is(owner)) {
-      return;
-    }
-    if (owns_params && at::GradMode::is_enabled()) {
-      watch_backward(events, ModuleId{module}, output.ptr());
-    }
-    const bool no_result = output.is_none();
-    const py::gil_scoped_release release;
-    events->exit(ModuleId{module});
-    if (no_result) {
-      events->expect_no_backward();
-    }
-  }};
 }
 
 /// By the rule's names. Throws UsageError where another optimizer updates the parameters.
@@ -351,12 +319,14 @@ PYBIND11_MODULE(_C, m) {
   py::class_<castor::StepEvents, std::shared_ptr<castor::StepEvents>>(m, "StepEvents")
       .def("forward_pre_hook", &castor::forward_pre_hook)
       .def("forward_hook", &castor::forward_hook)
+      .def("module_call", &castor::module_call)
       .def(
           "enter_backward",
           [](castor::StepEvents& events, std::uint32_t module) {
             events.enter_backward(castor::ModuleId{module});
           },
           released);
+  m.attr("ModuleCall") = castor::module_call_type();
   m.def("release_saved_variables",
         [](const py::handle& node) { castor::release_saved_variables(node.ptr()); });
   castor::SessionClass session(m, "Session");

@@ -22,6 +22,21 @@ namespace {
 
 /// From this size on a gradient's norm is worth several threads.
 constexpr std::size_t kParallelNumel = std::size_t{1} << 18;
+/// Up to this size torch's copy spends more time on what to do than on the bytes.
+constexpr std::size_t kSmallBytes = std::size_t{1} << 14;
+
+/// As to.copy_(from), for small ones that lie alike; else returns false. Alike means the same
+/// dispatch keys too: a tensor that the gate holds or guards has one more.
+bool copy_small(const at::Tensor& to, const at::Tensor& from) {
+  if (to.nbytes() > kSmallBytes || !to.is_cpu() || to.key_set() != from.key_set() ||
+      to.dtype() != from.dtype() || to.strides() != from.strides() ||
+      !to.is_non_overlapping_and_dense()) {
+    return false;
+  }
+  std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes());
+  to.unsafeGetTensorImpl()->bump_version();
+  return true;
+}
 
 }  // namespace
 
@@ -121,7 +136,7 @@ GradientCopy GradientSink::adopt(ParamId param, at::Tensor& grad, std::size_t ma
   if (leaves_device && copies_ && !stored(chunk) && grad.storage().use_count() <= max_uses &&
       copies_->submit(chunk, grad, gradient.view, {data(param), gradient.view.nbytes()})) {
     gate_->close(group(chunk));
-  } else {
+  } else if (!copy_small(gradient.view, grad)) {
     gradient.view.copy_(grad);
   }
   const std::uint64_t end_ns = runtime_->clock_ns();

@@ -6,6 +6,7 @@ from collections import Counter
 
 from torch import nn
 
+from castor import _C
 from castor.errors import UsageError
 from castor.runtime.boosted_model import compiled_from, name_before_compile
 
@@ -46,7 +47,9 @@ def compiled_parts(model: nn.Module) -> dict[str, nn.Module]:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile has wrapped it, or its own compile() has been called."""
-    return compiled_from(module) is not module or module._compiled_call_impl is not None
+    call = module._compiled_call_impl
+    compiled = call is not None and not isinstance(call, _C.ModuleCall)  # that one is castor's own
+    return compiled_from(module) is not module or compiled
 
 
 def check_no_cuda_graphs(name: str, part: nn.Module) -> None:

@@ -98,6 +98,31 @@ class CompiledCall:
             module._compiled_call_impl = self._compiled
 
 
+class _DirectCall:
+    """The call of a module that has castor's two hooks and no others, past torch's loop over them.
+
+    It stands where a compiled call would, which torch leaves out of copies and pickles. The hooks
+    are there as well: whoever asks sees them, and with others beside them, or while torch.compile
+    or torch.jit.trace follows the call, they run as ever.
+    """
+
+    def __init__(self, module: nn.Module, call: _C.ModuleCall) -> None:
+        self._owner = weakref.ref(module)
+        module._compiled_call_impl = call
+
+    def remove(self) -> None:
+        """Leaves the module its own call."""
+        module = self._owner()
+        if module is not None:
+            forget_direct_call(module)
+
+
+def forget_direct_call(module: nn.Module) -> None:
+    """A module that is followed no longer; no effect on one that has been compiled meanwhile."""
+    if isinstance(module._compiled_call_impl, _C.ModuleCall):
+        del module._compiled_call_impl
+
+
 def compiled_calls(model: nn.Module) -> dict[nn.Module, CompiledCall]:
     """Of a model that is followed, by what torch.compile has compiled."""
     return {
@@ -138,8 +163,15 @@ def follow(spec: ModelSpec, events: _C.StepEvents) -> list[Handle]:
         if owner.compiled:
             calls.append(CompiledCall(module, enter, leave))
             continue
-        handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        handles.append(module.register_forward_hook(leave, always_call=True))
+        hooks = (
+            module.register_forward_pre_hook(enter, prepend=True),
+            module.register_forward_hook(leave, always_call=True),
+        )
+        handles.extend(hooks)
+        if i > 0:  # the model itself is called once a step
+            handles.append(
+                _DirectCall(module, events.module_call(i, module, *(h.id for h in hooks)))
+            )
     if calls:
         model = spec.modules[0].module
         handles.append(model.register_forward_pre_hook(ModuleHook(_stay, calls)))
@@ -163,7 +195,7 @@ def _warn_of_late(waiting: list[tuple[str, weakref.ref[nn.Module]]], *_: Any) ->
     for name, ref in waiting:
         block = ref()
         call = None if block is None else block._compiled_call_impl
-        if call is not None and not isinstance(call, CompiledCall):
+        if call is not None and not isinstance(call, CompiledCall | _C.ModuleCall):
             waiting.clear()
             warnings.warn(
                 f"block '{name}' ({type(block).__name__}) was compiled after boost, so its graph "

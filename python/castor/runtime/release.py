@@ -9,7 +9,7 @@ from castor.runtime.block_policy import BlockPolicy
 from castor.runtime.boosted_model import forget
 from castor.runtime.engine import Engine
 from castor.runtime.guard import unguard
-from castor.runtime.hooks import CompiledCall, ModuleHook
+from castor.runtime.hooks import CompiledCall, ModuleHook, forget_direct_call
 from castor.runtime.input_cast import InputCast
 
 _HOOKS = (
@@ -56,6 +56,7 @@ def release_model(model: nn.Module, engine: Engine) -> None:
 def _remove_hooks(module: nn.Module) -> None:
     if isinstance(module._compiled_call_impl, CompiledCall):
         module._compiled_call_impl.remove()
+    forget_direct_call(module)
     for registry in _HOOKS:
         hooks = getattr(module, registry)
         for number, hook in list(hooks.items()):
