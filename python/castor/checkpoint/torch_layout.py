@@ -29,7 +29,7 @@ from castor.checkpoint.optimizer import FORMAT, OptimizerState
 from castor.checkpoint.sealed_json import read_sealed, seal
 from castor.checkpoint.values import decode, encode
 from castor.errors import CheckpointError
-from castor.runtime.rules import ADAM, CLASSES, RULES, FusedRule, rule_like
+from castor.runtime.rules import ADAM, CLASSES, RULES, FusedRule, rule_like, rule_with
 
 MODEL_FILE = "model.pt"
 _OPTIMIZER_FILE = re.compile(r"optimizer(-\d+)?\.pt")
@@ -205,7 +205,7 @@ def _foreign_state(document: dict[str, Any], where: str) -> OptimizerState:
                 numbers.setdefault(name, {})[entry] = encode(value, what)
     found = {entry for entries in state.values() for entry in entries}
     groups = document["param_groups"]
-    rule = rule_like(groups, found)
+    rule = rule_like(groups, found) or rule_with(found)
     if rule is None:
         raise CheckpointError(
             f"{where} has states {sorted(found)}; states of {', '.join(CLASSES)} are converted, "

@@ -188,5 +188,13 @@ def rule_like(groups: Sequence[Group], entries: Iterable[str] = ()) -> FusedRule
     return None
 
 
+def rule_with(entries: Iterable[str]) -> FusedRule | None:
+    """The rule of which a parameter's state with these entries is, if they tell."""
+    found = frozenset(entries) - EXACT_ONLY
+    return next(
+        (rule for rule in RULES if rule.entries and rule.entries <= found <= rule.known), None
+    )
+
+
 def _has_options(group: Group, rule: FusedRule) -> bool:
     return all(key in group for key in rule.group_keys)
