@@ -1,10 +1,8 @@
 #include "optim/adam.h"
 
-#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <string>
-#include <vector>
 
 #include "core/error.h"
 #include "optim/adam_check.h"
@@ -12,44 +10,11 @@
 #include "optim/adam_split.h"
 #include "optim/dispatch.h"
 #include "optim/rounding.h"
+#include "optim/rule_checks.h"
+#include "optim/segment_pieces.h"
 
 namespace castor {
 namespace {
-
-/// Elements a task updates: 256 KiB of each fp32 array, long enough to hide a task's cost and short
-/// enough to balance the threads.
-constexpr std::size_t kTaskElements = 64 * 1024;
-
-/// What starting a segment costs, in elements: bounds the segments of a task.
-constexpr std::size_t kSegmentCost = 64;
-
-/// A long segment is cut at multiples of this, so that tasks share neither cache lines nor blocks.
-constexpr std::size_t kCutElements = kMomentBlock;
-
-struct Cursor {
-  std::size_t segment;
-  std::size_t offset;
-};
-
-/// Cuts the segments, in order, into tasks of about kTaskElements; gives each task's beginning.
-std::vector<Cursor> cut_into_tasks(std::span<const AdamSegment> segments) {
-  std::vector<Cursor> begins;
-  std::size_t room = 0;
-  for (std::size_t i = 0; i < segments.size(); ++i) {
-    for (std::size_t offset = 0; offset < segments[i].numel;) {
-      if (room < kSegmentCost + kCutElements) {
-        begins.push_back({i, offset});
-        room = kTaskElements + kSegmentCost;
-      }
-      room -= kSegmentCost;
-      const std::size_t left = segments[i].numel - offset;
-      const std::size_t taken = left <= room ? left : room / kCutElements * kCutElements;
-      offset += taken;
-      room -= taken;
-    }
-  }
-  return begins;
-}
 
 template <ScalarType type, WeightDecayMode mode>
 struct UpdateLoop {
@@ -115,42 +80,15 @@ void update(Isa isa, const AdamSegment& segment, std::size_t begin, std::size_t 
 
 }  // namespace
 
-void check_options(std::span<const AdamOptions> groups) {
-  for (std::size_t i = 0; i < groups.size(); ++i) {
-    try {
-      static_cast<void>(AdamCoefficients(groups[i], 1, 1.0));
-    } catch (const InvalidArgument& error) {
-      throw InvalidArgument("param_groups[" + std::to_string(i) + "]: " + error.what());
-    }
-  }
-}
-
 AdamCoefficients::AdamCoefficients(const AdamOptions& options, std::int64_t step,
                                    double grad_scale_value) {
-  const auto check_beta = [](double beta, const char* name) {
-    if (!(beta >= 0.0 && beta < 1.0)) {
-      throw InvalidArgument(std::string("Adam: ") + name + " must be in [0, 1), got " +
-                            std::to_string(beta));
-    }
-  };
-  const auto check_not_negative = [](double value, const char* name) {
-    if (!(value >= 0.0 && std::isfinite(value))) {
-      throw InvalidArgument(std::string("Adam: ") + name + " must be finite and at least 0, got " +
-                            std::to_string(value));
-    }
-  };
-  check_beta(options.beta1, "beta1");
-  check_beta(options.beta2, "beta2");
-  check_not_negative(options.lr, "lr");
-  check_not_negative(options.eps, "eps");
-  check_not_negative(options.weight_decay, "weight_decay");
-  if (step < 1)
-    throw InvalidArgument("Adam: step counts from 1, got " + std::to_string(step));
-  if (!std::isfinite(grad_scale_value)) {
-    throw InvalidArgument(
-        "Adam: grad_scale must be finite: skip the step when the gradients "
-        "overflowed");
-  }
+  const detail::OptionCheck check("Adam");
+  check.beta(options.beta1, "beta1");
+  check.beta(options.beta2, "beta2");
+  check.not_negative(options.lr, "lr");
+  check.not_negative(options.eps, "eps");
+  check.not_negative(options.weight_decay, "weight_decay");
+  check.step(step, grad_scale_value);
 
   const auto exponent = static_cast<double>(step);
   const bool decoupled = options.mode == WeightDecayMode::kDecoupled;
@@ -173,18 +111,10 @@ AdamCoefficients::AdamCoefficients(const AdamOptions& options, std::int64_t step
 void detail::adam_update(Executor& executor, std::span<const AdamSegment> segments, Isa isa) {
   for (const AdamSegment& segment : segments)
     detail::check_segment(segment);
-  const std::vector<Cursor> begins = cut_into_tasks(segments);
-  executor.parallel_for(begins.size(), [&](std::size_t task) {
-    const Cursor end = task + 1 < begins.size() ? begins[task + 1] : Cursor{segments.size(), 0};
-    Cursor at = begins[task];
-    for (; at.segment < end.segment; at = {at.segment + 1, 0}) {
-      const AdamSegment& segment = segments[at.segment];
-      update(isa, segment, at.offset, segment.numel - at.offset);
-    }
-    if (at.offset < end.offset) {
-      update(isa, segments[at.segment], at.offset, end.offset - at.offset);
-    }
-  });
+  detail::for_each_piece(executor, segments,
+                         [isa](const AdamSegment& segment, std::size_t begin, std::size_t count) {
+                           update(isa, segment, begin, count);
+                         });
 }
 
 void adam_update(Executor& executor, std::span<const AdamSegment> segments) {

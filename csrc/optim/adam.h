@@ -29,10 +29,6 @@ struct AdamOptions {
   [[nodiscard]] bool operator==(const AdamOptions&) const = default;
 };
 
-/// Throws InvalidArgument, as AdamCoefficients does at every step, with the position of the group
-/// whose options are wrong: before a step changes anything.
-void check_options(std::span<const AdamOptions> groups);
-
 /// One parameter's update: its options at its step, with everything that does not depend on the
 /// element worked out once, in double precision, and rounded once.
 struct AdamCoefficients {

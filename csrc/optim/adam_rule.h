@@ -13,6 +13,8 @@ namespace castor {
 class AdamRule final : public UpdateRule {
  public:
   static constexpr std::string_view kName = "adam";
+  static constexpr StateFormat kFormats[] = {StateFormat::kFp32, StateFormat::kSplit,
+                                             StateFormat::kSplitBf16, StateFormat::kSplitInt8};
 
   using UpdateRule::UpdateRule;
   [[nodiscard]] std::string_view name() const noexcept override { return kName; }

@@ -36,8 +36,9 @@ class ScopedFlushToZero {
 };
 
 // One body, stamped out for each instruction set: the body's operator() is always_inline, so the
-// vectoriser works on it with the target of the function that holds it. The targets name no FMA;
-// AVX-512 implies it, and -ffp-contract=off (CMakeLists.txt) keeps the compiler from using it.
+// vectoriser works on it with the target of the function that holds it. -ffp-contract=off
+// (CMakeLists.txt) keeps the compiler from fusing a multiply-add that the source does not ask for
+// (multiply_add.h).
 
 template <typename Body>
 [[gnu::noinline]] void run_baseline(const Body& body) {
@@ -46,7 +47,7 @@ template <typename Body>
 
 #if defined(__x86_64__)
 template <typename Body>
-[[gnu::noinline, gnu::target("avx2")]] void run_avx2(const Body& body) {
+[[gnu::noinline, gnu::target("avx2,fma")]] void run_avx2(const Body& body) {
   body();
 }
 

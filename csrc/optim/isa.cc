@@ -15,7 +15,7 @@ struct IsaList {
     // The conditions match the targets in dispatch.h and adam_int8_avx512.cc; the builtin also asks
     // the operating system whether it saves the wider registers.
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2")) {
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
       isas[count++] = Isa::kAvx2;
       if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {

@@ -110,6 +110,11 @@ class UpdateRule {
   /// One step of each segment, in tasks on `executor`; no two arrays may overlap. The bits do not
   /// depend on how segments are cut, on the number of threads or on the instruction set.
   virtual void update(Executor& executor, std::span<const UpdateSegment> segments) const = 0;
+  /// Whether an update with these options takes a step of the states: else they stay as they are,
+  /// and it does not count where steps are counted.
+  [[nodiscard]] virtual bool steps_states(const RuleOptions& /*options*/) const noexcept {
+    return true;
+  }
 
   /// How the masters of 16-bit parameters, and the states, are kept.
   [[nodiscard]] StateFormat format() const noexcept { return format_; }
@@ -124,5 +129,11 @@ class UpdateRule {
 /// the rule does not have.
 [[nodiscard]] std::unique_ptr<UpdateRule> make_update_rule(std::string_view name,
                                                            StateFormat format);
+/// Those in which a rule can keep its states. Throws InvalidArgument for an unknown name.
+[[nodiscard]] std::span<const StateFormat> formats_of_rule(std::string_view name);
+
+/// Throws InvalidArgument, as coefficients() does at every step, with the position of the group
+/// whose options are wrong: before a step changes anything.
+void check_options(const UpdateRule& rule, std::span<const RuleOptions> groups);
 
 }  // namespace castor

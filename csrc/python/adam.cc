@@ -51,10 +51,6 @@ at::Tensor zero_state_like(const at::Tensor& like, at::ScalarType dtype) {
 
 void bind_adam(py::module_& module) {
   module.def("adam_update", &adam_update_tensors, py::arg("entries"));
-  module.def(
-      "check_adam_options",
-      [](const std::vector<py::dict>& groups) { check_options(adam_options(groups)); },
-      py::arg("groups"));
   module.def("zero_state_like", &zero_state_like, py::arg("like"), py::arg("dtype"));
   module.def("round_to_param", &round_to_param, py::arg("param"), py::arg("master"));
   module.def("adam_isa", [] { return std::string(adam_isa()); });

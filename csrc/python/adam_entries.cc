@@ -48,14 +48,6 @@ AdamOptions adam_options(const py::dict& group) {
       .mode = group["decoupled"].cast<bool>() ? WeightDecayMode::kDecoupled : WeightDecayMode::kL2};
 }
 
-std::vector<AdamOptions> adam_options(const std::vector<py::dict>& groups) {
-  std::vector<AdamOptions> options;
-  for (const py::dict& group : groups) {
-    options.push_back(adam_options(group));
-  }
-  return options;
-}
-
 AdamEntries::Tensors AdamEntries::tensors_of(const py::dict& entry) {
   const auto tensor = [&entry](const char* name) { return entry[name].cast<at::Tensor>(); };
   return {.param = tensor("param"),

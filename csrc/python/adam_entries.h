@@ -15,7 +15,6 @@ namespace castor {
 /// The hyper-parameters of a group, from "lr", "beta1", "beta2", "eps", "weight_decay" and
 /// "decoupled".
 [[nodiscard]] AdamOptions adam_options(const pybind11::dict& group);
-[[nodiscard]] std::vector<AdamOptions> adam_options(const std::vector<pybind11::dict>& groups);
 
 /// The parameters of a standalone HybridAdam's step, from one dict each: tensors of equal numel and
 /// layout on one device, and their hyper-parameters. Keeps the tensors alive. Internal to

@@ -11,6 +11,7 @@
 
 #include "core/chunk_layout.h"
 #include "core/trace.h"
+#include "optim/update_rule.h"
 
 namespace castor {
 
@@ -37,6 +38,12 @@ void bind_options(pybind11::module_& module);
 
 /// castor._C.AdamArrays: the fused Adam over ordinary CPU tensors, for HybridAdam used alone.
 void bind_adam(pybind11::module_& module);
+
+/// The options of groups, by the rule's names for them.
+[[nodiscard]] std::vector<RuleOptions> rule_options(const UpdateRule& rule,
+                                                    const std::vector<pybind11::dict>& groups);
+/// What castor._C tells of update rules: rule_state_names, rule_formats, check_rule_options.
+void bind_rules(pybind11::module_& module);
 
 /// The conversions of castor._C between its state formats and fp32 tensors.
 void bind_state_formats(pybind11::module_& module);

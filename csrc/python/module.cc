@@ -149,13 +149,7 @@ std::shared_ptr<Session> create_session(
 GroupOptions group_options(const Session& session, const std::vector<py::dict>& groups,
                            std::vector<std::int64_t> group_of) {
   GroupOptions options{.groups = {}, .group_of = std::move(group_of)};
-  for (const py::dict& group : groups) {
-    RuleOptions& values = options.groups.emplace_back();
-    std::size_t i = 0;
-    for (const std::string_view name : session.rule().option_names()) {
-      values.at(i++) = group[py::str(std::string(name))].cast<double>();
-    }
-  }
+  options.groups = rule_options(session.rule(), groups);
   return options;
 }
 
@@ -374,6 +368,7 @@ PYBIND11_MODULE(_C, m) {
 
   castor::bind_adam(m);
   castor::bind_state_formats(m);
+  castor::bind_rules(m);
   castor::bind_machine(m);
   castor::bind_io(m);
   castor::bind_simulator(m);

@@ -43,9 +43,10 @@ CopyMode copy_mode(const py::dict& options, const char* key) {
   return options[key].cast<CopyMode>();
 }
 
-/// Throws InvalidArgument for a format that parameters of the type do not have.
-std::shared_ptr<const UpdateRule> rule_for(ScalarType type, StateFormat format) {
-  std::shared_ptr<const UpdateRule> rule = make_update_rule("adam", format);
+/// Throws InvalidArgument for a format that the rule or parameters of the type do not have.
+std::shared_ptr<const UpdateRule> rule_for(const std::string& name, ScalarType type,
+                                           StateFormat format) {
+  std::shared_ptr<const UpdateRule> rule = make_update_rule(name, format);
   if (type != ScalarType::kBFloat16 && rule->splits_masters()) {
     throw InvalidArgument("the state format '" + std::string(to_string(format)) +
                           "' is for bfloat16 parameters; " + std::string(to_string(type)) +
@@ -71,9 +72,9 @@ class Simulator {
   Simulator(const std::vector<PythonParamSpec>& params,
             const std::vector<PythonModuleSpec>& modules, ScalarType precision,
             std::size_t chunk_bytes, StateFormat state_format, std::size_t num_ranks,
-            const std::vector<bool>& ruled)
+            const std::vector<bool>& ruled, const std::string& rule)
       : type_(precision),
-        rule_(rule_for(type_, state_format)),
+        rule_(rule_for(rule, type_, state_format)),
         state_bytes_per_element_(state_bytes_per_element(type_, *rule_)),
         layout_(param_specs(params, ruled, type_), module_specs(modules),
                 {.chunk_bytes = chunk_bytes,
@@ -328,10 +329,11 @@ void bind_simulator(py::module_& m) {
   m.def("keep_activations", &keep, py::arg("events"), py::arg("compute_seconds"), py::arg("kept"));
   py::class_<Simulator>(m, "Simulator")
       .def(py::init<const std::vector<PythonParamSpec>&, const std::vector<PythonModuleSpec>&,
-                    ScalarType, std::size_t, StateFormat, std::size_t, const std::vector<bool>&>(),
+                    ScalarType, std::size_t, StateFormat, std::size_t, const std::vector<bool>&,
+                    const std::string&>(),
            py::arg("params"), py::arg("modules"), py::arg("precision"), py::arg("chunk_bytes"),
            py::arg("state_format"), py::arg("num_ranks") = 1,
-           py::arg("ruled") = std::vector<bool>())
+           py::arg("ruled") = std::vector<bool>(), py::arg("rule") = "adam")
       .def("follow", &Simulator::follow, py::arg("params"), py::arg("tell"))
       .def("places", &Simulator::places, py::arg("options"))
       .def("run", &Simulator::run, py::arg("events"), py::arg("compute_seconds"),

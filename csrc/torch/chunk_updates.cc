@@ -39,7 +39,8 @@ ParamUpdate ChunkUpdates::update_of(ParamId param, const RuleOptions& options, s
                                     double grad_scale) const {
   return {.param = param,
           .coefficients = rule_->coefficients(options, step, grad_scale),
-          .rounding = RoundingKey(seed_, streams_[index(param)], step)};
+          .rounding = RoundingKey(seed_, streams_[index(param)], step),
+          .steps_states = rule_->steps_states(options)};
 }
 
 void ChunkUpdates::add_segments(std::span<const ParamUpdate> updates, const ChunkMemory& memory,

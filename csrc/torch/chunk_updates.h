@@ -18,6 +18,7 @@ struct ParamUpdate {
   ParamId param{};
   RuleCoefficients coefficients;
   RoundingKey rounding;
+  bool steps_states = true;  ///< UpdateRule::steps_states
 };
 
 /// Runs the rule's updates of chunks, where their payloads are: on the host, through the window of

@@ -24,13 +24,7 @@ void Updater::check(const GroupOptions& options) const {
     throw InvalidArgument("group_of has " + std::to_string(options.group_of.size()) +
                           " entries for " + std::to_string(parts_.params.size()) + " parameters");
   }
-  for (std::size_t i = 0; i < options.groups.size(); ++i) {
-    try {
-      static_cast<void>(rule.coefficients(options.groups[i], 1, 1.0));
-    } catch (const InvalidArgument& error) {
-      throw InvalidArgument("param_groups[" + std::to_string(i) + "]: " + error.what());
-    }
-  }
+  check_options(rule, options.groups);
   for (const std::int64_t group : options.group_of) {
     if (group < GroupOptions::kNoGroup ||
         group >= static_cast<std::int64_t>(options.groups.size())) {
@@ -164,7 +158,7 @@ ParamUpdate Updater::next_update(ParamId param, const RuleOptions& options,
 void Updater::count(std::span<const ParamUpdate> updates) {
   for (const ParamUpdate& update : updates) {
     float& taken = steps_.mutable_data_ptr<float>()[index(update.param)];
-    taken = static_cast<float>(static_cast<std::int64_t>(taken) + 1);
+    taken = static_cast<float>(static_cast<std::int64_t>(taken) + (update.steps_states ? 1 : 0));
     // As torch's in-place update does: a graph that saved the old weights must not be replayed.
     parts_.params[index(update.param)].local.unsafeGetTensorImpl()->bump_version();
   }

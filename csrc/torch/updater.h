@@ -57,7 +57,8 @@ class Updater {
   /// `aliased`: whether somebody holds a tensor over a chunk's memory that the gate does not watch.
   Updater(const Parts& parts, Overlap overlap, std::function<bool(ChunkId)> aliased);
 
-  /// Updates taken, one float32 per parameter: views of it are torch's `step` entries.
+  /// Steps that the states have taken (UpdateRule::steps_states), one float32 per parameter: views
+  /// of it are torch's `step` entries.
   [[nodiscard]] const at::Tensor& steps() const noexcept { return steps_; }
 
   /// Overlap::kBackward: the options with which the coming backward updates what it completes; no

@@ -59,11 +59,12 @@ class Booster(Checkpoints):
 
         Args:
             model: Any module on the CPU.
-            optimizer: An optimizer over the model's trainable parameters. Adam, AdamW and
-                HybridAdam run fused on the chunks; others run their own step on the host copies
-                (float32 only). Several may share the parameters, in a list: gradients are checked
-                and clipped, all together, in the first step after a pass. Parameters that none
-                holds get gradients and no update, as in plain PyTorch, and a warning names them.
+            optimizer: An optimizer over the model's trainable parameters. Adam, AdamW,
+                HybridAdam, SGD and castor.optim.Lion run fused on the chunks; others run their own
+                step on the host copies (float32 only). Several may share the parameters, in a list:
+                gradients are checked and clipped, all together, in the first step after a pass.
+                Parameters that none holds get gradients and no update, as in plain PyTorch, and a
+                warning names them.
             criterion: Returned as it is.
             dataloader: A torch DataLoader learns to tell its position (state_dict), for
                 checkpoints; anything else is returned as it is.

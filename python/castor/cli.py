@@ -105,6 +105,9 @@ def estimate(
             "bf16, else fp32.",
         ),
     ] = None,
+    optimizer: Annotated[
+        str, typer.Option(help="What steps: adam, lion, sgd (without momentum) or sgd_momentum.")
+    ] = "adam",
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
     activations: Annotated[
         str, typer.Option(help="As in GeminiPlugin: keep, recompute, offload or auto.")
@@ -130,6 +133,7 @@ def estimate(
         sequence=seq,
         precision=cast(Precision, precision),
         state_format=_state_format(state_format, precision),
+        optimizer=optimizer,
         activations=cast(Activations, activations),
         overlap=cast(Overlap, overlap),
         max_prefetch=max_prefetch,
@@ -170,6 +174,7 @@ def plan(
     state_format: Annotated[
         str | None, typer.Option("--format", help="Optimizer state, as in castor estimate.")
     ] = None,
+    optimizer: Annotated[str, typer.Option(help="What steps, as in castor estimate.")] = "adam",
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
     shown: Annotated[int, typer.Option(help="Layouts in the table.", min=1)] = 5,
     output: Annotated[
@@ -188,6 +193,7 @@ def plan(
         sequence=seq,
         precision=cast(Precision, precision),
         state_format=_state_format(state_format, precision),
+        optimizer=optimizer,
     )
     console = Console(highlight=False, soft_wrap=True, quiet=as_json)
     found = search_and_show(config, cluster, workload, console, shown=shown, output=output)

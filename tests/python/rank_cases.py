@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.optim import SGD, Optimizer
 
 import castor
 import helpers
 from castor import checkpoint
+from castor.optim import Lion
 from enduring_run import FAULTS_VARIABLE
 from packed_layers import tower_4bit, tower_4bit_loss
 from zoo import CASES, Tower, tower, tower_batch, tower_loss
@@ -37,6 +39,9 @@ class RankCase:
     micro_batches: int = 1
     deferred: bool = False
     """Whether all but the last micro-batch run under no_sync."""
+    optimizer: Callable[[list[nn.Parameter]], Optimizer] = lambda params: castor.HybridAdam(
+        params, lr=1e-2, weight_decay=0.1
+    )
 
 
 class Uneven(Tower):
@@ -70,6 +75,14 @@ def _zoo(name: str, *, checkpointing: bool = False, **settings: Any) -> RankCase
 
 def _tower_loss(model: nn.Module, seed: int, _: int) -> torch.Tensor:
     return tower_loss(model, seed)
+
+
+def _sgd(params: list[nn.Parameter]) -> Optimizer:
+    return SGD(params, lr=0.1, momentum=0.9, dampening=0.2, weight_decay=0.01)
+
+
+def _lion(params: list[nn.Parameter]) -> Optimizer:
+    return Lion(params, lr=1e-3, weight_decay=0.1)
 
 
 def _frozen() -> nn.Module:
@@ -106,6 +119,10 @@ EXACT = {
     "lazy": RankCase(_lazy_llama, _zoo("llama").loss),
     "tight": RankCase(tower, _tower_loss, {"memory": 24 << 10, "chunk_bytes": "8KiB"}),
     "overlap": _zoo("gpt2", overlap="forward"),
+    "sgd": RankCase(
+        tower, _tower_loss, {"memory": 24 << 10, "chunk_bytes": "8KiB"}, optimizer=_sgd
+    ),
+    "lion": RankCase(tower, _tower_loss, {"overlap": "forward"}, optimizer=_lion),
     "uneven": RankCase(
         _uneven,
         lambda model, seed, rank: model(**tower_batch(seed), skip=2 if rank == 1 else None),
@@ -135,8 +152,7 @@ def boost(case: RankCase, **settings: Any) -> helpers.Boosted:
         Path(chosen["nvme_path"]).mkdir(exist_ok=True)
     model = case.build()
     trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = castor.HybridAdam(trained, lr=1e-2, weight_decay=0.1)
-    return helpers.boost(model, optimizer=optimizer, **chosen)
+    return helpers.boost(model, optimizer=case.optimizer(trained), **chosen)
 
 
 def train(
@@ -335,6 +351,21 @@ def loads(directory: Path) -> None:
         torch.save(list(model.parameters()), directory / f"loaded.{rank}.pt")
         torch.save(torch.rand(4), directory / f"loaded-random.{rank}.pt")
         print(info.step)
+
+
+def steps_with_momentum(directory: Path) -> None:
+    """Three steps in bf16 from where the last such scenario ended, and what they come to."""
+    case = RankCase(tower, _tower_loss, {"precision": "bf16"}, optimizer=_sgd)
+    goes_on = (directory / "run").exists()
+    with _of_rank() as rank:
+        booster, model, optimizer = boost(case)
+        begun = booster.load(directory / "run", model, optimizer).step if goes_on else 0
+        for step in range(begun, begun + 3):  # on every rank the same: the mean is one process's
+            booster.backward(_tower_loss(model, step, rank), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        booster.save(directory / "run", model, optimizer)
+        booster.save_optimizer(optimizer, directory / f"state-{begun}", model=model)
 
 
 def _loader(booster: castor.Booster) -> Any:

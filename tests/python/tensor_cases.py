@@ -338,7 +338,7 @@ def refused(directory: Path) -> None:
         "unknown style": _said(lambda: boost(case, 2, tp_plan={"lm_head": "diagonal"})),
         "wrong module": _said(lambda: boost(case, 2, tp_plan={"model.norm": "colwise"})),
         "quantised": _said(lambda: boost(Case("packed", _quantised, case.batch), 2)),
-        "muon": _said(lambda: boost(case, 2, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))),
+        "muon": _said(lambda: boost(case, 2, optimizer=lambda p: torch.optim.RMSprop(p, lr=0.1))),
         "state": _said(lambda: boost(case, 2, optimizer=_stepped)),
         "int8": _said(lambda: boost(case, 2, precision="bf16", optim_state_format="split_int8")),
         "models": _said(lambda: boost(FAMILIES["llama" if rank else "mistral"], 2, max_norm=rank)),
@@ -549,7 +549,7 @@ def experts_refused(directory: Path) -> None:
         "list": _said(lambda: boost(Case("mixture", Mixture, mixtral.batch), ep_size=2)),
         "ranks": _said(lambda: boost(mixtral, ep_size=3)),
         "muon": _said(
-            lambda: boost(mixtral, ep_size=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+            lambda: boost(mixtral, ep_size=2, optimizer=lambda p: torch.optim.RMSprop(p, lr=0.1))
         ),
     }  # fmt: skip
     found["works"] = train(mixtral, boost(mixtral, ep_size=2), 0, 1)

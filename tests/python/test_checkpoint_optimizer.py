@@ -180,13 +180,12 @@ def test_masters_without_a_place_are_left_with_a_warning(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "make",
     [
-        lambda params: SGD(params, lr=0.1, momentum=0.9),
         lambda params: Adagrad(params, lr=0.1),
         lambda params: RMSprop(params, lr=0.01, momentum=0.5, centered=True),
         lambda params: Adafactor(params),
         lambda params: AdamW(params, lr=LR, amsgrad=True),
     ],
-    ids=["sgd", "adagrad", "rmsprop", "adafactor", "amsgrad"],
+    ids=["adagrad", "rmsprop", "adafactor", "amsgrad"],
 )
 def test_generic_path_goes_on_bitwise(make: Any, tmp_path: Path) -> None:
     def build() -> Boosted:

@@ -72,7 +72,7 @@ def test_experts_that_no_token_chose_decay_as_in_plain_pytorch(tmp_path: Path) -
         ("few", "UsageError", "has 1 experts, too few for ep_size=2"),
         ("list", "NotImplementedError", "'experts' is a ModuleList, whose experts castor cannot"),
         ("ranks", "UsageError", "ep_size=3 needs a multiple of 3 ranks, and 2 ranks"),
-        ("muon", "NotImplementedError", "with ep_size=2 a SGD would step parts of matrices"),
+        ("muon", "NotImplementedError", "with ep_size=2 a RMSprop would step parts of matrices"),
     ],
 )
 def test_what_cannot_be_divided_is_named_on_every_rank(

@@ -137,7 +137,7 @@ def test_other_optimizers_run_on_promoted_chunks() -> None:
     weights = []
     for settings in (STAY, {}):
         model = tower()
-        boosted = boost(model, optimizer=torch.optim.SGD(model.parameters(), LR, 0.9), **settings)
+        boosted = boost(model, optimizer=torch.optim.RMSprop(model.parameters(), LR), **settings)
         for seed in range(5):
             boosted.step(loss_of(boosted.model, seed))
         weights.append(copies(boosted.model.parameters()))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW, RMSprop
 
 import castor
 from castor import HybridAdam
@@ -392,7 +392,7 @@ def test_wrong_settings_are_refused(
 def test_other_optimizers_have_no_states_to_store(tmp_path: Path) -> None:
     model = tower()
     with pytest.raises(NotImplementedError, match="nvme_path"):
-        boost(model, optimizer=SGD(model.parameters(), lr=0.1), nvme_path=tmp_path)
+        boost(model, optimizer=RMSprop(model.parameters(), lr=0.1), nvme_path=tmp_path)
 
 
 # --- HybridAdam's own arguments -------------------------------------------------------------------

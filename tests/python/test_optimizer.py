@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR
 
 import castor
@@ -363,7 +363,6 @@ def test_new_group_after_boost_is_refused() -> None:
 # --- other optimizers ---------------------------------------------------------------------------
 
 OTHERS: dict[str, Callable[[Any], Optimizer]] = {
-    "sgd": lambda params: SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adagrad": lambda params: Adagrad(params, lr=0.05),
     "amsgrad": lambda params: AdamW(params, lr=LR, amsgrad=True),
     "maximize": lambda params: Adam(params, lr=LR, maximize=True),

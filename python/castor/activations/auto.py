@@ -223,6 +223,7 @@ def _lay_out(model: nn.Module, engine: Engine, config: GeminiConfig) -> _C.Simul
         state_format=engine.session.optim_state_format,
         num_ranks=engine.ranks.size if engine.ranks else 1,
         ruled=engine.ruled,
+        rule=engine.rule.name if engine.rule else "adam",  # which then updates nothing
     )
 
 

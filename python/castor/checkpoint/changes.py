@@ -13,7 +13,9 @@ from castor.checkpoint.container import ComputedTensor, SavedTensor
 from castor.checkpoint.contents import Contents
 from castor.checkpoint.optimizer import OptimizerState
 from castor.checkpoint.tensor_bytes import pieces
+from castor.checkpoint.values import decode
 from castor.errors import CheckpointError
+from castor.runtime.rules import TENSORS, rule_like
 
 
 def with_ties(contents: Contents, pairs: Iterable[str]) -> Contents:
@@ -99,10 +101,17 @@ def _with_masters(
 ) -> OptimizerState:
     """The states with masters where weights of `dtype` are less than those."""
     tensors: dict[str, SavedTensor] = {}
-    for name, entries in by_parameter(state).items():
+    groups = state.description["groups"]
+    rule = rule_like([decode(group["options"]) for group in groups])
+    stateless = rule is not None and not rule.entries  # it has masters all the same
+    found = by_parameter(state)
+    if stateless:
+        found = {name: found.get(name, {}) for group in groups for name in group["params"]}
+    for name, entries in found.items():
         master = entries.pop("master", None)
         weight = contents.weight(name)
-        if master is None and weight is not None and "exp_avg" in entries:
+        stepped = stateless or not TENSORS.isdisjoint(entries)
+        if master is None and weight is not None and stepped:
             master = exact[weight]
         if master is not None and master.dtype == torch.float32 != dtype:
             entries["master"] = master
@@ -136,7 +145,7 @@ def check_states(contents: Contents, source: Path) -> None:
     for state in contents.optimizers:
         for key, tensor in state.tensors.items():
             name, _, entry = key.rpartition(".")
-            if not entry.startswith("exp_avg"):
+            if entry not in TENSORS:
                 continue
             weight = contents.weight(name)
             shape = None if weight is None else tuple(contents.weights[weight].shape)

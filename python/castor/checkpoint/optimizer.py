@@ -209,41 +209,42 @@ def _entries(optimizer: Optimizer, param: torch.Tensor) -> dict[Any, Any]:
 
 
 def _portable(driver: Driver, param: torch.Tensor, entry: dict[Any, Any]) -> dict[Any, Any]:
-    """A boosted parameter's state with float32 moments, read when they are written."""
+    """A boosted parameter's state in float32, read when it is written."""
     if not entry:
         return entry
     engine, index = driver.engine, driver.engine.index_of[param]  # type: ignore[index]
     session = engine.session
-    narrow = session.optim_state_format in ("split_bf16", "split_int8")
-
-    def of(states: list[torch.Tensor], position: int) -> torch.Tensor:
-        if position == 2 or not narrow:
-            return states[position]
-        exp_avg, exp_avg_sq, *scales = states
-        return _C.load_moments(
-            session.optim_state_format,
-            exp_avg,
-            exp_avg_sq,
-            scales[0].view(-1, 2) if scales else None,
-        )[position]
-
-    def whole(position: int) -> torch.Tensor:
-        return of(session.saved_states(index), position)
-
-    def part(position: int) -> Part:
-        first, _ = session.saved_piece(index)
-        part = of(session.saved_states_of_piece(index), position)
-        return (first if position < 2 else first // _C.MOMENT_BLOCK * 2), part
-
     names = session.state_names
+
+    def whole(name: str) -> torch.Tensor:
+        return _in_float32(session, session.saved_states(index), name)
+
+    def part(name: str) -> Part:
+        first, _ = session.saved_piece(index)
+        part = _in_float32(session, session.saved_states_of_piece(index), name)
+        return (first // _C.MOMENT_BLOCK * 2 if name == "scales" else first), part
+
     # Keys alone: what a stored entry gives for one is read from NVMe.
     portable: dict[Any, Any] = {key: entry[key] for key in entry if key not in names}
-    for position, name in enumerate(names):
+    for name in names:
         shape = (-(-param.numel() // _C.MOMENT_BLOCK), 2) if name == "scales" else None
-        portable[name] = held(
-            engine, index, partial(whole, position), partial(part, position), shape=shape
-        )
+        portable[name] = held(engine, index, partial(whole, name), partial(part, name), shape=shape)
     return portable
+
+
+def _in_float32(session: _C.Session, tensors: list[torch.Tensor], name: str) -> torch.Tensor:
+    """One of a parameter's states, which are `tensors`."""
+    states = dict(zip(session.state_names, tensors, strict=True))
+    if states[name].dtype == torch.float32:
+        return states[name]
+    scales = states.get("scales")  # only Adam's moments are rounded
+    moments = _C.load_moments(
+        session.optim_state_format,
+        states["exp_avg"],
+        states["exp_avg_sq"],
+        None if scales is None else scales.view(-1, 2),
+    )
+    return moments[0] if name == "exp_avg" else moments[1]
 
 
 def _master(engine: Engine, param: torch.Tensor) -> SavedTensor:

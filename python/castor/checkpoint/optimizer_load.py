@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +21,8 @@ from castor.checkpoint.parts import names_of_others, own_part, whole_shape
 from castor.checkpoint.staging import recover
 from castor.checkpoint.values import decode
 from castor.errors import CheckpointError, UsageError
+from castor.runtime.rules import MASTER, FusedRule, rule_like
 from castor.runtime.shards import fill, own_shard
-
-_ADAM_ENTRIES = {"step", "exp_avg", "exp_avg_sq"}
-_ADAM_LIKE = _ADAM_ENTRIES | {"max_exp_avg_sq", "master"}
-# Lets one format take its state back bit for bit; others have no use for it.
-_EXACT_ONLY = {"scales"}
-_NOT_FUSED = ("amsgrad", "maximize", "differentiable")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +166,7 @@ def prepare_optimizer(
     driver = driver_of(optimizer)
     others = names_of_others(driver.engine) if driver else set()
     groups = _match_groups(document["groups"], optimizer, names, others)
-    _check_kind(optimizer, document["optimizer"], stored, numbers)
+    _check_kind(optimizer, document, stored, numbers)
     stored = {key: one for key, one in stored.items() if key.rpartition(".")[0] not in others}
     numbers = {name: entry for name, entry in numbers.items() if name not in others}
     _check_entries(optimizer, names, stored, groups)
@@ -230,20 +224,22 @@ def _match_groups(
 
 def _check_kind(
     optimizer: Optimizer,
-    saved_class: str,
+    saved: dict[str, Any],
     stored: dict[str, StoredTensor],
     numbers: dict[str, dict[str, Any]],
 ) -> None:
-    """Adam, AdamW and HybridAdam read each other's states; others need their own class."""
-    if type(optimizer).__name__ == saved_class:
+    """Optimizers of one rule read each other's states; others need their own class."""
+    if type(optimizer).__name__ == saved["optimizer"]:
         return
     fields = {key.rpartition(".")[2] for key in stored}
     fields |= {field for entry in numbers.values() for field in entry}
-    adam = all("betas" in group for group in optimizer.param_groups)
-    if not (adam and fields - _EXACT_ONLY <= _ADAM_LIKE):
+    rule = rule_like(optimizer.param_groups)
+    options = [decode(group["options"]) for group in saved["groups"]]
+    saved_rule = rule_like(options, fields)
+    if rule is None or saved_rule is None or rule.classes != saved_rule.classes:
         raise CheckpointError(
-            f"the saved state is that of {saved_class} (entries {sorted(fields)}), the optimizer "
-            f"is {type(optimizer).__name__}; load it into its own kind"
+            f"the saved state is that of {saved['optimizer']} (entries {sorted(fields)}), the "
+            f"optimizer is {type(optimizer).__name__}; load it into its own kind"
         )
 
 
@@ -253,37 +249,49 @@ def _check_entries(
     stored: dict[str, StoredTensor],
     groups: list[dict[str, Any]],
 ) -> None:
-    """Shapes, and what the fused Adam needs."""
+    """Shapes, and what a rule needs where one runs the optimizer."""
     params = {name: param for param, name in names.items()}
     driver = driver_of(optimizer)
     engines = [] if driver is None else [driver.engine]
+    rule = driver.engine.rule if driver is not None and driver.fused else None
+    alike = rule or rule_like(optimizer.param_groups)
+    of_params = set() if alike is None else alike.known - {"step"}
     fields: dict[str, set[str]] = {}
     for key, entry in stored.items():
         name, _, field = key.rpartition(".")
         if name not in params:
             raise CheckpointError(f"{entry.path} holds '{key}', of a parameter that is in no group")
         shape = whole_shape(engines, params[name])
-        if field in (_ADAM_LIKE - {"step"}) and entry.shape != shape:
+        if field in of_params and entry.shape != shape:
             raise CheckpointError(
                 f"size mismatch for the optimizer state '{key}': the checkpoint has "
                 f"{entry.shape}, the parameter {shape}"
             )
         fields.setdefault(name, set()).add(field)
-    if driver is None or not driver.fused:
-        return
+    if rule is not None:
+        _check_runs_fused(rule, fields, groups)
+
+
+def _check_runs_fused(
+    rule: FusedRule, fields: dict[str, set[str]], groups: list[dict[str, Any]]
+) -> None:
+    kind = f"the fused {next(iter(rule.classes))}"
     for name, present in fields.items():
-        lacking = _ADAM_ENTRIES - present
-        if present != {"master"} and lacking:
+        lacking = rule.entries - present
+        if present != {MASTER} and lacking:
             raise CheckpointError(
-                f"the saved state of '{name}' has no {sorted(lacking)}, which the fused Adam needs"
+                f"the saved state of '{name}' has no {sorted(lacking)}, which {kind} needs"
             )
-    for option in _options_on(groups):
-        raise CheckpointError(
-            f"the saved optimizer ran with {option}=True, which the fused Adam does not do; boost "
-            f"an optimizer with {option}=True, it takes the generic path"
-        )
-
-
-def _options_on(groups: list[dict[str, Any]]) -> Iterator[str]:
     for options in groups:
-        yield from (option for option in _NOT_FUSED if options.get(option))
+        for option in rule.without:
+            if options.get(option):
+                raise CheckpointError(
+                    f"the saved optimizer ran with {option}=True, which {kind} does not do; boost "
+                    f"an optimizer with {option}=True, it takes the generic path"
+                )
+    try:
+        rule.checked(groups)
+    except ValueError as error:
+        raise CheckpointError(
+            f"the saved optimizer's options are not those of {kind}, as it was boosted: {error}"
+        ) from error

@@ -29,13 +29,12 @@ from castor.checkpoint.optimizer import FORMAT, OptimizerState
 from castor.checkpoint.sealed_json import read_sealed, seal
 from castor.checkpoint.values import decode, encode
 from castor.errors import CheckpointError
+from castor.runtime.rules import ADAM, CLASSES, RULES, FusedRule, rule_like, rule_with
 
 MODEL_FILE = "model.pt"
 _OPTIMIZER_FILE = re.compile(r"optimizer(-\d+)?\.pt")
 _CONTENTS = "castor-contents.json"
 _CONTENTS_FORMAT = "castor-contents-1"
-_ADAM_ENTRIES = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master", "scales"}
-_ADAMS = ("Adam", "AdamW", "HybridAdam")
 
 
 # --- from castor's layout -----------------------------------------------------------------------
@@ -97,10 +96,11 @@ def by_position(state: OptimizerState) -> dict[str, Any]:
 
 def _defaults(optimizer: str) -> dict[str, Any]:
     """Options that a group of torch's class has beside those of castor's."""
-    if optimizer not in _ADAMS:
-        return {}
-    maker = torch.optim.Adam if optimizer == "Adam" else torch.optim.AdamW
-    return dict(maker([nn.Parameter(torch.zeros(1))]).defaults)
+    for rule in RULES:
+        maker = rule.classes.get(optimizer)
+        if maker is not None:
+            return dict(maker([nn.Parameter(torch.zeros(1))]).defaults)
+    return {}
 
 
 # --- to castor's layout -------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def states_of(
         where: For errors.
 
     Raises:
-        CheckpointError: Names are missing, or it is no Adam.
+        CheckpointError: Names are missing, or no rule is known that has such states.
     """
     document = _named(document, names, where)
     if directory is None or not listed(directory, _CONTENTS):
@@ -192,24 +192,29 @@ def _named(document: dict[str, Any], names: Sequence[str] | None, where: str) ->
 def _foreign_state(document: dict[str, Any], where: str) -> OptimizerState:
     tensors: dict[str, SavedTensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
-    for name, entries in document["state"].items():
+    state = {  # torch.optim.SGD wrote a momentum_buffer of None before it left such entries out
+        name: {entry: value for entry, value in entries.items() if value is not None}
+        for name, entries in document["state"].items()
+    }
+    for name, entries in state.items():
         for entry, value in entries.items():
             if isinstance(value, torch.Tensor | ComputedTensor):
                 tensors[f"{name}.{entry}"] = value
             else:
                 what = f"optimizer state '{entry}' of '{name}'"
                 numbers.setdefault(name, {})[entry] = encode(value, what)
-    found = {entry for entries in document["state"].values() for entry in entries}
-    if not found <= _ADAM_ENTRIES:
-        raise CheckpointError(
-            f"{where} has states {sorted(found)}; states of Adam and AdamW are converted, "
-            f"which have {sorted(_ADAM_ENTRIES)}"
-        )
+    found = {entry for entries in state.values() for entry in entries}
     groups = document["param_groups"]
-    decoupled = all(group.get("decoupled_weight_decay", True) for group in groups)
+    rule = rule_like(groups, found) or rule_with(found)
+    if rule is None:
+        raise CheckpointError(
+            f"{where} has states {sorted(found)}; states of {', '.join(CLASSES)} are converted, "
+            "which have "
+            + "; ".join(" ".join(sorted(rule.entries)) for rule in RULES if rule.entries)
+        )
     description = {
         "format": FORMAT,
-        "optimizer": "AdamW" if decoupled else "Adam",
+        "optimizer": _class_of(rule, groups),
         "groups": [
             {
                 "params": list(group["params"]),
@@ -225,6 +230,14 @@ def _foreign_state(document: dict[str, Any], where: str) -> OptimizerState:
         "rounding_seed": None,
     }
     return OptimizerState(tensors=tensors, description=description)
+
+
+def _class_of(rule: FusedRule, groups: Sequence[Mapping[str, Any]]) -> str:
+    """The name of the torch optimizer that wrote a state dict."""
+    if rule is ADAM:  # two classes that differ in an option
+        decoupled = all(group.get("decoupled_weight_decay", True) for group in groups)
+        return "AdamW" if decoupled else "Adam"
+    return next(iter(rule.classes))
 
 
 # --- files --------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -107,7 +107,7 @@ class Estimator:
         keep = workload.activations == "keep"
         self._blocks = None if keep else RecomputedBlocks(self._model)
         self._logits = Logits(self._model, self._spec)
-        self._simulator = lay_out(self._spec, workload.precision, workload.state_format)
+        self._simulator = self._lay_out(workload.state_format)
         self._steps: dict[tuple[int, int], Step] = {}
 
     @property
@@ -322,10 +322,14 @@ class Estimator:
         homes = places(machine)
 
         def takes(state_format: StateFormat) -> int:
-            laid_out = lay_out(self._spec, self.workload.precision, state_format)
-            return laid_out.places(homes)["host_bytes"]
+            return self._lay_out(state_format).places(homes)["host_bytes"]
 
-        return [name for name in get_args(StateFormat) if takes(name) <= machine.host_bytes]
+        formats = _C.rule_formats(self.workload.optimizer)
+        return [name for name in formats if takes(name) <= machine.host_bytes]
+
+    def _lay_out(self, state_format: StateFormat) -> _C.Simulator:
+        workload = self.workload
+        return lay_out(self._spec, workload.precision, state_format, workload.optimizer)
 
 
 def size(num_bytes: int) -> str:

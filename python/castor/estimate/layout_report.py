@@ -88,6 +88,7 @@ def plan_of(cost: LayoutCost, cluster: Cluster, workload: Workload) -> dict[str,
             "sequence": workload.sequence,
             "precision": workload.precision,
             "state_format": workload.state_format,
+            "optimizer": workload.optimizer,
         },
         "predicted": {"step_seconds": cost.seconds, "device_bytes": cost.device_bytes,
                       "host_bytes": cost.host_bytes, "bound": cost.bound},
@@ -137,7 +138,7 @@ def _render(
 ) -> None:
     console.print(
         f"{search.parameters / 1e9:.2f}B parameters, batch {workload.batch} x {workload.sequence} "
-        f"tokens, {workload.precision}, state format {workload.state_format}"
+        f"tokens, {workload.precision}, {workload.optimizer}, state format {workload.state_format}"
     )
     console.print(
         f"on {cluster.nodes} x {cluster.ranks_per_node} ranks, each: {escape(cluster.machine.name)}"

@@ -251,6 +251,7 @@ class LayoutSearch:
                 self._config,
                 precision=self.workload.precision,
                 state_format=self.workload.state_format,
+                rule=self.workload.optimizer,
                 tensor_size=tensor,
                 sequence_size=sequence,
                 recomputes=recomputes,

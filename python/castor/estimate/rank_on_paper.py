@@ -78,6 +78,7 @@ class ModelOnPaper:
         *,
         precision: Precision,
         state_format: StateFormat,
+        rule: str = "adam",
         tensor_size: int,
         sequence_size: int,
         sequence_mode: Mode = "all_to_all",
@@ -89,6 +90,7 @@ class ModelOnPaper:
             config: A config.json.
             precision: Of parameters and computing.
             state_format: Of the optimizer state.
+            rule: Of the optimizer.
             tensor_size: Ranks that share layers.
             sequence_size: Ranks that share sequences.
             sequence_mode: How they meet in attention.
@@ -100,7 +102,7 @@ class ModelOnPaper:
             UsageError: A size does not fit the model.
             NotImplementedError: It cannot be divided so.
         """
-        self._precision, self._state_format = precision, state_format
+        self._precision, self._state_format, self._rule = precision, state_format, rule
         self._dtype = WORKING_DTYPES[precision]
         self.model: Any = build(config, dtype=self._dtype)
         self._divided = tensor_size > 1
@@ -171,7 +173,7 @@ class ModelOnPaper:
         tile: int,
     ) -> RankOnPaper:  # fmt: skip
         spec = ModelSpec.structure(self.model)
-        simulator = lay_out(spec, self._precision, self._state_format)
+        simulator = lay_out(spec, self._precision, self._state_format, self._rule)
         passes = {}
         for stage in own:
             passes[stage] = self._pass(spec, simulator, inputs, modules, stage, tile)

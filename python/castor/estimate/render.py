@@ -35,7 +35,8 @@ def render(estimate: Estimate, workload: Workload, machine: Machine, console: Co
     """Prints what a step takes, and what it would need if it does not fit."""
     console.print(
         f"{estimate.parameters / 1e9:.2f}B parameters, batch {workload.batch} x "
-        f"{workload.sequence} tokens, {workload.precision}, state format {workload.state_format}"
+        f"{workload.sequence} tokens, {workload.precision}, {workload.optimizer}, state format "
+        f"{workload.state_format}"
     )
     console.print(f"on {escape(machine.name)}")
     table = Table(show_header=False, box=None)

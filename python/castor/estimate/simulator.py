@@ -13,13 +13,16 @@ from castor.estimate.workload import Overlap
 from castor.runtime.spec import ModelSpec
 
 
-def lay_out(spec: ModelSpec, precision: Precision, state_format: StateFormat) -> _C.Simulator:
+def lay_out(
+    spec: ModelSpec, precision: Precision, state_format: StateFormat, rule: str
+) -> _C.Simulator:
     """A model in chunks.
 
     Args:
         spec: What castor sees of it.
         precision: Of parameters and gradients.
         state_format: Of the optimizer state.
+        rule: Of the optimizer (castor.runtime.rules).
     """
     params = zip(spec.names, spec.params, strict=True)
     return _C.Simulator(
@@ -28,6 +31,7 @@ def lay_out(spec: ModelSpec, precision: Precision, state_format: StateFormat) ->
         precision=SCALAR_TYPES[precision],
         chunk_bytes=0,
         state_format=state_format,
+        rule=rule,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from castor.config import Precision, StateFormat
 from castor.estimate.model import SHORTEST_SEQUENCE
+from castor.runtime.rules import RULES
 
 Overlap = Literal["none", "forward"]
 Activations = Literal["keep", "recompute", "offload", "auto"]
@@ -24,6 +25,8 @@ class Workload:
     """Of parameters, gradients and computing."""
     state_format: StateFormat = "split"
     """Of the optimizer state; fp32 and fp16 have "fp32" only."""
+    optimizer: str = "adam"
+    """Which rule updates: "adam", "lion", "sgd" (without momentum) or "sgd_momentum"."""
     activations: Activations = "keep"
     """Of the model's blocks, as in GeminiPlugin."""
     overlap: Overlap = "forward"
@@ -48,6 +51,15 @@ class Workload:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}; choose one of {', '.join(get_args(kind))}"
                 )
+        rules = {rule.name: rule for rule in RULES}
+        if self.optimizer not in rules:
+            raise ValueError(f"optimizer is {self.optimizer!r}; choose one of {', '.join(rules)}")
+        formats = rules[self.optimizer].formats
+        if self.state_format not in formats:
+            raise ValueError(
+                f"the state format {self.state_format!r} rounds what Adam keeps; with optimizer "
+                f"{self.optimizer!r} choose one of {', '.join(formats)}"
+            )
         if self.precision != "bf16" and self.state_format != "fp32":
             raise ValueError(
                 f"the state format {self.state_format!r} is for bf16 parameters; with precision "

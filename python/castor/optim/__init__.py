@@ -1,5 +1,6 @@
-"""Optimizers: HybridAdam, and the step of boosted ones."""
+"""Optimizers: HybridAdam and Lion, and the step of boosted ones."""
 
 from castor.optim.hybrid_adam import HybridAdam
+from castor.optim.lion import Lion
 
-__all__ = ["HybridAdam"]
+__all__ = ["HybridAdam", "Lion"]

@@ -13,19 +13,20 @@ from torch.optim import Optimizer
 
 from castor.errors import UsageError
 from castor.optim.boosted_copy import ordinary_copy
-from castor.optim.boosted_state import MOMENTS, Entries, StoredState, state_entry, write_entries
+from castor.optim.boosted_state import Entries, StoredState, state_entry, write_entries
 from castor.optim.hybrid_adam import HybridAdam
 from castor.optim.state_formats import ROUNDING_FORMATS, to_portable
 from castor.optim.step_driver import StepDriver
 from castor.runtime.engine import Engine
+from castor.runtime.rules import EXACT_ONLY
 
 
 class BoostedOptimizer(Optimizer):
     """Mixed into the class of an optimizer handed to booster.boost, which stays the same object.
 
     `param_groups` are read at each step, so schedulers and edits work. `state` holds views of the
-    chunks' moments, in the type of the state format (state_entry); state_dict() has them in torch's
-    own layout.
+    states in the chunks, in the type of the state format (state_entry); state_dict() has them in
+    torch's own layout.
     """
 
     _castor: StepDriver
@@ -50,7 +51,10 @@ class BoostedOptimizer(Optimizer):
 
     def _show_state(self) -> None:
         """Makes `state` entries of the parameters that have taken their first step."""
-        if len(self.state) == self._castor.num_updated:
+        if (
+            len(self.state) == self._castor.num_updated
+            or not self._castor.engine.session.state_names
+        ):
             return
         session = self._castor.engine.session
         for group in self.param_groups:
@@ -73,10 +77,10 @@ class BoostedOptimizer(Optimizer):
             self.seed = seed
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in the layout of torch.optim.AdamW, with float32 moments in every format.
+        """The state in the layout of torch's class, with float32 tensors in every format.
 
-        Moments that are float32 in chunks in memory are views of them, others copies: with an NVMe
-        tier all of it comes into memory, which save_optimizer avoids. "scales" let
+        Those that are float32 in chunks in memory are views of them, others copies: with an NVMe
+        tier all of it comes into memory, which save_optimizer avoids. Of Adam's, "scales" let
         split_int8 resume bit for bit, and "rounding_seed" stands beside "state" where moments are
         rounded. Masters are left out: save_optimizer writes them.
         """
@@ -95,13 +99,14 @@ class BoostedOptimizer(Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state in the layout of torch.optim.AdamW, or of HybridAdam, into the chunks.
+        """Loads a state in the layout of torch's class, or of HybridAdam, into the chunks.
 
-        Moments are rounded to nearest where the format is narrower; a state that the same format
-        gave comes back bit for bit, with its seed.
+        Adam's moments are rounded to nearest where the format is narrower; a state that the same
+        format gave comes back bit for bit, with its seed.
 
         Raises:
-            UsageError: A parameter's state is missing a moment or has another shape.
+            UsageError: A parameter's state lacks a tensor, has one that the rule does not keep, or
+                one of another shape.
             ValueError: The groups do not match, as in torch.
         """
         if not self._castor.fused:
@@ -114,7 +119,8 @@ class BoostedOptimizer(Optimizer):
                 f"the state dict is of an optimizer over {len(saved)} parameters; this one has "
                 f"{len(mine)}"
             )
-        states = (state_dict["state"].get(i, {}) for i in saved)
+        # torch.optim.SGD wrote a momentum_buffer of None before it left such entries out.
+        states = (_without_none(state_dict["state"].get(i, {})) for i in saved)
         entries = list(zip(mine, states, strict=True))
         for param, entry in entries:
             _check_entry(self._castor.engine, param, entry)
@@ -167,17 +173,33 @@ class BoostedOptimizer(Optimizer):
         raise UsageError("add parameter groups before booster.boost: chunks are laid out there")
 
 
+def _without_none(entry: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if value is not None}
+
+
 def _check_entry(engine: Engine, param: torch.Tensor, entry: dict[str, Any]) -> None:
-    if not entry:
+    """Compares a state in torch's layout with what the rule keeps of the parameter.
+
+    Raises:
+        UsageError: See BoostedOptimizer.load_state_dict.
+    """
+    rule = engine.rule
+    if not entry or rule is None:
         return
     name = engine.names[engine.index_of[param]]  # type: ignore[index]
-    for key in ("step", *MOMENTS):
+    for key in sorted(rule.entries):
         if key not in entry:
             raise UsageError(f"the optimizer state of parameter '{name}' has no '{key}'")
-        if key != "step" and entry[key].shape != param.shape:
+    for key, value in entry.items():
+        if key in rule.states and value.shape != param.shape:
             raise UsageError(
-                f"'{key}' of parameter '{name}' has shape {tuple(entry[key].shape)} in the state "
-                f"dict; the parameter has {tuple(param.shape)}"
+                f"'{key}' of parameter '{name}' has shape {tuple(value.shape)} in the state dict; "
+                f"the parameter has {tuple(param.shape)}"
+            )
+        if key not in rule.known and key not in EXACT_ONLY and key != "remainder":
+            raise UsageError(
+                f"the optimizer state of parameter '{name}' has '{key}', for which the model was "
+                f"boosted without a place: {rule.name} keeps {', '.join(rule.states) or 'nothing'}"
             )
 
 

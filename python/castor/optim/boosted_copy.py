@@ -82,10 +82,11 @@ def check_holds_masters(
     """
     precision = engine.settings.precision
     if fused and precision != "fp32" and not issubclass(base, HybridAdam):
+        holder = engine.rule.holds_masters if engine.rule else None
+        other = f"boost castor.{holder}, which keeps them, or " if holder else ""
         raise UsageError(
             f"{what}this boosted {base.__name__} would lose the float32 masters of its {precision} "
-            f"parameters, which torch's {base.__name__} cannot hold: boost castor.HybridAdam, "
-            f"which keeps them, or {instead}"
+            f"parameters, which a plain {base.__name__} cannot hold: {other}{instead}"
         )
 
 

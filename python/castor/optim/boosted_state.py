@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from castor import _C
 from castor.config import GeminiConfig, Precision, StateFormat, check_format_of_precision
-from castor.optim.state_formats import ROUNDING_FORMATS, to_portable
+from castor.optim.state_formats import ROUNDING_FORMATS, fill_rounded, to_portable
 from castor.runtime.engine import Engine
+from castor.runtime.rules import FusedRule
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _DEFAULT_FORMATS: dict[Precision, StateFormat] = {"fp32": "fp32", "bf16": "split", "fp16": "fp32"}
 
 Entries = list[tuple[torch.Tensor, dict[str, Any]]]
@@ -30,12 +29,19 @@ class StateChoice:
     seed: int
 
 
-def choose_state_format(optimizers: Sequence[Optimizer], config: GeminiConfig) -> StateChoice:
+def choose_state_format(
+    optimizers: Sequence[Optimizer], config: GeminiConfig, rule: FusedRule | None
+) -> StateChoice:
     """The state format and the seed of a model that is about to be boosted.
+
+    Args:
+        optimizers: That will step it.
+        config: The plugin's.
+        rule: Which runs on its chunks; None: there is none.
 
     Raises:
         ValueError: GeminiPlugin and a HybridAdam, or two of them, ask for different ones, or the
-            precision does not have the format.
+            precision or the rule does not have the format.
     """
     chosen, seed = config.optim_state_format, config.seed
     asked_by = {"optim_state_format": "GeminiPlugin", "seed": "GeminiPlugin"}
@@ -55,21 +61,27 @@ def choose_state_format(optimizers: Sequence[Optimizer], config: GeminiConfig) -
         chosen = chosen or own_format
         seed = own_seed if seed is None else seed
     chosen = chosen or _DEFAULT_FORMATS[config.precision]
-    check_format_of_precision(
-        f"{asked_by['optim_state_format']}(optim_state_format={chosen!r})", chosen, config.precision
-    )
+    what = f"{asked_by['optim_state_format']}(optim_state_format={chosen!r})"
+    check_format_of_precision(what, chosen, config.precision)
+    if rule is not None and chosen not in rule.formats:
+        raise ValueError(
+            f"{what} rounds what Adam keeps, and {' and '.join(rule.classes)} keeps "
+            f"{', '.join(rule.states) or 'nothing'} in float32: choose one of "
+            f"{', '.join(map(repr, rule.formats))}"
+        )
     return StateChoice(state_format=chosen, seed=seed or 0)
 
 
 class StoredState(dict[str, Any]):
-    """optimizer.state of a parameter whose moments lie on NVMe, or of a model on a GPU.
+    """optimizer.state of a parameter whose state lies on NVMe, or of a model on a GPU.
 
-    Holds "step", and shows the keys that the state has in memory. The moments are read when they
-    are asked for: copies, of which nothing goes back. Copied or pickled it becomes an OrderedDict.
+    Holds "step" where torch's has it, and shows the keys that the state has in memory. Tensors are
+    read when they are asked for: copies, of which nothing goes back. Copied or pickled it becomes
+    an OrderedDict.
     """
 
     def __init__(self, engine: Engine, index: int) -> None:
-        super().__init__(step=engine.session.steps[index])
+        super().__init__(_count(engine, index))
         self._engine = engine
         self._index = index
 
@@ -130,80 +142,62 @@ class StoredState(dict[str, Any]):
 def state_entry(engine: Engine, index: int) -> dict[str, Any]:
     """optimizer.state of a parameter: views of its payloads, in the type its format has.
 
-    exp_avg and exp_avg_sq have the parameter's shape and are float32 in "fp32" and "split",
-    bfloat16 in "split_bf16" and uint8 codes in "split_int8", which has "scales" too, float32 of
-    shape (blocks, 2). These are the types that a standalone HybridAdam has. What lies on NVMe has
-    no views, nor what may be now in a GPU's memory and now on the host: see StoredState.
+    They have the parameter's shape and are float32; Adam's exp_avg and exp_avg_sq are bfloat16 in
+    "split_bf16" and uint8 codes in "split_int8", which has "scales" too, float32 of shape (blocks,
+    2). These are the types that a standalone HybridAdam has. What lies on NVMe has no views, nor
+    what may be now in a GPU's memory and now on the host: see StoredState.
     """
     session = engine.session
     if not session.shown(index):
         return StoredState(engine, index)
     states = dict(zip(session.state_names, session.states(index), strict=True))
-    return {"step": session.steps[index]} | states
+    return _count(engine, index) | states
+
+
+def _count(engine: Engine, index: int) -> dict[str, Any]:
+    """The steps of a parameter's state, where torch's has them."""
+    counts = engine.rule is not None and engine.rule.counts_steps
+    return {"step": engine.session.steps[index]} if counts else {}
 
 
 @torch.no_grad()
 def write_entries(engine: Engine, entries: Entries) -> None:
     """Copies states into the chunks; parameters without one start from zero.
 
-    Moments are rounded to nearest where the format is narrower; what the same format gave comes
-    back bit for bit.
+    They are rounded to nearest where the format is narrower; what the same format gave comes back
+    bit for bit.
 
     Raises:
         ValueError: exp_avg_sq has a negative element, in a format that rounds.
     """
-    engine.session.await_updates()  # store_moments is no operator of torch, which would wait
+    assert engine.rule is not None
+    engine.session.await_updates()  # not all that writes is an operator of torch, which would wait
     for param, entry in entries:
         if param not in engine.index_of or not param.requires_grad:
             continue
         index = engine.index_of[param]  # type: ignore[index]
         portable = to_portable(param, entry)
-        engine.session.steps[index] = float(portable.get("step", 0.0))
+        engine.session.steps[index] = engine.rule.steps_of(portable)
         if "master" in portable:
             engine.session.set_master(index, portable["master"])
-        _write_moments(engine, index, param, portable)
+        _write_states(engine, index, param, portable)
 
 
-def _write_moments(
+def _write_states(
     engine: Engine, index: int, param: torch.Tensor, portable: dict[str, Any]
 ) -> None:
+    """Gives states the values of `portable`; those that it lacks become zeros."""
     session = engine.session
     shown = session.shown(index)
-    states = session.states(index) if shown else session.read_states(index)
-    _fill_moments(engine, param, portable, states[:2], states[2] if len(states) > 2 else None)
-    if not shown:
-        session.write_states(index, states)
-
-
-def _fill_moments(
-    engine: Engine,
-    param: torch.Tensor,
-    portable: dict[str, Any],
-    moments: list[torch.Tensor],
-    scales: torch.Tensor | None,
-) -> None:
-    """Gives moments the values of `portable`; those that it lacks become zeros."""
-    session = engine.session
-    if not any(name in portable for name in MOMENTS):
-        for state in (*moments, *([] if scales is None else [scales])):
-            state.zero_()
-        return
-    if session.optim_state_format not in ROUNDING_FORMATS:
-        for name, moment in zip(MOMENTS, moments, strict=True):
-            if name in portable:
-                moment.copy_(portable[name])
+    tensors = session.states(index) if shown else session.read_states(index)
+    states = dict(zip(session.state_names, tensors, strict=True))
+    if session.optim_state_format in ROUNDING_FORMATS:
+        fill_rounded(param, states, portable, session.optim_state_format)
+    else:
+        for name, state in states.items():
+            if portable.get(name) is None:
+                state.zero_()
             else:
-                moment.zero_()
-        return
-    exact = [
-        torch.empty_like(param, dtype=torch.float32, device="cpu").copy_(portable[name])
-        if name in portable
-        else torch.zeros_like(param, dtype=torch.float32, device="cpu")
-        for name in MOMENTS
-    ]
-    if scales is not None:
-        if "scales" in portable:
-            scales.copy_(portable["scales"])
-        else:
-            scales.zero_()  # none to keep
-    _C.store_moments(session.optim_state_format, moments[0], moments[1], scales, exact[0], exact[1])
+                state.copy_(portable[name])
+    if not shown:
+        session.write_states(index, tensors)

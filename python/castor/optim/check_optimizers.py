@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 
 from castor.config import GeminiConfig
 from castor.errors import UsageError
-from castor.optim.rules import rule_of
+from castor.optim.rules import rules_of
+from castor.runtime.rules import ADAM, CLASSES, FusedRule
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], config: GeminiConfig) -> None:
@@ -20,8 +21,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], config: GeminiConfig) -> N
             with a setting that takes one.
         UsageError: One is boosted already.
     """
-    for optimizer in optimizers:
-        _check_optimizer(optimizer, config)
+    for optimizer, rule in zip(optimizers, rules_of(optimizers), strict=True):
+        _check_optimizer(optimizer, rule, config)
     if len(optimizers) < 2:
         return
     names = ", ".join(type(one).__name__ for one in optimizers)
@@ -37,34 +38,42 @@ def check_optimizers(optimizers: Sequence[Optimizer], config: GeminiConfig) -> N
         )
 
 
-def _check_optimizer(optimizer: Optimizer, config: GeminiConfig) -> None:
+def _check_optimizer(optimizer: Optimizer, rule: FusedRule | None, config: GeminiConfig) -> None:
     name = type(optimizer).__name__
     if hasattr(optimizer, "_castor"):
         raise UsageError(f"this {name} is boosted already; use what boost returned")
-    generic = rule_of(optimizer) is None
-    if generic and config.precision != "fp32":
-        raise NotImplementedError(
-            f"{name} with these options runs on castor's generic path, which has no "
-            f"{config.precision} master weights; use precision='fp32', or Adam, AdamW or "
-            "HybridAdam without amsgrad and maximize"
-        )
-    if generic and config.device != "cpu":
-        raise NotImplementedError(
-            f"{name} with these options runs on castor's generic path, on the host copies, which a "
-            "GPU would read over the link; use device='cpu', or Adam, AdamW or HybridAdam without "
-            "amsgrad and maximize"
-        )
-    if generic and config.overlap != "none":
-        raise NotImplementedError(
-            f"overlap={config.overlap!r} needs castor's Adam, and {name} with these options runs "
-            "on the generic path; use overlap='none', or Adam, AdamW or HybridAdam without amsgrad "
-            "and maximize"
-        )
-    if generic and config.nvme_paths:
-        raise NotImplementedError(
-            f"the NVMe tier holds the states of castor's Adam, and {name} with these options runs "
-            "on the generic path; leave nvme_path out, or use Adam, AdamW or HybridAdam without "
-            "amsgrad and maximize"
-        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise NotImplementedError("LBFGS evaluates the model inside step; castor cannot run it")
+    if rule is not None:
+        if config.device != "cpu" and rule is not ADAM:
+            raise NotImplementedError(
+                f"{name} runs fused on the CPU device, and castor has no kernels of it for a GPU: "
+                f"use device='cpu', or {' or '.join(ADAM.classes)}"
+            )
+        return
+    instead = f"{', '.join(CLASSES[:-1])} or {CLASSES[-1]} ({_WITHOUT})"
+    generic = f"{name} with these options runs on castor's generic path"
+    if config.precision != "fp32":
+        raise NotImplementedError(
+            f"{generic}, which has no {config.precision} master weights; use precision='fp32', or "
+            f"{instead}"
+        )
+    if config.device != "cpu":
+        raise NotImplementedError(
+            f"{generic}, on the host copies, which a GPU would read over the link; use "
+            f"device='cpu', or {instead}"
+        )
+    if config.overlap != "none":
+        raise NotImplementedError(
+            f"overlap={config.overlap!r} needs a step of castor's own, and {generic}; use "
+            f"overlap='none', or {instead}"
+        )
+    if config.nvme_paths:
+        raise NotImplementedError(
+            f"the NVMe tier holds the states of castor's own steps, and {generic}; leave nvme_path "
+            f"out, or use {instead}"
+        )
+
+
+_WITHOUT = "without amsgrad and differentiable, Adam's without maximize, one kind a model"
+"""Of the classes that run fused: which of their options do."""

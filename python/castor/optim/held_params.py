@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castor.errors import UsageError
-from castor.optim.rules import rule_of
+from castor.optim.rules import rules_of
 
 _NAMED = 3
 """Parameters that a warning names, of many."""
@@ -26,8 +26,7 @@ def held_params(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[torch
     held: dict[torch.Tensor, bool] = {}
     holder: dict[torch.Tensor, Optimizer] = {}
     foreign: list[tuple[int, ...]] = []
-    for optimizer in optimizers:
-        by_rule = rule_of(optimizer) is not None
+    for optimizer, rule in zip(optimizers, rules_of(optimizers), strict=True):
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             if param not in names:
                 foreign.append(tuple(param.shape))
@@ -35,7 +34,7 @@ def held_params(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[torch
                 raise UsageError(
                     f"two optimizers hold parameter '{names[param]}'; give it to one of them"
                 )
-            held[param] = by_rule
+            held[param] = rule is not None
     if foreign:
         raise UsageError(
             f"the optimizer holds {len(foreign)} parameters that the model lacks, the first of "

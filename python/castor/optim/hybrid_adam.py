@@ -18,6 +18,7 @@ from castor.optim.state_formats import (
     new_state,
     to_portable,
 )
+from castor.runtime.rules import ADAM
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -147,7 +148,7 @@ class HybridAdam(Optimizer):
                 loss = closure()
         entries = []
         stream = 0
-        for group, options in zip(self.param_groups, checked_options(self), strict=True):
+        for group, options in zip(self.param_groups, ADAM.checked(self.param_groups), strict=True):
             for param in group["params"]:
                 if param.grad is not None:
                     entries.append(self._entry(param, stream) | options)
@@ -266,26 +267,3 @@ class HybridAdam(Optimizer):
             "requested_nvme": self.requested_nvme,
         }
         return super().__getstate__() | own
-
-
-def checked_options(optimizer: Optimizer) -> list[dict[str, float | bool]]:
-    """adam_options of every group.
-
-    Raises:
-        ValueError: An option is out of range; the message says in which group.
-    """
-    groups = [adam_options(group) for group in optimizer.param_groups]
-    _C.check_adam_options(groups)
-    return groups
-
-
-def adam_options(group: dict[str, Any]) -> dict[str, float | bool]:
-    """The hyper-parameters of a torch Adam, AdamW or HybridAdam group, as the core takes them."""
-    return {
-        "lr": float(group["lr"]),
-        "beta1": float(group["betas"][0]),
-        "beta2": float(group["betas"][1]),
-        "eps": float(group["eps"]),
-        "weight_decay": float(group["weight_decay"]),
-        "decoupled": bool(group["decoupled_weight_decay"]),
-    }

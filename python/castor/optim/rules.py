@@ -1,44 +1,40 @@
-"""Which optimizers run fused on chunks: each is an update rule of csrc/optim."""
+"""Which rule runs an optimizer on chunks (castor.runtime.rules says what rules there are)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from torch.optim import Adam, AdamW, Optimizer
+import torch
+from torch.optim import Optimizer
 
-from castor.optim.hybrid_adam import HybridAdam, checked_options
+from castor.optim.hybrid_adam import HybridAdam
+from castor.optim.lion import Lion
+from castor.runtime.rules import RULES, TENSORS, FusedRule
 
-
-@dataclass(frozen=True, kw_only=True)
-class FusedRule:
-    """An update rule, and the optimizers that it computes exactly."""
-
-    name: str
-    """As csrc/optim/update_rules.cc registers it."""
-    classes: tuple[type[Optimizer], ...]
-    """Not their subclasses, which may do otherwise."""
-    without: tuple[str, ...]
-    """Options of a group that it does not know: they must be false."""
-    options: Callable[[Optimizer], list[dict[str, float | bool]]]
-    """Those of every group, as the rule calls them; ValueError where one is out of range."""
+_OWN: dict[str, type[Optimizer]] = {"HybridAdam": HybridAdam, "Lion": Lion}
 
 
-RULES = (
-    FusedRule(
-        name="adam",
-        classes=(Adam, AdamW, HybridAdam),
-        without=("amsgrad", "maximize", "differentiable"),
-        options=checked_options,
-    ),
-)
+def rules_of(optimizers: Sequence[Optimizer]) -> list[FusedRule | None]:
+    """What runs each of the optimizers of one model, None where it is its own step.
+
+    The chunks of a model have one rule: that which computes most of the optimizers exactly, of
+    several the first.
+    """
+    rule = max(RULES, key=lambda rule: sum(_computes(rule, one) for one in optimizers))
+    return [rule if _computes(rule, optimizer) else None for optimizer in optimizers]
 
 
-def rule_of(optimizer: Optimizer) -> FusedRule | None:
-    """The rule that computes exactly what `optimizer` would, None where it runs its own step."""
-    for rule in RULES:
-        if type(optimizer) in rule.classes and not any(
-            group.get(option) for group in optimizer.param_groups for option in rule.without
-        ):
-            return rule
-    return None
+def _is_of(rule: FusedRule, optimizer: Optimizer) -> bool:
+    """Whether it is one of the rule's; not of a subclass, which may do otherwise."""
+    name = type(optimizer).__name__
+    return name in rule.classes and type(optimizer) is (
+        _OWN.get(name) or getattr(torch.optim, name)
+    )
+
+
+def _computes(rule: FusedRule, optimizer: Optimizer) -> bool:
+    if not _is_of(rule, optimizer) or not rule.takes(optimizer.param_groups):
+        return False
+    # What it has stepped before boost comes along.
+    held = {entry for state in optimizer.state.values() for entry in state}
+    return held & TENSORS <= rule.known

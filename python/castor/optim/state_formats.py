@@ -1,4 +1,4 @@
-"""The formats in which HybridAdam keeps its state, and their way to and from float32."""
+"""The formats in which Adam keeps its state, and their way to and from float32."""
 
 from __future__ import annotations
 
@@ -114,6 +114,43 @@ def from_portable(param: torch.Tensor, state: dict[str, Any], state_format: str)
             moments["exp_avg_sq"],
         )
     return own | fresh
+
+
+def fill_rounded(
+    param: torch.Tensor,
+    states: dict[str, torch.Tensor],
+    portable: dict[str, Any],
+    state_format: str,
+) -> None:
+    """Gives the states of a format that rounds the values of torch's layout, or zeros.
+
+    Args:
+        param: The parameter.
+        states: exp_avg and exp_avg_sq, with split_int8 "scales"; written.
+        portable: As to_portable gives it; it may lack anything.
+        state_format: One of ROUNDING_FORMATS.
+
+    Raises:
+        ValueError: exp_avg_sq has a negative element.
+    """
+    if not any(name in portable for name in _MOMENTS):
+        for state in states.values():
+            state.zero_()
+        return
+    exact = [
+        torch.empty_like(param, dtype=torch.float32, device="cpu").copy_(portable[name])
+        if name in portable
+        else torch.zeros_like(param, dtype=torch.float32, device="cpu")
+        for name in _MOMENTS
+    ]
+    scales = states.get("scales")
+    if scales is not None:
+        if "scales" in portable:
+            scales.copy_(portable["scales"])
+        else:
+            scales.zero_()  # none to keep
+    exp_avg, exp_avg_sq = (states[name] for name in _MOMENTS)
+    _C.store_moments(state_format, exp_avg, exp_avg_sq, scales, exact[0], exact[1])
 
 
 def _as(value: torch.Tensor, param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

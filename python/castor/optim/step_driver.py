@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from castor.config import GeminiConfig
 from castor.optim.loss_scaler import LossScaler
 from castor.optim.nonfinite import nonfinite_error, warn_of_skip
-from castor.optim.rules import FusedRule
 from castor.runtime.engine import Engine
+from castor.runtime.rules import FusedRule
 
 
 class ModelStep:
@@ -183,7 +183,7 @@ class StepDriver:
         Where it raises something else than NonFiniteGradientError, no step is counted: nothing has
         moved, and it may be called again, or the run is broken.
         """
-        groups = self.rule.options(optimizer) if self.rule else []
+        groups = self.rule.checked(optimizer.param_groups) if self.rule else []
         scale = self.model_step.scale_for(self)
         if scale is not None:
             if self.rule:
@@ -195,7 +195,8 @@ class StepDriver:
     def arm(self, optimizer: Optimizer) -> None:
         """Before a forward whose backward may update chunks: tells the options of now."""
         if self.rule:
-            self.engine.session.arm_updates(self.rule.options(optimizer), self.group_of)
+            groups = self.rule.checked(optimizer.param_groups)
+            self.engine.session.arm_updates(groups, self.group_of)
 
 
 _NO_GROUP = -1

@@ -25,8 +25,9 @@ from castor.distributed import (
     with_whole_experts,
 )
 from castor.errors import UsageError
-from castor.optim.rules import rule_of
+from castor.optim.rules import rules_of
 from castor.runtime.engine import WORKING_DTYPES, Engine
+from castor.runtime.rules import CLASSES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,11 +176,11 @@ def _check_updates(optimizers: Sequence[Optimizer], asked: str, state_format: St
             f"optim_state_format='split_int8' keeps moments in blocks that {asked} ranks would "
             "cut; give 'split' or 'split_bf16'"
         )
-    for optimizer in optimizers:
-        if rule_of(optimizer) is None:
+    for optimizer, rule in zip(optimizers, rules_of(optimizers), strict=True):
+        if rule is None:
             raise NotImplementedError(
                 f"with {asked} a {type(optimizer).__name__} would step parts of "
-                "matrices as if they were whole; use Adam, AdamW or HybridAdam, which step "
+                f"matrices as if they were whole; use one of {', '.join(CLASSES)}, which step "
                 "elements"
             )
     check_states(optimizers, f"whole parameters, which {asked}")

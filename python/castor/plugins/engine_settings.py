@@ -13,6 +13,7 @@ from castor.distributed import RankLayout
 from castor.errors import IoError
 from castor.plugins.budgets import nvme_bytes
 from castor.runtime.engine import EngineSettings
+from castor.runtime.rules import FusedRule
 
 
 def _of_rank(directory: Path, layout: RankLayout) -> Path:
@@ -35,7 +36,7 @@ def _of_rank(directory: Path, layout: RankLayout) -> Path:
 def engine_settings(
     config: GeminiConfig,
     *,
-    rule: str | None,
+    rule: FusedRule | None,
     state_format: StateFormat,
     layout: RankLayout,
     budgets: _C.SharedBudgets,
@@ -44,7 +45,7 @@ def engine_settings(
 
     Args:
         config: Its optim_state_format is what the user said, not what was chosen.
-        rule: The fused optimizer's (castor.optim.rules); None: its own step updates.
+        rule: The fused optimizer's; None: its own step updates.
         state_format: How masters and the rule's states are kept.
         layout: Of the ranks; those with the same part share it.
         budgets: That the model takes from, with the others of its plugin (budgets_of).
@@ -74,7 +75,7 @@ def engine_settings(
         budgets=budgets,
         state=_C.StateOptions(
             state_format=state_format,
-            rule=rule,
+            rule=rule.name if rule else None,
             nvme=nvme if config.nvme_paths else None,
             nvme_fraction=config.nvme_offload_fraction or 0.0,
         ),
@@ -84,6 +85,7 @@ def engine_settings(
     return EngineSettings(
         session=session,
         precision=config.precision,
+        rule=rule,
         device=torch.device(config.device),
         link_bytes_per_second=config.link_bytes_per_second,
         gather_embeddings=config.gather_embeddings,

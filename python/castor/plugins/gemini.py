@@ -34,7 +34,7 @@ from castor.optim.boosted import boost_optimizer
 from castor.optim.boosted_state import choose_state_format
 from castor.optim.check_optimizers import check_optimizers
 from castor.optim.held_params import held_params
-from castor.optim.rules import rule_of
+from castor.optim.rules import rules_of
 from castor.optim.step_driver import ModelStep, StepDriver
 from castor.plugins.budgets import budgets_of
 from castor.plugins.data_parallel import join_ranks, loader_of_rank
@@ -122,11 +122,11 @@ class GeminiPlugin:
         growth_interval: fp16: good steps before growth.
         hysteresis: fp16: overflows before reduction.
         max_scale: fp16: highest loss scale.
-        overlap: When Adam updates the chunks. "none": inside step. "forward": beside what follows
-            step; the modules of the next forward, and whatever else reads a weight, wait for what
-            they need. "backward": as "forward", and chunks whose gradients are complete are updated
-            while backward goes on; exact only where nothing that step learns decides over the
-            update, so it asks for max_norm=0, nonfinite="ignore", no fp16 and
+        overlap: When a fused optimizer updates the chunks. "none": inside step. "forward": beside
+            what follows step; the modules of the next forward, and whatever else reads a weight,
+            wait for what they need. "backward": as "forward", and chunks whose gradients are
+            complete are updated while backward goes on; exact only where nothing that step learns
+            decides over the update, so it asks for max_norm=0, nonfinite="ignore", no fp16 and
             enable_gradient_accumulation=False. All give the same bits. Default: "forward" on a GPU;
             "none" on the CPU device, whose cores the model needs itself.
         pin_memory: Homes are page-locked on a GPU, and not on the CPU device, whatever is given;
@@ -137,8 +137,9 @@ class GeminiPlugin:
         trace_file: A trace written by Booster.save_trace: the first step runs by plan.
         optim_state_format: How Adam's state is kept: "fp32", or with precision="bf16" "split",
             "split_bf16" or "split_int8": 12, 10, 6 or 4 bytes a parameter beside weight and
-            gradient. "split" takes the same steps as "fp32" bit for bit. Default: what HybridAdam
-            was given, or else "split" for bf16 and "fp32" for the others.
+            gradient; SGD and Lion have the first two, and keep less. "split" takes the same steps
+            as "fp32" bit for bit. Default: what HybridAdam was given, or else "split" for bf16 and
+            "fp32" for the others.
         seed: Of the stochastic rounding in "split_bf16" and "split_int8"; the same seed gives the
             same bits. Default: what HybridAdam was given, or else 0.
         nvme_path: A directory on an NVMe device, or several on different ones, for optimizer state
@@ -321,14 +322,14 @@ class GeminiPlugin:
             IoError: The NVMe tier's files cannot be made; model and optimizer are unchanged.
         """
         check_not_boosted(model)
-        choice = choose_state_format(optimizers, self.config)
+        rules = rules_of(optimizers)
+        rule = next((one for one in rules if one), None)
+        choice = choose_state_format(optimizers, self.config, rule)
         head = output_embedding(model, self.config.tile_logits)
         blocks = Blocks(model, self.config)
         config = self._with_nvme_of(optimizers)
         check_optimizers(optimizers, config)
         held = held_params(model, optimizers) if optimizers else None
-        rules = [rule_of(optimizer) for optimizer in optimizers]
-        rule = next((one.name for one in rules if one), None)
         warn_of_budgets(
             torch.device(config.device), config.device_bytes, config.host_bytes, stacklevel=3
         )

@@ -23,6 +23,7 @@ PAYLOAD_NAMES = {
     "master": "fp32 master weights",
     "exp_avg": "exp_avg",
     "exp_avg_sq": "exp_avg_sq",
+    "momentum_buffer": "momentum buffers",
     "remainder": "low halves of the masters",
     "scales": "scales of the moments",
 }

@@ -36,6 +36,7 @@ from castor.runtime.model_parts import ModelParts
 from castor.runtime.packed import check_packed_layers, is_packed, settle_layers
 from castor.runtime.ranks import Ranks
 from castor.runtime.report import LogitFigures, MemoryReport
+from castor.runtime.rules import FusedRule
 from castor.runtime.spec import ModelSpec, check_distinct_memory
 from castor.runtime.stored_weight import StoredWeights
 from castor.runtime.together import Together
@@ -53,6 +54,8 @@ class EngineSettings:
     session: _C.SessionOptions
     precision: Precision
     """That of `session`, as users say it."""
+    rule: FusedRule | None = None
+    """That of `session`; None: an optimizer runs its own step, or there is none."""
     device: torch.device
     """Where the model computes."""
     link_bytes_per_second: int = 0
@@ -99,6 +102,7 @@ class Engine(Together):
         self.settings = settings
         self.device = settings.device
         self.ranks = settings.ranks
+        self.rule = settings.rule
         self.skipped_steps = 0
         self.step_skipped = False
         self.gradient_norm: float | None = None

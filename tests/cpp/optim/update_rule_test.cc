@@ -21,7 +21,8 @@ TEST(UpdateRuleTest, UnknownRuleIsRefusedWithThoseThereAre) {
     static_cast<void>(make_update_rule("sophia", StateFormat::kFp32));
     FAIL();
   } catch (const InvalidArgument& error) {
-    EXPECT_STREQ(error.what(), "there is no update rule 'sophia'; there are adam");
+    EXPECT_STREQ(error.what(),
+                 "there is no update rule 'sophia'; there are adam, lion, sgd, sgd_momentum");
   }
 }
 

@@ -1,0 +1,200 @@
+"""What castor knows of the optimizers that run fused on chunks: one description for each rule.
+
+Whoever steps, shows, saves, loads or converts their states reads it here. Names of states and
+state formats are those of the rule itself (csrc/optim), which also checks the options.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from castor import _C
+from castor.config import StateFormat
+
+Group = Mapping[str, Any]
+"""Options of a parameter group, as torch has them."""
+RuleGroup = dict[str, float | bool]
+"""... as a rule calls them."""
+
+MASTER = "master"
+"""Entry of a saved state: the float32 weights of a 16-bit parameter."""
+EXACT_ONLY = frozenset({"scales"})
+"""Entries that let one state format take its state back bit for bit; others have no use for it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FusedRule:
+    """An update rule, and the optimizers that it computes exactly."""
+
+    name: str
+    """As csrc/optim/update_rules.cc registers it."""
+    classes: Mapping[str, Callable[..., Optimizer] | None]
+    """Names of optimizers, each with the class whose state_dict theirs is in plain torch, None: no
+    other than itself."""
+    group_keys: tuple[str, ...]
+    """Options that every group of theirs has."""
+    options: Callable[[Group], RuleGroup]
+    """A group's, unchecked: see checked."""
+    without: tuple[str, ...] = ()
+    """Options of a group that it does not know: they must be false."""
+    fits: Callable[[Group], bool] = lambda _: True
+    """Whether it has what a group of these optimizers asks for."""
+    counts_steps: bool = False
+    """Whether a parameter's state has a "step"."""
+    others: frozenset[str] = frozenset()
+    """Entries of a state that these optimizers may have and the rule does not keep."""
+    holds_masters: str | None = None
+    """Of `classes`, the one that keeps float32 masters of 16-bit parameters without a model's
+    chunks."""
+
+    @functools.cached_property
+    def states(self) -> tuple[str, ...]:
+        """Names of the tensors of a parameter's state that have the parameter's shape."""
+        names = _C.rule_state_names(self.name, self.formats[0])
+        return tuple(name for name in names if name not in EXACT_ONLY)
+
+    @functools.cached_property
+    def formats(self) -> tuple[StateFormat, ...]:
+        """In which it can keep its states."""
+        return tuple(_C.rule_formats(self.name))
+
+    @property
+    def entries(self) -> frozenset[str]:
+        """Of a parameter's state, once it is there."""
+        return frozenset((*self.states, *(("step",) if self.counts_steps else ())))
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Entries that a saved state may have."""
+        return self.entries | self.others | {MASTER}
+
+    def checked(self, groups: Iterable[Group]) -> list[RuleGroup]:
+        """Options of every group.
+
+        Raises:
+            ValueError: One is out of range; the message says in which group.
+        """
+        found = [self.options(group) for group in groups]
+        _C.check_rule_options(self.name, found)
+        return found
+
+    def takes(self, groups: Iterable[Group]) -> bool:
+        """Whether it computes what its optimizers would, with these groups."""
+        return all(
+            self.fits(group) and not any(group.get(option) for option in self.without)
+            for group in groups
+        )
+
+    def steps_of(self, entry: Mapping[str, Any]) -> float:
+        """Steps that a parameter's state in torch's layout has taken, as far as the rule counts."""
+        if self.counts_steps:
+            return float(entry.get("step", 0.0))
+        return float(any(entry.get(name) is not None for name in self.states))
+
+
+def _adam(group: Group) -> RuleGroup:
+    return {
+        "lr": float(group["lr"]),
+        "beta1": float(group["betas"][0]),
+        "beta2": float(group["betas"][1]),
+        "eps": float(group["eps"]),
+        "weight_decay": float(group["weight_decay"]),
+        "decoupled": bool(group["decoupled_weight_decay"]),
+    }
+
+
+def _lion(group: Group) -> RuleGroup:
+    return {
+        "lr": float(group["lr"]),
+        "beta1": float(group["betas"][0]),
+        "beta2": float(group["betas"][1]),
+        "weight_decay": float(group["weight_decay"]),
+    }
+
+
+def _sgd(group: Group) -> RuleGroup:
+    return {
+        "lr": float(group["lr"]),
+        "momentum": float(group["momentum"]),
+        "dampening": float(group["dampening"]),
+        "weight_decay": float(group["weight_decay"]),
+        "nesterov": bool(group["nesterov"]),
+        "maximize": bool(group["maximize"]),
+    }
+
+
+ADAM = FusedRule(
+    name="adam",
+    classes={"Adam": Adam, "AdamW": AdamW, "HybridAdam": AdamW},
+    group_keys=("lr", "betas", "eps", "weight_decay"),
+    options=_adam,
+    without=("amsgrad", "maximize", "differentiable"),
+    counts_steps=True,
+    others=frozenset({"max_exp_avg_sq"}),
+    holds_masters="HybridAdam",
+)
+LION = FusedRule(
+    name="lion",
+    classes={"Lion": None},
+    group_keys=("lr", "betas", "weight_decay"),
+    options=_lion,
+)
+_SGD_KEYS = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
+# Without momentum there is no state at all: a rule of its own takes no memory for it.
+PLAIN_SGD = FusedRule(
+    name="sgd",
+    classes={"SGD": SGD},
+    group_keys=_SGD_KEYS,
+    options=_sgd,
+    without=("differentiable",),
+    fits=lambda group: not group["momentum"],
+)
+MOMENTUM_SGD = FusedRule(
+    name="sgd_momentum",
+    classes={"SGD": SGD},
+    group_keys=_SGD_KEYS,
+    options=_sgd,
+    without=("differentiable",),
+)
+
+RULES = (ADAM, LION, PLAIN_SGD, MOMENTUM_SGD)
+"""Of several that fit, the first counts."""
+
+CLASSES = tuple(dict.fromkeys(name for rule in RULES for name in rule.classes))
+"""Names of the optimizers that run fused."""
+
+
+TENSORS = frozenset(name for rule in RULES for name in (*rule.states, *rule.others))
+"""Entries of saved states that have their parameter's shape, without masters."""
+
+
+def rule_like(groups: Sequence[Group], entries: Iterable[str] = ()) -> FusedRule | None:
+    """The rule of which an optimizer is that has such options, whatever its class.
+
+    Args:
+        groups: Of it.
+        entries: Of its parameters' states.
+    """
+    found = frozenset(entries) - EXACT_ONLY
+    for rule in RULES:
+        fits = all(_has_options(group, rule) and rule.fits(group) for group in groups)
+        if fits and found <= rule.known:
+            return rule
+    return None
+
+
+def rule_with(entries: Iterable[str]) -> FusedRule | None:
+    """The rule of which a parameter's state with these entries is, if they tell."""
+    found = frozenset(entries) - EXACT_ONLY
+    return next(
+        (rule for rule in RULES if rule.entries and rule.entries <= found <= rule.known), None
+    )
+
+
+def _has_options(group: Group, rule: FusedRule) -> bool:
+    return all(key in group for key in rule.group_keys)
