@@ -23,9 +23,11 @@ std::size_t RankReduction::window_bytes(std::size_t largest, std::size_t ranks) 
 
 void RankReduction::reduce(const Payload& gradients, ScalarType type) {
   const bool shared = homes_ != nullptr && homes_->contains(gradients.home());
-  for (std::size_t begin = 0; begin < gradients.bytes(); begin += window_.bytes()) {
-    const std::span piece(gradients.data() + begin,
-                          std::min(window_.bytes(), gradients.bytes() - begin));
+  const std::span<std::byte> all = staging_.on_host(gradients);
+  staging_.bring(gradients, all);
+  for (std::size_t begin = 0; begin < all.size(); begin += window_.bytes()) {
+    const std::span<std::byte> piece =
+        all.subspan(begin, std::min(window_.bytes(), all.size() - begin));
     const std::span parts(window_.data(), piece.size());
     ranks_.all_to_all(piece, parts);
     const auto own = parts.first(piece.size() / ranks_.size());
@@ -40,6 +42,7 @@ void RankReduction::reduce(const Payload& gradients, ScalarType type) {
     figures_.add_bytes((shared ? 1 : 2) * (ranks_.size() - 1) * own.size());
   }
   if (!shared) {
+    staging_.send(gradients, all);
     return;
   }
   meet(ranks_);

@@ -2,12 +2,14 @@
 
 #include <cstddef>
 #include <memory>
+#include <utility>
 
 #include "core/collectives.h"
 #include "core/executor.h"
 #include "core/memory_tier.h"
 #include "core/payload.h"
 #include "core/scalar_type.h"
+#include "dist/device_staging.h"
 #include "dist/rank_figures.h"
 #include "host/shared_homes.h"
 
@@ -18,19 +20,22 @@ namespace castor {
 ///
 /// Where their homes are shared, every rank has its gradients in pages of its own, writes its part
 /// of the mean to the common memory, and forgets those pages when all have: (n-1)/n of the bytes
-/// are sent. Elsewhere all gather the parts: twice that. One window of memory is needed.
+/// are sent. Elsewhere all gather the parts: twice that. One window of memory is needed. Gradients
+/// in memory of a device that the host does not address pass through DeviceStaging.
 ///
 /// Used by one thread at a time.
 class RankReduction {
  public:
-  /// `homes`: nullptr where ranks share none; `window`: of window_bytes. All outlive this.
+  /// `homes`: nullptr where ranks share none; `window`: of window_bytes; `staging`: of gradients.
+  /// All outlive this.
   RankReduction(Collectives& ranks, const SharedHomes* homes, Executor& executor, Block window,
-                RankFigures& figures)
+                RankFigures& figures, DeviceStaging staging = {})
       : ranks_(ranks),
         homes_(homes),
         executor_(executor),
         window_(std::move(window)),
-        figures_(figures) {}
+        figures_(figures),
+        staging_(std::move(staging)) {}
 
   /// For gradients of at most so many bytes at once.
   [[nodiscard]] static std::size_t window_bytes(std::size_t largest, std::size_t ranks);
@@ -43,6 +48,7 @@ class RankReduction {
   Executor& executor_;
   Block window_;
   RankFigures& figures_;
+  DeviceStaging staging_;
 };
 
 }  // namespace castor

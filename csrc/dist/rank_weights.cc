@@ -26,20 +26,29 @@ void RankWeights::gather(std::span<const Payload* const> weights) {
   const RankFigures::Timed timed(figures_);
   bool any_shared = false;
   for (const Payload* const one : weights) {
-    const std::span<std::byte> own = part_of(*one);
     if (!shared(*one)) {
-      ranks_->all_gather(own, {one->data(), one->bytes()});
-      figures_.add_bytes((ranks_->size() - 1) * own.size());
+      gather_parts(*one);
       continue;
     }
     any_shared = true;
     if (one->away()) {
-      share_bytes(*homes_, *one, own);
+      share_bytes(*homes_, *one, part_of(*one));
     }
   }
   if (any_shared) {
     take_others_parts(weights);
   }
+}
+
+void RankWeights::gather_parts(const Payload& weights) {
+  const std::span<std::byte> all = staging_.on_host(weights);
+  const std::span<std::byte> own = part_of(all);
+  staging_.bring(weights, own);
+  ranks_->all_gather(own, all);
+  const auto before = static_cast<std::size_t>(own.data() - all.data());
+  staging_.send(weights, all.first(before));
+  staging_.send(weights, all.subspan(before + own.size()));
+  figures_.add_bytes((ranks_->size() - 1) * own.size());
 }
 
 void RankWeights::settle(std::span<const Payload* const> weights) {

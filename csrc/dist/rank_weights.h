@@ -7,6 +7,7 @@
 
 #include "core/collectives.h"
 #include "core/payload.h"
+#include "dist/device_staging.h"
 #include "dist/rank_figures.h"
 #include "host/shared_homes.h"
 
@@ -21,15 +22,18 @@ void share_bytes(const SharedHomes& homes, const Payload& weights, std::span<con
 /// Where ranks share homes, a part is updated in the common memory, and nothing is sent: from the
 /// meeting after it on, all see it. That a rank may write there at all is the callers' agreement:
 /// no other reads the weights from the meeting before an update, or a load, to the one after it.
-/// Elsewhere the parts are gathered: (n-1)/n of the bytes are sent.
+/// Elsewhere the parts are gathered: (n-1)/n of the bytes are sent. Weights in memory of a device
+/// that the host does not address pass through DeviceStaging.
 ///
 /// Owned by the session; used by the one thread at a time that runs updates, which on every rank
 /// are the same, in the same order.
 class RankWeights {
  public:
-  /// `ranks`: for nothing else. `homes`: nullptr where ranks share none; outlives this.
-  RankWeights(std::shared_ptr<Collectives> ranks, const SharedHomes* homes)
-      : ranks_(std::move(ranks)), homes_(homes) {}
+  /// `ranks`: for nothing else. `homes`: nullptr where ranks share none; outlives this. `staging`:
+  /// of weights.
+  RankWeights(std::shared_ptr<Collectives> ranks, const SharedHomes* homes,
+              DeviceStaging staging = {})
+      : ranks_(std::move(ranks)), homes_(homes), staging_(std::move(staging)) {}
 
   /// Where this rank's part of the weights is updated, as an address of all of them. What others
   /// than updates have written there counts.
@@ -50,16 +54,21 @@ class RankWeights {
     return homes_ != nullptr && homes_->contains(weights.home());
   }
   /// This rank's.
-  [[nodiscard]] std::span<std::byte> part_of(const Payload& weights) const {
-    const std::size_t part = weights.bytes() / ranks_->size();
-    return {weights.data() + ranks_->rank() * part, part};
+  [[nodiscard]] std::span<std::byte> part_of(std::span<std::byte> weights) const {
+    const std::size_t part = weights.size() / ranks_->size();
+    return weights.subspan(ranks_->rank() * part, part);
   }
+  [[nodiscard]] std::span<std::byte> part_of(const Payload& weights) const {
+    return part_of(std::span(weights.data(), weights.bytes()));
+  }
+  void gather_parts(const Payload& weights);
   // Of those with shared homes: all have given their parts.
   void take_others_parts(std::span<const Payload* const> weights);
   void take_others_parts(const Payload& weights) const;
 
   const std::shared_ptr<Collectives> ranks_;
   const SharedHomes* const homes_;
+  DeviceStaging staging_;
   RankFigures figures_;
 };
 

@@ -45,8 +45,12 @@ class ChunkUpdates {
   /// when, in which order and with which others it runs. Throws as UpdateRule::coefficients.
   [[nodiscard]] ParamUpdate update_of(ParamId param, const RuleOptions& options, std::int64_t step,
                                       double grad_scale) const;
-  /// Runs updates of one chunk. What lies on NVMe may still be on its way there on return.
+  /// Runs updates of one chunk. What lies on NVMe may still be on its way there on return; what the
+  /// device holds is given to its stream, and others' parts of it come with gather().
   void run(ChunkId chunk, std::span<const ParamUpdate> updates);
+  /// Of a chunk that the device holds: the other ranks' parts of its weights come, and they have
+  /// this one's. For run() they come in the same order of chunks, wherever these are.
+  void gather(ChunkId chunk) { bring_others_parts(std::span(&chunk, 1)); }
   /// Runs the updates of every chunk, one entry each; all is on NVMe on return. `num_begun` counts
   /// the chunks that have been changed, also where it throws.
   void run_all(std::span<const std::vector<ParamUpdate>> updates, std::size_t& num_begun);

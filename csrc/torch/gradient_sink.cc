@@ -223,7 +223,12 @@ void GradientSink::make_present(ParamId param, double scale) {
   if (grad.defined()) {  // assigned by the user
     adopt(param, grad, 0);
   } else {
-    std::memset(data(param), 0, gradient.view.nbytes());
+    if (device_.holds(manager_, layout_.place(param).chunk)) {
+      const at::NoGradGuard no_grad;
+      gradient.view.zero_();
+    } else {
+      std::memset(data(param), 0, gradient.view.nbytes());
+    }
     grad = gradient.view;
   }
   gradient.scale = scale;
@@ -232,6 +237,7 @@ void GradientSink::make_present(ParamId param, double scale) {
 
 void GradientSink::average(ChunkId chunk, const std::function<void(const Payload&)>& work) {
   const ChunkHolds held(*runtime_, device_, std::span(&chunk, 1));
+  device_.await();  // it may have written gradients where they are
   work(*payload(chunk));
   fresh_[index(chunk)] = false;
 }

@@ -67,7 +67,8 @@ class GradientSink {
   /// A rank has a gradient of the parameter, of a loss with that scale: it comes into its payload,
   /// where this rank has none as zeros.
   void make_present(ParamId param, double scale);
-  /// Calls `work` with all of the chunk's gradients, in memory, which become those of all ranks.
+  /// Calls `work` with all of the chunk's gradients, in memory, complete, which become those of all
+  /// ranks.
   void average(ChunkId chunk, const std::function<void(const Payload&)>& work);
   /// All of the chunk's have come, and become those of all ranks without average().
   void hand_over(ChunkId chunk) { fresh_[index(chunk)] = false; }

@@ -27,7 +27,8 @@ std::size_t largest_gradients(const ChunkLayout& layout) {
 
 RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, RankMeeting& meeting,
                              const ChunkLayout& layout, GradientSink& gradients,
-                             const SharedHomes* homes, Executor& executor, MemoryTier& host)
+                             const SharedHomes* homes, DeviceStaging staging, Executor& executor,
+                             MemoryTier& host)
     : ranks_(std::move(ranks)),
       meeting_(meeting),
       layout_(layout),
@@ -38,7 +39,7 @@ RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, RankMeeting& me
           *ranks_, homes, executor,
           host.allocate(RankReduction::window_bytes(largest_gradients(layout), ranks_->size()),
                         "gradients pass through it from rank to rank; raise host_memory"),
-          figures_),
+          figures_, std::move(staging)),
       handed_(layout.chunks().size(), false),
       copies_(layout.chunks().size()) {
   if (homes_ == nullptr) {

@@ -11,6 +11,7 @@
 #include "core/mutex.h"
 #include "core/rank_meeting.h"
 #include "dist/backward_reductions.h"
+#include "dist/device_staging.h"
 #include "dist/rank_figures.h"
 #include "dist/rank_reduction.h"
 #include "torch/gradient_sink.h"
@@ -29,11 +30,11 @@ namespace castor {
 /// Owned by the session; used by the one thread at a time that runs backward and step.
 class RankGradients {
  public:
-  /// `homes`: of gradients, that ranks share; nullptr: there are none. Takes windows from `host`,
-  /// and throws OutOfMemory. All but `ranks` outlive this.
+  /// `homes`: of gradients, that ranks share; nullptr: there are none. `staging`: of gradients.
+  /// Takes windows from `host`, and throws OutOfMemory. All but `ranks` outlive this.
   RankGradients(std::shared_ptr<Collectives> ranks, RankMeeting& meeting, const ChunkLayout& layout,
-                GradientSink& gradients, const SharedHomes* homes, Executor& executor,
-                MemoryTier& host);
+                GradientSink& gradients, const SharedHomes* homes, DeviceStaging staging,
+                Executor& executor, MemoryTier& host);
 
   /// Whether the passes that follow are synchronised at their end; returns whether those before
   /// were.

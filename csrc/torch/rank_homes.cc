@@ -22,6 +22,12 @@ RankHomes::RankHomes(const ChunkLayout& layout, std::span<const Placement> place
   if (sharing == 1) {
     return;
   }
+  if (options.backend->computes_by_itself()) {
+    // Pages that are locked for a device's copies are never copied on writing: the view of a rank
+    // (SharedHomes) would have none of its own any more.
+    refusal_ = "on GPUs each rank has its own, page-locked";
+    return;
+  }
   std::size_t weights = 0;
   std::size_t gradients = 0;
   std::string places;

@@ -15,9 +15,9 @@
 namespace castor {
 
 /// The homes of parameters and gradients of a session whose ranks are on one machine: one copy for
-/// all, of which each rank pays its share. None where ranks share no memory, or where another
-/// optimizer than castor's, which updates all on every rank, would leave each with a copy. Owned by
-/// the session.
+/// all, of which each rank pays its share. None where ranks share no memory; on devices that
+/// compute by themselves, which copy from page-locked homes; where another optimizer than castor's,
+/// which updates all on every rank, would leave each with a copy. Owned by the session.
 class RankHomes {
  public:
   /// All of one kind; empty where there are none.

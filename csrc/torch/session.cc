@@ -194,8 +194,8 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
                                     rank_homes_.weights().homes.get(), own_device_);
   if (options.ranks) {
     check_ranks();
-    ranks_ = std::make_unique<SessionRanks>(*options.ranks, layout_, shards_, *gradients_,
-                                            *state_places_, rank_homes_, *executor_, *host_);
+    ranks_ = std::make_unique<SessionRanks>(*options.ranks, *manager_, shards_, *gradients_,
+                                            *state_places_, rank_homes_, *copy_engine_, *executor_);
     integrity_.when_broken([this] { ranks_->leave(); });
   }
   optimizer_state_ =

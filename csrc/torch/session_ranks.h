@@ -8,34 +8,44 @@
 #include <string>
 #include <vector>
 
+#include "core/chunk_manager.h"
 #include "core/collectives.h"
 #include "core/error.h"
 #include "core/rank_meeting.h"
+#include "dist/device_staging.h"
 #include "dist/rank_weights.h"
 #include "torch/rank_gradients.h"
 #include "torch/rank_homes.h"
 #include "torch/rank_states.h"
+#include "torch/session_device.h"
 #include "torch/state_places.h"
 
 namespace castor {
+
+/// For a rank's payloads of a kind, where they live for good when it is called, or are promoted
+/// later. Takes what it needs from the host, and throws OutOfMemory. All outlive it.
+[[nodiscard]] DeviceStaging make_staging(ChunkManager& chunks, PayloadKind kind, CopyEngine& copies,
+                                         const SessionDevice& device);
 
 /// What a session does with the other ranks that train its model. Owned by the session.
 class SessionRanks {
  public:
   /// Meets the others; see RankMeeting and RankGradients, whose errors it throws. All but the
-  /// groups outlive this. `homes`: see RankWeights.
-  SessionRanks(const RankGroups& groups, const ChunkLayout& layout, const ShardMap& shards,
+  /// groups outlive this. `homes`: see RankWeights. `copies`: between the device and the host.
+  SessionRanks(const RankGroups& groups, ChunkManager& chunks, const ShardMap& shards,
                GradientSink& gradients, const StatePlaces& places, const RankHomes& homes,
-               Executor& executor, MemoryTier& host)
-      : layout_(layout),
+               CopyEngine& copies, Executor& executor)
+      : layout_(chunks.layout()),
         passes_(groups.passes),
         link_(homes.refusal().empty() ? groups.link
                                       : groups.link + ", but not homes: " + homes.refusal()),
-        meeting_(*passes_, layout),
-        gradients_(groups.gradients, meeting_, layout, gradients, homes.gradients().homes.get(),
-                   executor, host),
-        states_(*passes_, meeting_, layout, shards, places),
-        weights_(groups.updates, homes.weights().homes.get()) {}
+        meeting_(*passes_, layout_),
+        gradients_(groups.gradients, meeting_, layout_, gradients, homes.gradients().homes.get(),
+                   make_staging(chunks, PayloadKind::kGrad, copies, places.device()), executor,
+                   chunks.host()),
+        states_(*passes_, meeting_, layout_, shards, places),
+        weights_(groups.updates, homes.weights().homes.get(),
+                 make_staging(chunks, PayloadKind::kParam, copies, places.device())) {}
 
   [[nodiscard]] RankGradients& gradients() noexcept { return gradients_; }
   [[nodiscard]] RankStates& states() noexcept { return states_; }

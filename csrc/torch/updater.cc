@@ -199,11 +199,22 @@ void Updater::submit(ChunkId chunk, const std::vector<ParamUpdate>& updates) {
       throw;
     }
   };
+  // What is on the device stays there until it is updated, or until the queue has it.
+  const ChunkHolds held(parts_.runtime, parts_.device, std::span(&chunk, 1));
   if (parts_.places.on_device(chunk)) {
     // Behind what the device has been given, and before what it will be: nobody has to wait.
-    const ChunkHolds held(parts_.runtime, parts_.device, std::span(&chunk, 1));
     attempt([&] { parts_.updates.run(chunk, updates); });
     count(updates);
+    if (parts_.updates.together()) {
+      // Other ranks may have it at home, and update it there in its turn.
+      parts_.gate.close(index(chunk));
+      attempt([&] {
+        parts_.queue->submit(chunk, [this, attempt, chunk](std::span<const ChunkId> /*next*/) {
+          attempt([&] { parts_.updates.gather(chunk); });
+        });
+      });
+      await_aliased(chunk);
+    }
     return;
   }
   parts_.gate.close(index(chunk));
@@ -225,6 +236,10 @@ void Updater::submit(ChunkId chunk, const std::vector<ParamUpdate>& updates) {
         });
   });
   count(updates);
+  await_aliased(chunk);
+}
+
+void Updater::await_aliased(ChunkId chunk) {
   if (aliased_(chunk)) {
     parts_.queue->wait(chunk);  // nothing would hold its readers back
     parts_.gate.open(index(chunk));

@@ -101,6 +101,7 @@ class Updater {
   void count(std::span<const ParamUpdate> updates);
   void run_now(std::span<const std::vector<ParamUpdate>> updates);
   void submit(ChunkId chunk, const std::vector<ParamUpdate>& updates);
+  void await_aliased(ChunkId chunk);  ///< whose update has been submitted
 
   const Parts parts_;
   const Overlap overlap_;

@@ -23,6 +23,7 @@ from castor import checkpoint
 from castor.optim import Lion
 from enduring_run import FAULTS_VARIABLE
 from packed_layers import tower_4bit, tower_4bit_loss
+from simulated import compute_as_asked
 from zoo import CASES, Tower, tower, tower_batch, tower_loss
 
 STEPS = 10
@@ -175,8 +176,7 @@ def train(
                 losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    weights = [param.detach().clone() for param in model.parameters()]
-    return weights, losses, booster.report(model)
+    return helpers.copies(model.parameters()), losses, booster.report(model)
 
 
 def exact_and_close(directory: Path) -> None:
@@ -335,7 +335,7 @@ def saves(directory: Path) -> None:
         print(_refused(lambda: booster.save_model(model, directory / "missing" / "model")))
         for _ in range(2):
             _step(booster, model, optimizer, next(batches))
-        torch.save(list(model.parameters()), directory / f"weights.{rank}.pt")
+        torch.save(helpers.copies(model.parameters()), directory / f"weights.{rank}.pt")
         torch.save(torch.rand(4), directory / f"random.{rank}.pt")
 
 
@@ -348,7 +348,7 @@ def loads(directory: Path) -> None:
         batches = iter(loader)
         for _ in range(2):
             _step(booster, model, optimizer, next(batches))
-        torch.save(list(model.parameters()), directory / f"loaded.{rank}.pt")
+        torch.save(helpers.copies(model.parameters()), directory / f"loaded.{rank}.pt")
         torch.save(torch.rand(4), directory / f"loaded-random.{rank}.pt")
         print(info.step)
 
@@ -494,4 +494,5 @@ def one_fails(directory: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    compute_as_asked()
     globals()[sys.argv[1]](Path(sys.argv[2]))

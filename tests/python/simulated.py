@@ -6,6 +6,7 @@ tests/simulated_gpu, where streams run all that a GPU's would.
 
 import functools
 import importlib.util
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -91,6 +92,17 @@ def compute_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (gemini, async_loader):
         monkeypatch.setattr(module, "choose_device", lambda _: torch.device(simulated_gpu.NAME, 0))
     monkeypatch.setattr(device_module, "load_cuda", simulated_gpu.load_cuda)
+
+
+def compute_as_asked() -> None:
+    """In a process that a test has started: as CASTOR_TEST_DEVICE says, if it names this GPU.
+
+    What else it may name is in helpers.plugin.
+    """
+    wanted = os.environ.get("CASTOR_TEST_DEVICE", "")
+    if wanted.startswith("simgpu:"):
+        compute_on_gpu(pytest.MonkeyPatch())
+        simulated_gpu.require().gpu.delay(int(wanted.removeprefix("simgpu:")))
 
 
 class GpuSimulation:

@@ -103,6 +103,7 @@ def rest() -> None:
 class Properties:
     total_memory: int
     name: str = "simulated GPU"
+    uuid: str = f"simulated, of process {os.getpid()}"
 
 
 class Stream(torch.Stream):

@@ -90,7 +90,7 @@ class _End:
         self.device_bytes: int = figures["smallest_budget_bytes"]
         whole = int(figures["host_bytes"])
         homes = 2 * recorded.param_bytes  # and gradients
-        sharing = _ranks_of_a_node(layout, cluster)
+        sharing = _ranks_of_a_node(layout, cluster) if cluster.on_host else 1
         self.host_bytes = homes // sharing + max(0, whole - homes) // layout.replicas
         alone = sum(computing)
         self.slowdown: float = max(1.0, figures["passes_seconds"] / alone) if alone else 1.0
@@ -176,8 +176,7 @@ def cost_of(
     exchange = layout.microbatches * sum(seconds[i].exchange for i in mine)
     working = layout.microbatches * sum(sum(each[i][:2]) for i in mine)
     copies = working - working / slowdown
-    last_backward = sum(each[i][1] for i in mine)
-    reduce = _exposed(layout, cluster, max(end.param_bytes for end in ends), last_backward)
+    reduce = _reduced(layout, cluster, max(end.param_bytes for end in ends))
     update = max(rank.update for rank in ranks)
     seconds_alone = passes + reduce + update
     # Who waits leaves its processor to others: of all there is no more than they can do.
@@ -201,20 +200,18 @@ def cost_of(
     )
 
 
-def _exposed(layout: Layout, cluster: Cluster, param_bytes: int, last_backward: float) -> float:
-    """Seconds of gradients' reduction and weights' gathering that nothing hides.
+def _reduced(layout: Layout, cluster: Cluster, param_bytes: int) -> float:
+    """Seconds of gradients' reduction and weights' gathering.
 
-    Within a node copies of a model share their weights and gradients: each rank reads what the
-    others have of its part. Across nodes parts are exchanged, and gradients and weights gathered.
+    Copies of a model that compute on one host share their weights and gradients: each rank reads
+    what the others have of its part, and both need the same processors. GPUs, and nodes, exchange
+    parts of gradients when backward is over, and gather gradients and weights.
     """
     inner = _ranks_of_a_node(layout, cluster)
     share = (layout.replicas - 1) / layout.replicas if layout.replicas > 1 else 0.0
-    if layout.replicas == inner:
-        seconds = _over(cluster.link, share * param_bytes)
-    else:
-        seconds = _over(cluster.network, 3 * share * param_bytes)
-    # Beside backward, but where the host computes: there both need the same processors.
-    return seconds if cluster.on_host else max(0.0, seconds - last_backward)
+    if layout.replicas != inner:
+        return _over(cluster.network, 3 * share * param_bytes)
+    return _over(cluster.link, (1 if cluster.on_host else 3) * share * param_bytes)
 
 
 def _over(link: Link, num_bytes: float) -> float:

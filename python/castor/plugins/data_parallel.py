@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -14,6 +15,7 @@ from castor.checkpoint.rank_sampler import RankSampler
 from castor.config import GeminiConfig
 from castor.config.names import StateFormat
 from castor.distributed import RankLayout
+from castor.plugins.machine import check_gpus
 from castor.runtime.ranks import describe_parameters
 
 
@@ -42,18 +44,20 @@ def join_ranks(
 
     Raises:
         NotImplementedError: The settings ask for what castor does not do on several ranks.
-        UsageError: Two ranks differ.
+        UsageError: Two ranks differ, or compute on one GPU that has no room for both.
     """
     if not layout.groups:
         return
     settings = {
         name: getattr(config, name)
-        for name in ("precision", "max_norm", "nonfinite", "chunk_bytes", "device", "overlap",
+        for name in ("precision", "max_norm", "nonfinite", "chunk_bytes", "overlap",
                      "gather_embeddings", "loss_scaler")
     }  # fmt: skip
+    device = torch.device(config.device)
     facts = {
         **describe_parameters(model),
         **settings,
+        "device": device.type,
         "optim_state_format": state_format,
         "seed": seed,
         **describe_optimizers(optimizers),
@@ -68,6 +72,8 @@ def join_ranks(
             f"{len(optimizers)}: give one with param_groups"
         )
     _check_supported(model, config, held, size)
+    if layout.data:
+        check_gpus(layout.data, device, config.device_bytes, stacklevel=4)
 
 
 def loader_of_rank(
@@ -112,11 +118,6 @@ def describe_optimizers(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
 def _check_supported(
     model: nn.Module, config: GeminiConfig, held: Collection[Any] | None, size: int
 ) -> None:
-    if config.device != "cpu":
-        raise NotImplementedError(
-            f"{size} ranks train on the CPU device so far, and device={config.device!r} was asked "
-            "for: pass device='cpu', or start one process"
-        )
     if config.overlap == "backward":
         raise NotImplementedError(
             f"overlap='backward' updates chunks before {size} ranks have brought their gradients "

@@ -58,8 +58,9 @@ class GeminiPlugin:
             everything), "cuda" (all on the device) or "static" (by the fractions).
         tensor_placement_policy: Older name of the same.
         device: Where the model computes: "cuda", "cuda:1" or "cpu". Default: "cuda" when there is
-            one, else "cpu". Build the model on the CPU: its parameters and buffers are moved, and
-            so are the inputs of each forward.
+            one, else "cpu". On several ranks "cuda" is the GPU that the launcher's LOCAL_RANK
+            names, and torch's current one from then on. Build the model on the CPU: its parameters
+            and buffers are moved, and so are the inputs of each forward.
         device_memory: Budget of the device, of all models boosted with the plugin: bytes or a size
             such as "24GiB". Default on a GPU: 95% of what is free or cached by torch; there all
             that torch allocates counts, and torch.cuda.set_per_process_memory_fraction too. Default

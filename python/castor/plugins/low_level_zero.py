@@ -40,8 +40,8 @@ class LowLevelZeroPlugin(GeminiPlugin):
     (section 5.2): gradients are kept once for all as well, by ranks of one machine.
 
     Args:
-        stage: 1 or 2. Stage 2 needs cpu_offload=True and ranks that share memory. Stage 1 with
-            cpu_offload=True takes no more memory where they do.
+        stage: 1 or 2. Stage 2 needs cpu_offload=True and ranks that share memory, not on GPUs.
+            Stage 1 with cpu_offload=True takes no more memory where they do.
         cpu_offload: Whether gradients, master weights and optimizer states are in host memory,
             where the update runs too. False: everything is on the device.
         **gemini: GeminiPlugin's arguments, but for those that say where things are; and those of
@@ -84,9 +84,15 @@ class LowLevelZeroPlugin(GeminiPlugin):
         """See GeminiPlugin.
 
         Raises:
+            NotImplementedError: stage=2 on several GPUs; see GeminiPlugin.
             UsageError: stage=2, and ranks do not share memory; see GeminiPlugin.
         """
         _, size = rank_and_size()
+        if self._stage == 2 and size > 1 and self.config.device != "cpu":
+            raise NotImplementedError(
+                "stage=2 keeps gradients once for the ranks of a machine, and on GPUs (this one "
+                f"computes on {self.config.device!r}) each keeps its own, page-locked; give stage=1"
+            )
         if self._stage == 2 and size > 1 and (ranks_of_node() < size or not may_share_memory()):
             raise UsageError(
                 f"stage=2 keeps gradients once for the ranks of a machine, and of these {size} "

@@ -9,7 +9,7 @@ import torch
 from castor._loader import load_cuda
 from castor.config.memory import host_memory, share_memory, usable_bytes
 from castor.errors import UsageError
-from castor.runtime.ranks import ranks_of_node
+from castor.runtime.ranks import Peers, rank_of_node, ranks_of_node
 
 _USABLE_SHARE = 0.95
 """Of the free memory of a GPU: what its allocator cannot use for fragmentation is in the rest."""
@@ -19,13 +19,15 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     """The device that GeminiPlugin(device=...) means.
 
     Args:
-        device: "cpu", "cuda" or "cuda:1"; None: the GPU if there is one, else the CPU.
+        device: "cpu", "cuda" or "cuda:1"; None: the GPU if there is one, else the CPU. Of several
+            ranks on a machine "cuda" is the GPU of the number that LOCAL_RANK says, and torch's
+            current one from then on.
 
     Returns:
         One with an index if it is a GPU.
 
     Raises:
-        UsageError: There is no such GPU, or this torch has no CUDA.
+        UsageError: There is no such GPU, or none for this rank, or this torch has no CUDA.
         ImportError: castor was built without its GPU parts, or for another CUDA than torch.
         NotImplementedError: A device of another kind.
     """
@@ -40,7 +42,27 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         )
     check_cuda(chosen)
     load_cuda()
-    return torch.device("cuda", _index(chosen, torch.cuda.current_device()))
+    return torch.device("cuda", chosen.index if ":" in str(device) else _own_gpu())
+
+
+def _own_gpu() -> int:
+    """That of this process, where nobody has said which.
+
+    Raises:
+        UsageError: The machine has fewer than ranks.
+    """
+    ranks, count = ranks_of_node(), torch.cuda.device_count()
+    if ranks == 1:
+        return torch.cuda.current_device()
+    if 1 < count < ranks:
+        raise UsageError(
+            f"{ranks} ranks were started on this machine, and torch finds {count} GPUs: start "
+            f"{count}, or say which GPU a rank computes on, with device='cuda:0'"
+        )
+    # Where there is one, launchers may have given each rank another (CUDA_VISIBLE_DEVICES).
+    index = rank_of_node() if count > 1 else 0
+    torch.cuda.set_device(index)  # "cuda" means the same to the rest of the script
+    return index
 
 
 def check_cuda(device: torch.device) -> None:
@@ -57,15 +79,11 @@ def check_cuda(device: torch.device) -> None:
             f"nvidia-smi lists one and that CUDA_VISIBLE_DEVICES does not hide it{instead}"
         )
     count = torch.cuda.device_count()
-    if _index(device, 0) >= count:
+    if (device.index or 0) >= count:
         raise UsageError(
             f"device='{device}' is not there: torch finds {count} GPUs, 'cuda:0' to "
             f"'cuda:{count - 1}'"
         )
-
-
-def _index(device: torch.device, default: int) -> int:
-    return device.index if ":" in str(device) else default
 
 
 def choose_budgets(
@@ -115,6 +133,46 @@ def warn_of_budgets(
         RuntimeWarning,
         stacklevel=stacklevel + 1,
     )
+
+
+def check_gpus(ranks: Peers, device: torch.device, device_bytes: int, *, stacklevel: int) -> None:
+    """Whether every rank has a GPU of its own. Collective; nothing is asked of the CPU device.
+
+    Args:
+        ranks: All.
+        device: This rank's.
+        device_bytes: Its budget there.
+        stacklevel: As warnings.warn counts, from the caller of this function.
+
+    Raises:
+        UsageError: The budgets of ranks that share a GPU come to more than its memory; every rank
+            raises it. Those that share one in their budgets are warned.
+    """
+    if device.type == "cpu":
+        return
+    own = torch.get_device_module(device).get_device_properties(device)
+    everyone = ranks.gather((str(own.uuid), own.total_memory, device_bytes))
+    for uuid, total in sorted({one[:2] for one in everyone}):
+        sharing = [rank for rank, one in enumerate(everyone) if one[0] == uuid]
+        if len(sharing) == 1:
+            continue
+        budgets = sum(everyone[rank][2] for rank in sharing)
+        numbers = f"{', '.join(map(str, sharing[:-1]))} and {sharing[-1]}"
+        shared = (
+            f"ranks {numbers} compute on one GPU ({uuid}), and their device_memory comes to "
+            f"{_gib(budgets)}"
+        )
+        instead = "start as many ranks as there are GPUs, or give each its own device='cuda:I'"
+        if budgets > total:
+            raise UsageError(
+                f"{shared} of the {_gib(total)} that it has: {instead}, or less device_memory"
+            )
+        if ranks.rank in sharing:
+            warnings.warn(
+                f"{shared}; they wait for each other there: {instead}",
+                RuntimeWarning,
+                stacklevel=stacklevel + 1,
+            )
 
 
 def _gib(size: int) -> str:

@@ -265,6 +265,12 @@ def rank_and_size() -> tuple[int, int]:
     return distributed.get_rank(), distributed.get_world_size()
 
 
+def rank_of_node() -> int:
+    """Which of the processes that the launcher has started on this machine this one is; 0 alone."""
+    rank = os.environ.get("LOCAL_RANK", "")
+    return int(rank) if rank.isdecimal() and ranks_of_node() > 1 else 0
+
+
 def ranks_of_node() -> int:
     """How many processes the launcher has started on this machine; 1 where there was none."""
     size = os.environ.get("LOCAL_WORLD_SIZE", "")

@@ -1,0 +1,198 @@
+"""What tests of ranks on GPUs run: `python gpu_rank_cases.py NAME DIRECTORY`; see rank_cases.py.
+
+CASTOR_TEST_DEVICE says on which: "simgpu:1", "cuda", or the CPU device without it.
+"""
+
+import os
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import distributed, nn
+
+import castor
+import helpers
+import rank_cases
+from helpers import GIB, tight_memory
+from rank_cases import RankCase, _frozen, _of_rank, _refused, _tower_loss, _zoo, boost
+from simulated import compute_as_asked
+from zoo import CASES, tower, tower_batch
+
+STEPS = 5
+SMALL = {"chunk_bytes": "8KiB"}
+"""Several chunks of a tower."""
+
+EXACT = {
+    "ample": RankCase(tower, _tower_loss, SMALL),
+    "ample, overlap none": RankCase(tower, _tower_loss, SMALL | {"overlap": "none"}),
+    "tight": RankCase(tower, _tower_loss, SMALL | {"memory": "tight"}),
+    "tight, overlap none": RankCase(
+        tower, _tower_loss, SMALL | {"memory": "tight", "overlap": "none"}
+    ),
+    "one rank tight": RankCase(tower, _tower_loss, SMALL | {"memory": "tight on rank 1"}),
+    "one rank tight, overlap none": RankCase(
+        tower, _tower_loss, SMALL | {"memory": "tight on rank 1", "overlap": "none"}
+    ),
+    "all on the device": RankCase(tower, _tower_loss, SMALL | {"placement_policy": "cuda"}),
+    "half on the device": RankCase(
+        tower,
+        _tower_loss,
+        SMALL | {"placement_policy": "static", "offload_optim_frac": 0.5, "overlap": "none"},
+    ),
+    "uneven": RankCase(rank_cases.EXACT["uneven"].build, rank_cases.EXACT["uneven"].loss, SMALL),
+    "uneven, tight": RankCase(
+        rank_cases.EXACT["uneven"].build,
+        rank_cases.EXACT["uneven"].loss,
+        SMALL | {"memory": "tight"},
+    ),
+    "frozen": RankCase(_frozen, _zoo("gpt2").loss),
+    "llama, tight": _zoo("llama", memory="tight"),
+    "checkpointed": _zoo("llama", checkpointing=True),
+    "lazy": rank_cases.EXACT["lazy"],
+}
+"""fp32: the bits of one process with as many micro-batches."""
+
+CLOSE = {
+    **{
+        f"{how}{where}": RankCase(
+            tower, _tower_loss, SMALL | memory, micro_batches=2, deferred=how == "deferred"
+        )
+        for how in ("accumulated", "deferred")
+        for where, memory in (("", {}), (", tight", {"memory": "tight"}))
+    },
+    **{
+        f"bf16 {state_format}{where}": RankCase(
+            tower,
+            _tower_loss,
+            SMALL | memory | {"precision": "bf16", "optim_state_format": state_format},
+        )
+        for state_format in ("fp32", "split", "split_bf16", "split_int8")
+        for where, memory in (("", {}), (", tight", {"memory": "tight"}))
+    },
+    "fp16": _zoo("llama", precision="fp16", initial_scale=2.0**8),
+    "nvme states": RankCase(
+        tower, _tower_loss, SMALL | {"nvme_path": "build", "nvme_offload_fraction": 1.0}
+    ),
+}
+"""Those of ranks on the CPU device."""
+
+ON_FOUR = ("ample", "tight", "one rank tight", "uneven", "all on the device", "bf16 split")
+
+
+def each(directory: Path) -> None:
+    """CASES, on as many ranks as there are."""
+    castor.launch_from_torch()
+    rank = distributed.get_rank()
+    _train_all(directory, range(rank, rank + 1), f".{rank}")
+
+
+def alone(directory: Path) -> None:
+    """CASES in one process, with the micro-batches of TAKEN ranks."""
+    _train_all(directory, range(int(os.environ["TAKEN"])), "")
+
+
+def _train_all(directory: Path, ranks: range, suffix: str) -> None:
+    for name in os.environ["CASES"].split("|"):
+        case = (EXACT | CLOSE)[name]
+        weights, losses, report = rank_cases.train(
+            _with_memory(case, tight=ranks == range(1, 2)), ranks, steps=STEPS
+        )
+        torch.save((weights, losses, vars(report)), directory / f"{name}{suffix}.pt")
+
+
+def _with_memory(case: RankCase, *, tight: bool) -> RankCase:
+    """The case with bytes; `tight`: this is rank 1."""
+    settings = dict(case.settings)
+    asked = settings.pop("memory", None)
+    if asked is not None:
+        little = tight_memory(case.build, lambda model, seed: case.loss(model, seed, 0))
+        settings["memory"] = little if asked == "tight" or tight else GIB
+    return replace(case, settings=settings)
+
+
+def overflows(_: Path) -> None:
+    """Of rank 1 gradients are not finite at the third step, which all skip."""
+    with _of_rank() as rank:
+        for memory in ("ample", "tight"):
+            case = EXACT[memory]
+            boosted = boost(_with_memory(case, tight=False))
+            booster, model, _ = boosted
+            for step in range(4):
+                before = helpers.copies(model.parameters())
+                batch = tower_batch(step + 10 * rank)
+                if step == 2 and rank == 1:
+                    batch["x"][0, 0] = float("inf")
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    boosted.step(model(**batch))
+                after = helpers.copies(model.parameters())
+                same = all(map(torch.equal, before, after))
+                print(memory, step, same, booster.report(model).skipped_steps)
+
+
+def edits(directory: Path) -> None:
+    """Weights that every rank writes itself between steps, and states that are read there."""
+    with _of_rank() as rank:
+        for precision in ("fp32", "bf16"):
+            case = RankCase(tower, _tower_loss, SMALL | {"precision": precision})
+            booster, model, optimizer = boosted = boost(case)
+            seen = []
+            for step in range(4):
+                boosted.step(_tower_loss(model, 2 * step + rank, rank))
+                with torch.no_grad():
+                    for param in model.parameters():
+                        param.mul_(1.0 + 2.0**-6)
+                seen += helpers.copies(model.parameters())
+                for state in optimizer.state_dict()["state"].values():
+                    seen += [state["exp_avg"].clone(), state["exp_avg_sq"].clone()]
+            promoted = booster.report(model).promoted_chunks
+            torch.save((seen, promoted), directory / f"{precision}.{rank}.pt")
+
+
+def clips(directory: Path) -> None:
+    """A loop's own clipping writes gradients where they are."""
+    with _of_rank() as rank:
+        for memory in ("ample", "tight"):
+            case = _with_memory(EXACT[memory], tight=False)
+            booster, model, optimizer = boost(case, max_norm=0.0)
+            norms = []
+            for step in range(4):
+                booster.backward(_tower_loss(model, 2 * step + rank, rank), optimizer)
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+                optimizer.step()
+                optimizer.zero_grad()
+            weights = helpers.copies(model.parameters())
+            torch.save((weights, norms), directory / f"{memory}.{rank}.pt")
+
+
+def shares_a_gpu(_: Path) -> None:
+    """Both ranks are on one GPU: in budgets that it has, and in larger ones."""
+    with _of_rank():
+        gpu = torch.simgpu  # type: ignore[attr-defined]
+        own = gpu.get_device_properties()
+        for total in (2 * GIB, 2 * GIB - 1):
+            shared = replace(own, uuid="GPU-1", total_memory=total)
+            gpu.get_device_properties = lambda device, shared=shared: shared
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                print(_refused(lambda: boost(EXACT["ample"])))
+            print(*[one.message for one in warned])
+
+
+def stage_2(_: Path) -> None:
+    """LowLevelZeroPlugin's, which is the ranks' common gradients."""
+    with _of_rank():
+        plugin = castor.LowLevelZeroPlugin(
+            device="cpu", device_memory=GIB, host_memory=GIB, stage=2, cpu_offload=True
+        )
+        model = CASES["gpt2"].model()
+        optimizer = castor.HybridAdam(model.parameters())
+        print(_refused(lambda: castor.Booster(plugin).boost(model, optimizer)))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    compute_as_asked()
+    globals()[sys.argv[1]](Path(sys.argv[2]))

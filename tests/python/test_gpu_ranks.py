@@ -1,0 +1,322 @@
+"""Several ranks on GPUs: the bits of ranks on the CPU device, and of one process.
+
+On the simulated GPU each rank has one of its own. Where there is a real one, it is every rank's.
+"""
+
+import os
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import castor
+import gpu_rank_cases
+import rank_cases
+import simulated_gpu
+from castor.plugins import machine
+from gpu_rank_cases import CLOSE, EXACT, ON_FOUR
+from rank_processes import run, succeeded
+from simulated import compute_on_gpu
+
+pytestmark = pytest.mark.slow
+
+SIMULATED = [f"simgpu:{seed}" for seed in simulated_gpu.SEEDS]
+CPU = ""
+Result = tuple[list[torch.Tensor], list[float], dict[str, Any]]
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Says where processes that are started from now on compute."""
+
+    def choose(device: str) -> None:
+        if device == CPU:
+            monkeypatch.delenv("CASTOR_TEST_DEVICE", raising=False)
+            return
+        if device != "cuda":
+            simulated_gpu.require()
+        monkeypatch.setenv("CASTOR_TEST_DEVICE", device)
+
+    return choose
+
+
+@pytest.fixture(params=SIMULATED)
+def simgpu(request: pytest.FixtureRequest, on: Callable[[str], None]) -> str:
+    on(request.param)
+    device: str = request.param
+    return device
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(device, number of ranks, case, rank) -> weights, losses and report; rank None: alone."""
+
+    @cache
+    def directory(device: str, size: int, alone: bool) -> Path:
+        path = tmp_path_factory.mktemp("ranks")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CASTOR_TEST_DEVICE", device)
+            if device == CPU:
+                patch.delenv("CASTOR_TEST_DEVICE")
+            patch.setenv("TAKEN", str(size))
+            patch.setenv("CASES", "|".join(_cases(device, size, alone)))
+            scenario = gpu_rank_cases.alone if alone else gpu_rank_cases.each
+            succeeded(run(scenario, 1 if alone else size, path, timeout=900))
+        return path
+
+    def load(device: str, size: int, name: str, rank: int | None) -> Result:
+        suffix = "" if rank is None else f".{rank}"
+        path = directory(device, size, rank is None) / f"{name}{suffix}.pt"
+        result: Result = torch.load(path)
+        return result
+
+    return load
+
+
+def _cases(device: str, size: int, alone: bool) -> list[str]:
+    """Those that are compared."""
+    cases = list(EXACT) if alone else [*EXACT, *CLOSE]
+    if device == "cuda":
+        return list(ON_A_REAL_ONE)
+    return [name for name in cases if size == 2 or name in ON_FOUR]
+
+
+ON_A_REAL_ONE = ("ample", "tight", "one rank tight", "all on the device")
+SIZES = [*((2, name) for name in EXACT), *((4, name) for name in ON_FOUR if name in EXACT)]
+
+
+@pytest.mark.parametrize(("size", "name"), SIZES)
+def test_weights_have_the_bits_of_one_process(
+    size: int, name: str, simgpu: str, trained: Any
+) -> None:
+    expected, _, _ = trained(CPU, size, name, None)
+    for rank in range(size):
+        weights, _, _ = trained(simgpu, size, name, rank)
+        assert all(map(torch.equal, weights, expected))
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("name", ON_A_REAL_ONE)
+def test_weights_have_the_bits_of_one_process_on_a_real_gpu(
+    name: str, on: Callable[[str], None], trained: Any
+) -> None:
+    on("cuda")
+    expected, _, _ = trained("cuda", 2, name, None)
+    for rank in range(2):
+        weights, _, _ = trained("cuda", 2, name, rank)
+        assert all(map(torch.equal, weights, expected))
+
+
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [*((2, name) for name in EXACT | CLOSE), *((4, name) for name in ON_FOUR)],
+)
+def test_weights_and_losses_have_the_bits_of_ranks_on_the_cpu_device(
+    size: int, name: str, simgpu: str, trained: Any
+) -> None:
+    for rank in range(size):
+        weights, losses, report = trained(simgpu, size, name, rank)
+        expected, expected_losses, _ = trained(CPU, size, name, rank)
+        assert all(map(torch.equal, weights, expected))
+        assert losses == expected_losses
+        assert report["skipped_steps"] == 0
+
+
+def test_ranks_have_whole_chunks_on_the_device_where_there_is_room(
+    simgpu: str, trained: Any
+) -> None:
+    """And move them where there is none: what the tests above compare is both."""
+    for overlap in ("", ", overlap none"):
+        for rank in range(2):
+            _, _, ample = trained(simgpu, 2, f"ample{overlap}", rank)
+            _, _, tight = trained(simgpu, 2, f"tight{overlap}", rank)
+            _, _, mixed = trained(simgpu, 2, f"one rank tight{overlap}", rank)
+            assert ample["promoted_chunks"] == ample["num_chunks"]
+            assert tight["promoted_chunks"] < tight["num_chunks"]
+            assert tight["h2d_bytes"] > ample["h2d_bytes"]
+            assert mixed["promoted_chunks"] == (tight if rank == 1 else ample)["promoted_chunks"]
+        for name in ("tight", "one rank tight"):
+            _, _, report = trained(simgpu, 2, f"{name}{overlap}", 1)
+            assert report["peak_device_bytes"] <= report["device_budget_bytes"] < 2**20
+
+
+def test_each_rank_has_its_own_homes_and_says_so(simgpu: str, trained: Any) -> None:
+    """Of weights and gradients all, of states its part; and what passes between ranks."""
+    weights, _, report = trained(simgpu, 2, "tight", 0)
+    assert report["rank_shared_bytes"] == 0
+    assert report["rank_link"] == (
+        "memory that the ranks of this machine share, but not homes: on GPUs each rank has its "
+        "own, page-locked"
+    )
+    elements = sum(weight.numel() for weight in weights)
+    assert report["host_bytes"] >= elements * (4 + 4 + 8 // 2)
+    _, _, shared = trained(CPU, 2, "tight", 0)
+    assert shared["rank_shared_bytes"] >= elements * (4 + 4)
+
+
+def test_bytes_sent_are_counted(simgpu: str, trained: Any) -> None:
+    """(n-1)/n of gradients twice and of weights once, in a step."""
+    for size in (2, 4):
+        for name in ("ample", "tight"):
+            weights, _, report = trained(simgpu, size, name, 0)
+            sent = report["rank_sent_bytes"] / gpu_rank_cases.STEPS
+            parameters = sum(weight.nbytes for weight in weights)
+            assert sent * size / (size - 1) == pytest.approx(3 * parameters, rel=0.1)
+
+
+def test_gradients_that_are_not_finite_on_one_rank_skip_the_step_on_all(
+    simgpu: str, tmp_path: Path
+) -> None:
+    del simgpu
+    outputs = succeeded(run(gpu_rank_cases.overflows, 2, tmp_path))
+    assert outputs[0] == outputs[1]
+    for memory, lines in zip(
+        ("ample", "tight"), (outputs[0].splitlines()[:4], outputs[0].splitlines()[4:]), strict=True
+    ):
+        skipped = [f"{memory} {step} {step == 2} {int(step >= 2)}" for step in range(4)]
+        assert lines == skipped
+
+
+@pytest.mark.parametrize("scenario", [gpu_rank_cases.edits, gpu_rank_cases.clips])
+def test_what_a_loop_writes_and_reads_itself_is_what_it_is_on_the_cpu_device(
+    scenario: Callable[[Path], None], simgpu: str, on: Callable[[str], None], tmp_path: Path
+) -> None:
+    for device in (CPU, simgpu):
+        on(device)
+        (tmp_path / device).mkdir(exist_ok=True)
+        succeeded(run(scenario, 2, tmp_path / device))
+    for path in tmp_path.glob("*.pt"):
+        expected, _ = torch.load(path)
+        found, _ = torch.load(tmp_path / simgpu / path.name)
+        assert all(map(torch.equal, found, expected))
+    assert len(list(tmp_path.glob("*.pt"))) == 4
+
+
+@pytest.fixture
+def saved(simgpu: str, tmp_path: Path) -> Path:
+    """What two ranks on GPUs have saved, and where they went from there."""
+    del simgpu
+    for output in succeeded(run(rank_cases.saves, 2, tmp_path)):
+        assert "missing" in output
+    return tmp_path
+
+
+def test_a_checkpoint_of_two_goes_on_on_other_numbers_of_ranks_and_the_cpu_device(
+    saved: Path, on: Callable[[str], None]
+) -> None:
+    assert succeeded(run(rank_cases.loads, 2, saved)) == ["3\n"] * 2
+    for rank in range(2):
+        expected = torch.load(saved / f"weights.{rank}.pt")
+        assert all(map(torch.equal, torch.load(saved / f"loaded.{rank}.pt"), expected))
+    went_on = {}
+    for device in (os.environ["CASTOR_TEST_DEVICE"], CPU):
+        on(device)
+        for size in (1, 3):
+            assert succeeded(run(rank_cases.loads, size, saved)) == ["3\n"] * size
+            went_on[device, size] = torch.load(saved / f"loaded.{size - 1}.pt")
+    for (_, size), weights in went_on.items():
+        assert all(map(torch.equal, weights, went_on[CPU, size]))
+
+
+@pytest.mark.parametrize(("phase", "victim"), [("backward", 0), ("step", 1), ("save", 1)])
+def test_a_rank_that_is_killed_is_named(
+    phase: str, victim: int, simgpu: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    del simgpu
+    monkeypatch.setenv("VICTIM", str(victim))
+    monkeypatch.setenv("PHASE", phase)
+    outcomes = run(rank_cases.one_dies_at, 2, tmp_path)
+    assert outcomes[victim].code == -9
+    assert outcomes[1 - victim].code != 0
+    assert re.search(
+        rf"Error: rank {1 - victim} of 2 lost the others: rank {victim} \(process \d+\) has ended",
+        outcomes[1 - victim].errors,
+    ), outcomes[1 - victim].errors
+
+
+def test_ranks_that_do_different_things_are_both_named(simgpu: str, tmp_path: Path) -> None:
+    del simgpu
+    for output in succeeded(run(rank_cases.one_passes_more, 2, tmp_path)):
+        assert (
+            "rank 0 ends backward pass 2 of step 1, while rank 1 calls optimizer.step()" in output
+        )
+
+
+def test_ranks_on_one_gpu_are_named(simgpu: str, tmp_path: Path) -> None:
+    del simgpu
+    both = "ranks 0 and 1 compute on one GPU (GPU-1), and their device_memory comes to 2.00 GiB"
+    for output in succeeded(run(gpu_rank_cases.shares_a_gpu, 2, tmp_path)):
+        boosted, warned, refused, _ = output.split("\n")[:4]
+        assert boosted == "nothing was raised"
+        assert warned.startswith(f"{both}; they wait for each other there")
+        assert refused.startswith(f"UsageError: {both} of the 2.00 GiB that it has: start as many")
+
+
+def test_what_gpus_do_not_share_yet_is_named(
+    simgpu: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    del simgpu
+    for output in succeeded(run(gpu_rank_cases.stage_2, 2, tmp_path)):
+        assert "NotImplementedError: stage=2 keeps gradients once" in output
+    compute_on_gpu(monkeypatch)
+    for name in ("tp_size", "sp_size", "pp_size", "ep_size"):
+        settings = {name: 2, "device_memory": 2**30, "host_memory": 2**30}
+        settings |= {"num_microbatches": 2} if name == "pp_size" else {}
+        with pytest.raises(NotImplementedError, match=f"{name}=2 divides a model among ranks on"):
+            castor.HybridParallelPlugin(**settings)
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus", "asked", "expected"),
+    [
+        ({}, 4, "cuda", "cuda:2"),
+        ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, 4, "cuda", "cuda:3"),
+        ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, 4, None, "cuda:3"),
+        ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, 4, "cuda:1", "cuda:1"),
+        ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, 1, "cuda", "cuda:0"),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, 4, "cuda", "cuda:2"),
+    ],
+)
+def test_a_rank_computes_on_the_gpu_of_its_number(
+    environment: dict[str, str],
+    gpus: int,
+    asked: str | None,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Alone on torch's current one; where each rank is shown one GPU, on that."""
+    current = _gpus(gpus, environment, monkeypatch)
+    assert machine.choose_device(asked) == torch.device(expected)
+    if environment.get("LOCAL_WORLD_SIZE") == "4" and asked != "cuda:1":
+        assert current == [int(expected[-1])]
+
+
+def test_more_ranks_than_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    _gpus(2, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, monkeypatch)
+    message = "4 ranks were started on this machine, and torch finds 2 GPUs: start 2"
+    with pytest.raises(castor.UsageError, match=message):
+        machine.choose_device("cuda")
+
+
+def _gpus(count: int, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As if torch found so many, the third its current one; returns what becomes that."""
+    current: list[int] = []
+    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ((environment and {"RANK": "0"}) | environment).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(machine, "check_cuda", lambda _: None)
+    monkeypatch.setattr(machine, "load_cuda", lambda: None)
+    for name, function in {
+        "is_available": lambda: True,
+        "device_count": lambda: count,
+        "current_device": lambda: 2,
+        "set_device": current.append,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    return current
