@@ -453,3 +453,13 @@ def test_settings_that_a_run_kept_train_the_same_again(place: Path) -> None:
     start(place, [*kept, file, *script.arguments, "--output_dir", str(again)])
     mine, first = (load_file(path / script.written) for path in (again, found.output))
     assert all(torch.equal(value, first[name]) for name, value in mine.items())
+
+
+def test_a_script_that_looks_for_a_batch_size_finds_one_that_the_budget_has_room_for(
+    place: Path,
+) -> None:
+    budget = (*CASTOR, "--device-memory", "48MiB")
+    found = run(place, "by_feature/memory", budget, "small")
+    assert len(found.losses) > 3 * 2  # of batches of 16 in three epochs
+    assert found.peaks
+    assert found.peaks[0] <= 48 << 20
