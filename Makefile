@@ -7,7 +7,7 @@
 #   make study    loss curves of the optimizer state formats: 13 minutes on two cores
 #   make asan-torch | tsan-torch    the Python tests in which threads meet, with castor._C under ASan+UBSan, TSan
 #   make simgpu   suites of the CPU device on the asynchronous simulated GPU, with three seeds of delays
-#   make integration    TRL's scripts as published, Lightning, with castor and without: 6 minutes on two cores
+#   make integration    scripts of TRL, and in CASTOR_PUBLISHED of others, Lightning, with castor and without
 #   make docs     the documentation, in build/docs/index.html
 #   make wheel    wheels in dist/ for each Python and torch asked for, tried in clean environments
 #   make gpu-archive    what scripts/gpu_check.sh --wheel needs on a machine with a GPU, torch and nothing else
@@ -151,7 +151,8 @@ $(VENV_STAMPS)/bench: $(VENV_STAMPS)/castor $(STAMPS)/io-peers
 
 $(VENV_STAMPS)/integration: $(VENV_STAMPS)/castor
 	@$(BIN)/python scripts/requirements.py integration >$(VENV_STAMPS)/requirements-integration.txt
-	@$(BIN)/python -m pip install --quiet -r $(VENV_STAMPS)/requirements-integration.txt
+	@$(BIN)/python -m pip install --quiet 'torch==$(CASTOR_TORCH)' \
+	  -r $(VENV_STAMPS)/requirements-integration.txt
 	@touch $@
 
 $(VENV_STAMPS)/docs: $(VENV_STAMPS)/venv
@@ -275,6 +276,8 @@ gpu-archive: $(VENV_STAMPS)/venv
 pytest: $(VENV_STAMPS)/castor
 	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
+# Scripts that other projects publish run where their clones are: tests/integration/test_published.py.
+integration: export CASTOR_PUBLISHED ?=
 integration: $(VENV_STAMPS)/integration
 	@$(BIN)/python -m pytest tests/integration $(PYTEST_ARGS)
 

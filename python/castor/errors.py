@@ -6,6 +6,10 @@ import torch
 
 from castor import _C
 
+_SMALLER_BATCH = "\nThe device is out of memory."
+"""In args of an error that a smaller batch may help: what accelerate's find_executable_batch_size,
+and with it the Trainer's auto_find_batch_size, look for there."""
+
 
 class Error(Exception):
     """Root of what the runtime raises. Bad arguments are ValueError or TypeError instead."""
@@ -30,8 +34,16 @@ class OutOfMemoryError(Error, torch.OutOfMemoryError):
     """
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*args)
         self.tier, self.requested, self.available, self.budget = _C.last_out_of_memory()
+        self._message = "".join(map(str, args)).removesuffix(_SMALLER_BATCH)
+        super().__init__(self._message + (_SMALLER_BATCH if self.tier == "device" else ""))
+
+    def __str__(self) -> str:
+        return self._message
+
+    def blame_no_batch(self) -> None:
+        """No smaller batch would help: what looks for one lets this error through."""
+        self.args = (self._message,)
 
 
 class IoError(Error, OSError):

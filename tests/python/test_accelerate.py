@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import ProjectConfiguration, find_executable_batch_size
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
@@ -174,6 +174,34 @@ def test_several_optimizers_share_a_model(tmp_path: Path) -> None:
     accelerator.load_state(str(tmp_path / "state"))
     loaded = [entry["momentum_buffer"] for entry in optimizers[0].state.values()]
     assert all(map(torch.equal, loaded, momenta))
+
+
+def test_a_batch_that_the_budget_has_no_room_for_is_made_smaller() -> None:
+    tried: list[int] = []
+
+    def search(accelerator: Accelerator) -> float:
+        @find_executable_batch_size(starting_batch_size=32)
+        def train(batch_size: int) -> float:
+            tried.append(batch_size)
+            accelerator.free_memory()
+            model: nn.Module = CASES["llama"].model()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            loader = DataLoader(data(), batch_size=batch_size)  # type: ignore[arg-type]
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            for batch in loader:
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            return float(loss.item())
+
+        return float(train())
+
+    assert search(on_castor()(cpu=True)) > 0
+    assert tried[0] == 32
+    assert 2 <= tried[-1] < 32
+    with pytest.raises(castor.OutOfMemoryError, match="give device_memory at least"):
+        search(on_castor(device_memory="8KiB")(cpu=True))  # no batch is at fault
 
 
 def test_states_that_are_named_for_the_loop_are_found_again(tmp_path: Path) -> None:

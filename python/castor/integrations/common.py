@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castor.booster import Booster
-from castor.errors import UsageError
+from castor.errors import OutOfMemoryError, UsageError
 from castor.optim.step_driver import StepDriver
 from castor.plugins import GeminiPlugin
 
@@ -31,7 +31,11 @@ class OnCastor:
     """Of what the framework was asked for, when one is made."""
 
     def _boost_with(self, model: nn.Module, *optimizers: Optimizer) -> None:
-        self.castor.boost(model, optimizers)
+        try:
+            self.castor.boost(model, optimizers)
+        except OutOfMemoryError as error:
+            error.blame_no_batch()
+            raise
         OnCastor.castor_has_trained = True
 
     @property

@@ -12,7 +12,7 @@ import transformers
 from transformers import Trainer, TrainingArguments
 
 from castor.booster import Booster
-from castor.errors import OutOfMemoryError, UsageError
+from castor.errors import UsageError
 from castor.integrations.accelerate import check_unsharded, wrapping_nothing
 from castor.integrations.common import (
     OnCastor,
@@ -36,7 +36,6 @@ _OVERRIDDEN = (
     "create_accelerator_and_postprocess",
     "create_optimizer",
     "_prepare_for_training",
-    "training_step",
     "_save_optimizer_and_scheduler",
     "_load_optimizer_and_scheduler",
 )
@@ -153,19 +152,6 @@ class _OnCastor(OnCastor):
     def _prepare_for_training(self, *arguments: Any, **keywords: Any) -> Any:
         with wrapping_nothing(self.accelerator):
             return self._super._prepare_for_training(*arguments, **keywords)
-
-    def training_step(self, *arguments: Any, **keywords: Any) -> Any:
-        """The Trainer's; a budget that is too small for a batch is what auto_find_batch_size knows.
-
-        Raises:
-            RuntimeError: It is, and the Trainer may take a smaller batch.
-        """
-        try:
-            return self._super.training_step(*arguments, **keywords)
-        except OutOfMemoryError as error:
-            if not self.args.auto_find_batch_size:
-                raise
-            raise RuntimeError(f"{error}\nThe budget is out of memory.") from error
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         own, directory = unwrapped(self.optimizer), Path(output_dir)
