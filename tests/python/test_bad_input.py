@@ -87,6 +87,18 @@ dist.destroy_process_group()
     assert "'weight' is a DTensor" in done.stdout, done.stderr
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("whole", [False, True])
+def test_scripted_module_is_refused(whole: bool) -> None:
+    model: nn.Module = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 1))
+    if whole:
+        model = torch.jit.script(model)
+    with pytest.raises(castor.UsageError, match="scripted or traced module") as caught:
+        boost(model)
+    assert ("'0'" in str(caught.value)) != whole
+    model(torch.ones(2, 4)).sum().backward()
+
+
 def test_sparse_gradient_is_refused_where_it_arises() -> None:
     model = nn.Sequential(nn.Embedding(8, 32, sparse=True), nn.Linear(32, 4))
     booster = boost(model, optimizer=AdamW(model.parameters()))

@@ -42,7 +42,7 @@ from castor.plugins.divide import Division
 from castor.plugins.engine_settings import engine_settings
 from castor.plugins.machine import choose_budgets, choose_device, warn_of_budgets
 from castor.plugins.not_yet import check_not_yet
-from castor.runtime.boosted_model import check_not_boosted
+from castor.runtime.boosted_model import check_not_boosted, check_not_scripted
 from castor.runtime.engine import Engine
 from castor.runtime.hooks import ModuleHook
 
@@ -323,6 +323,7 @@ class GeminiPlugin:
             IoError: The NVMe tier's files cannot be made; model and optimizer are unchanged.
         """
         check_not_boosted(model)
+        check_not_scripted(model)
         rules = rules_of(optimizers)
         rule = next((one for one in rules if one), None)
         choice = choose_state_format(optimizers, self.config, rule)

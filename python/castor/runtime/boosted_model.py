@@ -131,7 +131,8 @@ def boosted_models_holding(model: nn.Module) -> list[BoostedModel]:
 
 def compiled_from(model: nn.Module) -> nn.Module:
     """The model that torch.compile has wrapped; another one as it is."""
-    inner: nn.Module = model._modules.get(_WRAPPED) or model
+    parts = model._modules  # of a scripted one no dict
+    inner: nn.Module = parts[_WRAPPED] if _WRAPPED in parts else model
     return inner
 
 
@@ -150,4 +151,18 @@ def check_not_boosted(model: nn.Module) -> None:
                 f"this {type(model).__name__} is boosted already, or shares modules or parameters "
                 f"with a boosted {type(boosted).__name__}; boost each model once and use what "
                 "boost returned"
+            )
+
+
+def check_not_scripted(model: nn.Module) -> None:
+    """Raises UsageError if a part is TorchScript's, which has its parameters outside of Python."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UsageError(
+                f"'{name}' is a scripted or traced module, whose parameters castor cannot move into "
+                "chunks: boost the module that it was made of, and use torch.compile on its blocks "
+                "before that if it is to be compiled"
+                if name
+                else "this model is a scripted or traced module, whose parameters castor cannot "
+                "move into chunks: boost the one that it was made of"
             )

@@ -168,7 +168,8 @@ def follow(spec: ModelSpec, events: _C.StepEvents) -> list[Handle]:
             module.register_forward_hook(leave, always_call=True),
         )
         handles.extend(hooks)
-        if i > 0:  # the model itself is called once a step
+        # The model itself is called once a step.
+        if i > 0 and type(module)._call_impl is nn.Module._call_impl:
             handles.append(
                 _DirectCall(module, events.module_call(i, module, *(h.id for h in hooks)))
             )
