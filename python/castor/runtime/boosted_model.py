@@ -131,8 +131,7 @@ def boosted_models_holding(model: nn.Module) -> list[BoostedModel]:
 
 def compiled_from(model: nn.Module) -> nn.Module:
     """The model that torch.compile has wrapped; another one as it is."""
-    parts = model._modules  # of a scripted one no dict
-    inner: nn.Module = parts[_WRAPPED] if _WRAPPED in parts else model
+    inner: nn.Module = getattr(model, _WRAPPED, model)
     return inner
 
 
@@ -159,9 +158,9 @@ def check_not_scripted(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UsageError(
-                f"'{name}' is a scripted or traced module, whose parameters castor cannot move into "
-                "chunks: boost the module that it was made of, and use torch.compile on its blocks "
-                "before that if it is to be compiled"
+                f"'{name}' is a scripted or traced module, whose parameters castor cannot move "
+                "into chunks: boost the module that it was made of, and call torch.compile on its "
+                "blocks before that if they are to be compiled"
                 if name
                 else "this model is a scripted or traced module, whose parameters castor cannot "
                 "move into chunks: boost the one that it was made of"
