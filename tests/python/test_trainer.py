@@ -192,6 +192,19 @@ def test_what_shards_the_model_a_second_time_is_refused(tmp_path: Path) -> None:
         kind(model=model(), args=arguments(tmp_path), train_dataset=Tokens())
 
 
+def test_one_process_trains_on_one_of_several_gpus(tmp_path: Path) -> None:
+    chosen = arguments(tmp_path)
+    chosen._n_gpu = 2  # as on a machine with two
+    kind = integration.trainer(Trainer, plugin())
+    with pytest.warns(RuntimeWarning, match="sees 2 GPUs.*batches are of 2.*--nproc 2") as caught:
+        run = kind(model=model(), args=chosen, train_dataset=Tokens())
+    assert caught[0].filename == __file__
+    run.train()
+    assert run.model_wrapped is run.model
+    assert run.args.train_batch_size == 2
+    assert chosen.n_gpu == 2
+
+
 def test_the_users_arguments_stay_as_they_are(tmp_path: Path) -> None:
     given = arguments(tmp_path, bf16=True)
     kind = integration.trainer(Trainer, plugin(precision="bf16"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -120,10 +121,10 @@ class _OnCastor(OnCastor):
             raise UsageError("a Trainer on castor needs its TrainingArguments: give args=")
         plugin = self._castor_plugin_for(own)
         self.castor = Booster(plugin)
-        for_accelerate = _without_precision(own, plugin)
+        rest = _on_one_device(_without_precision(own, plugin))
         super().__init__(
-            *(for_accelerate if value is own else value for value in arguments),
-            **{name: for_accelerate if value is own else value for name, value in keywords.items()},
+            *(rest if value is own else value for value in arguments),
+            **{name: rest if value is own else value for name, value in keywords.items()},
         )
 
     @property
@@ -184,6 +185,23 @@ def _without_precision(arguments: TrainingArguments, plugin: GeminiPlugin) -> Tr
     own.bf16 = own.fp16 = False
     own.mixed_precision = "no"
     return own
+
+
+def _on_one_device(arguments: TrainingArguments) -> TrainingArguments:
+    """The same, without the copies that a Trainer of one process makes for every other GPU.
+
+    Its nn.DataParallel would put a whole model on each of them in every forward.
+    """
+    if arguments.n_gpu > 1:
+        warnings.warn(
+            f"this process sees {arguments.n_gpu} GPUs, and castor trains on one: batches are of "
+            f"{arguments.per_device_train_batch_size}; start one process for each GPU, with "
+            f"`castor run --nproc {arguments.n_gpu}` or torchrun, to train on all",
+            RuntimeWarning,
+            stacklevel=3,  # where the Trainer is made
+        )
+        arguments._n_gpu = 1
+    return arguments
 
 
 def _check_version() -> None:
