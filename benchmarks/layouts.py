@@ -1,6 +1,6 @@
 # Question: does the planner of layouts (`castor plan`) know which one is fastest, and how fast?
 # Baseline: the steps themselves, of ten layouts on two and four ranks of this machine, which has
-#     two cores, of which four ranks have two at one time.
+#     two cores, of which four ranks have two at one time, and of one process.
 # Model: hybrid_parallel.py's Llama of 44M parameters, fp32, steps of 8 x 128 tokens on all ranks
 #     together, AdamW, clipping, room for everything, one thread a rank.
 # Method: a probe of as many ranks, which work at once: seconds of all the model's products,
@@ -9,8 +9,8 @@
 #     take that share a core is that core's time, their getting in each other's way with it. From
 #     these alone all layouts are predicted. Steps of as many ranks run in turn, so that slow
 #     spells of the machine meet all of them.
-# Target: times within 20%, and the three fastest in their order (of those whose measured times
-#     differ by more than 5%).
+# Target: times of the ten within 20%, and the three fastest in their order (of those whose measured
+#     times differ by more than 5%); of copies of the model on 1, 2 and 4 ranks within 15%.
 """Layouts predicted and measured: `python benchmarks/layouts.py [--rounds R]`."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rich.table import Table
 
 MODEL = Model(rows=8)
 PROBED_ROWS = (1, 2, 4)
-WITHIN, APART = 0.2, 0.05
+WITHIN, WITHIN_OF_COPIES, APART = 0.2, 0.15, 0.05
 BUDGET, CORES = "3GiB", 2
 
 
@@ -42,7 +42,9 @@ def layouts(ranks: int, samples: int) -> list[Any]:
     """Those that are measured."""
     from castor.estimate.layouts import Layout
 
-    if ranks == 2:
+    if ranks == 1:
+        found = [Layout()]
+    elif ranks == 2:
         found = [
             Layout(data=2), Layout(tensor=2), Layout(sequence=2), Layout(stages=2, microbatches=4),
             Layout(stages=2, microbatches=2), Layout(stages=2, microbatches=4, style="gpipe"),
@@ -58,6 +60,7 @@ def layouts(ranks: int, samples: int) -> list[Any]:
 def title(layout: Any) -> str:
     names = {"dp": layout.data, "tp": layout.tensor, "sp": layout.sequence, "pp": layout.stages}
     of = " ".join(f"{name} {size}" for name, size in names.items() if size > 1)
+    of = of or "one process"
     return f"{of}, {layout.microbatches} x {layout.rows} {layout.style}".removesuffix(" 1f1b")
 
 
@@ -70,15 +73,16 @@ def make_probe(_: int, model: Model) -> tuple[Step, Report]:
     from castor.distributed import RankLayout
 
     module = build(model)
-    ranks = RankLayout.find(distributed.get_world_size(), 1, 1, asked="the probe").tensor
-    assert ranks is not None
+    world = distributed.get_world_size()
+    ranks = RankLayout.find(world, 1, 1, asked="the probe").tensor if world > 1 else None
     params = sum(p.numel() for p in module.parameters())
 
     def median(work: Callable[[], Any], times: int = 9) -> float:
         found = []
         for _ in range(times):
             module.zero_grad(set_to_none=False)
-            ranks.meet()
+            if ranks:
+                ranks.meet()
             start = time.perf_counter()
             work()
             found.append(time.perf_counter() - start)
@@ -111,7 +115,7 @@ def make_probe(_: int, model: Model) -> tuple[Step, Report]:
             "copy": median(lambda: target.copy_(source)) / (4 * params),
             "adam": median(adam.step) / (28 * params),
             "sums": {tensor.numel() * 4: median(lambda tensor=tensor: ranks.sum(tensor), 30)
-                     for tensor in (hidden[:1, :1], hidden)},
+                     for tensor in (hidden[:1, :1], hidden) if ranks},
         }  # fmt: skip
 
     return lambda _: 0.0, report
@@ -189,10 +193,13 @@ def cluster_of(probes: Sequence[dict[str, Any]], record: Callable[[int], Any]) -
 
     flops = 1 / slowest(lambda probe: 1 / probe["flops"])
     passes = {rows: slowest(lambda probe, rows=rows: probe["passes"][rows]) for rows in PROBED_ROWS}
-    sums = {of: max(probe["sums"][of] for probe in probes) for of in probes[0]["sums"]}
-    (small, least), (large, most) = sorted(sums.items())
-    # A sum is two exchanges of (n - 1) / n of it.
-    link = 2 * (ranks - 1) / ranks * (large - small) / max(most - least, 1e-9)
+    link: dict[str, float] = {}  # one rank has none
+    if ranks > 1:
+        sums = {of: max(probe["sums"][of] for probe in probes) for of in probes[0]["sums"]}
+        (small, least), (large, most) = sorted(sums.items())
+        # A sum is two exchanges of (n - 1) / n of it.
+        speed = 2 * (ranks - 1) / ranks * (large - small) / max(most - least, 1e-9)
+        link = {"link": int(speed), "link_latency_us": least / 2 * 1e6}
     return Cluster.of(
         {
             "ranks_per_node": ranks, "device": "cpu", "at_once": at_once,
@@ -200,7 +207,7 @@ def cluster_of(probes: Sequence[dict[str, Any]], record: Callable[[int], Any]) -
             "flops": flops, "device_bandwidth": int(fitted(passes, flops, record)),
             "h2d": int(1 / slowest(lambda probe: probe["copy"])),
             "dram": int(at_once / slowest(lambda probe: probe["adam"])),
-            "link": int(link), "link_latency_us": least / 2 * 1e6,
+            **link,
         },
         "fp32",
     )  # fmt: skip
@@ -219,7 +226,7 @@ def main() -> int:
 
     model = replace(QUICK, width=256, rows=8) if arguments.quick else MODEL
     rounds, steps = (1, 1) if arguments.quick else (arguments.rounds, arguments.steps)
-    sizes = (2,) if arguments.quick else (2, 4)
+    sizes = (1, 2) if arguments.quick else (1, 2, 4)
     config = build(model).config
     config.architectures = ["LlamaForCausalLM"]
     with tempfile.TemporaryDirectory() as directory:
@@ -230,6 +237,7 @@ def main() -> int:
         )
         search = LayoutSearch(path, workload)
         predicted: dict[str, dict[str, Any]] = {}
+        copies: set[str] = set()  # of the whole model alone
         found: dict[str, Ranks] = {}
         clusters: dict[int, Any] = {}
         for size in sizes:
@@ -239,8 +247,10 @@ def main() -> int:
             clusters[size] = cluster_of(probes, search.whole_pass)
             contenders: dict[str, Ranks] = {}
             for layout in layouts(size, model.rows):
-                name = f"{size} ranks: {title(layout)}"
+                name = title(layout) if size == 1 else f"{size} ranks: {title(layout)}"
                 cost = search.cost(layout, clusters[size])
+                if layout.data == size:
+                    copies.add(name)
                 predicted[name] = {"seconds": cost.seconds, "busy": cost.busy}
                 contenders[name] = Ranks.start(name, size, make_layout, model, layout)
             for _ in range(rounds):
@@ -256,7 +266,7 @@ def main() -> int:
     results = {}
     for name in sorted(found, key=lambda name: measured[name]["median"]):
         ratio = predicted[name]["seconds"] / measured[name]["median"]
-        met = abs(ratio - 1) <= WITHIN
+        met = abs(ratio - 1) <= (WITHIN_OF_COPIES if name in copies else WITHIN)
         results[name] = {"predicted": predicted[name], "measured": measured[name], "ratio": ratio,
                          "within_target": met}  # fmt: skip
         table.add_row(
@@ -264,17 +274,22 @@ def main() -> int:
             f"{ratio:.2f}", "[green]met" if met else "[red]missed",
         )  # fmt: skip
     console.print(table)
-    ordered = in_order([(one["predicted"]["seconds"], one["measured"]["median"])
-                        for one in results.values()])  # fmt: skip
+    divided = [one for name, one in results.items() if name[0].isdigit()]
+    ordered = in_order(
+        [(one["predicted"]["seconds"], one["measured"]["median"]) for one in divided]
+    )
+    farthest = max(abs(results[name]["ratio"] - 1) for name in copies)
     console.print(f"the three fastest in their order: {'met' if ordered else 'MISSED'}")
+    console.print(f"copies of the model: {farthest:.0%} off at most")
     write_record(
         arguments,
         "layouts",
         {
             "results": results,
             "three_fastest_in_order": ordered,
-            "within_target": sum(one["within_target"] for one in results.values()),
-            "layouts": len(results),
+            "within_target": sum(abs(one["ratio"] - 1) <= WITHIN for one in divided),
+            "layouts": len(divided),
+            "copies_off_by": farthest,
             "machines": {
                 size: {"flops": one.machine.flops, "device_bandwidth": one.machine.device_bandwidth,
                        "h2d": one.machine.h2d, "dram": one.machine.dram,

@@ -124,6 +124,8 @@ ROWS = (
         ("ratios", "castor ample / plain")),
     Row("layouts", "of ten layouts, predicted within 20% of the measured step",
         ("within_target",), at_least(10)),
+    Row("layouts", "copies of the model on 1, 2 and 4 ranks: the farthest from the measured step",
+        ("copies_off_by",), at_most(0.15)),
     Row("pipelines", "a step of a model in two stages / torch's pipelining of the same stages",
         ("ratios", "castor ample / torch"), at_most(1.05)),
     Row("pipelines", "the same at tight(0.5) of a rank's stage",
