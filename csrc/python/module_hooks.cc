@@ -246,6 +246,7 @@ py::cpp_function forward_hook(const std::shared_ptr<StepEvents>& events, std::ui
 
 py::object module_call(const std::shared_ptr<StepEvents>& events, std::uint32_t module,
                        const py::object& owner, const py::int_& enter, const py::int_& leave) {
+  static_cast<void>(torch_names());  // what torch lacks is an error here, not within a call
   PyTypeObject* const type = call_type();
   const py::object made = py::reinterpret_steal<py::object>(type->tp_alloc(type, 0));
   PyObject* const weak = made ? PyWeakref_NewRef(owner.ptr(), nullptr) : nullptr;
