@@ -25,10 +25,10 @@ constexpr std::size_t kParallelNumel = std::size_t{1} << 18;
 /// Up to this size torch's copy spends more time on what to do than on the bytes.
 constexpr std::size_t kSmallBytes = std::size_t{1} << 14;
 
-/// As to.copy_(from), for small ones that lie alike; else returns false. Alike means the same
-/// dispatch keys too: a tensor that the gate holds or guards has one more.
+/// As to.copy_(from), for small ones that lie alike and that no gate stands before; else returns
+/// false.
 bool copy_small(const at::Tensor& to, const at::Tensor& from) {
-  if (to.nbytes() > kSmallBytes || !to.is_cpu() || to.key_set() != from.key_set() ||
+  if (to.nbytes() > kSmallBytes || !to.is_cpu() || is_gated(to) || to.key_set() != from.key_set() ||
       to.dtype() != from.dtype() || to.strides() != from.strides() ||
       !to.is_non_overlapping_and_dense()) {
     return false;

@@ -345,6 +345,8 @@ void TensorGate::pass_all() {
   }
 }
 
+bool is_gated(const at::Tensor& tensor) noexcept { return marked(tensor); }
+
 at::Tensor readable(const at::Tensor& tensor) { return marked(tensor) ? tensor.clone() : tensor; }
 
 }  // namespace castor

@@ -105,6 +105,8 @@ class TensorGate : public std::enable_shared_from_this<TensorGate> {
   const Visit visit_;
 };
 
+/// Whether operators on the tensor pass a gate: its memory is held back, or guarded.
+[[nodiscard]] bool is_gated(const at::Tensor& tensor) noexcept;
 /// The tensor, for who reads its memory without an operator; a copy, where the tensor is guarded.
 [[nodiscard]] at::Tensor readable(const at::Tensor& tensor);
 

@@ -42,7 +42,7 @@ from castor.plugins.divide import Division
 from castor.plugins.engine_settings import engine_settings
 from castor.plugins.machine import choose_budgets, choose_device, warn_of_budgets
 from castor.plugins.not_yet import check_not_yet
-from castor.runtime.boosted_model import check_not_boosted, check_not_scripted
+from castor.runtime.boosted_model import check_fit_for_chunks
 from castor.runtime.engine import Engine
 from castor.runtime.hooks import ModuleHook
 
@@ -139,8 +139,7 @@ class GeminiPlugin:
         optim_state_format: How Adam's state is kept: "fp32", or with precision="bf16" "split",
             "split_bf16" or "split_int8": 12, 10, 6 or 4 bytes a parameter beside weight and
             gradient; SGD and Lion have the first two, and keep less. "split" takes the same steps
-            as "fp32" bit for bit. Default: what HybridAdam was given, or else "split" for bf16 and
-            "fp32" for the others.
+            as "fp32" bit for bit. Default: HybridAdam's, or else "split" for bf16, else "fp32".
         seed: Of the stochastic rounding in "split_bf16" and "split_int8"; the same seed gives the
             same bits. Default: what HybridAdam was given, or else 0.
         nvme_path: A directory on an NVMe device, or several on different ones, for optimizer state
@@ -322,8 +321,7 @@ class GeminiPlugin:
                 plugin's, or the precision does not have the format.
             IoError: The NVMe tier's files cannot be made; model and optimizer are unchanged.
         """
-        check_not_boosted(model)
-        check_not_scripted(model)
+        check_fit_for_chunks(model)
         rules = rules_of(optimizers)
         rule = next((one for one in rules if one), None)
         choice = choose_state_format(optimizers, self.config, rule)

@@ -153,8 +153,12 @@ def check_not_boosted(model: nn.Module) -> None:
             )
 
 
-def check_not_scripted(model: nn.Module) -> None:
-    """Raises UsageError if a part is TorchScript's, which has its parameters outside of Python."""
+def check_fit_for_chunks(model: nn.Module) -> None:
+    """Raises UsageError as check_not_boosted, and for TorchScript's parts.
+
+    These have their parameters outside of Python.
+    """
+    check_not_boosted(model)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UsageError(
