@@ -11,7 +11,7 @@ from torch import nn
 
 import castor
 from castor.runtime.engine import engine_of
-from zoo import Batch, Case, tower, tower_batch
+from zoo import Batch, Case, tower, tower_batch, tower_loss
 
 GIB = 2**30
 LR = 1e-3
@@ -131,6 +131,20 @@ def losses_of_plain(
         loss.backward()
         if max_norm:
             torch.nn.utils.clip_grad_norm_(params, max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def plain_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, first: int = 0, steps: int = 4
+) -> list[float]:
+    """Losses of a tower in a loop of plain PyTorch, boosted or not."""
+    losses = []
+    for seed in range(first, first + steps):
+        loss = tower_loss(model, seed)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -18,6 +18,7 @@ from helpers import (
     copies,
     losses_of_boosted,
     losses_of_plain,
+    plain_steps,
     plugin,
 )
 from zoo import Tower, tower, tower_loss
@@ -203,15 +204,4 @@ def test_plugin_serves_several_boosters() -> None:
         optimizer = AdamW(model.parameters(), lr=LR)
         booster = Booster(plugin=shared)
         booster.boost(model, optimizer)
-        assert_close_losses(losses_of_plain_with(model, optimizer), expected)
-
-
-def losses_of_plain_with(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    losses = []
-    for seed in range(6):
-        loss = tower_loss(model, seed)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        assert_close_losses(plain_steps(model, optimizer, steps=6), expected)

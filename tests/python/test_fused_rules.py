@@ -30,7 +30,9 @@ from helpers import (
     assert_same_weights,
     boost,
     copies,
+    go_on,
     param_bytes,
+    plain_steps,
     plugin,
 )
 from rank_processes import run, succeeded
@@ -64,23 +66,6 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 def boosted_with(make: Make, model: nn.Module | None = None, **settings: Any) -> Boosted:
     model = tower() if model is None else model
     return boost(model, optimizer=make(model.parameters()), **settings)
-
-
-def go_on(boosted: Boosted, first: int = 0, steps: int = 4) -> list[float]:
-    return [boosted.step(tower_loss(boosted.model, i)) for i in range(first, first + steps)]
-
-
-def plain_steps(
-    model: nn.Module, optimizer: Optimizer, first: int = 0, steps: int = 4
-) -> list[float]:
-    losses = []
-    for seed in range(first, first + steps):
-        loss = tower_loss(model, seed)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def states_of(optimizer: Optimizer) -> list[torch.Tensor]:

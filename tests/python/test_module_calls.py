@@ -13,19 +13,15 @@ from torch import nn
 
 import castor
 from castor import _C
-from helpers import boost, plugin
-from zoo import Tower, tower, tower_loss
+from helpers import LR, Boosted, boost, plain_steps
+from zoo import Tower, tower
 
 STEPS = 3
 
 
 @pytest.fixture
-def boosted() -> tuple[Tower, torch.optim.Optimizer, castor.Booster]:
-    model = tower()
-    booster = castor.Booster(plugin=plugin())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    booster.boost(model, optimizer)
-    return model, optimizer, booster
+def boosted() -> Boosted:
+    return boost(tower())
 
 
 def direct(module: nn.Module) -> bool:
@@ -33,31 +29,24 @@ def direct(module: nn.Module) -> bool:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    losses = []
-    for seed in range(STEPS):
-        loss = tower_loss(model, seed)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return plain_steps(model, optimizer, steps=STEPS)
 
 
 def plain_losses() -> list[float]:
     model = tower()
-    return train(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    return train(model, torch.optim.AdamW(model.parameters(), lr=LR))
 
 
-def test_parts_are_called_directly_and_the_model_by_torch(boosted: Any) -> None:
-    model, optimizer, _ = boosted
+def test_parts_are_called_directly_and_the_model_by_torch(boosted: Boosted) -> None:
+    _, model, optimizer = boosted
     assert direct(model.head)
     assert not direct(model)
     assert train(model, optimizer) == pytest.approx(plain_losses(), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["pre", "post", "post_kwargs", "backward", "pre_backward"])
-def test_hooks_of_the_user_run_as_in_plain(boosted: Any, kind: str) -> None:
-    model, optimizer, _ = boosted
+def test_hooks_of_the_user_run_as_in_plain(boosted: Boosted, kind: str) -> None:
+    _, model, optimizer = boosted
     calls: list[str] = []
 
     def note(*_: Any) -> None:
@@ -78,15 +67,15 @@ def test_hooks_of_the_user_run_as_in_plain(boosted: Any, kind: str) -> None:
     assert len(calls) == STEPS
 
 
-def test_what_a_users_hook_returns_is_the_output(boosted: Any) -> None:
-    model, _, _ = boosted
+def test_what_a_users_hook_returns_is_the_output(boosted: Boosted) -> None:
+    _, model, _ = boosted
     x = torch.ones(2, model.head.in_features)
     model.head.register_forward_hook(lambda _module, _args, output: output * 0)
     assert not model.head(x).any()
 
 
-def test_hooks_of_all_modules_run(boosted: Any) -> None:
-    model, optimizer, _ = boosted
+def test_hooks_of_all_modules_run(boosted: Boosted) -> None:
+    _, model, optimizer = boosted
     seen: list[nn.Module] = []
     handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(m))
     try:
@@ -96,21 +85,21 @@ def test_hooks_of_all_modules_run(boosted: Any) -> None:
     assert seen.count(model.head) == STEPS
 
 
-def test_a_forward_that_fails_leaves_the_run_whole(boosted: Any) -> None:
-    model, optimizer, _ = boosted
+def test_a_forward_that_fails_leaves_the_run_whole(boosted: Boosted) -> None:
+    _, model, optimizer = boosted
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model.head(torch.ones(3, model.head.in_features + 1))
     assert train(model, optimizer) == pytest.approx(plain_losses(), rel=1e-5)
 
 
-def test_a_forward_that_is_replaced_is_called(boosted: Any) -> None:
-    model, _, _ = boosted
+def test_a_forward_that_is_replaced_is_called(boosted: Boosted) -> None:
+    _, model, _ = boosted
     model.head.forward = lambda x: x.sum()
     assert model.head(torch.ones(4)).item() == 4.0
 
 
-def test_what_the_events_raise_is_castors(boosted: Any) -> None:
-    model, optimizer, _ = boosted
+def test_what_the_events_raise_is_castors(boosted: Boosted) -> None:
+    _, model, optimizer = boosted
     train(model, optimizer)
     child = os.fork()
     if child == 0:  # where castor's memory is not
@@ -123,8 +112,8 @@ def test_what_the_events_raise_is_castors(boosted: Any) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
-def test_copies_and_pickles_are_called_by_torch(boosted: Any) -> None:
-    model, optimizer, _ = boosted
+def test_copies_and_pickles_are_called_by_torch(boosted: Boosted) -> None:
+    _, model, optimizer = boosted
     train(model, optimizer)
     x = torch.ones(2, model.head.in_features)
     for made in (copy.deepcopy(model), copy.copy(model.head), pickle.loads(pickle.dumps(model))):
@@ -133,8 +122,8 @@ def test_copies_and_pickles_are_called_by_torch(boosted: Any) -> None:
         assert torch.equal(head(x), model.head(x))
 
 
-def test_a_released_model_is_called_by_torch(boosted: Any) -> None:
-    model, optimizer, booster = boosted
+def test_a_released_model_is_called_by_torch(boosted: Boosted) -> None:
+    booster, model, optimizer = boosted
     booster.release(model)
     assert not any("_compiled_call_impl" in module.__dict__ for module in model.modules())
     train(model, optimizer)
@@ -151,8 +140,8 @@ def test_a_call_keeps_no_module() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_module_can_be_traced(boosted: Any) -> None:
-    model, _, _ = boosted
+def test_a_module_can_be_traced(boosted: Boosted) -> None:
+    _, model, _ = boosted
     x = torch.ones(2, model.head.in_features)
     traced = torch.jit.trace(model.head, x)
     assert torch.equal(traced(x), model.head(x))

@@ -19,25 +19,12 @@ from helpers import (
     assert_same_weights,
     boost,
     copies,
+    go_on,
     losses_of_boosted,
     losses_of_plain,
+    plain_steps,
 )
 from zoo import tower, tower_batch, tower_loss
-
-
-def go_on(boosted: Boosted, first: int, steps: int = 4) -> list[float]:
-    return [boosted.step(tower_loss(boosted.model, i)) for i in range(first, first + steps)]
-
-
-def plain_steps(model: nn.Module, optimizer: Any, first: int, steps: int = 4) -> list[float]:
-    losses = []
-    for seed in range(first, first + steps):
-        loss = tower_loss(model, seed)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def assert_same_layout(actual: dict[str, Any], expected: dict[str, Any]) -> None:
