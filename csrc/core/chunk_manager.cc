@@ -56,7 +56,8 @@ void ChunkManager::add_payload(ChunkId chunk, PayloadKind kind, std::size_t byte
   if (place) {
     throw UsageError("chunk " + std::to_string(index(chunk)) + " already has " + what);
   }
-  if (stored(chunk) && (kind == PayloadKind::kParam || kind == PayloadKind::kGrad)) {
+  if ((stored(chunk) && kind == PayloadKind::kParam) ||
+      (gradients_stored(chunk) && kind == PayloadKind::kGrad)) {
     place = std::make_shared<Payload>(bytes);
     return;
   }

@@ -114,6 +114,10 @@ class ChunkManager {
   [[nodiscard]] bool stored(ChunkId chunk) const {
     return homes_ != nullptr && homes_->stored(chunk);
   }
+  /// ... and neither have its gradients.
+  [[nodiscard]] bool gradients_stored(ChunkId chunk) const {
+    return homes_ != nullptr && homes_->gradients_stored(chunk);
+  }
   /// nullptr: every home is in memory.
   [[nodiscard]] HomeStore* homes() const noexcept { return homes_; }
   /// Before its update: user writes to a promoted chunk reach its masters as those to a slot do

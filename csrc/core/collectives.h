@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "core/rank_messages.h"
 
 namespace castor {
 
@@ -40,8 +41,10 @@ struct RankGroups {
   std::shared_ptr<Collectives> passes;     ///< of the thread that runs forward, backward and step
   std::shared_ptr<Collectives> gradients;  ///< of the one that reduces beside backward
   std::shared_ptr<Collectives> updates;    ///< of the one that runs updates, which may be another
-  std::string link;                        ///< for reports: what the bytes go through, and why
-  bool share_memory = false;               ///< the ranks are on one machine, and all groups know
+  /// For reads of others' parts of weights, where each keeps its own (ZeRO-3); nullptr: none does.
+  std::shared_ptr<RankMessages> reads;
+  std::string link;           ///< for reports: what the bytes go through, and why
+  bool share_memory = false;  ///< the ranks are on one machine, and all groups know
 };
 
 /// What each rank gives, in rank order.

@@ -22,13 +22,17 @@ class HomeHold {
   virtual void wait(HomeAccess access) = 0;
 };
 
-/// Homes that are not in memory all the time: parameters on NVMe. Seam: StoredWeights in
-/// csrc/torch, fakes in tests. Thread-safe.
+/// Homes that are not in memory all the time: parameters on NVMe, or in parts on several ranks.
+/// Seam: StoredWeights in csrc/torch, fakes in tests. Thread-safe.
 class HomeStore {
  public:
   virtual ~HomeStore() = default;
-  /// Whether the chunk's parameters and gradients have such homes.
+  /// Whether the chunk's parameters have such a home ...
   [[nodiscard]] virtual bool stored(ChunkId chunk) const noexcept = 0;
+  /// ... and its gradients too.
+  [[nodiscard]] virtual bool gradients_stored(ChunkId chunk) const noexcept {
+    return stored(chunk);
+  }
   /// Starts to bring the chunk's parameters into memory.
   [[nodiscard]] virtual std::unique_ptr<HomeHold> hold(ChunkId chunk) = 0;
   /// How many chunks one may hold and still be sure that whoever else needs one gets it.

@@ -59,10 +59,10 @@ class Payload {
         home_(tier_->allocate(bytes, remedy)),
         bytes_(home_.bytes()),
         data_(home_.data()) {}
-  /// One on NVMe, in no memory: a HomeStore has the bytes.
+  /// One in no memory (on NVMe, in parts on several ranks): a HomeStore has the bytes.
   explicit Payload(std::size_t bytes) noexcept : bytes_(bytes), data_(nullptr) {}
 
-  /// Where the bytes are; nullptr for one on NVMe.
+  /// Where the bytes are; nullptr for one in no memory.
   [[nodiscard]] std::byte* data() const noexcept { return data_; }
   [[nodiscard]] std::size_t bytes() const noexcept { return bytes_; }
   /// The tier that the bytes are in.

@@ -1,43 +1,14 @@
 #include "dist/group_collectives.h"
 
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
-
 #include <cstdint>
 #include <exception>
 #include <string>
 #include <vector>
 
 #include "core/error.h"
-#include "torch/chunk_storages.h"
+#include "dist/group_backend.h"
 
 namespace castor {
-namespace {
-
-at::Tensor tensor_over(std::span<const std::byte> bytes) {
-  return bytes_at(bytes.data(), bytes.size(), at::kCPU);
-}
-
-/// What torch and gloo say, without where in their sources: "[/path/pair.cc:547] " and what follows
-/// the first line.
-std::string without_places(const std::exception& error) {
-  const std::string what = error.what();
-  const std::string line = what.substr(0, what.find('\n'));
-  const std::size_t end = line.starts_with("[/") ? line.find("] ") : std::string::npos;
-  return end == std::string::npos ? line : line.substr(end + 2);
-}
-
-// The backend itself is called, not torch's operators: those are seen by whatever watches a user's.
-c10::intrusive_ptr<c10d::Backend> host_backend(const std::string& group) {
-  try {
-    return c10d::resolve_process_group(group)->getBackend(c10::DeviceType::CPU);
-  } catch (const std::exception& error) {
-    throw UsageError("the process group '" + group +
-                     "' cannot be used for memory of the host: " + without_places(error) +
-                     "; make it with the backend \"gloo\", or \"cpu:gloo,cuda:nccl\"");
-  }
-}
-
-}  // namespace
 
 GroupCollectives::GroupCollectives(const std::string& group) : backend_(host_backend(group)) {}
 

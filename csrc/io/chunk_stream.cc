@@ -39,6 +39,17 @@ std::span<std::byte> align(std::span<std::byte> memory, std::size_t alignment) {
 ChunkStream::ChunkStream(std::vector<StoredChunk> chunks, TransferQueue& queue, Executor& executor,
                          std::span<std::byte> memory, std::size_t alignment,
                          Verification verification, std::size_t max_slots)
+    : ChunkStream(std::move(chunks), &queue, executor, memory, alignment, verification, max_slots) {
+}
+
+ChunkStream::ChunkStream(std::vector<StoredChunk> chunks, Executor& executor,
+                         std::span<std::byte> memory, std::size_t alignment, std::size_t max_slots)
+    : ChunkStream(std::move(chunks), nullptr, executor, memory, alignment, Verification::kOff,
+                  max_slots) {}
+
+ChunkStream::ChunkStream(std::vector<StoredChunk> chunks, TransferQueue* queue, Executor& executor,
+                         std::span<std::byte> memory, std::size_t alignment,
+                         Verification verification, std::size_t max_slots)
     : queue_(queue),
       executor_(executor),
       verification_(verification),
@@ -339,6 +350,37 @@ void ChunkStream::flush() {
   }
   if (first) {
     std::rethrow_exception(first);
+  }
+}
+
+void ChunkStream::forget(std::size_t chunk) {
+  check_process();
+  Lock lock(mutex_);
+  Slot* const slot = find(chunk);
+  if (slot == nullptr) {
+    return;
+  }
+  wait_for_others(*slot, lock);
+  if (slot->chunk != chunk) {
+    return;
+  }
+  if (!slot->holders.empty()) {
+    throw UsageError(chunks_[chunk].front().name() +
+                     " are about to change while something still reads them");
+  }
+  without_mutex(*slot, lock, [slot] { slot->reading.clear(); });  // waits for them
+  slot->chunk.reset();
+  slot->failure = nullptr;
+  slot->wanted = false;
+}
+
+void ChunkStream::await_reads() {
+  Lock lock(mutex_);
+  for (Slot& slot : slots_) {
+    try {
+      finish_read(slot, lock);
+    } catch (const Error&) {  // NOLINT(bugprone-empty-catch): who uses it is told
+    }
   }
 }
 

@@ -41,6 +41,9 @@ using StoredChunk = std::vector<StoredPayload>;
 /// failed read NVMe holds what it held; after a failed write the payload is torn and refuses to be
 /// read (UsageError) until it is discarded.
 ///
+/// Payloads of a PayloadSource (other ranks have parts of them) are read alone: who changes one
+/// does so there, and forgets what the window has of it.
+///
 /// Borrows queue, executor and memory. Thread-safe: who holds a chunk keeps nobody from another
 /// one, but two who change the same chunk must take turns themselves. Calls of a process that was
 /// forked from the stream's throw UsageError.
@@ -55,6 +58,9 @@ class ChunkStream {
   ChunkStream(std::vector<StoredChunk> chunks, TransferQueue& queue, Executor& executor,
               std::span<std::byte> memory, std::size_t alignment, Verification verification,
               std::size_t max_slots = 4);
+  /// Over payloads of PayloadSources.
+  ChunkStream(std::vector<StoredChunk> chunks, Executor& executor, std::span<std::byte> memory,
+              std::size_t alignment, std::size_t max_slots);
   ~ChunkStream();
   ChunkStream(const ChunkStream&) = delete;
   ChunkStream& operator=(const ChunkStream&) = delete;
@@ -112,6 +118,11 @@ class ChunkStream {
   /// written when the last hold ends. Rethrows the first error, after it has tried all. What was
   /// announced and not used is forgotten.
   void flush();
+  /// What the window has of the chunk is not what its source has: the next use reads it again.
+  /// Nobody holds it; a read of it that is under way is waited for.
+  void forget(std::size_t chunk);
+  /// Returns when no read is under way; one that failed is the error of whoever uses the chunk.
+  void await_reads();
   /// The chunk reads as zeros from now on: all of it is about to be written anew. Nobody holds it.
   void discard(std::size_t chunk);
   /// Every chunk does.
@@ -160,7 +171,11 @@ class ChunkStream {
   void finish_write(Slot& slot, Lock& lock);
   void lose(Slot& slot);
 
-  TransferQueue& queue_;
+  ChunkStream(std::vector<StoredChunk> chunks, TransferQueue* queue, Executor& executor,
+              std::span<std::byte> memory, std::size_t alignment, Verification verification,
+              std::size_t max_slots);
+
+  TransferQueue* const queue_;  // nullptr: all payloads are of sources
   Executor& executor_;
   const Verification verification_;
   const int process_;               // that the stream belongs to

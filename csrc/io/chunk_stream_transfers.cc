@@ -71,7 +71,8 @@ void ChunkStream::replace(Slot& slot, std::size_t chunk, Lock& lock) {
     if (payload.contents() == PayloadContents::kNone) {
       std::fill(slot.padded.back().begin(), slot.padded.back().end(), std::byte{0});
     } else {
-      slot.reading.push_back(payload.start_read(queue_, slot.padded.back()));
+      slot.reading.push_back(payload.sourced() ? payload.start_read(slot.padded.back())
+                                               : payload.start_read(*queue_, slot.padded.back()));
       counts_.read_bytes += payload.padded_bytes();
     }
   }
@@ -93,8 +94,8 @@ void ChunkStream::finish_read(Slot& slot, Lock& lock) {
         transfer.wait();
       }
       for (std::size_t i = 0; i < chunk.size(); ++i) {
-        if (chunk[i].contents() != PayloadContents::kNone) {
-          chunk[i].check(executor_, queue_, slot.padded[i]);
+        if (chunk[i].contents() != PayloadContents::kNone && !chunk[i].sourced()) {
+          chunk[i].check(executor_, *queue_, slot.padded[i]);
         }
       }
     });
@@ -115,7 +116,7 @@ void ChunkStream::start_write(Slot& slot, Lock& lock) {
     without_mutex(slot, lock, [&] {
       for (std::size_t i = 0; i < chunk.size(); ++i) {
         slot.writing.push_back(
-            chunk[i].start_write(queue_, executor_, slot.padded[i], verification_));
+            chunk[i].start_write(*queue_, executor_, slot.padded[i], verification_));
       }
     });
   } catch (...) {

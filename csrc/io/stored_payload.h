@@ -21,6 +21,16 @@ enum class PayloadContents {
 
 enum class Verification { kOff, kOn };
 
+/// Brings bytes that are in no file: other ranks have them. Seam: WeightParts in csrc/dist, fakes
+/// in tests. Thread-safe.
+class PayloadSource {
+ public:
+  virtual ~PayloadSource() = default;
+  /// Starts to bring all bytes of a payload, by its number there, into `buffer`, which stays until
+  /// the transfer has ended. What cannot be brought is the transfer's error.
+  [[nodiscard]] virtual IoTransfer start_read(std::size_t number, std::span<std::byte> buffer) = 0;
+};
+
 /// A chunk's payload (master, exp_avg, ...) on NVMe: its extent, the checksums of what was written,
 /// and whether it can be trusted. Move-only. One thread at a time; the space outlives it.
 ///
@@ -32,12 +42,27 @@ class StoredPayload {
   /// of tier nvme.
   StoredPayload(ScratchSpace& space, std::string name, std::size_t bytes);
 
+  /// One that is read from `source`, which outlives it, and never written.
+  StoredPayload(PayloadSource& source, std::size_t number, std::string name, std::size_t bytes)
+      : source_(&source),
+        number_(number),
+        name_(std::move(name)),
+        bytes_(bytes),
+        contents_(PayloadContents::kStored) {}
+
   [[nodiscard]] const std::string& name() const noexcept { return name_; }
   [[nodiscard]] std::size_t bytes() const noexcept { return bytes_; }
   [[nodiscard]] std::size_t padded_bytes() const noexcept {
-    return static_cast<std::size_t>(extent_.bytes());
+    return source_ != nullptr ? bytes_ : static_cast<std::size_t>(extent_.bytes());
   }
   [[nodiscard]] PayloadContents contents() const noexcept { return contents_; }
+
+  /// Of a PayloadSource, not of a file: nothing of it is checked or written.
+  [[nodiscard]] bool sourced() const noexcept { return source_ != nullptr; }
+  /// Starts to read into `buffer`, from there.
+  [[nodiscard]] IoTransfer start_read(std::span<std::byte> buffer) const {
+    return source_->start_read(number_, buffer);
+  }
 
   /// Starts to read into `buffer`, of padded_bytes(). Throws UsageError when there is nothing whole
   /// to read. check() belongs to it, after the wait.
@@ -60,7 +85,9 @@ class StoredPayload {
  private:
   void check_size(std::span<std::byte> buffer) const;
 
-  const ScratchSpace* space_;
+  const ScratchSpace* space_ = nullptr;
+  PayloadSource* source_ = nullptr;
+  std::size_t number_ = 0;
   std::string name_;
   std::size_t bytes_;
   ScratchExtent extent_;

@@ -26,7 +26,7 @@ struct IoFailure {
 };
 
 /// Shared by the handle and the blocks of a transfer.
-struct IoTransfer::State {
+struct TransferQueue::Blocks final : IoTransfer::State {
   Mutex mutex;
   std::condition_variable finished;
   std::size_t num_blocks CASTOR_GUARDED_BY(mutex) = 0;        // those that have not ended
@@ -46,6 +46,18 @@ struct IoTransfer::State {
       finished.notify_all();
     }
   }
+
+  void wait() override {
+    MutexLock lock(mutex);
+    finished.wait(lock.native(), [&]() CASTOR_REQUIRES(mutex) { return num_blocks == 0; });
+    if (failure) {
+      failure->raise();
+    }
+  }
+  void drain() noexcept override {
+    MutexLock lock(mutex);
+    finished.wait(lock.native(), [&]() CASTOR_REQUIRES(mutex) { return num_blocks == 0; });
+  }
 };
 
 IoTransfer& IoTransfer::operator=(IoTransfer&& other) noexcept {
@@ -60,27 +72,19 @@ void IoTransfer::wait() {
   if (!state_) {
     return;
   }
-  const std::shared_ptr<State> state = std::exchange(state_, nullptr);
-  MutexLock lock(state->mutex);
-  state->finished.wait(lock.native(),
-                       [&]() CASTOR_REQUIRES(state->mutex) { return state->num_blocks == 0; });
-  if (state->failure) {
-    state->failure->raise();
-  }
+  std::exchange(state_, nullptr)->wait();
 }
 
 void IoTransfer::drain() noexcept {
   if (state_) {
-    MutexLock lock(state_->mutex);
-    state_->finished.wait(lock.native(),
-                          [&]() CASTOR_REQUIRES(state_->mutex) { return state_->num_blocks == 0; });
+    state_->drain();
   }
   state_.reset();
 }
 
 /// At most block_bytes of a piece: what one request transfers, or what is left of it.
 struct TransferQueue::Block {
-  std::shared_ptr<IoTransfer::State> transfer;
+  std::shared_ptr<Blocks> transfer;
   IoOperation operation = IoOperation::kRead;
   std::uint32_t file = 0;
   std::uint64_t offset = 0;
@@ -191,7 +195,7 @@ void TransferQueue::check(const TransferPiece& piece) const {
 }
 
 IoTransfer TransferQueue::submit(IoOperation operation, std::span<const TransferPiece> pieces) {
-  auto state = std::make_shared<IoTransfer::State>();
+  auto state = std::make_shared<Blocks>();
   std::vector<Block> blocks;
   for (const TransferPiece& piece : pieces) {
     check(piece);

@@ -30,7 +30,15 @@ struct TransferPiece {
 /// its buffers. Move-only; an empty one has nothing to wait for.
 class IoTransfer {
  public:
-  struct State;
+  /// What is under way. Seam: blocks of a TransferQueue, messages of other ranks (PayloadSource).
+  class State {
+   public:
+    virtual ~State() = default;
+    /// Returns when all bytes are there; throws what has failed. Called once, or not at all.
+    virtual void wait() = 0;
+    /// Returns when nothing touches the buffers any more.
+    virtual void drain() noexcept = 0;
+  };
 
   IoTransfer() = default;
   explicit IoTransfer(std::shared_ptr<State> state) noexcept : state_(std::move(state)) {}
@@ -40,8 +48,9 @@ class IoTransfer {
   IoTransfer& operator=(const IoTransfer&) = delete;
   ~IoTransfer() { drain(); }
 
-  /// Returns when all bytes are transferred. Throws IoError for the first one that could not be;
-  /// nothing of the transfer is in flight then either. A second call returns at once.
+  /// Returns when all bytes are transferred. Throws IoError for the first one that could not be, or
+  /// what its source throws; nothing of the transfer is in flight then either. A second call
+  /// returns at once.
   void wait();
   [[nodiscard]] explicit operator bool() const noexcept { return state_ != nullptr; }
 
@@ -93,6 +102,7 @@ class TransferQueue {
   [[nodiscard]] Counts counts() const;
 
  private:
+  struct Blocks;
   struct Block;
   struct Driver;  // what only the driving thread touches
   /// Why the engine failed as a whole.

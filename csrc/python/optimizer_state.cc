@@ -91,6 +91,12 @@ void bind_optimizer_state(SessionClass& session) {
           },
           released)
       .def(
+          "weight_cut",
+          [](Session& self, std::uint32_t param) {
+            return self.optimizer_state().places().cut(self.layout().place(id(param)).chunk);
+          },
+          released)
+      .def(
           "read_states",
           [](Session& self, std::uint32_t param) { return settled(self, param).read(id(param)); },
           released)

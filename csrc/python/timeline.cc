@@ -76,6 +76,10 @@ py::list chunks(Session& session) {
             py::make_tuple(std::string(to_string(payload->tier())), payload->bytes());
       }
     }
+    if (places.cut(id)) {
+      payloads[key_of(PayloadKind::kParam)] = py::make_tuple(
+          std::string(to_string(TierKind::kHost)), session.cut_homes().parts()->part(id).size());
+    }
     for (const auto& [kind, bytes] : places.stored_payloads(id)) {
       payloads[key_of(kind)] = py::make_tuple(std::string(to_string(TierKind::kNvme)), bytes);
     }

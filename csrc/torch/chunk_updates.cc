@@ -92,7 +92,7 @@ void ChunkUpdates::run(ChunkId chunk, std::span<const ParamUpdate> updates) {
 }
 
 ChunkMemory ChunkUpdates::to_update(ChunkId chunk, ChunkMemory memory) const {
-  if (ranks_ != nullptr) {
+  if (ranks_ != nullptr && !places_.cut(chunk)) {
     memory[static_cast<std::size_t>(PayloadKind::kParam)] =
         ranks_->begin_update(places_.weights(chunk));
   }
@@ -105,7 +105,11 @@ void ChunkUpdates::bring_others_parts(std::span<const ChunkId> chunks) {
   }
   std::vector<const Payload*> weights;
   for (const ChunkId chunk : chunks) {
-    weights.push_back(&places_.weights(chunk));
+    if (places_.cut(chunk)) {
+      places_.end_update(chunk);
+    } else {
+      weights.push_back(&places_.weights(chunk));
+    }
   }
   ranks_->gather(weights);
 }

@@ -45,6 +45,8 @@ class ChunkUpdates {
   /// when, in which order and with which others it runs. Throws as UpdateRule::coefficients.
   [[nodiscard]] ParamUpdate update_of(ParamId param, const RuleOptions& options, std::int64_t step,
                                       double grad_scale) const;
+  /// They are about to run, or to be queued, on every rank.
+  void begin(ChunkId chunk) const { places_.begin_update(chunk); }
   /// Runs updates of one chunk. What lies on NVMe may still be on its way there on return; what the
   /// device holds is given to its stream, and others' parts of it come with gather().
   void run(ChunkId chunk, std::span<const ParamUpdate> updates);

@@ -108,7 +108,7 @@ class GradientSink {
 
  private:
   [[nodiscard]] bool trainable(ParamId param) const { return layout_.param(param).trainable; }
-  [[nodiscard]] bool stored(ChunkId chunk) const { return manager_.stored(chunk); }
+  [[nodiscard]] bool stored(ChunkId chunk) const { return manager_.gradients_stored(chunk); }
   /// In memory.
   [[nodiscard]] std::byte* data(ParamId param) const;
   GradientCopy adopt(ParamId param, at::Tensor& grad, std::size_t max_uses);

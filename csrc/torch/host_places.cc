@@ -59,7 +59,7 @@ class HostFiller {
       open_activations();
       store_weights();
     }
-    for (std::size_t i = 0; i < count && homes_ == HomesPaid::kByTheHost; ++i) {
+    for (std::size_t i = 0; i < count && homes_ != HomesPaid::kByRanks; ++i) {
       places_.host_bytes += places_.stored.weights[i] ? 0 : needs_.weights[i];
     }
     if (options_.nvme) {

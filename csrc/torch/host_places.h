@@ -16,6 +16,7 @@ namespace castor {
 enum class HomesPaid : std::uint8_t {
   kByTheHost,  ///< as they are made
   kByRanks,    ///< RankHomes has paid already
+  kCut,        ///< CutHomes has paid for the parameters', the host pays for the gradients'
 };
 
 /// What a session keeps in host memory and on NVMe. Bytes are those of its ledgers.

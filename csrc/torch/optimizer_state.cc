@@ -188,6 +188,7 @@ void OptimizerState::before_write_back(ChunkId chunk, const std::byte* home,
 
 void OptimizerState::before_overwrite(ParamId param, const at::Tensor& values) {
   const Piece piece = shards_.piece(param);
+  places_.check_writable(param);
   if (!places_.has(param, kRemainderPayload) || piece.numel == 0) {
     return;
   }

@@ -100,6 +100,31 @@ ChunkStream* stream_of(const std::unique_ptr<NvmeTier>& nvme, std::size_t conten
   return nvme ? nvme->stream(content) : nullptr;
 }
 
+/// None where ranks keep them together.
+CutHomes make_cut_homes(const ChunkLayout& layout, std::span<const Placement> placements,
+                        const SessionOptions& options, const RankHomes& common, MemoryTier& host,
+                        Executor& executor) {
+  if (!options.ranks || common.weights().homes) {
+    return {};
+  }
+  if (options.ranks->reads == nullptr) {
+    if (options.zero_stage > 1) {
+      throw UsageError(
+          "zero_stage=" + std::to_string(options.zero_stage) +
+          " keeps gradients once for ranks that share their homes, and these do not (" +
+          options.ranks->link + "; " + common.refusal() + "); give zero_stage=1");
+    }
+    return {};
+  }
+  return {layout, placements, *options.ranks, host, executor};
+}
+
+HomesPaid payer(const RankHomes& common, const CutHomes& cut) {
+  return common.weights().homes ? HomesPaid::kByRanks
+         : cut.parts()          ? HomesPaid::kCut
+                                : HomesPaid::kByTheHost;
+}
+
 void share_with_children(const ChunkManager& manager, std::size_t num_chunks) {
   for (std::size_t i = 0; i < num_chunks * kNumPayloadKinds; ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i / kNumPayloadKinds)};
@@ -166,18 +191,14 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
                                                  : std::make_shared<NonModelMemory>(device_)),
       rank_homes_(layout_, placements, options, *host_),
       executor_(make_executor(options.num_threads)),
-      places_(choose_host_places(
-          layout_, placements, options.state, host_->ledger().available(),
-          rank_homes_.weights().homes ? HomesPaid::kByRanks : HomesPaid::kByTheHost)),
+      cut_homes_(make_cut_homes(layout_, placements, options, rank_homes_, *host_, *executor_)),
+      places_(choose_host_places(layout_, placements, options.state, host_->ledger().available(),
+                                 payer(rank_homes_, cut_homes_))),
       nvme_(make_nvme(places_, options, *host_, *executor_, nvme_ledger_.get(),
                       budget_place_.number(), nvme_taken_)),
       copy_engine_(options.backend->make_copy_engine()),
       storages_(std::make_unique<ChunkStorages>(layout_, own_device_.torch_device())),
-      weights_(stream_of(nvme_, HostPlaces::kWeights) == nullptr
-                   ? nullptr
-                   : std::make_unique<StoredWeights>(layout_, places_.stored.weights, *storages_,
-                                                     *nvme_->stream(HostPlaces::kWeights),
-                                                     own_device_)),
+      weights_(make_weights()),
       manager_(std::make_unique<ChunkManager>(layout_, std::move(placements), device_, host_,
                                               *copy_engine_, *storages_, weights_.get(),
                                               rank_homes_.weights().tier)),
@@ -188,15 +209,20 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
   gradients_ = std::make_unique<GradientSink>(
       *manager_, params_, weights_.get(), *executor_, own_device_,
       options.precision == ScalarType::kFloat16, rank_homes_.gradients().tier);
-  state_places_ =
-      std::make_unique<StatePlaces>(*manager_, shards_, options.state.rule, places_.stored.states,
-                                    stream_of(nvme_, HostPlaces::kStates), weights_.get(),
-                                    rank_homes_.weights().homes.get(), own_device_);
+  state_places_ = std::make_unique<StatePlaces>(
+      *manager_, shards_, options.state.rule, places_.stored.states,
+      stream_of(nvme_, HostPlaces::kStates), weights_.get(), rank_homes_.weights().homes.get(),
+      cut_homes_.parts(), own_device_);
   if (options.ranks) {
     check_ranks();
     ranks_ = std::make_unique<SessionRanks>(*options.ranks, *manager_, shards_, *gradients_,
                                             *state_places_, rank_homes_, *copy_engine_, *executor_);
-    integrity_.when_broken([this] { ranks_->leave(); });
+    integrity_.when_broken([this] {
+      ranks_->leave();
+      if (cut_homes_.parts() != nullptr) {
+        cut_homes_.parts()->leave();
+      }
+    });
   }
   optimizer_state_ =
       std::make_unique<OptimizerState>(*manager_, shards_, *state_places_, params_, *executor_,
@@ -231,8 +257,26 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
   }
 }
 
+std::unique_ptr<StoredWeights> Session::make_weights() {
+  if (ChunkStream* const stream = cut_homes_.stream()) {
+    return std::make_unique<StoredWeights>(
+        layout_, StoredWeights::on_ranks(cut_homes_.cut(), CutHomes::kMaxHeld), *storages_, *stream,
+        own_device_);
+  }
+  ChunkStream* const stream = stream_of(nvme_, HostPlaces::kWeights);
+  return stream == nullptr
+             ? nullptr
+             : std::make_unique<StoredWeights>(
+                   layout_, StoredWeights::on_nvme(places_.stored.weights, stream->num_slots()),
+                   *storages_, *stream, own_device_);
+}
+
+std::size_t Session::zero_stage() const noexcept {
+  return !ranks_ ? 0 : rank_homes_.weights().homes || cut_homes_.parts() != nullptr ? 3 : 1;
+}
+
 void Session::check_ranks() const {
-  if (weights_) {
+  if (stream_of(nvme_, HostPlaces::kWeights) != nullptr) {
     throw UsageError(
         "host_memory has no room for the parameters, and parameters on NVMe are not "
         "trained by several ranks yet: raise host_memory, or train with one process");
@@ -341,12 +385,17 @@ void Session::watch_tensors(Overlap overlap) {
 void Session::guard_weights() {
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    const auto guard = stored(chunk)                      ? TensorGate::Guard::kBrought
-                       : own_device_.computes_by_itself() ? TensorGate::Guard::kHeld
-                                                          : TensorGate::Guard::kNone;
-    if (guard != TensorGate::Guard::kNone) {
-      gate_->guard(i, guard);
-      gate_->guard(gradients_->group(chunk), guard);
+    const auto guard = [this](bool in_no_memory) {
+      return in_no_memory                       ? TensorGate::Guard::kBrought
+             : own_device_.computes_by_itself() ? TensorGate::Guard::kHeld
+                                                : TensorGate::Guard::kNone;
+    };
+    if (const auto of_weights = guard(stored(chunk)); of_weights != TensorGate::Guard::kNone) {
+      gate_->guard(i, of_weights);
+    }
+    if (const auto of_gradients = guard(manager_->gradients_stored(chunk));
+        of_gradients != TensorGate::Guard::kNone) {
+      gate_->guard(gradients_->group(chunk), of_gradients);
     } else if (ranks_ && ranks_->gradients().at_shared_home(chunk)) {
       gate_->guard(gradients_->group(chunk), TensorGate::Guard::kHeld);  // writes make copies
     }
@@ -505,6 +554,10 @@ GradientSummary Session::collect_gradients(bool with_norm) {
     ranks_->gradients().begin_step(*gate_);
   }
   runtime_->begin_update();
+  if (cut_homes_.parts() != nullptr) {
+    end_reads_of_parts();
+    ranks_->meet();
+  }
   updater_->forget_completed();
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
@@ -514,6 +567,12 @@ GradientSummary Session::collect_gradients(bool with_norm) {
     }
   }
   return gradients_->collect(with_norm);
+}
+
+// Of weights as they are before all ranks update them, or load others: the next are of those.
+void Session::end_reads_of_parts() {
+  reads_.wait_for_all();
+  weights_->await_reads();
 }
 
 void Session::finish_step() {
@@ -547,8 +606,8 @@ void Session::place_chunks_again() {
   std::vector<bool> candidates(layout_.chunks().size());
   for (std::size_t i = 0; i < candidates.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    candidates[i] =
-        manager_->promoted(chunk) || (!state_places_->stored_in_part(chunk) && !aliased(chunk));
+    candidates[i] = manager_->promoted(chunk) ||
+                    (!state_places_->stored(chunk) && !stored(chunk) && !aliased(chunk));
   }
   runtime_->place(candidates);
 }
@@ -582,6 +641,10 @@ void Session::begin_load(RunLoad load) {
   }
   updater_->abandon();
   if (ranks_ && load.weights != LoadedWeights::kNone) {
+    if (cut_homes_.parts() != nullptr) {
+      runtime_->send_home();
+      end_reads_of_parts();
+    }
     ranks_->begin_load();
   }
   gradients_->begin_step();
@@ -592,7 +655,7 @@ void Session::begin_load(RunLoad load) {
   integrity_.loading(load);
   gate_->pass_all();
   runtime_->send_home();
-  if (weights_ && load.weights == LoadedWeights::kAll) {
+  if (weights_ && cut_homes_.parts() == nullptr && load.weights == LoadedWeights::kAll) {
     weights_->discard_parameters();
   }
 }
@@ -655,7 +718,12 @@ std::shared_ptr<void> Session::visit_groups(std::span<const TensorGate::Use> use
     if (ranks_ && used == PayloadKind::kGrad && use.writes) {
       ranks_->gradients().writing(chunk);
     }
-    if (!visit->chunks.add(chunk, stream, used) && stored(chunk)) {
+    if (weights_ && used == PayloadKind::kParam && use.writes) {
+      weights_->check_writable(chunk);
+    }
+    const bool in_no_memory =
+        used == PayloadKind::kParam ? stored(chunk) : manager_->gradients_stored(chunk);
+    if (!visit->chunks.add(chunk, stream, used) && in_no_memory) {
       parts.push_back({.part = use.group, .writes = use.writes});
     }
   }

@@ -13,6 +13,7 @@
 #include "core/runtime.h"
 #include "torch/chunk_reads.h"
 #include "torch/chunk_storages.h"
+#include "torch/cut_homes.h"
 #include "torch/gradient_sink.h"
 #include "torch/host_places.h"
 #include "torch/optimizer_state.h"
@@ -68,6 +69,9 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   /// nullptr: this process is alone.
   [[nodiscard]] SessionRanks* ranks() const noexcept { return ranks_.get(); }
   [[nodiscard]] const RankHomes& rank_homes() const noexcept { return rank_homes_; }
+  [[nodiscard]] const CutHomes& cut_homes() const noexcept { return cut_homes_; }
+  /// The stage of ZeRO that weights are kept by; 0: this process is alone.
+  [[nodiscard]] std::size_t zero_stage() const noexcept;
 
   // The step, in this order.
   /// Brings every parameter home and every gradient into its payload. Throws as GradientSink does.
@@ -159,11 +163,13 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   void check_parameters() const;
   [[nodiscard]] std::shared_ptr<void> visit_groups(std::span<const TensorGate::Use> uses);
   [[nodiscard]] bool stored(ChunkId chunk) const noexcept;
+  void end_reads_of_parts();
   void note_torn_payloads();
   [[nodiscard]] bool torn() const noexcept;  ///< Whether a write to NVMe failed.
-  void check_whole();                        ///< Throws UsageError unless whole().
-  void check_ranks() const;                  ///< Throws UsageError for what several do not have.
-  void check_process() const;                ///< Throws UsageError in a forked child.
+  [[nodiscard]] std::unique_ptr<StoredWeights> make_weights();
+  void check_whole();          ///< Throws UsageError unless whole().
+  void check_ranks() const;    ///< Throws UsageError for what several do not have.
+  void check_process() const;  ///< Throws UsageError in a forked child.
   /// Whether somebody holds another tensor over the chunk's memory, which the gate does not watch.
   [[nodiscard]] bool aliased(ChunkId chunk) const {
     return gradients_->aliased(chunk) || aliased_values(chunk);
@@ -187,6 +193,7 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   std::shared_ptr<NonModelMemory> nonmodel_;
   RankHomes rank_homes_;
   std::unique_ptr<Executor> executor_;
+  CutHomes cut_homes_;
   const HostPlaces places_;
   std::unique_ptr<NvmeTier> nvme_;  // nullptr: nothing is there; outlives who borrows its streams
   std::unique_ptr<UpdateQueue>

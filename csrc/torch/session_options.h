@@ -32,6 +32,8 @@ struct SessionOptions {
   Overlap overlap = Overlap::kNone;
   /// That update, copy and convert; 0: as many as there are cores.
   std::size_t num_threads = 0;
+  /// What several ranks keep parts of at least (ZeRO): 1, 2 or 3, as GeminiPlugin; 0: any.
+  std::size_t zero_stage = 0;
   /// nullopt: this process is alone.
   std::optional<RankGroups> ranks;
 };

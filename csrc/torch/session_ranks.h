@@ -51,6 +51,9 @@ class SessionRanks {
   [[nodiscard]] RankStates& states() noexcept { return states_; }
   [[nodiscard]] RankWeights& weights() noexcept { return weights_; }
 
+  /// Returns when every rank is here, which is known to come.
+  void meet() { castor::meet(*passes_); }
+
   // Around the replacing of weights, which every rank does. Throw as RankMeeting.
   /// From now on no rank reads them.
   void begin_load() { meeting_.meet_to_load(); }

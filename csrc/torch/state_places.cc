@@ -4,10 +4,12 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 
 #include "core/error.h"
 #include "dist/rank_weights.h"
+#include "dist/weight_parts.h"
 #include "host/shared_homes.h"
 #include "torch/stored_weights.h"
 
@@ -73,7 +75,7 @@ std::vector<PayloadSpec> state_payloads(const ChunkSpec& chunk, const UpdateRule
 StatePlaces::StatePlaces(ChunkManager& manager, const ShardMap& shards,
                          std::shared_ptr<const UpdateRule> rule, std::vector<bool> stored,
                          ChunkStream* stream, StoredWeights* weights, const SharedHomes* homes,
-                         const SessionDevice& device)
+                         WeightParts* parts, const SessionDevice& device)
     : manager_(manager),
       layout_(manager.layout()),
       shards_(shards),
@@ -81,6 +83,7 @@ StatePlaces::StatePlaces(ChunkManager& manager, const ShardMap& shards,
       device_(device),
       weights_(weights),
       homes_(homes),
+      parts_(parts),
       stored_(std::move(stored)),
       stream_(stream) {
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
@@ -123,7 +126,8 @@ void StatePlaces::make_payloads() {
         manager_.add_payload(chunk, kind, payload_bytes(chunk, kind), plural_of(kind, rule_.get()));
       }
     }
-    if (!stored_[i] && rule_ && rule_->splits_masters() && !kinds_[i].empty()) {
+    if (!stored_[i] && !manager_.stored(chunk) && rule_ && rule_->splits_masters() &&
+        !kinds_[i].empty()) {
       manager_.follow_writes(chunk);  // a part of the master is in the parameter
     }
   }
@@ -175,7 +179,8 @@ std::byte* StatePlaces::element(const ChunkMemory& memory, ParamId param, Payloa
     return nullptr;
   }
   const ParamPlace place = layout_.place(param);
-  const bool whole = kind == PayloadKind::kParam || kind == PayloadKind::kGrad;
+  const bool whole =
+      (kind == PayloadKind::kParam && !cut(place.chunk)) || kind == PayloadKind::kGrad;
   const std::size_t begin = whole ? 0 : shards_.first(place.chunk);
   return payload + bytes(param, kind, place.offset + number - begin);
 }
@@ -191,9 +196,34 @@ ChunkMemory StatePlaces::resident(ChunkId chunk) const {
 // Parameters and gradients that are not on NVMe.
 ChunkMemory StatePlaces::with_weights(ChunkId chunk, ChunkMemory memory) const {
   for (const PayloadKind kind : {PayloadKind::kParam, PayloadKind::kGrad}) {
-    memory[static_cast<std::size_t>(kind)] = manager_.payload(chunk, kind)->data();
+    memory[static_cast<std::size_t>(kind)] = kind == PayloadKind::kParam && cut(chunk)
+                                                 ? parts_->part(chunk).data()
+                                                 : manager_.payload(chunk, kind)->data();
   }
   return memory;
+}
+
+bool StatePlaces::cut(ChunkId chunk) const noexcept {
+  return parts_ != nullptr && parts_->cut(chunk);
+}
+
+void StatePlaces::check_writable(ParamId param) const {
+  if (weights_ != nullptr) {
+    weights_->check_writable(layout_.place(param).chunk);
+  }
+}
+
+void StatePlaces::begin_update(ChunkId chunk) const {
+  if (cut(chunk)) {
+    parts_->begin_update(chunk);
+    weights_->forget(chunk);
+  }
+}
+
+void StatePlaces::end_update(ChunkId chunk) const {
+  if (cut(chunk)) {
+    parts_->end_update(chunk);
+  }
 }
 
 ChunkMemory StatePlaces::in_place(ChunkId chunk) const {
@@ -219,7 +249,7 @@ void StatePlaces::with_states(ChunkId chunk, StreamAccess access, const Work& wo
 }
 
 void StatePlaces::with_all(ChunkId chunk, const Work& work) const {
-  if (!manager_.stored(chunk)) {
+  if (!manager_.stored(chunk) || cut(chunk)) {
     with_states(chunk, StreamAccess::kUpdate,
                 [&](const ChunkMemory& states) { work(with_weights(chunk, states)); });
     return;
@@ -244,6 +274,12 @@ void StatePlaces::with_home(ParamId param, const std::function<void(std::byte*)>
     copy_to_device(copy, element(param, PayloadKind::kParam));
     return;
   }
+  if (cut(place.chunk)) {
+    std::vector<std::byte> copy(spec.numel * size_of(spec.type));
+    work(copy.data());
+    write_part(param, copy);
+    return;
+  }
   if (!manager_.stored(place.chunk)) {
     host_writes_home(place.chunk);
     work(element(param, PayloadKind::kParam));
@@ -261,6 +297,19 @@ void StatePlaces::with_stored_weights(ParamId param,
   const std::unique_ptr<HomeHold> hold = weights_->hold(place.chunk);
   hold->wait(HomeAccess::kRead);
   work(hold->data() + place.offset * size_of(layout_.param(param).type));
+}
+
+// Every rank writes the same values, each its piece.
+void StatePlaces::write_part(ParamId param, std::span<const std::byte> values) const {
+  const ChunkId chunk = layout_.place(param).chunk;
+  if (const Piece piece = shards_.piece(param); piece.numel > 0) {
+    ChunkMemory memory{};
+    memory[static_cast<std::size_t>(PayloadKind::kParam)] = parts_->part(chunk).data();
+    std::memcpy(element(memory, param, PayloadKind::kParam, piece.first_element),
+                values.data() + bytes(param, PayloadKind::kParam, piece.first_element),
+                bytes(param, PayloadKind::kParam, piece.numel));
+  }
+  weights_->forget(chunk);
 }
 
 // So that a rank does not keep a copy of all that it has overwritten.

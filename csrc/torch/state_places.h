@@ -22,6 +22,7 @@ namespace castor {
 
 class SharedHomes;
 class StoredWeights;
+class WeightParts;
 
 /// The payloads of a chunk that are an optimizer's: what 16-bit parameters lack of their fp32
 /// masters, and the states of its rule, by number.
@@ -58,10 +59,11 @@ class StatePlaces {
   /// zeros. Throws OutOfMemory; InvalidArgument for a format that the chunks' type does not have,
   /// or a layout without its param_alignment. All outlive this. `stream`: nullptr where nothing is
   /// stored. `weights` has the parameters and gradients that are on NVMe; nullptr: all are in
-  /// memory. `homes`: of parameters, that ranks share; nullptr: there are none.
+  /// memory. `homes`: of parameters, that ranks share; nullptr: there are none. `parts`: of
+  /// parameters, of which `weights` are the whole; nullptr: they are in one piece.
   StatePlaces(ChunkManager& manager, const ShardMap& shards, std::shared_ptr<const UpdateRule> rule,
               std::vector<bool> stored, ChunkStream* stream, StoredWeights* weights,
-              const SharedHomes* homes, const SessionDevice& device);
+              const SharedHomes* homes, WeightParts* parts, const SessionDevice& device);
 
   /// What the chunk has, in the order of its payloads on NVMe; nothing where it is frozen, or
   /// another optimizer than the rule updates it.
@@ -75,9 +77,11 @@ class StatePlaces {
   [[nodiscard]] bool on_device(ChunkId chunk) const { return device_.holds(manager_, chunk); }
   /// Whether the chunk's payloads lie on NVMe: there are no views of them then.
   [[nodiscard]] bool stored(ChunkId chunk) const { return stored_[index(chunk)]; }
+  /// Whether this rank has a part of the chunk's parameters, and others the rest.
+  [[nodiscard]] bool cut(ChunkId chunk) const noexcept;
   /// Whether something that the chunk's update needs is on NVMe.
   [[nodiscard]] bool stored_in_part(ChunkId chunk) const {
-    return stored(chunk) || manager_.stored(chunk);
+    return stored(chunk) || (manager_.stored(chunk) && !cut(chunk));
   }
   /// Whether there are views of the chunk's payloads: not where they may be now in memory of the
   /// host and now in that of a device, between which a torch tensor cannot move, nor where other
@@ -103,6 +107,13 @@ class StatePlaces {
     return reinterpret_cast<T*>(element(memory, param, kind, number));
   }
 
+  /// Throws UsageError unless operators may change the parameter.
+  void check_writable(ParamId param) const;
+  /// Around an update of the chunk, which every rank makes: from the first on, whoever reads its
+  /// parameters waits for the second. No effect unless cut().
+  void begin_update(ChunkId chunk) const;
+  void end_update(ChunkId chunk) const;
+
   using Work = std::function<void(const ChunkMemory&)>;
   /// Calls `work` while the host addresses the chunk's states, or copies of them; and ...
   void with_states(ChunkId chunk, StreamAccess access, const Work& work) const;
@@ -112,7 +123,7 @@ class StatePlaces {
   /// ranks share homes all overwrite it, and none reads it from before the first does until all
   /// have.
   void with_home(ParamId param, const std::function<void(std::byte*)>& work) const;
-  /// Calls `work` with the first element of a parameter that lies on NVMe, which is read.
+  /// Calls `work` with the first element of a parameter that lies in no memory, which is read.
   void with_stored_weights(ParamId param, const std::function<void(const std::byte*)>& work) const;
   /// The chunk's parameters.
   [[nodiscard]] const Payload& weights(ChunkId chunk) const {
@@ -139,6 +150,7 @@ class StatePlaces {
   void with_copies(ChunkId chunk, StreamAccess access, const Work& work) const;
   void copy_to_device(std::span<const std::byte> bytes, std::byte* target) const;
   void share_home(ParamId param) const;
+  void write_part(ParamId param, std::span<const std::byte> values) const;
   [[nodiscard]] ChunkMemory resident(ChunkId chunk) const;
   [[nodiscard]] ChunkMemory with_weights(ChunkId chunk, ChunkMemory memory) const;
   void check_format(ChunkId chunk) const;
@@ -152,6 +164,7 @@ class StatePlaces {
   const SessionDevice& device_;
   StoredWeights* const weights_;
   const SharedHomes* const homes_;
+  WeightParts* const parts_;
   const std::vector<bool> stored_;  // per chunk
   ChunkStream* const stream_;
   std::vector<std::vector<PayloadKind>> kinds_;  // per chunk

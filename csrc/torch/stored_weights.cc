@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/error.h"
+
 namespace castor {
 namespace {
 
@@ -11,11 +13,20 @@ constexpr char kOnNvme[] =
     "have no address. Operators bring them into memory: take a .clone() before numpy(), "
     "data_ptr() or torch.save. Savers of others take model.state_dict(), which makes addresses in "
     "files, and booster.save_model writes the model without any";
+constexpr char kOnRanks[] =
+    "these parameters are in parts on several ranks (zero_stage=3; or were, until their model was "
+    "dropped) and have no address. Operators bring them together: take a .clone() before numpy(), "
+    "data_ptr() or torch.save, or write the model with booster.save_model";
+constexpr char kNotWritable[] =
+    "weights that are in parts on several ranks (zero_stage=3) change in optimizer.step() and in "
+    "loads alone: what each rank writes between would come to the others at different times. Edit "
+    "them before booster.boost, load them with booster.load or booster.load_model, or give "
+    "zero_stage=1";
 
 class Held final : public HomeHold {
  public:
-  Held(ChunkStream::Hold hold, const SessionDevice& device)
-      : hold_(std::move(hold)), device_(device) {}
+  Held(ChunkStream::Hold hold, const SessionDevice& device, bool writable)
+      : hold_(std::move(hold)), device_(device), writable_(writable) {}
   ~Held() override {
     try {
       await_readers();
@@ -29,6 +40,9 @@ class Held final : public HomeHold {
     return hold_.payloads().front().data();
   }
   void wait(HomeAccess access) override {
+    if (access == HomeAccess::kWrite && !writable_) {
+      throw UsageError(kNotWritable);
+    }
     hold_.wait(access == HomeAccess::kWrite ? StreamAccess::kEdit : StreamAccess::kRead);
     if (access == HomeAccess::kWrite) {
       await_readers();
@@ -41,6 +55,7 @@ class Held final : public HomeHold {
 
   ChunkStream::Hold hold_;
   const SessionDevice& device_;
+  const bool writable_;
 };
 
 }  // namespace
@@ -62,17 +77,30 @@ std::vector<std::vector<PayloadSpec>> StoredWeights::parts_of(const ChunkLayout&
   return parts;
 }
 
-StoredWeights::StoredWeights(const ChunkLayout& layout, std::vector<bool> stored,
+StoredHomes StoredWeights::on_nvme(std::vector<bool> stored, std::size_t num_slots) {
+  return {.chunks = std::move(stored), .max_held = max_held_in(num_slots), .no_address = kOnNvme};
+}
+
+StoredHomes StoredWeights::on_ranks(std::vector<bool> cut, std::size_t max_held) {
+  return {.chunks = std::move(cut),
+          .gradients = false,
+          .writable = false,
+          .max_held = max_held,
+          .no_address = kOnRanks};
+}
+
+StoredWeights::StoredWeights(const ChunkLayout& layout, StoredHomes homes,
                              const ChunkStorages& storages, ChunkStream& stream,
                              const SessionDevice& device)
-    : stored_(std::move(stored)),
+    : homes_(std::move(homes)),
+      stored_(homes_.chunks),
       storages_(storages),
       stream_(stream),
       device_(device),
       parts_(2 * stored_.size()) {
   for (std::size_t i = 0; i < stored_.size(); ++i) {
     const ChunkSpec& chunk = layout.chunks()[i];
-    gradients_.push_back(stored_[i] && chunk.trainable
+    gradients_.push_back(stored_[i] && homes_.gradients && chunk.trainable
                              ? empty_storage(chunk.used_bytes, device_.torch_device())
                              : c10::Storage());
   }
@@ -87,7 +115,9 @@ void StoredWeights::bind(std::size_t part, std::byte* address) const noexcept {
 }
 
 void StoredWeights::forbid_addresses() {
-  const auto forbid_it = [](const c10::Storage& storage) { forbid_null(storage, kOnNvme); };
+  const auto forbid_it = [this](const c10::Storage& storage) {
+    forbid_null(storage, homes_.no_address);
+  };
   for (std::size_t i = 0; i < stored_.size(); ++i) {
     if (!stored_[i]) {
       continue;
@@ -103,10 +133,14 @@ void StoredWeights::forbid_addresses() {
 }
 
 std::unique_ptr<HomeHold> StoredWeights::hold(ChunkId chunk) {
-  return std::make_unique<Held>(stream_.hold(parameters_of(chunk)), device_);
+  return std::make_unique<Held>(stream_.hold(parameters_of(chunk)), device_, homes_.writable);
 }
 
-std::size_t StoredWeights::max_held() const noexcept { return max_held_in(stream_.num_slots()); }
+void StoredWeights::check_writable(ChunkId chunk) const {
+  if (stored(chunk) && !homes_.writable) {
+    throw UsageError(kNotWritable);
+  }
+}
 
 void StoredWeights::announce(std::span<const ChunkId> chunks) {
   forget_announced();
@@ -172,7 +206,7 @@ void StoredWeights::announce_updates(std::span<const ChunkId> chunks) {
     if (room == 0) {
       return;
     }
-    if (stored(chunk)) {
+    if (gradients_stored(chunk)) {  // updates of others take nothing through the window
       stream_.prefetch(parameters_of(chunk));
       stream_.prefetch(gradients_of(chunk));
       --room;

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -25,7 +26,18 @@ struct WeightUse {
   bool writes = false;
 };
 
-/// Parameters and gradients on NVMe, of the chunks that the host has no room for. They come into
+/// What chunks have their homes in no memory, and how.
+struct StoredHomes {
+  std::vector<bool> chunks;
+  bool gradients = true;  ///< theirs too
+  /// Whether operators may change weights; else steps and loads alone do, where the weights are.
+  bool writable = true;
+  std::size_t max_held = 0;  ///< as HomeStore::max_held
+  std::string no_address;    ///< what torch says to whoever asks for it
+};
+
+/// Parameters and gradients on NVMe, of the chunks that the host has no room for; or parameters of
+/// which each rank has a part (CutHomes). They come into
 /// host memory through a window, part by part: to be copied to the device, to be updated, and for
 /// any operator that reads them elsewhere.
 ///
@@ -50,8 +62,12 @@ class StoredWeights final : public HomeStore {
   /// By part, what lies on NVMe where those chunks are stored.
   [[nodiscard]] static std::vector<std::vector<PayloadSpec>> parts_of(
       const ChunkLayout& layout, const std::vector<bool>& stored);
-  /// `stream` is over parts_of(layout, stored), in kLeastSlots slots or more. All outlive this.
-  StoredWeights(const ChunkLayout& layout, std::vector<bool> stored, const ChunkStorages& storages,
+  /// Those on NVMe: of parts_of(layout, stored), in a stream of so many slots.
+  [[nodiscard]] static StoredHomes on_nvme(std::vector<bool> stored, std::size_t num_slots);
+  /// Those of which each rank has its part.
+  [[nodiscard]] static StoredHomes on_ranks(std::vector<bool> cut, std::size_t max_held);
+  /// `stream` is over the chunks' parts, parameters first. All outlive this.
+  StoredWeights(const ChunkLayout& layout, StoredHomes homes, const ChunkStorages& storages,
                 ChunkStream& stream, const SessionDevice& device);
   StoredWeights(const StoredWeights&) = delete;
   StoredWeights& operator=(const StoredWeights&) = delete;
@@ -61,8 +77,13 @@ class StoredWeights final : public HomeStore {
   void forbid_addresses();
 
   [[nodiscard]] bool stored(ChunkId chunk) const noexcept override { return stored_[index(chunk)]; }
+  [[nodiscard]] bool gradients_stored(ChunkId chunk) const noexcept override {
+    return homes_.gradients && stored(chunk);
+  }
+  /// Throws UsageError unless operators may change the chunk's weights.
+  void check_writable(ChunkId chunk) const;
   [[nodiscard]] std::unique_ptr<HomeHold> hold(ChunkId chunk) override;
-  [[nodiscard]] std::size_t max_held() const noexcept override;
+  [[nodiscard]] std::size_t max_held() const noexcept override { return homes_.max_held; }
   void announce(std::span<const ChunkId> chunks) override;
   void moved_out(ChunkId chunk) noexcept override;
 
@@ -104,6 +125,11 @@ class StoredWeights final : public HomeStore {
   void read_gradients(std::span<const ChunkId> chunks,
                       const std::function<void(ChunkId, const std::byte*)>& use);
 
+  /// What the window has of the chunk's parameters is out of date, and nobody uses it.
+  void forget(ChunkId chunk) { stream_.forget(parameters_of(chunk)); }
+  /// Returns when no parameters are on their way into the window.
+  void await_reads() { stream_.await_reads(); }
+
   /// Nobody will ask for the gradients before all of them have been written again.
   void discard_gradients(ChunkId chunk);
   /// All parameters are about to be replaced; gradients become zeros, if any are lost.
@@ -122,7 +148,8 @@ class StoredWeights final : public HomeStore {
     bool bound = false;  // its storage points into the window
   };
 
-  const std::vector<bool> stored_;  // per chunk
+  const StoredHomes homes_;
+  const std::vector<bool>& stored_;  // of homes_, per chunk
   const ChunkStorages& storages_;
   ChunkStream& stream_;
   const SessionDevice& device_;

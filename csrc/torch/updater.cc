@@ -169,6 +169,7 @@ void Updater::run_now(std::span<const std::vector<ParamUpdate>> updates) {
   for (std::size_t i = 0; i < updates.size(); ++i) {
     if (!updates[i].empty()) {
       chunks.push_back(ChunkId{static_cast<std::uint32_t>(i)});
+      parts_.updates.begin(chunks.back());
     }
   }
   const ChunkHolds held(parts_.runtime, parts_.device, chunks);
@@ -217,6 +218,7 @@ void Updater::submit(ChunkId chunk, const std::vector<ParamUpdate>& updates) {
     }
     return;
   }
+  parts_.updates.begin(chunk);
   parts_.gate.close(index(chunk));
   parts_.gate.close(parts_.gradients.group(chunk));
   const CopyTicket gradients = parts_.gradients.last_copy_of(chunk);

@@ -10,6 +10,7 @@ from castor.config.names import (
     Precision,
     StateFormat,
     TileLogits,
+    ZeroStage,
 )
 from castor.config.settings import (
     GeminiConfig,
@@ -31,6 +32,7 @@ __all__ = [
     "Precision",
     "StateFormat",
     "TileLogits",
+    "ZeroStage",
     "check_format_of_precision",
     "check_fraction",
     "offloads",

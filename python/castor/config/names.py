@@ -22,6 +22,7 @@ SearchedStyle = Literal["1f1b", "gpipe", "interleaved"]
 """Schedules of stages that castor plan simulates ..."""
 PipelineStyle = Literal[SearchedStyle, "zbv"]
 """... and all that are run."""
+ZeroStage = Literal["auto", 1, 2, 3]
 Activations = str | Mapping[str, str]
 LoadedWeights = Literal["none", "some", "all"]
 

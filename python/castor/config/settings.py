@@ -15,6 +15,7 @@ from castor.config.names import (
     Precision,
     StateFormat,
     TileLogits,
+    ZeroStage,
 )
 
 
@@ -65,6 +66,16 @@ def _check_tile_logits(value: object) -> None:
         raise TypeError(f"tile_logits is {value!r}; {asked}")
     if value < 1:
         raise ValueError(f"tile_logits is {value}; {asked}, at least 1")
+
+
+def _check_zero_stage(value: object) -> None:
+    asked = "choose 'auto', 1, 2 or 3"
+    if value == "auto":
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"zero_stage is {value!r}; {asked}")
+    if value not in (1, 2, 3):
+        raise ValueError(f"zero_stage is {value}; {asked}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +161,8 @@ class GeminiConfig:
     """Whether, or in how many rows at once, the loss computes the logits."""
     activations: Activations = "keep"
     """Of the model's blocks: kept until backward, or computed again there."""
+    zero_stage: ZeroStage = "auto"
+    """What several ranks keep parts of at least."""
     device: str = "cpu"
     """Where the model computes: "cpu" or a GPU such as "cuda:0"."""
 
@@ -194,6 +207,7 @@ class GeminiConfig:
                 f"{self.placement_policy!r} says itself what is there; use 'auto' or 'cpu'"
             )
         _check_tile_logits(self.tile_logits)
+        _check_zero_stage(self.zero_stage)
         check_activations(self.activations)
         if self.optim_state_format is not None:
             _choice("optim_state_format", self.optim_state_format, get_args(StateFormat))

@@ -40,6 +40,7 @@ def engine_settings(
     state_format: StateFormat,
     layout: RankLayout,
     budgets: _C.SharedBudgets,
+    reads: str,
 ) -> EngineSettings:
     """What the engine is told.
 
@@ -49,6 +50,7 @@ def engine_settings(
         state_format: How masters and the rule's states are kept.
         layout: Of the ranks; those with the same part share it.
         budgets: That the model takes from, with the others of its plugin (budgets_of).
+        reads: What group_of_reads returns.
     """
     margin = config.gpu_margin_mem_ratio
     nvme = _C.NvmeOptions(
@@ -92,4 +94,6 @@ def engine_settings(
         trace_file=config.trace_file,
         nvme_directory=config.nvme_paths[0] if config.nvme_paths else None,
         ranks=layout.data,
+        reads=reads,
+        zero_stage=0 if config.zero_stage == "auto" else config.zero_stage,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +23,7 @@ from castor.config import (
     Precision,
     StateFormat,
     TileLogits,
+    ZeroStage,
     check_fraction,
     parse_bandwidth,
     parse_bytes,
@@ -36,12 +36,14 @@ from castor.optim.check_optimizers import check_optimizers
 from castor.optim.held_params import held_params
 from castor.optim.rules import rules_of
 from castor.optim.step_driver import ModelStep, StepDriver
+from castor.plugins.arguments import policy_of, with_nvme_of
 from castor.plugins.budgets import budgets_of
 from castor.plugins.data_parallel import join_ranks, loader_of_rank
 from castor.plugins.divide import Division
 from castor.plugins.engine_settings import engine_settings
 from castor.plugins.machine import choose_budgets, choose_device, warn_of_budgets
 from castor.plugins.not_yet import check_not_yet
+from castor.plugins.zero_stage import group_of_reads
 from castor.runtime.boosted_model import check_fit_for_chunks
 from castor.runtime.engine import Engine
 from castor.runtime.hooks import ModuleHook
@@ -151,6 +153,13 @@ class GeminiPlugin:
         nvme_offload_fraction: Share of the optimizer state that goes there at least, in [0, 1].
             Default: what HybridAdam was given, or else what does not fit host_memory.
         nvme_verify: Whether what comes back is compared with checksums of what was written.
+        zero_stage: What several ranks keep parts of at least (ZeRO): 1: masters and optimizer
+            states; 2: gradients too; 3: weights too. "auto": what costs no exchange: 3 where ranks
+            share memory, which have one copy of weights and gradients, and 1 elsewhere. With 3
+            elsewhere each rank has its part of every chunk's weights in host_memory, and reads the
+            others' when it needs the chunk, through a window of four chunks; gradients are whole
+            on every rank. Weights change in step and in loads alone then. 2 and 3 are for the CPU
+            device. report().zero_stage is what runs.
         **not_yet: Names of later versions and of Colossal-AI's plugin: accepted at the value that
             asks for nothing.
 
@@ -206,6 +215,7 @@ class GeminiPlugin:
         nvme_memory: int | str | None = None,
         nvme_offload_fraction: float | None = None,
         nvme_verify: bool = True,
+        zero_stage: ZeroStage = "auto",
         **not_yet: Any,
     ) -> None:
         check_not_yet(type(self).__name__, not_yet)
@@ -225,7 +235,7 @@ class GeminiPlugin:
         check_fraction("shard_param_frac", shard_param_frac)
         if trace_file is not None and not isinstance(trace_file, str | Path):
             raise TypeError(f"trace_file is {trace_file!r}; give a path")
-        policy = _policy(placement_policy, tensor_placement_policy)
+        policy = policy_of(placement_policy, tensor_placement_policy)
         if policy != "static" and (
             offload_optim_frac is not None or offload_param_frac is not None
         ):
@@ -281,6 +291,7 @@ class GeminiPlugin:
             nvme_bytes=None if nvme_memory is None else parse_bytes(nvme_memory, "nvme_memory"),
             nvme_offload_fraction=nvme_offload_fraction,
             nvme_verify=nvme_verify,
+            zero_stage=zero_stage,
         )
 
     @property
@@ -327,7 +338,7 @@ class GeminiPlugin:
         choice = choose_state_format(optimizers, self.config, rule)
         head = output_embedding(model, self.config.tile_logits)
         blocks = Blocks(model, self.config)
-        config = self._with_nvme_of(optimizers)
+        config = with_nvme_of(self.config, optimizers)
         check_optimizers(optimizers, config)
         held = held_params(model, optimizers) if optimizers else None
         warn_of_budgets(
@@ -338,6 +349,7 @@ class GeminiPlugin:
             *(layout, model, optimizers, config),
             state_format=choice.state_format, seed=choice.seed, held=held,
         )  # fmt: skip
+        reads = group_of_reads(config, rules, layout)
         divided = self._division.divide(model, optimizers, layout, state_format=choice.state_format)
         engine = Engine(
             model,
@@ -347,6 +359,7 @@ class GeminiPlugin:
                 state_format=choice.state_format,
                 layout=layout,
                 budgets=budgets_of(self, self.config),
+                reads=reads,
             ),
             updated=held,
         )
@@ -362,36 +375,6 @@ class GeminiPlugin:
             if self.config.overlap == "backward":
                 model.register_forward_pre_hook(ModuleHook(_arm, driver, weakref.ref(optimizer)))
         return engine
-
-    def _with_nvme_of(self, optimizers: Sequence[Optimizer]) -> GeminiConfig:
-        """The settings, with what a HybridAdam says about NVMe.
-
-        Raises:
-            ValueError: It contradicts them.
-        """
-        asked = [getattr(optimizer, "requested_nvme", (0.0, None)) for optimizer in optimizers]
-        fraction, directory = next((one for one in asked if one[1] is not None), (0.0, None))
-        if directory is None:
-            return self.config
-        if self.config.nvme_paths:
-            raise ValueError(
-                f"GeminiPlugin(nvme_path=...) and HybridAdam(nvme_offload_dir={directory!r}) both "
-                "say where optimizer state goes; give one"
-            )
-        return replace(
-            self.config,
-            nvme_paths=parse_paths(directory, "nvme_offload_dir"),
-            nvme_offload_fraction=fraction,
-        )
-
-
-def _policy(placement: str | None, tensor_placement: str | None) -> str:
-    if placement is not None and tensor_placement is not None and placement != tensor_placement:
-        raise ValueError(
-            f"placement_policy={placement!r} and tensor_placement_policy={tensor_placement!r} "
-            "contradict each other; give one"
-        )
-    return placement or tensor_placement or "auto"
 
 
 def _arm(driver: StepDriver, held: weakref.ref[Optimizer], *_: Any) -> None:

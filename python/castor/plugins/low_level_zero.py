@@ -18,6 +18,7 @@ _BY_OFFLOAD = {
     "tensor_placement_policy": "cpu_offload says where things are",
     "offload_optim_frac": "give cpu_offload",
     "offload_param_frac": "parameters stay on the device; GeminiPlugin moves them",
+    "zero_stage": "give stage",
     "gpu_margin_mem_ratio": "it is for placement_policy='auto' of GeminiPlugin",
 }
 """Arguments of GeminiPlugin that this plugin decides, and what to do instead."""

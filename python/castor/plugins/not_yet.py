@@ -20,7 +20,6 @@ NOT_YET: dict[str, tuple[object, str]] = {
     "pp_size": (1, "use HybridParallelPlugin"),
     "ep_size": (1, "use HybridParallelPlugin"),
     "sp_size": (1, "use HybridParallelPlugin"),
-    "zero_stage": (1, "optimizer states are sharded, and gradients where ranks share memory"),
     "num_microbatches": (None, "use HybridParallelPlugin(pp_size=...)"),
     "microbatch_size": (None, "use HybridParallelPlugin(pp_size=...)"),
     "extra_dp_size": (1, "every rank has the whole model"),

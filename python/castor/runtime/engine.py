@@ -68,6 +68,11 @@ class EngineSettings:
     """Of the NVMe tier, the first; None: there is none."""
     ranks: Ranks | None = None
     """Those that share the model; None: this process is alone."""
+    reads: str = ""
+    """The process group through which ranks read weights of which each keeps its part, where they
+    share no memory; "": they are whole."""
+    zero_stage: int = 0
+    """That ranks run at least (Rajbhandari et al. 2020, section 5); 0: any."""
 
 
 class Engine(Together):
@@ -178,6 +183,8 @@ class Engine(Together):
             backend=make_backend(settings.device, settings.link_bytes_per_second),
             groups=self.ranks.names if self.ranks else None,
             share_memory=bool(self.ranks and self.ranks.share_memory),
+            reads=settings.reads,
+            zero_stage=settings.zero_stage,
             valueless=[self.index_of[param] for param in lazy.params],
             name=type(model).__name__,
         )
@@ -187,6 +194,8 @@ class Engine(Together):
 
     def _place(self, param: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
         """Chunk memory in which a lazy parameter's initialisers of type `dtype` may run."""
+        if self.session.weight_cut(self.index_of[param]):
+            return in_own_pages(param.shape, dtype)
         home, master = self.on_host(param).data, self.session.master_view(self.index_of[param])
         if home.device.type != "cpu":  # no memory of the host's
             return None

@@ -136,11 +136,21 @@ class MemoryReport:
     """Of this process, from 0."""
     ranks: int
     """Processes that train the model together; 1: this one is alone."""
+    zero_stage: int
+    """What ranks keep parts of (ZeRO): 1: masters and optimizer states; 3: weights too, in common
+    memory, where gradients are once as well, or each rank its part; 0: this process is alone."""
     rank_link: str
     """What goes from rank to rank goes through it: memory that they share, or gloo and why; empty
     for one that is alone."""
     rank_shared_bytes: int
     """Weights and gradients that ranks of this machine keep once for all; 0: each has its own."""
+    rank_part_bytes: int
+    """Of weights of which each rank keeps its part in host memory, this rank's; 0: there are none.
+    """
+    rank_window_bytes: int
+    """Of host memory, in which those come together, chunk by chunk."""
+    rank_read_bytes: int
+    """Of others' parts, that came into it."""
     rank_sent_bytes: int
     """Gradients and weights that this rank sent to others."""
     rank_seconds: float

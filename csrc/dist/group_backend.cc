@@ -1,0 +1,31 @@
+#include "dist/group_backend.h"
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include "core/error.h"
+#include "torch/chunk_storages.h"
+
+namespace castor {
+
+at::Tensor tensor_over(std::span<const std::byte> bytes) {
+  return bytes_at(bytes.data(), bytes.size(), at::kCPU);
+}
+
+std::string without_places(const std::exception& error) {
+  const std::string what = error.what();
+  const std::string line = what.substr(0, what.find('\n'));
+  const std::size_t end = line.starts_with("[/") ? line.find("] ") : std::string::npos;
+  return end == std::string::npos ? line : line.substr(end + 2);
+}
+
+c10::intrusive_ptr<c10d::Backend> host_backend(const std::string& group) {
+  try {
+    return c10d::resolve_process_group(group)->getBackend(c10::DeviceType::CPU);
+  } catch (const std::exception& error) {
+    throw UsageError("the process group '" + group +
+                     "' cannot be used for memory of the host: " + without_places(error) +
+                     "; make it with the backend \"gloo\", or \"cpu:gloo,cuda:nccl\"");
+  }
+}
+
+}  // namespace castor

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "core/rank_messages.h"
+
+namespace castor {
+
+/// Messages over a process group that torch.distributed has made, of its backend for the CPU, gloo.
+/// May be used with or without Python's lock, which must not be held where it waits.
+class GroupMessages final : public RankMessages {
+ public:
+  /// As GroupCollectives. The group is for nothing else.
+  explicit GroupMessages(const std::string& group);
+
+  [[nodiscard]] std::size_t rank() const noexcept override;
+  [[nodiscard]] std::size_t size() const noexcept override;
+  [[nodiscard]] std::unique_ptr<RankMessage> send(std::size_t to, std::uint32_t tag,
+                                                  std::span<const std::byte> bytes) override;
+  [[nodiscard]] std::unique_ptr<RankMessage> receive(std::size_t from, std::uint32_t tag,
+                                                     std::span<std::byte> bytes) override;
+  [[nodiscard]] std::optional<std::size_t> receive_any(std::uint32_t tag,
+                                                       std::span<std::byte> bytes) override;
+  void stop() noexcept override;
+
+ private:
+  const c10::intrusive_ptr<c10d::Backend> backend_;
+  std::mutex mutex_;  // gloo counts what is begun without one; guards any_ and stopped_ too
+  c10::intrusive_ptr<c10d::Work> any_;
+  bool stopped_ = false;
+};
+
+}  // namespace castor

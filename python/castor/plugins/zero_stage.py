@@ -1,0 +1,64 @@
+"""Which stage of ZeRO ranks run (Rajbhandari et al. 2020, section 5), and what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from castor.config import GeminiConfig
+from castor.distributed import RankLayout
+from castor.runtime.ranks import may_share_memory, own_groups, ranks_of_node
+from castor.runtime.rules import FusedRule
+
+
+def group_of_reads(
+    config: GeminiConfig, rules: Sequence[FusedRule | None], layout: RankLayout
+) -> str:
+    """The process group by which ranks read each other's parts of the weights.
+
+    Collective: every rank calls it.
+
+    Args:
+        config: Its zero_stage is what was asked for.
+        rules: Of the optimizers; None for one that updates the parameters itself.
+        layout: How ranks are divided.
+
+    Returns:
+        Its name; "" where weights are whole on every rank, or this process is alone.
+
+    Raises:
+        NotImplementedError: The ranks cannot run the stage; the message says what to do.
+    """
+    stage = config.zero_stage
+    if layout.data is None or stage in ("auto", 1):
+        return ""
+    size = layout.data.size
+    if config.device != "cpu":
+        raise NotImplementedError(
+            f"zero_stage={stage} cuts homes of ranks that compute on the CPU device, and this one "
+            f"computes on {config.device!r}, where each of {size} ranks keeps its own, "
+            "page-locked; give zero_stage=1"
+        )
+    sharing = ranks_of_node() == size and may_share_memory()
+    if stage == 2:
+        if not sharing:
+            raise NotImplementedError(
+                f"zero_stage=2 keeps gradients once for the ranks of a machine, and of these "
+                f"{size} ranks {ranks_of_node()} are on this one, or CASTOR_RANK_LINK says that "
+                "they share no memory; give zero_stage=1, or 3, which cuts the weights"
+            )
+        return ""
+    if None in rules:
+        raise NotImplementedError(
+            f"zero_stage=3 leaves each of {size} ranks its part of the weights, and an optimizer "
+            "that castor does not run updates all of them on every rank; use HybridAdam, "
+            "torch.optim.AdamW, SGD or Lion, or zero_stage=1"
+        )
+    if layout.groups != (layout.data,) and not sharing:
+        raise NotImplementedError(
+            "zero_stage=3 goes with ranks that all have the whole model, where they share no "
+            "memory: leave tp_size, ep_size, sp_size and pp_size at 1, or give zero_stage=1"
+        )
+    if layout.groups != (layout.data,):
+        return ""
+    (name,) = own_groups([list(range(size))], 1)
+    return name

@@ -1,0 +1,240 @@
+"""What tests of ZeRO's stages run on ranks: `python zero_stage_cases.py NAME DIRECTORY`."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from castor.runtime.engine import engine_of
+from helpers import copies
+from rank_cases import (
+    CLOSE,
+    EXACT,
+    TOWER,
+    RankCase,
+    _of_rank,
+    _refused,
+    _tower_loss,
+    boost,
+    train,
+)
+from zoo import tower, tower_batch, tower_loss
+
+TIGHT = EXACT["tight"]
+STREAMED = {
+    **{name: EXACT[name] for name in ("tight", "uneven", "frozen", "packed", "lazy", "lion")},
+    "gpt2": EXACT["gpt2"],  # its output embedding is tied
+    "overlap": replace(TIGHT, settings=TIGHT.settings | {"overlap": "forward"}),
+    "link": replace(TIGHT, settings=TIGHT.settings | {"link_bandwidth": "1GB/s"}),
+    "gathered": replace(EXACT["gpt2"], settings={"gather_embeddings": True}),
+}
+"""fp32: the bits of one process."""
+ROUNDED = {
+    name: CLOSE[name] for name in ("bf16 fp32", "bf16 split", "bf16 split_int8", "fp16", "deferred")
+} | {"nvme states": CLOSE["nvme states"]}
+"""The bits of ranks that have whole weights each."""
+ON_THREE = ("tight", "uneven")
+
+
+def staged(case: RankCase, stage: object) -> RankCase:
+    return replace(case, settings=case.settings | {"zero_stage": stage})
+
+
+def _over_the_group() -> None:
+    os.environ["CASTOR_RANK_LINK"] = "group"
+
+
+def chunk_bytes(model: nn.Module) -> list[int]:
+    return [chunk["used_bytes"] for chunk in engine_of(model).session.chunks()]
+
+
+def _train_all(cases: dict[str, RankCase], directory: Path) -> None:
+    _over_the_group()
+    with _of_rank() as rank:
+        for name, case in cases.items():
+            for stage in (1, 3):
+                weights, losses, report = train(staged(case, stage), (rank,), steps=6)
+                distributed.barrier()  # they were read of each other
+                found = (weights, losses, vars(report))
+                torch.save(found, directory / f"{name}.{stage}.{rank}.pt")
+
+
+def on_two(directory: Path) -> None:
+    _train_all(STREAMED | ROUNDED, directory)
+
+
+def on_three(directory: Path) -> None:
+    _train_all({name: STREAMED[name] for name in ON_THREE}, directory)
+
+
+def memory(_: Path) -> None:
+    """What the host holds: of stage 1, and of stage 3."""
+    _over_the_group()
+    with _of_rank():
+        for stage in (1, 3):
+            case = staged(TIGHT, stage)
+            booster, model, _optimizer = boost(case, placement_policy="cpu")
+            report, sizes = booster.report(model), chunk_bytes(model)
+            distributed.barrier()
+            print(report.zero_stage, report.host_bytes, report.rank_part_bytes,
+                  report.rank_window_bytes, sum(sizes), max(sizes))  # fmt: skip
+
+
+def seams(_: Path) -> None:
+    """What one step of a model that streams reads of others, and sends them."""
+    _over_the_group()
+    with _of_rank() as rank:
+        boosted = boost(staged(TIGHT, 3), placement_policy="cpu")
+        before = boosted.booster.report(boosted.model)
+        for step in range(4):
+            boosted.step(_tower_loss(boosted.model, step, rank))
+            distributed.barrier()
+            report = boosted.booster.report(boosted.model)
+            print(report.rank_read_bytes - before.rank_read_bytes,
+                  report.rank_sent_bytes - before.rank_sent_bytes,
+                  sum(chunk_bytes(boosted.model)))  # fmt: skip
+            before = report
+
+
+def alone(_: Path) -> None:
+    """Rank 0 evaluates, reads and copies weights between steps while rank 1 does nothing."""
+    _over_the_group()
+    with _of_rank() as rank:
+        boosted = boost(staged(TIGHT, 3))
+        for step in range(3):
+            boosted.step(_tower_loss(boosted.model, step, 0))
+            if rank == 0:
+                with torch.no_grad():
+                    loss = tower_loss(boosted.model, 9)
+                state = {name: value.clone() for name, value in boosted.model.state_dict().items()}
+                plain = tower()
+                plain.load_state_dict(state)
+                print(torch.equal(loss, tower_loss(plain, 9)))
+            distributed.barrier()
+
+
+def refused(_: Path) -> None:
+    """What weights in parts do not do, by name; and what goes on all the same."""
+    _over_the_group()
+    with _of_rank():
+        print(_refused(lambda: boost(TOWER, zero_stage=2)))
+        print(_refused(lambda: boost(TOWER, zero_stage=3, placement_policy="cuda")))
+        torchs = replace(TOWER, optimizer=lambda params: torch.optim.Adagrad(params))
+        print(_refused(lambda: boost(torchs, zero_stage=3)))
+        boosted = boost(staged(TIGHT, 3))
+        weight = boosted.model.head.weight
+        with torch.no_grad():
+            print(_refused(lambda: weight.mul_(2)))
+        print(_said(lambda: boosted.model.load_state_dict(tower().state_dict())))
+        print(_said(weight.detach().numpy))
+        before = copies(boosted.model.parameters())
+        print(boosted.step(_tower_loss(boosted.model, 0, 0)) > 0)
+        after = copies(boosted.model.parameters())
+        print(any(map(torch.equal, before, after)))
+
+
+def _said(work: Callable[[], Any]) -> str:
+    """What torch raises, on one line."""
+    try:
+        work()
+    except RuntimeError as error:
+        return str(error).replace("\n", " ")
+    return "nothing was raised"
+
+
+def in_common(_: Path) -> None:
+    """Ranks that share memory: all stages keep weights and gradients once."""
+    with _of_rank():
+        for stage in ("auto", 1, 2, 3):
+            booster, model, _optimizer = boost(TOWER, zero_stage=stage)
+            report = booster.report(model)
+            print(report.zero_stage, report.rank_part_bytes, report.rank_shared_bytes > 0)
+
+
+SAVED = {"fp32": TIGHT, "split": CLOSE["bf16 split"]}
+
+
+def saves(directory: Path) -> None:
+    """After two steps, at once and beside the training; then two steps more."""
+    _over_the_group()
+    with _of_rank() as rank:
+        for name, case in SAVED.items():
+            boosted = boost(staged(case, 3))
+            booster, model, optimizer = boosted
+            for step in range(2):
+                boosted.step(case.loss(model, step, 0))
+            booster.save(directory / name, model, optimizer)
+            booster.save(directory / f"{name} beside", model, optimizer, use_async=True)
+            for step in range(2, 4):
+                boosted.step(case.loss(model, step, 0))
+            torch.save(copies(model.parameters()), directory / f"{name}.{rank}.pt")
+            booster.load(directory / f"{name} beside", model, optimizer)
+            for step in range(2, 4):
+                boosted.step(case.loss(model, step, 0))
+            torch.save(copies(model.parameters()), directory / f"{name} again.{rank}.pt")
+            distributed.barrier()
+
+
+def goes_on(directory: Path) -> None:
+    """From there, on any number of ranks."""
+    _over_the_group()
+    with _of_rank() as rank:
+        _go_on(directory, rank)
+
+
+def _go_on(directory: Path, rank: int) -> None:
+    size = distributed.get_world_size() if distributed.is_initialized() else 1
+    for name, case in SAVED.items():
+        boosted = boost(staged(case, 3))
+        booster, model, optimizer = boosted
+        booster.load(directory / name, model, optimizer)
+        weights = copies(model.parameters())
+        for step in range(2, 4):
+            boosted.step(case.loss(model, step, 0))
+        weights += copies(model.parameters())
+        torch.save(weights, directory / f"{name} on {size}.{rank}.pt")
+        if size > 1:
+            distributed.barrier()
+
+
+def one_dies(directory: Path) -> None:
+    """Rank 1 is killed where rank 0 reads its part."""
+    _over_the_group()
+    with _of_rank() as rank:
+        boosted = boost(staged(TIGHT, 3))
+        boosted.step(_tower_loss(boosted.model, 0, rank))
+        distributed.barrier()
+        if rank == 1:
+            (directory / "died").write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.5)
+        boosted.model(**tower_batch(1))
+
+
+def one_ends(_: Path) -> None:
+    """Rank 1 lets go of its model where rank 0 still reads."""
+    _over_the_group()
+    with _of_rank() as rank:
+        boosted: Any = boost(staged(TIGHT, 3))
+        boosted.step(_tower_loss(boosted.model, 0, rank))
+        distributed.barrier()
+        if rank == 1:
+            begun = time.monotonic()
+            del boosted
+            print(time.monotonic() - begun < 10)
+        else:
+            time.sleep(0.5)
+            print(boosted.model(**tower_batch(1)).isfinite().item())
+            del boosted
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    globals()[sys.argv[1]](Path(sys.argv[2]))
