@@ -60,7 +60,7 @@ def test_weights_in_parts_have_the_bits_of_whole_ones(size: int, name: str, trai
         assert losses == losses_of_whole
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [3])
 def test_a_rank_has_its_part_of_the_weights_and_a_window(size: int, tmp_path: Path) -> None:
     for output in succeeded(run(zero_stage_cases.memory, size, tmp_path)):
         whole, parts = (tuple(map(int, line.split())) for line in output.splitlines())
@@ -110,21 +110,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", SAVED)
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_checkpoint_of_parts_loads_on_any_number_of_ranks(
-    name: str, size: int, saved: Path, tmp_path: Path
-) -> None:
-    whole = [torch.load(saved / f"{name}.{rank}.pt") for rank in range(2)]
-    again = [torch.load(saved / f"{name} again.{rank}.pt") for rank in range(2)]
-    for weights in (*whole, *again):
-        assert all(map(torch.equal, weights, whole[0]))
+def test_a_checkpoint_of_parts_loads_on_any_number_of_ranks(size: int, saved: Path) -> None:
     succeeded(run(zero_stage_cases.goes_on, size, saved))
-    found = torch.load(saved / f"{name} on {size}.{size - 1}.pt")
-    after = found[len(found) // 2 :]
-    for weight, expected in zip(after, whole[0], strict=True):
-        assert torch.equal(weight, expected) or size == 3  # a third is no power of two
-        assert torch.allclose(weight.float(), expected.float(), rtol=1e-2, atol=1e-3)
+    for name in SAVED:
+        whole = [torch.load(saved / f"{name}.{rank}.pt") for rank in range(2)]
+        again = [torch.load(saved / f"{name} again.{rank}.pt") for rank in range(2)]
+        for weights in (*whole, *again):
+            assert all(map(torch.equal, weights, whole[0]))
+        loaded = [torch.load(saved / f"{name} on {size}.{rank}.pt") for rank in range(size)]
+        for weights, after in loaded:
+            assert all(map(torch.equal, weights, loaded[0][0]))
+            assert all(map(torch.equal, weights, torch.load(saved / f"{name} as saved.0.pt")))
+            for weight, expected in zip(after, whole[0], strict=True):
+                assert torch.equal(weight, expected) or size == 3  # a third is no power of two
+                assert torch.allclose(weight.float(), expected.float(), rtol=1e-2, atol=1e-3)
 
 
 def test_a_rank_that_dies_is_named_by_who_reads_its_part(tmp_path: Path) -> None:

@@ -171,6 +171,7 @@ def saves(directory: Path) -> None:
             for step in range(2):
                 boosted.step(case.loss(model, step, 0))
             booster.save(directory / name, model, optimizer)
+            torch.save(copies(model.parameters()), directory / f"{name} as saved.{rank}.pt")
             booster.save(directory / f"{name} beside", model, optimizer, use_async=True)
             for step in range(2, 4):
                 boosted.step(case.loss(model, step, 0))
@@ -198,8 +199,8 @@ def _go_on(directory: Path, rank: int) -> None:
         weights = copies(model.parameters())
         for step in range(2, 4):
             boosted.step(case.loss(model, step, 0))
-        weights += copies(model.parameters())
-        torch.save(weights, directory / f"{name} on {size}.{rank}.pt")
+        after = copies(model.parameters())
+        torch.save((weights, after), directory / f"{name} on {size}.{rank}.pt")
         if size > 1:
             distributed.barrier()
 
