@@ -13,11 +13,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 import castor
+import simulated_gpu
 from castor.integrations.common import boosted
 from castor.integrations.loop import Loops
 from castor.runtime.engine import engines_holding
+from simulated import compute_on_gpu
 
-LOOP = '''
+LOOP = """
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -65,15 +67,21 @@ kept = {
     "model": model.state_dict(), "optimizer": optimizer.state_dict(),
     "schedule": schedule.state_dict(), "random": torch.get_rng_state(), "losses": losses,
 }
-'''
+"""
 SETTINGS = {"device": "cpu", "device_memory": "2MiB", "host_memory": "64MiB"}
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process of `castor run`."""
+def torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Loops replaces is torch's again after a test."""
     monkeypatch.setattr(Optimizer, "__init__", Optimizer.__init__)
-    monkeypatch.setattr(nn.Module, "__call__", nn.Module.__call__)
+    for name in ("__call__", "to", "cuda"):
+        monkeypatch.setattr(nn.Module, name, getattr(nn.Module, name))
+
+
+@pytest.fixture
+def watched(torchs_own: None) -> None:
+    """As in a process of `castor run`."""
     Loops(SETTINGS).watch()
 
 
@@ -100,7 +108,7 @@ def half() -> dict[str, Any]:
     return trained(end=3)
 
 
-def test_a_loop_trains_in_a_budget_as_in_plain_pytorch(plain: Any, half: Any, watched: None) -> None:
+def test_a_loop_trains_as_in_plain_pytorch(plain: Any, half: Any, watched: None) -> None:
     found = trained()
     assert (plain["boosted"], found["boosted"]) == (False, True)
     assert_close(found, plain)
@@ -112,11 +120,11 @@ def test_a_loop_trains_in_a_budget_as_in_plain_pytorch(plain: Any, half: Any, wa
 @pytest.mark.parametrize(
     ("forward", "error", "message"),
     [
-        (lambda model, x: model[1](model[0](x)), castor.UsageError, "a Linear which has 2 of the 4"),
+        (lambda model, x: model[1](model[0](x)), castor.UsageError, "which has 2 of the 4"),
         (
             lambda model, x: nn.DataParallel(model)(x),
             NotImplementedError,
-            "trains in one process under castor run, and here it calls a DataParallel",
+            "in one process, and this one calls a DataParallel",
         ),
     ],
 )
@@ -128,6 +136,40 @@ def test_a_model_that_is_not_called_as_a_whole_is_refused(
     with pytest.raises(error, match=message):
         forward(model, torch.ones(2, 4))
     assert not boosted(optimizer)
+
+
+def test_a_model_that_is_moved_waits_on_the_cpu_and_others_move(
+    monkeypatch: pytest.MonkeyPatch, torchs_own: None
+) -> None:
+    compute_on_gpu(monkeypatch)
+    Loops(SETTINGS | {"device": "cuda"}).watch()
+    device = torch.device(simulated_gpu.NAME, 0)
+    model, teacher = nn.Linear(4, 4).to(device), nn.Sequential(nn.Linear(4, 4)).to(device)
+    norm = nn.BatchNorm1d(4, affine=False).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert norm.running_mean is not None
+    places = [one.device.type for one in (model.weight, teacher[0].weight, norm.running_mean)]
+    assert places == ["cpu", "cpu", device.type]
+    x = torch.ones(2, 4, device=device)
+    with torch.no_grad():
+        wanted = teacher[0](x)
+    assert teacher[0].weight.device == device
+    assert not boosted(optimizer)
+    (model(x) - wanted).square().sum().backward()
+    assert boosted(optimizer)
+    assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
+    optimizer.step()
+    simulated_gpu.rest()
+
+
+def test_an_evaluation_before_the_first_step_is_in_the_budget(watched: None) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with torch.no_grad():
+        model[0](torch.ones(2, 4))
+        assert not boosted(optimizer)
+        model(torch.ones(2, 4))
+    assert boosted(optimizer)
 
 
 def test_each_model_of_a_loop_has_its_optimizer(watched: None) -> None:

@@ -25,7 +25,7 @@ class OnCastor:
     """Mixed in before a framework's class: what all that castor enters in this way have."""
 
     castor_has_trained = False
-    """Whether a model and its optimizer have been boosted in any framework's loop of this process."""
+    """Whether a model and an optimizer have been boosted in any loop of this process."""
     castor: Booster
     _castor_plugin_for: Callable[..., GeminiPlugin]
     """Of what the framework was asked for, when one is made."""
