@@ -23,6 +23,8 @@ losses: list[float] = []
 accelerators: list[Any] = []
 optimizers: list[Any] = []
 boosters: list[Any] = []
+boosted: list[Any] = []
+"""So that models of a function that has returned are still there to report of."""
 
 
 def record() -> None:
@@ -46,6 +48,7 @@ def record() -> None:
 
         def kept(self: Any, *arguments: Any, **keywords: Any) -> Any:
             boosters.append(self)
+            boosted.append(arguments)
             return boost(self, *arguments, **keywords)
 
         Booster.boost = kept  # type: ignore[method-assign]

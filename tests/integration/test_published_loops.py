@@ -52,37 +52,37 @@ LIMITED["PL_USE_MOCKED_MNIST"] = "1"
 LIGHTNING, PLAIN = "pytorch-lightning/examples", "examples"
 SCRIPTS = {
     "lightning/transformer": Script(
-        file=f"{LIGHTNING}/pytorch/basics/transformer.py", budget="22MiB", losses=20
+        file=f"{LIGHTNING}/pytorch/basics/transformer.py", budget="64MiB", losses=20
     ),
     "lightning/autoencoder": Script(
         file=f"{LIGHTNING}/pytorch/basics/autoencoder.py",
         arguments=("--trainer.max_steps", "12"),
-        budget="1MiB",
+        budget="3600KiB",
         losses=12,
     ),
     "lightning/backbone_image_classifier": Script(
         file=f"{LIGHTNING}/pytorch/basics/backbone_image_classifier.py",
         arguments=("--trainer.max_steps", "12"),
-        budget="1MiB",
+        budget="1100KiB",
         losses=12,
     ),
     "fabric/image_classifier": Script(
         file=f"{LIGHTNING}/fabric/image_classifier/train_fabric.py",
         arguments=("--epochs", "2"),
-        budget="24MiB",
+        budget="42MiB",
         losses=16,
     ),
     "examples/mnist": Script(
         file=f"{PLAIN}/mnist/main.py",
         arguments=("--epochs", "2", "--save-model"),
-        budget="24MiB",
+        budget="54MiB",
         losses=16,
     ),
     "examples/vae": Script(
-        file=f"{PLAIN}/vae/main.py", arguments=("--epochs", "3"), budget="5MiB", losses=12
+        file=f"{PLAIN}/vae/main.py", arguments=("--epochs", "3"), budget="7MiB", losses=12
     ),
     "examples/mnist_rnn": Script(
-        file=f"{PLAIN}/mnist_rnn/main.py", arguments=("--epochs", "2"), budget="4MiB", losses=16
+        file=f"{PLAIN}/mnist_rnn/main.py", arguments=("--epochs", "2"), budget="11200KiB", losses=16
     ),
 }
 
@@ -108,8 +108,8 @@ def write_images(path: Path, demonstrations: Path) -> None:
         shown = torch.randint(0, 256, (count, 28, 28), dtype=torch.uint8, generator=noise)
         return shown, torch.randint(0, 10, (count,), generator=noise)
 
-    raw, processed = path / "MNIST/raw", demonstrations / "MNIST/processed"
-    for folder in (raw, processed):
+    raw, complete = path / "MNIST/raw", demonstrations / "MNIST/complete"
+    for folder in (raw, complete):
         folder.mkdir(parents=True)
     for split, name, few, many in (
         ("train", "training", 512, 60000),
@@ -122,7 +122,7 @@ def write_images(path: Path, demonstrations: Path) -> None:
         (raw / f"{split}-labels-idx1-ubyte").write_bytes(
             head + classes.to(torch.uint8).numpy().tobytes()
         )
-        torch.save(images(many), processed / f"{name}.pt")
+        torch.save(images(many), complete / f"{name}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -165,4 +165,4 @@ def test_a_script_computes_what_it_does_without_castor(place: Path, name: str) -
     for key, value in held.items():
         torch.testing.assert_close(value, plain[key], rtol=1e-5, atol=1e-6)
     peak, beside = found["peaks"]
-    assert 2 * peak <= expected["state_bytes"] + beside
+    assert 2 * (peak - beside) <= expected["state_bytes"]
