@@ -3,9 +3,9 @@
 python recorded.py DIRECTORY SCRIPT ARGUMENT...
 
 Into DIRECTORY, for each rank: `held-RANK.pt`, the state dicts of the models that were trained, as
-they are when the script ends, and `recorded-RANK.json` with the loss of each backward pass, the
-bytes of parameters, gradients and moments of AdamW, and under castor the peaks of device memory and
-of what of it is beside the model.
+they are when the script ends (without an Accelerator what its optimizers hold), and
+`recorded-RANK.json` with the loss of each backward pass, the bytes of parameters, gradients and
+moments of AdamW, and under castor the peaks of device memory and of what of it is beside the model.
 """
 
 import json
@@ -21,7 +21,10 @@ from accelerate import Accelerator, DistributedType
 
 losses: list[float] = []
 accelerators: list[Any] = []
+optimizers: list[Any] = []
 boosters: list[Any] = []
+boosted: list[Any] = []
+"""So that models of a function that has returned are still there to report of."""
 
 
 def record() -> None:
@@ -37,6 +40,7 @@ def record() -> None:
         backward(self, loss, **keywords)
 
     base.backward = recorded
+    record_loops()
     if "castor.booster" in sys.modules:
         from castor import Booster
 
@@ -44,9 +48,27 @@ def record() -> None:
 
         def kept(self: Any, *arguments: Any, **keywords: Any) -> Any:
             boosters.append(self)
+            boosted.append(arguments)
             return boost(self, *arguments, **keywords)
 
         Booster.boost = kept  # type: ignore[method-assign]
+
+
+def record_loops() -> None:
+    """Of scripts without an Accelerator, as the Trainer has one: losses end in torch's backward."""
+    backward, made = torch.Tensor.backward, torch.optim.Optimizer.__init__
+
+    def recorded(self: torch.Tensor, *arguments: Any, **keywords: Any) -> None:
+        if not accelerators:
+            losses.append(self.item())
+        backward(self, *arguments, **keywords)
+
+    def init(self: Any, *arguments: Any, **keywords: Any) -> None:
+        made(self, *arguments, **keywords)
+        optimizers.append(self)
+
+    torch.Tensor.backward = recorded  # type: ignore[method-assign, assignment]
+    torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign]
 
 
 def copied(value: torch.Tensor) -> torch.Tensor:
@@ -58,12 +80,12 @@ def write(directory: Path) -> None:
     rank = os.environ.get("RANK", "0")
     models = [one.unwrap_model(model) for one in accelerators for model in one._models]
     held = [{name: copied(value) for name, value in one.state_dict().items()} for one in models]
+    params = [param for one in models for param in one.parameters()]
+    if not accelerators:
+        params = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+        held = [{str(i): copied(param.detach()) for i, param in enumerate(params)}]
     torch.save(held, directory / f"held-{rank}.pt")
-    state_bytes = sum(
-        param.nbytes * (4 if param.requires_grad else 1)
-        for one in models
-        for param in one.parameters()
-    )
+    state_bytes = sum(param.nbytes * (4 if param.requires_grad else 1) for param in params)
     report = boosters[0].report() if boosters else None
     peaks = report and (report.peak_device_bytes, report.peak_nonmodel_bytes)
     found = {"losses": losses, "state_bytes": state_bytes, "peaks": peaks}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,23 +25,37 @@ class OnCastor:
     """Mixed in before a framework's class: what all that castor enters in this way have."""
 
     castor_has_trained = False
-    """Whether any of them in this process has boosted a model."""
+    """Whether a model and an optimizer have been boosted in any loop of this process."""
     castor: Booster
     _castor_plugin_for: Callable[..., GeminiPlugin]
     """Of what the framework was asked for, when one is made."""
 
     def _boost_with(self, model: nn.Module, *optimizers: Optimizer) -> None:
-        try:
-            self.castor.boost(model, optimizers)
-        except OutOfMemoryError as error:
-            error.blame_no_batch()
-            raise
-        OnCastor.castor_has_trained = True
+        boost(self.castor, model, optimizers)
 
     @property
     def _super(self) -> Any:
         """The framework's own methods."""
         return super()
+
+
+def boost(booster: Booster, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Boosts in a framework's loop, which may try a smaller batch when memory is short.
+
+    Args:
+        booster: Its own.
+        model: As Booster.boost's.
+        optimizers: As Booster.boost's.
+
+    Raises:
+        As Booster.boost.
+    """
+    try:
+        booster.boost(model, optimizers)
+    except OutOfMemoryError as error:
+        error.blame_no_batch()
+        raise
+    OnCastor.castor_has_trained |= bool(optimizers)
 
 
 def check_class(base: Any, known: type, does: str) -> None:

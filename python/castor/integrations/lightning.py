@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.optim import Optimizer
 
 from castor.booster import Booster
 from castor.errors import UsageError
-from castor.integrations.common import boosted, check_plugin, unwrapped
+from castor.integrations.common import boost, boosted, check_plugin, plugin_of, unwrapped
 from castor.plugins import GeminiPlugin
 from castor.runtime.ranks import rank_and_size
 
+_CLIPS = "the Trainer clips by its own gradient_clip_val"
+_PRECISIONS = {
+    "bf16": "bf16", "bf16-mixed": "bf16", "bf16-true": "bf16",
+    "16": "fp16", "16-mixed": "fp16", "16-true": "fp16",
+}  # fmt: skip
+"""A Trainer's to the plugin's; others are Lightning's own, which CastorStrategy refuses."""
 _OPTIMIZER = "castor_optimizer"
 """Of a checkpoint, under optimizer_states: the name of the directory beside it."""
 
@@ -43,7 +51,7 @@ class CastorStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     optimizers: list[Any]
 
     def __init__(self, plugin: GeminiPlugin) -> None:
-        check_plugin(plugin, "the Trainer clips by its own gradient_clip_val")
+        check_plugin(plugin, _CLIPS)
         _, size = rank_and_size()
         if size > 1:
             raise NotImplementedError(
@@ -81,9 +89,9 @@ class CastorStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if self._root is None or self._root.module is not self.lightning_module:
             self._root = _Root(self.lightning_module)
             if not own:
-                self.castor.boost(self._root)
+                boost(self.castor, self._root, [])
         if own and not boosted(own[0]):
-            self.castor.boost(self._root, own[0])
+            boost(self.castor, self._root, own)
             self.optimizers = own  # Lightning's wrappers are of the boosted one
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -170,6 +178,56 @@ class CastorStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     ) -> Any:
         with context:
             return self._root(step, *args, **kwargs)  # type: ignore[misc]
+
+
+def enter_trainers(settings: Mapping[str, Any]) -> None:
+    """From now on every Trainer of Lightning's that is made in this process trains with castor.
+
+    Its strategy is CastorStrategy. Precision follows the Trainer's (`precision="bf16-mixed"`), and
+    the device the CPU where it says `accelerator="cpu"`, unless they are among the settings. All
+    that were given or followed are written to castor.json in `default_root_dir`, where there is
+    one.
+
+    Args:
+        settings: GeminiPlugin's arguments, as JSON holds them.
+    """
+    made = Trainer.__init__
+
+    @functools.wraps(made)
+    def init(trainer: Trainer, **keywords: Any) -> None:
+        made(trainer, **_on_castor(settings, keywords))
+
+    Trainer.__init__ = init
+
+
+def _on_castor(settings: Mapping[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
+    """A Trainer's arguments, with castor's strategy.
+
+    Raises:
+        UsageError: They ask for another strategy, or for several devices.
+    """
+    for name, known in (("strategy", ("auto",)), ("devices", ("auto", -1, "-1", 1, "1", [0]))):
+        if asked.get(name, "auto") not in known:
+            raise UsageError(
+                f"the script's Trainer has {name}={asked[name]!r}, and castor run trains it in one "
+                f"process with castor's strategy: leave {name} out"
+            )
+    followed: dict[str, Any] = {}
+    precision = str(asked.get("precision"))
+    if precision in _PRECISIONS:
+        followed["precision"] = _PRECISIONS[precision]
+    if asked.get("accelerator") == "cpu":
+        followed["device"] = "cpu"
+    root = asked.get("default_root_dir")
+    plugin = plugin_of(settings, followed, _CLIPS, Path(root) if root is not None else None)
+    chosen = {
+        "strategy": CastorStrategy(plugin),
+        "devices": 1,
+        "accelerator": "cpu" if plugin.config.device == "cpu" else "gpu",
+    }
+    if precision in _PRECISIONS:
+        chosen["precision"] = "32-true"
+    return {**asked, **chosen}
 
 
 class _Root(nn.Module):

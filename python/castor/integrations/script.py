@@ -1,10 +1,11 @@
-"""Somebody's training script, whose Trainers and Accelerators train with castor: for `castor run`.
+"""Somebody's training script, whatever trains in it, with castor: for `castor run`.
 
 python -m castor.integrations.script SETTINGS (-m MODULE | FILE) ARGUMENT...
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import runpy
 import sys
@@ -18,22 +19,25 @@ import transformers
 from castor.errors import UsageError
 from castor.integrations.accelerate import accelerator_of_settings
 from castor.integrations.common import OnCastor
+from castor.integrations.loop import Loops
 from castor.integrations.transformers import trainer_of_settings
 from castor.runtime.ranks import leave
 
 
 def run(settings: Mapping[str, Any], arguments: Sequence[str]) -> None:
-    """Runs a script as `python` would, in a process with castor's Trainer and Accelerator.
+    """Runs a script as `python` would, in a process whose Trainers and loops train with castor.
 
-    Classes that derive from them, as TRL's, do so after they have been replaced. The Trainer makes
-    an Accelerator of its own, which is accelerate's.
+    Classes that derive from transformers' Trainer and accelerate's Accelerator, as TRL's, do so
+    after they have been replaced. The Trainer makes an Accelerator of its own, which is
+    accelerate's. Lightning's Trainers get castor's strategy. What none of them has boosted is
+    boosted when it is first called.
 
     Args:
         settings: GeminiPlugin's arguments.
         arguments: What python is given: a file or -m and a module, and its own arguments.
 
     Raises:
-        UsageError: No Trainer and no Accelerator of the script has boosted a model.
+        UsageError: Nothing of the script has trained a model.
     """
     trainer: Any = trainer_of_settings(transformers.trainer.Trainer, settings)
     accelerator: Any = accelerator_of_settings(accelerate.Accelerator, settings)
@@ -41,6 +45,9 @@ def run(settings: Mapping[str, Any], arguments: Sequence[str]) -> None:
         vars(module)["Trainer"] = trainer
     for module in (accelerate, accelerate.accelerator):
         vars(module)["Accelerator"] = accelerator
+    if importlib.util.find_spec("lightning") is not None:
+        importlib.import_module("castor.integrations.lightning").enter_trainers(settings)
+    Loops(settings).watch()
     try:
         _run(arguments)
     except SystemExit as end:
@@ -49,9 +56,9 @@ def run(settings: Mapping[str, Any], arguments: Sequence[str]) -> None:
     leave()  # of torch.distributed's group, which scripts leave to the end of the process
     if not OnCastor.castor_has_trained:
         raise UsageError(
-            "castor trained nothing: no transformers.Trainer of the script trained a model, no "
-            "accelerate.Accelerator was given one to prepare with its optimizer, and castor run "
-            "knows no other framework yet; boost the model in the script instead"
+            "castor trained nothing: in this script no model was called with gradients after an "
+            "optimizer had been made for it, and none was given to a Trainer or to "
+            "accelerator.prepare"
         )
 
 

@@ -1,0 +1,150 @@
+"""Loops of one's own, in plain PyTorch, over models that castor boosts: for `castor run`."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from castor.booster import Booster
+from castor.errors import UsageError
+from castor.integrations.common import boost, boosted, plugin_of
+from castor.plugins import GeminiPlugin
+from castor.runtime.ranks import rank_and_size
+
+_CLIPS = "a loop clips its gradients itself (torch.nn.utils.clip_grad_norm_)"
+
+
+class Loops:
+    """Boosts what a loop trains when it first calls it: a model, with the optimizers made for it.
+
+    An optimizer waits from when it is made. The first module that is called and has its parameters
+    is its model, all of it; without gradients a part may be called before. A model that the loop
+    moves to a device stays on the CPU until it is called: castor places what is boosted then, and
+    anything else is moved. While something waits nn.Module.__call__ asks for it, otherwise it is
+    torch's.
+
+    Args:
+        settings: GeminiPlugin's arguments, as JSON holds them.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = settings
+        self._waiting: list[weakref.ref[Optimizer]] = []
+        self._unmoved: weakref.WeakKeyDictionary[nn.Module, torch.device] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._call: Callable[..., Any] = nn.Module.__call__
+        self._to: Callable[..., Any] = nn.Module.to
+
+    def watch(self) -> None:
+        """From now on every optimizer that is made, and module that is moved, waits for a call."""
+        made, to = Optimizer.__init__, self._to
+
+        @functools.wraps(made)
+        def init(optimizer: Optimizer, *arguments: Any, **keywords: Any) -> None:
+            made(optimizer, *arguments, **keywords)
+            self._waiting.append(weakref.ref(optimizer))
+            self._see_calls()
+
+        @functools.wraps(to)
+        def moved(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+            parsed: Any = torch._C._nn._parse_to(*arguments, **keywords)
+            device, dtype, *_ = parsed
+            if device is None or dtype is not None or not self._may_stay(module, device):
+                return to(module, *arguments, **keywords)
+            self._unmoved[module] = device
+            self._see_calls()
+            return module
+
+        def cuda(module: nn.Module, device: int | torch.device | None = None) -> Any:
+            index = device if device is not None else torch.cuda.current_device()
+            return moved(module, torch.device("cuda", index) if isinstance(index, int) else index)
+
+        module: Any = nn.Module
+        module.to, module.cuda = moved, cuda
+        optimizer: Any = Optimizer
+        optimizer.__init__ = init
+
+    def _may_stay(self, module: nn.Module, device: torch.device) -> bool:
+        """It is on the CPU, with something to train, and the device is the one that castor uses."""
+        params = list(module.parameters())
+        return (
+            device.type != "cpu"
+            and any(param.requires_grad for param in params)
+            and all(param.device.type == "cpu" for param in params)
+            and self._plugin.config.device != "cpu"
+        )
+
+    def _see_calls(self) -> None:
+        call = self._call
+        base: Any = nn.Module
+
+        @functools.wraps(call)
+        def called(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+            self._boost_what_waits_for(module)
+            self._move_what_is_called(module)
+            if not self._waiting and not self._unmoved:
+                base.__call__ = call
+            return call(module, *arguments, **keywords)
+
+        base.__call__ = called
+
+    def _boost_what_waits_for(self, module: nn.Module) -> None:
+        waiting = [one for one in (ref() for ref in self._waiting) if one and not boosted(one)]
+        has = set(module.parameters()) if waiting else set()
+        mine = [one for one in waiting if has.intersection(_params(one))]
+        if not torch.is_grad_enabled():
+            mine = [one for one in mine if has.issuperset(_params(one))]
+        for optimizer in mine:
+            _check_model(module, optimizer)
+        if mine:
+            boost(self._booster, module, mine)
+            for part in module.modules():
+                self._unmoved.pop(part, None)
+        self._waiting = [weakref.ref(one) for one in waiting if one not in mine]
+
+    def _move_what_is_called(self, module: nn.Module) -> None:
+        for root, device in list(self._unmoved.items()):
+            if any(module is part for part in root.modules()):
+                self._to(root, device)
+                del self._unmoved[root]
+
+    @functools.cached_property
+    def _booster(self) -> Booster:
+        """One for all models of the loop, which share its plugin's budgets."""
+        return Booster(self._plugin)
+
+    @functools.cached_property
+    def _plugin(self) -> GeminiPlugin:
+        return plugin_of(self._settings, {}, _CLIPS, None)
+
+
+def _params(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _check_model(module: nn.Module, optimizer: Optimizer) -> None:
+    """It is all that the optimizer trains, and nothing else divides it among ranks."""
+    kind, name = type(module).__name__, type(optimizer).__name__
+    _, size = rank_and_size()
+    if isinstance(module, DistributedDataParallel | nn.DataParallel) or size > 1:
+        raise NotImplementedError(
+            f"castor run trains a loop of one's own in one process, and this one calls a {kind}"
+            f"{f' on {size} ranks' if size > 1 else ''}: boost the model in the script instead of "
+            "wrapping it (docs/guides/several-ranks.md), or start one process without the wrapper"
+        )
+    params, has = _params(optimizer), set(module.parameters())
+    others = sum(param not in has for param in params)
+    if others:
+        raise UsageError(
+            f"the loop calls a {kind} which has {len(params) - others} of the {len(params)} "
+            f"parameters of its {name}: castor run follows a model that is called as a whole; "
+            "boost it in the script instead"
+        )
