@@ -16,6 +16,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 import castor.report
 from castor.activations import auto
 from castor.activations.block_profile import Decided
+from castor.activations.blocks import find_blocks
 from castor.activations.choices import Choice, Decisions
 from castor.runtime.engine import engine_of
 from helpers import (
@@ -329,6 +330,104 @@ def test_a_shortage_in_mid_forward_recomputes_the_blocks_that_come(
             hook.remove()
             held.clear()
     assert boosted.report().peak_device_bytes <= budget
+
+
+def deep_with_dropout() -> Case:
+    return replace(MODELS["gpt2"], build=lambda: gpt2(dropout=0.1, layers=6))
+
+
+def passes_of(boosted: Boosted, case: Case, fault: Callable[[int], Any]) -> list[Any]:
+    """Losses, gradients and random numbers of five steps, and the weights; fault(step) before."""
+    torch.manual_seed(7)
+    found: list[Any] = []
+    for number in range(5):
+        batch = on_device_of(boosted, case.batch(number))
+        fault(number)
+        loss = case.loss(boosted.model(**batch), batch)
+        boosted.booster.backward(loss, boosted.optimizer)
+        found += [loss.detach().cpu(), torch.rand(2)]
+        found += copies(p.grad for p in boosted.model.parameters() if p.grad is not None)
+        boosted.optimizer.step()
+        boosted.optimizer.zero_grad()
+    return [*found, *copies(boosted.model.parameters())]
+
+
+@pytest.mark.parametrize("others", ["keep", "offload"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_block_in_which_an_allocation_fails_is_recomputed(
+    name: str, others: Decided, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = deep_with_dropout() if name == "gpt2" else LONG
+    budget = 64 << 20
+    expected = passes_of(boost(case.model(), budget, tile_logits=False), case, lambda _: None)
+    choosing(last_kept(1, others), monkeypatch)
+    boosted = boost(case.model(), budget, activations="auto", tile_logits=False)
+    policy: Any = engine_of(boosted.model).blocks
+    device = engine_of(boosted.model).device
+    failed: list[int] = []
+
+    def fault(number: int) -> None:
+        block = list(find_blocks(boosted.model).values())[2]
+
+        def fails(*_: Any) -> None:
+            handle.remove()
+            failed.append(number)
+            torch.zeros(budget, device=device)
+
+        if number in (2, 4):  # once in the step, when half of the block has run
+            handle = block.mlp.register_forward_hook(fails)
+
+    assert_equal(passes_of(boosted, case, fault), expected)
+    assert failed == [2, 4]
+    assert policy._auto._profiling  # the next step sees what there is
+    assert boosted.report().divergent_steps <= 4  # those two, and the profile between them
+    assert boosted.report().peak_device_bytes <= budget
+
+
+def test_what_a_block_kept_until_it_failed_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    choosing(last_kept(KEEP_ALL), monkeypatch)
+    kept = whole_run("keep", steps=4)
+    budget = 2 * kept.peak_nonmodel_bytes
+    boosted = boost(DEEP.model(), budget, activations="auto", tile_logits=False)
+    session, device = engine_of(boosted.model).session, engine_of(boosted.model).device
+    third = list(find_blocks(boosted.model).values())[2]
+    held: list[torch.Tensor] = []
+    before: list[int] = []
+
+    def takes_the_rest(*_: Any) -> None:
+        before.append(session.moment()[1] - sum(tensor.nbytes for tensor in held))
+        held.clear()  # the second time, in which the block is recomputed
+        if len(before) == 1:
+            left = budget - session.moment()[1] - (64 << 10)
+            held.append(torch.zeros(left, dtype=torch.uint8, device=device))
+
+    for number in range(4):
+        batch = on_device_of(boosted, DEEP.batch(number))
+        handle = third.self_attn.register_forward_pre_hook(takes_the_rest) if number == 2 else None
+        assert step(boosted, batch, DEEP) == kept.losses[number]
+        if handle:
+            handle.remove()
+    assert len(before) == 3  # kept, recomputed, and again in backward
+    tolerance = 2 * RANDOM_STATE_BYTES + block_input_bytes(DEEP)
+    assert before[1] - before[0] <= tolerance < kept.peak_nonmodel_bytes / 8
+    assert_equal(copies(boosted.model.parameters()), kept.weights)
+    assert boosted.report().peak_device_bytes <= budget
+
+
+def test_a_block_that_fails_again_is_an_error_that_says_what_would_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    choosing(last_kept(KEEP_ALL), monkeypatch)
+    boosted = boost(DEEP.model(), 64 << 20, activations="auto", tile_logits=False)
+    train_on(boosted, DEEP, steps=2)
+    weights, device = copies(boosted.model.parameters()), engine_of(boosted.model).device
+    block = list(find_blocks(boosted.model).values())[2]
+    handle = block.mlp.register_forward_hook(lambda *_: torch.zeros(64 << 20, device=device))
+    with pytest.raises(castor.OutOfMemoryError, match=r"A step of \d+ x \d+ tokens, every block"):
+        step(boosted, DEEP.batch(2), DEEP)
+    handle.remove()
+    assert_equal(copies(boosted.model.parameters()), weights)
+    train_on(boosted, DEEP, steps=2)
 
 
 def test_larger_inputs_are_recomputed_and_profiled() -> None:

@@ -18,6 +18,7 @@ from castor.activations.block_profile import (
     BlockRun,
     Decided,
     Link,
+    Tiles,
     spans_of,
     without_copies,
 )
@@ -49,7 +50,8 @@ class AutoKeep:
     A block whose input is larger than any that was profiled is recomputed, and the step after it is
     a profile again; of several profiles the one that keeps the fewest blocks counts. Where more
     stands in the device's memory than the profile saw, and than the budget has to spare, blocks
-    that come are recomputed too, so that the step goes on.
+    that come are recomputed too, so that the step goes on; and so is a block in which an allocation
+    fails.
     """
 
     def __init__(
@@ -68,6 +70,8 @@ class AutoKeep:
         self._decisions = self._all_recomputed
         self._simulator = _lay_out(model, engine, config)
         self._offload = offload
+        self.tiles = Tiles()
+        """In how many pieces MLPs run."""
         self._device = engine.device
         self._profile = BlockProfile(engine.session.moment)
         self._profiling = True
@@ -75,6 +79,7 @@ class AutoKeep:
         self._sizes: list[dict[int, _Size]] = []  # of each profile, by block
         self._seen: dict[int, _Size] = {}  # in this step
         self._grown = False
+        self._fell_short = False
         self._expected: list[int] = []  # non-model bytes of the chosen step, by moment
         self._spare = 0  # bytes of the budget beyond what that needs
         self.kept_bytes = 0
@@ -105,7 +110,28 @@ class AutoKeep:
         if not any(_within(size, sizes.get(block, (0, 0))) for sizes in self._sizes):
             self._grown = True
             return "recompute"
-        return self._decisions[block] if self._has_room() else "recompute"
+        if self._fell_short or not self._has_room():
+            return "recompute"
+        return self._decisions[block]
+
+    def cut(self, number: int) -> None:
+        """From now on MLPs run in so many pieces; what was profiled before is another step."""
+        if number != self.tiles.number:
+            self.tiles.number = number
+            self._profiling, self._decisions = True, self._all_recomputed
+            self._sizes, self._most_kept = [], len(self._decisions)
+
+    def on_paper(self) -> tuple[_C.Simulator, dict[str, Any]]:
+        """The simulator, and what it is told where only bytes are asked for."""
+        return self._simulator, self._options(measured=False) | {"margin_ratio": 0.0}
+
+    def fell_short(self) -> None:
+        """A block has found no room: the others of this step are recomputed, the next is a profile.
+
+        What is on its way to the host since the block before goes from the device.
+        """
+        self._fell_short = True
+        self._offload.begin()
 
     def _has_room(self) -> bool:
         """Whether non-model memory is as the chosen step has it, or there is room for more."""
@@ -124,9 +150,9 @@ class AutoKeep:
         if self._profiling:
             if runs:
                 self._decide(runs)
-        elif self._grown:
+        elif self._grown or self._fell_short:
             self._profiling, self._decisions = True, self._all_recomputed
-        self._seen, self._grown = {}, False
+        self._seen, self._grown, self._fell_short = {}, False, False
 
     def _decide(self, runs: list[BlockRun]) -> None:
         timeline = self._session.timeline()
@@ -227,13 +253,17 @@ def _lay_out(model: nn.Module, engine: Engine, config: GeminiConfig) -> _C.Simul
     )
 
 
-def _options(config: GeminiConfig, device: torch.device, num_ranks: int) -> dict[str, Any]:
-    """What Simulator.run is told of the machine."""
+def _options(
+    config: GeminiConfig, device: torch.device, num_ranks: int, *, measured: bool = True
+) -> dict[str, Any]:
+    """What Simulator.run is told of the machine; unmeasured, its speeds mean nothing."""
     on_gpu = device.type != "cpu"
-    dram = _C.in_place_bandwidth(_PROBE_BYTES, 3)
-    link = config.link_bytes_per_second or (
-        _link_of(device, config) if on_gpu else _C.copy_bandwidth(_PROBE_BYTES, 3)
-    )
+    dram, link = 1e9, float(config.link_bytes_per_second or 1e9)
+    if measured:
+        dram = _C.in_place_bandwidth(_PROBE_BYTES, 3)
+        link = config.link_bytes_per_second or (
+            _link_of(device, config) if on_gpu else _C.copy_bandwidth(_PROBE_BYTES, 3)
+        )
     copies = "overlapped" if on_gpu or config.link_bytes_per_second else "synchronous"
     margin = config.gpu_margin_mem_ratio
     return {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -76,8 +76,26 @@ class BlockRun:
         return (begin, end, again_begin, again_end, *kept, *away, self.input_bytes)
 
 
+class Tiles:
+    """In how many pieces MLPs run: a number that "auto" may raise between steps."""
+
+    def __init__(self) -> None:
+        self.number = 1
+
+    @contextmanager
+    def at(self, number: int) -> Iterator[None]:
+        """In it MLPs run in that many: a second forward runs in those of the first."""
+        before, self.number = self.number, number
+        try:
+            yield
+        finally:
+            self.number = before
+
+
 class Decisions(Protocol):
     """What is asked at each forward of a block."""
+
+    tiles: Tiles
 
     def recomputes(self, block: int) -> bool:
         """Whether backward runs the block again, as far as was decided."""
@@ -89,6 +107,10 @@ class Decisions(Protocol):
 
     def offloading(self) -> AbstractContextManager[None]:
         """In which a forward of a block runs that was decided to be offloaded."""
+        ...
+
+    def fell_short(self) -> None:
+        """A block that was to be kept or offloaded has found no room, and is recomputed."""
         ...
 
     def open(self, block: int) -> BlockRun:

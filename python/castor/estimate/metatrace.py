@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -172,12 +173,19 @@ def _attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    on_cpu: bool = False,
 ) -> torch.Tensor:
     """Shapes (batch, heads, positions, width), as of scaled_dot_product_attention."""
     if enable_gqa:
         groups = query.size(-3) // key.size(-3)
         key = key.repeat_interleave(groups, -3)
         value = value.repeat_interleave(groups, -3)
+    if on_cpu and dropout_p > 0.0:  # the CPU's kernel has none
+        by_scores: torch.Tensor = _aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+        )[0]
+        return by_scores
     bias = attn_mask
     if bias is not None:
         if bias.dtype == torch.bool:
@@ -190,14 +198,14 @@ def _attention(
 
 
 @contextmanager
-def _fused_attention() -> Iterator[None]:
-    """Attention as GPUs run it, without the matrix of scores: the meta device would make one.
+def _fused_attention(*, on_cpu: bool = False) -> Iterator[None]:
+    """Attention as devices run it, without the matrix of scores: the meta device would make one.
 
     Replaced in torch itself: a mode would not see what backward computes again.
     """
     functional: Any = nn.functional
     before = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = _attention
+    functional.scaled_dot_product_attention = partial(_attention, on_cpu=on_cpu)
     try:
         yield
     finally:
@@ -216,7 +224,11 @@ def _following(spec: ModelSpec, events: _C.StepEvents) -> Iterator[None]:
 
 @contextmanager
 def recording(
-    spec: ModelSpec, simulator: _C.Simulator, held: Iterable[torch.Tensor]
+    spec: ModelSpec,
+    simulator: _C.Simulator,
+    held: Iterable[torch.Tensor],
+    *,
+    on_cpu: bool = False,
 ) -> Iterator[Recorder]:
     """In it what a meta model computes is kept.
 
@@ -224,12 +236,13 @@ def recording(
         spec: What castor sees of it.
         simulator: In which the model is laid out in chunks.
         held: Tensors that are there throughout, other than parameters.
+        on_cpu: Whether it would compute on the CPU.
     """
     recorder = Recorder([*spec.params])
     events = simulator.follow(spec.params, recorder.event)
     for tensor in held:
         recorder.charge(tensor)
-    with _following(spec, events), _fused_attention(), recorder:
+    with _following(spec, events), _fused_attention(on_cpu=on_cpu), recorder:
         yield recorder
 
 
@@ -264,6 +277,8 @@ def record_step(
     inputs: dict[str, torch.Tensor],
     simulator: _C.Simulator,
     blocks: BlockProfiler | None = None,
+    *,
+    on_cpu: bool = False,
 ) -> Step:
     """Runs one forward and backward of a meta model.
 
@@ -273,6 +288,7 @@ def record_step(
         inputs: Keyword arguments of its forward, on the meta device, with labels.
         simulator: In which the model is laid out in chunks.
         blocks: What keeps the passes through recomputed blocks; None: no block is.
+        on_cpu: Whether it would compute on the CPU.
 
     Returns:
         The step's moments, in order.
@@ -281,7 +297,7 @@ def record_step(
         ValueError: See run.
     """
     held = (*model.buffers(), *inputs.values())
-    with recording(spec, simulator, held) as recorder:
+    with recording(spec, simulator, held, on_cpu=on_cpu) as recorder:
         if blocks:
             blocks.begin(lambda: (len(recorder.moments), recorder.live_bytes))
         run(model, inputs).backward()

@@ -30,6 +30,7 @@ from castor.config import (
     parse_paths,
 )
 from castor.distributed import data_rank_and_size
+from castor.estimate.boosted import StepsOnPaper
 from castor.optim.boosted import boost_optimizer
 from castor.optim.boosted_state import choose_state_format
 from castor.optim.check_optimizers import check_optimizers
@@ -351,8 +352,7 @@ class GeminiPlugin:
             updated=held,
         )
         divided.start(engine)
-        blocks.apply(model, engine)
-        engine.blocks = blocks
+        blocks.apply(model, engine, StepsOnPaper)
         if head is not None and head in engine.positions:  # else another stage has it
             defer_logits(engine, head, config)
         model_step = ModelStep(engine, config, optimizers, in_place=None in rules, seed=choice.seed)
