@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import mmap
 import time
 from collections.abc import Iterable
@@ -80,6 +81,7 @@ class AutoKeep:
         self._seen: dict[int, _Size] = {}  # in this step
         self._grown = False
         self._fell_short = False
+        self._nvme_share = 1.0  # of the pages there that is counted on
         self._expected: list[int] = []  # non-model bytes of the chosen step, by moment
         self._spare = 0  # bytes of the budget beyond what that needs
         self.kept_bytes = 0
@@ -125,13 +127,19 @@ class AutoKeep:
         """The simulator, and what it is told where only bytes are asked for."""
         return self._simulator, self._options(measured=False) | {"margin_ratio": 0.0}
 
-    def fell_short(self) -> None:
+    def fell_short(self, tier: str) -> None:
         """A block has found no room: the others of this step are recomputed, the next is a profile.
 
         What is on its way to the host since the block before goes from the device.
+
+        Args:
+            tier: In which there was none.
         """
         self._fell_short = True
-        self._offload.begin()
+        if tier == "device":
+            self._offload.begin()
+        elif tier == "nvme":  # tensors take whole pages there, and nobody has counted them
+            self._nvme_share /= 2
 
     def _has_room(self) -> bool:
         """Whether non-model memory is as the chosen step has it, or there is room for more."""
@@ -165,9 +173,14 @@ class AutoKeep:
         margin = max(run.input_bytes for run in runs)
         faults = _fault_seconds() if self._device.type == "cpu" else 0.0
         beside = options["parameter_copies"] == "overlapped"
-        link = Link(options["d2h_bytes_per_second"], beside)
-        host_room = self._session.free_host_bytes
-        host_room += self._offload.figures()["ready_host_bytes"]
+        ready = self._offload.figures()
+        link = Link(
+            options["d2h_bytes_per_second"],
+            beside,
+            host_room=self._session.free_host_bytes + ready["ready_host_bytes"],
+            nvme_bytes_per_second=options["nvme_bytes_per_second"] or math.inf,
+        )
+        nvme_room = self._nvme_share * ready["ready_nvme_bytes"]
 
         def choice(decisions: Decisions) -> Choice:
             spans = spans_of(runs, decisions, link, seconds)
@@ -180,7 +193,7 @@ class AutoKeep:
                 decisions=decisions,
                 events=step,
                 seconds=found["step_seconds"] + kept_bytes * faults,
-                spare_bytes=spare if spans.host_bytes <= host_room else -1,
+                spare_bytes=spare if spans.nvme_bytes <= nvme_room else -1,
             )
 
         best = search(choice, len(self._decisions), self._most_kept)

@@ -89,10 +89,10 @@ class Recomputation:
             decided = self._auto.decide(self._block, inputs)
             if decided != "recompute":
                 # What does not fit runs again, without keeping anything.
-                with_room, output = self._try(function, args, kwargs, offload=decided == "offload")
-                if with_room:
+                lacking, output = self._try(function, args, kwargs, offload=decided == "offload")
+                if not lacking:
                     return output
-                self._auto.fell_short()
+                self._auto.fell_short(lacking)
             run = self._auto.open(self._block)
             run.input_bytes = sum(tensor.nbytes for tensor in inputs if _has_graph(tensor))
         buffers = [] if self._writes_no_buffer else _versions(module.named_buffers())
@@ -113,8 +113,8 @@ class Recomputation:
 
     def _try(
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, offload: bool
-    ) -> tuple[bool, Any]:
-        """(whether there was room for it, what the function gives).
+    ) -> tuple[str, Any]:
+        """(the tier in which there was no room for it, or ""; what the function gives).
 
         Where there was none, it is as if the function had not been called: buffers it writes none.
         """
@@ -123,12 +123,13 @@ class Recomputation:
         device_states = get_device_states(*args, *kwargs.values())
         try:
             with self._auto.offloading() if offload else nullcontext():
-                return True, function(*args, **kwargs)
+                return "", function(*args, **kwargs)
         except torch.OutOfMemoryError as error:  # castor's are such
+            tier: str = getattr(error, "tier", "device")
             _drop_tensors(error)
         torch.set_rng_state(cpu_state)
         set_device_states(*device_states)
-        return False, None
+        return tier, None
 
     def _check_buffers(self, module: nn.Module, before: list[tuple[str, int]]) -> None:
         for name, version in before:

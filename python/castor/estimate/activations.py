@@ -72,7 +72,7 @@ class RecomputedBlocks:
         """As Decisions: none is."""
         return nullcontext()
 
-    def fell_short(self) -> None:
+    def fell_short(self, tier: str) -> None:
         """As Decisions: that does not happen."""
 
     def open(self, block: int) -> BlockRun:

@@ -147,8 +147,8 @@ class GeminiPlugin:
             that the host has no room for. A preallocated file in each, removed at the end. Default:
             what HybridAdam was given, or else no such tier.
         nvme_memory: What may be taken there: bytes or a size. Default: what the disks have. With
-            activations that are offloaded by hand all of it is taken: for those that host_memory
-            has no room for.
+            activations="auto", and where they are offloaded by hand, all of it is taken: for those
+            that host_memory has no room for.
         nvme_offload_fraction: Share of the optimizer state that goes there at least, in [0, 1].
             Default: what HybridAdam was given, or else what does not fit host_memory.
         nvme_verify: Whether what comes back is compared with checksums of what was written.
