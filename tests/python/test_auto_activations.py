@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from helpers import (
     on_device_of,
     train_on,
 )
-from test_recomputed_blocks import MODELS, own, small
+from test_recomputed_blocks import MODELS, of_boosted, of_plain, own, small, with_dropout
 from zoo import VOCABULARY, Batch, Case, gpt2, llama
 
 RANDOM_STATE_BYTES = torch.get_rng_state().nbytes
@@ -336,11 +337,13 @@ def deep_with_dropout() -> Case:
     return replace(MODELS["gpt2"], build=lambda: gpt2(dropout=0.1, layers=6))
 
 
-def passes_of(boosted: Boosted, case: Case, fault: Callable[[int], Any]) -> list[Any]:
-    """Losses, gradients and random numbers of five steps, and the weights; fault(step) before."""
+def passes_of(
+    boosted: Boosted, case: Case, fault: Callable[[int], Any] = lambda _: None, steps: int = 5
+) -> list[Any]:
+    """Losses, gradients and random numbers of steps, and the weights; fault(step) before each."""
     torch.manual_seed(7)
     found: list[Any] = []
-    for number in range(5):
+    for number in range(steps):
         batch = on_device_of(boosted, case.batch(number))
         fault(number)
         loss = case.loss(boosted.model(**batch), batch)
@@ -352,6 +355,48 @@ def passes_of(boosted: Boosted, case: Case, fault: Callable[[int], Any]) -> list
     return [*found, *copies(boosted.model.parameters())]
 
 
+@pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
+@pytest.mark.parametrize("name", MODELS)
+def test_random_decisions_have_plain_pytorchs_bits(
+    name: str, dropout: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = MODELS[name]
+    case = replace(case, build=with_dropout(case.build)) if dropout else case
+    random = Random(f"{name}, {dropout}")
+    choices: tuple[Decided, ...] = ("keep", "recompute", "offload")
+    blocks = find_blocks(case.model())
+    expected = of_plain(case)
+    by_hand = {block: random.choice(choices) for block in blocks}
+    found, report = of_boosted(case, activations=by_hand)
+    assert_equal(found, expected)
+    assert report.divergent_steps == 0
+    kept = passes_of(boost(case.model(), tile_logits=False), case, steps=3)
+    choosing(lambda blocks: tuple(random.choice(choices) for _ in range(blocks)), monkeypatch)
+    boosted = boost(case.model(), activations="auto", tile_logits=False)
+    assert_equal(passes_of(boosted, case, steps=3), kept)
+    assert boosted.report().divergent_steps == 0
+
+
+@pytest.mark.parametrize("decided", ["keep", "recompute", "offload"])
+def test_an_input_written_in_place_raises_as_in_plain_pytorch(
+    decided: Decided, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choosing(last_kept(KEEP_NONE, decided), monkeypatch)
+    boosted = boost(LONG.model(), activations="auto", tile_logits=False)
+    train_on(boosted, LONG, steps=2)
+    layer = list(find_blocks(boosted.model).values())[3]
+
+    def writes(_: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        with torch.no_grad():
+            args[0].add_(1)  # which the block has saved for its norm
+
+    layer.register_forward_hook(writes)
+    batch = on_device_of(boosted, LONG.batch(2))
+    loss = boosted.model(**batch).loss
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        boosted.booster.backward(loss, boosted.optimizer)
+
+
 @pytest.mark.parametrize("others", ["keep", "offload"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_block_in_which_an_allocation_fails_is_recomputed(
@@ -359,7 +404,7 @@ def test_a_block_in_which_an_allocation_fails_is_recomputed(
 ) -> None:
     case = deep_with_dropout() if name == "gpt2" else LONG
     budget = 64 << 20
-    expected = passes_of(boost(case.model(), budget, tile_logits=False), case, lambda _: None)
+    expected = passes_of(boost(case.model(), budget, tile_logits=False), case)
     choosing(last_kept(1, others), monkeypatch)
     boosted = boost(case.model(), budget, activations="auto", tile_logits=False)
     policy: Any = engine_of(boosted.model).blocks

@@ -14,7 +14,7 @@ import castor
 import castor.report
 from castor.activations.tight import Pieces
 from castor.runtime.engine import engine_of
-from helpers import assert_equal, boost, copies, train_on
+from helpers import ON_THE_CPU_DEVICE, assert_equal, boost, copies, train_on
 from test_auto_activations import longer, step
 from test_recomputed_blocks import small
 from zoo import Case
@@ -30,6 +30,12 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     ),
 }
+
+
+# Of blocks whose attention makes no matrix of scores, which would be more than the rest.
+of_the_cpu = pytest.mark.skipif(
+    not ON_THE_CPU_DEVICE, reason="the simulated device has no kernel of attention"
+)
 
 
 def case_of(name: str, rows: int = 4, length: int = 256) -> Case:
@@ -51,6 +57,7 @@ def bytes_of(number: str, unit: str) -> int:
     return int(float(number) * {"MiB": MIB, "GiB": 2**30}[unit])
 
 
+@of_the_cpu
 @pytest.mark.parametrize("name", BUILDS)
 def test_a_budget_that_nothing_fits_names_what_would_do(name: str) -> None:
     case, budget = case_of(name), int(1.5 * MIB)
@@ -85,6 +92,7 @@ def on_paper(case: Case) -> dict[int, int]:
     return {pieces.tiles: paper._need((4, 256), pieces).total_bytes for pieces in ladder}
 
 
+@of_the_cpu
 @pytest.mark.parametrize("name", BUILDS)
 def test_mlps_run_in_pieces_where_nothing_else_fits(name: str) -> None:
     case = case_of(name)
@@ -109,6 +117,7 @@ def test_mlps_run_in_pieces_where_nothing_else_fits(name: str) -> None:
             assert_equal(copies(boosted.model.parameters()), copies(plain.model.parameters()))
 
 
+@of_the_cpu
 def test_what_cannot_run_in_pieces_is_left_whole() -> None:
     build = small(hf.GPT2Config, max_position_embeddings=2048, bos_token_id=0, eos_token_id=0)
     case = replace(case_of("gpt2"), build=build)  # with dropout

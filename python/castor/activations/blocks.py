@@ -110,7 +110,7 @@ class Blocks(BlockPolicy):
             self._auto = AutoKeep(model, engine, self._config, num_blocks, self._offload)
             self._replaced = engine.replaced
             if paper:
-                self._look_at(model, paper)
+                self._look_at(model, paper, engine.device.type)
         classes: set[tuple[str, type]] = set()
         put = engine.replaced.put
         compiled = compiled_calls(model)
@@ -138,7 +138,7 @@ class Blocks(BlockPolicy):
         self._tiled = sum(any(map(is_tiled, block.modules())) for block in self._alive())
         self._decisions = []
 
-    def _look_at(self, model: nn.Module, paper: Callable[..., Paper]) -> None:
+    def _look_at(self, model: nn.Module, paper: Callable[..., Paper], device: str) -> None:
         assert self._auto is not None
         config = self._config
         simulator, options = self._auto.on_paper()
@@ -148,7 +148,7 @@ class Blocks(BlockPolicy):
             options=options,
             gather_embeddings=config.gather_embeddings,
             tile_logits=config.tile_logits,
-            on_cpu=torch.device(config.device).type == "cpu",
+            device=device,
         )
         self._tight = Tight(model, steps, options["device_bytes"])
         own = weakref.ref(self)

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.utils.checkpoint import checkpoint
 
 from castor.activations.block_profile import BlockRun, Decisions, Tiles
 from castor.activations.caches import without_caches
+from castor.activations.random_states import RandomStates
 from castor.errors import UsageError
 
 _STOPPED = "_StopRecomputationError"
@@ -119,16 +120,14 @@ class Recomputation:
         Where there was none, it is as if the function had not been called: buffers it writes none.
         """
         assert self._auto is not None
-        cpu_state = torch.get_rng_state()
-        device_states = get_device_states(*args, *kwargs.values())
+        states = RandomStates(*args, *kwargs.values())
         try:
             with self._auto.offloading() if offload else nullcontext():
                 return "", function(*args, **kwargs)
         except torch.OutOfMemoryError as error:  # castor's are such
             tier: str = getattr(error, "tier", "device")
             _drop_tensors(error)
-        torch.set_rng_state(cpu_state)
-        set_device_states(*device_states)
+        states.restore()
         return tier, None
 
     def _check_buffers(self, module: nn.Module, before: list[tuple[str, int]]) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import get_device_states
 
 from castor.activations.block_profile import Tiles
 from castor.activations.own_forward import OwnForward, has_own_forward
+from castor.activations.random_states import RandomStates
 from castor.activations.recompute import (
     Recomputation,
     refuse_changeable,
@@ -155,10 +155,10 @@ class TiledForward(OwnForward):
         refuse_changeable(self._name, module, (*args, *kwargs.values()))
         if not call.has_rows:
             raise self._refused("is passed something else than tensors with one row a token")
-        before = _random_states(call.tensors)
+        before = RandomStates(*call.tensors)
         function = functools.partial(call, forward)
         pieces = [self._recomputation(function, *piece) for piece in call.pieces(number)]
-        if not all(map(torch.equal, before, _random_states(call.tensors))):
+        if not before.are_now(*call.tensors):
             raise self._refused("draws random numbers (dropout), others than it would as a whole")
         output = _joined(pieces)
         if output is None or output.shape[:-1] != call.shape:
@@ -181,16 +181,14 @@ class TiledForward(OwnForward):
         copied = self._copy()
         buffers = [buffer._version for buffer in copied.buffers()]
         piece = [tensor.detach() for tensor in next(call.pieces(number))]
-        with torch.random.fork_rng(_devices_of(piece)):
-            before = _random_states(piece)
-            with torch.no_grad():
-                output = call(copied, *piece)
-            if not all(map(torch.equal, before, _random_states(piece))):
-                return False
-            joined = _joined([output])
-            if joined is None or joined.shape[:-1] != piece[0].shape[:-1]:
-                return False
-            depend = self._rows_depend(call, piece, joined, number)
+        states = RandomStates(*piece)
+        with torch.no_grad():
+            joined = _joined([call(copied, *piece)])
+        drawn = not states.are_now(*piece)
+        states.restore()
+        if drawn or joined is None or joined.shape[:-1] != piece[0].shape[:-1]:
+            return False
+        depend = self._rows_depend(call, piece, joined, number)
         return not depend and buffers == [buffer._version for buffer in copied.buffers()]
 
     def _copy(self) -> nn.Module:
@@ -314,13 +312,3 @@ def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
     tolerance = torch.finfo(expected.dtype).eps ** 0.5
     return torch.allclose(found, expected, rtol=0.0, atol=tolerance * largest, equal_nan=True)
-
-
-def _devices_of(tensors: list[torch.Tensor]) -> list[torch.device]:
-    """Those besides the CPU."""
-    return list({tensor.device for tensor in tensors if tensor.device.type != "cpu"})
-
-
-def _random_states(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of the generators that operators on them draw from."""
-    return [torch.get_rng_state(), *get_device_states(*tensors)[1]]

@@ -59,7 +59,7 @@ class StepsOnPaper:
         options: dict[str, Any],
         gather_embeddings: bool,
         tile_logits: TileLogits,
-        on_cpu: bool,
+        device: str,
     ) -> None:
         """Of a model, which is looked at when something is asked first.
 
@@ -69,14 +69,14 @@ class StepsOnPaper:
             options: What Simulator.run is told.
             gather_embeddings: The plugin's.
             tile_logits: The plugin's.
-            on_cpu: Whether the model computes on the CPU.
+            device: The type of that where it computes.
         """
         self._original = weakref.ref(model)
         self._simulator = simulator
         self._options = options
         self._gather_embeddings = gather_embeddings
         self._tile_logits = tile_logits
-        self._on_cpu = on_cpu
+        self._device = device
         self._copy: _Copy | None = None
         self._steps: dict[tuple[Shape, int], Step] = {}
 
@@ -200,7 +200,7 @@ class StepsOnPaper:
             with model.blocks.tiles.at(tiles):
                 self._steps[shape, tiles] = record_step(
                     *(model.model, model.spec, inputs, self._simulator, model.blocks),
-                    on_cpu=self._on_cpu,
+                    device=self._device,
                 )
         return self._steps[shape, tiles]
 

@@ -174,14 +174,15 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    on_cpu: bool = False,
+    device: str = "cuda",
 ) -> torch.Tensor:
     """Shapes (batch, heads, positions, width), as of scaled_dot_product_attention."""
     if enable_gqa:
         groups = query.size(-3) // key.size(-3)
         key = key.repeat_interleave(groups, -3)
         value = value.repeat_interleave(groups, -3)
-    if on_cpu and dropout_p > 0.0:  # the CPU's kernel has none
+    # The CPU's kernel has no dropout, and other devices have no kernel.
+    if device != "cuda" and (device != "cpu" or dropout_p > 0.0):
         by_scores: torch.Tensor = _aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
         )[0]
@@ -198,14 +199,14 @@ def _attention(
 
 
 @contextmanager
-def _fused_attention(*, on_cpu: bool = False) -> Iterator[None]:
+def _fused_attention(*, device: str = "cuda") -> Iterator[None]:
     """Attention as devices run it, without the matrix of scores: the meta device would make one.
 
     Replaced in torch itself: a mode would not see what backward computes again.
     """
     functional: Any = nn.functional
     before = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = partial(_attention, on_cpu=on_cpu)
+    functional.scaled_dot_product_attention = partial(_attention, device=device)
     try:
         yield
     finally:
@@ -228,7 +229,7 @@ def recording(
     simulator: _C.Simulator,
     held: Iterable[torch.Tensor],
     *,
-    on_cpu: bool = False,
+    device: str = "cuda",
 ) -> Iterator[Recorder]:
     """In it what a meta model computes is kept.
 
@@ -236,13 +237,13 @@ def recording(
         spec: What castor sees of it.
         simulator: In which the model is laid out in chunks.
         held: Tensors that are there throughout, other than parameters.
-        on_cpu: Whether it would compute on the CPU.
+        device: The type of that where it would compute.
     """
     recorder = Recorder([*spec.params])
     events = simulator.follow(spec.params, recorder.event)
     for tensor in held:
         recorder.charge(tensor)
-    with _following(spec, events), _fused_attention(on_cpu=on_cpu), recorder:
+    with _following(spec, events), _fused_attention(device=device), recorder:
         yield recorder
 
 
@@ -278,7 +279,7 @@ def record_step(
     simulator: _C.Simulator,
     blocks: BlockProfiler | None = None,
     *,
-    on_cpu: bool = False,
+    device: str = "cuda",
 ) -> Step:
     """Runs one forward and backward of a meta model.
 
@@ -288,7 +289,7 @@ def record_step(
         inputs: Keyword arguments of its forward, on the meta device, with labels.
         simulator: In which the model is laid out in chunks.
         blocks: What keeps the passes through recomputed blocks; None: no block is.
-        on_cpu: Whether it would compute on the CPU.
+        device: The type of that where it would compute.
 
     Returns:
         The step's moments, in order.
@@ -297,7 +298,7 @@ def record_step(
         ValueError: See run.
     """
     held = (*model.buffers(), *inputs.values())
-    with recording(spec, simulator, held, on_cpu=on_cpu) as recorder:
+    with recording(spec, simulator, held, device=device) as recorder:
         if blocks:
             blocks.begin(lambda: (len(recorder.moments), recorder.live_bytes))
         run(model, inputs).backward()
