@@ -81,6 +81,17 @@ def test_table_says_what_would_make_it_fit(tmp_path: Path) -> None:
     assert "3.6 MiB of 3.0 MiB" in done.stdout
 
 
+def test_table_prints_what_was_decided(tmp_path: Path) -> None:
+    options = ("--seq", "64", "--batch", "8", "--activations", "auto", "--device-memory", "5MiB")
+    done = run(write(tmp_path, SMALL), *RTX3090, *options)
+    assert done.returncode == 0, done.stderr
+    shown = " ".join(done.stdout.split())
+    found = re.search(r"beside chunks; (\d) of 4 blocks are recomputed(?:, (\d) offloaded)?", shown)
+    assert found, done.stdout
+    assert int(found[1]) + int(found[2] or 0) > 0
+    assert re.search(r"largest batch \d+ longest sequence 64 tokens, at batch 8", shown)
+
+
 def test_a_device_that_is_too_small_is_told_what_would_fit(tmp_path: Path) -> None:
     workload = Workload(batch=64, sequence=64, activations="auto")
     estimator = Estimator(write(tmp_path, SMALL), workload)

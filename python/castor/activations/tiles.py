@@ -156,7 +156,7 @@ class TiledForward(OwnForward):
         if not call.has_rows:
             raise self._refused("is passed something else than tensors with one row a token")
         before = RandomStates(*call.tensors)
-        function = functools.partial(call, forward)
+        function = functools.partial(call.places, forward)
         pieces = [self._recomputation(function, *piece) for piece in call.pieces(number)]
         if not before.are_now(*call.tensors):
             raise self._refused("draws random numbers (dropout), others than it would as a whole")
@@ -183,7 +183,7 @@ class TiledForward(OwnForward):
         piece = [tensor.detach() for tensor in next(call.pieces(number))]
         states = RandomStates(*piece)
         with torch.no_grad():
-            joined = _joined([call(copied, *piece)])
+            joined = _joined([call.places(copied, *piece)])
         drawn = not states.are_now(*piece)
         states.restore()
         if drawn or joined is None or joined.shape[:-1] != piece[0].shape[:-1]:
@@ -209,7 +209,7 @@ class TiledForward(OwnForward):
             output: What they give.
             number: Pieces of the whole.
         """
-        forward = functools.partial(call, self._copy())
+        forward = functools.partial(call.places, self._copy())
         have = tensors[0].shape[_ROWS]
         rows_of_probe = min(_PROBE_ROWS, max(2, -(-call.shape[-1] // number)), have)
         step = max(1, have // rows_of_probe)
@@ -235,19 +235,43 @@ def is_tiled(module: nn.Module) -> bool:
     return isinstance(forward, TiledForward) and not forward.whole
 
 
+class _Places:
+    """The arguments of a forward without its tensors, which are put in: it keeps none alive."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._args = [_emptied(value) for value in args]
+        self._kwargs = {name: _emptied(value) for name, value in kwargs.items()}
+
+    def __call__(self, forward: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+        """Calls forward with tensors in their places."""
+        left = iter(tensors)
+
+        def placed(value: Any) -> Any:
+            return next(left).contiguous() if value is _TENSOR else value
+
+        args = [placed(value) for value in self._args]
+        return forward(*args, **{name: placed(value) for name, value in self._kwargs.items()})
+
+
+_TENSOR = object()
+
+
+def _emptied(value: Any) -> Any:
+    return _TENSOR if isinstance(value, torch.Tensor) else value
+
+
 class _Call:
     """The arguments of a forward, whose tensors are cut into rows and put back."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._args = args
-        self._kwargs = kwargs
+        self.places = _Places(args, kwargs)
         self.values = (*args, *kwargs.values())
         self.tensors = [v for v in self.values if isinstance(v, torch.Tensor)]
 
     @property
     def has_rows(self) -> bool:
         """Whether all tensors among them are (..., rows, width), with the same rows."""
-        found = list(tensors_in((self._args, self._kwargs)))
+        found = list(tensors_in(self.values))
         return (
             0 < len(found) == len(self.tensors)
             and all(tensor.dim() > 1 and tensor.shape[:-1] == self.shape for tensor in found)
@@ -262,16 +286,6 @@ class _Call:
     def pieces(self, number: int) -> Iterator[tuple[torch.Tensor, ...]]:
         """The tensors, cut into so many pieces of rows that differ by one row at most."""
         return zip(*(_cut(tensor, number) for tensor in self.tensors), strict=True)
-
-    def __call__(self, forward: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-        """Calls forward with other tensors in their places."""
-        left = iter(tensors)
-
-        def placed(value: Any) -> Any:
-            return next(left).contiguous() if isinstance(value, torch.Tensor) else value
-
-        args = [placed(value) for value in self._args]
-        return forward(*args, **{name: placed(value) for name, value in self._kwargs.items()})
 
 
 def _cut(tensor: torch.Tensor, number: int) -> Sequence[torch.Tensor]:

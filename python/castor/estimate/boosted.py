@@ -19,10 +19,11 @@ from castor.config import TileLogits
 from castor.estimate.activations import Logits, RecomputedBlocks
 from castor.estimate.estimator import named_in_block
 from castor.estimate.metatrace import Step, record_step
-from castor.estimate.model import SHORTEST_SEQUENCE, longest_sequence, make_inputs
+from castor.estimate.model import SHORTEST_SEQUENCE, make_inputs
 from castor.estimate.search import largest
 from castor.runtime.spec import ModelSpec
 
+_GRAINS = 64
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_hooks",
@@ -133,16 +134,18 @@ class StepsOnPaper:
         return f"{said}Raise device_memory to that or more{smaller}"
 
     def _largest(self, shape: Callable[[int], Shape], start: int, least: int) -> int:
-        most = min(start, longest_sequence(self._model.model) or start)
-        nothing = self._least(shape(least))
-        return largest(
-            lambda number: self._promised(shape(number)),
+        """The largest number below `start` that fits, to a part in _GRAINS; 0: none does."""
+        unit = max(1, start // _GRAINS)  # each that is tried is a step to record
+        fixed = self._least(shape(least))
+        found = largest(
+            lambda number: self._promised(shape(number * unit)),
             self._budget,
-            fixed=nothing.total_bytes - nothing.nonmodel_bytes,
-            start=max(least, most // 2),
-            least=least,
-            most=most,
+            fixed=fixed.total_bytes - fixed.nonmodel_bytes,
+            start=max(1, start // unit // 2),
+            least=-(-least // unit),
+            most=start // unit,
         )
+        return found * unit
 
     @property
     def _model(self) -> _Copy:
@@ -183,9 +186,10 @@ class StepsOnPaper:
         moments = model.logits.tiled(step.moments, rows, tile) if 0 < tile < rows else step.moments
         events = [(m.kind, m.position, m.nonmodel_bytes, 0) for m in moments]
         found = self._simulator.run(events, [0.0] * len(events), self._options)
-        # Random states of each block, and of each piece of the one that backward is in; and the
-        # copy of an output that a first step compares.
-        more = (model.blocks.num_blocks + pieces.tiles) * torch.get_rng_state().nbytes
+        # Random states of each block and of its pieces, and the copy of an output that a first step
+        # compares.
+        pieces_of_a_block = pieces.tiles if pieces.tiles > 1 else 0
+        more = model.blocks.num_blocks * (1 + pieces_of_a_block) * torch.get_rng_state().nbytes
         more += max((run.input_bytes for run in step.runs), default=0)
         return Need(
             found["smallest_budget_bytes"] + more,
