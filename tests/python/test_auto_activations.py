@@ -185,6 +185,10 @@ def deeper(name: str) -> Case:
     """A model of four blocks, whose tensors are large enough to be offloaded."""
     configs = {
         "llama": (hf.LlamaConfig, {"num_key_value_heads": 2}),
+        "gpt2": (
+            hf.GPT2Config,
+            {"bos_token_id": 0} | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        ),
         "glm": (hf.GlmConfig, {"num_key_value_heads": 2, "head_dim": 12}),
         "mistral": (hf.MistralConfig, {"num_key_value_heads": 2}),
         "gemma2": (hf.Gemma2Config, {"head_dim": 12, "num_key_value_heads": 2}),
@@ -217,7 +221,19 @@ MIXTURES: list[tuple[Decided, ...]] = [
 @pytest.mark.parametrize("link", [{}, {"link_bandwidth": "1GB/s"}], ids=["memory", "link"])
 @pytest.mark.parametrize(
     "name",
-    ["bloom", "falcon", "gemma2", "glm", "gpt-neox", "llama", "mistral", "olmo2", "phi", "qwen3"],
+    [
+        "bloom",
+        "falcon",
+        "gemma2",
+        "glm",
+        "gpt-neox",
+        "gpt2",
+        "llama",
+        "mistral",
+        "olmo2",
+        "phi",
+        "qwen3",
+    ],
 )
 def test_the_step_of_any_mixture_is_the_step_that_runs(
     name: str, link: dict[str, Any], monkeypatch: pytest.MonkeyPatch
