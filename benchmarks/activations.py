@@ -19,6 +19,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ class Contender:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         self.booster = Booster(plugin=plugin)
         self.booster.boost(model, self.optimizer)
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """In which forward and backward run."""
         self.seconds: list[float] = []
         self.losses: list[float] = []
 
@@ -65,8 +68,9 @@ class Contender:
         ids = torch.randint(0, self.vocabulary, self.tokens, generator=generator)
         gc.collect()
         start = time.perf_counter()
-        loss = self.model(input_ids=ids, labels=ids).loss
-        self.booster.backward(loss, self.optimizer)
+        with self.around():
+            loss = self.model(input_ids=ids, labels=ids).loss
+            self.booster.backward(loss, self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.seconds.append(time.perf_counter() - start)

@@ -76,10 +76,11 @@ PY_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"config", "lazy"}),
     frozenset({"runtime"}),
     frozenset({"optim", "distributed", "checkpoint", "activations"}),
+    frozenset({"estimate"}),
     frozenset({"plugins"}),
     frozenset({"booster_checkpoints", "data"}),
     frozenset({"booster", "io_bench"}),
-    frozenset({"report", "estimate", "doctor", "integrations", "launch", "one_call", "selftest"}),
+    frozenset({"report", "doctor", "integrations", "launch", "one_call", "selftest"}),
     frozenset({"cli"}),
     frozenset({"__init__", "__main__"}),
 )

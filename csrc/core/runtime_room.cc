@@ -234,6 +234,8 @@ void Runtime::throw_out_of_memory(std::size_t bytes, const std::string& where) c
     const Plan streamed = make_plan(*trace_, layout_, placements(), plan_options());
     smallest = std::max(smallest, streamed.prediction().smallest_budget_bytes);
   }
+  // castor.OutOfMemoryError.advise puts another advice in place of the one from "; the smallest"
+  // on.
   throw ledger.out_of_memory(
       bytes, where + ": chunks in use take " + format_bytes(in_use) +
                  " and activations and temporaries " + format_bytes(activations) +

@@ -21,6 +21,7 @@ void bind_activation_offload(py::module_& module) {
       .def("figures", [](const Offload& self) {
         const Offload::Figures figures = self.figures();
         return py::dict(py::arg("ready_host_bytes") = figures.ready_host_bytes,
+                        py::arg("ready_nvme_bytes") = figures.ready_nvme_bytes,
                         py::arg("bytes_offloaded") = figures.bytes_offloaded);
       });
 }

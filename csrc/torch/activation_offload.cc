@@ -344,6 +344,7 @@ ActivationOffload::Figures ActivationOffload::figures() const {
   for (const auto& [bytes, home] : free_homes_) {
     figures.ready_host_bytes += bytes;
   }
+  figures.ready_nvme_bytes = pages_ ? pages_->free_bytes() : 0;
   return figures;
 }
 

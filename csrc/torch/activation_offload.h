@@ -62,6 +62,7 @@ class ActivationOffload : public std::enable_shared_from_this<ActivationOffload>
   /// Bytes now, and of the whole run.
   struct Figures {
     std::size_t ready_host_bytes = 0;   ///< of the host, that the next activations may take
+    std::size_t ready_nvme_bytes = 0;   ///< of pages on NVMe; a tensor takes whole ones
     std::uint64_t bytes_offloaded = 0;  ///< copied there so far
   };
 

@@ -6,6 +6,9 @@ import torch
 
 from castor import _C
 
+_OF_THIS_POINT = "; the smallest budget that gets past this point is "
+_OF_OTHERS = ". Models of one plugin share this budget"
+"""Where the core's advice begins (csrc/core/runtime_room.cc), and what may stand behind it."""
 _SMALLER_BATCH = "\nThe device is out of memory."
 """In args of an error that a smaller batch may help: what accelerate's find_executable_batch_size,
 and with it the Trainer's auto_find_batch_size, look for there."""
@@ -40,6 +43,18 @@ class OutOfMemoryError(Error, torch.OutOfMemoryError):
 
     def __str__(self) -> str:
         return self._message
+
+    def advise(self, advice: str) -> None:
+        """Puts what is known of the whole step in place of the core's advice, which sees one point.
+
+        Args:
+            advice: Behind what is in use; no effect on an error of something else.
+        """
+        before, found, behind = self._message.partition(_OF_THIS_POINT)
+        if found and advice:
+            _, others, shares = behind.partition(_OF_OTHERS)
+            self._message = before + advice + others + shares
+            self.args = (self._message + _SMALLER_BATCH,)
 
     def blame_no_batch(self) -> None:
         """No smaller batch would help: what looks for one lets this error through."""

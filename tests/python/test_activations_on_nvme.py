@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import castor
+from castor.runtime.engine import engine_of
 from enduring_run import FAULTS_VARIABLE
 from helpers import Boosted, assert_equal, boost, copies, train_on
+from test_auto_activations import LONG, choosing, last_kept, step
 from test_offloaded_blocks import LINKS, wide
 from test_recomputed_blocks import of_plain, passes
 
@@ -156,3 +158,46 @@ def test_a_fault_is_named_and_what_follows_is_right(
         gc.collect()
     # What was read ahead, and not needed in the end, may have failed.
     assert raised >= (1 if error else 0)
+
+
+def auto_in_little_host_memory(tmp_path: Path | None, pages: int) -> Boosted:
+    """LONG's blocks, decided by "auto", and host memory for the model and one or two of them."""
+    needed = boost(LONG.model(), tile_logits=False).report().host_bytes + (2 << 20)
+    settings: dict[str, Any] = {}
+    if tmp_path:
+        settings = {"nvme_path": tmp_path, "nvme_memory": pages * PAGE}
+        needed += WINDOW
+    return boost(
+        LONG.model(), host_memory=needed, activations="auto", tile_logits=False, **settings
+    )
+
+
+def test_auto_counts_what_goes_on_to_nvme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = boost(LONG.model(), tile_logits=False)
+    losses = train_on(plain, LONG)
+    chosen = choosing(last_kept(0, "offload"), monkeypatch)
+    without = auto_in_little_host_memory(None, 0)
+    step(without, LONG.batch(0), LONG)
+    assert not chosen[-1].fits
+    boosted = auto_in_little_host_memory(tmp_path, 8 * 32)
+    assert train_on(boosted, LONG) == losses
+    assert chosen[-1].fits
+    report = boosted.report()
+    assert report.offloaded_blocks == 8
+    assert report.nvme_written_bytes > 0 < report.nvme_read_bytes
+    assert report.divergent_steps == 0
+    assert report.host_bytes <= report.host_budget_bytes
+    assert_equal(copies(boosted.model.parameters()), copies(plain.model.parameters()))
+
+
+def test_auto_recomputes_what_finds_no_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = boost(LONG.model(), tile_logits=False)
+    losses = train_on(plain, LONG, steps=6)
+    choosing(last_kept(0, "offload"), monkeypatch)
+    boosted = auto_in_little_host_memory(tmp_path, 8)
+    assert train_on(boosted, LONG, steps=6) == losses
+    policy: Any = engine_of(boosted.model).blocks
+    assert policy._auto._nvme_share < 1
+    assert_equal(copies(boosted.model.parameters()), copies(plain.model.parameters()))

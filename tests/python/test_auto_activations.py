@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 import castor.report
 from castor.activations import auto
 from castor.activations.block_profile import Decided
+from castor.activations.blocks import find_blocks
 from castor.activations.choices import Choice, Decisions
 from castor.runtime.engine import engine_of
 from helpers import (
@@ -28,7 +30,7 @@ from helpers import (
     on_device_of,
     train_on,
 )
-from test_recomputed_blocks import MODELS, own, small
+from test_recomputed_blocks import MODELS, of_boosted, of_plain, own, small, with_dropout
 from zoo import VOCABULARY, Batch, Case, gpt2, llama
 
 RANDOM_STATE_BYTES = torch.get_rng_state().nbytes
@@ -183,6 +185,10 @@ def deeper(name: str) -> Case:
     """A model of four blocks, whose tensors are large enough to be offloaded."""
     configs = {
         "llama": (hf.LlamaConfig, {"num_key_value_heads": 2}),
+        "gpt2": (
+            hf.GPT2Config,
+            {"bos_token_id": 0} | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        ),
         "glm": (hf.GlmConfig, {"num_key_value_heads": 2, "head_dim": 12}),
         "mistral": (hf.MistralConfig, {"num_key_value_heads": 2}),
         "gemma2": (hf.Gemma2Config, {"head_dim": 12, "num_key_value_heads": 2}),
@@ -215,7 +221,19 @@ MIXTURES: list[tuple[Decided, ...]] = [
 @pytest.mark.parametrize("link", [{}, {"link_bandwidth": "1GB/s"}], ids=["memory", "link"])
 @pytest.mark.parametrize(
     "name",
-    ["bloom", "falcon", "gemma2", "glm", "gpt-neox", "llama", "mistral", "olmo2", "phi", "qwen3"],
+    [
+        "bloom",
+        "falcon",
+        "gemma2",
+        "glm",
+        "gpt-neox",
+        "gpt2",
+        "llama",
+        "mistral",
+        "olmo2",
+        "phi",
+        "qwen3",
+    ],
 )
 def test_the_step_of_any_mixture_is_the_step_that_runs(
     name: str, link: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -329,6 +347,148 @@ def test_a_shortage_in_mid_forward_recomputes_the_blocks_that_come(
             hook.remove()
             held.clear()
     assert boosted.report().peak_device_bytes <= budget
+
+
+def deep_with_dropout() -> Case:
+    return replace(MODELS["gpt2"], build=lambda: gpt2(dropout=0.1, layers=6))
+
+
+def passes_of(
+    boosted: Boosted, case: Case, fault: Callable[[int], Any] = lambda _: None, steps: int = 5
+) -> list[Any]:
+    """Losses, gradients and random numbers of steps, and the weights; fault(step) before each."""
+    torch.manual_seed(7)
+    found: list[Any] = []
+    for number in range(steps):
+        batch = on_device_of(boosted, case.batch(number))
+        fault(number)
+        loss = case.loss(boosted.model(**batch), batch)
+        boosted.booster.backward(loss, boosted.optimizer)
+        found += [loss.detach().cpu(), torch.rand(2)]
+        found += copies(p.grad for p in boosted.model.parameters() if p.grad is not None)
+        boosted.optimizer.step()
+        boosted.optimizer.zero_grad()
+    return [*found, *copies(boosted.model.parameters())]
+
+
+@pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
+@pytest.mark.parametrize("name", MODELS)
+def test_random_decisions_have_plain_pytorchs_bits(
+    name: str, dropout: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = MODELS[name]
+    case = replace(case, build=with_dropout(case.build)) if dropout else case
+    random = Random(f"{name}, {dropout}")
+    choices: tuple[Decided, ...] = ("keep", "recompute", "offload")
+    blocks = find_blocks(case.model())
+    expected = of_plain(case)
+    by_hand = {block: random.choice(choices) for block in blocks}
+    found, report = of_boosted(case, activations=by_hand)
+    assert_equal(found, expected)
+    assert report.divergent_steps == 0
+    kept = passes_of(boost(case.model(), tile_logits=False), case, steps=3)
+    choosing(lambda blocks: tuple(random.choice(choices) for _ in range(blocks)), monkeypatch)
+    boosted = boost(case.model(), activations="auto", tile_logits=False)
+    assert_equal(passes_of(boosted, case, steps=3), kept)
+    assert boosted.report().divergent_steps == 0
+
+
+@pytest.mark.parametrize("decided", ["keep", "recompute", "offload"])
+def test_an_input_written_in_place_raises_as_in_plain_pytorch(
+    decided: Decided, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choosing(last_kept(KEEP_NONE, decided), monkeypatch)
+    boosted = boost(LONG.model(), activations="auto", tile_logits=False)
+    train_on(boosted, LONG, steps=2)
+    layer = list(find_blocks(boosted.model).values())[3]
+
+    def writes(_: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        with torch.no_grad():
+            args[0].add_(1)  # which the block has saved for its norm
+
+    layer.register_forward_hook(writes)
+    batch = on_device_of(boosted, LONG.batch(2))
+    loss = boosted.model(**batch).loss
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        boosted.booster.backward(loss, boosted.optimizer)
+
+
+@pytest.mark.parametrize("others", ["keep", "offload"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_block_in_which_an_allocation_fails_is_recomputed(
+    name: str, others: Decided, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = deep_with_dropout() if name == "gpt2" else LONG
+    budget = 64 << 20
+    expected = passes_of(boost(case.model(), budget, tile_logits=False), case)
+    choosing(last_kept(1, others), monkeypatch)
+    boosted = boost(case.model(), budget, activations="auto", tile_logits=False)
+    policy: Any = engine_of(boosted.model).blocks
+    device = engine_of(boosted.model).device
+    failed: list[int] = []
+
+    def fault(number: int) -> None:
+        block = list(find_blocks(boosted.model).values())[2]
+
+        def fails(*_: Any) -> None:
+            handle.remove()
+            failed.append(number)
+            torch.zeros(budget, device=device)
+
+        if number in (2, 4):  # once in the step, when half of the block has run
+            handle = block.mlp.register_forward_hook(fails)
+
+    assert_equal(passes_of(boosted, case, fault), expected)
+    assert failed == [2, 4]
+    assert policy._auto._profiling  # the next step sees what there is
+    assert boosted.report().divergent_steps <= 4  # those two, and the profile between them
+    assert boosted.report().peak_device_bytes <= budget
+
+
+def test_what_a_block_kept_until_it_failed_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    choosing(last_kept(KEEP_ALL), monkeypatch)
+    kept = whole_run("keep", steps=4)
+    budget = 2 * kept.peak_nonmodel_bytes
+    boosted = boost(DEEP.model(), budget, activations="auto", tile_logits=False)
+    session, device = engine_of(boosted.model).session, engine_of(boosted.model).device
+    third = list(find_blocks(boosted.model).values())[2]
+    held: list[torch.Tensor] = []
+    before: list[int] = []
+
+    def takes_the_rest(*_: Any) -> None:
+        before.append(session.moment()[1] - sum(tensor.nbytes for tensor in held))
+        held.clear()  # the second time, in which the block is recomputed
+        if len(before) == 1:
+            left = budget - session.moment()[1] - (64 << 10)
+            held.append(torch.zeros(left, dtype=torch.uint8, device=device))
+
+    for number in range(4):
+        batch = on_device_of(boosted, DEEP.batch(number))
+        handle = third.self_attn.register_forward_pre_hook(takes_the_rest) if number == 2 else None
+        assert step(boosted, batch, DEEP) == kept.losses[number]
+        if handle:
+            handle.remove()
+    assert len(before) == 3  # kept, recomputed, and again in backward
+    tolerance = 2 * RANDOM_STATE_BYTES + block_input_bytes(DEEP)
+    assert before[1] - before[0] <= tolerance < kept.peak_nonmodel_bytes / 8
+    assert_equal(copies(boosted.model.parameters()), kept.weights)
+    assert boosted.report().peak_device_bytes <= budget
+
+
+def test_a_block_that_fails_again_is_an_error_that_says_what_would_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    choosing(last_kept(KEEP_ALL), monkeypatch)
+    boosted = boost(DEEP.model(), 64 << 20, activations="auto", tile_logits=False)
+    train_on(boosted, DEEP, steps=2)
+    weights, device = copies(boosted.model.parameters()), engine_of(boosted.model).device
+    block = list(find_blocks(boosted.model).values())[2]
+    handle = block.mlp.register_forward_hook(lambda *_: torch.zeros(64 << 20, device=device))
+    with pytest.raises(castor.OutOfMemoryError, match=r"A step of \d+ x \d+ tokens, every block"):
+        step(boosted, DEEP.batch(2), DEEP)
+    handle.remove()
+    assert_equal(copies(boosted.model.parameters()), weights)
+    train_on(boosted, DEEP, steps=2)
 
 
 def test_larger_inputs_are_recomputed_and_profiled() -> None:

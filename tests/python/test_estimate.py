@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,35 @@ def test_table_says_what_would_make_it_fit(tmp_path: Path) -> None:
     assert "to make it fit" in done.stdout
     assert "more memory, or --nvme, or --format split_bf16 or split_int8" in done.stdout
     assert "3.6 MiB of 3.0 MiB" in done.stdout
+
+
+def test_table_prints_what_was_decided(tmp_path: Path) -> None:
+    options = ("--seq", "64", "--batch", "8", "--activations", "auto", "--device-memory", "5MiB")
+    done = run(write(tmp_path, SMALL), *RTX3090, *options)
+    assert done.returncode == 0, done.stderr
+    shown = " ".join(done.stdout.split())
+    found = re.search(r"beside chunks; (\d) of 4 blocks are recomputed(?:, (\d) offloaded)?", shown)
+    assert found, done.stdout
+    assert int(found[1]) + int(found[2] or 0) > 0
+    assert re.search(r"largest batch \d+ longest sequence 64 tokens, at batch 8", shown)
+
+
+def test_a_device_that_is_too_small_is_told_what_would_fit(tmp_path: Path) -> None:
+    workload = Workload(batch=64, sequence=64, activations="auto")
+    estimator = Estimator(write(tmp_path, SMALL), workload)
+    found = estimator.estimate(small_machine(device_memory="3MiB"))
+    assert not found.fits
+    (said,) = found.remedies
+    assert re.match(
+        r"(block 'transformer\.h\.\d' \(module '\S+'\)|module '\S+') needs \S+ MiB of device "
+        r"memory, \S+ MiB more than there is: "
+        rf"at most {found.max_batch} x 64 or 64 x {found.max_sequence} "
+        r"tokens instead of 64 x 64, or a device with that much$",
+        said,
+    ), said
+    assert found.max_batch > 0
+    none = estimator.estimate(small_machine(device_memory="64KiB"))
+    assert "no smaller batch fits, or a device with that much" in none.remedies[0]
 
 
 def cpu_seconds_and_peak_bytes(*arguments: str, imported: str = "time") -> tuple[float, float]:

@@ -414,6 +414,16 @@ def test_what_stands_in_a_cache_is_seen_or_an_error(activations: str) -> None:
         boosted.model(LLAMA.batch(1)["input_ids"], past_key_values=cache)
 
 
+def test_a_cache_that_a_model_passes_without_a_name_takes_no_memory() -> None:
+    peaks = []
+    for use_cache in (False, True):  # GPT-2's own default
+        boosted = boost(GPT2.model(), activations="recompute", tile_logits=False)
+        boosted.model.config.use_cache = use_cache
+        train_on(boosted, GPT2)
+        peaks.append(boosted.report().peak_nonmodel_bytes)
+    assert peaks[0] == peaks[1]
+
+
 @pytest.mark.parametrize("case", [LLAMA, own()], ids=["llama", "own"])
 def test_a_parameter_written_before_backward_is_an_error(case: Case) -> None:
     boosted = boost(case.model(), activations="recompute")

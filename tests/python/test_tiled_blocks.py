@@ -23,6 +23,7 @@ from helpers import (
     plugin,
     train_on,
 )
+from test_auto_activations import longer
 from test_recomputed_blocks import (
     MODELS,
     Block,
@@ -34,7 +35,7 @@ from test_recomputed_blocks import (
     own,
     with_dropout,
 )
-from zoo import CASES, Case
+from zoo import CASES, Case, llama
 
 LLAMA, GPT2 = CASES["llama"], CASES["gpt2"]
 TOLERANCE = 2e-6
@@ -183,6 +184,22 @@ def test_the_peak_falls_by_what_the_other_pieces_would_take() -> None:
         of_others = 4 * 6 * INNER * (ROWS - ROWS // tiles) - 4 * ROWS * WIDTH
         weights = 4 * 3 * WIDTH * INNER
         assert of_others - weights - 2 * tiles * torch.get_rng_state().nbytes <= saved <= of_others
+
+
+def test_recomputed_blocks_keep_no_more_for_their_tiles() -> None:
+    def kept_by_four_blocks(activations: str) -> int:
+        peaks = []
+        for layers in (4, 8):
+            case = replace(LLAMA, build=lambda layers=layers: llama(layers=layers))
+            boosted = boost(case.model(), activations=activations)
+            batch = longer(8, 64, 0)
+            boosted.step(boosted.model(**batch).loss)
+            peaks.append(boosted.report().peak_nonmodel_bytes)
+        return peaks[1] - peaks[0]
+
+    whole = kept_by_four_blocks("recompute")
+    states = 4 * 4 * torch.get_rng_state().nbytes  # of each piece
+    assert kept_by_four_blocks("recompute+tile:4") <= whole + states
 
 
 def test_a_parameter_sees_one_gradient_a_pass() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import mmap
 import time
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from castor.activations.block_profile import (
     BlockRun,
     Decided,
     Link,
+    Tiles,
     spans_of,
     without_copies,
 )
@@ -49,7 +51,8 @@ class AutoKeep:
     A block whose input is larger than any that was profiled is recomputed, and the step after it is
     a profile again; of several profiles the one that keeps the fewest blocks counts. Where more
     stands in the device's memory than the profile saw, and than the budget has to spare, blocks
-    that come are recomputed too, so that the step goes on.
+    that come are recomputed too, so that the step goes on; and so is a block in which an allocation
+    fails.
     """
 
     def __init__(
@@ -68,6 +71,8 @@ class AutoKeep:
         self._decisions = self._all_recomputed
         self._simulator = _lay_out(model, engine, config)
         self._offload = offload
+        self.tiles = Tiles()
+        """In how many pieces MLPs run."""
         self._device = engine.device
         self._profile = BlockProfile(engine.session.moment)
         self._profiling = True
@@ -75,6 +80,8 @@ class AutoKeep:
         self._sizes: list[dict[int, _Size]] = []  # of each profile, by block
         self._seen: dict[int, _Size] = {}  # in this step
         self._grown = False
+        self._fell_short = False
+        self._nvme_share = 1.0  # of the pages there that is counted on
         self._expected: list[int] = []  # non-model bytes of the chosen step, by moment
         self._spare = 0  # bytes of the budget beyond what that needs
         self.kept_bytes = 0
@@ -105,7 +112,34 @@ class AutoKeep:
         if not any(_within(size, sizes.get(block, (0, 0))) for sizes in self._sizes):
             self._grown = True
             return "recompute"
-        return self._decisions[block] if self._has_room() else "recompute"
+        if self._fell_short or not self._has_room():
+            return "recompute"
+        return self._decisions[block]
+
+    def cut(self, number: int) -> None:
+        """From now on MLPs run in so many pieces; what was profiled before is another step."""
+        if number != self.tiles.number:
+            self.tiles.number = number
+            self._profiling, self._decisions = True, self._all_recomputed
+            self._sizes, self._most_kept = [], len(self._decisions)
+
+    def on_paper(self) -> tuple[_C.Simulator, dict[str, Any]]:
+        """The simulator, and what it is told where only bytes are asked for."""
+        return self._simulator, self._options(measured=False) | {"margin_ratio": 0.0}
+
+    def fell_short(self, tier: str) -> None:
+        """A block has found no room: the others of this step are recomputed, the next is a profile.
+
+        What is on its way to the host since the block before goes from the device.
+
+        Args:
+            tier: In which there was none.
+        """
+        self._fell_short = True
+        if tier == "device":
+            self._offload.begin()
+        elif tier == "nvme":  # tensors take whole pages there, and nobody has counted them
+            self._nvme_share /= 2
 
     def _has_room(self) -> bool:
         """Whether non-model memory is as the chosen step has it, or there is room for more."""
@@ -124,9 +158,9 @@ class AutoKeep:
         if self._profiling:
             if runs:
                 self._decide(runs)
-        elif self._grown:
+        elif self._grown or self._fell_short:
             self._profiling, self._decisions = True, self._all_recomputed
-        self._seen, self._grown = {}, False
+        self._seen, self._grown, self._fell_short = {}, False, False
 
     def _decide(self, runs: list[BlockRun]) -> None:
         timeline = self._session.timeline()
@@ -139,9 +173,14 @@ class AutoKeep:
         margin = max(run.input_bytes for run in runs)
         faults = _fault_seconds() if self._device.type == "cpu" else 0.0
         beside = options["parameter_copies"] == "overlapped"
-        link = Link(options["d2h_bytes_per_second"], beside)
-        host_room = self._session.free_host_bytes
-        host_room += self._offload.figures()["ready_host_bytes"]
+        ready = self._offload.figures()
+        link = Link(
+            options["d2h_bytes_per_second"],
+            beside,
+            host_room=self._session.free_host_bytes + ready["ready_host_bytes"],
+            nvme_bytes_per_second=options["nvme_bytes_per_second"] or math.inf,
+        )
+        nvme_room = self._nvme_share * ready["ready_nvme_bytes"]
 
         def choice(decisions: Decisions) -> Choice:
             spans = spans_of(runs, decisions, link, seconds)
@@ -154,7 +193,7 @@ class AutoKeep:
                 decisions=decisions,
                 events=step,
                 seconds=found["step_seconds"] + kept_bytes * faults,
-                spare_bytes=spare if spans.host_bytes <= host_room else -1,
+                spare_bytes=spare if spans.nvme_bytes <= nvme_room else -1,
             )
 
         best = search(choice, len(self._decisions), self._most_kept)
@@ -227,13 +266,17 @@ def _lay_out(model: nn.Module, engine: Engine, config: GeminiConfig) -> _C.Simul
     )
 
 
-def _options(config: GeminiConfig, device: torch.device, num_ranks: int) -> dict[str, Any]:
-    """What Simulator.run is told of the machine."""
+def _options(
+    config: GeminiConfig, device: torch.device, num_ranks: int, *, measured: bool = True
+) -> dict[str, Any]:
+    """What Simulator.run is told of the machine; unmeasured, its speeds mean nothing."""
     on_gpu = device.type != "cpu"
-    dram = _C.in_place_bandwidth(_PROBE_BYTES, 3)
-    link = config.link_bytes_per_second or (
-        _link_of(device, config) if on_gpu else _C.copy_bandwidth(_PROBE_BYTES, 3)
-    )
+    dram, link = 1e9, float(config.link_bytes_per_second or 1e9)
+    if measured:
+        dram = _C.in_place_bandwidth(_PROBE_BYTES, 3)
+        link = config.link_bytes_per_second or (
+            _link_of(device, config) if on_gpu else _C.copy_bandwidth(_PROBE_BYTES, 3)
+        )
     copies = "overlapped" if on_gpu or config.link_bytes_per_second else "synchronous"
     margin = config.gpu_margin_mem_ratio
     return {

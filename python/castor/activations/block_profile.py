@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -76,8 +77,26 @@ class BlockRun:
         return (begin, end, again_begin, again_end, *kept, *away, self.input_bytes)
 
 
+class Tiles:
+    """In how many pieces MLPs run: a number that "auto" may raise between steps."""
+
+    def __init__(self) -> None:
+        self.number = 1
+
+    @contextmanager
+    def at(self, number: int) -> Iterator[None]:
+        """In it MLPs run in that many: a second forward runs in those of the first."""
+        before, self.number = self.number, number
+        try:
+            yield
+        finally:
+            self.number = before
+
+
 class Decisions(Protocol):
     """What is asked at each forward of a block."""
+
+    tiles: Tiles
 
     def recomputes(self, block: int) -> bool:
         """Whether backward runs the block again, as far as was decided."""
@@ -89,6 +108,10 @@ class Decisions(Protocol):
 
     def offloading(self) -> AbstractContextManager[None]:
         """In which a forward of a block runs that was decided to be offloaded."""
+        ...
+
+    def fell_short(self, tier: str) -> None:
+        """A block that was to be kept or offloaded has found no room in a tier: is recomputed."""
         ...
 
     def open(self, block: int) -> BlockRun:
@@ -139,6 +162,10 @@ class Link:
     """In each direction."""
     beside: bool
     """Whether copies run beside the compute; else it waits for them."""
+    host_room: float = math.inf
+    """Bytes of activations that have room in host memory; what has none goes on to NVMe."""
+    nvme_bytes_per_second: float = 1e9
+    """Of NVMe, which is waited for."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +176,9 @@ class Spans:
     seconds: list[float]
     """Of computing, by moment, with what waiting for the link adds."""
     host_bytes: int
-    """Of activations that are away at once, at most."""
+    """Of activations that are away in host memory at once, at most."""
+    nvme_bytes: int = 0
+    """... on NVMe."""
 
 
 def spans_of(
@@ -166,7 +195,8 @@ def spans_of(
     Returns:
         As ActivationOffload has it: a block's activations leave when the next offloaded one begins,
         and where copies run beside the compute, they are gone when the one after it begins, and
-        back when backward comes to the next one.
+        back when backward comes to the next one. What the host has no room for is waited for, and
+        returns when backward asks.
     """
     spans = [run.span() for run in runs if decisions[run.block] == "keep"]
     moved = sorted(
@@ -179,7 +209,8 @@ def spans_of(
         if decisions[run.block] != "recompute":
             begin, end = run.again[0][0], max(run.again[1][0] - 1, run.again[0][0])
             runs_on[begin:end] = [0.0] * (end - begin)
-    seconds, host_bytes, lag = list(seconds), 0, 2 if link.beside else 1
+    seconds, host_bytes, nvme_bytes = list(seconds), 0, 0
+    lag = 2 if link.beside else 1
     for i, run in enumerate(moved):
         back = max(run.again[0][0] - 1, 0)  # that moment asks for the second forward
         leaves = moved[i + lag].forward[0][0] if i + lag < len(moved) else back
@@ -187,9 +218,15 @@ def spans_of(
             spans.append(run.span())
             continue
         num_bytes = run.kept_bytes + run.input_bytes
-        out = into = num_bytes / link.bytes_per_second
+        on_host = host_bytes + num_bytes <= link.host_room
+        if on_host:
+            host_bytes += num_bytes
+        else:
+            nvme_bytes += num_bytes
+        speed = link.bytes_per_second
+        out = into = num_bytes / (speed if on_host else min(speed, link.nvme_bytes_per_second))
         returns = back
-        if link.beside:
+        if link.beside and on_host:
             ahead = moved[i + 1]
             begins = max(ahead.again[0][0] - 1, 0)
             returns = min(begins, back)
@@ -197,6 +234,5 @@ def spans_of(
             into = max(0.0, into - sum(runs_on[begins:back]))
         seconds[leaves] += out
         seconds[back] += into
-        host_bytes += num_bytes
         spans.append(run.span((leaves, max(returns, leaves))))
-    return Spans(spans, seconds, host_bytes)
+    return Spans(spans, seconds, host_bytes, nvme_bytes)

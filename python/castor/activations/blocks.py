@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
+import sys
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from castor import _C
@@ -17,14 +19,15 @@ from castor.activations.caches import refuse_filled_caches
 from castor.activations.offload import OffloadingCall
 from castor.activations.own_forward import ForwardAround, has_own_forward
 from castor.activations.recompute import Recomputation, RecomputingCall, routes
-from castor.activations.tiles import TiledForward, is_tiled, tiled_parts
+from castor.activations.tight import Paper, Tight
+from castor.activations.tiles import TiledForward, is_tiled, tile_mlps, tiled_parts
 from castor.config import Activations, BlockChoice, GeminiConfig
 from castor.errors import UsageError
 from castor.runtime.block_policy import BlockPolicy
 from castor.runtime.blocks import compiled_parts, find_blocks, has_switch
 from castor.runtime.boosted_model import compiled_from
 from castor.runtime.engine import Engine
-from castor.runtime.hooks import Around, compiled_calls
+from castor.runtime.hooks import Around, ModuleHook, Replaced, compiled_calls
 from castor.runtime.report import BlockFigures
 
 _NAMED = 4
@@ -73,6 +76,9 @@ class Blocks(BlockPolicy):
         self._auto: AutoKeep | None = None
         self._offload: _C.ActivationOffload | None = None
         self._moved_before = self._moved_in_step = 0
+        self._replaced = Replaced()
+        self._tight: Tight | None = None
+        self._cut: list[weakref.ref[nn.Module]] = []  # by "auto"
         if self._decisions and self._with_switch_on():
             chosen = sum(decision.recompute for decision in self._decisions)
             counted = "as many as serve" if config.activations == "auto" else str(chosen)
@@ -82,8 +88,18 @@ class Blocks(BlockPolicy):
                 stacklevel=4,  # past configure and boost
             )
 
-    def apply(self, model: nn.Module, engine: Engine) -> None:
-        """From now on forwards in training do what was decided. Called once, of a boosted model."""
+    def apply(
+        self, model: nn.Module, engine: Engine, paper: Callable[..., Paper] | None = None
+    ) -> None:
+        """From now on forwards in training do what was decided. Called once, of a boosted model.
+
+        Args:
+            model: The model.
+            engine: Its.
+            paper: Makes steps that are not run (castor.estimate.boosted.StepsOnPaper); None: what
+                a small budget has room for is not looked for.
+        """
+        engine.blocks = self
         own = set(model.modules())  # another rank may have the others
         self._decisions = [decision for decision in self._decisions if decision.module in own]
         self._blocks = {name: ref for name, ref in self._blocks.items() if ref() in own}
@@ -92,6 +108,9 @@ class Blocks(BlockPolicy):
         if self._offload and self._config.activations == "auto":
             num_blocks = len(self._decisions)
             self._auto = AutoKeep(model, engine, self._config, num_blocks, self._offload)
+            self._replaced = engine.replaced
+            if paper:
+                self._look_at(model, paper, engine.device.type)
         classes: set[tuple[str, type]] = set()
         put = engine.replaced.put
         compiled = compiled_calls(model)
@@ -119,6 +138,40 @@ class Blocks(BlockPolicy):
         self._tiled = sum(any(map(is_tiled, block.modules())) for block in self._alive())
         self._decisions = []
 
+    def _look_at(self, model: nn.Module, paper: Callable[..., Paper], device: str) -> None:
+        assert self._auto is not None
+        config = self._config
+        simulator, options = self._auto.on_paper()
+        steps = paper(
+            model,
+            simulator=simulator,
+            options=options,
+            gather_embeddings=config.gather_embeddings,
+            tile_logits=config.tile_logits,
+            device=device,
+        )
+        self._tight = Tight(model, steps, options["device_bytes"])
+        own = weakref.ref(self)
+        model.register_forward_pre_hook(ModuleHook(_comes, own), with_kwargs=True, prepend=True)
+        model.register_forward_hook(ModuleHook(_ends, own), always_call=True)
+
+    def comes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A training forward of the model is called."""
+        if not (self._tight and self._auto and self._tight.comes(args, kwargs)):
+            return
+        pieces = self._tight.pieces
+        self.logit_rows = pieces.logit_rows
+        if pieces.tiles > 1 == self._auto.tiles.number:
+            alive = {n: block for n, ref in self._blocks.items() if (block := ref()) is not None}
+            tiled = tile_mlps(alive, self._auto.tiles, self._replaced.put)
+            self._cut = [weakref.ref(module) for module in tiled]
+        self._auto.cut(pieces.tiles)
+
+    def explain(self, error: BaseException | None) -> None:
+        """See BlockPolicy."""
+        if self._tight:
+            self._tight.explain(error)
+
     def _around(self, decision: Decision, *, compared: bool) -> Around | None:
         """What runs the module's forward; None: it runs as it is."""
         if decision.recompute:
@@ -143,7 +196,8 @@ class Blocks(BlockPolicy):
             recompute_seconds=self._auto.recompute_seconds if self._auto else 0.0,
             offloaded_blocks=self._offloaded + chosen,
             offloaded_activation_bytes=self._moved_in_step,
-            tiled_blocks=self._tiled,
+            tiled_blocks=self._tiled + (len(self._tiled_by_auto()) if self._cut else 0),
+            mlp_tiles=self._auto.tiles.number if self._cut and self._auto else 0,
         )
 
     def step_ended(self) -> None:
@@ -154,11 +208,31 @@ class Blocks(BlockPolicy):
             moved = self._offload.figures()["bytes_offloaded"]
             self._moved_in_step, self._moved_before = moved - self._moved_before, moved
 
+    def _tiled_by_auto(self) -> list[nn.Module]:
+        cut = {module for ref in self._cut if (module := ref()) is not None and is_tiled(module)}
+        return [block for block in self._alive() if not cut.isdisjoint(block.modules())]
+
     def _with_switch_on(self) -> list[nn.Module]:
         return [m for m in self._alive() if getattr(m, "gradient_checkpointing", False) is True]
 
     def _alive(self) -> list[nn.Module]:
         return [module for ref in self._blocks.values() if (module := ref()) is not None]
+
+
+def _comes(
+    ref: weakref.ref[Blocks], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """A pre-hook of the model."""
+    blocks = ref()
+    if blocks is not None and model.training and torch.is_grad_enabled():
+        blocks.comes(args, kwargs)
+
+
+def _ends(ref: weakref.ref[Blocks], *_: Any) -> None:
+    """A hook of the model that is called also where its forward fails."""
+    blocks = ref()
+    if blocks is not None:
+        blocks.explain(sys.exc_info()[1])
 
 
 def _decide(blocks: Mapping[str, nn.Module], activations: Activations) -> list[Decision]:

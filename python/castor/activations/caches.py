@@ -26,6 +26,15 @@ def refuse_filled_caches(module: nn.Module, name: str) -> None:
     module.register_forward_pre_hook(ModuleHook(_check, name, layer), with_kwargs=True)
 
 
+def without_caches(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A block's arguments, None for a key-value cache.
+
+    Transformers' switch does so for arguments with names. GPT-2's model passes its blocks one
+    without: each would keep keys and values there, and write them once more in backward.
+    """
+    return tuple(None if hasattr(value, "get_seq_length") else value for value in args)
+
+
 def _check(
     name: str, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:

@@ -99,6 +99,9 @@ class _DeferringForward(OwnForward):
         if _defers(module, hidden):
             all_rows = hidden.numel() // hidden.shape[-1]
             rows = rows_per_tile(all_rows, module, self._tile_logits, self._device_bytes)
+            asked = self._head.engine.blocks.logit_rows
+            if self._tile_logits == "auto" and 0 < asked < (rows or all_rows):
+                rows = asked
             if rows:
                 logits: torch.Tensor = HeadFunction.apply(  # type: ignore[no-untyped-call]
                     hidden, module.weight, module.bias, self._head, module, rows

@@ -7,6 +7,7 @@ import functools
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from castor.activations.block_profile import BlockRun, Decisions
+from castor.activations.block_profile import BlockRun, Decisions, Tiles
+from castor.activations.caches import without_caches
+from castor.activations.random_states import RandomStates
 from castor.errors import UsageError
 
 _STOPPED = "_StopRecomputationError"
@@ -58,6 +61,7 @@ class Recomputation:
         """
         self._owner = weakref.ref(module)
         self._auto = auto
+        self._tiles = auto.tiles if auto else Tiles()
         self._block = block
         self._name = name
         self._early_stop = not compared  # a forward that stops early has no output
@@ -79,27 +83,52 @@ class Recomputation:
         module = self._owner()
         if module is None or not torch.is_grad_enabled():
             return function(*args, **kwargs)
+        args = without_caches(args)
         run = None
         if self._auto:
             inputs = _arguments(function, args)
             decided = self._auto.decide(self._block, inputs)
-            if decided == "keep":
-                return function(*args, **kwargs)
-            if decided == "offload":
-                with self._auto.offloading():
-                    return function(*args, **kwargs)
+            if decided != "recompute":
+                # What does not fit runs again, without keeping anything.
+                lacking, output = self._try(function, args, kwargs, offload=decided == "offload")
+                if not lacking:
+                    return output
+                self._auto.fell_short(lacking)
             run = self._auto.open(self._block)
             run.input_bytes = sum(tensor.nbytes for tensor in inputs if _has_graph(tensor))
         buffers = [] if self._writes_no_buffer else _versions(module.named_buffers())
-        output = checkpoint(
-            functools.partial(_Forward(function, self, module, run), **kwargs),
-            *args,
-            use_reentrant=False,
-            early_stop=self._early_stop,
-            **self._options,
-        )
+        forward = functools.partial(_Forward(function, self, module, run, self._tiles), **kwargs)
+        try:
+            output = checkpoint(
+                forward,
+                *args,
+                use_reentrant=False,
+                early_stop=self._early_stop,
+                **self._options,
+            )
+        except BaseException as error:
+            _leave_checkpoints(error)
+            raise
         self._check_buffers(module, buffers)
         return output
+
+    def _try(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, *, offload: bool
+    ) -> tuple[str, Any]:
+        """(the tier in which there was no room for it, or ""; what the function gives).
+
+        Where there was none, it is as if the function had not been called: buffers it writes none.
+        """
+        assert self._auto is not None
+        states = RandomStates(*args, *kwargs.values())
+        try:
+            with self._auto.offloading() if offload else nullcontext():
+                return "", function(*args, **kwargs)
+        except torch.OutOfMemoryError as error:  # castor's are such
+            tier: str = getattr(error, "tier", "device")
+            _drop_tensors(error)
+        states.restore()
+        return tier, None
 
     def _check_buffers(self, module: nn.Module, before: list[tuple[str, int]]) -> None:
         for name, version in before:
@@ -160,11 +189,14 @@ class _Forward:
         recomputation: Recomputation,
         module: nn.Module,
         run: BlockRun | None,
+        tiles: Tiles,
     ) -> None:
         self._function = function
         self._recomputation = recomputation
         self._module = module
         self._run = run
+        self._tiles = tiles
+        self._number = tiles.number
         self._parameters: list[tuple[str, int]] | None = None
         self._output: list[torch.Tensor] = []
 
@@ -173,7 +205,10 @@ class _Forward:
         if self._run:
             self._run.begin(again=again)
         try:
-            return self._second(*args, **kwargs) if again else self._first(*args, **kwargs)
+            if not again:
+                return self._first(*args, **kwargs)
+            with self._tiles.at(self._number):
+                return self._second(*args, **kwargs)
         except BaseException as stop:
             if self._run and type(stop).__name__ == _STOPPED:
                 traceback.clear_frames(stop.__traceback__)  # their tensors are not kept
@@ -278,6 +313,26 @@ def _choosing_once() -> tuple[_Choices, _Choices]:
     """Contexts of a first forward and of those after it."""
     chosen: list[torch.Tensor] = []
     return _Choices(chosen, again=False), _Choices(chosen, again=True)
+
+
+def _drop_tensors(error: BaseException | None) -> None:
+    """What an error has come through keeps nothing."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__context__
+
+
+def _leave_checkpoints(error: BaseException) -> None:
+    """Takes off the saved-tensor hooks of checkpoints that an error has come out of.
+
+    Torch's generator, in a local variable, does so when it is freed: with the traceback otherwise,
+    and in any order.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if code.co_name == "checkpoint" and code.co_filename == torch.utils.checkpoint.__file__:
+            frame.clear()
 
 
 def _arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import get_device_states
 
-from castor.activations.own_forward import OwnForward
+from castor.activations.block_profile import Tiles
+from castor.activations.own_forward import OwnForward, has_own_forward
+from castor.activations.random_states import RandomStates
 from castor.activations.recompute import (
     Recomputation,
     refuse_changeable,
@@ -20,6 +21,7 @@ from castor.activations.recompute import (
     tensors_in,
 )
 from castor.errors import UsageError
+from castor.runtime.blocks import is_compiled
 
 MLP_NAMES = frozenset({"mlp", "ffn", "ff", "feed_forward", "DenseReluDense"})
 """What models call the part of a block that maps each token by itself."""
@@ -64,6 +66,43 @@ def tiled_parts(block: nn.Module, name: str, part: str) -> dict[str, nn.Module]:
     return found
 
 
+def tile_mlps(
+    blocks: Mapping[str, nn.Module],
+    tiles: Tiles,
+    put: Callable[[nn.Module, str, TiledForward], None],
+) -> list[nn.Module]:
+    """Has the MLPs of blocks run in as many pieces as `tiles` says, where they can.
+
+    Args:
+        blocks: By name.
+        tiles: The number.
+        put: Sets an attribute of a module.
+
+    Returns:
+        Those MLPs.
+    """
+    found: list[nn.Module] = []
+    for name, block in blocks.items():
+        try:
+            parts = tiled_parts(block, name, "")
+        except UsageError:
+            continue
+        for part, module in parts.items():
+            compiled = any(map(is_compiled, (block, *module.modules())))
+            if compiled or has_own_forward(module) or any(map(_drops, module.modules())):
+                continue
+            # The outputs of its two forwards are not compared: those of the block around it are.
+            forward = TiledForward(module, f"{name}.{part}", tiles=tiles, compared=False)
+            put(module, "forward", forward)
+            found.append(module)
+    return found
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether it draws random numbers in training: others in pieces than as a whole."""
+    return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+
+
 class TiledForward(OwnForward):
     """The forward of a module that maps each row by itself, run on some rows after the others.
 
@@ -74,13 +113,14 @@ class TiledForward(OwnForward):
     At the first forward it is checked that the rows do not depend on one another.
     """
 
-    def __init__(self, module: nn.Module, name: str, *, tiles: int, compared: bool) -> None:
+    def __init__(self, module: nn.Module, name: str, *, tiles: int | Tiles, compared: bool) -> None:
         """Takes the place of `module.forward`.
 
         Args:
             module: The module.
             name: Its name in the model.
-            tiles: Pieces; fewer where there are fewer rows.
+            tiles: Pieces; fewer where there are fewer rows. Where "auto" has them, what cannot run
+                in pieces runs as a whole.
             compared: Whether the outputs of its two forwards are, once.
         """
         super().__init__(module)
@@ -88,6 +128,8 @@ class TiledForward(OwnForward):
         self._tiles = tiles
         self._recomputation = Recomputation(module, name, compared=compared)
         self._unchecked = True
+        self.whole = False
+        """"auto" has found that it cannot run in pieces."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Gives what the class's forward gives.
@@ -98,45 +140,87 @@ class TiledForward(OwnForward):
         """
         module = self.module
         forward = functools.partial(type(module).forward, module)
-        if not module.training or not torch.is_grad_enabled():
+        tiles = self._tiles
+        number = tiles.number if isinstance(tiles, Tiles) else tiles
+        if not module.training or not torch.is_grad_enabled() or self.whole:
             return forward(*args, **kwargs)
-        refuse_changeable(self._name, module, (*args, *kwargs.values()))
+        if isinstance(tiles, Tiles) and number == 1:
+            return forward(*args, **kwargs)
         call = _Call(args, kwargs)
+        if isinstance(tiles, Tiles) and self._unchecked:
+            self.whole = not self._may_be_cut(call, number)
+            self._unchecked = False
+            if self.whole:
+                return forward(*args, **kwargs)
+        refuse_changeable(self._name, module, (*args, *kwargs.values()))
         if not call.has_rows:
             raise self._refused("is passed something else than tensors with one row a token")
-        before = _random_states(call.tensors)
-        function = functools.partial(call, forward)
-        pieces = [self._recomputation(function, *piece) for piece in call.pieces(self._tiles)]
-        if not all(map(torch.equal, before, _random_states(call.tensors))):
+        before = RandomStates(*call.tensors)
+        function = functools.partial(call.places, forward)
+        pieces = [self._recomputation(function, *piece) for piece in call.pieces(number)]
+        if not before.are_now(*call.tensors):
             raise self._refused("draws random numbers (dropout), others than it would as a whole")
         output = _joined(pieces)
         if output is None or output.shape[:-1] != call.shape:
             raise self._refused("gives something else than a tensor with one row a token")
         if self._unchecked:
-            self._check_rows(call, output.detach())
+            if self._rows_depend(call, call.tensors, output.detach(), number):
+                raise self._refused("gives rows that depend on other rows")
             self._unchecked = False
         return output
 
-    def _check_rows(self, call: _Call, output: torch.Tensor) -> None:
-        """Raises UsageError where the output's rows depend on other rows.
+    def _may_be_cut(self, call: _Call, number: int) -> bool:
+        """Whether nothing would be refused, tried on one piece, of which nobody sees anything."""
+        module = self.module
+        try:
+            refuse_changeable(self._name, module, call.values)
+        except UsageError:
+            return False
+        if not call.has_rows or call.tensors[0].device.type == "meta":
+            return call.has_rows
+        copied = self._copy()
+        buffers = [buffer._version for buffer in copied.buffers()]
+        piece = [tensor.detach() for tensor in next(call.pieces(number))]
+        states = RandomStates(*piece)
+        with torch.no_grad():
+            joined = _joined([call.places(copied, *piece)])
+        drawn = not states.are_now(*piece)
+        states.restore()
+        if drawn or joined is None or joined.shape[:-1] != piece[0].shape[:-1]:
+            return False
+        depend = self._rows_depend(call, piece, joined, number)
+        return not depend and buffers == [buffer._version for buffer in copied.buffers()]
+
+    def _copy(self) -> nn.Module:
+        """The module without hooks, over the same parameters: nobody need fetch for it."""
+        return copy.deepcopy(self.module, {id(param): param for param in self.module.parameters()})
+
+    def _rows_depend(
+        self, call: _Call, tensors: list[torch.Tensor], output: torch.Tensor, number: int
+    ) -> bool:
+        """Whether rows of the output depend on other rows.
 
         Some rows are computed again, all at once and in two pieces: there they have other
-        neighbours, in another number. A copy without hooks does so, for which nobody need fetch.
+        neighbours, in another number. A copy without hooks does so.
+
+        Args:
+            call: Of the module.
+            tensors: With rows: its arguments, or a piece of them.
+            output: What they give.
+            number: Pieces of the whole.
         """
-        parameters = {id(param): param for param in self.module.parameters()}
-        forward = functools.partial(call, copy.deepcopy(self.module, parameters))
-        in_piece = -(-call.shape[-1] // self._tiles)
-        number = min(_PROBE_ROWS, max(2, in_piece))
-        step = max(1, call.shape[-1] // number)
-        rows = slice(0, step * number, step)
-        inputs = [tensor.detach()[..., rows, :] for tensor in call.tensors]
+        forward = functools.partial(call.places, self._copy())
+        have = tensors[0].shape[_ROWS]
+        rows_of_probe = min(_PROBE_ROWS, max(2, -(-call.shape[-1] // number)), have)
+        step = max(1, have // rows_of_probe)
+        rows = slice(0, step * rows_of_probe, step)
+        inputs = [tensor.detach()[..., rows, :] for tensor in tensors]
         with saved_tensors_hooks(_as_it_is, _as_it_is):  # a block around it may be recomputed
             whole, of_whole = _with_gradients(forward, inputs, 1)
             parts, of_parts = _with_gradients(forward, inputs, 2)
         outputs = [(output[..., rows, :], whole), (parts, whole)]
         gradients = zip(of_parts, of_whole, strict=True)
-        if not all(_close(*pair) for pair in (*outputs, *gradients)):
-            raise self._refused("gives rows that depend on other rows")
+        return not all(_close(*pair) for pair in (*outputs, *gradients))
 
     def _refused(self, why: str) -> UsageError:
         return UsageError(
@@ -147,21 +231,47 @@ class TiledForward(OwnForward):
 
 def is_tiled(module: nn.Module) -> bool:
     """Whether its forward runs in tiles."""
-    return isinstance(module.__dict__.get("forward"), TiledForward)
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, TiledForward) and not forward.whole
+
+
+class _Places:
+    """The arguments of a forward without its tensors, which are put in: it keeps none alive."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._args = [_emptied(value) for value in args]
+        self._kwargs = {name: _emptied(value) for name, value in kwargs.items()}
+
+    def __call__(self, forward: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+        """Calls forward with tensors in their places."""
+        left = iter(tensors)
+
+        def placed(value: Any) -> Any:
+            return next(left).contiguous() if value is _TENSOR else value
+
+        args = [placed(value) for value in self._args]
+        return forward(*args, **{name: placed(value) for name, value in self._kwargs.items()})
+
+
+_TENSOR = object()
+
+
+def _emptied(value: Any) -> Any:
+    return _TENSOR if isinstance(value, torch.Tensor) else value
 
 
 class _Call:
     """The arguments of a forward, whose tensors are cut into rows and put back."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._args = args
-        self._kwargs = kwargs
-        self.tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
+        self.places = _Places(args, kwargs)
+        self.values = (*args, *kwargs.values())
+        self.tensors = [v for v in self.values if isinstance(v, torch.Tensor)]
 
     @property
     def has_rows(self) -> bool:
         """Whether all tensors among them are (..., rows, width), with the same rows."""
-        found = list(tensors_in((self._args, self._kwargs)))
+        found = list(tensors_in(self.values))
         return (
             0 < len(found) == len(self.tensors)
             and all(tensor.dim() > 1 and tensor.shape[:-1] == self.shape for tensor in found)
@@ -176,16 +286,6 @@ class _Call:
     def pieces(self, number: int) -> Iterator[tuple[torch.Tensor, ...]]:
         """The tensors, cut into so many pieces of rows that differ by one row at most."""
         return zip(*(_cut(tensor, number) for tensor in self.tensors), strict=True)
-
-    def __call__(self, forward: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-        """Calls forward with other tensors in their places."""
-        left = iter(tensors)
-
-        def placed(value: Any) -> Any:
-            return next(left).contiguous() if isinstance(value, torch.Tensor) else value
-
-        args = [placed(value) for value in self._args]
-        return forward(*args, **{name: placed(value) for name, value in self._kwargs.items()})
 
 
 def _cut(tensor: torch.Tensor, number: int) -> Sequence[torch.Tensor]:
@@ -226,8 +326,3 @@ def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
     tolerance = torch.finfo(expected.dtype).eps ** 0.5
     return torch.allclose(found, expected, rtol=0.0, atol=tolerance * largest, equal_nan=True)
-
-
-def _random_states(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of the generators that operators on them draw from."""
-    return [torch.get_rng_state(), *get_device_states(*tensors)[1]]

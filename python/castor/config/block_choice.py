@@ -53,9 +53,9 @@ class BlockChoice:
 
 
 def offloads(activations: Activations) -> bool:
-    """Whether a user has chosen that some blocks' activations leave the device."""
+    """Whether some blocks' activations leave the device, or may."""
     choices = [activations] if isinstance(activations, str) else activations.values()
-    return any(text != "auto" and BlockChoice.parse(text).kind == "offload" for text in choices)
+    return any(text == "auto" or BlockChoice.parse(text).kind == "offload" for text in choices)
 
 
 def check_activations(value: object) -> None:

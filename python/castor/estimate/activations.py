@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from castor.activations import output_embedding
-from castor.activations.block_profile import BlockProfile, BlockRun, Decided
+from castor.activations.block_profile import BlockProfile, BlockRun, Decided, Tiles
 from castor.activations.block_profile import Moment as Now
-from castor.activations.output_embedding import rows_per_tile
+from castor.activations.output_embedding import output_embedding, rows_per_tile
 from castor.activations.recompute import Recomputation
+from castor.activations.tiles import tile_mlps
+from castor.config import TileLogits
 from castor.config.names import BACKWARD_ENTER, FORWARD_ENTER
 from castor.estimate.metatrace import Moment
 from castor.runtime.blocks import find_blocks, has_switch
@@ -38,6 +39,11 @@ class RecomputedBlocks:
                 "--activations keep"
             )
         self.num_blocks = len(blocks)
+        self.tiles = Tiles()
+        self.tiled = tile_mlps(
+            blocks, self.tiles, lambda m, _, forward: setattr(m, "forward", forward)
+        )
+        """Modules that run in as many pieces as `tiles` says."""
         self._profile: BlockProfile | None = None
         for i, (name, block) in enumerate(blocks.items()):
             block.gradient_checkpointing = True  # type: ignore[assignment]
@@ -66,6 +72,9 @@ class RecomputedBlocks:
         """As Decisions: none is."""
         return nullcontext()
 
+    def fell_short(self, tier: str) -> None:
+        """As Decisions: that does not happen."""
+
     def open(self, block: int) -> BlockRun:
         """As Decisions."""
         assert self._profile is not None
@@ -80,11 +89,16 @@ class Logits:
         owners = [owner.module for owner in spec.modules]
         self._position = owners.index(self._head) if self._head in owners else -1
 
-    def rows_per_tile(self, rows: int, device_bytes: int) -> int:
-        """As GeminiPlugin(tile_logits="auto") decides; 0: all at once."""
-        if self._head is None or self._position < 0:
+    @property
+    def found(self) -> bool:
+        """Whether there are any."""
+        return self._head is not None and self._position >= 0
+
+    def rows_per_tile(self, rows: int, device_bytes: int, tile_logits: TileLogits = "auto") -> int:
+        """As GeminiPlugin(tile_logits=...) decides; 0: all at once."""
+        if self._head is None or self._position < 0 or tile_logits is False:
             return 0
-        return rows_per_tile(rows, self._head, "auto", device_bytes)
+        return rows_per_tile(rows, self._head, tile_logits, device_bytes)
 
     def tiled(self, moments: list[Moment], rows: int, rows_of_a_tile: int) -> list[Moment]:
         """The moments of a step as they are in tiles.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from castor import _C
 from castor.activations.block_profile import Events, Link, spans_of
@@ -29,6 +30,7 @@ from castor.estimate.model import (
 from castor.estimate.search import largest
 from castor.estimate.simulator import lay_out, options, places, seconds_of
 from castor.estimate.workload import Workload
+from castor.runtime.blocks import find_blocks
 from castor.runtime.spec import ModelSpec
 
 _MAX_BATCH = 2**20
@@ -147,6 +149,7 @@ class Estimator:
             and self._has_homes(machine)
         )
         seconds = figures["step_seconds"]
+        max_batch, max_sequence = self._max_batch(machine), self._max_sequence(machine)
         return Estimate(
             fits=fits,
             device_bytes=figures["peak_device_bytes"] if fits else device_needed,
@@ -156,8 +159,8 @@ class Estimator:
             step_time_s=seconds if fits else None,
             bound=figures["bound"] if fits else None,
             tokens_per_s=batch * self.workload.sequence / seconds if fits else None,
-            max_batch=self._max_batch(machine),
-            max_sequence=self._max_sequence(machine),
+            max_batch=max_batch,
+            max_sequence=max_sequence,
             busy_s=figures["busy_seconds"],
             parameters=self.num_parameters,
             flops=step.flops,
@@ -166,7 +169,11 @@ class Estimator:
             recomputed_blocks=figures["recomputed_blocks"],
             offloaded_blocks=figures["offloaded_blocks"],
             rows_per_tile=figures["rows_per_tile"],
-            remedies=() if fits else self._remedies(machine, device_needed, host_needed, figures),
+            remedies=()
+            if fits
+            else self._remedies(
+                machine, device_needed, host_needed, figures, self._smaller(max_batch, max_sequence)
+            ),
         )
 
     def simulate(
@@ -281,24 +288,39 @@ class Estimator:
             most=most,
         )
 
+    def _smaller(self, max_batch: int, max_sequence: int | None) -> str:
+        """What would fit instead of the workload's batch."""
+        batch, sequence = self.workload.batch, self.workload.sequence
+        fits = [f"{max_batch} x {sequence}"] if max_batch else []
+        fits += [f"{batch} x {max_sequence}"] if max_sequence else []
+        if not fits:
+            return "no smaller batch fits"
+        return f"at most {' or '.join(fits)} tokens instead of {batch} x {sequence}"
+
     def _remedies(
-        self, machine: Machine, device_needed: int, host_needed: int, figures: dict[str, Any]
+        self,
+        machine: Machine,
+        device_needed: int,
+        host_needed: int,
+        figures: dict[str, Any],
+        smaller: str,
     ) -> tuple[str, ...]:
         found = []
         if device_needed > machine.device_bytes:
             instead = (
                 "--activations auto"
                 if self.workload.activations == "keep"
-                else "a device with more memory"
+                else "a device with that much"
             )
+            module = figures["smallest_budget_module"]
             found.append(
-                f"module '{figures['smallest_budget_module']}' needs {size(device_needed)} of "
+                f"{named_in_block(self._model, module)} needs {size(device_needed)} of "
                 f"device memory, {size(device_needed - machine.device_bytes)} more than there is: "
-                f"a smaller batch or sequence, or {instead}"
+                f"{smaller}, or {instead}"
             )
         if host_needed > machine.host_bytes:
-            smaller = self._formats_that_fit(machine)
-            instead = f"--format {' or '.join(smaller)}" if smaller else "a smaller model"
+            formats = self._formats_that_fit(machine)
+            instead = f"--format {' or '.join(formats)}" if formats else "a smaller model"
             what = "the windows through which NVMe is worked on"
             if machine.nvme is None:
                 what = "parameters, gradients and optimizer state"
@@ -330,6 +352,14 @@ class Estimator:
     def _lay_out(self, state_format: StateFormat) -> _C.Simulator:
         workload = self.workload
         return lay_out(self._spec, workload.precision, state_format, workload.optimizer)
+
+
+def named_in_block(model: nn.Module, module: str) -> str:
+    """A module by name, and the block of the model that it is in."""
+    for name in find_blocks(model):
+        if module.startswith(f"{name}."):
+            return f"block '{name}' (module '{module}')"
+    return f"module '{module}'"
 
 
 def size(num_bytes: int) -> str:

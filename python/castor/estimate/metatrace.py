@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -172,12 +173,20 @@ def _attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    device: str = "cuda",
 ) -> torch.Tensor:
     """Shapes (batch, heads, positions, width), as of scaled_dot_product_attention."""
     if enable_gqa:
         groups = query.size(-3) // key.size(-3)
         key = key.repeat_interleave(groups, -3)
         value = value.repeat_interleave(groups, -3)
+    # The CPU's kernel has no dropout, and other devices have no kernel.
+    if device != "cuda" and (device != "cpu" or dropout_p > 0.0):
+        by_scores: torch.Tensor = _aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+        )[0]
+        return by_scores
     bias = attn_mask
     if bias is not None:
         if bias.dtype == torch.bool:
@@ -190,14 +199,14 @@ def _attention(
 
 
 @contextmanager
-def _fused_attention() -> Iterator[None]:
-    """Attention as GPUs run it, without the matrix of scores: the meta device would make one.
+def _fused_attention(*, device: str = "cuda") -> Iterator[None]:
+    """Attention as devices run it, without the matrix of scores: the meta device would make one.
 
     Replaced in torch itself: a mode would not see what backward computes again.
     """
     functional: Any = nn.functional
     before = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = _attention
+    functional.scaled_dot_product_attention = partial(_attention, device=device)
     try:
         yield
     finally:
@@ -216,7 +225,11 @@ def _following(spec: ModelSpec, events: _C.StepEvents) -> Iterator[None]:
 
 @contextmanager
 def recording(
-    spec: ModelSpec, simulator: _C.Simulator, held: Iterable[torch.Tensor]
+    spec: ModelSpec,
+    simulator: _C.Simulator,
+    held: Iterable[torch.Tensor],
+    *,
+    device: str = "cuda",
 ) -> Iterator[Recorder]:
     """In it what a meta model computes is kept.
 
@@ -224,12 +237,13 @@ def recording(
         spec: What castor sees of it.
         simulator: In which the model is laid out in chunks.
         held: Tensors that are there throughout, other than parameters.
+        device: The type of that where it would compute.
     """
     recorder = Recorder([*spec.params])
     events = simulator.follow(spec.params, recorder.event)
     for tensor in held:
         recorder.charge(tensor)
-    with _following(spec, events), _fused_attention(), recorder:
+    with _following(spec, events), _fused_attention(device=device), recorder:
         yield recorder
 
 
@@ -264,6 +278,8 @@ def record_step(
     inputs: dict[str, torch.Tensor],
     simulator: _C.Simulator,
     blocks: BlockProfiler | None = None,
+    *,
+    device: str = "cuda",
 ) -> Step:
     """Runs one forward and backward of a meta model.
 
@@ -273,6 +289,7 @@ def record_step(
         inputs: Keyword arguments of its forward, on the meta device, with labels.
         simulator: In which the model is laid out in chunks.
         blocks: What keeps the passes through recomputed blocks; None: no block is.
+        device: The type of that where it would compute.
 
     Returns:
         The step's moments, in order.
@@ -281,7 +298,7 @@ def record_step(
         ValueError: See run.
     """
     held = (*model.buffers(), *inputs.values())
-    with recording(spec, simulator, held) as recorder:
+    with recording(spec, simulator, held, device=device) as recorder:
         if blocks:
             blocks.begin(lambda: (len(recorder.moments), recorder.live_bytes))
         run(model, inputs).backward()

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from castor.config import GeminiConfig
+from castor.errors import OutOfMemoryError
 from castor.optim.loss_scaler import LossScaler
 from castor.optim.nonfinite import nonfinite_error, warn_of_skip
 from castor.runtime.engine import Engine
@@ -174,6 +175,9 @@ class StepDriver:
         self.engine.session.set_loss_scale(self.loss_scale)
         try:
             (loss * self.loss_scale if self.scaler else loss).backward()
+        except OutOfMemoryError as error:
+            self.engine.blocks.explain(error)
+            raise
         finally:
             self.engine.session.set_loss_scale(1.0)
 

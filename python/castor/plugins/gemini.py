@@ -30,6 +30,7 @@ from castor.config import (
     parse_paths,
 )
 from castor.distributed import data_rank_and_size
+from castor.estimate.boosted import StepsOnPaper
 from castor.optim.boosted import boost_optimizer
 from castor.optim.boosted_state import choose_state_format
 from castor.optim.check_optimizers import check_optimizers
@@ -148,8 +149,8 @@ class GeminiPlugin:
             that the host has no room for. A preallocated file in each, removed at the end. Default:
             what HybridAdam was given, or else no such tier.
         nvme_memory: What may be taken there: bytes or a size. Default: what the disks have. With
-            activations that are offloaded by hand all of it is taken: for those that host_memory
-            has no room for.
+            activations="auto", and where they are offloaded by hand, all of it is taken: for those
+            that host_memory has no room for.
         nvme_offload_fraction: Share of the optimizer state that goes there at least, in [0, 1].
             Default: what HybridAdam was given, or else what does not fit host_memory.
         nvme_verify: Whether what comes back is compared with checksums of what was written.
@@ -364,8 +365,7 @@ class GeminiPlugin:
             updated=held,
         )
         divided.start(engine)
-        blocks.apply(model, engine)
-        engine.blocks = blocks
+        blocks.apply(model, engine, StepsOnPaper)
         if head is not None and head in engine.positions:  # else another stage has it
             defer_logits(engine, head, config)
         model_step = ModelStep(engine, config, optimizers, in_place=None in rules, seed=choice.seed)

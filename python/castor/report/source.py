@@ -114,7 +114,9 @@ class Source:
             (
                 "Tiled",
                 f"{memory.tiled_blocks} of {memory.activation_blocks} blocks",
-                "a part of each runs on some rows at a time, in backward once more",
+                f"MLPs in {memory.mlp_tiles} pieces, for the budget has no room for whole ones"
+                if memory.mlp_tiles
+                else "a part of each runs on some rows at a time, in backward once more",
             )
         ]
         steps_remark = f"{memory.skipped_steps} skipped, {memory.divergent_steps} left the plan"

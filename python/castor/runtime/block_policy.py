@@ -8,6 +8,16 @@ from castor.runtime.report import BlockFigures
 class BlockPolicy:
     """Leaves them as they are; see castor.activations.Blocks."""
 
+    logit_rows = 0
+    """So many rows of logits at once are what the budget has room for; 0: nobody has looked."""
+
+    def explain(self, error: BaseException | None) -> None:
+        """A forward or a backward has failed: an error of the device's budget says what would do.
+
+        Args:
+            error: Why; None: it has not failed.
+        """
+
     def figures(self) -> BlockFigures:
         """As they are now."""
         return BlockFigures()

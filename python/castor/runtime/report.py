@@ -51,6 +51,7 @@ class BlockFigures:
     offloaded_blocks: int = 0
     offloaded_activation_bytes: int = 0
     tiled_blocks: int = 0
+    mlp_tiles: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +123,8 @@ class MemoryReport:
     """What the last step copied there."""
     tiled_blocks: int
     """Blocks with a part that runs on a piece of the rows at a time."""
+    mlp_tiles: int
+    """activations="auto": pieces of these blocks' MLPs, as nothing less fits; 0: not by "auto"."""
     num_chunks: int
     """Chunks of the model."""
     chunk_bytes: int

@@ -1,0 +1,120 @@
+"""Budgets in which recomputed blocks are not small enough: pieces, and what would do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from castor.errors import OutOfMemoryError
+from castor.runtime.blocks import find_blocks
+
+MOST_TILES = 16
+"""Pieces that "auto" cuts rows into, at most."""
+_WIDE = 8
+"""Of every output of a block's layers there are about so many tensors at once, at most."""
+_HEADS = 64
+"""Of attention that makes a matrix of scores, about, at most."""
+_ROOM = 2
+"""What takes so many times less than the budget is not looked at closer."""
+
+Shape = tuple[int, int]
+"""Samples, and tokens of each."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What is cut into pieces of rows, so that a step takes less."""
+
+    tiles: int = 1
+    """Of the blocks' MLPs."""
+    logit_rows: int = 0
+    """That are computed at once; 0: as many as tile_logits says."""
+
+
+class Paper(Protocol):
+    """Steps of a model, every block recomputed, that are not run (castor.estimate.boosted)."""
+
+    def fitting(self, shape: Shape) -> Pieces | None:
+        """The fewest pieces of logits, then of MLPs, in which a step fits; None: there are none."""
+        ...
+
+    def advice(self, shape: Shape) -> str:
+        """What a step needs, and the largest that would do; "": that cannot be told."""
+        ...
+
+
+class Tight:
+    """What a model's training forwards bring, and whether the budget is small for it."""
+
+    def __init__(self, model: nn.Module, paper: Paper, device_bytes: int) -> None:
+        """Of a model and its device budget."""
+        self._paper = paper
+        self._device_bytes = device_bytes
+        self._bytes_per_token = _bytes_per_token(model)
+        self._largest_module = _largest_module_bytes(model)
+        self._looked_at: list[Shape] = []
+        self._shape: Shape | None = None
+        self.pieces = Pieces()
+        """That serve for all forwards so far."""
+
+    def explain(self, error: BaseException | None) -> None:
+        """Has an error of the device's budget say what would do."""
+        if isinstance(error, OutOfMemoryError) and error.tier == "device" and self._shape:
+            error.advise(self._paper.advice(self._shape))
+
+    def comes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """The model's training forward is called; says whether there are more pieces from now on.
+
+        Where a look at the model's size says that there is room, nothing is recorded.
+        """
+        shape = self._shape = _shape_of(args, kwargs)
+        if shape is None or any(_within(shape, other) for other in self._looked_at):
+            return False
+        self._looked_at.append(shape)
+        samples, tokens = shape
+        of_scores = _HEADS * tokens * 4
+        rough = samples * tokens * (self._bytes_per_token + of_scores) + 2 * self._largest_module
+        found = None if _ROOM * rough <= self._device_bytes else self._paper.fitting(shape)
+        if not found:
+            return False
+        before = self.pieces
+        rows = [pieces.logit_rows for pieces in (found, before) if pieces.logit_rows]
+        self.pieces = Pieces(max(found.tiles, before.tiles), min(rows, default=0))
+        return self.pieces != before
+
+
+def _shape_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shape | None:
+    """Of the tokens that a model is given; None: it is given something else."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if isinstance(ids, torch.Tensor) and ids.dim() == 2 and not ids.is_floating_point():
+        return ids.shape[0], ids.shape[1]
+    return None
+
+
+def _within(shape: Shape, other: Shape) -> bool:
+    return shape[1] <= other[1] and shape[0] * shape[1] <= other[0] * other[1]
+
+
+def _bytes_per_token(model: nn.Module) -> int:
+    """About what a step takes, blocks recomputed; rather too much."""
+    blocks = list(find_blocks(model).values())
+    inner = max((_out_features(block) for block in blocks), default=0)
+    outside = _out_features(model) - sum(map(_out_features, blocks))
+    width = max((m.in_features for m in model.modules() if isinstance(m, nn.Linear)), default=0)
+    return 4 * (len(blocks) * width + _WIDE * (inner + outside))
+
+
+def _out_features(module: nn.Module) -> int:
+    """Of all matrices, whatever their layer is called."""
+    return sum(max(p.shape) for p in module.parameters() if p.dim() > 1)
+
+
+def _largest_module_bytes(model: nn.Module) -> int:
+    return max(
+        sum(param.nbytes for param in module.parameters(recurse=False))
+        for module in model.modules()
+    )
