@@ -97,6 +97,7 @@ def seams(_: Path) -> None:
             boosted.step(_tower_loss(boosted.model, step, rank))
             distributed.barrier()
             report = boosted.booster.report(boosted.model)
+            distributed.barrier()  # before the other rank's next step reads of this one
             print(report.rank_read_bytes - before.rank_read_bytes,
                   report.rank_sent_bytes - before.rank_sent_bytes,
                   sum(chunk_bytes(boosted.model)))  # fmt: skip
