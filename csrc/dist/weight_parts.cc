@@ -260,8 +260,8 @@ void WeightParts::answer() noexcept {
   while (next_answer(wanted)) {
     const std::span<const std::byte> part = parts_[wanted.request.chunk];
     try {
+      bytes_sent_ += part.size();  // before that rank has it, and may meet this one and report
       messages_->send(wanted.from, wanted.request.tag, part)->wait();
-      bytes_sent_ += part.size();
     } catch (const Error&) {  // NOLINT(bugprone-empty-catch): that rank is gone, or was told
     }
   }

@@ -1,14 +1,20 @@
 """Starts what rank_cases.py and others hold on several ranks, as torchrun would."""
 
+import functools
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+NURSERY = Path(__file__).parent / "nursery.py"
 
 Scenario = Callable[[Path], None]
 """Of the directory that the ranks share."""
@@ -23,7 +29,81 @@ class Outcome:
     errors: str
 
 
-def start(scenario: Scenario, size: int, directory: Path) -> list[subprocess.Popen[str]]:
+class Rank:
+    """A process that a nursery has started."""
+
+    def __init__(
+        self, nursery: socket.socket, environment: dict[str, str], *arguments: str
+    ) -> None:
+        """Args:
+        nursery: Of the nursery that starts it.
+        environment: All of it.
+        arguments: The script and its own; the last is the directory that it runs in.
+        """
+        self._said = [os.memfd_create(name) for name in ("output", "errors")]
+        read, written = os.pipe()
+        request = {
+            "arguments": arguments, "environment": environment, "directory": arguments[-1],
+        }  # fmt: skip
+        socket.send_fds(nursery, [json.dumps(request).encode()], [*self._said, written])
+        os.close(written)
+        self._status = os.fdopen(read)
+        self.pid = int(self._status.readline())
+        self._code: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code; a negative one is a signal's.
+
+        Raises:
+            TimeoutError: It is not over after `timeout` seconds.
+        """
+        if self._code is None:
+            over, _, _ = select.select([self._status], [], [], timeout)
+            if not over:
+                raise TimeoutError
+            self._code = int(self._status.readline())
+            self._status.close()
+        return self._code
+
+    def over(self) -> bool:
+        """Whether it has ended."""
+        try:
+            self.wait(0)
+        except TimeoutError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """With SIGKILL; as nothing where it is over."""
+        if not self.over():
+            os.kill(self.pid, signal.SIGKILL)
+
+    def outcome(self) -> Outcome:
+        """Once it is over."""
+        said = []
+        for descriptor in self._said:
+            with open(descriptor, "rb") as file:
+                file.seek(0)
+                said.append(file.read().decode())
+        return Outcome(self.wait(), *said)
+
+
+@functools.cache
+def nursery(_: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """A process that starts others and ends with this one, and the socket to tell it by."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        descriptor = theirs.fileno()
+        process = subprocess.Popen(
+            [sys.executable, str(NURSERY), str(descriptor)],
+            pass_fds=[descriptor],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+    return ours, process
+
+
+def start(scenario: Scenario, size: int, directory: Path) -> list[Rank]:
     """Starts a scenario on `size` ranks."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -35,36 +115,30 @@ def start(scenario: Scenario, size: int, directory: Path) -> list[subprocess.Pop
             "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, scenario.__code__.co_filename, scenario.__name__, str(directory)],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                cwd=directory,
-            )
-        )
+        # Of two: neighbours hash strings differently, as processes of their own do.
+        script = (scenario.__code__.co_filename, scenario.__name__, str(directory))
+        ranks.append(Rank(nursery(rank % 2)[0], environment, *script))
     return ranks
 
 
-def finish(ranks: list[subprocess.Popen[str]], *, timeout: float = 240) -> list[Outcome]:
+def finish(ranks: list[Rank], *, timeout: float = 240) -> list[Outcome]:
     """Waits for ranks that were started.
 
     Raises:
         AssertionError: They are not over in time; they are killed.
     """
+    end = time.monotonic() + timeout
     try:
-        outputs = [process.communicate(timeout=timeout) for process in ranks]
-    except subprocess.TimeoutExpired as error:
-        for process in ranks:
-            process.kill()
-        said = "\n".join(str(process.communicate()) for process in ranks)
+        for rank in ranks:
+            rank.wait(max(0, end - time.monotonic()))
+    except TimeoutError as error:
+        for rank in ranks:
+            rank.kill()
+        for rank in ranks:
+            rank.wait()
+        said = "\n".join(str(rank.outcome()) for rank in ranks)
         raise AssertionError(f"ranks are not over after {timeout} s: {said}") from error
-    return [
-        Outcome(process.returncode, output, errors)
-        for process, (output, errors) in zip(ranks, outputs, strict=True)
-    ]
+    return [rank.outcome() for rank in ranks]
 
 
 def run(scenario: Scenario, size: int, directory: Path, *, timeout: float = 240) -> list[Outcome]:

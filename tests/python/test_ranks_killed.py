@@ -5,14 +5,13 @@ CASTOR_KILLS=50 kills so many.
 
 import os
 import random
-import subprocess
 import time
 from pathlib import Path
 
 import torch
 
 from rank_cases import saves_each_step
-from rank_processes import finish, start, succeeded
+from rank_processes import Rank, finish, start, succeeded
 
 
 def test_killed_while_saving_any_number_of_ranks_goes_on_bitwise(tmp_path: Path) -> None:
@@ -48,11 +47,11 @@ def begun_saves(directory: Path) -> set[str]:
     return {path.name for path in directory.glob("run/.*")}
 
 
-def killed_in_a_save(rank: subprocess.Popen[str], directory: Path, chance: random.Random) -> bool:
+def killed_in_a_save(rank: Rank, directory: Path, chance: random.Random) -> bool:
     """Kills it in one of the saves to come; False: it has ended before."""
     saves_before = chance.randrange(4)
     seen = begun_saves(directory)  # what those before it have left
-    while rank.poll() is None:
+    while not rank.over():
         staged = begun_saves(directory)
         if staged - seen:
             seen |= staged
@@ -60,7 +59,6 @@ def killed_in_a_save(rank: subprocess.Popen[str], directory: Path, chance: rando
             if saves_before < 0:
                 time.sleep(chance.uniform(0, 0.03))
                 rank.kill()
-                rank.wait()
-                return rank.returncode == -9
+                return rank.wait() == -9
         time.sleep(0.001)
     return False

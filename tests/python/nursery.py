@@ -1,0 +1,86 @@
+"""Starts processes that have torch, transformers and castor imported: 4 s of a core each otherwise.
+
+`python nursery.py DESCRIPTOR`: requests come over that socket, each with files for a process's
+standard output and errors and one for what becomes of it: its number, and then its exit code. The
+process is forked before torch starts a thread, runs one script, and ends as any other does.
+"""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+Request = dict[str, Any]
+
+
+def serve(channel: socket.socket) -> Request:
+    """Returns in each new process, with what it shall do. Exits where the other side has."""
+    statuses: dict[int, tuple[int, int]] = {}  # of a pidfd: the process, and where to write
+    with selectors.DefaultSelector() as ready:
+        ready.register(channel, selectors.EVENT_READ)
+        while True:
+            for key, _ in ready.select():
+                if key.fileobj is not channel:
+                    ready.unregister(key.fd)
+                    pid, status = statuses.pop(key.fd)
+                    _, result = os.waitpid(pid, 0)
+                    os.write(status, b"%d\n" % os.waitstatus_to_exitcode(result))
+                    os.close(status)
+                    os.close(key.fd)
+                    continue
+                message, files, _, _ = socket.recv_fds(channel, 1 << 20, 3)
+                if not message:
+                    sys.exit()
+                output, errors, status = files
+                pid = os.fork()
+                if pid == 0:
+                    for other, (_, written) in statuses.items():
+                        os.close(other)
+                        os.close(written)
+                    os.close(status)
+                    _take(output, 1)
+                    _take(errors, 2)
+                    return json.loads(message)
+                os.write(status, b"%d\n" % pid)
+                os.close(output)
+                os.close(errors)
+                pidfd = os.pidfd_open(pid)
+                statuses[pidfd] = (pid, status)
+                ready.register(pidfd, selectors.EVENT_READ)
+
+
+def _take(file: int, number: int) -> None:
+    os.dup2(file, number)
+    os.close(file)
+
+
+def preload() -> None:
+    """What ranks import before they differ; no thread may run after it."""
+    for name in ("castor", "torch.distributed.pipelining", "torch.distributed.tensor"):
+        importlib.import_module(name)
+    for name in ("bert", "gpt2", "llama", "mixtral", "t5", "vit"):
+        importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    assert len(os.listdir("/proc/self/task")) == 1
+    gc.freeze()  # or each process copies it all when it ends, to find what is not used
+
+
+def main() -> None:
+    """Ends as the script of a process does."""
+    with socket.socket(fileno=int(sys.argv[1])) as channel:
+        preload()
+        request = serve(channel)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["directory"])
+    script, *_ = sys.argv[:] = request["arguments"]
+    sys.path[0] = str(Path(script).parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+main()
