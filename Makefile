@@ -288,7 +288,7 @@ SIMGPU_OWN := cuda cuda_session gpu_ranks streams simulated_gpu simulated_device
 SIMGPU_SUITES := parity checkpoint_resume checkpoint_model checkpoint_optimizer checkpoint_faults \
 	checkpoint_damage checkpoint_dataloader gradient_parts hybrid nvme nvme_abuse nvme_weights \
 	nvme_weights_shared passes states untrained writes recomputed_blocks auto_activations offloaded_blocks \
-	tiled_blocks tight_budgets shared_budget generation
+	tiled_blocks tiled_logits activations_on_nvme tight_budgets shared_budget generation
 comma := ,
 simgpu: export CASTOR_REQUIRE_SIMULATED_DEVICE := 1
 simgpu: $(VENV_STAMPS)/castor

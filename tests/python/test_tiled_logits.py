@@ -73,7 +73,9 @@ def own_loss(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+    """On the CPU."""
+    named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    return dict(zip((name for name, _ in named), copies(grad for _, grad in named), strict=True))
 
 
 def head_names(model: Any) -> set[str]:
@@ -95,13 +97,14 @@ def of_boosted(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], Boosted]:
     boosted = boost(case.model(), **settings)
     torch.manual_seed(5)
-    loss = loss_of(boosted.model, case.batch(0))
+    loss = loss_of(boosted.model, on_device_of(boosted, case.batch(0)))
     boosted.booster.backward(loss, boosted.optimizer)
-    return loss.detach(), gradients(boosted.model), boosted
+    return loss.detach().cpu(), gradients(boosted.model), boosted
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+    actual, expected = actual.cpu().double(), expected.cpu().double()
+    return ((actual - expected).norm() / expected.norm()).item()
 
 
 def assert_as_plain(case: Case, loss_of: Loss, tile: Any, *, tiled: bool = True) -> Boosted:
@@ -169,9 +172,13 @@ def loop_of(**arguments: Any) -> Loss:
     def loss_of(model: Any, batch: Batch) -> torch.Tensor:
         logits = model(input_ids=batch["input_ids"]).logits.flatten(0, -2)
         target = with_ignored(batch["labels"], arguments.get("ignore_index", -100))
-        loss = F.cross_entropy(logits, target, **arguments)
+        placed = {
+            name: value.to(target.device) if isinstance(value, torch.Tensor) else value
+            for name, value in arguments.items()
+        }
+        loss = F.cross_entropy(logits, target, **placed)
         if arguments.get("reduction") == "none":  # a different weight for each row
-            loss = (loss * torch.linspace(0.5, 2, loss.numel())).sum()
+            loss = (loss * torch.linspace(0.5, 2, loss.numel(), device=loss.device)).sum()
         return loss
 
     return loss_of
@@ -294,9 +301,13 @@ def test_other_uses_of_logits_get_their_values(loss: str, name: str, tile: int) 
 
 
 def pair(case: Case = LLAMA, tile: Any = 5) -> tuple[nn.Module, Any, Boosted]:
-    return case.model(), case.batch(0), boost(case.model(), tile_logits=tile)
+    """A plain model, a batch, and a boosted one, all where castor computes."""
+    boosted = boost(case.model(), tile_logits=tile)
+    plain = case.model().to(engine_of(boosted.model).device)
+    return plain, on_device_of(boosted, case.batch(0)), boosted
 
 
+@pytest.mark.cpu_device("a GPU's values are no numpy array")
 def test_what_plain_code_sees_of_logits() -> None:
     plain, batch, boosted = pair()
     expected, logits = plain(**batch).logits, boosted.model(**batch).logits
@@ -427,6 +438,7 @@ def test_a_second_backward_and_a_second_derivative() -> None:
         assert relative(actual, expected) <= 1e-5
 
 
+@pytest.mark.cpu_device("autocast of the CPU")
 def test_never_outside_training() -> None:
     plain, batch, boosted = pair()
     model = boosted.model
@@ -478,8 +490,8 @@ def test_a_copy_of_the_model_is_plain(copy_of: Callable[[nn.Module], nn.Module])
     copied.lm_head.weight.data.zero_()
     assert not copied(**batch).logits.any()
     assert boosted.model(**batch).logits.any()
-    again = boost(copied, tile_logits=True)
-    assert isinstance(again.model(**batch).logits, DeferredLogits)
+    again = boost(copied.cpu(), tile_logits=True)
+    assert isinstance(again.model(**on_device_of(again, batch)).logits, DeferredLogits)
 
 
 def train(
@@ -580,7 +592,7 @@ def test_gathered_embeddings_and_weights_on_nvme(name: str, tmp_path: Path) -> N
     runs = [train(gathering, case, own_loss, 4, 1)]
     host = gathering.report().host_bytes // 3
     stored = boost(
-        case.model(), "1MiB", tile_logits=8, chunk_bytes=2**15,
+        case.model(), "1100KiB", tile_logits=8, chunk_bytes=2**15,
         host_memory=host, nvme_path=tmp_path,
     )  # fmt: skip
     runs.append(train(stored, case, own_loss, 4, 1))
@@ -590,6 +602,7 @@ def test_gathered_embeddings_and_weights_on_nvme(name: str, tmp_path: Path) -> N
             assert abs(mine - theirs) <= 1e-5 * abs(theirs)
 
 
+@pytest.mark.cpu_device("it has devices of its own")
 @pytest.mark.parametrize("overlap", ["none", "forward"])
 def test_on_a_simulated_device(simulated: Any, overlap: str) -> None:
     settings: dict[str, Any] = {"overlap": overlap, "chunk_bytes": 2**15, "tile_logits": 8}
@@ -716,6 +729,7 @@ def test_tuples_backward_hooks_and_casts_of_outputs(tile: int) -> None:
     assert torch.equal(outputs.logits, plain(**batch).logits)
 
 
+@pytest.mark.cpu_device("its plugins are of the CPU device")
 def test_bad_values_are_refused_with_a_sentence() -> None:
     for value in (0, -3):
         with pytest.raises(ValueError, match=r"tile_logits is .*at least 1"):
@@ -767,6 +781,7 @@ def test_frozen_parts(frozen: str) -> None:
     assert_as_plain(case, own_loss, 5)
 
 
+@pytest.mark.cpu_device("a GPU tells of a label out of bounds later")
 def test_errors_of_plain_pytorch() -> None:
     plain, batch, boosted = pair()
     for model in (plain, boosted.model):
@@ -859,4 +874,4 @@ def test_weights_after_training_are_those_of_plain_training() -> None:
     expected = copies(plain.parameters())
     engine_of(boosted.model).session.send_home()
     for mine, theirs in zip(boosted.model.parameters(), expected, strict=True):
-        assert (mine - theirs).abs().max() <= 0.1 * LR
+        assert (mine.cpu() - theirs).abs().max() <= 0.1 * LR
