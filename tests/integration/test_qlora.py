@@ -286,7 +286,8 @@ def test_the_trainer_trains_as_without_castor(base: Path, tmp_path: Path) -> Non
         return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
     plugin = castor.GeminiPlugin(device="cpu", device_memory="3MiB", host_memory="64MiB")
-    assert losses(trainer(hf.Trainer, plugin)) == losses(hf.Trainer)
+    # torch's AdamW and the rule round differently in their last bits.
+    assert losses(trainer(hf.Trainer, plugin)) == pytest.approx(losses(hf.Trainer), rel=1e-5)
 
 
 def test_the_guide_trains(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
