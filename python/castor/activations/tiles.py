@@ -215,7 +215,8 @@ class TiledForward(OwnForward):
         step = max(1, have // rows_of_probe)
         rows = slice(0, step * rows_of_probe, step)
         inputs = [tensor.detach()[..., rows, :] for tensor in tensors]
-        with saved_tensors_hooks(_as_it_is, _as_it_is):  # a block around it may be recomputed
+        # A block around it may be recomputed; saved as they are, outputs would hold their own nodes.
+        with saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
             whole, of_whole = _with_gradients(forward, inputs, 1)
             parts, of_parts = _with_gradients(forward, inputs, 2)
         outputs = [(output[..., rows, :], whole), (parts, whole)]
@@ -315,10 +316,6 @@ def _with_gradients(
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         grads = torch.autograd.grad(output, wanted, output.detach(), materialize_grads=True)
     return output.detach(), list(grads)
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
