@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Optimizer, RMSprop
 
 import castor
 import helpers
@@ -354,8 +354,16 @@ def loads(directory: Path) -> None:
 
 
 def steps_with_momentum(directory: Path) -> None:
+    _steps_kept(directory, _sgd)
+
+
+def steps_of_ones_own(directory: Path) -> None:
+    _steps_kept(directory, lambda params: RMSprop(params, lr=1e-3, momentum=0.5))
+
+
+def _steps_kept(directory: Path, make: Callable[[list[nn.Parameter]], Optimizer]) -> None:
     """Three steps in bf16 from where the last such scenario ended, and what they come to."""
-    case = RankCase(tower, _tower_loss, {"precision": "bf16"}, optimizer=_sgd)
+    case = RankCase(tower, _tower_loss, {"precision": "bf16"}, optimizer=make)
     goes_on = (directory / "run").exists()
     with _of_rank() as rank:
         booster, model, optimizer = boost(case)

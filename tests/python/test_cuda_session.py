@@ -99,17 +99,6 @@ def test_defaults_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         GeminiPlugin(device="cuda", link_bandwidth="1GB/s")
 
 
-@pytest.mark.usefixtures("two_gpus")
-def test_other_optimizers_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("castor.plugins.machine.load_cuda", lambda: None)
-    model = tower()
-    plugin = GeminiPlugin(device="cuda:0", device_memory=GIB, precision="fp32")
-    with pytest.raises(NotImplementedError, match="a GPU would read over the link"):
-        castor.Booster(plugin=plugin).boost(model, torch.optim.RMSprop(model.parameters(), LR))
-    with pytest.raises(NotImplementedError, match="SGD runs fused on the CPU device, and castor"):
-        castor.Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), LR))
-
-
 # --- on a GPU -----------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from castor import Booster, HybridAdam
 from castor.checkpoint.convert import convert
 from castor.estimate import Workload, estimate
 from castor.optim import Lion
-from castor.optim.check_optimizers import check_optimizers
+from castor.optim.rules import rules_of
 from castor.runtime.engine import engine_of
 from estimating import SMALL, small_machine, write
 from helpers import (
@@ -272,11 +271,11 @@ def test_formats_that_round_are_refused_by_name(name: str, state_format: str) ->
 
 
 @pytest.mark.parametrize("name", ["plain", "lion"])
-def test_a_gpu_is_refused_by_name(name: str) -> None:
+def test_on_a_gpu_which_has_no_kernels_of_it_an_optimizer_steps_itself(name: str) -> None:
+    """test_own_steps.py has its bits."""
     optimizer = MAKERS[name](tower().parameters())
-    config = replace(plugin().config, device="cuda:0")
-    with pytest.raises(NotImplementedError, match=r"castor has no kernels of it for a GPU"):
-        check_optimizers([optimizer], config)
+    assert rules_of([optimizer], "cuda:0") == [None]
+    assert rules_of([optimizer], "cpu") != [None]
 
 
 @pytest.mark.parametrize(
@@ -596,8 +595,15 @@ def test_a_rule_beside_another_needs_its_own_masters() -> None:
         make(part)
         for make, part in zip((MAKERS["momentum"], HybridAdam), parts_of(model), strict=True)
     ]
-    with pytest.raises(NotImplementedError, match=r"SGD .*generic path.*one kind a model"):
-        Booster(plugin=plugin(precision="bf16")).boost(model, pair)
+    Booster(plugin=plugin(precision="bf16", optim_state_format="fp32")).boost(model, pair)
+    assert [one._castor.fused for one in pair] == [False, True]
+    model(**tower_batch(0)).backward()
+    for one in pair:
+        one.step()
+    for part, one in zip(parts_of(model), pair, strict=True):
+        for param in part:
+            kept = "master" in one.state[param]
+            assert kept is (one is pair[0])
 
 
 # --- several ranks ------------------------------------------------------------------------------

@@ -382,19 +382,6 @@ def test_other_optimizer_gives_the_weights_of_plain(name: str) -> None:
     assert report.peak_device_bytes <= report.device_budget_bytes
 
 
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_other_optimizer_is_refused_in_16_bits_and_leaves_the_model_alone(
-    name: str, precision: str
-) -> None:
-    model = tower()
-    before = copies(model.parameters())
-    with pytest.raises(NotImplementedError, match=precision):
-        boost(model, optimizer=OTHERS[name](model.parameters()), precision=precision)
-    assert_same_weights(model, before)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
 def test_step_hooks_run_once_after_load_state_dict():
     model = nn.Linear(4, 4)
     optimizer = AdamW(model.parameters())

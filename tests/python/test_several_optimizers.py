@@ -252,19 +252,9 @@ def test_a_parameter_that_none_holds_is_named() -> None:
     model(**tower_batch(0)).backward()
 
 
-@pytest.mark.parametrize(
-    ("error", "match", "settings"),
-    [
-        (NotImplementedError, r"SGD .*generic path.*bf16", {"precision": "bf16"}),
-        (NotImplementedError, r"overlap='forward'", {"overlap": "forward"}),
-    ],
-)
-def test_what_the_generic_path_lacks_is_refused_by_name(
-    error: type[Exception], match: str, settings: dict[str, Any]
-) -> None:
-    model = tower()
-    with pytest.raises(error, match=match):
-        boosted(model, halves, **settings)
+def test_a_step_of_ones_own_is_not_beside_forward() -> None:
+    with pytest.raises(NotImplementedError, match=r"overlap='forward' .*SGD .*its own step"):
+        boosted(tower(), halves, overlap="forward")
 
 
 def test_settings_that_take_one_optimizer_say_so(tmp_path: Path) -> None:

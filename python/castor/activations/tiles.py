@@ -215,7 +215,7 @@ class TiledForward(OwnForward):
         step = max(1, have // rows_of_probe)
         rows = slice(0, step * rows_of_probe, step)
         inputs = [tensor.detach()[..., rows, :] for tensor in tensors]
-        # A block around it may be recomputed; saved as they are, outputs would hold their own nodes.
+        # A block around it may be recomputed; as they are, outputs would hold their own nodes.
         with saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
             whole, of_whole = _with_gradients(forward, inputs, 1)
             parts, of_parts = _with_gradients(forward, inputs, 2)

@@ -189,7 +189,12 @@ def tensors_and_numbers(
             else:
                 where = f"optimizer state '{key}' of '{name}'"
                 numbers.setdefault(name, {})[key] = encode(value, where)
-        if driver is not None and param.requires_grad and param.dtype != torch.float32:
+        if (
+            driver is not None
+            and driver.fused
+            and param.requires_grad
+            and param.dtype != torch.float32
+        ):
             tensors[f"{name}.master"] = _master(driver.engine, param)
     check_savable(tensors)
     return tensors, numbers

@@ -49,6 +49,11 @@ class BoostedOptimizer(Optimizer):
     # step hooks would run twice.
     step.hooked = True  # type: ignore[attr-defined]
 
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether the state of a 16-bit parameter holds its float32 master, and not a chunk."""
+        return self._castor.own_step is not None
+
     def _show_state(self) -> None:
         """Makes `state` entries of the parameters that have taken their first step."""
         if (
@@ -111,6 +116,8 @@ class BoostedOptimizer(Optimizer):
         """
         if not self._castor.fused:
             super().load_state_dict(state_dict)
+            if self._castor.own_step:
+                self._castor.own_step.take_state(state_dict)
             return
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         mine = [param for group in self.param_groups for param in group["params"]]

@@ -81,8 +81,8 @@ def check_holds_masters(
         UsageError: It cannot hold the float32 masters.
     """
     precision = engine.settings.precision
-    if fused and precision != "fp32" and not issubclass(base, HybridAdam):
-        holder = engine.rule.holds_masters if engine.rule else None
+    if precision != "fp32" and not issubclass(base, HybridAdam):
+        holder = engine.rule.holds_masters if fused and engine.rule else None
         other = f"boost castor.{holder}, which keeps them, or " if holder else ""
         raise UsageError(
             f"{what}this boosted {base.__name__} would lose the float32 masters of its {precision} "

@@ -9,19 +9,20 @@ from torch.optim import Optimizer
 
 from castor.config import GeminiConfig
 from castor.errors import UsageError
-from castor.optim.rules import rules_of
 from castor.runtime.rules import ADAM, CLASSES, FusedRule
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], config: GeminiConfig) -> None:
+def check_optimizers(
+    optimizers: Sequence[Optimizer], rules: Sequence[FusedRule | None], config: GeminiConfig
+) -> None:
     """Raises before anything is changed if the optimizers of a model cannot be boosted.
 
     Raises:
-        NotImplementedError: One needs the generic path, which is float32 only, or there are several
-            with a setting that takes one.
+        NotImplementedError: One runs its own step, or there are several, with a setting that does
+            not go with it.
         UsageError: One is boosted already.
     """
-    for optimizer, rule in zip(optimizers, rules_of(optimizers), strict=True):
+    for optimizer, rule in zip(optimizers, rules, strict=True):
         _check_optimizer(optimizer, rule, config)
     if len(optimizers) < 2:
         return
@@ -45,24 +46,11 @@ def _check_optimizer(optimizer: Optimizer, rule: FusedRule | None, config: Gemin
     if isinstance(optimizer, torch.optim.LBFGS):
         raise NotImplementedError("LBFGS evaluates the model inside step; castor cannot run it")
     if rule is not None:
-        if config.device != "cpu" and rule is not ADAM:
-            raise NotImplementedError(
-                f"{name} runs fused on the CPU device, and castor has no kernels of it for a GPU: "
-                f"use device='cpu', or {' or '.join(ADAM.classes)}"
-            )
         return
     instead = f"{', '.join(CLASSES[:-1])} or {CLASSES[-1]} ({_WITHOUT})"
-    generic = f"{name} with these options runs on castor's generic path"
-    if config.precision != "fp32":
-        raise NotImplementedError(
-            f"{generic}, which has no {config.precision} master weights; use precision='fp32', or "
-            f"{instead}"
-        )
     if config.device != "cpu":
-        raise NotImplementedError(
-            f"{generic}, on the host copies, which a GPU would read over the link; use "
-            f"device='cpu', or {instead}"
-        )
+        instead = f"{' or '.join(ADAM.classes)}, for which there are kernels"
+    generic = f"{name} with these options runs its own step"
     if config.overlap != "none":
         raise NotImplementedError(
             f"overlap={config.overlap!r} needs a step of castor's own, and {generic}; use "

@@ -10,13 +10,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castor.errors import UsageError
-from castor.optim.rules import rules_of
+from castor.runtime.rules import FusedRule
 
 _NAMED = 3
 """Parameters that a warning names, of many."""
 
 
-def held_params(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[torch.Tensor, bool]:
+def held_params(
+    model: nn.Module, optimizers: Sequence[Optimizer], rules: Sequence[FusedRule | None]
+) -> dict[torch.Tensor, bool]:
     """What the optimizers update, and whether by a rule; warns of what they do not.
 
     Raises:
@@ -26,7 +28,7 @@ def held_params(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[torch
     held: dict[torch.Tensor, bool] = {}
     holder: dict[torch.Tensor, Optimizer] = {}
     foreign: list[tuple[int, ...]] = []
-    for optimizer, rule in zip(optimizers, rules_of(optimizers), strict=True):
+    for optimizer, rule in zip(optimizers, rules, strict=True):
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             if param not in names:
                 foreign.append(tuple(param.shape))

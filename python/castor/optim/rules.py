@@ -9,18 +9,19 @@ from torch.optim import Optimizer
 
 from castor.optim.hybrid_adam import HybridAdam
 from castor.optim.lion import Lion
-from castor.runtime.rules import RULES, TENSORS, FusedRule
+from castor.runtime.rules import ADAM, RULES, TENSORS, FusedRule
 
 _OWN: dict[str, type[Optimizer]] = {"HybridAdam": HybridAdam, "Lion": Lion}
 
 
-def rules_of(optimizers: Sequence[Optimizer]) -> list[FusedRule | None]:
+def rules_of(optimizers: Sequence[Optimizer], device: str) -> list[FusedRule | None]:
     """What runs each of the optimizers of one model, None where it is its own step.
 
     The chunks of a model have one rule: that which computes most of the optimizers exactly, of
-    several the first.
+    several the first. On a GPU it is Adam's, of which alone there are kernels.
     """
-    rule = max(RULES, key=lambda rule: sum(_computes(rule, one) for one in optimizers))
+    rules = RULES if device == "cpu" else (ADAM,)
+    rule = max(rules, key=lambda rule: sum(_computes(rule, one) for one in optimizers))
     return [rule if _computes(rule, optimizer) else None for optimizer in optimizers]
 
 

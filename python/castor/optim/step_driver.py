@@ -14,6 +14,7 @@ from castor.config import GeminiConfig
 from castor.errors import OutOfMemoryError
 from castor.optim.loss_scaler import LossScaler
 from castor.optim.nonfinite import nonfinite_error, warn_of_skip
+from castor.optim.own_step import OwnStep
 from castor.runtime.engine import Engine
 from castor.runtime.rules import FusedRule
 
@@ -31,7 +32,7 @@ class ModelStep:
         config: GeminiConfig,
         optimizers: Sequence[Optimizer],
         *,
-        in_place: bool,
+        own: bool,
         seed: int,
     ) -> None:
         """All are over the engine's parameters.
@@ -40,14 +41,16 @@ class ModelStep:
             engine: Of the model.
             config: The plugin's.
             optimizers: That will step.
-            in_place: Whether one of them reads p.grad, which clipping has to scale then.
+            own: Whether one of them steps itself.
             seed: Of the stochastic rounding of moments.
         """
         self.engine = engine
         self.config = config
         self.num_optimizers = len(optimizers)
         self.scaler = LossScaler(config.loss_scaler) if config.precision == "fp16" else None
-        self._in_place = in_place
+        self.copies = config.precision != "fp32" or config.device != "cpu"
+        """Whether a step of an optimizer's own runs on copies: see OwnStep."""
+        self._in_place = own and not self.copies  # it reads p.grad, which clipping has to scale
         self._warned = False
         self._taken_by: weakref.WeakSet[StepDriver] = weakref.WeakSet()
         self._scale: float | None = None
@@ -141,6 +144,8 @@ class StepDriver:
         self.engine = model_step.engine
         self.model_step = model_step
         self.rule = rule
+        self.own_step = OwnStep(optimizer) if not rule and model_step.copies else None
+        """Where the optimizer's own step cannot have the parameters themselves."""
         self.num_updated = 0
         """Parameters that it holds."""
         self.group_of = [_NO_GROUP] * len(self.engine.params)
@@ -192,6 +197,8 @@ class StepDriver:
         if scale is not None:
             if self.rule:
                 self.engine.session.update(groups, self.group_of, scale)
+            elif self.own_step:
+                self.own_step(generic_step, scale)
             else:
                 generic_step()
         self.model_step.taken_by(self, skipped=scale is None)

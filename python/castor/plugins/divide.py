@@ -176,7 +176,7 @@ def _check_updates(optimizers: Sequence[Optimizer], asked: str, state_format: St
             f"optim_state_format='split_int8' keeps moments in blocks that {asked} ranks would "
             "cut; give 'split' or 'split_bf16'"
         )
-    for optimizer, rule in zip(optimizers, rules_of(optimizers), strict=True):
+    for optimizer, rule in zip(optimizers, rules_of(optimizers, "cpu"), strict=True):
         if rule is None:
             raise NotImplementedError(
                 f"with {asked} a {type(optimizer).__name__} would step parts of "

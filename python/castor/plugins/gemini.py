@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -131,8 +132,9 @@ class GeminiPlugin:
             wait for what they need. "backward": as "forward", and chunks whose gradients are
             complete are updated while backward goes on; exact only where nothing that step learns
             decides over the update, so it asks for max_norm=0, nonfinite="ignore", no fp16 and
-            enable_gradient_accumulation=False. All give the same bits. Default: "forward" on a GPU;
-            "none" on the CPU device, whose cores the model needs itself.
+            enable_gradient_accumulation=False. All give the same bits. Default: "forward" on a GPU
+            where one fused optimizer has all, else "none": the CPU device needs its cores for the
+            model.
         pin_memory: Homes are page-locked on a GPU, and not on the CPU device, whatever is given;
             True asks for it and needs a GPU.
         link_bandwidth: CPU device: bytes per second, or "25GB/s", of an emulated link that
@@ -254,6 +256,7 @@ class GeminiPlugin:
             None if device_memory is None else parse_bytes(device_memory, "device_memory"),
             None if host_memory is None else parse_bytes(host_memory, "host_memory"),
         )
+        self._chooses_overlap = overlap is None
         self.config = GeminiConfig(
             placement_policy=cast(PlacementPolicy, policy),
             device=str(chosen),
@@ -334,14 +337,16 @@ class GeminiPlugin:
             IoError: The NVMe tier's files cannot be made; model and optimizer are unchanged.
         """
         check_fit_for_chunks(model)
-        rules = rules_of(optimizers)
+        rules = rules_of(optimizers, self.config.device)
         rule = next((one for one in rules if one), None)
         choice = choose_state_format(optimizers, self.config, rule)
         head = output_embedding(model, self.config.tile_logits)
         blocks = Blocks(model, self.config)
         config = with_nvme_of(self.config, optimizers)
-        check_optimizers(optimizers, config)
-        held = held_params(model, optimizers) if optimizers else None
+        if self._chooses_overlap and (None in rules or len(rules) > 1):
+            config = replace(config, overlap="none")
+        check_optimizers(optimizers, rules, config)
+        held = held_params(model, optimizers, rules) if optimizers else None
         warn_of_budgets(
             torch.device(config.device), config.device_bytes, config.host_bytes, stacklevel=3
         )
@@ -368,7 +373,7 @@ class GeminiPlugin:
         blocks.apply(model, engine, StepsOnPaper)
         if head is not None and head in engine.positions:  # else another stage has it
             defer_logits(engine, head, config)
-        model_step = ModelStep(engine, config, optimizers, in_place=None in rules, seed=choice.seed)
+        model_step = ModelStep(engine, config, optimizers, own=None in rules, seed=choice.seed)
         for optimizer, its_rule in zip(optimizers, rules, strict=True):
             driver = StepDriver(optimizer, model_step, rule=its_rule)
             boost_optimizer(optimizer, driver)

@@ -106,7 +106,7 @@ class TorchDDPPlugin(TorchPlugin):
         """
         self._check(model, optimizers)
         if optimizers:
-            held_params(model, optimizers)
+            held_params(model, optimizers, [None] * len(optimizers))
         ranks = self._join(model, optimizers)
         self._give_values(model)
         dtype = self.settings.compute_dtype

@@ -139,7 +139,7 @@ class TorchFSDPPlugin(TorchPlugin):
         """
         self._check(model, optimizers)
         if optimizers:
-            held_params(model, optimizers)
+            held_params(model, optimizers, [None] * len(optimizers))
         self._check_divisible(model, optimizers)
         ranks = self._join(model, optimizers)
         self._give_values(model)
