@@ -55,6 +55,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "rmsprop": lambda params: RMSprop(params, lr=1e-3, momentum=0.5, centered=True),
     "own": Counting,
 }
+ALL = OPTIMIZERS | {"muon": lambda params: Muon([p for p in params if p.ndim == 2], lr=LR)}
 
 
 def tower_loss(model: nn.Module, seed: int) -> torch.Tensor:
@@ -98,7 +99,7 @@ def train_plain(
 
 def boosted(precision: str, name: str, memory: int | str = 2**30, **settings: Any) -> Boosted:
     model = of_type(precision)
-    optimizer = OPTIMIZERS[name](list(model.parameters()))
+    optimizer = ALL[name](list(model.parameters()))
     return boost(model, memory, optimizer, precision=precision, **settings)
 
 
@@ -251,15 +252,35 @@ def test_a_copy_that_would_lose_masters_is_refused() -> None:
         copy.deepcopy(mine.optimizer)
 
 
+def test_hybrid_adam_steps_itself_beside_a_rule_of_more() -> None:
+    model = of_type("bf16")
+    first, *rest = model.layers  # type: ignore[misc, union-attr]
+    optimizers: list[Optimizer] = [
+        SGD(first.parameters(), lr=0.1),
+        SGD([p for layer in rest for p in layer.parameters()], lr=0.1),
+        castor.HybridAdam(model.head.parameters(), lr=LR),  # type: ignore[union-attr]
+    ]
+    plain = of_type("bf16")
+    adam = castor.HybridAdam(plain.head.parameters(), lr=LR)  # type: ignore[union-attr]
+    booster = castor.Booster(plugin=plugin(precision="bf16"))
+    booster.boost(model, optimizers)
+    booster.backward(tower_loss(model, 0), optimizers[0])
+    tower_loss(plain, 0).backward()
+    for optimizer in (*optimizers, adam):
+        optimizer.step()
+    assert_same_weights(model.head, copies(plain.head.parameters()))  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:the optimizer does not hold")
 @pytest.mark.cpu_device("it is compared with it")
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ALL)
 def test_on_a_simulated_gpu(simulated: Any, name: str) -> None:
     """As on the CPU device, where fp32 parameters are stepped where they are."""
     for precision in ("fp32", "bf16"):
         expected = boosted(precision, name)
         losses = losses_of_boosted(expected, tower_loss, steps=4)
         model = of_type(precision)
-        optimizer = OPTIMIZERS[name](list(model.parameters()))
+        optimizer = ALL[name](list(model.parameters()))
         settings: dict[str, Any] = {"precision": precision, "chunk_bytes": 2**13}
         mine = simulated.boost(model, 2**20, optimizer=optimizer, **settings)
         assert losses_of_boosted(mine, tower_loss, steps=4) == losses

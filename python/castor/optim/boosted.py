@@ -241,7 +241,9 @@ def boost_optimizer(optimizer: Optimizer, driver: StepDriver) -> None:
     # gradients.
     optimizer.__dict__["_step_supports_amp_scaling"] = False
     if isinstance(optimizer, HybridAdam):
-        optimizer.optim_state_format = engine.session.optim_state_format
+        # Its own step takes float32 copies.
+        own_format = engine.session.optim_state_format if driver.fused else "fp32"
+        optimizer.optim_state_format = own_format
         optimizer.seed = driver.model_step.seed
     if getattr(own_step, "_wrapped_by_lr_sched", False):
         track_step(optimizer)

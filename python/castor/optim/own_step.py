@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Muon, Optimizer
 
 from castor.runtime.rules import MASTER
+
+_HOST = torch.device("cpu")
 
 Step = Callable[[], Any]
 Part = list[tuple[dict[str, Any], list[torch.Tensor]]]
@@ -25,7 +27,8 @@ class OwnStep:
     It sees float32 tensors on the host instead, gradients as well: of 16-bit parameters their
     masters, which are entries of `optimizer.state`; of float32 ones what they hold now. Optimizers
     of torch step one parameter at a time, so that few copies exist at once; of others nobody knows
-    whether they may, and all parameters are there.
+    whether they may, and all parameters are there. Muon multiplies matrices, 30 n^3 operations for
+    one of n x n: its copies, and its state for as long, are where the parameter computes.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -33,6 +36,7 @@ class OwnStep:
         self._optimizer = weakref.ref(optimizer)
         for param, entry in optimizer.state.items():  # as some begin, in the parameter's type
             optimizer.state[param] = {key: _in_float32(value) for key, value in entry.items()}
+        self._on_device = type(optimizer) is Muon
         self._singly = type(optimizer).__module__.startswith(("torch.optim.", "castor.optim."))
 
     @torch.no_grad()
@@ -87,7 +91,11 @@ class OwnStep:
         optimizer.state = defaultdict(
             dict,
             {
-                copy: {key: value for key, value in state[param].items() if key != MASTER}
+                copy: {
+                    key: _placed(value, copy.device)
+                    for key, value in state[param].items()
+                    if key != MASTER
+                }
                 for param, copy in copies.items()
                 if param in state
             },
@@ -100,18 +108,19 @@ class OwnStep:
         finally:
             optimizer.param_groups, optimizer.state = all_groups, state
         for param, copy in copies.items():
-            entry = dict(found.get(copy, {}))
+            entry = {key: _placed(value, _HOST) for key, value in found.get(copy, {}).items()}
             if param.dtype != torch.float32:
-                entry[MASTER] = copy.detach()
+                entry[MASTER] = _placed(copy.detach(), _HOST)
             if entry:
                 state[param] = entry
             param.copy_(copy)
 
     def _copy_of(self, param: torch.Tensor, scale: float) -> nn.Parameter:
-        copy = nn.Parameter(self._master_of(param))
+        device = param.device if self._on_device else _HOST
+        copy = nn.Parameter(self._master_of(param).to(device))
         grad = param.grad
         assert grad is not None
-        copy.grad = grad.to("cpu", torch.float32, copy=True).mul_(scale)
+        copy.grad = grad.to(device, torch.float32, copy=True).mul_(scale)
         return copy
 
     def _master_of(self, param: torch.Tensor) -> torch.Tensor:
@@ -122,6 +131,10 @@ class OwnStep:
             return now.float()
         # What was written since the last step becomes its own master, as in chunks (0012).
         return torch.where(master.to(now.dtype) == now, master, now.float())
+
+
+def _placed(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def _in_float32(value: Any) -> Any:
