@@ -71,7 +71,10 @@ class SequenceParallel:
                 f"sp_size={ranks.size} cannot divide the sequences of this {name}: {why}"
             )
         self._model = weakref.ref(model)
-        self._ranks = ranks
+        self.ranks = ranks
+        self.joins = True
+        """Whether outputs become those of all tokens; nobody asks for those of a stage before the
+        last."""
         self._meeting = Meeting(ranks, mode)
 
     def start(self) -> None:
@@ -85,7 +88,7 @@ class SequenceParallel:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A pre-hook: this rank's tokens, their positions and labels."""
-        ranks, meeting = self._ranks, self._meeting
+        ranks, meeting = self.ranks, self._meeting
         meeting.whole = not torch.is_grad_enabled()
         if meeting.whole:
             return args, kwargs
@@ -102,13 +105,7 @@ class SequenceParallel:
         if tokens is None:
             raise UsageError(f"{type(model).__name__} was called without input_ids")
         batch, length = tokens.shape[:2]
-        pieces = meeting.num_pieces
-        if length % pieces:
-            into = f" into {pieces} pieces" if meeting.ring else ""
-            raise UsageError(
-                f"sp_size={ranks.size} ranks cannot divide sequences of {length} tokens{into}; pad "
-                f"them to {-(-length // pieces) * pieces}"
-            )
+        self.tokens_of_rank(length)
         positions = torch.arange(length, device=tokens.device)[None].expand(batch, -1)
         mask = given.get("attention_mask")
         if "position_ids" in given:
@@ -142,11 +139,26 @@ class SequenceParallel:
             }
         return (), own
 
+    def tokens_of_rank(self, length: int) -> int:
+        """How many of `length` tokens each rank has.
+
+        Raises:
+            UsageError: They cannot be divided evenly.
+        """
+        pieces = self._meeting.num_pieces
+        if length % pieces:
+            into = f" into {pieces} pieces" if self._meeting.ring else ""
+            raise UsageError(
+                f"sp_size={self.ranks.size} ranks cannot divide sequences of {length} tokens{into};"
+                f" pad them to {-(-length // pieces) * pieces}"
+            )
+        return length // self.ranks.size
+
     def _positions(self, given: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
         """position_ids as (batch, tokens); `counted` are 0, 1, 2, ... of each row."""
         if given.dim() != 2 or given.shape[1] != counted.shape[1]:
             raise NotImplementedError(
-                f"sp_size={self._ranks.size} takes position_ids of shape (batch, tokens), not "
+                f"sp_size={self.ranks.size} takes position_ids of shape (batch, tokens), not "
                 f"{tuple(given.shape)}; leave them out, or train with sp_size=1"
             )
         return given.expand_as(counted)
@@ -168,18 +180,18 @@ class SequenceParallel:
         """A hook: the loss of all tokens; without labels the logits of all."""
         whole = self._meeting.whole
         self._meeting.leave()
-        if whole or output is None:
+        if whole or output is None or not self.joins:
             return output
         if not hasattr(output, "logits"):
             raise NotImplementedError(
-                f"sp_size={self._ranks.size} knows outputs with logits, and this is a "
+                f"sp_size={self.ranks.size} knows outputs with logits, and this is a "
                 f"{type(output).__name__}; call the model with return_dict=True"
             )
         if getattr(output, "loss", None) is not None:
-            output.loss = self._ranks.mean(output.loss)
+            output.loss = self.ranks.mean(output.loss)
             output.logits = None  # of some tokens
         else:
-            logits = self._ranks.gather_tokens(output.logits)
+            logits = self.ranks.gather_tokens(output.logits)
             ring = self._meeting.ring
             output.logits = ring.in_order(logits) if ring else logits
         return output

@@ -151,7 +151,7 @@ class Division:
                 folded=self.stages.style == "zbv",
                 layers=self.stages.layers,
             )
-            stages.tensor = layers
+            stages.tensor, stages.sequences = layers, sequences
             stages.apply(optimizers)
             schedule = PipelineSchedule(model, stages, self.stages.style, self.stages.microbatches)
         elif self.stages:

@@ -132,10 +132,6 @@ class HybridParallelPlugin(GeminiPlugin):
                 f"ep_size={ep_size} does not go with tp_size={tp_size}: the ranks that divide "
                 f"layers are those that divide experts; give ep_size={tp_size}, or tp_size=1"
             )
-        if sp_size > 1 and pp_size > 1:
-            raise NotImplementedError(
-                f"sp_size={sp_size} does not go with pp_size={pp_size} yet; give one of them as 1"
-            )
         if max(sizes.values()) > 1 and gemini.get("activations") == "auto":
             raise NotImplementedError(
                 "activations='auto' decides on each rank alone, and ranks that share a model or "
