@@ -28,6 +28,7 @@ from tensor_cases import (
     FAMILIES,
     LR,
     MAX_NORM,
+    RING,
     STEPS,
     _decoder,
     _of_all,
@@ -251,6 +252,10 @@ def composed(directory: Path) -> None:
         found["gpt2 evaluated"] = one.booster.execute_pipeline(data, one.model)["loss"].item()
     model = DEEP["gpt2"].model()
     found["gpt2 whole"] = model(**batch(DEEP["gpt2"], STEPS)).loss.item()
+    data = iter([batch(DEEP["gpt2"], 0)])
+    done = one.booster.execute_pipeline(data, one.model, _own_loss, one.optimizer)
+    one.optimizer.zero_grad()
+    found["gpt2 own loss"] = done["loss"].item()
     found["odd"] = _said(
         lambda: _train_on(one, {k: x[:, 2:] for k, x in batch(DEEP["gpt2"], 0).items()})
     )
@@ -512,11 +517,12 @@ def one_dies(directory: Path) -> None:
 def one_fails(directory: Path) -> None:
     """Rank 1 raises in a phase that the environment names, and lives on, as all do."""
     phase, rank = os.environ["PHASE"], distributed.get_rank()
-    tp_size = int(os.environ["TP"])
     case = DEEP["llama"]
-    given = ZERO_BUBBLE if phase == "weights" else {}
-    pp_size = distributed.get_world_size() // tp_size
-    boosted = boost(case, pp_size=pp_size, tp_size=tp_size, **given)
+    given = dict(ZERO_BUBBLE) if phase == "weights" else {}
+    if neighbours := os.environ["NEIGHBOURS"]:
+        given |= {neighbours: 2} | RING
+    pp_size = distributed.get_world_size() // (2 if neighbours else 1)
+    boosted = boost(case, pp_size=pp_size, **given)
     train(case, boosted, 0, 1)
 
     def fail(*_: Any, **__: Any) -> Any:

@@ -74,6 +74,7 @@ def test_stages_go_with_divided_sequences(kind: str, composed: Any) -> None:
 
 def test_stages_of_divided_sequences_are_evaluated_whole(composed: Any) -> None:
     assert composed["gpt2 evaluated"] == pytest.approx(composed["gpt2 whole"], rel=LOSS)
+    assert composed["gpt2 own loss"] == pytest.approx(expected("gpt2")[0], rel=LOSS)
     assert composed["odd"].startswith(
         "UsageError: sp_size=2 ranks cannot divide sequences of 22 tokens into 4 pieces"
     )
@@ -350,17 +351,17 @@ def test_a_rank_that_dies_is_named(
 
 
 @pytest.mark.parametrize(
-    ("phase", "size", "tp_size"),
+    ("phase", "size", "neighbours"),
     [
-        *(("forward", 2, 1), ("criterion", 2, 1), ("backward", 4, 1), ("weights", 2, 1)),
-        ("forward", 4, 2),
+        *(("forward", 2, ""), ("criterion", 2, ""), ("backward", 4, ""), ("weights", 2, "")),
+        *(("forward", 4, "tp_size"), ("forward", 4, "sp_size")),
     ],
 )
 def test_a_rank_that_fails_and_lives_on_is_waited_for_by_none(
-    phase: str, size: int, tp_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    phase: str, size: int, neighbours: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PHASE", phase)
-    monkeypatch.setenv("TP", str(tp_size))
+    monkeypatch.setenv("NEIGHBOURS", neighbours)
     for rank, (first, *later) in enumerate(found_by_each(pipeline_cases.one_fails, size, tmp_path)):
         name, message, seconds = first
         if rank == 1:
@@ -368,7 +369,7 @@ def test_a_rank_that_fails_and_lives_on_is_waited_for_by_none(
         else:
             assert name == "Error"
             assert "no more" in message or "let go" in message
-        if tp_size == 1 and rank != 1:
+        if not neighbours and rank != 1:
             cause = f"rank 1 of {size} of the pipeline has failed: ValueError: no more; mend that"
             assert message.startswith(cause)
         assert seconds < 20

@@ -234,16 +234,42 @@ def test_what_is_passed_on_is_one_ranks_keys_and_values_and_their_gradients() ->
     size, layer = 4, Layer(length=64, masks=False)
 
     def own(ring: Ring) -> list[int]:
-        parts = [x[:, :, :16].clone().requires_grad_() for x in layer.inputs()]
-        how = RingPass(ring=ring, scores=layer.scores, masks=None, causal=True)
-        output = ring_attention(parts[0], parts[1], parts[2], None, how)
-        torch.autograd.grad(output, parts, torch.ones_like(output))
+        _attend(ring, layer)
         passing: Any = ring.ranks.tensors
         return cast("list[int]", passing.sizes)
 
     one = 2 * BATCH * layer.key_heads * 16 * CHANNELS * 4
     # Forward and backward pass keys on to all others; gradients go on until they are home.
     assert among(size, own) == [[one] * ((size - 1) + (size - 1) + size)] * size
+
+
+def _attend(ring: Ring, layer: Layer) -> None:
+    tokens = layer.length // ring.ranks.size
+    parts = [x[:, :, :tokens].clone().requires_grad_() for x in layer.inputs()]
+    how = RingPass(ring=ring, scores=layer.scores, masks=None, causal=True)
+    output = ring_attention(parts[0], parts[1], parts[2], None, how)
+    torch.autograd.grad(output, parts, torch.ones_like(output))
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_nothing_is_on_its_way_when_a_block_fails(
+    phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, compute = Layer(length=32), getattr(Scores, phase)
+
+    def fail(self: Scores, *given: Any) -> Any:
+        if given[-1].number[0] != given[-1].number[1]:  # not of the rank's own keys
+            raise ValueError("no more")
+        return compute(self, *given)
+
+    def own(ring: Ring) -> bool:
+        with pytest.raises(ValueError, match="no more"):
+            _attend(ring, layer)
+        return ring._last is None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scores, phase, fail)
+        assert among(4, own) == [True] * 4
 
 
 def test_dropped_weights_are_the_same_in_backward() -> None:

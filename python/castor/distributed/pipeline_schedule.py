@@ -278,6 +278,7 @@ class _Stage(nn.Module):
             own.setdefault("use_cache", False)
         if self._parallel.sequences:
             self._parallel.sequences.joins = self.is_last
+            self._parallel.sequences.gives_logits = asked.criterion is not None
         with self._parallel.modules.running(self._number) as passage:
             passage.received = received[0] if received else None
             outputs = model(**own)

@@ -11,7 +11,8 @@ then the same work on each (Dubey et al. 2024, Llama 3, section 3.3.2).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -20,6 +21,9 @@ import torch
 
 from castor.distributed.blockwise_attention import Block, Scores, merge
 from castor.distributed.tensor_ranks import TensorRanks
+
+_Gradients = tuple[torch.Tensor, torch.Tensor]
+"""Of keys, and of values."""
 
 
 class Ring:
@@ -34,6 +38,7 @@ class Ring:
         self.ranks = ranks
         # Of one thread: all ranks pass the same on in the same order.
         self._thread = ThreadPoolExecutor(1, "castor-ring")
+        self._last: Future[torch.Tensor] | None = None
 
     @property
     def num_pieces(self) -> int:
@@ -68,7 +73,18 @@ class Ring:
             self.ranks.tensors.pass_on(sent, received)
             return received
 
-        return self._thread.submit(send)
+        self._last = self._thread.submit(send)
+        return self._last
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """In it tensors are passed on; behind it nothing is on its way, whatever was raised."""
+        try:
+            yield
+        finally:
+            if self._last:
+                wait([self._last])
+            self._last = None
 
 
 class _Seen(Enum):
@@ -232,10 +248,11 @@ class _RingAttention(torch.autograd.Function):
         length = query.shape[2]
         total = query.new_zeros((*query.shape[:3], value.shape[3]), dtype=torch.float32)
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
-        for owner, keys, values in _travelling(ring, key, value):
-            for block in how.blocks(owner, length):
-                part = scores.forward(query, keys, values, block)
-                merge(total, lse, block.queries, *part)
+        with ring.turn():
+            for owner, keys, values in _travelling(ring, key, value):
+                for block in how.blocks(owner, length):
+                    part = scores.forward(query, keys, values, block)
+                    merge(total, lse, block.queries, *part)
         if sinks is not None:
             with_sinks = torch.logaddexp(lse, sinks.float()[:, None])
             total *= (lse - with_sinks).exp()[..., None]
@@ -251,29 +268,14 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, sinks, output, lse = ctx.saved_tensors
         how: RingPass = ctx.how
-        ring, scores = how.ring, how.scores
-        length = query.shape[2]
         grad_query = torch.zeros_like(query, dtype=torch.float32)
-        # What the ranks before have made of the keys' and values' gradients comes one block later
-        # than the keys.
-        sums: Future[torch.Tensor] | None = None
-        for owner, keys, values in _travelling(ring, key, value):
-            own = keys.new_zeros(key.numel() + value.numel(), dtype=torch.float32)
-            grad_keys, grad_values = _unpacked(own, key.shape, value.shape)
-            for block in how.blocks(owner, length):
-                of_block = scores.backward(grad, query, keys, values, output, lse, block)
-                for all_of, rows, of in zip(
-                    (grad_query, grad_keys, grad_values),
-                    (block.queries, block.keys, block.keys),
-                    of_block,
-                    strict=True,
-                ):
-                    all_of[:, :, rows] += of
-            if sums is not None:
-                own += sums.result()
-            sums = ring.pass_on(own)
-        assert sums is not None
-        grad_key, grad_value = _unpacked(sums.result(), key.shape, value.shape)
+
+        def of_block(keys: torch.Tensor, values: torch.Tensor, block: Block) -> _Gradients:
+            parts = how.scores.backward(grad, query, keys, values, output, lse, block)
+            grad_query[:, :, block.queries] += parts[0]
+            return parts[1:]
+
+        grad_key, grad_value = _gradients_of_keys(how, key, value, query.shape[2], of_block)
         grad_sinks = None
         if sinks is not None:
             weights = (sinks.float()[:, None] - lse).exp()
@@ -286,6 +288,40 @@ class _RingAttention(torch.autograd.Function):
             grad_sinks,
             None,
         )
+
+
+def _gradients_of_keys(
+    how: RingPass,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    length: int,
+    of_block: Callable[[torch.Tensor, torch.Tensor, Block], _Gradients],
+) -> _Gradients:
+    """fp32, of this rank's keys and values, added up on the way from rank to rank.
+
+    Args:
+        how: Attention is computed.
+        key: As ring_attention takes it.
+        value: Likewise.
+        length: Tokens of each rank.
+        of_block: What a block makes of the keys and values that it sees.
+    """
+    ring = how.ring
+    # What the ranks before have made of them comes one block later than they do.
+    sums: Future[torch.Tensor] | None = None
+    with ring.turn():
+        for owner, keys, values in _travelling(ring, key, value):
+            own = keys.new_zeros(key.numel() + value.numel(), dtype=torch.float32)
+            grad_keys, grad_values = _unpacked(own, key.shape, value.shape)
+            for block in how.blocks(owner, length):
+                of_keys, of_values = of_block(keys, values, block)
+                grad_keys[:, :, block.keys] += of_keys
+                grad_values[:, :, block.keys] += of_values
+            if sums is not None:
+                own += sums.result()
+            sums = ring.pass_on(own)
+        assert sums is not None
+        return _unpacked(sums.result(), key.shape, value.shape)
 
 
 def _travelling(

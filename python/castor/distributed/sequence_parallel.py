@@ -75,6 +75,8 @@ class SequenceParallel:
         self.joins = True
         """Whether outputs become those of all tokens; nobody asks for those of a stage before the
         last."""
+        self.gives_logits = False
+        """Whether outputs that have a loss have logits of all tokens beside it."""
         self._meeting = Meeting(ranks, mode)
 
     def start(self) -> None:
@@ -189,8 +191,9 @@ class SequenceParallel:
             )
         if getattr(output, "loss", None) is not None:
             output.loss = self.ranks.mean(output.loss)
-            output.logits = None  # of some tokens
-        else:
+            if not self.gives_logits:
+                output.logits = None  # of some tokens
+        if output.logits is not None:
             logits = self.ranks.gather_tokens(output.logits)
             ring = self._meeting.ring
             output.logits = ring.in_order(logits) if ring else logits
