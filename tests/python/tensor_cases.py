@@ -451,6 +451,14 @@ def ring_sequences(directory: Path) -> None:
         with torch.no_grad():
             boosted.model(input_ids=batch["input_ids"])
     found["own loss"] = losses
+    parts = boost(llama, sp_size=2, num_microbatches=2, **RING)
+    done = parts.booster.execute_pipeline(
+        iter([llama.batch(0)]),
+        parts.model,
+        lambda outputs, part: _own_loss(outputs.logits, part["labels"]),
+        parts.optimizer,
+    )
+    found["criterion"] = done["loss"].item()
     found["lengths"] = _lengths()
     _write(directory, "ring_sequences", found)
 

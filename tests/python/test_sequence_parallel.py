@@ -97,6 +97,7 @@ def test_rings_go_with_budgets_copies_and_divided_layers(rings: Any) -> None:
         for kind in kinds:
             assert rings(size)[kind] == pytest.approx(expected, rel=LOSS), kind
     assert rings(2)["own loss"] == pytest.approx(expected[:3], rel=LOSS)
+    assert rings(2)["criterion"] == pytest.approx(expected[0], rel=LOSS)
 
 
 def test_rings_drop_weights_of_attention(rings: Any) -> None:

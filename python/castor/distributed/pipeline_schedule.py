@@ -25,6 +25,7 @@ from castor.distributed.microbatches import (
     Asked,
     Microbatches,
     Pass,
+    giving_logits,
     named,
     put_schedule,
 )
@@ -278,10 +279,10 @@ class _Stage(nn.Module):
             own.setdefault("use_cache", False)
         if self._parallel.sequences:
             self._parallel.sequences.joins = self.is_last
-            self._parallel.sequences.gives_logits = asked.criterion is not None
         with self._parallel.modules.running(self._number) as passage:
             passage.received = received[0] if received else None
-            outputs = model(**own)
+            with giving_logits(self._parallel.sequences, asked):
+                outputs = model(**own)
             sent = passage.sent
         if not self.is_last:
             assert sent is not None

@@ -155,7 +155,7 @@ class Division:
             stages.apply(optimizers)
             schedule = PipelineSchedule(model, stages, self.stages.style, self.stages.microbatches)
         elif self.stages:
-            schedule = Accumulation(model, self.stages.microbatches)
+            schedule = Accumulation(model, self.stages.microbatches, sequences)
         if layers:
             layers.apply()
         return Divided(layers=layers, sequences=sequences, stages=stages, schedule=schedule)
