@@ -712,6 +712,10 @@ def sequences_refused(directory: Path) -> None:
                 _decoder("three", hf.LlamaConfig, num_attention_heads=3, num_key_value_heads=3,
                          hidden_size=48), sp_size=2)
         ),
+        "conv": _said(
+            lambda: boost(
+                _decoder("conv", hf.Lfm2Config, layer_types=["conv", "full_attention"]), sp_size=2)
+        ),
         "mode": _said(lambda: boost(llama, sp_size=2, sequence_parallelism_mode="ring")),
         "layers": _said(lambda: boost(llama, 2, sequence_parallelism_mode="split_gather")),
         "works": [boosted.step(boosted.model(**batch).loss)],

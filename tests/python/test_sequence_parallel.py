@@ -158,6 +158,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("inputs", "UsageError", "differ in the inputs of LlamaForCausalLM"),
         ("heads", "NotImplementedError", "3 attention heads"),
         ("attention", "NotImplementedError", "its attn_implementation is 'flex_attention'"),
+        ("conv", "NotImplementedError", "layers of type 'conv' mix tokens outside of attention"),
         ("mode", "NotImplementedError", "'ring'"),
         ("layers", "NotImplementedError", "between the layers of tp_size ranks"),
         ("pieces", "UsageError", "sequences of 22 tokens into 4 pieces; pad them to 24"),

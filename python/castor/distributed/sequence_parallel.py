@@ -26,6 +26,10 @@ _ALONG_TOKENS = ("input_ids", "inputs_embeds", "token_type_ids")
 _KNOWN = {*_ALONG_TOKENS, "attention_mask", "position_ids", "labels", "shift_labels",
           "num_items_in_batch", "use_cache", "return_dict"}  # fmt: skip
 _IGNORED = -100
+_MEET_IN_ATTENTION = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
+)
+"""Types of layers, as transformers calls them, in which tokens meet in attention only, or not."""
 
 
 class SequenceParallel:
@@ -59,6 +63,8 @@ class SequenceParallel:
             why = "its forward takes no position_ids"
         elif getattr(config, "output_router_logits", False):
             why = "its router loss needs all tokens (output_router_logits)"
+        elif mixing := set(getattr(config, "layer_types", None) or ()) - _MEET_IN_ATTENTION:
+            why = f"its layers of type '{min(mixing)}' mix tokens outside of attention"
         elif config._attn_implementation not in ("eager", "sdpa"):
             given = config._attn_implementation
             why = f"its attn_implementation is {given!r}, and 'sdpa' and 'eager' can be divided"
