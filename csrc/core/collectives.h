@@ -28,6 +28,9 @@ class Collectives {
   /// Of `sent`, cut into size() equal parts, rank r gets the r-th. `received`, as large and apart
   /// from it, becomes what every rank sent to this one, in rank order.
   virtual void all_to_all(std::span<const std::byte> sent, std::span<std::byte> received) = 0;
+  /// `sent` goes to the next rank, the last one's to the first; `received`, as large and apart from
+  /// it, becomes what the rank before sent.
+  virtual void pass_on(std::span<const std::byte> sent, std::span<std::byte> received) = 0;
   /// This rank takes no further part: its own calls throw from now on. Through shared memory
   /// whoever waits for it throws at once, as does a call of its own that is under way; over a
   /// group they do when this process ends, or at their timeout. From any thread.

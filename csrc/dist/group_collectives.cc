@@ -9,6 +9,11 @@
 #include "dist/group_backend.h"
 
 namespace castor {
+namespace {
+
+constexpr int kPassed = 0;  // tag of messages; collectives have none
+
+}  // namespace
 
 GroupCollectives::GroupCollectives(const std::string& group) : backend_(host_backend(group)) {}
 
@@ -33,6 +38,18 @@ void GroupCollectives::all_to_all(std::span<const std::byte> sent, std::span<std
   at::Tensor output = tensor_over(received);
   std::vector<std::int64_t> equal;
   complete([&] { return backend_->alltoall_base(output, input, equal, equal); });
+}
+
+void GroupCollectives::pass_on(std::span<const std::byte> sent, std::span<std::byte> received) {
+  std::vector<at::Tensor> input = {tensor_over(sent)};
+  std::vector<at::Tensor> output = {tensor_over(received)};
+  const int own = backend_->getRank();
+  const int ranks = backend_->getSize();
+  complete([&] {
+    auto receiving = backend_->recv(output, (own + ranks - 1) % ranks, kPassed);
+    backend_->send(input, (own + 1) % ranks, kPassed)->wait();
+    return receiving;
+  });
 }
 
 void GroupCollectives::broadcast(std::span<std::byte> values) {

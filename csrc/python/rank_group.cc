@@ -85,6 +85,14 @@ class RankTensors {
       ranks().all_to_all(bytes_of(sent), bytes_of(into));
     }
   }
+  void pass_on(const at::Tensor& sent, const at::Tensor& into) {
+    if (sent.nbytes() != into.nbytes()) {
+      throw InvalidArgument("what is passed on has another size than what comes for it");
+    }
+    if (sent.nbytes() > 0) {
+      ranks().pass_on(bytes_of(sent), bytes_of(into));
+    }
+  }
 
  private:
   const LinkedGroups linked_;
@@ -119,6 +127,7 @@ void bind_rank_group(py::module_& module) {
           },
           py::arg("own"))
       .def("exchange", &RankTensors::exchange, py::arg("sent"), py::arg("into"), Released())
+      .def("pass_on", &RankTensors::pass_on, py::arg("sent"), py::arg("into"), Released())
       .def(
           "leave", [](RankTensors& tensors) { tensors.ranks().leave(); }, Released());
 }

@@ -15,11 +15,12 @@ from helpers import GIB, LR, losses_of_plain
 from zoo import CASES
 
 LLAMA, STEPS = CASES["llama"], 3
-LAYOUTS: dict[str, dict[str, int]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {},
     "stages": {"pp_size": 2, "num_microbatches": 2},
     "layers": {"tp_size": 2},
     "sequences": {"sp_size": 2},
+    "ring": {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"},
 }
 
 
@@ -28,7 +29,7 @@ def loss_of(model: Any, seed: int) -> torch.Tensor:
     return LLAMA.loss(model(**batch), batch)
 
 
-def train(layout: dict[str, int], *, fullgraph: bool) -> list[float]:
+def train(layout: dict[str, Any], *, fullgraph: bool) -> list[float]:
     """Losses, the same batch on every rank."""
     model: Any = LLAMA.model()
     model.config.use_cache = False

@@ -28,6 +28,7 @@ from tensor_cases import (
     FAMILIES,
     LR,
     MAX_NORM,
+    RING,
     STEPS,
     _decoder,
     _of_all,
@@ -57,6 +58,12 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "named": {"optimizer": lambda params: _named_optimizer(params)},
 }
 ZERO_BUBBLE: dict[str, Any] = {"pp_style": "zbv", "num_model_chunks": 2}
+WITH_SEQUENCES: dict[str, dict[str, Any]] = {
+    "all_to_all": {"pp_style": "interleaved", "num_model_chunks": 2},
+    "all_gather": {"sequence_parallelism_mode": "all_gather"} | ZERO_BUBBLE,
+    "ring_attn": {"sequence_parallelism_mode": "ring_attn", "activations": "recompute"},
+}
+"""Schedules of stages whose sequences are divided as well."""
 DEEP = {
     "llama": Case("llama4", lambda: llama(layers=4), FAMILIES["llama"].batch),
     "gpt2": Case("gpt24", lambda: gpt2(layers=4), FAMILIES["gpt2"].batch),
@@ -218,6 +225,9 @@ def composed(directory: Path) -> None:
         again = boost(case, tp_size=2, lazy=True)
         again.booster.load(directory / name, again.model, again.optimizer)
         assert train(case, again, STEPS, 2) == later
+        for kind, given in WITH_SEQUENCES.items() if name in DEEP else ():
+            boosted = boost(case, sp_size=2, **given)
+            found[f"{name} sp 2, {kind}"] = train(case, boosted)
         # Halves of the micro-batches' rows.
         copies = boost(case)
         losses = []
@@ -235,6 +245,20 @@ def composed(directory: Path) -> None:
         assert _train_on(again, batch(case, STEPS)) == later
         loader = copies.booster.plugin.prepare_dataloader(list(range(8)), 2)
         found[f"{name} data"] = _of_all([some.tolist() for some in loader])
+    # Whole sequences without gradients.
+    data = iter([batch(DEEP["gpt2"], STEPS)])
+    one = boost(DEEP["gpt2"], sp_size=2, **WITH_SEQUENCES["ring_attn"])
+    with torch.no_grad():
+        found["gpt2 evaluated"] = one.booster.execute_pipeline(data, one.model)["loss"].item()
+    model = DEEP["gpt2"].model()
+    found["gpt2 whole"] = model(**batch(DEEP["gpt2"], STEPS)).loss.item()
+    data = iter([batch(DEEP["gpt2"], 0)])
+    done = one.booster.execute_pipeline(data, one.model, _own_loss, one.optimizer)
+    one.optimizer.zero_grad()
+    found["gpt2 own loss"] = done["loss"].item()
+    found["odd"] = _said(
+        lambda: _train_on(one, {k: x[:, 2:] for k, x in batch(DEEP["gpt2"], 0).items()})
+    )
     found["shared"] = _said(
         lambda: boost(Case("shared", _with_shared_blocks, case.batch), pp_size=4)
     )
@@ -493,11 +517,12 @@ def one_dies(directory: Path) -> None:
 def one_fails(directory: Path) -> None:
     """Rank 1 raises in a phase that the environment names, and lives on, as all do."""
     phase, rank = os.environ["PHASE"], distributed.get_rank()
-    tp_size = int(os.environ["TP"])
     case = DEEP["llama"]
-    given = ZERO_BUBBLE if phase == "weights" else {}
-    pp_size = distributed.get_world_size() // tp_size
-    boosted = boost(case, pp_size=pp_size, tp_size=tp_size, **given)
+    given = dict(ZERO_BUBBLE) if phase == "weights" else {}
+    if neighbours := os.environ["NEIGHBOURS"]:
+        given |= {neighbours: 2} | RING
+    pp_size = distributed.get_world_size() // (2 if neighbours else 1)
+    boosted = boost(case, pp_size=pp_size, **given)
     train(case, boosted, 0, 1)
 
     def fail(*_: Any, **__: Any) -> Any:

@@ -14,12 +14,15 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 import transformers as hf
 from torch import distributed, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import castor
 from helpers import GIB, Boosted
@@ -106,7 +109,8 @@ GATHERED = {name: FAMILIES[name] for name in SEQUENCES} | {
                             num_key_value_heads=3),
     "sinks": EXPERTS["gpt_oss"],
 }  # fmt: skip
-"""Families whose ranks gather keys and values."""
+"""Families whose ranks gather keys and values, or pass them on."""
+RING: dict[str, Any] = {"sequence_parallelism_mode": "ring_attn"}
 SEQUENCE_SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "recompute": {"activations": "recompute"},
@@ -388,6 +392,122 @@ def gathered_sequences(directory: Path) -> None:
     _write(directory, "gathered_sequences", found)
 
 
+def packed(case: Case, seed: int) -> dict[str, Any]:
+    """A batch whose first row is three documents, and whose second is two."""
+    batch = case.batch(seed)
+    positions = torch.arange(LENGTH).repeat(2, 1)
+    for row, begin in ((0, 5), (0, 14), (1, 9 + seed % 3)):
+        positions[row, begin:] = torch.arange(LENGTH - begin)
+    return batch | {"position_ids": positions, "use_cache": False}
+
+
+def ring_sequences(directory: Path) -> None:
+    """... among whom keys and values travel."""
+    size = distributed.get_world_size()
+    found: dict[str, Any] = {"padded": {}, "packed": {}}
+
+    def losses_of(case: Case, batches: Batches, steps: int = STEPS, **given: Any) -> list[float]:
+        boosted = boost(case, **({"sp_size": size} | RING | given))
+        losses = [boosted.step(boosted.model(**batches(case, seed)).loss) for seed in range(steps)]
+        assert _of_all(losses) == [losses] * size
+        return losses
+
+    for name in GATHERED if size == 2 else ("llama", "gpt2", "windows", "three_heads"):
+        found["padded"][name] = losses_of(GATHERED[name], padded)
+    for mode in get_args(castor.distributed.Mode):
+        given = {"sequence_parallelism_mode": mode}
+        found["packed"][mode] = losses_of(FAMILIES["windows"], packed, **given)
+    llama = FAMILIES["llama"]
+    ample = boost(llama, sp_size=size, **RING)
+    found["unpadded"] = train(llama, ample)
+    tight = int(
+        ample.report().peak_nonmodel_bytes
+        + 0.5 * sum(param.nbytes for param in ample.model.parameters())
+    )
+    boosted = boost(llama, sp_size=size, device_memory=tight, **RING)
+    assert train(llama, boosted) == found["unpadded"]
+    assert boosted.report().peak_device_bytes <= tight
+    if size == 4:
+        found["copies"] = _with_copies(llama, 2, sp_size=2, **RING)
+        found["layers too"] = _with_copies(llama, 4, size=2, sp_size=2, **RING)
+        _write(directory, "ring_sequences", found)
+        return
+    # Blocks recomputed, or kept elsewhere, have the same bits; with dropout they draw the same.
+    dropout = gpt2_with_dropout()
+    for case in (FAMILIES["windows"], dropout):
+        kept = losses_of(case, padded, 4)
+        for where in ("recompute", "offload"):
+            assert losses_of(case, padded, 4, activations=where) == kept
+    found["dropout"] = kept
+    os.environ["CASTOR_RANK_LINK"] = "group"
+    assert losses_of(llama, padded, 4) == found["padded"]["llama"][:4]
+    del os.environ["CASTOR_RANK_LINK"]
+    # A loss of the user's own, over logits; and a whole forward between.
+    boosted, losses = boost(llama, sp_size=2, **RING), []
+    for seed in range(3):
+        batch = llama.batch(seed)
+        logits = boosted.model(input_ids=batch["input_ids"]).logits
+        losses.append(boosted.step(_own_loss(logits, batch["labels"])))
+        with torch.no_grad():
+            boosted.model(input_ids=batch["input_ids"])
+    found["own loss"] = losses
+    parts = boost(llama, sp_size=2, num_microbatches=2, **RING)
+    done = parts.booster.execute_pipeline(
+        iter([llama.batch(0)]),
+        parts.model,
+        lambda outputs, part: _own_loss(outputs.logits, part["labels"]),
+        parts.optimizer,
+    )
+    found["criterion"] = done["loss"].item()
+    found["lengths"] = _lengths()
+    _write(directory, "ring_sequences", found)
+
+
+def _with_copies(case: Case, sharing: int, **given: Any) -> list[float]:
+    """Mean losses of copies of the model, each of `sharing` ranks with its share of the batch."""
+    copies, mine = distributed.get_world_size() // sharing, distributed.get_rank() // sharing
+    losses = train(case, boost(case, **given), share=mine, of=copies)
+    return torch.tensor(_of_all(losses)).mean(0).tolist()
+
+
+class _Lengths(TorchDispatchMode):
+    """Shapes of all floating-point tensors that operators give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        self.found |= {
+            tuple(one.shape)
+            for one in tree_leaves(given)
+            if isinstance(one, torch.Tensor) and one.is_floating_point()
+        }
+        return given
+
+
+def _lengths(length: int = 56) -> dict[str, list[tuple[int, ...]]]:
+    """Shapes of a step that have the number of all tokens, by how ranks meet."""
+    ids = torch.randint(3, VOCABULARY, (3, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, -3:] = 0
+    found = {}
+    for name, given in (
+        ("all_gather", {}),
+        ("ring_attn", {}),
+        ("padded", {"attention_mask": mask}),
+    ):
+        mode = "all_gather" if name == "all_gather" else "ring_attn"
+        boosted = boost(
+            FAMILIES["llama"], sp_size=2, sequence_parallelism_mode=mode, tile_logits=False
+        )
+        with _Lengths() as lengths:
+            boosted.step(boosted.model(input_ids=ids, labels=ids, **given).loss)
+        found[name] = [shape for shape in lengths.found if length in shape]
+    return found
+
+
 def sequence_settings(directory: Path) -> None:
     """Losses of Llama with settings, whole forwards between, and two kinds of parallelism."""
     case, found = FAMILIES["llama"], {}
@@ -429,7 +549,8 @@ def activation_bytes(directory: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCABULARY, (2, 1024), generator=generator)
     for name, sizes in {
-        "whole": {}, "sequences": {"sp_size": 2}, "layers": {"size": 2},
+        "whole": {}, "sequences": {"sp_size": 2}, "ring": {"sp_size": 2} | RING,
+        "layers": {"size": 2},
         "loss too": {"size": 2, "parallel_output": True},
     }.items():  # fmt: skip
         boosted = boost(case, tile_logits=False, **sizes)  # type: ignore[arg-type]
@@ -581,7 +702,8 @@ def sequences_refused(directory: Path) -> None:
     }
     found |= {
         "odd": _said(lambda: boosted.model(input_ids=ids[:, :-1], labels=ids[:, :-1])),
-        "packed": _said(lambda: boosted.model(**batch, position_ids=torch.zeros_like(ids))),
+        "packed": _said(lambda: boosted.model(**packed(llama, 0) | {"use_cache": True})),
+        "positions": _said(lambda: boosted.model(**batch, position_ids=ids[None])),
         "mask": _said(lambda: boosted.model(**batch, attention_mask=ids[:, None, None] > 0)),
         "argument": _said(lambda: boosted.model(**batch, output_hidden_states=True)),
         "inputs": _said(lambda: boosted.model(**llama.batch(rank))),
@@ -590,9 +712,24 @@ def sequences_refused(directory: Path) -> None:
                 _decoder("three", hf.LlamaConfig, num_attention_heads=3, num_key_value_heads=3,
                          hidden_size=48), sp_size=2)
         ),
+        "conv": _said(
+            lambda: boost(
+                _decoder("conv", hf.Lfm2Config, layer_types=["conv", "full_attention"]), sp_size=2)
+        ),
         "mode": _said(lambda: boost(llama, sp_size=2, sequence_parallelism_mode="ring")),
+        "layers": _said(lambda: boost(llama, 2, sequence_parallelism_mode="split_gather")),
         "works": [boosted.step(boosted.model(**batch).loss)],
     }  # fmt: skip
+    boosted = boost(llama, sp_size=2, **RING)
+    found["pieces"] = _said(lambda: boosted.model(**{name: x[:, 2:] for name, x in batch.items()}))
+    attention: Any = boosted.model.model.layers[1].self_attn  # type: ignore[union-attr, index]
+    with _extra(attention, position_bias=ids):
+        found["bias"] = _said(lambda: boosted.model(**batch))
+    with _extra(attention, tilt=0.5):
+        found["option"] = _said(lambda: boosted.model(**batch))
+    with _extra(attention, attention_mask=torch.zeros(2, 1, 12, 12)):
+        found["own mask"] = _said(lambda: boosted.model(**batch))
+    found["ring works"] = [boosted.step(boosted.model(**batch).loss)]
     # Its model is what it was: with other attention it is boosted.
     model: Any = _decoder("flex", hf.LlamaConfig, attn_implementation="flex_attention").model()
     flex = Case("flex", lambda: model, llama.batch)
@@ -603,11 +740,26 @@ def sequences_refused(directory: Path) -> None:
     _write_own(directory, "sequences_refused", found)
 
 
+@contextmanager
+def _extra(module: nn.Module, **given: Any) -> Iterator[None]:
+    """In it a module is called with more, or something else."""
+    hook = module.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, kwargs | given), with_kwargs=True
+    )
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def one_dies(directory: Path) -> None:
     """Rank 1 is killed in a phase that the environment names; rank 0 says what it hears."""
     kind, phase = os.environ["KIND"], os.environ["PHASE"]
     case = FAMILIES["llama"]
-    boosted = boost(case, 2) if kind == "tp_size" else boost(case, sp_size=2)
+    sizes: dict[str, Any] = {
+        "tp_size": {"size": 2}, "sp_size": {"sp_size": 2}, "ring_attn": {"sp_size": 2} | RING
+    }  # fmt: skip
+    boosted = boost(case, **sizes[kind])
     train(case, boosted, 0, 1)
 
     def die(*_: Any, **__: Any) -> None:

@@ -397,5 +397,5 @@ def test_ranks_break_graphs_only_where_they_exchange_within_blocks(
 ) -> None:
     losses, num_breaks, raised = layouts[layout]
     assert losses == pytest.approx(layouts["plain"], rel=1e-5)
-    exchanges = layout in ("layers", "sequences")
+    exchanges = layout in ("layers", "sequences", "ring")
     assert (num_breaks > 0, raised) == (exchanges, "Unsupported" if exchanges else None)

@@ -15,7 +15,7 @@ from helpers import GIB, Boosted
 from pages import ROOT
 from pipeline_cases import DEEP, FAMILIES_WITH_STAGES, OF_A_V, SCHEDULES, batch, plain
 from rank_processes import found, found_by_each, run
-from tensor_cases import EXPERTS, FAMILIES, LOSS, LR, MAX_NORM, SEQUENCES, SIZES
+from tensor_cases import EXPERTS, FAMILIES, GATHERED, LOSS, LR, MAX_NORM, SEQUENCES, SIZES
 from tensor_cases import boost as boost_whole
 from zoo import Case, gpt2_with_dropout
 
@@ -64,6 +64,20 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_stages_go_with_parts_and_copies(kind: str, name: str, composed: Any) -> None:
     whole = expected(name) if name in DEEP else plain(FAMILIES[name])
     assert composed[f"{name} {kind}"] == pytest.approx(whole, rel=LOSS)
+
+
+@pytest.mark.parametrize("kind", pipeline_cases.WITH_SEQUENCES)
+def test_stages_go_with_divided_sequences(kind: str, composed: Any) -> None:
+    for name in DEEP:
+        assert composed[f"{name} sp 2, {kind}"] == pytest.approx(expected(name), rel=LOSS), name
+
+
+def test_stages_of_divided_sequences_are_evaluated_whole(composed: Any) -> None:
+    assert composed["gpt2 evaluated"] == pytest.approx(composed["gpt2 whole"], rel=LOSS)
+    assert composed["gpt2 own loss"] == pytest.approx(expected("gpt2")[0], rel=LOSS)
+    assert composed["odd"].startswith(
+        "UsageError: sp_size=2 ranks cannot divide sequences of 22 tokens into 4 pieces"
+    )
 
 
 def test_blocks_of_two_ranks_share_nothing(composed: Any) -> None:
@@ -288,7 +302,6 @@ def test_the_model_works_after_each_refusal(refused: Any) -> None:
         ({"pp_size": 2, "num_microbatches": 2, "num_model_chunks": 2}, ValueError, "contradict"),
         ({"num_model_chunks": 2}, ValueError, "num_model_chunks divides stages"),
         ({"num_layers_per_stage": [2]}, ValueError, "num_layers_per_stage divides stages"),
-        ({"pp_size": 2, "num_microbatches": 2, "sp_size": 2}, NotImplementedError, "sp_size=2"),
         ({"pp_size": 2, "num_microbatches": 2, "activations": "auto"}, NotImplementedError,
          "activations='auto'"),
     ],
@@ -338,17 +351,17 @@ def test_a_rank_that_dies_is_named(
 
 
 @pytest.mark.parametrize(
-    ("phase", "size", "tp_size"),
+    ("phase", "size", "neighbours"),
     [
-        *(("forward", 2, 1), ("criterion", 2, 1), ("backward", 4, 1), ("weights", 2, 1)),
-        ("forward", 4, 2),
+        *(("forward", 2, ""), ("criterion", 2, ""), ("backward", 4, ""), ("weights", 2, "")),
+        *(("forward", 4, "tp_size"), ("forward", 4, "sp_size")),
     ],
 )
 def test_a_rank_that_fails_and_lives_on_is_waited_for_by_none(
-    phase: str, size: int, tp_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    phase: str, size: int, neighbours: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PHASE", phase)
-    monkeypatch.setenv("TP", str(tp_size))
+    monkeypatch.setenv("NEIGHBOURS", neighbours)
     for rank, (first, *later) in enumerate(found_by_each(pipeline_cases.one_fails, size, tmp_path)):
         name, message, seconds = first
         if rank == 1:
@@ -356,7 +369,7 @@ def test_a_rank_that_fails_and_lives_on_is_waited_for_by_none(
         else:
             assert name == "Error"
             assert "no more" in message or "let go" in message
-        if tp_size == 1 and rank != 1:
+        if not neighbours and rank != 1:
             cause = f"rank 1 of {size} of the pipeline has failed: ValueError: no more; mend that"
             assert message.startswith(cause)
         assert seconds < 20
@@ -368,10 +381,12 @@ def test_a_rank_that_fails_and_lives_on_is_waited_for_by_none(
 
 def test_the_guides_table_is_of_what_is_tested() -> None:
     text = (ROOT / "docs" / "guides" / "hybrid-parallel.md").read_text()
-    lines = [line.split("|")[1:-1] for line in text.splitlines() if line.count("|") == 6]
+    lines = [line.split("|")[1:-1] for line in text.splitlines() if line.count("|") == 8]
     stated = {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines[2:]}
+    among_all = {*GATHERED} - {"windows", "eager", "three_heads", "sinks"} | {"gpt_oss"}
     tested = [set(SIZES[2]) - {"falcon_groups"}, {*EXPERTS} - {"router_loss", "grouped"},
-              {*SEQUENCES} - {"windows", "eager"}, set(FAMILIES_WITH_STAGES)]  # fmt: skip
+              {*SEQUENCES} - {"windows", "eager"}, among_all, among_all,
+              set(FAMILIES_WITH_STAGES)]  # fmt: skip
     assert set(stated) == set().union(*tested)
     for family, cells in stated.items():
         assert cells == ["x" if family in those else "" for those in tested], family

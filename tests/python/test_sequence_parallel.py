@@ -2,15 +2,25 @@
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 import castor
 import tensor_cases
+from castor.distributed import Mode
 from rank_processes import found, found_by_each
-from tensor_cases import FAMILIES, GATHERED, LOSS, SEQUENCE_SETTINGS, SEQUENCES, padded, plain
+from tensor_cases import (
+    FAMILIES,
+    GATHERED,
+    LOSS,
+    SEQUENCE_SETTINGS,
+    SEQUENCES,
+    packed,
+    padded,
+    plain,
+)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +64,55 @@ def test_batches_without_a_mask_are_causal_on_every_rank(gathered: Any) -> None:
         assert gathered(size)["unpadded"] == pytest.approx(expected, rel=LOSS)
 
 
+@pytest.fixture(scope="module")
+def rings(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def of(size: int) -> Any:
+        directory = tmp_path_factory.mktemp(f"rings{size}")
+        return found(tensor_cases.ring_sequences, size, directory)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [*((2, name) for name in GATHERED),
+     *((4, name) for name in ("llama", "gpt2", "windows", "three_heads"))],
+)  # fmt: skip
+def test_losses_with_travelling_keys_are_plain_pytorchs(size: int, name: str, rings: Any) -> None:
+    expected = plain(GATHERED[name], batch=padded)
+    assert rings(size)["padded"][name] == pytest.approx(expected, rel=LOSS)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("mode", get_args(Mode))
+def test_packed_documents_do_not_see_each_other(mode: str, size: int, rings: Any) -> None:
+    expected = plain(FAMILIES["windows"], batch=packed)
+    assert rings(size)["packed"][mode] == pytest.approx(expected, rel=LOSS)
+
+
+def test_rings_go_with_budgets_copies_and_divided_layers(rings: Any) -> None:
+    expected = plain(FAMILIES["llama"])
+    for size, kinds in ((2, ("unpadded",)), (4, ("unpadded", "copies", "layers too"))):
+        for kind in kinds:
+            assert rings(size)[kind] == pytest.approx(expected, rel=LOSS), kind
+    assert rings(2)["own loss"] == pytest.approx(expected[:3], rel=LOSS)
+    assert rings(2)["criterion"] == pytest.approx(expected[0], rel=LOSS)
+
+
+def test_rings_drop_weights_of_attention(rings: Any) -> None:
+    with_dropout = rings(2)["dropout"]
+    without = plain(FAMILIES["gpt2"], 4, batch=padded)
+    assert with_dropout == pytest.approx(without, rel=0.1)
+    assert with_dropout != pytest.approx(without, rel=1e-3)
+
+
+def test_nobody_in_a_ring_has_the_keys_of_all_tokens(rings: Any) -> None:
+    lengths = rings(2)["lengths"]
+    assert lengths["ring_attn"] == lengths["padded"] == []
+    assert len(lengths["all_gather"]) > 0  # it would be seen
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_settings_and_other_parallelism_change_nothing(size: int, tmp_path: Path) -> None:
     losses = found(tensor_cases.sequence_settings, size, tmp_path)
@@ -73,6 +132,7 @@ def test_settings_and_other_parallelism_change_nothing(size: int, tmp_path: Path
 def test_a_rank_has_its_share_of_the_activations(tmp_path: Path) -> None:
     peaks = found(tensor_cases.activation_bytes, 2, tmp_path)
     assert peaks["sequences"] < 0.53 * peaks["whole"]  # all of them, but the batch
+    assert peaks["ring"] < 0.53 * peaks["whole"]
     assert peaks["layers"] < 0.85 * peaks["whole"]  # inputs of norms and logits are whole
     assert peaks["loss too"] < 0.7 * peaks["whole"]
 
@@ -91,13 +151,20 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("falcon", "NotImplementedError", "registry"),
         ("vit", "NotImplementedError", "no decoder"),
         ("odd", "UsageError", "sequences of 23 tokens; pad them to 24"),
-        ("packed", "NotImplementedError", "packed documents"),
+        ("packed", "UsageError", "use_cache=False"),
+        ("positions", "NotImplementedError", "position_ids of shape (batch, tokens)"),
         ("mask", "NotImplementedError", "attention_mask of shape (batch, tokens)"),
         ("argument", "NotImplementedError", "'output_hidden_states'"),
         ("inputs", "UsageError", "differ in the inputs of LlamaForCausalLM"),
         ("heads", "NotImplementedError", "3 attention heads"),
         ("attention", "NotImplementedError", "its attn_implementation is 'flex_attention'"),
+        ("conv", "NotImplementedError", "layers of type 'conv' mix tokens outside of attention"),
         ("mode", "NotImplementedError", "'ring'"),
+        ("layers", "NotImplementedError", "between the layers of tp_size ranks"),
+        ("pieces", "UsageError", "sequences of 22 tokens into 4 pieces; pad them to 24"),
+        ("bias", "NotImplementedError", "position_bias"),
+        ("option", "NotImplementedError", "LlamaAttention gives its attention 'tilt'"),
+        ("own mask", "NotImplementedError", "a mask that transformers has not made"),
     ],
 )
 def test_what_cannot_be_divided_is_named_on_every_rank(
@@ -110,7 +177,9 @@ def test_what_cannot_be_divided_is_named_on_every_rank(
 
 def test_the_model_works_after_each_refusal(refused: Any) -> None:
     first = plain(FAMILIES["llama"], 1)
-    assert refused[0]["works"] == refused[1]["works"] == pytest.approx(first, rel=LOSS)
+    for attention in ("works", "ring works"):
+        losses = [of_rank[attention] for of_rank in refused]
+        assert losses[0] == losses[1] == pytest.approx(first, rel=LOSS)
     again = plain(FAMILIES["eager"], 1)
     for of_rank in refused:
         assert of_rank["other attention"] == pytest.approx(again, rel=LOSS)

@@ -233,7 +233,13 @@ def test_arguments_are_known_by_name_however_they_are_given() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "phase"),
-    [("tp_size", "backward"), ("tp_size", "save"), ("sp_size", "forward"), ("sp_size", "step")],
+    [
+        ("tp_size", "backward"),
+        ("tp_size", "save"),
+        ("sp_size", "forward"),
+        ("sp_size", "step"),
+        ("ring_attn", "backward"),
+    ],
 )
 def test_a_rank_that_dies_is_named(
     kind: str, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

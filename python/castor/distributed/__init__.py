@@ -12,7 +12,8 @@ from castor.distributed.microbatches import (
 from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.distributed.pipeline_plan import find_pipeline_plan
 from castor.distributed.pipeline_schedule import PipelineSchedule
-from castor.distributed.sequence_parallel import Mode, SequenceParallel
+from castor.distributed.sequence_attention import Mode
+from castor.distributed.sequence_parallel import SequenceParallel
 from castor.distributed.tensor_parallel import TensorParallel
 from castor.distributed.tensor_plan import Plan, find_plan, with_whole_experts
 from castor.distributed.tensor_ranks import TensorRanks

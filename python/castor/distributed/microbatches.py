@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from castor.distributed.sequence_parallel import SequenceParallel
 from castor.errors import UsageError
 
 Criterion = Callable[[Any, Mapping[str, Any]], torch.Tensor]
@@ -111,10 +113,22 @@ class Schedule(Protocol):
 class Accumulation:
     """The schedule of a model that is one stage: micro-batches one after the other."""
 
-    def __init__(self, model: nn.Module, microbatches: Microbatches) -> None:
-        """Nothing is run; `microbatches`: how batches are divided."""
+    def __init__(
+        self,
+        model: nn.Module,
+        microbatches: Microbatches,
+        sequences: SequenceParallel | None = None,
+    ) -> None:
+        """Nothing is run.
+
+        Args:
+            model: Boosted.
+            microbatches: How batches are divided.
+            sequences: How their rows are; None: they are whole.
+        """
         self._model = weakref.ref(model)
         self._microbatches = microbatches
+        self._sequences = sequences
 
     def start(self) -> None:
         """See Schedule."""
@@ -127,7 +141,8 @@ class Accumulation:
         parts = self._microbatches.of(named(batch))
         losses, kept = [], []
         for part in parts:
-            outputs = model(**part)
+            with giving_logits(self._sequences, asked):
+                outputs = model(**part)
             if asked.outputs:
                 kept.append(outputs)
             if asked.needs_loss:
@@ -140,6 +155,18 @@ class Accumulation:
             loss=torch.tensor(mean) if asked.loss else None,
             outputs=kept if asked.outputs else None,
         )
+
+
+@contextmanager
+def giving_logits(sequences: SequenceParallel | None, asked: Asked) -> Iterator[None]:
+    """In it a model whose sequences are divided gives a criterion logits of all tokens."""
+    if sequences:
+        sequences.gives_logits = asked.criterion is not None
+    try:
+        yield
+    finally:
+        if sequences:
+            sequences.gives_logits = False
 
 
 def named(batch: Any) -> Mapping[str, Any]:

@@ -18,6 +18,7 @@ from torch import distributed, nn
 from torch.optim import Optimizer
 
 from castor.distributed.pipeline_plan import PipelinePlan, cheapest_cuts
+from castor.distributed.sequence_parallel import SequenceParallel
 from castor.distributed.stages import Passage, StageModules, places_of
 from castor.distributed.tensor_parallel import TensorParallel
 from castor.distributed.tensor_ranks import TensorRanks
@@ -88,6 +89,8 @@ class PipelineParallel:
         self._rank_of = [_rank_of(stage, ranks.size, folded=folded) for stage in range(stages)]
         self.tensor: TensorParallel | None = None
         """Where each layer is divided as well."""
+        self.sequences: SequenceParallel | None = None
+        """Where sequences are."""
         self.running = False
         """Whether a schedule is under way, which calls the model."""
         self.broken = ""
@@ -207,8 +210,9 @@ class PipelineParallel:
                     )
                     assert awaited is not None
                     awaited.wait(timedelta(milliseconds=1))
-        if self.tensor:
-            self.tensor.ranks.leave()
+        for divided in (self.tensor, self.sequences):
+            if divided:
+                divided.ranks.leave()
 
     def norm(self, params: Sequence[torch.Tensor], squares: Sequence[float]) -> float:
         """See TensorParallel: of all stages' gradients. Collective."""

@@ -25,6 +25,7 @@ from castor.distributed.microbatches import (
     Asked,
     Microbatches,
     Pass,
+    giving_logits,
     named,
     put_schedule,
 )
@@ -89,6 +90,8 @@ class PipelineSchedule:
         parts = self._microbatches.of(named(batch))
         check_inputs(parallel.ranks, model, (), dict(batch))
         training = torch.is_grad_enabled()
+        if parallel.sequences and training:
+            check_inputs(parallel.sequences.ranks, model, (), dict(batch))
         if asked.needs_loss and asked.criterion is None and _LABELS.isdisjoint(batch):
             raise UsageError(NO_LOSS)  # on every rank: only the last stage would find out
         stages, schedule = self._prepare(parts, training=training)
@@ -152,7 +155,10 @@ class PipelineSchedule:
         parallel, passage, model = self._parallel, self._parallel.modules.passage, self._model()
         assert model is not None
         tokens = next(x for x in parts[0].values() if isinstance(x, torch.Tensor) and x.ndim > 1)
-        key = (tuple(tokens.shape[:2]), len(parts), training)
+        rows, length = tokens.shape[:2]
+        if parallel.sequences and training:
+            length = parallel.sequences.tokens_of_rank(length)
+        key = ((rows, length), len(parts), training)
         if self._known and self._known[0] == key:
             return self._known[1], self._known[2]
         self._known = None  # its buffers
@@ -271,9 +277,12 @@ class _Stage(nn.Module):
             own = {name: value for name, value in part.items() if name not in _FOR_THE_LOSS}
         if self._takes_cache:
             own.setdefault("use_cache", False)
+        if self._parallel.sequences:
+            self._parallel.sequences.joins = self.is_last
         with self._parallel.modules.running(self._number) as passage:
             passage.received = received[0] if received else None
-            outputs = model(**own)
+            with giving_logits(self._parallel.sequences, asked):
+                outputs = model(**own)
             sent = passage.sent
         if not self.is_last:
             assert sent is not None

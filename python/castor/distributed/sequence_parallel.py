@@ -1,25 +1,23 @@
 """Divides sequences among ranks: each computes some tokens of all layers; in attention all meet.
 
-There a rank has some heads of all tokens (Jacobs et al. 2023, DeepSpeed-Ulysses, section 3), or its
-own tokens and the keys and values of all (Dubey et al. 2024, Llama 3, section 3.3.2). The model is
-transformers', unchanged: attention and its mask go through the registries that transformers has for
-both, the rest is hooks around the model.
+There a rank has some heads of all tokens (Jacobs et al. 2023, DeepSpeed-Ulysses, section 3), its
+own tokens and the keys and values of all (Dubey et al. 2024, Llama 3, section 3.3.2), or its own
+tokens and the keys and values of one rank after the other (castor.distributed.ring_attention). The
+model is transformers', unchanged: attention and masks are castor.distributed.sequence_attention's,
+the rest is hooks around the model.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
-import sys
-import threading
 import weakref
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from castor.distributed.inputs import by_name, check_inputs
+from castor.distributed.sequence_attention import Documents, Meeting, Mode
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.errors import UsageError
 from castor.runtime.hooks import ModuleHook
@@ -28,8 +26,10 @@ _ALONG_TOKENS = ("input_ids", "inputs_embeds", "token_type_ids")
 _KNOWN = {*_ALONG_TOKENS, "attention_mask", "position_ids", "labels", "shift_labels",
           "num_items_in_batch", "use_cache", "return_dict"}  # fmt: skip
 _IGNORED = -100
-Mode = Literal["all_to_all", "all_gather"]
-"""How ranks meet in attention: they exchange heads for tokens, or gather keys and values."""
+_MEET_IN_ATTENTION = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
+)
+"""Types of layers, as transformers calls them, in which tokens meet in attention only, or not."""
 
 
 class SequenceParallel:
@@ -63,6 +63,8 @@ class SequenceParallel:
             why = "its forward takes no position_ids"
         elif getattr(config, "output_router_logits", False):
             why = "its router loss needs all tokens (output_router_logits)"
+        elif mixing := set(getattr(config, "layer_types", None) or ()) - _MEET_IN_ATTENTION:
+            why = f"its layers of type '{min(mixing)}' mix tokens outside of attention"
         elif config._attn_implementation not in ("eager", "sdpa"):
             given = config._attn_implementation
             why = f"its attn_implementation is {given!r}, and 'sdpa' and 'eager' can be divided"
@@ -75,35 +77,30 @@ class SequenceParallel:
                 f"sp_size={ranks.size} cannot divide the sequences of this {name}: {why}"
             )
         self._model = weakref.ref(model)
-        self._ranks = ranks
-        self._mode = mode
-        self._whole = False
-        """Whether a forward is under way that every rank computes whole."""
+        self.ranks = ranks
+        self.joins = True
+        """Whether outputs become those of all tokens; nobody asks for those of a stage before the
+        last."""
+        self.gives_logits = False
+        """Whether outputs that have a loss have logits of all tokens beside it."""
+        self._meeting = Meeting(ranks, mode)
 
     def start(self) -> None:
         """Divides what forward is given from now on."""
         model: Any = self._model()
-        model.set_attn_implementation(_register(model.config._attn_implementation, self._mode))
-        for module in model.modules():
-            _divided[module] = self
+        self._meeting.start(model)
         model.register_forward_pre_hook(ModuleHook(self._divide), with_kwargs=True)
         model.register_forward_hook(ModuleHook(self._join), always_call=True, with_kwargs=True)
-
-    @property
-    def ranks(self) -> TensorRanks | None:
-        """Those to exchange heads with in the attention that runs now."""
-        # Without a forward: a block is recomputed in backward, which whole forwards have not.
-        return None if self._whole else self._ranks
 
     def _divide(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A pre-hook: this rank's tokens, their positions and labels."""
-        ranks = self._ranks
-        self._whole = not torch.is_grad_enabled()
-        if self._whole:
+        ranks, meeting = self.ranks, self._meeting
+        meeting.whole = not torch.is_grad_enabled()
+        if meeting.whole:
             return args, kwargs
-        _running.ranks = ranks
+        meeting.enter()
         check_inputs(ranks, model, args, kwargs)
         kwargs = by_name(model.forward, args, kwargs)
         given = {name: value for name, value in kwargs.items() if value is not None}
@@ -116,20 +113,14 @@ class SequenceParallel:
         if tokens is None:
             raise UsageError(f"{type(model).__name__} was called without input_ids")
         batch, length = tokens.shape[:2]
-        if length % ranks.size:
-            raise UsageError(
-                f"sp_size={ranks.size} ranks cannot divide sequences of {length} tokens; pad them "
-                f"to {-(-length // ranks.size) * ranks.size}"
-            )
+        self.tokens_of_rank(length)
         positions = torch.arange(length, device=tokens.device)[None].expand(batch, -1)
-        if "position_ids" in given and not torch.equal(
-            given["position_ids"].expand(batch, -1), positions
-        ):
-            raise NotImplementedError(
-                "position_ids other than 0, 1, 2, ... (packed documents) do not go with "
-                f"sp_size={ranks.size}; leave them out"
-            )
         mask = given.get("attention_mask")
+        if "position_ids" in given:
+            positions = self._positions(given["position_ids"], positions)
+            if mask is None:
+                cached = given.get("use_cache", getattr(model.config, "use_cache", False))
+                meeting.documents = self._documents(positions, cached=bool(cached))
         if mask is None:
             mask = torch.ones((batch, length), dtype=torch.long, device=tokens.device)
         elif mask.dim() != 2:
@@ -137,8 +128,7 @@ class SequenceParallel:
                 f"sp_size={ranks.size} takes an attention_mask of shape (batch, tokens), not "
                 f"{tuple(mask.shape)}"
             )
-        mine = ranks.own_range(length)
-        part = slice(mine.start, mine.stop)
+        part = meeting.own_tokens(length, tokens.device)
         own = given | {name: given[name][:, part] for name in _ALONG_TOKENS if name in given}
         own |= {"attention_mask": mask, "position_ids": positions[:, part], "use_cache": False}
         if "labels" in given:
@@ -157,133 +147,63 @@ class SequenceParallel:
             }
         return (), own
 
+    def tokens_of_rank(self, length: int) -> int:
+        """How many of `length` tokens each rank has.
+
+        Raises:
+            UsageError: They cannot be divided evenly.
+        """
+        pieces = self._meeting.num_pieces
+        if length % pieces:
+            into = f" into {pieces} pieces" if self._meeting.ring else ""
+            raise UsageError(
+                f"sp_size={self.ranks.size} ranks cannot divide sequences of {length} tokens{into};"
+                f" pad them to {-(-length // pieces) * pieces}"
+            )
+        return length // self.ranks.size
+
+    def _positions(self, given: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+        """position_ids as (batch, tokens); `counted` are 0, 1, 2, ... of each row."""
+        if given.dim() != 2 or given.shape[1] != counted.shape[1]:
+            raise NotImplementedError(
+                f"sp_size={self.ranks.size} takes position_ids of shape (batch, tokens), not "
+                f"{tuple(given.shape)}; leave them out, or train with sp_size=1"
+            )
+        return given.expand_as(counted)
+
+    def _documents(self, positions: torch.Tensor, *, cached: bool) -> Documents | None:
+        """Those that are packed behind each other in a row; None: each row is one."""
+        documents = Documents.of(positions)
+        if documents and cached:
+            raise UsageError(
+                "position_ids that begin anew are documents packed behind each other, and with "
+                "use_cache=True transformers lets these see each other: call the model with "
+                "use_cache=False"
+            )
+        return documents
+
     def _join(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         """A hook: the loss of all tokens; without labels the logits of all."""
-        whole, self._whole, _running.ranks = self._whole, False, None
-        if whole or output is None:
+        whole = self._meeting.whole
+        self._meeting.leave()
+        if whole or output is None or not self.joins:
             return output
         if not hasattr(output, "logits"):
             raise NotImplementedError(
-                f"sp_size={self._ranks.size} knows outputs with logits, and this is a "
+                f"sp_size={self.ranks.size} knows outputs with logits, and this is a "
                 f"{type(output).__name__}; call the model with return_dict=True"
             )
         if getattr(output, "loss", None) is not None:
-            output.loss = self._ranks.mean(output.loss)
-            output.logits = None  # of some tokens
-        else:
-            output.logits = self._ranks.gather_tokens(output.logits)
+            output.loss = self.ranks.mean(output.loss)
+            if not self.gives_logits:
+                output.logits = None  # of some tokens
+        if output.logits is not None:
+            logits = self.ranks.gather_tokens(output.logits)
+            ring = self._meeting.ring
+            output.logits = ring.in_order(logits) if ring else logits
         return output
-
-
-_divided: weakref.WeakKeyDictionary[nn.Module, SequenceParallel] = weakref.WeakKeyDictionary()
-"""By each module of their models."""
-_running = threading.local()
-
-
-def _register(implementation: str, mode: Mode) -> str:
-    """The name under which transformers finds attention in which ranks meet."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-
-    name = f"castor_{mode}_{implementation}"
-    meet = _exchanged if mode == "all_to_all" else _gathered
-    mask_of_whole: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
-
-    def attention(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
-        compute = _attention_of(module, implementation)
-        model = _divided.get(module)
-        ranks = model.ranks if model else None
-        if ranks is None:
-            return compute(module, q, k, v, mask, **options)
-        return meet(compute, ranks, module, (q, k, v), mask, options)
-
-    def mask(*, q_length: int, kv_length: int, q_offset: Any = 0, **options: Any) -> Any:
-        ranks: TensorRanks | None = getattr(_running, "ranks", None)
-        if ranks and mode == "all_to_all":
-            q_length = kv_length = q_length * ranks.size
-        elif ranks:
-            kv_length, q_offset = q_length * ranks.size, q_length * ranks.rank
-        return mask_of_whole(q_length=q_length, kv_length=kv_length, q_offset=q_offset, **options)
-
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, mask)
-    return name
-
-
-def _attention_of(module: nn.Module, implementation: str) -> Callable[..., Any]:
-    if implementation == "eager":
-        theirs = sys.modules[type(module).__module__]
-        eager: Callable[..., Any] = theirs.eager_attention_forward
-        return eager
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    compute: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[implementation]
-    return compute
-
-
-def _exchanged(
-    compute: Callable[..., Any],
-    ranks: TensorRanks,
-    module: Any,
-    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    mask: torch.Tensor | None,
-    options: dict[str, Any],
-) -> tuple[torch.Tensor, None]:
-    """Attention of some heads over all tokens; `states` are of all heads and some tokens.
-
-    Queries, keys and values have the shape (batch, heads, tokens, channels), what is given back
-    (batch, tokens, heads, channels).
-    """
-    _refuse_values_by_head(module, ranks, options, ("s_aux", "position_bias"))
-    query, key, value = states
-    # Of grouped heads each rank needs one at least.
-    repeats = ranks.size // math.gcd(key.shape[1], ranks.size)
-    if repeats > 1:
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    query, key, value = (ranks.swap(x, 1, 2) for x in (query, key, value))
-    groups = getattr(module, "num_key_value_groups", None)
-    try:
-        if groups is not None:
-            module.num_key_value_groups = query.shape[1] // key.shape[1]
-        output, _ = compute(module, query, key, value, mask, **options)
-    finally:
-        if groups is not None:
-            module.num_key_value_groups = groups
-    return ranks.swap(output, 1, 2), None
-
-
-def _gathered(
-    compute: Callable[..., Any],
-    ranks: TensorRanks,
-    module: Any,
-    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    mask: torch.Tensor | None,
-    options: dict[str, Any],
-) -> tuple[torch.Tensor, None]:
-    """Attention of all heads, from some tokens to all; shapes as for _exchanged."""
-    _refuse_values_by_head(module, ranks, options, ("position_bias",))  # is of tokens as well
-    query, key, value = states
-    key, value = ranks.all_parts(key, 2), ranks.all_parts(value, 2)
-    # Without a mask a token sees those before it, counted from the first of all: rank 0's own.
-    if mask is None and ranks.rank:
-        own = ranks.own_range(key.shape[2])
-        tokens = torch.arange(key.shape[2], device=key.device)
-        mask = tokens <= tokens[own.start : own.stop, None]
-    output, _ = compute(module, query, key, value, mask, **options)
-    return output, None
-
-
-def _refuse_values_by_head(
-    module: Any, ranks: TensorRanks, options: dict[str, Any], names: tuple[str, ...]
-) -> None:
-    for name in names:
-        if options.get(name) is not None:
-            raise NotImplementedError(
-                f"{type(module).__name__} gives its attention a value for each head ({name}), "
-                f"which sp_size={ranks.size} does not divide; train with sp_size=1"
-            )
 
 
 def _is_causal_model(model: nn.Module) -> bool:

@@ -86,7 +86,7 @@ def layouts(
                 continue
             for stages in _divisors(cluster.ranks // share):
                 if stages > 1 and (divided > 1 or stages > blocks):
-                    continue  # sp_size does not go with pp_size
+                    continue  # both at once are not compared
                 data = cluster.ranks // (share * stages)
                 if batch % data == 0:
                     yield from _schedules(

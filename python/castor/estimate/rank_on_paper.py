@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from torch import nn
 from castor import _C
 from castor.config import Precision, StateFormat
 from castor.distributed import (
-    Mode,
     SequenceParallel,
     TensorParallel,
     find_pipeline_plan,
@@ -81,7 +80,7 @@ class ModelOnPaper:
         rule: str = "adam",
         tensor_size: int,
         sequence_size: int,
-        sequence_mode: Mode = "all_to_all",
+        sequence_mode: Literal["all_to_all", "all_gather"] = "all_to_all",
         recomputes: bool,
     ) -> None:
         """Builds the model and divides it.

@@ -151,11 +151,11 @@ class Division:
                 folded=self.stages.style == "zbv",
                 layers=self.stages.layers,
             )
-            stages.tensor = layers
+            stages.tensor, stages.sequences = layers, sequences
             stages.apply(optimizers)
             schedule = PipelineSchedule(model, stages, self.stages.style, self.stages.microbatches)
         elif self.stages:
-            schedule = Accumulation(model, self.stages.microbatches)
+            schedule = Accumulation(model, self.stages.microbatches, sequences)
         if layers:
             layers.apply()
         return Divided(layers=layers, sequences=sequences, stages=stages, schedule=schedule)

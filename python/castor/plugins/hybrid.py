@@ -16,6 +16,10 @@ from castor.plugins.gemini import GeminiPlugin
 
 _STYLES: tuple[str, ...] = get_args(PipelineStyle)
 _MODES: tuple[str, ...] = get_args(Mode)
+_OF_LAYERS = (
+    ". Colossal-AI's mode of that name divides what lies between the layers of tp_size ranks, "
+    "which castor leaves whole: divide sequences among other ranks, with sp_size"
+)
 
 
 class HybridParallelPlugin(GeminiPlugin):
@@ -45,7 +49,8 @@ class HybridParallelPlugin(GeminiPlugin):
             goes through its registry. A loss is that of all tokens; beside it there are no logits.
         sequence_parallelism_mode: "all_to_all": in attention a rank has some of the heads, whose
             number sp_size divides, of all tokens. "all_gather": its tokens, and the keys and values
-            of all. Default: "all_to_all".
+            of all. "ring_attn": its tokens, and the keys and values of one rank after the other
+            (Liu et al. 2023), which nobody has all of. Default: "all_to_all".
         pp_size: Ranks among which the model is divided into stages (Narayanan et al. 2021), for
             models of transformers whose hidden states go through a row of blocks. The loop calls
             booster.execute_pipeline instead of the model; so it may with pp_size=1, which
@@ -107,9 +112,11 @@ class HybridParallelPlugin(GeminiPlugin):
             layers=num_layers_per_stage,
         )
         if sequence_parallelism_mode not in _MODES:
+            known = ", ".join(map(repr, _MODES))
+            instead = _OF_LAYERS if sequence_parallelism_mode in ("split_gather", "ring") else ""
             raise NotImplementedError(
                 f"sequence_parallelism_mode={sequence_parallelism_mode!r} is not supported; "
-                "'all_to_all' and 'all_gather' are"
+                f"{known} are{instead}"
             )
         if tp_plan is not None and not isinstance(tp_plan, Mapping):
             raise TypeError(f"tp_plan is a {type(tp_plan).__name__}; give names and styles")
@@ -124,10 +131,6 @@ class HybridParallelPlugin(GeminiPlugin):
             raise NotImplementedError(
                 f"ep_size={ep_size} does not go with tp_size={tp_size}: the ranks that divide "
                 f"layers are those that divide experts; give ep_size={tp_size}, or tp_size=1"
-            )
-        if sp_size > 1 and pp_size > 1:
-            raise NotImplementedError(
-                f"sp_size={sp_size} does not go with pp_size={pp_size} yet; give one of them as 1"
             )
         if max(sizes.values()) > 1 and gemini.get("activations") == "auto":
             raise NotImplementedError(

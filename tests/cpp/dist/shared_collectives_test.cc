@@ -66,6 +66,11 @@ TEST_P(SharedCollectivesTest, EveryRankGetsWhatTheOthersGive) {
       std::vector<std::byte> received(sent.size());
       ranks.all_to_all(sent, received);
       EXPECT_EQ(received, parts_for(ranks.rank(), ranks.size(), number, bytes));
+
+      std::vector<std::byte> passed(bytes);
+      ranks.pass_on(bytes_of(ranks.rank(), ++number, bytes), passed);
+      const std::size_t before = (ranks.rank() + ranks.size() - 1) % ranks.size();
+      EXPECT_EQ(passed, bytes_of(before, number, bytes));
     }
   });
   EXPECT_EQ(threads.failures(), std::vector<std::string>(GetParam()));

@@ -1,0 +1,345 @@
+"""Attention of ranks that divide sequences, among which keys and values travel in a ring.
+
+A rank attends from its tokens to those of the rank whose keys and values it has just been passed,
+and passes them on meanwhile (Liu et al. 2023, Ring Attention); what it has of each becomes one
+result by the log-sum-exp of the scores, from which backward recomputes their weights (Dao 2023,
+FlashAttention-2, section 3.1). So nobody ever has the keys of all tokens. Of 2n pieces of a
+sequence rank r of n has the r-th from the front and the r-th from the back: causal attention is
+then the same work on each (Dubey et al. 2024, Llama 3, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from castor.distributed.blockwise_attention import Block, Scores, merge
+from castor.distributed.tensor_ranks import TensorRanks
+
+_Gradients = tuple[torch.Tensor, torch.Tensor]
+"""Of keys, and of values."""
+
+
+class Ring:
+    """Ranks that pass tensors on to the next one each, and which tokens each has."""
+
+    def __init__(self, ranks: TensorRanks) -> None:
+        """Nothing is sent.
+
+        Args:
+            ranks: No one else makes calls of them during attention.
+        """
+        self.ranks = ranks
+        # Of one thread: all ranks pass the same on in the same order.
+        self._thread = ThreadPoolExecutor(1, "castor-ring")
+        self._last: Future[torch.Tensor] | None = None
+
+    @property
+    def num_pieces(self) -> int:
+        """That a sequence is cut into, all of one length."""
+        return 2 * self.ranks.size
+
+    def pieces_of(self, rank: int) -> tuple[int, int]:
+        """Which of them a rank has, in this order."""
+        return rank, self.num_pieces - 1 - rank
+
+    def tokens_of(self, rank: int, length: int, device: torch.device) -> torch.Tensor:
+        """Which of `length` tokens a rank has, in this order: int64 of shape (length / ranks,)."""
+        piece = length // self.num_pieces
+        begin = torch.tensor(self.pieces_of(rank), device=device) * piece
+        return (begin[:, None] + torch.arange(piece, device=device)).flatten()
+
+    def in_order(self, x: torch.Tensor) -> torch.Tensor:
+        """Dimension 1 by number of the token, of what each rank has in rank order."""
+        length = x.shape[1]
+        given = [self.tokens_of(rank, length, x.device) for rank in range(self.ranks.size)]
+        return x[:, torch.cat(given).argsort()]
+
+    def pass_on(self, sent: torch.Tensor) -> Future[torch.Tensor]:
+        """What the rank before sends, when it has come. Collective.
+
+        Args:
+            sent: Contiguous, in memory of the host; of one shape on all ranks.
+        """
+        received = torch.empty_like(sent)
+
+        def send() -> torch.Tensor:
+            self.ranks.tensors.pass_on(sent, received)
+            return received
+
+        self._last = self._thread.submit(send)
+        return self._last
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """In it tensors are passed on; behind it nothing is on its way, whatever was raised."""
+        try:
+            yield
+        finally:
+            if self._last:
+                wait([self._last])
+            self._last = None
+
+
+class _Seen(Enum):
+    NOTHING = 0
+    SOME = 1
+    ALL = 2
+
+
+class PieceMasks:
+    """The mask of a divided forward, made by pieces of the sequence as they are needed.
+
+    Models hand it from where transformers makes masks to where attention is computed.
+    """
+
+    def __init__(
+        self, make: Callable[..., torch.Tensor], options: dict[str, Any], *, length: int, ranks: int
+    ) -> None:
+        """Nothing is made.
+
+        Args:
+            make: transformers' function of boolean masks, for scaled_dot_product_attention.
+            options: For it, of whole sequences.
+            length: Tokens of a rank.
+            ranks: That divide sequences.
+        """
+        self._make = make
+        self._options = options | {
+            "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False
+        }  # fmt: skip
+        self._length = length // 2
+        padding, window = options.get("attention_mask"), options.get("local_size")
+        self.causal = bool(
+            options.get("allow_is_causal_skip", True)
+            and (padding is None or padding.all())
+            and (window is None or window > length * ranks)
+        )
+        """Whether each token sees itself and all those before it, and no other."""
+        # Of each layer the same. The masks themselves would be those of all tokens.
+        self._seen: dict[tuple[int, int], _Seen] = {}
+
+    def blocks(self, queries: Sequence[int], keys: Sequence[int]) -> Iterator[Block]:
+        """What queries of some pieces see of keys of others, those apart that see nothing.
+
+        Args:
+            queries: Which pieces, one behind the other.
+            keys: Likewise.
+        """
+        for i, query in enumerate(queries):
+            for j, key in enumerate(keys):
+                mask = self._mask(query, key)
+                if self._seen[query, key] is not _Seen.NOTHING:
+                    yield Block(
+                        queries=_piece(i, self._length),
+                        keys=_piece(j, self._length),
+                        number=(query, key),
+                        mask=mask,
+                    )
+
+    def _mask(self, query: int, key: int) -> torch.Tensor | None:
+        """Of shape (batch, 1, tokens, tokens); None: all is seen, or nothing."""
+        known = self._seen.get((query, key))
+        if known in (_Seen.NOTHING, _Seen.ALL):
+            return None
+        length = self._length
+        places = {"q_length": length, "kv_length": length}
+        places |= {"q_offset": query * length, "kv_offset": key * length}
+        mask = self._make(**(self._options | places))
+        if known is None:
+            seen = _Seen.SOME if mask.any() else _Seen.NOTHING
+            self._seen[query, key] = _Seen.ALL if mask.all() else seen
+        return mask if self._seen[query, key] is _Seen.SOME else None
+
+
+def _piece(index: int, length: int) -> slice:
+    return slice(index * length, (index + 1) * length)
+
+
+def causal_blocks(
+    queries: Sequence[int], keys: Sequence[int], length: int, *, causal: bool
+) -> Iterator[Block]:
+    """What queries see of keys without a mask; for the pieces that two ranks have.
+
+    Args:
+        queries: Two pieces, one behind the other.
+        keys: Likewise.
+        length: Of a piece.
+        causal: Whether tokens see those before them and themselves only.
+    """
+    front, back, everything = _piece(0, length), _piece(1, length), slice(0, 2 * length)
+    number = (queries[0], keys[0])
+    if not causal or queries[0] == keys[0]:
+        yield Block(queries=everything, keys=everything, number=number, causal=causal)
+    elif keys[0] < queries[0]:  # all see the front, which is before them, and nobody the back
+        yield Block(queries=everything, keys=front, number=number)
+    else:  # the back sees all, the front nothing
+        yield Block(queries=back, keys=everything, number=number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingPass:
+    """How attention is computed in one layer."""
+
+    ring: Ring
+    scores: Scores
+    masks: PieceMasks | None
+    """None: there is none."""
+    causal: bool
+    """What holds without masks."""
+
+    def blocks(self, owner: int, length: int) -> Iterator[Block]:
+        """What this rank's tokens see of another's.
+
+        Args:
+            owner: The rank that has the keys.
+            length: Tokens of each.
+        """
+        mine = self.ring.pieces_of(self.ring.ranks.rank)
+        theirs = self.ring.pieces_of(owner)
+        if self.masks is None:
+            return causal_blocks(mine, theirs, length // 2, causal=self.causal)
+        if self.masks.causal:
+            return causal_blocks(mine, theirs, length // 2, causal=True)
+        return self.masks.blocks(mine, theirs)
+
+
+def ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    how: RingPass,
+) -> torch.Tensor:
+    """Attention from this rank's tokens to those of all. Collective, and so is its backward.
+
+    Args:
+        query: (batch, heads, tokens, channels), on the CPU.
+        key: (batch, key heads, tokens, channels); each serves as many heads as there are more.
+        value: (batch, key heads, tokens, channels), which may be others.
+        sinks: (heads,): a score of no token; None: there is none.
+        how: All ranks' are alike.
+
+    Returns:
+        (batch, tokens, heads, channels of values).
+    """
+    apply: Any = _RingAttention.apply
+    output: torch.Tensor = apply(query, key, value, sinks, how)
+    return output.transpose(1, 2)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        how: RingPass,
+    ) -> torch.Tensor:
+        ring, scores = how.ring, how.scores
+        length = query.shape[2]
+        total = query.new_zeros((*query.shape[:3], value.shape[3]), dtype=torch.float32)
+        lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
+        with ring.turn():
+            for owner, keys, values in _travelling(ring, key, value):
+                for block in how.blocks(owner, length):
+                    part = scores.forward(query, keys, values, block)
+                    merge(total, lse, block.queries, *part)
+        if sinks is not None:
+            with_sinks = torch.logaddexp(lse, sinks.float()[:, None])
+            total *= (lse - with_sinks).exp()[..., None]
+            lse = with_sinks
+        output = total.to(query.dtype)
+        # Where a token sees nothing its weights are zeros, whatever this is.
+        lse.masked_fill_(lse == -torch.inf, 0.0)
+        ctx.how = how
+        ctx.save_for_backward(query, key, value, sinks, output, lse)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, sinks, output, lse = ctx.saved_tensors
+        how: RingPass = ctx.how
+        grad_query = torch.zeros_like(query, dtype=torch.float32)
+
+        def of_block(keys: torch.Tensor, values: torch.Tensor, block: Block) -> _Gradients:
+            parts = how.scores.backward(grad, query, keys, values, output, lse, block)
+            grad_query[:, :, block.queries] += parts[0]
+            return parts[1:]
+
+        grad_key, grad_value = _gradients_of_keys(how, key, value, query.shape[2], of_block)
+        grad_sinks = None
+        if sinks is not None:
+            weights = (sinks.float()[:, None] - lse).exp()
+            of_tokens = -weights * (grad.float() * output.float()).sum(-1)
+            grad_sinks = of_tokens.sum((0, 2)).to(sinks.dtype)
+        return (
+            grad_query.to(query.dtype),
+            grad_key.to(key.dtype),
+            grad_value.to(value.dtype),
+            grad_sinks,
+            None,
+        )
+
+
+def _gradients_of_keys(
+    how: RingPass,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    length: int,
+    of_block: Callable[[torch.Tensor, torch.Tensor, Block], _Gradients],
+) -> _Gradients:
+    """fp32, of this rank's keys and values, added up on the way from rank to rank.
+
+    Args:
+        how: Attention is computed.
+        key: As ring_attention takes it.
+        value: Likewise.
+        length: Tokens of each rank.
+        of_block: What a block makes of the keys and values that it sees.
+    """
+    ring = how.ring
+    # What the ranks before have made of them comes one block later than they do.
+    sums: Future[torch.Tensor] | None = None
+    with ring.turn():
+        for owner, keys, values in _travelling(ring, key, value):
+            own = keys.new_zeros(key.numel() + value.numel(), dtype=torch.float32)
+            grad_keys, grad_values = _unpacked(own, key.shape, value.shape)
+            for block in how.blocks(owner, length):
+                of_keys, of_values = of_block(keys, values, block)
+                grad_keys[:, :, block.keys] += of_keys
+                grad_values[:, :, block.keys] += of_values
+            if sums is not None:
+                own += sums.result()
+            sums = ring.pass_on(own)
+        assert sums is not None
+        return _unpacked(sums.result(), key.shape, value.shape)
+
+
+def _travelling(
+    ring: Ring, key: torch.Tensor, value: torch.Tensor
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Every rank's keys and values, this rank's first, with the rank that they are of."""
+    rank, size = ring.ranks.rank, ring.ranks.size
+    packed = torch.cat([key.detach().flatten(), value.detach().flatten()])
+    for step in range(size):
+        coming = ring.pass_on(packed) if step + 1 < size else None
+        yield (rank - step) % size, *_unpacked(packed, key.shape, value.shape)
+        if coming is not None:
+            packed = coming.result()
+
+
+def _unpacked(
+    packed: torch.Tensor, first: torch.Size, second: torch.Size
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tensors of which one is behind the other."""
+    cut = first.numel()
+    return packed[:cut].view(first), packed[cut:].view(second)

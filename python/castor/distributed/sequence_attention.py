@@ -1,0 +1,266 @@
+"""Attention of models whose ranks divide sequences: where they meet, and how.
+
+It goes through the registries that transformers has for attention and its masks: castor's entries
+stand around transformers' own.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from castor.distributed.blockwise_attention import Scores
+from castor.distributed.ring_attention import PieceMasks, Ring, RingPass, ring_attention
+from castor.distributed.tensor_ranks import TensorRanks
+
+Mode = Literal["all_to_all", "all_gather", "ring_attn"]
+"""How ranks meet in attention: they exchange heads for tokens, gather keys and values, or pass
+these on in a ring."""
+_KNOWN_TO_RINGS = frozenset({"scaling", "softcap", "dropout", "is_causal", "s_aux"})
+_OF_MASKS_AND_LOSSES = frozenset(
+    {"sliding_window", "position_ids", "num_items_in_batch", "shift_labels"}
+)
+"""What models hand attention that it has no use for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents:
+    """Several of them behind each other in a row; both int64 of shape (batch, tokens)."""
+
+    positions: torch.Tensor
+    """Of a token within its document."""
+    numbers: torch.Tensor
+    """Of a token's document."""
+
+    @classmethod
+    def of(cls, positions: torch.Tensor) -> Documents | None:
+        """Those that begin where positions do not go on; None: each row is one."""
+        begins = positions.diff(prepend=positions[:, :1] - 1) != 1
+        return cls(positions=positions, numbers=begins.cumsum(-1)) if begins.any() else None
+
+    def apart(self, sees: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """A mask function of transformers, within each document."""
+
+        def within(batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+            positions, numbers = self.positions, self.numbers
+            same = numbers[batch, query] == numbers[batch, key]
+            return same & sees(batch, head, positions[batch, query], positions[batch, key])
+
+        return within
+
+
+class Meeting:
+    """Where the ranks that divide one model's sequences meet: in its attention."""
+
+    def __init__(self, ranks: TensorRanks, mode: Mode) -> None:
+        """Nothing is changed.
+
+        Args:
+            ranks: Among which.
+            mode: How.
+        """
+        self.ranks = ranks
+        self.mode = mode
+        self.ring = Ring(ranks) if mode == "ring_attn" else None
+        """Through which keys travel; None: they do not."""
+        self.whole = False
+        """Whether a forward is under way that every rank computes whole."""
+        self.documents: Documents | None = None
+        """Of the forward that is under way."""
+
+    def start(self, model: Any) -> None:
+        """In the attention of a model of transformers."""
+        model.set_attn_implementation(_register(model.config._attn_implementation, self.mode))
+        for module in model.modules():
+            _meetings[module] = self
+
+    def enter(self) -> None:
+        """A divided forward begins: masks are those of its tokens."""
+        _running.meeting = self
+
+    def leave(self) -> None:
+        """A forward is over, divided or not."""
+        _running.meeting = self.documents = None
+        self.whole = False
+
+    @property
+    def num_pieces(self) -> int:
+        """That a sequence is cut into, all of one length."""
+        return self.ring.num_pieces if self.ring else self.ranks.size
+
+    def own_tokens(self, length: int, device: torch.device) -> slice | torch.Tensor:
+        """Which of `length` tokens are this rank's."""
+        if self.ring:
+            return self.ring.tokens_of(self.ranks.rank, length, device)
+        mine = self.ranks.own_range(length)
+        return slice(mine.start, mine.stop)
+
+
+_meetings: weakref.WeakKeyDictionary[nn.Module, Meeting] = weakref.WeakKeyDictionary()
+"""By each module of their models."""
+_running = threading.local()
+
+
+def _register(implementation: str, mode: Mode) -> str:
+    """The name under which transformers finds attention in which ranks meet."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import (
+        ALL_MASK_ATTENTION_FUNCTIONS,
+        AttentionMaskInterface,
+        causal_mask_function,
+    )
+
+    name = f"castor_{mode}_{implementation}"
+    meet = {"all_to_all": _exchanged, "all_gather": _gathered, "ring_attn": _passed_on}[mode]
+    mask_of_whole: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+    mask_of_pieces: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+
+    def attention(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+        compute = _attention_of(module, implementation)
+        meeting = _meetings.get(module)
+        # Without a forward: a block is recomputed in backward, which whole forwards have not.
+        if meeting is None or meeting.whole:
+            return compute(module, q, k, v, mask, **options)
+        return meet(compute, meeting, module, (q, k, v), mask, options)
+
+    def mask(*, q_length: int, kv_length: int, q_offset: Any = 0, **options: Any) -> Any:
+        meeting: Meeting | None = getattr(_running, "meeting", None)
+        if meeting:
+            ranks = meeting.ranks
+            if meeting.documents:
+                sees = meeting.documents.apart(options.get("mask_function", causal_mask_function))
+                options |= {"mask_function": sees, "allow_is_causal_skip": False}
+            if mode == "ring_attn":
+                return PieceMasks(mask_of_pieces, options, length=q_length, ranks=ranks.size)
+            if mode == "all_to_all":
+                q_length = kv_length = q_length * ranks.size
+            else:
+                kv_length, q_offset = q_length * ranks.size, q_length * ranks.rank
+        return mask_of_whole(q_length=q_length, kv_length=kv_length, q_offset=q_offset, **options)
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+    return name
+
+
+def _attention_of(module: nn.Module, implementation: str) -> Callable[..., Any]:
+    if implementation == "eager":
+        theirs = sys.modules[type(module).__module__]
+        eager: Callable[..., Any] = theirs.eager_attention_forward
+        return eager
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    compute: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[implementation]
+    return compute
+
+
+def _exchanged(
+    compute: Callable[..., Any],
+    meeting: Meeting,
+    module: Any,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: torch.Tensor | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """Attention of some heads over all tokens; `states` are of all heads and some tokens.
+
+    Queries, keys and values have the shape (batch, heads, tokens, channels), what is given back
+    (batch, tokens, heads, channels).
+    """
+    ranks = meeting.ranks
+    _refuse_values_by_head(module, ranks, options, ("s_aux", "position_bias"))
+    query, key, value = states
+    # Of grouped heads each rank needs one at least.
+    repeats = ranks.size // math.gcd(key.shape[1], ranks.size)
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    query, key, value = (ranks.swap(x, 1, 2) for x in (query, key, value))
+    groups = getattr(module, "num_key_value_groups", None)
+    try:
+        if groups is not None:
+            module.num_key_value_groups = query.shape[1] // key.shape[1]
+        output, _ = compute(module, query, key, value, mask, **options)
+    finally:
+        if groups is not None:
+            module.num_key_value_groups = groups
+    return ranks.swap(output, 1, 2), None
+
+
+def _gathered(
+    compute: Callable[..., Any],
+    meeting: Meeting,
+    module: Any,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: torch.Tensor | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """Attention of all heads, from some tokens to all; shapes as for _exchanged."""
+    ranks = meeting.ranks
+    _refuse_values_by_head(module, ranks, options, ("position_bias",))  # is of tokens as well
+    query, key, value = states
+    key, value = ranks.all_parts(key, 2), ranks.all_parts(value, 2)
+    # Without a mask a token sees those before it, counted from the first of all: rank 0's own.
+    if mask is None and ranks.rank:
+        own = ranks.own_range(key.shape[2])
+        tokens = torch.arange(key.shape[2], device=key.device)
+        mask = tokens <= tokens[own.start : own.stop, None]
+    output, _ = compute(module, query, key, value, mask, **options)
+    return output, None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _passed_on(
+    _compute: Callable[..., Any],
+    meeting: Meeting,
+    module: Any,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: Any,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """Attention of all heads, from some tokens to those of one rank after the other; castor's own.
+
+    Shapes are those of _exchanged.
+    """
+    _refuse_values_by_head(module, meeting.ranks, options, ("position_bias",))
+    # Switches are the model's own, which it gives to all its parts.
+    asked = {name for name, of in options.items() if of is not None and not isinstance(of, bool)}
+    unknown = asked - _KNOWN_TO_RINGS - _OF_MASKS_AND_LOSSES
+    if unknown or not (mask is None or isinstance(mask, PieceMasks)):
+        what = f"'{min(unknown)}'" if unknown else "a mask that transformers has not made"
+        raise NotImplementedError(
+            f"{type(module).__name__} gives its attention {what}, which "
+            "sequence_parallelism_mode='ring_attn' does not know; give 'all_gather' or 'all_to_all'"
+        )
+    query, key, value = states
+    assert meeting.ring
+    dropout = options.get("dropout") or 0.0
+    scores = Scores(
+        scale=query.shape[-1] ** -0.5 if options.get("scaling") is None else options["scaling"],
+        softcap=options.get("softcap"),
+        dropout=dropout,
+        seed=int(torch.randint(1 << 62, ()).item()) if dropout else 0,
+    )
+    causal = options.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    how = RingPass(ring=meeting.ring, scores=scores, masks=mask, causal=causal)
+    return ring_attention(query, key, value, options.get("s_aux"), how), None
+
+
+def _refuse_values_by_head(
+    module: Any, ranks: TensorRanks, options: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    for name in names:
+        if options.get(name) is not None:
+            raise NotImplementedError(
+                f"{type(module).__name__} gives its attention a value for each head ({name}), "
+                f"which sp_size={ranks.size} does not divide; train with sp_size=1"
+            )
