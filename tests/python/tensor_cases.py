@@ -362,6 +362,16 @@ def padded(case: Case, seed: int) -> dict[str, torch.Tensor]:
     return {"input_ids": batch["input_ids"], "attention_mask": mask, "labels": labels}
 
 
+def padded_in_front(case: Case, seed: int) -> dict[str, torch.Tensor]:
+    """A batch whose rows begin with padding, of other lengths."""
+    batch = case.batch(seed)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, :2] = 0
+    mask[1, : 5 + seed % 3] = 0
+    labels = batch["input_ids"].masked_fill(mask == 0, -100)
+    return {"input_ids": batch["input_ids"], "attention_mask": mask, "labels": labels}
+
+
 def sequences(directory: Path) -> None:
     """Losses of families whose ranks divide sequences."""
     size = distributed.get_world_size()
@@ -372,6 +382,12 @@ def sequences(directory: Path) -> None:
         losses = [boosted.step(boosted.model(**padded(case, seed)).loss) for seed in range(STEPS)]
         assert _of_all(losses) == [losses] * size
         found[name] = losses
+    if size == 2:
+        case = FAMILIES["opt"]
+        boosted = boost(case, sp_size=2)
+        found["in front"] = [
+            boosted.step(boosted.model(**padded_in_front(case, seed)).loss) for seed in range(STEPS)
+        ]
     _write(directory, "sequences", found)
 
 
@@ -715,6 +731,9 @@ def sequences_refused(directory: Path) -> None:
         "conv": _said(
             lambda: boost(
                 _decoder("conv", hf.Lfm2Config, layer_types=["conv", "full_attention"]), sp_size=2)
+        ),
+        "roberta": _said(
+            lambda: boost(_without_kv(hf.RobertaConfig, "roberta", is_decoder=True), sp_size=2)
         ),
         "mode": _said(lambda: boost(llama, sp_size=2, sequence_parallelism_mode="ring")),
         "layers": _said(lambda: boost(llama, 2, sequence_parallelism_mode="split_gather")),

@@ -19,6 +19,7 @@ from tensor_cases import (
     SEQUENCES,
     packed,
     padded,
+    padded_in_front,
     plain,
 )
 
@@ -38,6 +39,11 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_losses_of_padded_batches_are_plain_pytorchs(size: int, name: str, divided: Any) -> None:
     expected = plain(FAMILIES[name], batch=padded)
     assert divided(size)[name] == pytest.approx(expected, rel=LOSS)
+
+
+def test_positions_that_a_model_counts_by_the_mask_are_those_of_all_tokens(divided: Any) -> None:
+    expected = plain(FAMILIES["opt"], batch=padded_in_front)
+    assert divided(2)["in front"] == pytest.approx(expected, rel=LOSS)
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +165,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("heads", "NotImplementedError", "3 attention heads"),
         ("attention", "NotImplementedError", "its attn_implementation is 'flex_attention'"),
         ("conv", "NotImplementedError", "layers of type 'conv' mix tokens outside of attention"),
+        ("roberta", "NotImplementedError", "from where its input_ids are no padding"),
         ("mode", "NotImplementedError", "'ring'"),
         ("layers", "NotImplementedError", "between the layers of tp_size ranks"),
         ("pieces", "UsageError", "sequences of 22 tokens into 4 pieces; pad them to 24"),

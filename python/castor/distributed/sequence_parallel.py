@@ -32,6 +32,10 @@ _MEET_IN_ATTENTION = frozenset(
 """Types of layers, as transformers calls them, in which tokens meet in attention only, or not."""
 
 
+_OF_PADDING = "create_position_ids_from_input_ids"
+"""What RoBERTa and its like make positions with."""
+
+
 class SequenceParallel:
     """A model whose ranks take parts of the same sequences.
 
@@ -65,6 +69,8 @@ class SequenceParallel:
             why = "its router loss needs all tokens (output_router_logits)"
         elif mixing := set(getattr(config, "layer_types", None) or ()) - _MEET_IN_ATTENTION:
             why = f"its layers of type '{min(mixing)}' mix tokens outside of attention"
+        elif any(hasattr(part, _OF_PADDING) for part in model.modules()):
+            why = f"its positions come from where its input_ids are no padding ({_OF_PADDING})"
         elif config._attn_implementation not in ("eager", "sdpa"):
             given = config._attn_implementation
             why = f"its attn_implementation is {given!r}, and 'sdpa' and 'eager' can be divided"
@@ -77,6 +83,7 @@ class SequenceParallel:
                 f"sp_size={ranks.size} cannot divide the sequences of this {name}: {why}"
             )
         self._model = weakref.ref(model)
+        self._counts_by_mask = any(map(_takes_mask, model.modules()))
         self.ranks = ranks
         self.joins = True
         """Whether outputs become those of all tokens; nobody asks for those of a stage before the
@@ -128,6 +135,8 @@ class SequenceParallel:
                 f"sp_size={ranks.size} takes an attention_mask of shape (batch, tokens), not "
                 f"{tuple(mask.shape)}"
             )
+        elif self._counts_by_mask and "position_ids" not in given:
+            positions = (mask.cumsum(1) * mask - 1).long()  # as OPT does of all tokens
         part = meeting.own_tokens(length, tokens.device)
         own = given | {name: given[name][:, part] for name in _ALONG_TOKENS if name in given}
         own |= {"attention_mask": mask, "position_ids": positions[:, part], "use_cache": False}
@@ -208,3 +217,10 @@ class SequenceParallel:
 
 def _is_causal_model(model: nn.Module) -> bool:
     return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def _takes_mask(module: nn.Module) -> bool:
+    """Whether it embeds positions that it counts by the mask where none are given, as OPT's."""
+    return isinstance(module, nn.Embedding) and (
+        "attention_mask" in inspect.signature(module.forward).parameters
+    )
