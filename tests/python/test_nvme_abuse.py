@@ -100,6 +100,8 @@ def test_the_optimizer_may_be_copied(tmp_path: Path) -> None:
 def test_a_forked_child_may_drop_the_model(overlap: str, tmp_path: Path) -> None:
     stored = on_nvme(tmp_path, overlap=overlap)
     go_on(stored)
+    if torch.accelerator.is_available():  # who would finish in the child what a GPU is about?
+        torch.accelerator.synchronize()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that threads do not come along is what is tested
         child = os.fork()
