@@ -85,7 +85,8 @@ class WeightParts::Read final : public IoTransfer::State {
       try {
         end(rank);
       } catch (const Error& error) {
-        first = first ? first : std::make_exception_ptr(parts_.gone(rank, error.what()));
+        first = first ? first
+                      : std::make_exception_ptr(parts_.gone(request_.chunk, rank, error.what()));
       }
     }
     if (first) {
@@ -113,7 +114,7 @@ class WeightParts::Read final : public IoTransfer::State {
   }
   // Those who have not been asked do not answer.
   void fail(std::size_t rank, const std::string& why) {
-    failure_ = std::make_exception_ptr(parts_.gone(rank, why));
+    failure_ = std::make_exception_ptr(parts_.gone(request_.chunk, rank, why));
     stop(rank);
   }
   void end(std::size_t rank) {
@@ -133,10 +134,11 @@ class WeightParts::Read final : public IoTransfer::State {
 };
 
 WeightParts::WeightParts(std::shared_ptr<RankMessages> messages,
-                         std::vector<std::span<std::byte>> parts,
+                         std::vector<std::span<std::byte>> parts, std::size_t num_weights,
                          std::chrono::milliseconds patience)
     : messages_(std::move(messages)),
       parts_(std::move(parts)),
+      num_weights_(num_weights),
       patience_(patience),
       begun_(parts_.size(), 0),
       finished_(parts_.size(), 0),
@@ -149,19 +151,22 @@ WeightParts::WeightParts(std::shared_ptr<RankMessages> messages,
 }
 
 WeightParts::~WeightParts() {
-  finish();
+  end_reads();
+  await_others();
   leave();
   answerer_.join();  // it says goodbye; until the others know, theirs have to be heard
   messages_->stop();
   listener_.join();
 }
 
-Error WeightParts::gone(std::size_t rank, const std::string& why) const {
+Error WeightParts::gone(std::size_t chunk, std::size_t rank, const std::string& why) const {
+  const bool weights = chunk < num_weights_;
   return Error("rank " + std::to_string(messages_->rank()) + " of " +
-               std::to_string(messages_->size()) + " lost the part of the weights that rank " +
-               std::to_string(rank) + " keeps (zero_stage=3): " + why +
+               std::to_string(messages_->size()) + " lost the part of the " +
+               (weights ? "weights" : "gradients") + " that rank " + std::to_string(rank) +
+               " keeps (zero_stage=" + (weights ? "3" : "2 or 3") + "): " + why +
                ". A rank that failed says why in its own output; start all again, from the last "
-               "checkpoint. One that ends while others still read weights is waited for with "
+               "checkpoint. One that ends while others still read is waited for with "
                "torch.distributed.barrier()");
 }
 
@@ -194,7 +199,7 @@ void WeightParts::await_own(std::size_t chunk, std::uint64_t version) {
   changed_.wait(lock.native(),
                 [&]() CASTOR_REQUIRES(mutex_) { return left_ || finished_[chunk] >= version; });
   if (finished_[chunk] < version) {
-    throw gone(messages_->rank(), "its own run could not go on");
+    throw gone(chunk, messages_->rank(), "its own run could not go on");
   }
 }
 
@@ -274,12 +279,11 @@ struct WeightParts::Farewell {
   static constexpr Request kGoodbye{.kind = Request::Kind::kGoodbye};
 };
 
-// Not for ever: one that has failed may be needed elsewhere to be found out.
-void WeightParts::finish() {
-  MutexLock lock(mutex_);
+void WeightParts::end_reads() {
+  const MutexLock lock(mutex_);
   for (std::size_t rank = 0; rank < messages_->size() && !left_; ++rank) {
     try {
-      if (rank != messages_->rank() && !gone_[rank]) {
+      if (rank != messages_->rank() && !gone_[rank] && !dones_[rank]) {
         dones_[rank] =
             messages_->send(rank, kRequests, std::as_bytes(std::span(&Farewell::kDone, 1)));
       }
@@ -288,6 +292,11 @@ void WeightParts::finish() {
     }
   }
   done_[messages_->rank()] = true;
+}
+
+// Not for ever: one that has failed may be needed elsewhere to be found out.
+void WeightParts::await_others() {
+  MutexLock lock(mutex_);
   changed_.wait_for(lock.native(), patience_, [this]() CASTOR_REQUIRES(mutex_) {
     return left_ || std::find(done_.begin(), done_.end(), false) == done_.end();
   });
