@@ -210,7 +210,13 @@ void WeightParts::listen() noexcept {
                messages_->receive_any(kRequests, std::as_writable_bytes(std::span(&request, 1)))) {
       take(*from, request);
     }
-  } catch (const std::exception&) {  // who reads here is told, by the connection or by this
+  } catch (const std::exception&) {
+    // A rank is gone, and now none is heard any more, here or elsewhere: who waits for one is told.
+    for (std::size_t rank = 0; rank < messages_->size(); ++rank) {
+      if (rank != messages_->rank()) {
+        take(rank, {.kind = Request::Kind::kGoodbye});
+      }
+    }
     leave();
   }
 }
