@@ -29,11 +29,10 @@ namespace castor {
 /// A chunk here is one of weights or, after those, one of gradients (GradientParts).
 ///
 /// Parts change in updates (of gradients: reductions), which all ranks take alike, and which are
-/// counted: a read asks for the
-/// chunk as it is after as many updates as this rank has begun, and a rank answers when it has
-/// finished so many. What keeps updates from parts that somebody still reads is a meeting before
-/// them: every rank ends its reads (ChunkStream::await_reads), all meet, and only then they begin.
-/// Loads likewise, which count nothing.
+/// counted: a read asks for the chunk as it is after as many updates as this rank has begun, and a
+/// rank answers when it has finished so many. What keeps updates from parts that somebody still
+/// reads is a meeting before them: every rank ends its reads (ChunkStream::await_reads), all meet,
+/// and only then they begin. A reduction is such a meeting. Loads likewise, which count nothing.
 ///
 /// A rank whose run cannot go on says so, and whoever waits for it throws, as where its process has
 /// ended. One that is only done goes on answering until the others are, for a while.

@@ -25,9 +25,10 @@ namespace castor {
 /// host pays for: from its first gradient of a pass until all ranks have theirs, while an operator
 /// reads p.grad, and after one has written it.
 ///
-/// Elsewhere the chunk's storage points nowhere, and torch tells whoever asks for the address. Who
-/// reads asks the other ranks for their parts of the mean, whatever they do (WeightParts). Means
-/// change in reduce(), which all ranks call alike and which waits for this rank's readers.
+/// Outside of operators the chunk's storage points nowhere, and torch tells whoever asks for the
+/// address: nobody can keep one that will be another chunk's. Who reads asks the other ranks for
+/// their parts of the mean, whatever they do (WeightParts). Means change in reduce(), which all
+/// ranks call alike and which waits for this rank's readers.
 ///
 /// Owned by the session. Thread-safe; that a copy is not dropped under who uses its address is the
 /// callers' agreement (TensorGate).
@@ -50,7 +51,7 @@ class GradientParts {
   [[nodiscard]] bool cut(ChunkId chunk) const noexcept { return parts_.cut(of(chunk)); }
   /// Of a cut chunk's gradients.
   [[nodiscard]] const c10::Storage& storage(ChunkId chunk) const { return storages_[index(chunk)]; }
-  /// From now on their addresses are told only while there is a copy. Once their tensors are made.
+  /// From now on their addresses are told only in visits. Once their tensors are made.
   void forbid_addresses();
 
   /// Makes a copy, which stays, unless there is one. Throws OutOfMemory; Error where a rank is

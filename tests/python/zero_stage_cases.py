@@ -146,6 +146,11 @@ def gradients(directory: Path) -> None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
             boosted.step(_tower_loss(model, 4 + rank, rank))
+            booster.backward(_tower_loss(model, 6 + rank, rank), optimizer)
+            params[0].grad = params[0].grad * 0.5  # type: ignore[operator]
+            params[3].grad = None
+            optimizer.step()
+            optimizer.zero_grad()
             found = (alone, norm, clipped, copies(params))
             torch.save(found, directory / f"gradients.{stage}.{rank}.pt")
             print(whole, left, sum(chunk_bytes(model)), address)
