@@ -296,7 +296,7 @@ def _go_on(directory: Path, rank: int) -> None:
 
 
 def one_dies(directory: Path) -> None:
-    """Rank 1 is killed where rank 0 reads its part."""
+    """Rank 1 is killed where the others read its part."""
     _over_the_group()
     with _of_rank() as rank:
         boosted = boost(staged(TIGHT, 3))
