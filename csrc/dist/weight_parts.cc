@@ -47,7 +47,8 @@ class WeightParts::Read final : public IoTransfer::State {
         continue;
       }
       if (parts_.gone_[rank]) {
-        fail(rank, "it has let go of the model");
+        fail(rank, none_heard() ? "a rank has ended, and none is heard any more"
+                                : "it has let go of the model");
         return;
       }
       try {
@@ -111,6 +112,11 @@ class WeightParts::Read final : public IoTransfer::State {
   [[nodiscard]] std::span<std::byte> part_of(std::size_t rank) const {
     const std::size_t bytes = buffer_.size() / from_.size();
     return buffer_.subspan(rank * bytes, bytes);
+  }
+  // Of two or more others: whichever it was, this one may not be to blame.
+  [[nodiscard]] bool none_heard() const CASTOR_REQUIRES(parts_.mutex_) {
+    const auto num_gone = std::count(parts_.gone_.begin(), parts_.gone_.end(), true);
+    return num_gone > 1 && static_cast<std::size_t>(num_gone) + 1 == from_.size();
   }
   // Those who have not been asked do not answer.
   void fail(std::size_t rank, const std::string& why) {
