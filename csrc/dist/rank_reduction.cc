@@ -53,4 +53,29 @@ void RankReduction::reduce(const Payload& gradients, ScalarType type) {
   }
 }
 
+// A rank's part is in one piece, so what ranks exchange of a part in several windows is gathered
+// from all parts first, in one half of the window, and comes into the other.
+void RankReduction::reduce_part(std::span<const std::byte> gradients, std::span<std::byte> part,
+                                ScalarType type) {
+  const std::size_t ranks = ranks_.size();
+  const bool at_once = gradients.size() <= window_.bytes();
+  const std::size_t step =
+      at_once ? part.size() : window_.bytes() / 2 / ranks / kParamAlignment * kParamAlignment;
+  for (std::size_t begin = 0; begin < part.size(); begin += step) {
+    const std::size_t bytes = std::min(step, part.size() - begin);
+    const std::span received(window_.data(), ranks * bytes);
+    std::span<const std::byte> sent = gradients;
+    if (!at_once) {
+      std::byte* const gathered = window_.data() + ranks * step;
+      for (std::size_t rank = 0; rank < ranks; ++rank) {
+        std::memcpy(gathered + rank * bytes, gradients.data() + rank * part.size() + begin, bytes);
+      }
+      sent = {gathered, ranks * bytes};
+    }
+    ranks_.all_to_all(sent, received);
+    average(&executor_, part.data() + begin, received.data(), ranks, bytes / size_of(type), type);
+    figures_.add_bytes((ranks - 1) * bytes);
+  }
+}
+
 }  // namespace castor

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <span>
 #include <utility>
 
 #include "core/collectives.h"
@@ -20,8 +21,9 @@ namespace castor {
 ///
 /// Where their homes are shared, every rank has its gradients in pages of its own, writes its part
 /// of the mean to the common memory, and forgets those pages when all have: (n-1)/n of the bytes
-/// are sent. Elsewhere all gather the parts: twice that. One window of memory is needed. Gradients
-/// in memory of a device that the host does not address pass through DeviceStaging.
+/// are sent. Elsewhere all gather the parts: twice that; or each keeps its part. One window of
+/// memory is needed. Gradients in memory of a device that the host does not address pass through
+/// DeviceStaging.
 ///
 /// Used by one thread at a time.
 class RankReduction {
@@ -41,6 +43,10 @@ class RankReduction {
   [[nodiscard]] static std::size_t window_bytes(std::size_t largest, std::size_t ranks);
 
   void reduce(const Payload& gradients, ScalarType type);
+  /// The mean of this rank's part alone goes into `part`, apart from `gradients`: a reduce-scatter,
+  /// (n-1)/n of the bytes.
+  void reduce_part(std::span<const std::byte> gradients, std::span<std::byte> part,
+                   ScalarType type);
 
  private:
   Collectives& ranks_;

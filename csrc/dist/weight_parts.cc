@@ -47,7 +47,8 @@ class WeightParts::Read final : public IoTransfer::State {
         continue;
       }
       if (parts_.gone_[rank]) {
-        fail(rank, "it has let go of the model");
+        fail(rank, none_heard() ? "a rank has ended, and none is heard any more"
+                                : "it has let go of the model");
         return;
       }
       try {
@@ -85,7 +86,8 @@ class WeightParts::Read final : public IoTransfer::State {
       try {
         end(rank);
       } catch (const Error& error) {
-        first = first ? first : std::make_exception_ptr(parts_.gone(rank, error.what()));
+        first = first ? first
+                      : std::make_exception_ptr(parts_.gone(request_.chunk, rank, error.what()));
       }
     }
     if (first) {
@@ -111,9 +113,14 @@ class WeightParts::Read final : public IoTransfer::State {
     const std::size_t bytes = buffer_.size() / from_.size();
     return buffer_.subspan(rank * bytes, bytes);
   }
+  // Of two or more others: whichever it was, this one may not be to blame.
+  [[nodiscard]] bool none_heard() const CASTOR_REQUIRES(parts_.mutex_) {
+    const auto num_gone = std::count(parts_.gone_.begin(), parts_.gone_.end(), true);
+    return num_gone > 1 && static_cast<std::size_t>(num_gone) + 1 == from_.size();
+  }
   // Those who have not been asked do not answer.
   void fail(std::size_t rank, const std::string& why) {
-    failure_ = std::make_exception_ptr(parts_.gone(rank, why));
+    failure_ = std::make_exception_ptr(parts_.gone(request_.chunk, rank, why));
     stop(rank);
   }
   void end(std::size_t rank) {
@@ -133,10 +140,11 @@ class WeightParts::Read final : public IoTransfer::State {
 };
 
 WeightParts::WeightParts(std::shared_ptr<RankMessages> messages,
-                         std::vector<std::span<std::byte>> parts,
+                         std::vector<std::span<std::byte>> parts, std::size_t num_weights,
                          std::chrono::milliseconds patience)
     : messages_(std::move(messages)),
       parts_(std::move(parts)),
+      num_weights_(num_weights),
       patience_(patience),
       begun_(parts_.size(), 0),
       finished_(parts_.size(), 0),
@@ -149,19 +157,22 @@ WeightParts::WeightParts(std::shared_ptr<RankMessages> messages,
 }
 
 WeightParts::~WeightParts() {
-  finish();
+  end_reads();
+  await_others();
   leave();
   answerer_.join();  // it says goodbye; until the others know, theirs have to be heard
   messages_->stop();
   listener_.join();
 }
 
-Error WeightParts::gone(std::size_t rank, const std::string& why) const {
+Error WeightParts::gone(std::size_t chunk, std::size_t rank, const std::string& why) const {
+  const bool weights = chunk < num_weights_;
   return Error("rank " + std::to_string(messages_->rank()) + " of " +
-               std::to_string(messages_->size()) + " lost the part of the weights that rank " +
-               std::to_string(rank) + " keeps (zero_stage=3): " + why +
+               std::to_string(messages_->size()) + " lost the part of the " +
+               (weights ? "weights" : "gradients") + " that rank " + std::to_string(rank) +
+               " keeps (zero_stage=" + (weights ? "3" : "2 or 3") + "): " + why +
                ". A rank that failed says why in its own output; start all again, from the last "
-               "checkpoint. One that ends while others still read weights is waited for with "
+               "checkpoint. One that ends while others still read is waited for with "
                "torch.distributed.barrier()");
 }
 
@@ -194,7 +205,7 @@ void WeightParts::await_own(std::size_t chunk, std::uint64_t version) {
   changed_.wait(lock.native(),
                 [&]() CASTOR_REQUIRES(mutex_) { return left_ || finished_[chunk] >= version; });
   if (finished_[chunk] < version) {
-    throw gone(messages_->rank(), "its own run could not go on");
+    throw gone(chunk, messages_->rank(), "its own run could not go on");
   }
 }
 
@@ -205,7 +216,13 @@ void WeightParts::listen() noexcept {
                messages_->receive_any(kRequests, std::as_writable_bytes(std::span(&request, 1)))) {
       take(*from, request);
     }
-  } catch (const std::exception&) {  // who reads here is told, by the connection or by this
+  } catch (const std::exception&) {
+    // A rank is gone, and now none is heard any more, here or elsewhere: who waits for one is told.
+    for (std::size_t rank = 0; rank < messages_->size(); ++rank) {
+      if (rank != messages_->rank()) {
+        take(rank, {.kind = Request::Kind::kGoodbye});
+      }
+    }
     leave();
   }
 }
@@ -274,12 +291,11 @@ struct WeightParts::Farewell {
   static constexpr Request kGoodbye{.kind = Request::Kind::kGoodbye};
 };
 
-// Not for ever: one that has failed may be needed elsewhere to be found out.
-void WeightParts::finish() {
-  MutexLock lock(mutex_);
+void WeightParts::end_reads() {
+  const MutexLock lock(mutex_);
   for (std::size_t rank = 0; rank < messages_->size() && !left_; ++rank) {
     try {
-      if (rank != messages_->rank() && !gone_[rank]) {
+      if (rank != messages_->rank() && !gone_[rank] && !dones_[rank]) {
         dones_[rank] =
             messages_->send(rank, kRequests, std::as_bytes(std::span(&Farewell::kDone, 1)));
       }
@@ -288,6 +304,11 @@ void WeightParts::finish() {
     }
   }
   done_[messages_->rank()] = true;
+}
+
+// Not for ever: one that has failed may be needed elsewhere to be found out.
+void WeightParts::await_others() {
+  MutexLock lock(mutex_);
   changed_.wait_for(lock.native(), patience_, [this]() CASTOR_REQUIRES(mutex_) {
     return left_ || std::find(done_.begin(), done_.end(), false) == done_.end();
   });

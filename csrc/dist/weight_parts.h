@@ -21,16 +21,18 @@
 
 namespace castor {
 
-/// Weights of which each rank keeps its part (ZeRO-3, Rajbhandari et al. 2020, section 5.3, over
-/// chunks), and reads the others' when it needs a chunk. One-sided: who reads asks the others, and
-/// a thread on each answers, whatever its rank does at the time. So ranks may run other modules
-/// than the others, or none.
+/// Weights, and gradients, of which each rank keeps its part (ZeRO, Rajbhandari et al. 2020,
+/// section 5, over chunks), and reads the others' when it needs a chunk. One-sided: who reads asks
+/// the others, and a thread on each answers, whatever its rank does at the time. So ranks may run
+/// other modules than the others, or none.
 ///
-/// Parts change in updates, which all ranks take alike, and which are counted: a read asks for the
-/// chunk as it is after as many updates as this rank has begun, and a rank answers when it has
-/// finished so many. What keeps updates from parts that somebody still reads is a meeting before
-/// them: every rank ends its reads (ChunkStream::await_reads), all meet, and only then they begin.
-/// Loads likewise, which count nothing.
+/// A chunk here is one of weights or, after those, one of gradients (GradientParts).
+///
+/// Parts change in updates (of gradients: reductions), which all ranks take alike, and which are
+/// counted: a read asks for the chunk as it is after as many updates as this rank has begun, and a
+/// rank answers when it has finished so many. What keeps updates from parts that somebody still
+/// reads is a meeting before them: every rank ends its reads (ChunkStream::await_reads), all meet,
+/// and only then they begin. A reduction is such a meeting. Loads likewise, which count nothing.
 ///
 /// A rank whose run cannot go on says so, and whoever waits for it throws, as where its process has
 /// ended. One that is only done goes on answering until the others are, for a while.
@@ -38,15 +40,19 @@ namespace castor {
 /// Owned by the session. Thread-safe; bytes of a part are the caller's to guard, by that meeting.
 class WeightParts final : public PayloadSource {
  public:
+  /// How long the destructor waits at most for ranks that may still read.
+  static constexpr std::chrono::milliseconds kPatience = std::chrono::seconds(10);
+
   /// `parts`: this rank's, by chunk, in memory that outlives this; empty for those that are not
-  /// cut. All ranks' have the same sizes. `messages`: for nothing else. `patience`: how long the
-  /// destructor waits at most for ranks that may still read.
+  /// cut. All ranks' have the same sizes. `messages`: for nothing else. `num_weights`: chunks of
+  /// weights; those behind are of gradients.
   WeightParts(std::shared_ptr<RankMessages> messages, std::vector<std::span<std::byte>> parts,
-              std::chrono::milliseconds patience = std::chrono::seconds(10));
+              std::size_t num_weights, std::chrono::milliseconds patience = kPatience);
   ~WeightParts() override;
   WeightParts(const WeightParts&) = delete;
   WeightParts& operator=(const WeightParts&) = delete;
 
+  [[nodiscard]] std::size_t rank() const noexcept { return messages_->rank(); }
   [[nodiscard]] bool cut(ChunkId chunk) const noexcept { return !parts_[index(chunk)].empty(); }
   /// This rank's.
   [[nodiscard]] std::span<std::byte> part(ChunkId chunk) const noexcept {
@@ -63,6 +69,8 @@ class WeightParts final : public PayloadSource {
   /// a rank is gone.
   [[nodiscard]] IoTransfer start_read(std::size_t number, std::span<std::byte> buffer) override;
 
+  /// This rank reads no more, but answers, and the others know. As the destructor begins.
+  void end_reads();
   /// This rank answers no more, and the others know. From any thread, any number of times.
   void leave() noexcept;
 
@@ -80,13 +88,14 @@ class WeightParts final : public PayloadSource {
   void take(std::size_t from, const Request& request);
   void answer() noexcept;
   [[nodiscard]] bool next_answer(Wanted& wanted);
-  void finish();
+  void await_others();
   void say_goodbye() noexcept;
   void await_own(std::size_t chunk, std::uint64_t version);
-  [[nodiscard]] Error gone(std::size_t rank, const std::string& why) const;
+  [[nodiscard]] Error gone(std::size_t chunk, std::size_t rank, const std::string& why) const;
 
   const std::shared_ptr<RankMessages> messages_;
   const std::vector<std::span<std::byte>> parts_;
+  const std::size_t num_weights_;
   const std::chrono::milliseconds patience_;
   std::atomic<std::uint64_t> bytes_sent_ = 0;
   std::atomic<std::uint64_t> bytes_read_ = 0;

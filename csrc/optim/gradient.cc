@@ -19,16 +19,15 @@ constexpr std::size_t kBlockElements = kNormBlock;
 constexpr std::size_t kBlocksPerTask = 16;
 
 template <ScalarType type>
-struct BlockNorm {
+struct BlockSquares {
   using Codec = ScalarCodec<type>;
   using Storage = typename Codec::Storage;
 
   const Storage* src;
   std::size_t count;
-  double* result;
+  double (&lanes)[kLanes];
 
   [[gnu::always_inline]] void operator()() const {
-    double lanes[kLanes] = {};
     const std::size_t whole = count / kLanes * kLanes;
     for (std::size_t i = 0; i < whole; i += kLanes)
       add_squares(lanes, src + i);
@@ -38,11 +37,6 @@ struct BlockNorm {
         last[i - whole] = src[i];
       add_squares(lanes, last);
     }
-    for (std::size_t width = kLanes / 2; width > 0; width /= 2) {
-      for (std::size_t i = 0; i < width; ++i)
-        lanes[i] += lanes[i + width];
-    }
-    *result = lanes[0];
   }
 
   [[gnu::always_inline]] static inline void add_squares(double (&lanes)[kLanes],
@@ -51,6 +45,25 @@ struct BlockNorm {
       const double value = Codec::load(values[lane]);
       lanes[lane] += value * value;
     }
+  }
+};
+
+template <ScalarType type>
+struct BlockNorm {
+  using Storage = typename ScalarCodec<type>::Storage;
+
+  const Storage* src;
+  std::size_t count;
+  double* result;
+
+  [[gnu::always_inline]] void operator()() const {
+    double lanes[kLanes] = {};
+    BlockSquares<type>{src, count, lanes}();
+    for (std::size_t width = kLanes / 2; width > 0; width /= 2) {
+      for (std::size_t i = 0; i < width; ++i)
+        lanes[i] += lanes[i + width];
+    }
+    *result = lanes[0];
   }
 };
 
@@ -101,6 +114,53 @@ double detail::copy_and_square_norm(Executor* executor, void* dst, const void* s
     case ScalarType::kUInt8: throw_no_arithmetic(type);
   }
   return 0.0;
+}
+
+void square_norms_of_blocks(Executor* executor, const void* src, std::size_t numel, ScalarType type,
+                            std::span<double> sums) {
+  const auto* const bytes = static_cast<const std::byte*>(src);
+  const std::size_t num_tasks = (sums.size() + kBlocksPerTask - 1) / kBlocksPerTask;
+  const auto do_task = [&](std::size_t task) {
+    const std::size_t end = std::min((task + 1) * kBlocksPerTask, sums.size());
+    for (std::size_t block = task * kBlocksPerTask; block < end; ++block) {
+      const std::size_t begin = block * kBlockElements;
+      sums[block] = copy_and_square_norm(nullptr, nullptr, bytes + begin * size_of(type),
+                                         std::min(kBlockElements, numel - begin), type);
+    }
+  };
+  if (executor == nullptr || num_tasks <= 1) {
+    for (std::size_t task = 0; task < num_tasks; ++task)
+      do_task(task);
+    return;
+  }
+  executor->parallel_for(num_tasks, do_task);
+}
+
+void add_squares(std::span<double, kNormLanes> lanes, const void* src, std::size_t numel,
+                 ScalarType type) {
+  double sums[kLanes];
+  std::copy(lanes.begin(), lanes.end(), sums);
+  const auto add = [&]<ScalarType kType>() {
+    using Storage = typename ScalarCodec<kType>::Storage;
+    detail::run_on(best_isa(), BlockSquares<kType>{static_cast<const Storage*>(src), numel, sums});
+  };
+  switch (type) {
+    case ScalarType::kFloat32: add.template operator()<ScalarType::kFloat32>(); break;
+    case ScalarType::kBFloat16: add.template operator()<ScalarType::kBFloat16>(); break;
+    case ScalarType::kFloat16: add.template operator()<ScalarType::kFloat16>(); break;
+    case ScalarType::kUInt8: throw_no_arithmetic(type);
+  }
+  std::copy(std::begin(sums), std::end(sums), lanes.begin());
+}
+
+double sum_of_lanes(std::span<const double, kNormLanes> lanes) {
+  double sums[kLanes];
+  std::copy(lanes.begin(), lanes.end(), sums);
+  for (std::size_t width = kLanes / 2; width > 0; width /= 2) {
+    for (std::size_t i = 0; i < width; ++i)
+      sums[i] += sums[i + width];
+  }
+  return sums[0];
 }
 
 double copy_and_square_norm(Executor* executor, void* dst, const void* src, std::size_t numel,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 
 #include "core/executor.h"
 #include "core/scalar_type.h"
@@ -34,6 +35,18 @@ struct NormSegment {
 /// and stay on the calling thread too.
 [[nodiscard]] double copy_and_square_norm(Executor* executor, void* dst, const void* src,
                                           std::size_t numel, ScalarType type);
+
+// The same sum of a gradient that is in pieces, each of which begins at a multiple of kNormLanes.
+
+/// The sums of blocks, one behind the other from `src` on: of kNormBlock elements each, but the
+/// last. As many as `sums` has.
+void square_norms_of_blocks(Executor* executor, const void* src, std::size_t numel, ScalarType type,
+                            std::span<double> sums);
+/// Adds what a piece has of one block to the block's lanes, behind what they have.
+void add_squares(std::span<double, kNormLanes> lanes, const void* src, std::size_t numel,
+                 ScalarType type);
+/// The block's sum.
+[[nodiscard]] double sum_of_lanes(std::span<const double, kNormLanes> lanes);
 
 namespace detail {
 /// copy_and_square_norm on a given one of supported_isas().

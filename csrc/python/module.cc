@@ -233,6 +233,11 @@ py::dict report(Session& session) {
   figures["rank_shared_bytes"] = session.rank_homes().bytes();
   figures["rank_part_bytes"] = cut.part_bytes();
   figures["rank_window_bytes"] = cut.window_bytes();
+  const GradientParts* const gradients = session.gradient_parts();
+  figures["rank_gradient_part_bytes"] = gradients == nullptr ? 0 : gradients->part_bytes();
+  figures["rank_gradient_copy_bytes"] = gradients == nullptr ? 0 : gradients->copy_bytes();
+  figures["rank_gradient_copy_peak_bytes"] =
+      gradients == nullptr ? 0 : gradients->peak_copy_bytes();
   figures["rank_read_bytes"] = cut.parts() == nullptr ? 0 : cut.parts()->bytes_read();
   figures["rank_sent_bytes"] =
       alone ? 0 : ranks->bytes_sent() + (cut.parts() == nullptr ? 0 : cut.parts()->bytes_sent());

@@ -15,10 +15,10 @@
 
 namespace castor {
 
-/// The homes of weights of a session of which each rank keeps its part of every chunk, and the
-/// window through which it sees whole ones. None where nobody asked for it, or where ranks keep
-/// whole homes together (RankHomes). Weights that live on the device for good are whole there.
-/// Owned by the session.
+/// The homes of gradients of a session of which each rank keeps its part of every chunk (ZeRO-2),
+/// and those of weights (ZeRO-3), with the window through which it sees whole ones. None where
+/// nobody asked for it, or where ranks keep whole homes together (RankHomes). What lives on the
+/// device for good is whole there. Owned by the session.
 class CutHomes {
  public:
   /// Of the window: as many chunks are in host memory beside the parts.
@@ -26,24 +26,38 @@ class CutHomes {
   /// As HomeStore::max_held: a slot is left for an operator, and one for the other operand of its.
   static constexpr std::size_t kMaxHeld = kSlots - 2;
 
+  /// What is left of the host for whole chunks of gradients, of which a rank has a few at once.
+  static constexpr std::size_t kGradientCopies = 6;
+
   /// None.
   CutHomes() = default;
-  /// Every rank makes one. Both outlive this. Throws OutOfMemory; UsageError, on every rank, where
-  /// no weights have their home on the host, or not the same on all ranks.
+  /// Every rank makes one. `stage`: 2, or 3. Both outlive this. Throws OutOfMemory; UsageError, on
+  /// every rank, where nothing has its home on the host, or not the same on all ranks.
   CutHomes(const ChunkLayout& layout, std::span<const Placement> placements,
-           const RankGroups& ranks, MemoryTier& host, Executor& executor);
+           const RankGroups& ranks, std::size_t stage, MemoryTier& host, Executor& executor);
 
-  /// nullptr: weights are whole on every rank, or common.
+  /// 2, or 3; 0: there are none.
+  [[nodiscard]] std::size_t stage() const noexcept { return stage_; }
+  /// Of weights, those of stage 2 empty, and of gradients. nullptr: there are none.
   [[nodiscard]] WeightParts* parts() const noexcept { return parts_.get(); }
+  /// Of weights. nullptr: they are whole on every rank, or common.
   [[nodiscard]] ChunkStream* stream() const noexcept { return stream_.get(); }
-  /// Per chunk.
+  /// Of weights, per chunk.
   [[nodiscard]] const std::vector<bool>& cut() const noexcept { return cut_; }
-  /// Of this rank, on the host.
-  [[nodiscard]] std::size_t part_bytes() const noexcept { return memory_.bytes(); }
+  /// Of this rank's weights, on the host.
+  [[nodiscard]] std::size_t part_bytes() const noexcept { return part_bytes_; }
   [[nodiscard]] std::size_t window_bytes() const noexcept { return window_.bytes(); }
+  /// That nothing else on the host may take for good.
+  [[nodiscard]] std::size_t room_for_copies() const noexcept { return room_for_copies_; }
 
  private:
+  void check_alike(const RankGroups& ranks, const std::vector<bool>& on_host) const;
+  void make_window(const ChunkLayout& layout, MemoryTier& host, Executor& executor);
+
+  std::size_t stage_ = 0;
   std::vector<bool> cut_;
+  std::size_t part_bytes_ = 0;
+  std::size_t room_for_copies_ = 0;
   Block memory_;  // of the parts
   Block window_;
   std::unique_ptr<WeightParts> parts_;

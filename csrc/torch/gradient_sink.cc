@@ -41,12 +41,14 @@ bool copy_small(const at::Tensor& to, const at::Tensor& from) {
 }  // namespace
 
 GradientSink::GradientSink(ChunkManager& manager, std::span<const ParamHandle> params,
-                           StoredWeights* weights, Executor& executor, const SessionDevice& device,
-                           bool scaled, const std::shared_ptr<MemoryTier>& homes)
+                           StoredWeights* weights, GradientParts* parts, Executor& executor,
+                           const SessionDevice& device, bool scaled,
+                           const std::shared_ptr<MemoryTier>& homes)
     : manager_(manager),
       layout_(manager.layout()),
       params_(params),
       weights_(weights),
+      parts_(parts),
       executor_(executor),
       device_(device),
       scaled_(scaled),
@@ -59,7 +61,7 @@ GradientSink::GradientSink(ChunkManager& manager, std::span<const ParamHandle> p
   }
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    if (layout_.chunk(chunk).trainable) {
+    if (layout_.chunk(chunk).trainable && !cut(chunk)) {
       manager_.add_payload(chunk, PayloadKind::kGrad, layout_.chunk(chunk).used_bytes, {}, homes);
     }
   }
@@ -76,10 +78,8 @@ void GradientSink::open(Runtime& runtime, TensorGate& gate,
   gate_ = &gate;
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    c10::Storage storage;
-    if (const auto& payload = manager_.payload(chunk, PayloadKind::kGrad)) {
-      storage = stored(chunk) ? weights_->gradient_storage(chunk)
-                              : storage_over(payload, device_.torch_device());
+    const c10::Storage storage = make_storage(chunk);
+    if (storage) {
       for (const ParamId param : layout_.chunk(chunk).params) {
         const ParamHandle& own = params_[index(param)];
         gradients_[index(param)].view =
@@ -93,10 +93,24 @@ void GradientSink::open(Runtime& runtime, TensorGate& gate,
   }
 }
 
+bool GradientSink::cut(ChunkId chunk) const { return parts_ != nullptr && parts_->cut(chunk); }
+
+c10::Storage GradientSink::make_storage(ChunkId chunk) const {
+  if (cut(chunk)) {
+    return parts_->storage(chunk);
+  }
+  const auto& payload = manager_.payload(chunk, PayloadKind::kGrad);
+  return !payload        ? c10::Storage()
+         : stored(chunk) ? weights_->gradient_storage(chunk)
+                         : storage_over(payload, device_.torch_device());
+}
+
 std::byte* GradientSink::data(ParamId param) const {
   const ParamPlace place = layout_.place(param);
-  return manager_.payload(place.chunk, PayloadKind::kGrad)->data() +
-         place.offset * size_of(layout_.param(param).type);
+  std::byte* const all = cut(place.chunk)
+                             ? parts_->copy(place.chunk)
+                             : manager_.payload(place.chunk, PayloadKind::kGrad)->data();
+  return all + place.offset * size_of(layout_.param(param).type);
 }
 
 // zero_grad(set_to_none=False) leaves zeros in place, which carry any scale.
@@ -132,6 +146,9 @@ GradientCopy GradientSink::adopt(ParamId param, at::Tensor& grad, std::size_t ma
   const at::NoGradGuard no_grad;
   const bool leaves_device = manager_.placement(chunk) != Placement::kDevice;
   forget_stored(chunk);
+  if (cut(chunk)) {
+    parts_->take_copy(chunk, contents_of_copy(chunk));
+  }
   const std::uint64_t start_ns = runtime_->clock_ns();
   if (leaves_device && copies_ && !stored(chunk) && grad.storage().use_count() <= max_uses &&
       copies_->submit(chunk, grad, gradient.view, {data(param), gradient.view.nbytes()})) {
@@ -235,14 +252,19 @@ void GradientSink::make_present(ParamId param, double scale) {
   gradient.version = version_of(gradient.view);
 }
 
-void GradientSink::average(ChunkId chunk, const std::function<void(const Payload&)>& work) {
+// Nobody sees what the others have where there is no tensor over it.
+GradientParts::Contents GradientSink::contents_of_copy(ChunkId chunk) const {
+  return seen(chunk) ? GradientParts::Contents::kMean : GradientParts::Contents::kZeros;
+}
+
+void GradientSink::average(ChunkId chunk, const std::function<void()>& work) {
   const ChunkHolds held(*runtime_, device_, std::span(&chunk, 1));
   device_.await();  // it may have written gradients where they are
-  work(*payload(chunk));
+  work();
   fresh_[index(chunk)] = false;
 }
 
-GradientSummary GradientSink::collect(bool with_norm) {
+GradientSummary GradientSink::collect(bool with_norm, const Measure& measure_parts) {
   GradientSummary summary;
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
@@ -274,14 +296,14 @@ GradientSummary GradientSink::collect(bool with_norm) {
   }
   device_.await();  // it may have written gradients where they are
   if (with_norm) {
-    summary.squares = squares();
+    summary.squares = squares(measure_parts);
     summary.norm = std::sqrt(std::accumulate(summary.squares.begin(), summary.squares.end(), 0.0));
   }
   return summary;
 }
 
 // `data`: of the parameter's first element. Of all of it, also where other ranks update parts: a
-// sum of their sums would have other bits than one process's.
+// sum of their sums would have other bits than one process's (but see square_norms()).
 double GradientSink::square_norm(ParamId param, const std::byte* data, Executor* executor) const {
   const ParamSpec& spec = layout_.param(param);
   return copy_and_square_norm(executor, nullptr, data, spec.numel, spec.type);
@@ -331,7 +353,7 @@ void GradientSink::measure_stored(std::span<double> squares) const {
   });
 }
 
-std::vector<double> GradientSink::squares() const {
+std::vector<double> GradientSink::squares(const Measure& measure_parts) const {
   std::vector<ChunkId> chunks;
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     chunks.push_back(ChunkId{static_cast<std::uint32_t>(i)});
@@ -341,7 +363,7 @@ std::vector<double> GradientSink::squares() const {
   measure_on_device(squares);
   const auto on_host = [&](ParamId param) {
     const ChunkId chunk = layout_.place(param).chunk;
-    return present(param) && !stored(chunk) && !device_.holds(manager_, chunk);
+    return present(param) && !stored(chunk) && !cut(chunk) && !device_.holds(manager_, chunk);
   };
   const auto measure = [&](ParamId param, Executor* executor) {
     squares[index(param)] = square_norm(param, data(param), executor);
@@ -361,6 +383,9 @@ std::vector<double> GradientSink::squares() const {
   });
   if (weights_ != nullptr) {
     measure_stored(squares);
+  }
+  if (parts_ != nullptr) {
+    measure_parts(squares);
   }
   return squares;
 }

@@ -14,6 +14,7 @@
 #include "core/rank_meeting.h"
 #include "core/runtime.h"
 #include "torch/gradient_copies.h"
+#include "torch/gradient_parts.h"
 #include "torch/param_gradient.h"
 #include "torch/session_device.h"
 #include "torch/step_events.h"
@@ -35,10 +36,11 @@ namespace castor {
 class GradientSink {
  public:
   /// Adds the gradient payloads of every trainable chunk to `manager`, on the host in `homes`
-  /// (nullptr: its tier). `params` are in ParamId order; `scaled`: gradients may carry a loss
-  /// scale. All outlive this. Throws OutOfMemory.
+  /// (nullptr: its tier), but for those that are in `parts` (nullptr: none). `params` are in
+  /// ParamId order; `scaled`: gradients may carry a loss scale. All outlive this. Throws
+  /// OutOfMemory.
   GradientSink(ChunkManager& manager, std::span<const ParamHandle> params, StoredWeights* weights,
-               Executor& executor, const SessionDevice& device, bool scaled,
+               GradientParts* parts, Executor& executor, const SessionDevice& device, bool scaled,
                const std::shared_ptr<MemoryTier>& homes = nullptr);
   /// Gradients leave the device by copies that run beside backward; see GradientCopies. `account`:
   /// of what is allocated there for others than castor.
@@ -67,19 +69,21 @@ class GradientSink {
   /// A rank has a gradient of the parameter, of a loss with that scale: it comes into its payload,
   /// where this rank has none as zeros.
   void make_present(ParamId param, double scale);
-  /// Calls `work` with all of the chunk's gradients, in memory, complete, which become those of all
-  /// ranks.
-  void average(ChunkId chunk, const std::function<void(const Payload&)>& work);
+  /// Calls `work` while all of the chunk's gradients are in memory, complete: they become those of
+  /// all ranks.
+  void average(ChunkId chunk, const std::function<void()>& work);
   /// All of the chunk's have come, and become those of all ranks without average().
   void hand_over(ChunkId chunk) { fresh_[index(chunk)] = false; }
-  /// nullptr where the chunk is frozen.
+  /// nullptr where the chunk is frozen, or its gradients are in parts.
   [[nodiscard]] const Payload* payload(ChunkId chunk) const {
     return manager_.payload(chunk, PayloadKind::kGrad).get();
   }
 
   /// Closes the step: every gradient is in its payload, also those that users assigned. Throws
   /// UsageError for gradients that were scaled differently, or edited while scaled.
-  [[nodiscard]] GradientSummary collect(bool with_norm);
+  /// `measure_parts`: adds the squares of gradients that are in parts; see GradientSummary.
+  using Measure = std::function<void(std::span<double> squares)>;
+  [[nodiscard]] GradientSummary collect(bool with_norm, const Measure& measure_parts);
   /// Multiplies every gradient payload, in place (for optimizers that are no rule of castor's).
   void scale(double factor);
   /// The next step's gradients may come.
@@ -101,6 +105,8 @@ class GradientSink {
   [[nodiscard]] bool aliased(ChunkId chunk) const;
   /// Whether there is any tensor over them.
   [[nodiscard]] bool seen(ChunkId chunk) const;
+  /// Of gradients in parts.
+  [[nodiscard]] GradientParts::Contents contents_of_copy(ChunkId chunk) const;
   /// Of the payloads in memory and on NVMe.
   void for_each_storage(const std::function<void(const c10::Storage&)>& visit) const;
   /// Bytes that went from the device to payloads on the host.
@@ -109,6 +115,8 @@ class GradientSink {
  private:
   [[nodiscard]] bool trainable(ParamId param) const { return layout_.param(param).trainable; }
   [[nodiscard]] bool stored(ChunkId chunk) const { return manager_.gradients_stored(chunk); }
+  [[nodiscard]] bool cut(ChunkId chunk) const;
+  [[nodiscard]] c10::Storage make_storage(ChunkId chunk) const;
   /// In memory.
   [[nodiscard]] std::byte* data(ParamId param) const;
   GradientCopy adopt(ParamId param, at::Tensor& grad, std::size_t max_uses);
@@ -116,12 +124,13 @@ class GradientSink {
   [[nodiscard]] double square_norm(ParamId param, const std::byte* data, Executor* executor) const;
   void measure_on_device(std::span<double> squares) const;
   void measure_stored(std::span<double> squares) const;
-  [[nodiscard]] std::vector<double> squares() const;
+  [[nodiscard]] std::vector<double> squares(const Measure& measure_parts) const;
 
   ChunkManager& manager_;
   const ChunkLayout& layout_;
   const std::span<const ParamHandle> params_;
   StoredWeights* const weights_;
+  GradientParts* const parts_;
   Executor& executor_;
   const SessionDevice& device_;
   const bool scaled_;

@@ -31,8 +31,9 @@ class HostFiller {
     for (std::size_t i = 0; i < placements.size(); ++i) {
       const ChunkSpec& chunk = layout.chunks()[i];
       on_host.push_back(placements[i] != Placement::kDevice);
-      const std::size_t payloads =
-          (homes == HomesPaid::kByTheHost ? 1 : 0) + (chunk.trainable ? 1 : 0);
+      const bool weights = homes == HomesPaid::kByTheHost || homes == HomesPaid::kGradientsCut;
+      const bool gradients = homes == HomesPaid::kByTheHost || homes == HomesPaid::kByRanks;
+      const std::size_t payloads = (weights ? 1 : 0) + (gradients && chunk.trainable ? 1 : 0);
       needs_.weights.push_back(on_host[i] ? payloads * chunk.used_bytes : 0);
       std::vector<PayloadSpec>& states = states_.emplace_back();
       if (on_host[i]) {

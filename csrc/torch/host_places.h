@@ -14,9 +14,10 @@ namespace castor {
 
 /// Who pays for the homes of parameters and gradients.
 enum class HomesPaid : std::uint8_t {
-  kByTheHost,  ///< as they are made
-  kByRanks,    ///< RankHomes has paid already
-  kCut,        ///< CutHomes has paid for the parameters', the host pays for the gradients'
+  kByTheHost,     ///< as they are made
+  kByRanks,       ///< RankHomes has paid already
+  kCut,           ///< CutHomes has
+  kGradientsCut,  ///< ... for the gradients', the host pays for the parameters'
 };
 
 /// What a session keeps in host memory and on NVMe. Bytes are those of its ledgers.

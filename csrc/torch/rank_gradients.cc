@@ -4,6 +4,7 @@
 #include <string>
 
 #include "core/units.h"
+#include "dist/piece_norms.h"
 #include "torch/gil.h"
 
 namespace castor {
@@ -26,31 +27,31 @@ std::size_t largest_gradients(const ChunkLayout& layout) {
 }  // namespace
 
 RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, RankMeeting& meeting,
-                             const ChunkLayout& layout, GradientSink& gradients,
-                             const SharedHomes* homes, DeviceStaging staging, Executor& executor,
+                             const ChunkLayout& layout, Places places, Executor& executor,
                              MemoryTier& host)
     : ranks_(std::move(ranks)),
       meeting_(meeting),
       layout_(layout),
-      gradients_(gradients),
-      homes_(homes),
+      gradients_(places.sink),
+      homes_(places.homes),
+      parts_(places.parts),
+      shards_(places.shards),
+      executor_(executor),
       host_(host),
       reduction_(
-          *ranks_, homes, executor,
+          *ranks_, homes_, executor,
           host.allocate(RankReduction::window_bytes(largest_gradients(layout), ranks_->size()),
                         "gradients pass through it from rank to rank; raise host_memory"),
-          figures_, std::move(staging)),
+          figures_, std::move(places.staging)),
       handed_(layout.chunks().size(), false),
       copies_(layout.chunks().size()) {
-  if (homes_ == nullptr) {
+  if (homes_ == nullptr && parts_ == nullptr) {
     return;
   }
   // Backward comes to modules last to first, and chunks hold them in their order.
   std::vector<ChunkId> order;
   for (std::size_t i = layout_.chunks().size(); i-- > 0;) {
-    const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    if (const Payload* const payload = gradients_.payload(chunk);
-        payload != nullptr && homes_->contains(payload->home())) {
+    if (const ChunkId chunk{static_cast<std::uint32_t>(i)}; copied(chunk)) {
       order.push_back(chunk);
     }
   }
@@ -67,12 +68,12 @@ bool RankGradients::at_shared_home(ChunkId chunk) const {
          homes_->contains(payload->home());
 }
 
-void RankGradients::arriving(ChunkId chunk) {
-  if (!at_shared_home(chunk)) {
+void RankGradients::arriving(ChunkId chunk, TensorGate& gate) {
+  if (!copied(chunk)) {
     return;
   }
   if (!std::exchange(begun_, true)) {
-    forget_last_step();
+    forget_last_step(gate);
   }
   using Progress = BackwardReductions::Progress;
   Progress progress = Progress::kMade;
@@ -80,21 +81,33 @@ void RankGradients::arriving(ChunkId chunk) {
     progress = reductions_->wait_for_others(kPatience);
     patient_ = progress != Progress::kNone;
   }
+  if (cut(chunk)) {
+    gate.pass(gradients_.group(chunk));  // the last update may still read what it will hide
+  }
   take_copy(chunk);
 }
 
 // What was written between backward and step, and nobody can see any more.
-void RankGradients::forget_last_step() {
+void RankGradients::forget_last_step(TensorGate& gate) {
   for (std::size_t i = 0; i < handed_.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    if (at_shared_home(chunk) && !gradients_.seen(chunk)) {
-      homes_->forget({gradients_.payload(chunk)->home(), gradients_.payload(chunk)->bytes()});
-      drop_copy(chunk);
+    if (!copied(chunk) || gradients_.seen(chunk)) {
+      continue;
     }
+    if (at_shared_home(chunk)) {
+      homes_->forget({gradients_.payload(chunk)->home(), gradients_.payload(chunk)->bytes()});
+    } else if (parts_->has_copy(chunk)) {
+      gate.pass(gradients_.group(chunk));  // the last update may still read it
+    }
+    drop_copy(chunk);
   }
 }
 
 void RankGradients::take_copy(ChunkId chunk) {
+  if (cut(chunk)) {
+    parts_->take_copy(chunk, gradients_.contents_of_copy(chunk));
+    return;
+  }
   const MutexLock lock(mutex_);
   Reservation& copy = copies_[index(chunk)];
   if (copy.bytes() == 0) {
@@ -105,12 +118,16 @@ void RankGradients::take_copy(ChunkId chunk) {
 }
 
 void RankGradients::drop_copy(ChunkId chunk) {
+  if (cut(chunk)) {
+    parts_->drop_copy(chunk);
+    return;
+  }
   const MutexLock lock(mutex_);
   copies_[index(chunk)].release();
 }
 
 void RankGradients::completed(ChunkId chunk, TensorGate& gate) {
-  if (synchronised_ && at_shared_home(chunk) && reductions_->complete(chunk)) {
+  if (synchronised_ && copied(chunk) && reductions_->complete(chunk)) {
     handed_[index(chunk)] = true;
     gradients_.hand_over(chunk);
     gate.close(gradients_.group(chunk));
@@ -158,7 +175,7 @@ void RankGradients::average(MeetingPoint point, TensorGate& gate) {
     if (!all.fresh[i] && reduced[i]) {
       continue;
     }
-    if (at_shared_home(chunk)) {
+    if (copied(chunk)) {
       take_copy(chunk);
     }
     for (const ParamId param : layout_.chunk(chunk).params) {
@@ -166,7 +183,7 @@ void RankGradients::average(MeetingPoint point, TensorGate& gate) {
         gradients_.make_present(param, all.scale.value_or(1.0));
       }
     }
-    gradients_.average(chunk, [&](const Payload&) { reduce(chunk); });
+    gradients_.average(chunk, [&] { reduce(chunk); });
   }
   handed_.assign(handed_.size(), false);
   begun_ = false;
@@ -174,8 +191,51 @@ void RankGradients::average(MeetingPoint point, TensorGate& gate) {
 }
 
 void RankGradients::reduce(ChunkId chunk) {
-  reduction_.reduce(*gradients_.payload(chunk), layout_.chunk(chunk).type);
+  const ScalarType type = layout_.chunk(chunk).type;
+  if (cut(chunk)) {
+    parts_->reduce(chunk, [&](std::span<const std::byte> copy, std::span<std::byte> part) {
+      reduction_.reduce_part(copy, part, type);
+    });
+    return;
+  }
+  reduction_.reduce(*gradients_.payload(chunk), type);
   drop_copy(chunk);
+}
+
+// Gradients that some parameters lack count as well, so that all ranks have the same pieces.
+void RankGradients::measure_parts(std::span<double> squares) {
+  const RankFigures::Timed timed(figures_);
+  std::vector<std::size_t> params;
+  std::vector<GradientPiece> pieces;
+  std::size_t num_cuts = 0;
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    if (!cut(chunk)) {
+      continue;
+    }
+    const std::byte* const part = parts_->part(chunk);
+    for (const ParamId param : layout_.chunk(chunk).params) {
+      const ParamSpec& spec = layout_.param(param);
+      const Piece piece = shards_.piece(param);
+      const std::size_t begin = piece.numel == 0 ? 0
+                                                 : layout_.place(param).offset +
+                                                       piece.first_element - shards_.first(chunk);
+      params.push_back(index(param));
+      pieces.push_back({.data = part + begin * size_of(spec.type),
+                        .first_element = piece.first_element,
+                        .numel = piece.numel,
+                        .whole_numel = spec.numel,
+                        .type = spec.type,
+                        .cut = num_cuts});
+    }
+    ++num_cuts;
+  }
+  const std::vector<double> sums = square_norms(*ranks_, executor_, pieces, num_cuts, figures_);
+  for (std::size_t i = 0; i < params.size(); ++i) {
+    if (gradients_.present(ParamId{static_cast<std::uint32_t>(params[i])})) {
+      squares[params[i]] += sums[i];
+    }
+  }
 }
 
 }  // namespace castor

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstddef>
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -10,10 +11,12 @@
 #include "core/memory_tier.h"
 #include "core/mutex.h"
 #include "core/rank_meeting.h"
+#include "core/shard_map.h"
 #include "dist/backward_reductions.h"
 #include "dist/device_staging.h"
 #include "dist/rank_figures.h"
 #include "dist/rank_reduction.h"
+#include "torch/gradient_parts.h"
 #include "torch/gradient_sink.h"
 #include "torch/tensor_gate.h"
 
@@ -27,20 +30,29 @@ namespace castor {
 /// rank has a copy of its own, which the host's budget pays for; when a few chunks wait for ranks
 /// that are slower, so does backward, but not for long: then the copies may become more.
 ///
+/// So it is where each rank keeps its part of the mean (GradientParts).
+///
 /// Owned by the session; used by the one thread at a time that runs backward and step.
 class RankGradients {
  public:
-  /// `homes`: of gradients, that ranks share; nullptr: there are none. `staging`: of gradients.
+  /// Where gradients are.
+  struct Places {
+    GradientSink& sink;
+    const SharedHomes* homes;  ///< that ranks share; nullptr: there are none
+    GradientParts* parts;      ///< nullptr: none are in parts
+    const ShardMap& shards;    ///< ... and how those are cut
+    DeviceStaging staging;     ///< of those on a device
+  };
   /// Takes windows from `host`, and throws OutOfMemory. All but `ranks` outlive this.
   RankGradients(std::shared_ptr<Collectives> ranks, RankMeeting& meeting, const ChunkLayout& layout,
-                GradientSink& gradients, const SharedHomes* homes, DeviceStaging staging,
-                Executor& executor, MemoryTier& host);
+                Places places, Executor& executor, MemoryTier& host);
 
   /// Whether the passes that follow are synchronised at their end; returns whether those before
   /// were.
   bool synchronise(bool on) noexcept { return std::exchange(synchronised_, on); }
-  /// A gradient is about to go into the chunk's payload. Throws OutOfMemory.
-  void arriving(ChunkId chunk);
+  /// A gradient is about to go into the chunk's payload. Throws OutOfMemory; Error where it is
+  /// added to parts of a rank that is gone.
+  void arriving(ChunkId chunk, TensorGate& gate);
   /// Somebody else is about to write the chunk's gradients. Throws OutOfMemory. From any thread.
   void writing(ChunkId chunk) {
     if (at_shared_home(chunk)) {
@@ -58,16 +70,21 @@ class RankGradients {
   /// Before a step, which may not be taken with gradients that the others do not have.
   void begin_step(TensorGate& gate) { average(MeetingPoint::kStep, gate); }
   void end_step() noexcept { meeting_.end_step(); }
+  /// Adds the squares of gradients that are in parts, at each parameter's place. Collective.
+  void measure_parts(std::span<double> squares);
   /// From any thread.
   void leave() noexcept { ranks_->leave(); }
 
   [[nodiscard]] const RankFigures& figures() const noexcept { return figures_; }
 
  private:
+  [[nodiscard]] bool cut(ChunkId chunk) const { return parts_ != nullptr && parts_->cut(chunk); }
+  // Whether this rank has a copy of the chunk's gradients until they are reduced.
+  [[nodiscard]] bool copied(ChunkId chunk) const { return cut(chunk) || at_shared_home(chunk); }
   // Of a chunk's gradients, by this rank.
   void take_copy(ChunkId chunk);
   void drop_copy(ChunkId chunk);
-  void forget_last_step();
+  void forget_last_step(TensorGate& gate);
   void reduce(ChunkId chunk);
   void average(MeetingPoint point, TensorGate& gate);
   [[nodiscard]] GradientMarks meet(MeetingPoint point);
@@ -77,6 +94,9 @@ class RankGradients {
   const ChunkLayout& layout_;
   GradientSink& gradients_;
   const SharedHomes* const homes_;
+  GradientParts* const parts_;
+  const ShardMap& shards_;
+  Executor& executor_;
   MemoryTier& host_;
   RankFigures figures_;
   RankReduction reduction_;
@@ -86,7 +106,7 @@ class RankGradients {
   std::vector<bool> handed_;  // per chunk: in this pass, to reductions_
   Mutex mutex_;
   std::vector<Reservation> copies_ CASTOR_GUARDED_BY(mutex_);  // per chunk
-  std::unique_ptr<BackwardReductions> reductions_;             // nullptr: nothing is shared
+  std::unique_ptr<BackwardReductions> reductions_;  // nullptr: all is whole on every rank
 };
 
 }  // namespace castor

@@ -34,6 +34,7 @@ struct OperatorVisit {
   std::shared_ptr<Session> session;
   ChunkHolds chunks;
   std::unique_ptr<StoredWeights::Visit> home;
+  std::vector<std::shared_ptr<void>> gradients;  // that are in parts
 };
 
 ScalarType own_type(const at::Tensor& param) {
@@ -109,20 +110,33 @@ CutHomes make_cut_homes(const ChunkLayout& layout, std::span<const Placement> pl
   }
   if (options.ranks->reads == nullptr) {
     if (options.zero_stage > 1) {
-      throw UsageError(
-          "zero_stage=" + std::to_string(options.zero_stage) +
-          " keeps gradients once for ranks that share their homes, and these do not (" +
-          options.ranks->link + "; " + common.refusal() + "); give zero_stage=1");
+      throw UsageError("zero_stage=" + std::to_string(options.zero_stage) +
+                       " goes with ranks that share their homes here, and these do not (" +
+                       options.ranks->link + "; " + common.refusal() + "); give zero_stage=1");
     }
     return {};
   }
-  return {layout, placements, *options.ranks, host, executor};
+  return {layout, placements, *options.ranks, options.zero_stage, host, executor};
 }
 
 HomesPaid payer(const RankHomes& common, const CutHomes& cut) {
   return common.weights().homes ? HomesPaid::kByRanks
-         : cut.parts()          ? HomesPaid::kCut
+         : cut.stage() == 3     ? HomesPaid::kCut
+         : cut.stage() == 2     ? HomesPaid::kGradientsCut
                                 : HomesPaid::kByTheHost;
+}
+
+std::size_t room_for_places(const MemoryTier& host, const CutHomes& cut) {
+  const std::size_t available = host.ledger().available();
+  return available - std::min(available, cut.room_for_copies());
+}
+
+/// nullptr: none.
+std::unique_ptr<GradientParts> make_gradient_parts(const ChunkLayout& layout, const CutHomes& cut,
+                                                   MemoryTier& host, c10::Device device) {
+  return cut.parts() == nullptr
+             ? nullptr
+             : std::make_unique<GradientParts>(layout, *cut.parts(), host, device);
 }
 
 void share_with_children(const ChunkManager& manager, std::size_t num_chunks) {
@@ -192,7 +206,9 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
       rank_homes_(layout_, placements, options, *host_),
       executor_(make_executor(options.num_threads)),
       cut_homes_(make_cut_homes(layout_, placements, options, rank_homes_, *host_, *executor_)),
-      places_(choose_host_places(layout_, placements, options.state, host_->ledger().available(),
+      gradient_parts_(make_gradient_parts(layout_, cut_homes_, *host_, own_device_.torch_device())),
+      places_(choose_host_places(layout_, placements, options.state,
+                                 room_for_places(*host_, cut_homes_),
                                  payer(rank_homes_, cut_homes_))),
       nvme_(make_nvme(places_, options, *host_, *executor_, nvme_ledger_.get(),
                       budget_place_.number(), nvme_taken_)),
@@ -207,16 +223,17 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
     params_.push_back({.leaf = param, .local = std::move(param)});
   }
   gradients_ = std::make_unique<GradientSink>(
-      *manager_, params_, weights_.get(), *executor_, own_device_,
+      *manager_, params_, weights_.get(), gradient_parts_.get(), *executor_, own_device_,
       options.precision == ScalarType::kFloat16, rank_homes_.gradients().tier);
   state_places_ = std::make_unique<StatePlaces>(
       *manager_, shards_, options.state.rule, places_.stored.states,
       stream_of(nvme_, HostPlaces::kStates), weights_.get(), rank_homes_.weights().homes.get(),
-      cut_homes_.parts(), own_device_);
+      cut_homes_.parts(), gradient_parts_.get(), own_device_);
   if (options.ranks) {
     check_ranks();
     ranks_ = std::make_unique<SessionRanks>(*options.ranks, *manager_, shards_, *gradients_,
-                                            *state_places_, rank_homes_, *copy_engine_, *executor_);
+                                            gradient_parts_.get(), *state_places_, rank_homes_,
+                                            *copy_engine_, *executor_);
     integrity_.when_broken([this] {
       ranks_->leave();
       if (cut_homes_.parts() != nullptr) {
@@ -272,7 +289,9 @@ std::unique_ptr<StoredWeights> Session::make_weights() {
 }
 
 std::size_t Session::zero_stage() const noexcept {
-  return !ranks_ ? 0 : rank_homes_.weights().homes || cut_homes_.parts() != nullptr ? 3 : 1;
+  return !ranks_                       ? 0
+         : rank_homes_.weights().homes ? 3
+                                       : std::max<std::size_t>(cut_homes_.stage(), 1);
 }
 
 void Session::check_ranks() const {
@@ -290,6 +309,9 @@ ChunkStream* Session::activation_stream() const noexcept {
 bool Session::synchronise(bool on) { return !ranks_ || ranks_->gradients().synchronise(on); }
 
 Session::~Session() {
+  if (cut_homes_.parts() != nullptr) {
+    cut_homes_.parts()->end_reads();  // else ranks that have failed may wait here for each other
+  }
   reads_.end_all();  // else an update may wait for who has gone
   if (update_queue_) {
     update_queue_->abandon();  // returns when none is under way
@@ -375,8 +397,12 @@ void Session::watch_tensors(Overlap overlap) {
     param_uses_.push_back(storages_->storage(param).use_count());
   }
   gradients_->open(*runtime_, *gate_, weak_from_this());
+  // All tensors are made.
   if (weights_) {
-    weights_->forbid_addresses();  // all tensors are made
+    weights_->forbid_addresses();
+  }
+  if (gradient_parts_) {
+    gradient_parts_->forbid_addresses();
   }
 }
 
@@ -393,7 +419,7 @@ void Session::guard_weights() {
     if (const auto of_weights = guard(stored(chunk)); of_weights != TensorGate::Guard::kNone) {
       gate_->guard(i, of_weights);
     }
-    if (const auto of_gradients = guard(manager_->gradients_stored(chunk));
+    if (const auto of_gradients = guard(manager_->gradients_stored(chunk) || cut_gradients(chunk));
         of_gradients != TensorGate::Guard::kNone) {
       gate_->guard(gradients_->group(chunk), of_gradients);
     } else if (ranks_ && ranks_->gradients().at_shared_home(chunk)) {
@@ -527,7 +553,7 @@ void Session::gradient_arrived(ParamId param, const at::Tensor& incoming) {
                        "' is a part of a graph (backward(create_graph=True)), which several ranks "
                        "cannot bring together; train with one process");
     }
-    ranks_->gradients().arriving(own);
+    ranks_->gradients().arriving(own, *gate_);
   }
   if (updater_->updated(own)) {
     updater_->check_none_updated("another gradient of parameter '" + layout_.param(param).name +
@@ -554,7 +580,7 @@ GradientSummary Session::collect_gradients(bool with_norm) {
     ranks_->gradients().begin_step(*gate_);
   }
   runtime_->begin_update();
-  if (cut_homes_.parts() != nullptr) {
+  if (cut_homes_.stage() == 3) {
     end_reads_of_parts();
     ranks_->meet();
   }
@@ -566,7 +592,8 @@ GradientSummary Session::collect_gradients(bool with_norm) {
       gate_->pass(gradients_->group(chunk));
     }
   }
-  return gradients_->collect(with_norm);
+  return gradients_->collect(
+      with_norm, [this](std::span<double> squares) { ranks_->gradients().measure_parts(squares); });
 }
 
 // Of weights as they are before all ranks update them, or load others: the next are of those.
@@ -597,7 +624,7 @@ bool Session::aliased_values(ChunkId chunk) const {
 
 // A tensor over a chunk's memory follows it to the device and back (docs/design/0017), but memory
 // that was reached without one (a numpy array) would not: a chunk that something else than castor
-// refers to stays where it is. So does one of which something is on NVMe.
+// refers to stays where it is. So does one of which something is on NVMe, or in parts on the ranks.
 void Session::place_chunks_again() {
   if (!runtime_->placement_due() || !integrity_.whole() || reads_.reading()) {
     return;  // while a save reads payloads they stay where they are: a later step places them
@@ -606,10 +633,14 @@ void Session::place_chunks_again() {
   std::vector<bool> candidates(layout_.chunks().size());
   for (std::size_t i = 0; i < candidates.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    candidates[i] = manager_->promoted(chunk) ||
-                    (!state_places_->stored(chunk) && !stored(chunk) && !aliased(chunk));
+    candidates[i] = manager_->promoted(chunk) || (!state_places_->stored(chunk) && !stored(chunk) &&
+                                                  !cut_gradients(chunk) && !aliased(chunk));
   }
   runtime_->place(candidates);
+}
+
+bool Session::cut_gradients(ChunkId chunk) const noexcept {
+  return gradient_parts_ && gradient_parts_->cut(chunk);
 }
 
 bool Session::stored(ChunkId chunk) const noexcept { return weights_ && weights_->stored(chunk); }
@@ -641,7 +672,7 @@ void Session::begin_load(RunLoad load) {
   }
   updater_->abandon();
   if (ranks_ && load.weights != LoadedWeights::kNone) {
-    if (cut_homes_.parts() != nullptr) {
+    if (cut_homes_.stage() == 3) {
       runtime_->send_home();
       end_reads_of_parts();
     }
@@ -655,7 +686,7 @@ void Session::begin_load(RunLoad load) {
   integrity_.loading(load);
   gate_->pass_all();
   runtime_->send_home();
-  if (weights_ && cut_homes_.parts() == nullptr && load.weights == LoadedWeights::kAll) {
+  if (weights_ && cut_homes_.stage() != 3 && load.weights == LoadedWeights::kAll) {
     weights_->discard_parameters();
   }
 }
@@ -709,14 +740,22 @@ std::vector<ChunkId> Session::begin_reads() {
 std::shared_ptr<void> Session::visit_groups(std::span<const TensorGate::Use> uses) {
   check_process();
   const StreamId stream = own_device_.current_stream();
-  auto visit = std::make_shared<OperatorVisit>(OperatorVisit{
-      .session = shared_from_this(), .chunks = ChunkHolds(*runtime_), .home = nullptr});
+  auto visit = std::make_shared<OperatorVisit>(OperatorVisit{.session = shared_from_this(),
+                                                             .chunks = ChunkHolds(*runtime_),
+                                                             .home = nullptr,
+                                                             .gradients = {}});
   std::vector<WeightUse> parts;
   for (const TensorGate::Use& use : uses) {
     const ChunkId chunk{static_cast<std::uint32_t>(use.group % layout_.chunks().size())};
     const auto used = use.group == index(chunk) ? PayloadKind::kParam : PayloadKind::kGrad;
     if (ranks_ && used == PayloadKind::kGrad && use.writes) {
       ranks_->gradients().writing(chunk);
+    }
+    if (used == PayloadKind::kGrad && cut_gradients(chunk)) {
+      using Access = GradientParts::Access;
+      visit->gradients.push_back(
+          gradient_parts_->visit(chunk, use.writes ? Access::kWrite : Access::kRead));
+      continue;
     }
     if (weights_ && used == PayloadKind::kParam && use.writes) {
       weights_->check_writable(chunk);

@@ -14,6 +14,7 @@
 #include "torch/chunk_reads.h"
 #include "torch/chunk_storages.h"
 #include "torch/cut_homes.h"
+#include "torch/gradient_parts.h"
 #include "torch/gradient_sink.h"
 #include "torch/host_places.h"
 #include "torch/optimizer_state.h"
@@ -70,6 +71,10 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   [[nodiscard]] SessionRanks* ranks() const noexcept { return ranks_.get(); }
   [[nodiscard]] const RankHomes& rank_homes() const noexcept { return rank_homes_; }
   [[nodiscard]] const CutHomes& cut_homes() const noexcept { return cut_homes_; }
+  /// nullptr: no gradients are in parts.
+  [[nodiscard]] const GradientParts* gradient_parts() const noexcept {
+    return gradient_parts_.get();
+  }
   /// The stage of ZeRO that weights are kept by; 0: this process is alone.
   [[nodiscard]] std::size_t zero_stage() const noexcept;
 
@@ -163,6 +168,7 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   void check_parameters() const;
   [[nodiscard]] std::shared_ptr<void> visit_groups(std::span<const TensorGate::Use> uses);
   [[nodiscard]] bool stored(ChunkId chunk) const noexcept;
+  [[nodiscard]] bool cut_gradients(ChunkId chunk) const noexcept;
   void end_reads_of_parts();
   void note_torn_payloads();
   [[nodiscard]] bool torn() const noexcept;  ///< Whether a write to NVMe failed.
@@ -194,6 +200,7 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   RankHomes rank_homes_;
   std::unique_ptr<Executor> executor_;
   CutHomes cut_homes_;
+  std::unique_ptr<GradientParts> gradient_parts_;  // nullptr: gradients are whole, or common
   const HostPlaces places_;
   std::unique_ptr<NvmeTier> nvme_;  // nullptr: nothing is there; outlives who borrows its streams
   std::unique_ptr<UpdateQueue>

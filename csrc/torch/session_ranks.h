@@ -31,18 +31,23 @@ namespace castor {
 class SessionRanks {
  public:
   /// Meets the others; see RankMeeting and RankGradients, whose errors it throws. All but the
-  /// groups outlive this. `homes`: see RankWeights. `copies`: between the device and the host.
+  /// groups outlive this. `homes`: see RankWeights. `parts`: of gradients; nullptr: there are none.
+  /// `copies`: between the device and the host.
   SessionRanks(const RankGroups& groups, ChunkManager& chunks, const ShardMap& shards,
-               GradientSink& gradients, const StatePlaces& places, const RankHomes& homes,
-               CopyEngine& copies, Executor& executor)
+               GradientSink& gradients, GradientParts* parts, const StatePlaces& places,
+               const RankHomes& homes, CopyEngine& copies, Executor& executor)
       : layout_(chunks.layout()),
         passes_(groups.passes),
         link_(homes.refusal().empty() ? groups.link
                                       : groups.link + ", but not homes: " + homes.refusal()),
         meeting_(*passes_, layout_),
-        gradients_(groups.gradients, meeting_, layout_, gradients, homes.gradients().homes.get(),
-                   make_staging(chunks, PayloadKind::kGrad, copies, places.device()), executor,
-                   chunks.host()),
+        gradients_(groups.gradients, meeting_, layout_,
+                   {.sink = gradients,
+                    .homes = homes.gradients().homes.get(),
+                    .parts = parts,
+                    .shards = shards,
+                    .staging = make_staging(chunks, PayloadKind::kGrad, copies, places.device())},
+                   executor, chunks.host()),
         states_(*passes_, meeting_, layout_, shards, places),
         weights_(groups.updates, homes.weights().homes.get(),
                  make_staging(chunks, PayloadKind::kParam, copies, places.device())) {}

@@ -11,6 +11,7 @@
 #include "dist/rank_weights.h"
 #include "dist/weight_parts.h"
 #include "host/shared_homes.h"
+#include "torch/gradient_parts.h"
 #include "torch/stored_weights.h"
 
 namespace castor {
@@ -75,7 +76,8 @@ std::vector<PayloadSpec> state_payloads(const ChunkSpec& chunk, const UpdateRule
 StatePlaces::StatePlaces(ChunkManager& manager, const ShardMap& shards,
                          std::shared_ptr<const UpdateRule> rule, std::vector<bool> stored,
                          ChunkStream* stream, StoredWeights* weights, const SharedHomes* homes,
-                         WeightParts* parts, const SessionDevice& device)
+                         WeightParts* parts, const GradientParts* gradients,
+                         const SessionDevice& device)
     : manager_(manager),
       layout_(manager.layout()),
       shards_(shards),
@@ -84,6 +86,7 @@ StatePlaces::StatePlaces(ChunkManager& manager, const ShardMap& shards,
       weights_(weights),
       homes_(homes),
       parts_(parts),
+      gradients_(gradients),
       stored_(std::move(stored)),
       stream_(stream) {
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
@@ -179,9 +182,7 @@ std::byte* StatePlaces::element(const ChunkMemory& memory, ParamId param, Payloa
     return nullptr;
   }
   const ParamPlace place = layout_.place(param);
-  const bool whole =
-      (kind == PayloadKind::kParam && !cut(place.chunk)) || kind == PayloadKind::kGrad;
-  const std::size_t begin = whole ? 0 : shards_.first(place.chunk);
+  const std::size_t begin = in_part(place.chunk, kind) ? shards_.first(place.chunk) : 0;
   return payload + bytes(param, kind, place.offset + number - begin);
 }
 
@@ -196,11 +197,21 @@ ChunkMemory StatePlaces::resident(ChunkId chunk) const {
 // Parameters and gradients that are not on NVMe.
 ChunkMemory StatePlaces::with_weights(ChunkId chunk, ChunkMemory memory) const {
   for (const PayloadKind kind : {PayloadKind::kParam, PayloadKind::kGrad}) {
-    memory[static_cast<std::size_t>(kind)] = kind == PayloadKind::kParam && cut(chunk)
-                                                 ? parts_->part(chunk).data()
-                                                 : manager_.payload(chunk, kind)->data();
+    memory[static_cast<std::size_t>(kind)] =
+        in_part(chunk, kind) ? part(chunk, kind) : manager_.payload(chunk, kind)->data();
   }
   return memory;
+}
+
+// Whether this rank has a part of what other payloads of the chunk have all of.
+bool StatePlaces::in_part(ChunkId chunk, PayloadKind kind) const noexcept {
+  return kind == PayloadKind::kParam  ? cut(chunk)
+         : kind == PayloadKind::kGrad ? gradients_ != nullptr && gradients_->cut(chunk)
+                                      : true;
+}
+
+std::byte* StatePlaces::part(ChunkId chunk, PayloadKind kind) const {
+  return kind == PayloadKind::kParam ? parts_->part(chunk).data() : gradients_->part(chunk);
 }
 
 bool StatePlaces::cut(ChunkId chunk) const noexcept {

@@ -20,6 +20,7 @@
 
 namespace castor {
 
+class GradientParts;
 class SharedHomes;
 class StoredWeights;
 class WeightParts;
@@ -60,10 +61,12 @@ class StatePlaces {
   /// or a layout without its param_alignment. All outlive this. `stream`: nullptr where nothing is
   /// stored. `weights` has the parameters and gradients that are on NVMe; nullptr: all are in
   /// memory. `homes`: of parameters, that ranks share; nullptr: there are none. `parts`: of
-  /// parameters, of which `weights` are the whole; nullptr: they are in one piece.
+  /// parameters, of which `weights` are the whole; nullptr: they are in one piece. `gradients`:
+  /// that are in parts; nullptr: none.
   StatePlaces(ChunkManager& manager, const ShardMap& shards, std::shared_ptr<const UpdateRule> rule,
               std::vector<bool> stored, ChunkStream* stream, StoredWeights* weights,
-              const SharedHomes* homes, WeightParts* parts, const SessionDevice& device);
+              const SharedHomes* homes, WeightParts* parts, const GradientParts* gradients,
+              const SessionDevice& device);
 
   /// What the chunk has, in the order of its payloads on NVMe; nothing where it is frozen, or
   /// another optimizer than the rule updates it.
@@ -147,6 +150,8 @@ class StatePlaces {
   void discard_stored();
 
  private:
+  [[nodiscard]] bool in_part(ChunkId chunk, PayloadKind kind) const noexcept;
+  [[nodiscard]] std::byte* part(ChunkId chunk, PayloadKind kind) const;
   void with_copies(ChunkId chunk, StreamAccess access, const Work& work) const;
   void copy_to_device(std::span<const std::byte> bytes, std::byte* target) const;
   void share_home(ParamId param) const;
@@ -165,6 +170,7 @@ class StatePlaces {
   StoredWeights* const weights_;
   const SharedHomes* const homes_;
   WeightParts* const parts_;
+  const GradientParts* const gradients_;
   const std::vector<bool> stored_;  // per chunk
   ChunkStream* const stream_;
   std::vector<std::vector<PayloadKind>> kinds_;  // per chunk

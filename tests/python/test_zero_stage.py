@@ -1,4 +1,5 @@
-"""ZeRO's stages: weights of which each rank keeps its part, where ranks share no memory."""
+"""ZeRO's stages: gradients and weights of which each rank keeps its part, where ranks share no
+memory."""
 
 import re
 import time
@@ -13,7 +14,7 @@ import castor
 import rank_cases
 import zero_stage_cases
 from rank_processes import run, succeeded
-from zero_stage_cases import ON_THREE, ROUNDED, SAVED, STREAMED
+from zero_stage_cases import AT_STAGE_TWO, ON_FOUR, ON_THREE, ROUNDED, SAVED, STREAMED, steps_of
 
 Result = tuple[list[torch.Tensor], list[float], dict[str, Any]]
 
@@ -25,7 +26,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def directory(size: int) -> Path:
         path = tmp_path_factory.mktemp(f"stages{size}")
-        scenario = zero_stage_cases.on_two if size == 2 else zero_stage_cases.on_three
+        scenario = getattr(zero_stage_cases, {2: "on_two", 3: "on_three", 4: "on_four"}[size])
         succeeded(run(scenario, size, path, timeout=600))
         return path
 
@@ -36,49 +37,97 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load
 
 
-@pytest.mark.parametrize("name", STREAMED)
-def test_weights_in_parts_have_the_bits_of_one_process(
-    name: str, trained: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("size", "name"), [(2, name) for name in STREAMED] + [(4, name) for name in ON_FOUR]
+)
+def test_parts_have_the_bits_of_one_process(
+    size: int, name: str, trained: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    expected, _, _ = rank_cases.train(STREAMED[name], range(2), steps=6)
-    for rank in range(2):
-        weights, _, report = trained(2, name, 3, rank)
-        assert all(map(torch.equal, weights, expected))
-        assert (report["zero_stage"], report["skipped_steps"]) == (3, 0)
-        assert trained(2, name, 1, rank)[2]["zero_stage"] == 1
+    expected, _, _ = rank_cases.train(STREAMED[name], range(size), steps=steps_of(name))
+    for rank in range(size):
+        for stage in (1, 2, 3) if name in AT_STAGE_TWO else (1, 3):
+            weights, _, report = trained(size, name, stage, rank)
+            assert all(map(torch.equal, weights, expected))
+            assert (report["zero_stage"], report["skipped_steps"]) == (stage, 0)
 
 
 @pytest.mark.parametrize(
     ("size", "name"), [(2, name) for name in ROUNDED] + [(3, name) for name in ON_THREE]
 )
-def test_weights_in_parts_have_the_bits_of_whole_ones(size: int, name: str, trained: Any) -> None:
+def test_parts_have_the_bits_of_what_is_whole(
+    size: int, name: str, trained: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for rank in range(size):
-        weights, losses, _ = trained(size, name, 3, rank)
         expected, losses_of_whole, _ = trained(size, name, 1, rank)
-        assert all(map(torch.equal, weights, expected))
-        assert losses == losses_of_whole
+        for stage in (2, 3) if name in AT_STAGE_TWO else (3,):
+            weights, losses, _ = trained(size, name, stage, rank)
+            assert all(map(torch.equal, weights, expected))
+            assert losses == losses_of_whole
+    if size == 3:  # a third is no power of two
+        of_one, _, _ = rank_cases.train(STREAMED[name], range(size), steps=steps_of(name))
+        for weight, one in zip(expected, of_one, strict=True):
+            assert torch.allclose(weight, one, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [3])
-def test_a_rank_has_its_part_of_the_weights_and_a_window(size: int, tmp_path: Path) -> None:
+def test_a_rank_has_its_parts_and_a_few_chunks(size: int, tmp_path: Path) -> None:
     for output in succeeded(run(zero_stage_cases.memory, size, tmp_path)):
-        whole, parts = (tuple(map(int, line.split())) for line in output.splitlines())
-        stage, host, part, window, weights, largest = parts
-        assert (whole[0], stage) == (1, 3)
-        assert (part, window) == (weights // size, 4 * largest + 63)
-        assert host == whole[1] - weights + part + window
-        assert whole[2:4] == (0, 0)
+        one, two, three = (tuple(map(int, line.split())) for line in output.splitlines())
+        assert (one[0], two[0], three[0]) == (1, 2, 3)
+        *_, whole, largest = one
+        assert one[3:8] == (0, 0, 0, 0, 0)
+        for stage, before, after, part, window, gradients, copies, peak, *_ in (two, three):
+            weights = whole if stage == 3 else 0
+            assert (part, gradients) == (weights // size, whole // size)
+            assert window == (4 * largest + 63 if stage == 3 else 0)
+            assert before == after == one[1] - weights - whole + part + window + gradients
+            assert copies == 0
+            assert largest <= peak <= 6 * largest < whole
 
 
-def test_a_chunk_is_read_once_for_forward_and_once_for_backward(tmp_path: Path) -> None:
-    """Half of it is here; gradients and their means go each way, as at stage 1."""
+def test_gradients_are_sent_once_and_weights_as_they_are_read(tmp_path: Path) -> None:
+    """Half of each chunk is here; the other rank gets its half of this one's gradients."""
     first, second = succeeded(run(zero_stage_cases.seams, 2, tmp_path))
     for mine, theirs in zip(first.splitlines(), second.splitlines(), strict=True):
-        read, sent, weights = map(int, mine.split())
-        read_of_me = int(theirs.split()[0])
-        assert weights / 2 <= read <= 2 * weights / 2
-        assert sent == weights + read_of_me
+        stage, read, sent, weights, chunks, params = map(int, mine.split())
+        read_of_me = int(theirs.split()[1])
+        norm = chunks * 17 * 8 + params * 8
+        if stage == 2:
+            assert read == 0
+            assert sent == weights // 2 + weights // 2 + norm
+        else:  # once for forward, once for backward
+            assert weights / 2 <= read <= 2 * weights / 2
+            assert sent == weights // 2 + read_of_me + norm
+
+
+def test_gradients_in_parts_are_read_written_and_accumulated(tmp_path: Path) -> None:
+    outputs = succeeded(run(zero_stage_cases.gradients, 2, tmp_path))
+    for rank, output in enumerate(outputs):
+        *stages, overflow, no_room = output.splitlines()
+        for stage, line in enumerate(stages, 1):
+            whole, left, of_model, address = line.split(maxsplit=3)
+            assert (int(whole), int(left)) == (int(of_model) if stage > 1 else 0, 0)
+            said = "in parts on several ranks (zero_stage=2 or 3" if stage > 1 else "nothing was"
+            assert said in address
+            expected = torch.load(tmp_path / f"gradients.1.{rank}.pt")
+            found = torch.load(tmp_path / f"gradients.{stage}.{rank}.pt")
+            assert torch.equal(found[1], expected[1])
+            for part in (0, 2, 3):
+                assert all(map(torch.equal, found[part], expected[part]))
+        assert stage == 3
+        assert overflow == f"1 {2.0**16}"
+        assert "OutOfMemoryError" in no_room
+        assert "all chunks' under no_sync" in no_room
+
+
+def test_a_rank_that_runs_more_than_the_others_is_told(tmp_path: Path) -> None:
+    begun = time.time()
+    first, second = succeeded(run(zero_stage_cases.one_passes_more, 2, tmp_path))
+    assert "UsageError" in first
+    assert "UsageError" in second
+    assert time.time() - begun < 60
 
 
 def test_one_rank_alone_reads_weights(tmp_path: Path) -> None:
@@ -88,10 +137,11 @@ def test_one_rank_alone_reads_weights(tmp_path: Path) -> None:
 
 def test_what_weights_in_parts_do_not_do_is_named(tmp_path: Path) -> None:
     for output in succeeded(run(zero_stage_cases.refused, 2, tmp_path)):
-        two, on_device, torchs, edit, load, address, stepped, unchanged = output.splitlines()
-        assert "NotImplementedError: zero_stage=2 keeps gradients once for the ranks" in two
+        lines = output.splitlines()
+        on_device, torchs_of_two, torchs, edit, load, address, stepped, unchanged = lines
         assert "zero_stage=3 cuts weights that have their home on the host" in on_device
-        assert "zero_stage=3 leaves each of 2 ranks its part of the weights" in torchs
+        assert "zero_stage=2 leaves each of 2 ranks its part of the gradients" in torchs_of_two
+        assert "zero_stage=3 leaves each of 2 ranks its part of the weights and gr" in torchs
         for refusal in (edit, load):
             assert "change in optimizer.step() and in loads alone" in refusal
         assert "in parts on several ranks (zero_stage=3" in address
@@ -127,12 +177,17 @@ def test_a_checkpoint_of_parts_loads_on_any_number_of_ranks(size: int, saved: Pa
                 assert torch.allclose(weight.float(), expected.float(), rtol=1e-2, atol=1e-3)
 
 
-def test_a_rank_that_dies_is_named_by_who_reads_its_part(tmp_path: Path) -> None:
-    first, second = run(zero_stage_cases.one_dies, 2, tmp_path)
+def test_a_rank_that_dies_is_noticed_by_who_reads_its_part(tmp_path: Path) -> None:
+    first, second, third = run(zero_stage_cases.one_dies, 3, tmp_path)
     assert time.time() - float((tmp_path / "died").read_text()) < 60
     assert second.code == -9
-    assert first.code != 0
-    assert re.search(r"rank 0 of 2 lost .* that rank 1 keeps \(zero_stage=3\)", first.errors)
+    for rank, outcome in ((0, first), (2, third)):  # neither waits for the other at the end
+        assert outcome.code != 0
+        assert f"rank {rank} of 3 lost the" in outcome.output
+        said = (
+            rf"rank {rank} of 3 lost the part .* keeps \(zero_stage=3\): (.*)\. A rank that failed"
+        )
+        assert re.search(said, outcome.errors), outcome.errors
 
 
 def test_a_rank_that_drops_its_model_answers_while_others_read(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -37,14 +38,26 @@ STREAMED = {
 }
 """fp32: the bits of one process."""
 ROUNDED = {
-    name: CLOSE[name] for name in ("bf16 fp32", "bf16 split", "bf16 split_int8", "fp16", "deferred")
-} | {"nvme states": CLOSE["nvme states"]}
-"""The bits of ranks that have whole weights each."""
+    name: CLOSE[name]
+    for name in (
+        *("bf16 fp32", "bf16 split", "bf16 split_int8", "fp16"),
+        *("accumulated", "deferred", "nvme states"),
+    )
+}
+"""The bits of ranks that have whole weights and gradients each."""
 ON_THREE = ("tight", "uneven")
+ON_FOUR = ("tight",)
+AT_STAGE_TWO = ("tight", "uneven", "overlap", "bf16 split", "accumulated")
+DEEP = replace(TIGHT, build=lambda: tower(depth=24), settings=TIGHT.settings | {"memory": 64 << 10})
+"""Of more chunks than a rank has copies of at once."""
 
 
 def staged(case: RankCase, stage: object) -> RankCase:
     return replace(case, settings=case.settings | {"zero_stage": stage})
+
+
+def steps_of(name: str) -> int:
+    return 10 if name in ON_THREE else 6
 
 
 def _over_the_group() -> None:
@@ -59,8 +72,8 @@ def _train_all(cases: dict[str, RankCase], directory: Path) -> None:
     _over_the_group()
     with _of_rank() as rank:
         for name, case in cases.items():
-            for stage in (1, 3):
-                weights, losses, report = train(staged(case, stage), (rank,), steps=6)
+            for stage in (1, 2, 3) if name in AT_STAGE_TWO else (1, 3):
+                weights, losses, report = train(staged(case, stage), (rank,), steps=steps_of(name))
                 distributed.barrier()  # they were read of each other
                 found = (weights, losses, vars(report))
                 torch.save(found, directory / f"{name}.{stage}.{rank}.pt")
@@ -74,34 +87,110 @@ def on_three(directory: Path) -> None:
     _train_all({name: STREAMED[name] for name in ON_THREE}, directory)
 
 
+def on_four(directory: Path) -> None:
+    _train_all({name: STREAMED[name] for name in ON_FOUR}, directory)
+
+
 def memory(_: Path) -> None:
-    """What the host holds: of stage 1, and of stage 3."""
+    """What the host holds at each stage, before a step and behind it."""
     _over_the_group()
-    with _of_rank():
-        for stage in (1, 3):
-            case = staged(TIGHT, stage)
-            booster, model, _optimizer = boost(case, placement_policy="cpu")
-            report, sizes = booster.report(model), chunk_bytes(model)
+    with _of_rank() as rank:
+        for stage in (1, 2, 3):
+            boosted = boost(staged(DEEP, stage), placement_policy="cpu")
+            report, sizes = boosted.booster.report(boosted.model), chunk_bytes(boosted.model)
+            boosted.step(_tower_loss(boosted.model, 0, rank))
+            after = boosted.booster.report(boosted.model)
             distributed.barrier()
-            print(report.zero_stage, report.host_bytes, report.rank_part_bytes,
-                  report.rank_window_bytes, sum(sizes), max(sizes))  # fmt: skip
+            print(report.zero_stage, report.host_bytes, after.host_bytes, report.rank_part_bytes,
+                  report.rank_window_bytes, report.rank_gradient_part_bytes,
+                  after.rank_gradient_copy_bytes, after.rank_gradient_copy_peak_bytes,
+                  sum(sizes), max(sizes))  # fmt: skip
 
 
 def seams(_: Path) -> None:
     """What one step of a model that streams reads of others, and sends them."""
     _over_the_group()
     with _of_rank() as rank:
-        boosted = boost(staged(TIGHT, 3), placement_policy="cpu")
-        before = boosted.booster.report(boosted.model)
-        for step in range(4):
-            boosted.step(_tower_loss(boosted.model, step, rank))
+        for stage in (2, 3):
+            boosted = boost(staged(TIGHT, stage), placement_policy="cpu")
+            before = boosted.booster.report(boosted.model)
+            for step in range(3):
+                boosted.step(_tower_loss(boosted.model, step, rank))
+                distributed.barrier()
+                report = boosted.booster.report(boosted.model)
+                distributed.barrier()  # before the other rank's next step reads of this one
+                print(stage, report.rank_read_bytes - before.rank_read_bytes,
+                      report.rank_sent_bytes - before.rank_sent_bytes,
+                      sum(chunk_bytes(boosted.model)), report.num_chunks,
+                      len(list(boosted.model.parameters())))  # fmt: skip
+                before = report
+
+
+def gradients(directory: Path) -> None:
+    """p.grad, which is whole, in parts, and in parts beside weights in parts."""
+    _over_the_group()
+    with _of_rank() as rank:
+        for stage in (1, 2, 3):
+            boosted = boost(staged(TIGHT, stage), max_norm=0.0)
+            booster, model, optimizer = boosted
+            params = list(model.parameters())
+            with booster.no_sync(model):
+                booster.backward(_tower_loss(model, rank, rank), optimizer)
+                whole = booster.report(model).rank_gradient_copy_bytes
+            booster.backward(_tower_loss(model, 2 + rank, rank), optimizer)
+            left = booster.report(model).rank_gradient_copy_bytes
+            alone = [param.grad.clone() for param in params] if rank == 0 else []  # type: ignore[union-attr]
+            address = _said(params[0].grad.numpy)  # type: ignore[union-attr]
+            norm = nn.utils.clip_grad_norm_(params, 0.1)
+            clipped = [param.grad.clone() for param in params]  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            boosted.step(_tower_loss(model, 4 + rank, rank))
+            booster.backward(_tower_loss(model, 6 + rank, rank), optimizer)
+            params[0].grad = params[0].grad * 0.5  # type: ignore[operator]
+            params[3].grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+            found = (alone, norm, clipped, copies(params))
+            torch.save(found, directory / f"gradients.{stage}.{rank}.pt")
+            print(whole, left, sum(chunk_bytes(model)), address)
             distributed.barrier()
-            report = boosted.booster.report(boosted.model)
-            distributed.barrier()  # before the other rank's next step reads of this one
-            print(report.rank_read_bytes - before.rank_read_bytes,
-                  report.rank_sent_bytes - before.rank_sent_bytes,
-                  sum(chunk_bytes(boosted.model)))  # fmt: skip
-            before = report
+        print(_overflow_on_one(rank))
+        print(_no_sync_without_room(rank))
+
+
+def _overflow_on_one(rank: int) -> str:
+    boosted = boost(staged(TIGHT, 3), precision="fp16")
+    batch = tower_batch(0)
+    if rank == 1:
+        batch["x"][0, 0] = float("inf")
+    boosted.booster.backward(boosted.model(**batch), boosted.optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the skip, which names the parameter
+        boosted.optimizer.step()
+    skipped = boosted.booster.report(boosted.model).skipped_steps
+    distributed.barrier()
+    return f"{skipped} {boosted.optimizer._castor.loss_scale}"
+
+
+def _no_sync_without_room(rank: int) -> str:
+    boosted = boost(staged(DEEP, 2), placement_policy="cpu", host_memory="300KiB")
+    boosted.step(_tower_loss(boosted.model, 0, rank))
+    with boosted.booster.no_sync(boosted.model):
+        loss = _tower_loss(boosted.model, 1, rank)
+        return _refused(lambda: boosted.booster.backward(loss, boosted.optimizer))
+
+
+def one_passes_more(_: Path) -> None:
+    """Rank 0 runs another backward where rank 1 steps."""
+    _over_the_group()
+    with _of_rank() as rank:
+        booster, model, optimizer = boost(staged(TIGHT, 3))
+        booster.backward(_tower_loss(model, 0, rank), optimizer)
+        if rank == 0:
+            print(_refused(lambda: booster.backward(_tower_loss(model, 1, rank), optimizer)))
+        else:
+            print(_refused(optimizer.step))
 
 
 def alone(_: Path) -> None:
@@ -125,9 +214,9 @@ def refused(_: Path) -> None:
     """What weights in parts do not do, by name; and what goes on all the same."""
     _over_the_group()
     with _of_rank():
-        print(_refused(lambda: boost(TOWER, zero_stage=2)))
         print(_refused(lambda: boost(TOWER, zero_stage=3, placement_policy="cuda")))
         torchs = replace(TOWER, optimizer=lambda params: torch.optim.Adagrad(params))
+        print(_refused(lambda: boost(torchs, zero_stage=2)))
         print(_refused(lambda: boost(torchs, zero_stage=3)))
         boosted = boost(staged(TIGHT, 3))
         weight = boosted.model.head.weight
@@ -207,16 +296,20 @@ def _go_on(directory: Path, rank: int) -> None:
 
 
 def one_dies(directory: Path) -> None:
-    """Rank 1 is killed where rank 0 reads its part."""
+    """Rank 1 is killed in backward; the others go on to read its part."""
     _over_the_group()
     with _of_rank() as rank:
         boosted = boost(staged(TIGHT, 3))
         boosted.step(_tower_loss(boosted.model, 0, rank))
         distributed.barrier()
-        if rank == 1:
+
+        def die(*_: Any) -> None:
             (directory / "died").write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.5)
+
+        if rank == 1:
+            boosted.model.layers[3].register_full_backward_hook(die)
+        print(_refused(lambda: boosted.step(_tower_loss(boosted.model, 1, rank))))
         boosted.model(**tower_batch(1))
 
 

@@ -158,11 +158,12 @@ class GeminiPlugin:
         nvme_verify: Whether what comes back is compared with checksums of what was written.
         zero_stage: What several ranks keep parts of at least (ZeRO): 1: masters and optimizer
             states; 2: gradients too; 3: weights too. "auto": what costs no exchange: 3 where ranks
-            share memory, which have one copy of weights and gradients, and 1 elsewhere. With 3
-            elsewhere each rank has its part of every chunk's weights in host_memory, and reads the
-            others' when it needs the chunk, through a window of four chunks; gradients are whole
-            on every rank. Weights change in step and in loads alone then. 2 and 3 are for the CPU
-            device. report().zero_stage is what runs.
+            share memory, which have one copy of weights and gradients, and 1 elsewhere. With 2
+            elsewhere each rank has its part of every chunk's gradients in host_memory, and all of a
+            chunk's until all ranks have theirs, or while p.grad is read. With 3 also of its
+            weights, and reads the others' when it needs the chunk, through a window of four chunks;
+            weights change in step and in loads alone then. 2 and 3 are for the CPU device.
+            report().zero_stage is what runs.
         **not_yet: Names of later versions and of Colossal-AI's plugin: accepted at the value that
             asks for nothing.
 

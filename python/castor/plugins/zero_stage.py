@@ -13,7 +13,7 @@ from castor.runtime.rules import FusedRule
 def group_of_reads(
     config: GeminiConfig, rules: Sequence[FusedRule | None], layout: RankLayout
 ) -> str:
-    """The process group by which ranks read each other's parts of the weights.
+    """The process group by which ranks read each other's parts of weights and gradients.
 
     Collective: every rank calls it.
 
@@ -23,7 +23,7 @@ def group_of_reads(
         layout: How ranks are divided.
 
     Returns:
-        Its name; "" where weights are whole on every rank, or this process is alone.
+        Its name; "" where nobody asks for parts, or this process is alone.
 
     Raises:
         NotImplementedError: The ranks cannot run the stage; the message says what to do.
@@ -38,27 +38,20 @@ def group_of_reads(
             f"computes on {config.device!r}, where each of {size} ranks keeps its own, "
             "page-locked; give zero_stage=1"
         )
-    sharing = ranks_of_node() == size and may_share_memory()
-    if stage == 2:
-        if not sharing:
-            raise NotImplementedError(
-                f"zero_stage=2 keeps gradients once for the ranks of a machine, and of these "
-                f"{size} ranks {ranks_of_node()} are on this one, or CASTOR_RANK_LINK says that "
-                "they share no memory; give zero_stage=1, or 3, which cuts the weights"
-            )
-        return ""
+    kept = "gradients" if stage == 2 else "weights and gradients"
     if None in rules:
         raise NotImplementedError(
-            f"zero_stage=3 leaves each of {size} ranks its part of the weights, and an optimizer "
-            "that castor does not run updates all of them on every rank; use HybridAdam, "
+            f"zero_stage={stage} leaves each of {size} ranks its part of the {kept}, and an "
+            "optimizer that castor does not run takes all of them on every rank; use HybridAdam, "
             "torch.optim.AdamW, SGD or Lion, or zero_stage=1"
         )
-    if layout.groups != (layout.data,) and not sharing:
+    divided = layout.groups != (layout.data,)
+    if divided and not (ranks_of_node() == size and may_share_memory()):
         raise NotImplementedError(
-            "zero_stage=3 goes with ranks that all have the whole model, where they share no "
-            "memory: leave tp_size, ep_size, sp_size and pp_size at 1, or give zero_stage=1"
+            f"zero_stage={stage} goes with ranks that all have the whole model, where they share "
+            "no memory: leave tp_size, ep_size, sp_size and pp_size at 1, or give zero_stage=1"
         )
-    if layout.groups != (layout.data,):
+    if divided:
         return ""
     (name,) = own_groups([list(range(size))], 1)
     return name

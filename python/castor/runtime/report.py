@@ -140,8 +140,8 @@ class MemoryReport:
     ranks: int
     """Processes that train the model together; 1: this one is alone."""
     zero_stage: int
-    """What ranks keep parts of (ZeRO): 1: masters and optimizer states; 3: weights too, in common
-    memory, where gradients are once as well, or each rank its part; 0: this process is alone."""
+    """What ranks keep parts of (ZeRO): 1: masters and optimizer states; 2: gradients too; 3:
+    weights too; of both, ranks that share memory have one copy; 0: this process is alone."""
     rank_link: str
     """What goes from rank to rank goes through it: memory that they share, or gloo and why; empty
     for one that is alone."""
@@ -152,8 +152,16 @@ class MemoryReport:
     """
     rank_window_bytes: int
     """Of host memory, in which those come together, chunk by chunk."""
+    rank_gradient_part_bytes: int
+    """Of the mean of the ranks' gradients, of which each rank keeps its part in host memory, this
+    rank's; 0: they are whole on every rank, or common."""
+    rank_gradient_copy_bytes: int
+    """Whole chunks of those that this rank has at the moment: of which not all ranks have all, that
+    were written after backward, or the last that was read."""
+    rank_gradient_copy_peak_bytes: int
+    """The most it had at once."""
     rank_read_bytes: int
-    """Of others' parts, that came into it."""
+    """Of others' parts, of weights and of gradients, that came here to be read."""
     rank_sent_bytes: int
     """Gradients and weights that this rank sent to others."""
     rank_seconds: float

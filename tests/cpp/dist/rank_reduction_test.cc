@@ -93,5 +93,48 @@ TEST_P(RankReductionTest, EveryRankHasTheMeanInRankOrder) {
   }
 }
 
+class RankPartReductionTest : public ::testing::TestWithParam<std::size_t> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, RankPartReductionTest, ::testing::Values(2, 3, 4));
+
+// At once, and in several windows.
+TEST_P(RankPartReductionTest, ARankHasTheMeanOfItsPart) {
+  const std::size_t size = GetParam();
+  ThreadRanks threads(size, 4);
+  threads.run([&](Collectives& group) {
+    const auto host =
+        std::make_shared<MemoryTier>(TierKind::kHost, kGiB, std::make_unique<MmapArena>());
+    ThreadExecutor executor(2);
+    RankFigures figures;
+    RankReduction reduction(group, nullptr, executor, host->allocate(size * 64 * 300, ""), figures);
+    std::size_t sent = 0;
+    for (const std::size_t lines : {1, 300, 1100}) {
+      const std::size_t numel = size * lines * 16;
+      const auto value = [numel](std::size_t rank, std::size_t i) {
+        return static_cast<float>((rank * numel + i) * 2654435761U % 1000) / 7.0F;
+      };
+      std::vector<float> own(numel);
+      for (std::size_t i = 0; i < numel; ++i) {
+        own[i] = value(group.rank(), i);
+      }
+      std::vector<float> part(numel / size);
+      reduction.reduce_part(std::as_bytes(std::span(own)), std::as_writable_bytes(std::span(part)),
+                            ScalarType::kFloat32);
+      for (std::size_t i = 0; i < part.size(); ++i) {
+        const std::size_t of_all = group.rank() * part.size() + i;
+        float sum = value(0, of_all);
+        for (std::size_t rank = 1; rank < size; ++rank) {
+          sum += value(rank, of_all);
+        }
+        ASSERT_EQ(part[i], sum / static_cast<float>(size)) << i << " on rank " << group.rank();
+      }
+      sent += (size - 1) * part.size() * sizeof(float);
+    }
+    EXPECT_EQ(figures.bytes_sent(), sent);
+  });
+  for (const std::string& failure : threads.failures()) {
+    EXPECT_EQ(failure, "");
+  }
+}
+
 }  // namespace
 }  // namespace castor

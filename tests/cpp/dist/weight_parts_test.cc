@@ -32,7 +32,9 @@ class Rank {
       memory_.emplace_back(kPartBytes, value(rank_, chunk, 0));
       parts.push_back(std::span(memory_[chunk]).first(chunk == not_cut ? 0 : kPartBytes));
     }
-    parts_ = std::make_unique<WeightParts>(std::move(messages), std::move(parts), patience);
+    const std::size_t num_weights = parts.size();
+    parts_ =
+        std::make_unique<WeightParts>(std::move(messages), std::move(parts), num_weights, patience);
   }
 
   [[nodiscard]] static std::byte value(std::size_t rank, std::size_t chunk, std::size_t version) {
