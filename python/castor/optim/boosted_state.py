@@ -42,6 +42,7 @@ def choose_state_format(
     Raises:
         ValueError: GeminiPlugin and a HybridAdam, or two of them, ask for different ones, or the
             precision or the rule does not have the format.
+        NotImplementedError: A format was given, and no optimizer has a rule.
     """
     chosen, seed = config.optim_state_format, config.seed
     asked_by = {"optim_state_format": "GeminiPlugin", "seed": "GeminiPlugin"}
@@ -60,6 +61,12 @@ def choose_state_format(
                 )
         chosen = chosen or own_format
         seed = own_seed if seed is None else seed
+    if rule is None and optimizers and chosen not in (None, "fp32"):
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise NotImplementedError(
+            f"optim_state_format={chosen!r} is how fused optimizers keep their states, and {names} "
+            "steps itself, with float32 masters: leave it out"
+        )
     chosen = chosen or _DEFAULT_FORMATS[config.precision]
     what = f"{asked_by['optim_state_format']}(optim_state_format={chosen!r})"
     check_format_of_precision(what, chosen, config.precision)
