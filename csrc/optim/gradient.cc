@@ -18,6 +18,31 @@ constexpr std::size_t kBlockElements = kNormBlock;
 /// What a task does: 256 KiB of fp32.
 constexpr std::size_t kBlocksPerTask = 16;
 
+[[gnu::always_inline]] inline double sum_of(double (&lanes)[kLanes]) {
+  for (std::size_t width = kLanes / 2; width > 0; width /= 2) {
+    for (std::size_t i = 0; i < width; ++i)
+      lanes[i] += lanes[i + width];
+  }
+  return lanes[0];
+}
+
+/// Calls work(block) for each, in tasks where there is an executor and more than one.
+template <typename Work>
+void for_each_block(Executor* executor, std::size_t num_blocks, const Work& work) {
+  const std::size_t num_tasks = (num_blocks + kBlocksPerTask - 1) / kBlocksPerTask;
+  const auto do_task = [&](std::size_t task) {
+    const std::size_t end = std::min((task + 1) * kBlocksPerTask, num_blocks);
+    for (std::size_t block = task * kBlocksPerTask; block < end; ++block)
+      work(block);
+  };
+  if (executor == nullptr || num_tasks <= 1) {
+    for (std::size_t task = 0; task < num_tasks; ++task)
+      do_task(task);
+    return;
+  }
+  executor->parallel_for(num_tasks, do_task);
+}
+
 template <ScalarType type>
 struct BlockSquares {
   using Codec = ScalarCodec<type>;
@@ -59,11 +84,7 @@ struct BlockNorm {
   [[gnu::always_inline]] void operator()() const {
     double lanes[kLanes] = {};
     BlockSquares<type>{src, count, lanes}();
-    for (std::size_t width = kLanes / 2; width > 0; width /= 2) {
-      for (std::size_t i = 0; i < width; ++i)
-        lanes[i] += lanes[i + width];
-    }
-    *result = lanes[0];
+    *result = sum_of(lanes);
   }
 };
 
@@ -84,20 +105,13 @@ double run(Executor* executor, void* dst, const void* src, std::size_t numel, Is
     return sum;
   };
 
-  const std::size_t num_tasks = (num_blocks + kBlocksPerTask - 1) / kBlocksPerTask;
   double total = 0.0;
-  if (executor == nullptr || num_tasks <= 1) {
-    for (std::size_t block = 0; block < num_blocks; ++block)
-      total += do_block(block);
+  if (executor == nullptr || num_blocks <= kBlocksPerTask) {
+    for_each_block(nullptr, num_blocks, [&](std::size_t block) { total += do_block(block); });
     return total;
   }
   std::vector<double> sums(num_blocks);
-  executor->parallel_for(num_tasks, [&](std::size_t task) {
-    const std::size_t end = std::min((task + 1) * kBlocksPerTask, num_blocks);
-    for (std::size_t block = task * kBlocksPerTask; block < end; ++block) {
-      sums[block] = do_block(block);
-    }
-  });
+  for_each_block(executor, num_blocks, [&](std::size_t block) { sums[block] = do_block(block); });
   for (const double sum : sums)
     total += sum;
   return total;
@@ -119,21 +133,11 @@ double detail::copy_and_square_norm(Executor* executor, void* dst, const void* s
 void square_norms_of_blocks(Executor* executor, const void* src, std::size_t numel, ScalarType type,
                             std::span<double> sums) {
   const auto* const bytes = static_cast<const std::byte*>(src);
-  const std::size_t num_tasks = (sums.size() + kBlocksPerTask - 1) / kBlocksPerTask;
-  const auto do_task = [&](std::size_t task) {
-    const std::size_t end = std::min((task + 1) * kBlocksPerTask, sums.size());
-    for (std::size_t block = task * kBlocksPerTask; block < end; ++block) {
-      const std::size_t begin = block * kBlockElements;
-      sums[block] = copy_and_square_norm(nullptr, nullptr, bytes + begin * size_of(type),
-                                         std::min(kBlockElements, numel - begin), type);
-    }
-  };
-  if (executor == nullptr || num_tasks <= 1) {
-    for (std::size_t task = 0; task < num_tasks; ++task)
-      do_task(task);
-    return;
-  }
-  executor->parallel_for(num_tasks, do_task);
+  for_each_block(executor, sums.size(), [&](std::size_t block) {
+    const std::size_t begin = block * kBlockElements;
+    sums[block] = copy_and_square_norm(nullptr, nullptr, bytes + begin * size_of(type),
+                                       std::min(kBlockElements, numel - begin), type);
+  });
 }
 
 void add_squares(std::span<double, kNormLanes> lanes, const void* src, std::size_t numel,
@@ -156,11 +160,7 @@ void add_squares(std::span<double, kNormLanes> lanes, const void* src, std::size
 double sum_of_lanes(std::span<const double, kNormLanes> lanes) {
   double sums[kLanes];
   std::copy(lanes.begin(), lanes.end(), sums);
-  for (std::size_t width = kLanes / 2; width > 0; width /= 2) {
-    for (std::size_t i = 0; i < width; ++i)
-      sums[i] += sums[i + width];
-  }
-  return sums[0];
+  return sum_of(sums);
 }
 
 double copy_and_square_norm(Executor* executor, void* dst, const void* src, std::size_t numel,

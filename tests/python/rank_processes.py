@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 NURSERY = Path(__file__).parent / "nursery.py"
 
 Scenario = Callable[[Path], None]
@@ -164,3 +166,28 @@ def found_by_each(scenario: Scenario, size: int, directory: Path) -> list[Any]:
     succeeded(run(scenario, size, directory, timeout=600))
     paths = [directory / f"{scenario.__name__}{rank}.json" for rank in range(size)]
     return [json.loads(path.read_text()) for path in paths]
+
+
+def assert_go_on_as_one(scenario: Scenario, directory: Path) -> None:
+    """Of one that keeps what an optimizer has come to, and goes on from there when run again."""
+    paths = {size: directory / str(size) for size in (1, 2)}
+    for size, path in paths.items():
+        path.mkdir()
+        for _ in range(2):
+            succeeded(run(scenario, size, path))
+    for begun in (0, 3):
+        one, two = (
+            (path / f"state-{begun}" / "optimizer.safetensors").read_bytes()
+            for path in paths.values()
+        )
+        assert one == two
+
+
+def of_sizes(scenario: Scenario, factory: pytest.TempPathFactory) -> Callable[[int], Any]:
+    """What found() gives on so many ranks, which run it once."""
+
+    @functools.cache
+    def of(size: int) -> Any:
+        return found(scenario, size, factory.mktemp(f"{scenario.__name__}{size}"))
+
+    return of

@@ -34,7 +34,7 @@ from helpers import (
     plain_steps,
     plugin,
 )
-from rank_processes import run, succeeded
+from rank_processes import assert_go_on_as_one
 from zoo import tower, tower_batch, tower_loss
 
 pytestmark = pytest.mark.cpu_device("castor has no kernels of these rules for a GPU")
@@ -611,14 +611,4 @@ def test_a_rule_beside_another_needs_its_own_masters() -> None:
 
 def test_ranks_save_and_go_on_as_one_process(tmp_path: Path) -> None:
     """Each has a part of momentum_buffer; the mean of equal gradients is each."""
-    paths = {size: tmp_path / str(size) for size in (1, 2)}
-    for size, path in paths.items():
-        path.mkdir()
-        for _ in range(2):
-            succeeded(run(rank_cases.steps_with_momentum, size, path))
-    for begun in (0, 3):
-        one, two = (
-            (path / f"state-{begun}" / "optimizer.safetensors").read_bytes()
-            for path in paths.values()
-        )
-        assert one == two
+    assert_go_on_as_one(rank_cases.steps_with_momentum, tmp_path)

@@ -20,9 +20,10 @@ from helpers import (
     boost,
     copies,
     losses_of_boosted,
+    plain_steps,
     plugin,
 )
-from rank_processes import run, succeeded
+from rank_processes import assert_go_on_as_one
 from zoo import CASES, gpt2, tower, tower_batch
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -296,14 +297,7 @@ def test_rules_without_kernels_step_themselves_on_a_gpu(simulated: Any) -> None:
         lambda params: castor.optim.Lion(params, lr=1e-3),
     ):
         plain, model = tower(), tower()
-        optimizer = make(list(plain.parameters()))
-        expected = []
-        for i in range(4):
-            loss = tower_loss(plain, i)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            expected.append(loss.item())
+        expected = plain_steps(plain, make(list(plain.parameters())))
         optimizer = make(list(model.parameters()))
         mine = simulated.boost(model, 2**20, optimizer=optimizer, chunk_bytes=2**13)
         losses = losses_of_boosted(mine, tower_loss, steps=4)
@@ -313,14 +307,4 @@ def test_rules_without_kernels_step_themselves_on_a_gpu(simulated: Any) -> None:
 
 def test_ranks_save_and_go_on_as_one_process(tmp_path: Path) -> None:
     """Each steps all; the mean of equal gradients is each."""
-    paths = {size: tmp_path / str(size) for size in (1, 2)}
-    for size, path in paths.items():
-        path.mkdir()
-        for _ in range(2):
-            succeeded(run(rank_cases.steps_of_ones_own, size, path))
-    for begun in (0, 3):
-        one, two = (
-            (path / f"state-{begun}" / "optimizer.safetensors").read_bytes()
-            for path in paths.values()
-        )
-        assert one == two
+    assert_go_on_as_one(rank_cases.steps_of_ones_own, tmp_path)

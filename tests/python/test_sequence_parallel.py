@@ -1,6 +1,5 @@
 """Ranks that divide sequences: what they compute, and what they refuse."""
 
-from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,7 +9,7 @@ from transformers import AutoModelForCausalLM
 import castor
 import tensor_cases
 from castor.distributed import Mode
-from rank_processes import found, found_by_each
+from rank_processes import found, found_by_each, of_sizes
 from tensor_cases import (
     FAMILIES,
     GATHERED,
@@ -26,11 +25,7 @@ from tensor_cases import (
 
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    @cache
-    def of(size: int) -> Any:
-        return found(tensor_cases.sequences, size, tmp_path_factory.mktemp(f"sequences{size}"))
-
-    return of
+    return of_sizes(tensor_cases.sequences, tmp_path_factory)
 
 
 @pytest.mark.parametrize(
@@ -48,12 +43,7 @@ def test_positions_that_a_model_counts_by_the_mask_are_those_of_all_tokens(divid
 
 @pytest.fixture(scope="module")
 def gathered(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    @cache
-    def of(size: int) -> Any:
-        directory = tmp_path_factory.mktemp(f"gathered{size}")
-        return found(tensor_cases.gathered_sequences, size, directory)
-
-    return of
+    return of_sizes(tensor_cases.gathered_sequences, tmp_path_factory)
 
 
 @pytest.mark.parametrize(
@@ -72,12 +62,7 @@ def test_batches_without_a_mask_are_causal_on_every_rank(gathered: Any) -> None:
 
 @pytest.fixture(scope="module")
 def rings(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    @cache
-    def of(size: int) -> Any:
-        directory = tmp_path_factory.mktemp(f"rings{size}")
-        return found(tensor_cases.ring_sequences, size, directory)
-
-    return of
+    return of_sizes(tensor_cases.ring_sequences, tmp_path_factory)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import json
 import operator
-from functools import cache, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,14 @@ import castor
 import tensor_cases
 from castor.distributed import TensorRanks
 from castor.distributed.inputs import by_name
-from rank_processes import found, found_by_each, run
+from rank_processes import found, found_by_each, of_sizes, run
 from tensor_cases import FAMILIES, LOSS, SIZES, STEPS, boost, padded, plain, train
 from zoo import LENGTH, VOCABULARY
 
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    @cache
-    def of(size: int) -> Any:
-        return found(tensor_cases.families, size, tmp_path_factory.mktemp(f"families{size}"))
-
-    return of
+    return of_sizes(tensor_cases.families, tmp_path_factory)
 
 
 @pytest.mark.parametrize(

@@ -114,10 +114,9 @@ class BoostedOptimizer(Optimizer):
                 one of another shape.
             ValueError: The groups do not match, as in torch.
         """
-        if not self._castor.fused:
+        own_step = self._castor.own_step
+        if not self._castor.fused and own_step is None:
             super().load_state_dict(state_dict)
-            if self._castor.own_step:
-                self._castor.own_step.take_state(state_dict)
             return
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         mine = [param for group in self.param_groups for param in group["params"]]
@@ -126,6 +125,12 @@ class BoostedOptimizer(Optimizer):
                 f"the state dict is of an optimizer over {len(saved)} parameters; this one has "
                 f"{len(mine)}"
             )
+        if own_step:
+            of_params = [state_dict["state"].get(i) for i in saved]
+            others = {i: state_dict["state"][i] for i in state_dict["state"].keys() - set(saved)}
+            super().load_state_dict({**state_dict, "state": others})
+            own_step.take(zip(mine, of_params, strict=True))
+            return
         # torch.optim.SGD wrote a momentum_buffer of None before it left such entries out.
         states = (_without_none(state_dict["state"].get(i, {})) for i in saved)
         entries = list(zip(mine, states, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,16 +51,18 @@ class OwnStep:
             with self._copied(part, scale):
                 step()
 
-    def take_state(self, state_dict: dict[str, Any]) -> None:
-        """As load_state_dict, but in the saved types: not in those of the parameters, 16 bits."""
-        optimizer = self._held()
-        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
-        mine = [param for group in optimizer.param_groups for param in group["params"]]
-        for i, param in zip(saved, mine, strict=True):
-            if i in state_dict["state"]:
-                optimizer.state[param] = {
-                    key: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-                    for key, value in state_dict["state"][i].items()
+    def take(self, entries: Iterable[tuple[torch.Tensor, dict[str, Any] | None]]) -> None:
+        """Saved states, in copies of their types: torch would load those of the parameters.
+
+        Args:
+            entries: A parameter of the model each, and its state, if it has one.
+        """
+        state = self._held().state
+        for param, entry in entries:
+            if entry is not None:
+                state[param] = {
+                    key: value.to(_HOST, copy=True) if isinstance(value, torch.Tensor) else value
+                    for key, value in entry.items()
                 }
 
     def _held(self) -> Optimizer:
