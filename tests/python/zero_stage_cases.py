@@ -114,6 +114,7 @@ def seams(_: Path) -> None:
         for stage in (2, 3):
             boosted = boost(staged(TIGHT, stage), placement_policy="cpu")
             before = boosted.booster.report(boosted.model)
+            distributed.barrier()  # as below, before its first
             for step in range(3):
                 boosted.step(_tower_loss(boosted.model, step, rank))
                 distributed.barrier()
