@@ -547,6 +547,9 @@ def sequence_settings(directory: Path) -> None:
             )
             found["generated"] = generated.tolist()
             boosted.booster.save_model(boosted.model, directory / "model")
+            pickled = pickle.dumps(copy.deepcopy(boosted.model))
+            if distributed.get_rank() == 0:
+                (directory / "pickled").write_bytes(pickled)
     # A loss of the user's own, over logits.
     boosted = boost(case, sp_size=2)
     losses = []

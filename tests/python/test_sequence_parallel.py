@@ -1,5 +1,6 @@
 """Ranks that divide sequences: what they compute, and what they refuse."""
 
+import pickle
 from pathlib import Path
 from typing import Any, get_args
 
@@ -113,11 +114,14 @@ def test_settings_and_other_parallelism_change_nothing(size: int, tmp_path: Path
         assert losses[name] == pytest.approx(expected, rel=LOSS), name
     assert ("two" in losses) == (size == 4)
     assert losses["own loss"] == pytest.approx(expected[:3], rel=LOSS)
-    # What was saved is a model like any other, and generates what the ranks did.
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    # What was saved or copied is a model like any other, and generates what the ranks did.
     ids = case.batch(0)["input_ids"]
-    generated = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    assert losses["generated"] == generated.tolist()
+    for model in (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model"),
+        pickle.loads((tmp_path / "pickled").read_bytes()),
+    ):
+        generated = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        assert losses["generated"] == generated.tolist()
 
 
 def test_a_rank_has_its_share_of_the_activations(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -57,6 +56,24 @@ class Documents:
         return within
 
 
+@dataclass(frozen=True)
+class Apart:
+    """In place of a Meeting in copies of a model, deep or pickled: no ranks divide them.
+
+    Their configs name castor's attention, also where a process reads what another has pickled.
+    """
+
+    implementation: str
+    mode: Mode
+
+    def __post_init__(self) -> None:
+        """Transformers knows castor's attention."""
+        _register(self.implementation, self.mode)
+
+    def __reduce__(self) -> tuple[type[Apart], tuple[str, Mode]]:
+        return Apart, (self.implementation, self.mode)
+
+
 class Meeting:
     """Where the ranks that divide one model's sequences meet: in its attention."""
 
@@ -78,9 +95,13 @@ class Meeting:
 
     def start(self, model: Any) -> None:
         """In the attention of a model of transformers."""
-        model.set_attn_implementation(_register(model.config._attn_implementation, self.mode))
+        self._implementation = model.config._attn_implementation
+        model.set_attn_implementation(_register(self._implementation, self.mode))
         for module in model.modules():
-            _meetings[module] = self
+            module._castor_meeting = self
+
+    def __reduce__(self) -> tuple[type[Apart], tuple[str, Mode]]:
+        return Apart, (self._implementation, self.mode)
 
     def enter(self) -> None:
         """A divided forward begins: masks are those of its tokens."""
@@ -104,8 +125,6 @@ class Meeting:
         return slice(mine.start, mine.stop)
 
 
-_meetings: weakref.WeakKeyDictionary[nn.Module, Meeting] = weakref.WeakKeyDictionary()
-"""By each module of their models."""
 _running = threading.local()
 
 
@@ -125,9 +144,10 @@ def _register(implementation: str, mode: Mode) -> str:
 
     def attention(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
         compute = _attention_of(module, implementation)
-        meeting = _meetings.get(module)
+        # Of the module, not of a table: compiled attention reads it, and guards what it reads.
+        meeting: Meeting | Apart | None = getattr(module, "_castor_meeting", None)
         # Without a forward: a block is recomputed in backward, which whole forwards have not.
-        if meeting is None or meeting.whole:
+        if not isinstance(meeting, Meeting) or meeting.whole:
             return compute(module, q, k, v, mask, **options)
         return meet(compute, meeting, module, (q, k, v), mask, options)
 
