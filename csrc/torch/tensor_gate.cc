@@ -83,6 +83,38 @@ class WatchedStorages {
   std::unordered_map<const c10::StorageImpl*, Watcher> watchers_;
 };
 
+/// Groups that the operators under way on this thread visit. The operators which those call use
+/// them without asking: what holds a group back by now may be waiting for that visit to end.
+thread_local std::vector<std::pair<const TensorGate*, TensorGate::Use>> visited;
+
+[[nodiscard]] bool is_visited(const TensorGate& gate, std::size_t group, bool writes) {
+  return std::any_of(visited.begin(), visited.end(), [&](const auto& visit) {
+    const TensorGate::Use& use = visit.second;
+    return visit.first == &gate && use.group == group && (use.writes || !writes);
+  });
+}
+
+/// Visits of one operator.
+class Visits {
+ public:
+  Visits() = default;
+  ~Visits() { visited.resize(visited.size() - num_groups_); }
+  Visits(const Visits&) = delete;
+  Visits& operator=(const Visits&) = delete;
+
+  void begin(TensorGate& gate, std::span<const TensorGate::Use> uses) {
+    visits_.push_back(gate.visit(uses));
+    for (const TensorGate::Use& use : uses) {
+      visited.emplace_back(&gate, use);
+      ++num_groups_;
+    }
+  }
+
+ private:
+  std::vector<std::shared_ptr<void>> visits_;
+  std::size_t num_groups_ = 0;
+};
+
 /// The guarded groups that an operator uses, by gate.
 class Uses {
  public:
@@ -107,12 +139,10 @@ class Uses {
   [[nodiscard]] bool empty() const noexcept { return uses_.empty(); }
   /// Whether one of them is brought into memory.
   [[nodiscard]] bool brought() const noexcept { return brought_; }
-  [[nodiscard]] std::vector<std::shared_ptr<void>> visit() const {
-    std::vector<std::shared_ptr<void>> visits;
+  void visit(Visits& visits) const {
     for (const auto& [gate, uses] : uses_) {
-      visits.push_back(gate->visit(uses));
+      visits.begin(*gate, uses);
     }
-    return visits;
   }
 
  private:
@@ -125,7 +155,7 @@ void pass(const at::Tensor& tensor, bool writes, Uses& uses) {
     return;
   }
   const WatchedStorages::Watcher watcher = WatchedStorages::instance().find(tensor);
-  if (auto gate = watcher.gate.lock()) {
+  if (auto gate = watcher.gate.lock(); gate && !is_visited(*gate, watcher.group, writes)) {
     if (const auto guard = gate->pass(watcher.group, tensor, writes);
         guard != TensorGate::Guard::kNone) {
       uses.add(std::move(gate), watcher.group, guard, writes);
@@ -159,7 +189,7 @@ void check_synchronous(const c10::OperatorHandle& op) {
 
 void pass_arguments(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                     ::torch::jit::Stack* stack) {
-  std::vector<std::shared_ptr<void>> visits;
+  Visits visits;
   c10::DispatchKeySet rest = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   for_torch([&] {
     const GilRelease released;  // some of torch's functions keep it
@@ -189,7 +219,7 @@ void pass_arguments(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     if (uses.brought()) {
       check_synchronous(op);
     }
-    visits = uses.visit();
+    uses.visit(visits);
   });
   op.redispatchBoxed(rest, stack);
 }

@@ -122,6 +122,16 @@ def test_gradients_in_parts_are_read_written_and_accumulated(tmp_path: Path) -> 
         assert "all chunks' under no_sync" in no_room
 
 
+def test_gradients_are_read_beside_backward(tmp_path: Path) -> None:
+    for output in succeeded(run(zero_stage_cases.read_beside_backward, 2, tmp_path)):
+        assert output.split() == ["True"] * 6
+
+
+def test_an_operator_on_a_gradient_that_is_reduced_meanwhile_ends_first(tmp_path: Path) -> None:
+    for output in succeeded(run(zero_stage_cases.slow_reader, 2, tmp_path, timeout=60)):
+        assert output.split() == ["True", "True"]
+
+
 def test_a_rank_that_runs_more_than_the_others_is_told(tmp_path: Path) -> None:
     begun = time.time()
     first, second = succeeded(run(zero_stage_cases.one_passes_more, 2, tmp_path))

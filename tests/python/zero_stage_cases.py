@@ -1,11 +1,15 @@
 """What tests of ZeRO's stages run on ranks: `python zero_stage_cases.py NAME DIRECTORY`."""
 
+import itertools
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,8 +64,12 @@ def steps_of(name: str) -> int:
     return 10 if name in ON_THREE else 6
 
 
-def _over_the_group() -> None:
+@contextmanager
+def _over_the_group() -> Iterator[int]:
+    """_of_rank, of ranks that share no memory."""
     os.environ["CASTOR_RANK_LINK"] = "group"
+    with _of_rank() as rank:
+        yield rank
 
 
 def chunk_bytes(model: nn.Module) -> list[int]:
@@ -69,8 +77,7 @@ def chunk_bytes(model: nn.Module) -> list[int]:
 
 
 def _train_all(cases: dict[str, RankCase], directory: Path) -> None:
-    _over_the_group()
-    with _of_rank() as rank:
+    with _over_the_group() as rank:
         for name, case in cases.items():
             for stage in (1, 2, 3) if name in AT_STAGE_TWO else (1, 3):
                 weights, losses, report = train(staged(case, stage), (rank,), steps=steps_of(name))
@@ -93,8 +100,7 @@ def on_four(directory: Path) -> None:
 
 def memory(_: Path) -> None:
     """What the host holds at each stage, before a step and behind it."""
-    _over_the_group()
-    with _of_rank() as rank:
+    with _over_the_group() as rank:
         for stage in (1, 2, 3):
             boosted = boost(staged(DEEP, stage), placement_policy="cpu")
             report, sizes = boosted.booster.report(boosted.model), chunk_bytes(boosted.model)
@@ -109,8 +115,7 @@ def memory(_: Path) -> None:
 
 def seams(_: Path) -> None:
     """What one step of a model that streams reads of others, and sends them."""
-    _over_the_group()
-    with _of_rank() as rank:
+    with _over_the_group() as rank:
         for stage in (2, 3):
             boosted = boost(staged(TIGHT, stage), placement_policy="cpu")
             before = boosted.booster.report(boosted.model)
@@ -129,8 +134,7 @@ def seams(_: Path) -> None:
 
 def gradients(directory: Path) -> None:
     """p.grad, which is whole, in parts, and in parts beside weights in parts."""
-    _over_the_group()
-    with _of_rank() as rank:
+    with _over_the_group() as rank:
         for stage in (1, 2, 3):
             boosted = boost(staged(TIGHT, stage), max_norm=0.0)
             booster, model, optimizer = boosted
@@ -160,6 +164,65 @@ def gradients(directory: Path) -> None:
         print(_no_sync_without_room(rank))
 
 
+def read_beside_backward(_: Path) -> None:
+    """At each stage another thread reads gradients of two chunks at a time during the passes."""
+    with _over_the_group() as rank:
+        weights = []
+        for stage in (1, 2, 3):
+            boosted = boost(staged(DEEP, stage))
+            with _reading_gradients(boosted.model) as read:
+                for step in range(2):
+                    boosted.step(_tower_loss(boosted.model, step, rank))
+            weights.append(copies(boosted.model.parameters()))
+            distributed.barrier()
+            print(all(map(torch.equal, weights[0], weights[-1])), sum(read) > 0)
+
+
+@contextmanager
+def _reading_gradients(model: nn.Module) -> Iterator[list[int]]:
+    over, read = threading.Event(), [0]
+
+    def work() -> None:
+        while not over.is_set():
+            held = [grad for param in model.parameters() if (grad := param.grad) is not None]
+            for first, second in itertools.pairwise(held):
+                read[0] += torch.cat([first.flatten(), second.flatten()]).numel()
+
+    with ThreadPoolExecutor(1) as reader:
+        done = reader.submit(work)
+        try:
+            yield read
+        finally:
+            over.set()
+            done.result()
+
+
+def slow_reader(_: Path) -> None:
+    """Another thread is within an operator on a gradient when that is reduced, and calls more."""
+    begun = threading.Event()
+
+    def slowly(gradient: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        time.sleep(1)
+        return gradient.sum()
+
+    library = torch.library.Library("castor_slow_reader", "DEF")
+    library.define("slowly(Tensor gradient) -> Tensor")
+    library.impl("slowly", slowly, "CompositeImplicitAutograd")
+    found = []
+    with _over_the_group() as rank, ThreadPoolExecutor(1) as reader:
+        for reads in (False, True):
+            boosted = boost(staged(TIGHT, 2))
+            boosted.booster.backward(_tower_loss(boosted.model, 0, rank), boosted.optimizer)
+            if reads:
+                slow = torch.ops.castor_slow_reader.slowly
+                reading = reader.submit(slow, next(boosted.model.parameters()).grad)
+                begun.wait()
+            boosted.booster.backward(_tower_loss(boosted.model, 1, rank), boosted.optimizer)
+            found.append(next(boosted.model.parameters()).grad.clone())
+        print(torch.equal(*found), reading.result().isfinite().item())
+
+
 def _overflow_on_one(rank: int) -> str:
     boosted = boost(staged(TIGHT, 3), precision="fp16")
     batch = tower_batch(0)
@@ -184,8 +247,7 @@ def _no_sync_without_room(rank: int) -> str:
 
 def one_passes_more(_: Path) -> None:
     """Rank 0 runs another backward where rank 1 steps."""
-    _over_the_group()
-    with _of_rank() as rank:
+    with _over_the_group() as rank:
         booster, model, optimizer = boost(staged(TIGHT, 3))
         booster.backward(_tower_loss(model, 0, rank), optimizer)
         if rank == 0:
@@ -196,8 +258,7 @@ def one_passes_more(_: Path) -> None:
 
 def alone(_: Path) -> None:
     """Rank 0 evaluates, reads and copies weights between steps while rank 1 does nothing."""
-    _over_the_group()
-    with _of_rank() as rank:
+    with _over_the_group() as rank:
         boosted = boost(staged(TIGHT, 3))
         for step in range(3):
             boosted.step(_tower_loss(boosted.model, step, 0))
@@ -213,8 +274,7 @@ def alone(_: Path) -> None:
 
 def refused(_: Path) -> None:
     """What weights in parts do not do, by name; and what goes on all the same."""
-    _over_the_group()
-    with _of_rank():
+    with _over_the_group():
         print(_refused(lambda: boost(TOWER, zero_stage=3, placement_policy="cuda")))
         torchs = replace(TOWER, optimizer=lambda params: torch.optim.Adagrad(params))
         print(_refused(lambda: boost(torchs, zero_stage=2)))
@@ -254,8 +314,7 @@ SAVED = {"fp32": TIGHT, "split": CLOSE["bf16 split"]}
 
 def saves(directory: Path) -> None:
     """After two steps, at once and beside the training; then two steps more."""
-    _over_the_group()
-    with _of_rank() as rank:
+    with _over_the_group() as rank:
         for name, case in SAVED.items():
             boosted = boost(staged(case, 3))
             booster, model, optimizer = boosted
@@ -276,8 +335,7 @@ def saves(directory: Path) -> None:
 
 def goes_on(directory: Path) -> None:
     """From there, on any number of ranks."""
-    _over_the_group()
-    with _of_rank() as rank:
+    with _over_the_group() as rank:
         _go_on(directory, rank)
 
 
@@ -298,8 +356,7 @@ def _go_on(directory: Path, rank: int) -> None:
 
 def one_dies(directory: Path) -> None:
     """Rank 1 is killed in backward; the others go on to read its part."""
-    _over_the_group()
-    with _of_rank() as rank:
+    with _over_the_group() as rank:
         boosted = boost(staged(TIGHT, 3))
         boosted.step(_tower_loss(boosted.model, 0, rank))
         distributed.barrier()
@@ -316,8 +373,7 @@ def one_dies(directory: Path) -> None:
 
 def one_ends(_: Path) -> None:
     """Rank 1 lets go of its model where rank 0 still reads."""
-    _over_the_group()
-    with _of_rank() as rank:
+    with _over_the_group() as rank:
         boosted: Any = boost(staged(TIGHT, 3))
         boosted.step(_tower_loss(boosted.model, 0, rank))
         distributed.barrier()
