@@ -6,6 +6,7 @@
 
 #include "core/chunk_layout.h"
 #include "core/units.h"
+#include "dist/gradient_relay.h"
 #include "optim/average.h"
 
 namespace castor {
@@ -17,15 +18,23 @@ constexpr std::size_t kWindowBytes = std::size_t{8} << 20;
 }  // namespace
 
 // Parts of it are whole elements, and begin where a cache line does.
-std::size_t RankReduction::window_bytes(std::size_t largest, std::size_t ranks) {
-  return align_up(std::clamp<std::size_t>(largest, 1, kWindowBytes), ranks * kParamAlignment);
+std::size_t RankReduction::window_bytes(std::size_t largest, Collectives& ranks) {
+  const std::size_t piece =
+      align_up(std::clamp<std::size_t>(largest, 1, kWindowBytes), ranks.size() * kParamAlignment);
+  return ranks.messages() == nullptr ? piece : GradientRelay::window_bytes(piece, ranks);
 }
 
 void RankReduction::reduce(const Payload& gradients, ScalarType type) {
   const bool shared = homes_ != nullptr && homes_->contains(gradients.home());
   const std::span<std::byte> all = staging_.on_host(gradients);
   staging_.bring(gradients, all);
-  for (std::size_t begin = 0; begin < all.size(); begin += window_.bytes()) {
+  const bool relayed = shared && ranks_.messages() != nullptr;
+  if (relayed) {
+    GradientRelay(ranks_, all, homes_->common(gradients.home()), type, executor_,
+                  {window_.data(), window_.bytes()}, figures_)
+        .run();
+  }
+  for (std::size_t begin = 0; begin < all.size() && !relayed; begin += window_.bytes()) {
     const std::span<std::byte> piece =
         all.subspan(begin, std::min(window_.bytes(), all.size() - begin));
     const std::span parts(window_.data(), piece.size());
@@ -45,7 +54,7 @@ void RankReduction::reduce(const Payload& gradients, ScalarType type) {
     staging_.send(gradients, all);
     return;
   }
-  meet(ranks_);
+  meet(*ranks_.node());
   if (gradients.away()) {
     std::memcpy(gradients.data(), homes_->common(gradients.home()), gradients.bytes());
   } else {

@@ -11,8 +11,10 @@
 #include <vector>
 
 #include "core/thread_collectives.h"
+#include "core/thread_messages.h"
 #include "core/units.h"
 #include "dist/shared_file.h"
+#include "dist/thread_nodes.h"
 #include "host/mmap_arena.h"
 #include "parallel/thread_executor.h"
 
@@ -22,15 +24,25 @@ namespace {
 struct Case {
   std::size_t ranks;
   bool shared;
+  std::size_t nodes = 1;
 };
 std::string name_of(const ::testing::TestParamInfo<Case>& info) {
-  return (info.param.shared ? "Shared" : "Apart") + std::to_string(info.param.ranks);
+  const std::size_t nodes = info.param.nodes;
+  return (info.param.shared ? "Shared" : "Apart") + std::to_string(info.param.ranks) +
+         (nodes == 1 ? "" : "On" + std::to_string(nodes));
 }
 class RankReductionTest : public ::testing::TestWithParam<Case> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, RankReductionTest,
                          ::testing::Values(Case{2, true}, Case{3, true}, Case{4, true},
-                                           Case{2, false}, Case{3, false}),
+                                           Case{2, false}, Case{3, false}, Case{4, true, 2},
+                                           Case{6, true, 3}, Case{6, true, 2}, Case{8, true, 4}),
                          name_of);
+
+// Of this rank's parts: their sums, but from the last machine, and their mean, but from the one
+// before it, which has it last.
+std::size_t crossings(std::size_t node, std::size_t nodes) {
+  return nodes == 1 ? 0 : std::size_t{node + 1 < nodes} + std::size_t{node + 2 != nodes};
+}
 
 std::span<float> floats(const Payload& payload) {
   return {reinterpret_cast<float*>(payload.data()), payload.bytes() / sizeof(float)};
@@ -40,13 +52,16 @@ std::span<float> floats(const Payload& payload) {
 // are, and reads from the common memory.
 TEST_P(RankReductionTest, EveryRankHasTheMeanInRankOrder) {
   const std::size_t size = GetParam().ranks;
+  const std::size_t nodes = GetParam().nodes;
   ThreadRanks threads(size, 4);
+  ThreadMessages messages(size);
   threads.run([&](Collectives& group) {
     const std::size_t bytes = size * 64 * 1100;
+    const std::shared_ptr<Collectives> ranks = on_nodes(group, nodes, messages);
     std::unique_ptr<SharedHomes> homes;
     std::unique_ptr<Arena> arena = std::make_unique<MmapArena>();
     if (GetParam().shared) {
-      HomesOfRanks made = share_homes(group, SharedHomes::size_of(bytes));
+      HomesOfRanks made = share_homes(group, size / nodes, SharedHomes::size_of(bytes));
       ASSERT_NE(made.homes, nullptr) << made.refusal;
       homes = std::move(made.homes);
       arena = homes->make_arena();
@@ -57,7 +72,7 @@ TEST_P(RankReductionTest, EveryRankHasTheMeanInRankOrder) {
     Payload gradients(host, bytes, "");
     ThreadExecutor executor(2);
     RankFigures figures;
-    RankReduction reduction(group, homes.get(), executor, device->allocate(size * 64 * 300, ""),
+    RankReduction reduction(*ranks, homes.get(), executor, device->allocate(size * 64 * 300, ""),
                             figures);
     std::vector<float> before(bytes / sizeof(float), 0.0F);
     for (unsigned pass = 0; pass < 8; ++pass) {
@@ -86,7 +101,10 @@ TEST_P(RankReductionTest, EveryRankHasTheMeanInRankOrder) {
       }
       meet(group);  // all have read
     }
-    EXPECT_EQ(figures.bytes_sent(), (GetParam().shared ? 8 : 16) * (size - 1) * bytes / size);
+    const std::size_t node = size / nodes;
+    const std::size_t within = (GetParam().shared ? 1 : 2) * (node - 1) * bytes / node;
+    EXPECT_EQ(figures.bytes_crossed(), 8 * crossings(group.rank() / node, nodes) * bytes / node);
+    EXPECT_EQ(figures.bytes_sent() - figures.bytes_crossed(), 8 * within);
   });
   for (const std::string& failure : threads.failures()) {
     EXPECT_EQ(failure, "");
