@@ -10,8 +10,8 @@ auto Counterparts::with(std::size_t rank, const Call& call) const {
     return call();
   } catch (const Error& error) {
     ranks_.leave();
-    throw lost_ranks(ranks_, "rank " + std::to_string(rank) + ", on another machine: " +
-                                 error.what());
+    throw lost_ranks(ranks_,
+                     "rank " + std::to_string(rank) + ", on another machine: " + error.what());
   }
 }
 

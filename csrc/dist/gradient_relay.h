@@ -16,9 +16,9 @@ namespace castor {
 /// Makes gradients the mean of those of all ranks of several machines, in the memory that each
 /// machine's ranks have in common. Sums in fp32 go from one machine to the next, each adds what its
 /// ranks have, and the mean goes from the last to all: added up in the order of all ranks, rounded
-/// once. It goes by pieces, so that machines are busy with different ones; of each a rank has a part,
-/// as its counterparts do. Of elements of 4 bytes as many cross as in a reduce-scatter and a gather
-/// between machines, of 2 bytes half as many again.
+/// once. It goes by pieces, so that machines are busy with different ones; of each a rank has a
+/// part, as its counterparts do. Of elements of 4 bytes as many cross as in a reduce-scatter and a
+/// gather between machines, of 2 bytes half as many again.
 ///
 /// For one reduction. A call that fails has left the ranks.
 class GradientRelay {

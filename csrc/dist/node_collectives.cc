@@ -16,8 +16,7 @@ constexpr std::uint32_t kTag = 1U << 30;  // no other message has it
 
 std::string NodeCollectives::description() const {
   return group_->description() + " between " + std::to_string(size() / node_->size()) +
-         " machines, and memory that the " + std::to_string(node_->size()) +
-         " ranks of each share";
+         " machines, and memory that the " + std::to_string(node_->size()) + " ranks of each share";
 }
 
 void NodeCollectives::all_gather(std::span<const std::byte> own, std::span<std::byte> all) {

@@ -11,8 +11,8 @@
 
 namespace castor {
 
-/// Ranks of several machines with as many on each, one machine's behind another's, of which those of
-/// a machine share memory. What a call gathers crosses between ranks of the same place on their
+/// Ranks of several machines with as many on each, one machine's behind another's, of which those
+/// of a machine share memory. What a call gathers crosses between ranks of the same place on their
 /// machines, and meets the rest in memory; where that is much, and for what is no gather, all go
 /// over their group. A rank that fails takes its machine's ranks along: they throw at once.
 class NodeCollectives final : public Collectives {

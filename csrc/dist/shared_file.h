@@ -17,8 +17,8 @@ struct Nodes {
   std::string refusal;   ///< why that is 1; on every rank the same
 };
 
-/// Every rank calls it. Ranks of a machine are those that see each other's processes there, and give
-/// the same `mark`. A machine has a row of ranks, each as many; else all count as apart.
+/// Every rank calls it. Ranks of a machine are those that see each other's processes there, and
+/// give the same `mark`. A machine has a row of ranks, each as many; else all count as apart.
 [[nodiscard]] Nodes find_nodes(Collectives& group, const std::string& mark);
 
 /// A file in memory that all ranks of a machine have open, or why there is none.
@@ -29,8 +29,8 @@ struct SharedFile {
 };
 
 /// Every rank calls it with the same `bytes`, of which the file begins with zeros, and the size of
-/// its nodes (find_nodes): all machines have a file, or none. It has no name, and goes with the last
-/// process that has it, however that ends.
+/// its nodes (find_nodes): all machines have a file, or none. It has no name, and goes with the
+/// last process that has it, however that ends.
 [[nodiscard]] SharedFile share_file(Collectives& group, std::size_t node, std::size_t bytes);
 
 /// Homes that all ranks of a machine map, or why there are none.

@@ -130,9 +130,9 @@ void average_last(Executor* executor, void* mean, const float* sums, const void*
 }
 
 void sum(void* total, const void* parts, std::size_t count, std::size_t numel, ScalarType type) {
-  detail::average(
-      nullptr, {.parts = parts, .count = count, .numel = numel, .type = type, .mean = total},
-      best_isa());
+  detail::average(nullptr,
+                  {.parts = parts, .count = count, .numel = numel, .type = type, .mean = total},
+                  best_isa());
 }
 
 }  // namespace castor

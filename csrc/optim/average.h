@@ -16,8 +16,8 @@ namespace castor {
 void average(Executor* executor, void* mean, const void* parts, std::size_t count,
              std::size_t numel, ScalarType type);
 
-/// As average, of parts that come in several calls, those of the first in front. `sums`, of `numel`,
-/// become those of all so far: they begin with this call's where `begun` is false.
+/// As average, of parts that come in several calls, those of the first in front. `sums`, of
+/// `numel`, become those of all so far: they begin with this call's where `begun` is false.
 void add_up(Executor* executor, float* sums, bool begun, const void* parts, std::size_t count,
             std::size_t numel, ScalarType type);
 /// ... and the last call: `total` is how many parts there were in all.

@@ -129,8 +129,8 @@ std::shared_ptr<Session> create_session(
     const std::vector<bool>& trained, std::vector<bool> ruled, const std::vector<bool>& packed,
     const std::vector<PythonModuleSpec>& modules, SessionOptions options, const py::object& backend,
     const std::optional<std::array<std::string, 3>>& groups,
-    const std::optional<std::string>& memory_mark, const std::string& reads, std::size_t zero_stage, const std::vector<std::uint32_t>& valueless,
-    std::string name) {
+    const std::optional<std::string>& memory_mark, const std::string& reads, std::size_t zero_stage,
+    const std::vector<std::uint32_t>& valueless, std::string name) {
   options.zero_stage = zero_stage;
   options.name = std::move(name);
   options.backend = device_backend(backend);

@@ -116,8 +116,8 @@ void bind_rank_group(py::module_& module) {
       .def(
           "meet", [](GroupCollectives& ranks) { meet(ranks); }, Released());
   py::class_<RankTensors>(module, "RankTensors")
-      .def(py::init<const std::string&, const std::optional<std::string>&>(), py::arg("group"), py::kw_only(),
-           py::arg("memory_mark"), Released())
+      .def(py::init<const std::string&, const std::optional<std::string>&>(), py::arg("group"),
+           py::kw_only(), py::arg("memory_mark"), Released())
       .def_property_readonly("link", &RankTensors::link)
       .def("sum", &RankTensors::sum, py::arg("values"), Released())
       .def("gather", &RankTensors::gather, py::arg("own"), py::arg("into"), Released())

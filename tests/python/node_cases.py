@@ -101,7 +101,8 @@ def stages(_: Path) -> None:
             boosted = boost(TOWER, zero_stage=stage, placement_policy="cpu")
             boosted.step(_tower_loss(boosted.model, 0, rank))
             report = boosted.booster.report(boosted.model)
-            print(report.zero_stage, report.rank_shared_bytes > 0, report.rank_link)
+            weights = sum(param.double().sum().item() for param in boosted.model.parameters())
+            print(weights, report.zero_stage, report.rank_shared_bytes > 0, report.rank_link)
             distributed.barrier()
 
 

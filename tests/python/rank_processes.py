@@ -166,9 +166,7 @@ def found(scenario: Scenario, size: int, directory: Path) -> Any:
     return json.loads((directory / f"{scenario.__name__}.json").read_text())
 
 
-def found_by_each(
-    scenario: Scenario, size: int, directory: Path, *, nodes: int = 1
-) -> list[Any]:
+def found_by_each(scenario: Scenario, size: int, directory: Path, *, nodes: int = 1) -> list[Any]:
     """What each rank has written into NAME0.json, NAME1.json, ..."""
     succeeded(run(scenario, size, directory, timeout=600, nodes=nodes))
     paths = [directory / f"{scenario.__name__}{rank}.json" for rank in range(size)]

@@ -3,7 +3,7 @@
 One machine stands in for them (rank_processes.start): what crosses goes through gloo all the same.
 """
 
-import json
+import itertools
 import re
 from functools import cache
 from pathlib import Path
@@ -84,7 +84,7 @@ def test_what_crosses_are_sums_and_means_of_gradients_and_updated_parts(tmp_path
     """To the byte, of B bytes of weights: B/2 of gradients a rank and step and B/4 of weights."""
     for reports, chunks in found_by_each(node_cases.sent, SIZE, tmp_path, nodes=NODES):
         used = sum(chunks)
-        for before, after in zip(reports, reports[1:], strict=False):
+        for before, after in itertools.pairwise(reports):
             crossed = after["rank_crossed_bytes"] - before["rank_crossed_bytes"]
             sent = after["rank_sent_bytes"] - before["rank_sent_bytes"]
             assert crossed == used // 2 + used // 4
@@ -141,7 +141,8 @@ def test_ranks_pay_their_shares_of_their_machines_homes(seen: Any) -> None:
     homes = found["parameter bytes"] + found["gradient bytes"]
     assert homes <= found["report"]["rank_shared_bytes"] <= homes + 16 * PAGE
     saved = apart["host_bytes"] - found["report"]["host_bytes"]
-    assert saved == pytest.approx(homes / 2, abs=(16 * PAGE + rank_home_cases.LAYER))
+    sums = 2 * rank_home_cases.LAYER  # on their way between machines, with room for fp32
+    assert saved == pytest.approx(homes / 2 - sums, abs=16 * PAGE)
     unlike = seen("unlike", "node", 0)["report"]
     assert unlike["rank_shared_bytes"] == 0
     assert unlike["rank_link"] == f"{LINK}, but not homes: the ranks place chunks differently"
@@ -149,7 +150,9 @@ def test_ranks_pay_their_shares_of_their_machines_homes(seen: Any) -> None:
 
 def test_stages_that_cut_do_so_over_all_ranks(tmp_path: Path) -> None:
     for output in succeeded(run(node_cases.stages, SIZE, tmp_path, nodes=NODES)):
-        assert output.splitlines() == [
+        lines = [line.split(" ", 1) for line in output.splitlines()]
+        assert len({weights for weights, _ in lines}) == 1
+        assert [rest for _, rest in lines] == [
             f"1 True {LINK}",
             f"1 True {LINK}",
             f"2 False {LINK}, but not homes: zero_stage=2 cuts them over all ranks",

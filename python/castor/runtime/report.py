@@ -144,8 +144,8 @@ class MemoryReport:
     weights too; of both, ranks that share memory have one copy, where all are on one machine; 0:
     this process is alone."""
     rank_link: str
-    """What goes from rank to rank goes through it: memory that they share, gloo between machines and
-    memory within each, or gloo and why; empty for one that is alone."""
+    """What goes from rank to rank goes through it: memory that they share, gloo between machines
+    and memory within each, or gloo and why; empty for one that is alone."""
     rank_shared_bytes: int
     """Weights and gradients that ranks of this machine keep once for all of them; 0: each has its
     own."""
@@ -167,8 +167,8 @@ class MemoryReport:
     rank_sent_bytes: int
     """Gradients and weights that this rank sent to others."""
     rank_crossed_bytes: int
-    """Of these, to ranks of other machines, where those of each machine share memory; where ranks do
-    not, all go over the group."""
+    """Of these, to ranks of other machines, where those of each machine share memory; where ranks
+    do not, all go over the group."""
     rank_seconds: float
     """Spent on bringing the ranks' gradients and weights together, waiting for others included."""
     nvme_engine: str

@@ -35,7 +35,8 @@ class RankReductionTest : public ::testing::TestWithParam<Case> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, RankReductionTest,
                          ::testing::Values(Case{2, true}, Case{3, true}, Case{4, true},
                                            Case{2, false}, Case{3, false}, Case{4, true, 2},
-                                           Case{6, true, 3}, Case{6, true, 2}, Case{8, true, 4}),
+                                           Case{6, true, 3}, Case{6, true, 2}, Case{8, true, 4},
+                                           Case{4, false, 2}),
                          name_of);
 
 // Of this rank's parts: their sums, but from the last machine, and their mean, but from the one
@@ -72,8 +73,8 @@ TEST_P(RankReductionTest, EveryRankHasTheMeanInRankOrder) {
     Payload gradients(host, bytes, "");
     ThreadExecutor executor(2);
     RankFigures figures;
-    RankReduction reduction(*ranks, homes.get(), executor, device->allocate(size * 64 * 300, ""),
-                            figures);
+    RankReduction reduction(*ranks, homes.get(), executor,
+                            device->allocate(size * 64 * 300 + 64, ""), figures);
     std::vector<float> before(bytes / sizeof(float), 0.0F);
     for (unsigned pass = 0; pass < 8; ++pass) {
       std::vector<float> sum(before.size(), 0.0F);
@@ -102,12 +103,52 @@ TEST_P(RankReductionTest, EveryRankHasTheMeanInRankOrder) {
       meet(group);  // all have read
     }
     const std::size_t node = size / nodes;
-    const std::size_t within = (GetParam().shared ? 1 : 2) * (node - 1) * bytes / node;
+    if (!GetParam().shared) {
+      EXPECT_EQ(figures.bytes_sent(), 16 * (size - 1) * bytes / size);
+      return;
+    }
     EXPECT_EQ(figures.bytes_crossed(), 8 * crossings(group.rank() / node, nodes) * bytes / node);
-    EXPECT_EQ(figures.bytes_sent() - figures.bytes_crossed(), 8 * within);
+    EXPECT_EQ(figures.bytes_sent() - figures.bytes_crossed(), 8 * (node - 1) * bytes / node);
   });
   for (const std::string& failure : threads.failures()) {
     EXPECT_EQ(failure, "");
+  }
+}
+
+// Each rank of its machine fails, those of the others at the latest where they need it.
+TEST(RankReductionOnNodesTest, ARankThatEndsIsMissedByAll) {
+  constexpr std::size_t kRanks = 6;
+  constexpr std::size_t kBytes = kRanks * 64 * 500;
+  ThreadRanks threads(kRanks, 4);
+  ThreadMessages messages(kRanks);
+  threads.run([&](Collectives& group) {
+    const std::shared_ptr<Collectives> ranks = on_nodes(group, 3, messages);
+    HomesOfRanks made = share_homes(group, 2, SharedHomes::size_of(kBytes));
+    ASSERT_NE(made.homes, nullptr) << made.refusal;
+    const auto host = std::make_shared<MemoryTier>(TierKind::kHost, kGiB, made.homes->make_arena());
+    const auto memory =
+        std::make_shared<MemoryTier>(TierKind::kHost, kGiB, std::make_unique<MmapArena>());
+    Payload gradients(host, kBytes, "");
+    ThreadExecutor executor(1);
+    RankFigures figures;
+    RankReduction reduction(
+        *ranks, made.homes.get(), executor,
+        memory->allocate(RankReduction::window_bytes(kBytes, *ranks, made.homes.get()), ""),
+        figures);
+    reduction.reduce(gradients, ScalarType::kFloat32);
+    meet(group);
+    if (group.rank() == 3) {
+      messages.kill(3);
+      ranks->node()->leave();
+      return;
+    }
+    reduction.reduce(gradients, ScalarType::kFloat32);
+  });
+  for (std::size_t rank = 0; rank < kRanks; ++rank) {
+    const std::string& failure = threads.failures()[rank];
+    EXPECT_EQ(failure.empty(), rank == 3);
+    EXPECT_TRUE(rank == 3 || failure.find(" lost the others: rank ") != std::string::npos)
+        << failure;
   }
 }
 

@@ -179,7 +179,8 @@ TEST_P(RankWeightsTest, EveryRankSeesAllUpdatesAndItsOwnEdits) {
       check(step, "after an update");
     }
     EXPECT_EQ(weights.figures().bytes_sent() == 0, GetParam().shared && nodes == 1);
-    const std::size_t parts = std::accumulate(sizes.begin(), sizes.end(), std::size_t{0}) / group.size();
+    const std::size_t parts =
+        std::accumulate(sizes.begin(), sizes.end(), std::size_t{0}) / group.size();
     EXPECT_EQ(weights.figures().bytes_crossed(), 30 * (nodes - 1) * parts);
   });
   EXPECT_EQ(threads.failures(), std::vector<std::string>(GetParam().ranks));
