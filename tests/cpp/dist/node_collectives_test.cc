@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <barrier>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -53,10 +54,11 @@ TEST_P(NodeCollectivesTest, ARankThatEndsTakesItsMachineAlong) {
   ThreadRanks threads(GetParam().ranks, 3);
   ThreadMessages messages(GetParam().ranks);
   const std::size_t last = GetParam().ranks - 1;
+  std::barrier<> all_have(static_cast<std::ptrdiff_t>(GetParam().ranks));
   threads.run([&](Collectives& group) {
     const std::shared_ptr<Collectives> ranks = on_nodes(group, GetParam().nodes, messages);
     meet(*ranks);
-    meet(group);
+    all_have.arrive_and_wait();
     if (group.rank() == last) {
       messages.kill(last);
       return;
