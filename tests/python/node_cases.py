@@ -15,7 +15,9 @@ import torch
 from torch import distributed, nn
 
 import rank_home_cases
+import tensor_cases
 from castor.runtime.engine import engine_of
+from helpers import copies
 from rank_cases import CLOSE, EXACT, TOWER, RankCase, _of_rank, _refused, _tower_loss, boost, train
 from simulated import compute_as_asked
 from zoo import tower, tower_batch
@@ -104,6 +106,19 @@ def stages(_: Path) -> None:
             weights = sum(param.double().sum().item() for param in boosted.model.parameters())
             print(weights, report.zero_stage, report.rank_shared_bytes > 0, report.rank_link)
             distributed.barrier()
+
+
+def divided(directory: Path) -> None:
+    """Two ranks a layer: the ranks of a part, every other one, are seen as what they are."""
+    with _of_rank() as rank:
+        case = tensor_cases.FAMILIES["llama"]
+        boosted = tensor_cases.boost(case, 2)
+        for step in range(2):
+            batch = case.batch(10 * step + rank // 2)
+            boosted.step(case.loss(boosted.model(**batch), batch))
+        report = boosted.report()
+        found = (copies(boosted.model.parameters()), report.rank_link, report.rank_shared_bytes)
+        torch.save(found, directory / f"{os.environ['CASTOR_RANK_LINK']}.{rank}.pt")
 
 
 def last_dies(directory: Path) -> None:
