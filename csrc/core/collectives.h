@@ -37,6 +37,12 @@ class Collectives {
   virtual void leave() noexcept = 0;
   /// For reports: "gloo".
   [[nodiscard]] virtual std::string description() const = 0;
+
+  /// Those of these ranks that share memory with this one, in their order; nullptr: none do. They
+  /// are all, or as many on each of several machines, one machine's behind another's.
+  [[nodiscard]] virtual Collectives* node() noexcept { return nullptr; }
+  /// Between ranks of several such machines, by their place among all; nullptr elsewhere.
+  [[nodiscard]] virtual RankMessages* messages() noexcept { return nullptr; }
 };
 
 /// The ranks that train a model together, as groups whose collectives do not wait for each other.
@@ -46,8 +52,7 @@ struct RankGroups {
   std::shared_ptr<Collectives> updates;    ///< of the one that runs updates, which may be another
   /// For reads of others' parts of weights, where each keeps its own (ZeRO-3); nullptr: none does.
   std::shared_ptr<RankMessages> reads;
-  std::string link;           ///< for reports: what the bytes go through, and why
-  bool share_memory = false;  ///< the ranks are on one machine, and all groups know
+  std::string link;  ///< for reports: what the bytes go through, and why
 };
 
 /// What each rank gives, in rank order.
@@ -63,5 +68,6 @@ inline void meet(Collectives& ranks) { static_cast<void>(gather(ranks, std::byte
 
 /// What a call throws where another rank is gone; `why`: "rank 1 (process 234) has ended".
 [[nodiscard]] Error lost_ranks(const Collectives& own, const std::string& why);
+[[nodiscard]] Error lost_ranks(std::size_t rank, std::size_t size, const std::string& why);
 
 }  // namespace castor

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -13,12 +14,13 @@ namespace castor {
 struct LinkedGroups {
   std::vector<std::shared_ptr<Collectives>> groups;  ///< in the order of their names
   std::string link;                                  ///< for reports: and why not memory
-  bool share_memory = false;                         ///< all groups do
 };
 
-/// Of process groups that torch.distributed has made, by name, at least one: through memory of this
-/// machine where that may be and can be, else over the groups. Every rank calls it. Throws
+/// Of process groups that torch.distributed has made, by name, at least one: through memory of
+/// their machines where that can be, all of them (Collectives::node), else over the groups. `mark`:
+/// only ranks that give the same share memory; nullopt: none do. Every rank calls it. Throws
 /// UsageError as GroupCollectives, Error where another rank is gone.
-[[nodiscard]] LinkedGroups link_groups(std::span<const std::string> names, bool may_share_memory);
+[[nodiscard]] LinkedGroups link_groups(std::span<const std::string> names,
+                                       const std::optional<std::string>& mark);
 
 }  // namespace castor

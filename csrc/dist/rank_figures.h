@@ -16,7 +16,14 @@ class RankFigures {
     return std::chrono::nanoseconds(nanoseconds_);
   }
 
+  /// Of bytes_sent(), those to ranks of other machines, where ranks of a machine share memory.
+  [[nodiscard]] std::uint64_t bytes_crossed() const noexcept { return bytes_crossed_; }
+
   void add_bytes(std::uint64_t bytes) noexcept { bytes_sent_ += bytes; }
+  void add_crossed(std::uint64_t bytes) noexcept {
+    bytes_sent_ += bytes;
+    bytes_crossed_ += bytes;
+  }
 
   /// Counts the time that it lives.
   class Timed {
@@ -36,6 +43,7 @@ class RankFigures {
 
  private:
   std::atomic<std::uint64_t> bytes_sent_ = 0;
+  std::atomic<std::uint64_t> bytes_crossed_ = 0;
   std::atomic<std::uint64_t> nanoseconds_ = 0;
 };
 

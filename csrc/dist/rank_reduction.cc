@@ -6,6 +6,7 @@
 
 #include "core/chunk_layout.h"
 #include "core/units.h"
+#include "dist/gradient_relay.h"
 #include "optim/average.h"
 
 namespace castor {
@@ -16,18 +17,46 @@ constexpr std::size_t kWindowBytes = std::size_t{8} << 20;
 
 }  // namespace
 
-// Parts of it are whole elements, and begin where a cache line does.
-std::size_t RankReduction::window_bytes(std::size_t largest, std::size_t ranks) {
-  return align_up(std::clamp<std::size_t>(largest, 1, kWindowBytes), ranks * kParamAlignment);
+// Parts of it are whole elements, and begin where a cache line does. What goes from machine to
+// machine needs room beside it, and smaller pieces, of which several are on their way.
+std::size_t RankReduction::window_bytes(std::size_t largest, Collectives& ranks,
+                                        const SharedHomes* homes) {
+  const bool relayed = homes != nullptr && ranks.messages() != nullptr;
+  const std::size_t most = relayed ? kWindowBytes / 2 : kWindowBytes;
+  const std::size_t piece =
+      align_up(std::clamp<std::size_t>(largest, 1, most), ranks.size() * kParamAlignment);
+  return relayed ? GradientRelay::window_bytes(piece, ranks) : piece;
 }
 
 void RankReduction::reduce(const Payload& gradients, ScalarType type) {
   const bool shared = homes_ != nullptr && homes_->contains(gradients.home());
   const std::span<std::byte> all = staging_.on_host(gradients);
   staging_.bring(gradients, all);
-  for (std::size_t begin = 0; begin < all.size(); begin += window_.bytes()) {
-    const std::span<std::byte> piece =
-        all.subspan(begin, std::min(window_.bytes(), all.size() - begin));
+  if (shared && ranks_.messages() != nullptr) {
+    GradientRelay(ranks_, all, homes_->common(gradients.home()), type, executor_,
+                  {window_.data(), window_.bytes()}, figures_)
+        .run();
+  } else {
+    exchange(gradients, all, type, shared);
+  }
+  if (!shared) {
+    staging_.send(gradients, all);
+    return;
+  }
+  meet(*ranks_.node());
+  if (gradients.away()) {
+    std::memcpy(gradients.data(), homes_->common(gradients.home()), gradients.bytes());
+  } else {
+    homes_->forget({gradients.home(), gradients.bytes()});
+  }
+}
+
+void RankReduction::exchange(const Payload& gradients, std::span<std::byte> all, ScalarType type,
+                             bool shared) {
+  const std::size_t granule = ranks_.size() * kParamAlignment;
+  const std::size_t step = window_.bytes() / granule * granule;
+  for (std::size_t begin = 0; begin < all.size(); begin += step) {
+    const std::span<std::byte> piece = all.subspan(begin, std::min(step, all.size() - begin));
     const std::span parts(window_.data(), piece.size());
     ranks_.all_to_all(piece, parts);
     const auto own = parts.first(piece.size() / ranks_.size());
@@ -40,16 +69,6 @@ void RankReduction::reduce(const Payload& gradients, ScalarType type) {
       ranks_.all_gather(own, piece);
     }
     figures_.add_bytes((shared ? 1 : 2) * (ranks_.size() - 1) * own.size());
-  }
-  if (!shared) {
-    staging_.send(gradients, all);
-    return;
-  }
-  meet(ranks_);
-  if (gradients.away()) {
-    std::memcpy(gradients.data(), homes_->common(gradients.home()), gradients.bytes());
-  } else {
-    homes_->forget({gradients.home(), gradients.bytes()});
   }
 }
 

@@ -21,9 +21,10 @@ namespace castor {
 ///
 /// Where their homes are shared, every rank has its gradients in pages of its own, writes its part
 /// of the mean to the common memory, and forgets those pages when all have: (n-1)/n of the bytes
-/// are sent. Elsewhere all gather the parts: twice that; or each keeps its part. One window of
-/// memory is needed. Gradients in memory of a device that the host does not address pass through
-/// DeviceStaging.
+/// are sent. Between machines that have homes each, sums in fp32 go from one to the next, each adds
+/// its ranks', and the mean comes back from the last: so the order is that of all ranks. Elsewhere
+/// all gather the parts: twice that; or each keeps its part. One window of memory is needed.
+/// Gradients in memory of a device that the host does not address pass through DeviceStaging.
 ///
 /// Used by one thread at a time.
 class RankReduction {
@@ -39,8 +40,9 @@ class RankReduction {
         figures_(figures),
         staging_(std::move(staging)) {}
 
-  /// For gradients of at most so many bytes at once.
-  [[nodiscard]] static std::size_t window_bytes(std::size_t largest, std::size_t ranks);
+  /// For gradients of at most so many bytes at once, of these ranks; `homes`: as above.
+  [[nodiscard]] static std::size_t window_bytes(std::size_t largest, Collectives& ranks,
+                                                const SharedHomes* homes);
 
   void reduce(const Payload& gradients, ScalarType type);
   /// The mean of this rank's part alone goes into `part`, apart from `gradients`: a reduce-scatter,
@@ -49,6 +51,8 @@ class RankReduction {
                    ScalarType type);
 
  private:
+  void exchange(const Payload& gradients, std::span<std::byte> all, ScalarType type, bool shared);
+
   Collectives& ranks_;
   const SharedHomes* const homes_;
   Executor& executor_;

@@ -1,7 +1,11 @@
 #include "dist/rank_weights.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
+#include <vector>
+
+#include "dist/counterparts.h"
 
 namespace castor {
 
@@ -64,12 +68,34 @@ void RankWeights::settle(std::span<const Payload* const> weights) {
 }
 
 void RankWeights::take_others_parts(std::span<const Payload* const> weights) {
-  meet(*ranks_);
+  exchange_between_nodes(weights);
+  meet(*ranks_->node());
   for (const Payload* const one : weights) {
     if (shared(*one)) {
       take_others_parts(*one);
     }
   }
+}
+
+// Each machine has all weights once, and its ranks' parts in them. What comes from another machine
+// is written by the rank of the same place, where no other rank of this one writes.
+void RankWeights::exchange_between_nodes(std::span<const Payload* const> weights) {
+  const Counterparts others(*ranks_);
+  std::vector<PendingMessage> pending;
+  for (std::size_t i = 0; i < weights.size() && others.num_nodes() > 1; ++i) {
+    if (!shared(*weights[i])) {
+      continue;
+    }
+    const std::size_t part = weights[i]->bytes() / ranks_->size();
+    std::byte* const common = homes_->common(weights[i]->home());
+    const auto tag = static_cast<std::uint32_t>(i);
+    others.for_each([&](std::size_t node) {
+      pending.push_back(others.receive(node, tag, {common + others.rank_on(node) * part, part}));
+      pending.push_back(others.send(node, tag, {common + ranks_->rank() * part, part}));
+      figures_.add_crossed(part);
+    });
+  }
+  others.wait_all(pending);
 }
 
 // Those in common memory are what they should be.

@@ -19,11 +19,12 @@ void share_bytes(const SharedHomes& homes, const Payload& weights, std::span<con
 
 /// Brings the weights together of which each rank has updated its part (ShardMap).
 ///
-/// Where ranks share homes, a part is updated in the common memory, and nothing is sent: from the
-/// meeting after it on, all see it. That a rank may write there at all is the callers' agreement:
-/// no other reads the weights from the meeting before an update, or a load, to the one after it.
-/// Elsewhere the parts are gathered: (n-1)/n of the bytes are sent. Weights in memory of a device
-/// that the host does not address pass through DeviceStaging.
+/// Where ranks of a machine share homes, a part is updated in the common memory, and nothing is
+/// sent within it: from the meeting after it on, all see it. With other machines the parts are
+/// exchanged before that meeting, each once (Counterparts). That a rank may write there at all is
+/// the callers' agreement: no other reads the weights from the meeting before an update, or a load,
+/// to the one after it. Elsewhere the parts are gathered: (n-1)/n of the bytes are sent. Weights in
+/// memory of a device that the host does not address pass through DeviceStaging.
 ///
 /// Owned by the session; used by the one thread at a time that runs updates, which on every rank
 /// are the same, in the same order.
@@ -62,9 +63,10 @@ class RankWeights {
     return part_of(std::span(weights.data(), weights.bytes()));
   }
   void gather_parts(const Payload& weights);
-  // Of those with shared homes: all have given their parts.
+  // Of those with shared homes, where all give their parts.
   void take_others_parts(std::span<const Payload* const> weights);
   void take_others_parts(const Payload& weights) const;
+  void exchange_between_nodes(std::span<const Payload* const> weights);
 
   const std::shared_ptr<Collectives> ranks_;
   const SharedHomes* const homes_;

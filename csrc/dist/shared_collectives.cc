@@ -55,8 +55,15 @@ struct Peer {
 
 class MemoryRanks final : public Collectives {
  public:
-  MemoryRanks(std::size_t rank, std::size_t size, SharedMapping memory, std::vector<Peer> peers)
-      : rank_(rank), size_(size), memory_(std::move(memory)), peers_(std::move(peers)) {}
+  /// `rank`: among `all`, of which those from `first` on are this machine's.
+  MemoryRanks(std::size_t rank, std::size_t first, std::size_t all, SharedMapping memory,
+              std::vector<Peer> peers)
+      : rank_(rank - first),
+        size_(peers.size()),
+        first_(first),
+        all_(all),
+        memory_(std::move(memory)),
+        peers_(std::move(peers)) {}
   ~MemoryRanks() override { leave(); }
   MemoryRanks(const MemoryRanks&) = delete;
   MemoryRanks& operator=(const MemoryRanks&) = delete;
@@ -66,6 +73,7 @@ class MemoryRanks final : public Collectives {
   [[nodiscard]] std::string description() const override {
     return "memory that the ranks of this machine share";
   }
+  [[nodiscard]] Collectives* node() noexcept override { return this; }
 
   void all_gather(std::span<const std::byte> own, std::span<std::byte> all) override {
     for (std::size_t begin = 0; begin < own.size(); begin += kBufferBytes) {
@@ -158,7 +166,7 @@ class MemoryRanks final : public Collectives {
       }
       check_here();
       if (!loss.empty()) {
-        lost_ = lost_ranks(*this, loss).what();
+        lost_ = lost_ranks(first_ + rank_, all_, loss).what();
         throw Error(lost_);
       }
     }
@@ -166,7 +174,7 @@ class MemoryRanks final : public Collectives {
 
   void check_here() const {
     if (header().left[rank_]) {
-      throw lost_ranks(*this, "it has let go of the model itself");
+      throw lost_ranks(first_ + rank_, all_, "it has let go of the model itself");
     }
   }
 
@@ -180,8 +188,8 @@ class MemoryRanks final : public Collectives {
       if (header().met[rank].load(std::memory_order_relaxed) == round + 1) {
         continue;
       }
-      const std::string name =
-          "rank " + std::to_string(rank) + " (process " + std::to_string(peers_[rank].process);
+      const std::string name = "rank " + std::to_string(first_ + rank) + " (process " +
+                               std::to_string(peers_[rank].process);
       pollfd ended{.fd = peers_[rank].ended.get(), .events = POLLIN, .revents = 0};
       if (::poll(&ended, 1, 0) > 0) {
         return name + ") has ended";
@@ -209,6 +217,8 @@ class MemoryRanks final : public Collectives {
 
   const std::size_t rank_;
   const std::size_t size_;
+  const std::size_t first_;  // for messages
+  const std::size_t all_;
   const SharedMapping memory_;
   const std::vector<Peer> peers_;
   std::size_t buffer_ = 0;
@@ -217,14 +227,14 @@ class MemoryRanks final : public Collectives {
 
 }  // namespace
 
-SharedCollectives share_memory(Collectives& group) {
-  const std::size_t bytes = kHeaderBytes + group.size() * kNumBuffers * kBufferBytes;
+SharedCollectives share_memory(Collectives& group, std::size_t node) {
+  const std::size_t bytes = kHeaderBytes + node * kNumBuffers * kBufferBytes;
   std::string refusal;
-  if (group.size() > kMaxRanks) {
-    refusal = "there are more than " + std::to_string(kMaxRanks) + " ranks";
+  if (node > kMaxRanks) {
+    refusal = "there are more than " + std::to_string(kMaxRanks) + " ranks on a machine";
     return {.ranks = nullptr, .refusal = refusal};
   }
-  SharedFile shared = share_file(group, bytes);
+  SharedFile shared = share_file(group, node, bytes);
   if (!shared.refusal.empty()) {
     return {.ranks = nullptr, .refusal = std::move(shared.refusal)};
   }
@@ -244,8 +254,9 @@ SharedCollectives share_memory(Collectives& group) {
   if (!refusal.empty()) {
     return {.ranks = nullptr, .refusal = std::move(refusal)};
   }
-  return {.ranks = std::make_shared<MemoryRanks>(group.rank(), group.size(), std::move(memory),
-                                                 std::move(peers)),
+  const std::size_t first = group.rank() / node * node;
+  return {.ranks = std::make_shared<MemoryRanks>(group.rank(), first, group.size(),
+                                                 std::move(memory), std::move(peers)),
           .refusal = ""};
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <memory>
 #include <string>
 
@@ -7,20 +8,20 @@
 
 namespace castor {
 
-/// Collectives of ranks that share one machine's memory, or why they cannot: they run on several
-/// machines, or in containers that do not see each other's processes.
+/// Collectives of the ranks of each machine, which share its memory, or why they cannot.
 struct SharedCollectives {
   std::shared_ptr<Collectives> ranks;  ///< nullptr: they cannot
   std::string refusal;                 ///< on every rank the same
 };
 
-/// Every rank calls it; `group` brings them together, and is not used afterwards. What a rank sends
+/// Every rank of all machines calls it, with the size of their nodes (find_nodes); `group` brings
+/// them together, and is not used afterwards. What a rank sends to the others of its machine
 /// is copied once into memory that all have mapped, and read there: nothing goes through sockets.
 /// The memory has no name and goes with the last process that has it, however that ends.
 ///
 /// A call that waits for others throws Error, which names the rank, where a process has ended or
 /// let go of its collectives, within a quarter of a minute where one is stopped, and after half an
 /// hour. Later calls then throw the same at once.
-[[nodiscard]] SharedCollectives share_memory(Collectives& group);
+[[nodiscard]] SharedCollectives share_memory(Collectives& group, std::size_t node);
 
 }  // namespace castor

@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdint>
@@ -19,17 +20,29 @@
 namespace castor {
 namespace {
 
-/// Behind what ranks share, so that each can tell rank 0's file from another one.
+/// Behind what ranks share, so that each can tell the first one's file from another.
 struct Seal {
   std::uint64_t token = 0;
 };
 
-/// What ranks tell each other before they share a file.
-struct Invitation {
+/// By which ranks tell whether they are on one machine.
+struct Whereabouts {
   std::array<char, 64> machine{};    ///< of this boot of it
   std::array<char, 64> processes{};  ///< in which process numbers mean something
+  std::array<char, 64> mark{};
+
+  [[nodiscard]] bool same_machine(const Whereabouts& other) const {
+    return machine == other.machine && mark == other.mark;
+  }
+  [[nodiscard]] bool near(const Whereabouts& other) const {
+    return same_machine(other) && processes == other.processes && machine[0] != '\0';
+  }
+};
+
+/// What ranks tell each other before they share a file.
+struct Invitation {
   std::int32_t process = 0;
-  std::int32_t file = -1;  ///< rank 0's
+  std::int32_t file = -1;  ///< of the machine's first rank
   Seal seal;
 };
 
@@ -55,26 +68,31 @@ std::string failed(const std::string& what) {
   return what + " failed: " + std::generic_category().message(errno);
 }
 
-/// Why ranks that said so cannot share memory; "": they can.
-std::string apart(std::span<const Invitation> all) {
-  for (const Invitation& other : all) {
-    if (other.machine != all[0].machine) {
-      return "ranks run on several machines";
-    }
-    if (other.processes != all[0].processes || other.machine[0] == '\0') {
-      return "ranks run in several containers";
+/// Whether a machine's ranks are each `size` in a row.
+bool in_rows(std::span<const Whereabouts> all, std::size_t size) {
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    for (std::size_t other = 0; other < rank; ++other) {
+      if (all[rank].near(all[other]) != (rank / size == other / size)) {
+        return false;
+      }
     }
   }
-  return all[0].file < 0 ? "rank 0 was refused shared memory" : "";
+  return all.size() % size == 0;
 }
 
-/// Rank 0's file; `refusal` says why there is none.
-UniqueFd open_file(const Invitation& first, std::size_t bytes, std::string& refusal) {
+/// The file that the machine's first rank has told of; `refusal` says why there is none.
+UniqueFd open_file(std::size_t rank, const Invitation& first, std::size_t bytes,
+                   std::string& refusal) {
+  const std::string whose = "rank " + std::to_string(rank);
+  if (first.file < 0) {
+    refusal = whose + " was refused shared memory";
+    return {};
+  }
   const std::string path =
       "/proc/" + std::to_string(first.process) + "/fd/" + std::to_string(first.file);
   UniqueFd file(::open(path.c_str(), O_RDWR | O_CLOEXEC));
   if (!file) {
-    refusal = failed("opening rank 0's memory");
+    refusal = failed("opening " + whose + "'s memory");
     return file;
   }
   struct stat found {};
@@ -83,7 +101,7 @@ UniqueFd open_file(const Invitation& first, std::size_t bytes, std::string& refu
       static_cast<std::size_t>(found.st_size) != bytes + sizeof(Seal) ||
       ::pread(file.get(), &seal, sizeof(Seal), static_cast<off_t>(bytes)) != sizeof(Seal) ||
       seal.token != first.seal.token) {
-    refusal = "rank 0's memory is not there";
+    refusal = whose + "'s memory is not there";
   }
   return file;
 }
@@ -101,13 +119,32 @@ std::string any_refusal(Collectives& group, const std::string& own) {
   return "";
 }
 
-SharedFile share_file(Collectives& group, std::size_t bytes) {
-  SharedFile shared;
-  Invitation own;
+Nodes find_nodes(Collectives& group, const std::string& mark) {
+  Whereabouts own;
   copy_text(first_line("/proc/sys/kernel/random/boot_id"), own.machine);
   copy_text(target_of("/proc/self/ns/pid"), own.processes);
+  copy_text(mark, own.mark);
+  const std::vector<Whereabouts> all = gather(group, own);
+  const auto row_end = std::find_if(all.begin() + 1, all.end(),
+                                    [&](const Whereabouts& other) { return !other.near(all[0]); });
+  const auto size = static_cast<std::size_t>(row_end - all.begin());
+  const bool regular = in_rows(all, size);
+  if (regular && size > 1) {
+    return {.size = size, .refusal = ""};
+  }
+  const bool one_machine = std::all_of(
+      all.begin(), all.end(), [&](const Whereabouts& one) { return one.same_machine(all[0]); });
+  const std::string apart =
+      one_machine ? "ranks run in several containers" : "ranks run on several machines";
+  return {.size = 1, .refusal = apart + (regular ? "" : ", and not as many on each, in a row")};
+}
+
+SharedFile share_file(Collectives& group, std::size_t node, std::size_t bytes) {
+  SharedFile shared;
+  Invitation own;
   own.process = ::getpid();
-  if (group.rank() == 0) {
+  const std::size_t first = group.rank() / node * node;
+  if (group.rank() == first) {
     std::random_device random;
     own.seal.token = (std::uint64_t{random()} << 32) | random();
     shared.file = UniqueFd(make_shared_file(bytes + sizeof(Seal)));
@@ -117,22 +154,22 @@ SharedFile share_file(Collectives& group, std::size_t bytes) {
     }
   }
   const std::vector<Invitation> all = gather(group, own);
-  std::string refusal = apart(all);
-  if (refusal.empty() && group.rank() != 0) {
-    shared.file = open_file(all[0], bytes, refusal);
+  std::string refusal;
+  if (group.rank() != first) {
+    shared.file = open_file(first, all[first], bytes, refusal);
   }
-  shared.refusal = any_refusal(group, refusal);  // rank 0's stays open until all have it
+  shared.refusal = any_refusal(group, refusal);  // the first's stays open until all have it
   if (!shared.refusal.empty()) {
     shared.file.reset();
   }
-  for (const Invitation& other : all) {
+  for (const Invitation& other : std::span(all).subspan(first, node)) {
     shared.processes.push_back(other.process);
   }
   return shared;
 }
 
-HomesOfRanks share_homes(Collectives& group, std::size_t bytes) {
-  SharedFile shared = share_file(group, bytes);
+HomesOfRanks share_homes(Collectives& group, std::size_t node, std::size_t bytes) {
+  SharedFile shared = share_file(group, node, bytes);
   if (!shared.refusal.empty()) {
     return {.homes = nullptr, .refusal = std::move(shared.refusal)};
   }

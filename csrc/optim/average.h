@@ -16,13 +16,32 @@ namespace castor {
 void average(Executor* executor, void* mean, const void* parts, std::size_t count,
              std::size_t numel, ScalarType type);
 
+/// As average, of parts that come in several calls, those of the first in front. `sums`, of
+/// `numel`, become those of all so far: they begin with this call's where `begun` is false.
+void add_up(Executor* executor, float* sums, bool begun, const void* parts, std::size_t count,
+            std::size_t numel, ScalarType type);
+/// ... and the last call: `total` is how many parts there were in all.
+void average_last(Executor* executor, void* mean, const float* sums, const void* parts,
+                  std::size_t count, std::size_t total, std::size_t numel, ScalarType type);
+
 /// As average, without the division: the sum, rounded once.
 void sum(void* total, const void* parts, std::size_t count, std::size_t numel, ScalarType type);
 
 namespace detail {
-/// The sum over `divisor`, on a given one of supported_isas().
-void average(Executor* executor, void* mean, const void* parts, std::size_t count,
-             std::size_t numel, float divisor, ScalarType type, Isa isa);
+/// What average and its kin do with parts.
+struct PartSums {
+  const void* parts = nullptr;
+  std::size_t count = 0;
+  std::size_t numel = 0;
+  ScalarType type{};
+  const float* before = nullptr;  ///< sums to which they are added; nullptr: none
+  float* sums = nullptr;          ///< where they go; nullptr: into ...
+  void* mean = nullptr;           ///< ... the sums over ...
+  float divisor = 1.0F;           ///< ... this, rounded
+};
+
+/// On a given one of supported_isas().
+void average(Executor* executor, const PartSums& work, Isa isa);
 }  // namespace detail
 
 }  // namespace castor

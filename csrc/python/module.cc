@@ -112,32 +112,31 @@ std::shared_ptr<DeviceBackend> device_backend(const py::object& backend) {
   return *py::capsule(backend).get_pointer<std::shared_ptr<DeviceBackend>>();
 }
 
-/// The ranks of three process groups of torch's; `share`: through memory where they can. `reads`:
+/// The ranks of three process groups of torch's; `mark`: as link_groups. `reads`:
 /// the name of one for reads of weights that are cut, where they cannot; "": none are.
-RankGroups rank_groups(const std::array<std::string, 3>& names, bool share,
-                       const std::string& reads) {
-  LinkedGroups linked = link_groups(names, share);
+RankGroups rank_groups(const std::array<std::string, 3>& names,
+                       const std::optional<std::string>& mark, const std::string& reads) {
+  LinkedGroups linked = link_groups(names, mark);
   return {.passes = linked.groups[0],
           .gradients = linked.groups[1],
           .updates = linked.groups[2],
           .reads = reads.empty() ? nullptr : std::make_shared<GroupMessages>(reads),
-          .link = std::move(linked.link),
-          .share_memory = linked.share_memory};
+          .link = std::move(linked.link)};
 }
 
 std::shared_ptr<Session> create_session(
     std::vector<at::Tensor> params, std::vector<std::string> param_names,
     const std::vector<bool>& trained, std::vector<bool> ruled, const std::vector<bool>& packed,
     const std::vector<PythonModuleSpec>& modules, SessionOptions options, const py::object& backend,
-    const std::optional<std::array<std::string, 3>>& groups, bool share_memory,
-    const std::string& reads, std::size_t zero_stage, const std::vector<std::uint32_t>& valueless,
-    std::string name) {
+    const std::optional<std::array<std::string, 3>>& groups,
+    const std::optional<std::string>& memory_mark, const std::string& reads, std::size_t zero_stage,
+    const std::vector<std::uint32_t>& valueless, std::string name) {
   options.zero_stage = zero_stage;
   options.name = std::move(name);
   options.backend = device_backend(backend);
   options.state.ruled = std::move(ruled);
   if (groups) {
-    options.ranks = without_gil([&] { return rank_groups(*groups, share_memory, reads); });
+    options.ranks = without_gil([&] { return rank_groups(*groups, memory_mark, reads); });
     options.layout.world_size = options.ranks->passes->size();
   }
   const std::vector<ModuleSpec> specs = module_specs(modules);
@@ -241,6 +240,7 @@ py::dict report(Session& session) {
   figures["rank_read_bytes"] = cut.parts() == nullptr ? 0 : cut.parts()->bytes_read();
   figures["rank_sent_bytes"] =
       alone ? 0 : ranks->bytes_sent() + (cut.parts() == nullptr ? 0 : cut.parts()->bytes_sent());
+  figures["rank_crossed_bytes"] = alone ? 0 : ranks->bytes_crossed();
   figures["rank_seconds"] = alone ? 0.0 : std::chrono::duration<double>(ranks->time()).count();
   return figures;
 }
@@ -344,7 +344,7 @@ PYBIND11_MODULE(_C, m) {
   session
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),
            py::arg("trained"), py::arg("ruled"), py::arg("packed"), py::arg("modules"),
-           py::arg("options"), py::arg("backend"), py::arg("groups"), py::arg("share_memory"),
+           py::arg("options"), py::arg("backend"), py::arg("groups"), py::arg("memory_mark"),
            py::arg("reads"), py::arg("zero_stage"), py::arg("valueless"), py::arg("name"))
       .def("set_loss_scale", &Session::set_loss_scale, released)
       .def("synchronise", &Session::synchronise)

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -62,8 +63,8 @@ void broadcast(GroupCollectives& ranks, const at::Tensor& values) {
 /// Activations of the ranks that have a part of each layer.
 class RankTensors {
  public:
-  RankTensors(const std::string& group, bool may_share_memory)
-      : linked_(link_groups({&group, 1}, may_share_memory)), sums_(ranks()) {}
+  RankTensors(const std::string& group, const std::optional<std::string>& memory_mark)
+      : linked_(link_groups({&group, 1}, memory_mark)), sums_(ranks()) {}
 
   [[nodiscard]] const std::string& link() const noexcept { return linked_.link; }
   [[nodiscard]] Collectives& ranks() const noexcept { return *linked_.groups[0]; }
@@ -115,8 +116,8 @@ void bind_rank_group(py::module_& module) {
       .def(
           "meet", [](GroupCollectives& ranks) { meet(ranks); }, Released());
   py::class_<RankTensors>(module, "RankTensors")
-      .def(py::init<const std::string&, bool>(), py::arg("group"), py::kw_only(),
-           py::arg("share_memory"), Released())
+      .def(py::init<const std::string&, const std::optional<std::string>&>(), py::arg("group"),
+           py::kw_only(), py::arg("memory_mark"), Released())
       .def_property_readonly("link", &RankTensors::link)
       .def("sum", &RankTensors::sum, py::arg("values"), Released())
       .def("gather", &RankTensors::gather, py::arg("own"), py::arg("into"), Released())

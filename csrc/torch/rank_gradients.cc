@@ -40,7 +40,7 @@ RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, RankMeeting& me
       host_(host),
       reduction_(
           *ranks_, homes_, executor,
-          host.allocate(RankReduction::window_bytes(largest_gradients(layout), ranks_->size()),
+          host.allocate(RankReduction::window_bytes(largest_gradients(layout), *ranks_, homes_),
                         "gradients pass through it from rank to rank; raise host_memory"),
           figures_, std::move(places.staging)),
       handed_(layout.chunks().size(), false),

@@ -10,8 +10,8 @@ namespace {
 
 // Ranks that keep the parameters together; 1: each has its own.
 std::size_t num_sharing(const SessionOptions& options) {
-  const bool sharing = options.ranks && options.ranks->share_memory && options.state.rule;
-  return sharing ? options.ranks->passes->size() : 1;
+  const bool sharing = options.ranks && options.ranks->passes->node() && options.state.rule;
+  return sharing ? options.ranks->passes->node()->size() : 1;
 }
 
 }  // namespace
@@ -20,6 +20,11 @@ RankHomes::RankHomes(const ChunkLayout& layout, std::span<const Placement> place
                      const SessionOptions& options, MemoryTier& host) {
   const std::size_t sharing = num_sharing(options);
   if (sharing == 1) {
+    return;
+  }
+  nodes_ = options.ranks->passes->size() / sharing;
+  if (nodes_ > 1 && options.zero_stage > 1) {
+    refusal_ = "zero_stage=" + std::to_string(options.zero_stage) + " cuts them over all ranks";
     return;
   }
   if (options.backend->computes_by_itself()) {
@@ -49,7 +54,7 @@ RankHomes::RankHomes(const ChunkLayout& layout, std::span<const Placement> place
     if (bytes == 0 || !refusal_.empty()) {
       return;
     }
-    HomesOfRanks shared = share_homes(*options.ranks->passes, bytes);
+    HomesOfRanks shared = share_homes(*options.ranks->passes, sharing, bytes);
     refusal_ = std::move(shared.refusal);
     if (shared.homes) {
       kind.homes = std::move(shared.homes);

@@ -14,10 +14,11 @@
 
 namespace castor {
 
-/// The homes of parameters and gradients of a session whose ranks are on one machine: one copy for
-/// all, of which each rank pays its share. None where ranks share no memory; on devices that
+/// The homes of parameters and gradients of a session whose ranks share memory: one copy for all of
+/// a machine, of which each rank pays its share. None where ranks share no memory; on devices that
 /// compute by themselves, which copy from page-locked homes; where another optimizer than castor's,
-/// which updates all on every rank, would leave each with a copy. Owned by the session.
+/// which updates all on every rank, would leave each with a copy; where homes are cut over the
+/// ranks of several machines (CutHomes). Owned by the session.
 class RankHomes {
  public:
   /// All of one kind; empty where there are none.
@@ -34,14 +35,17 @@ class RankHomes {
   [[nodiscard]] const Kind& weights() const noexcept { return weights_; }
   /// Each rank has copies, too, of those that have not been reduced (RankGradients).
   [[nodiscard]] const Kind& gradients() const noexcept { return gradients_; }
-  /// Of all ranks together.
+  /// Of all ranks of this machine together.
   [[nodiscard]] std::size_t bytes() const noexcept;
+  /// Machines that have such homes each, where there are any.
+  [[nodiscard]] std::size_t nodes() const noexcept { return nodes_; }
   /// Why ranks that share memory have none; "": they have, or share no memory.
   [[nodiscard]] const std::string& refusal() const noexcept { return refusal_; }
 
  private:
   Kind weights_;
   Kind gradients_;
+  std::size_t nodes_ = 1;
   std::string refusal_;
 };
 

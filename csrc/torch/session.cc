@@ -290,7 +290,7 @@ std::unique_ptr<StoredWeights> Session::make_weights() {
 
 std::size_t Session::zero_stage() const noexcept {
   return !ranks_                       ? 0
-         : rank_homes_.weights().homes ? 3
+         : rank_homes_.weights().homes ? (rank_homes_.nodes() == 1 ? 3 : 1)
                                        : std::max<std::size_t>(cut_homes_.stage(), 1);
 }
 

@@ -95,6 +95,10 @@ class SessionRanks {
   [[nodiscard]] std::uint64_t bytes_sent() const noexcept {
     return gradients_.figures().bytes_sent() + weights_.figures().bytes_sent();
   }
+  /// ... and of them to ranks of other machines, where each has homes that its ranks share.
+  [[nodiscard]] std::uint64_t bytes_crossed() const noexcept {
+    return gradients_.figures().bytes_crossed() + weights_.figures().bytes_crossed();
+  }
   /// Of both; they may have run beside each other.
   [[nodiscard]] std::chrono::nanoseconds time() const noexcept {
     return gradients_.figures().time() + weights_.figures().time();

@@ -99,7 +99,7 @@ class RankGroup:
     def meet(self) -> None: ...
 
 class RankTensors:
-    def __init__(self, group: str, *, share_memory: bool) -> None: ...
+    def __init__(self, group: str, *, memory_mark: str | None) -> None: ...
     @property
     def link(self) -> str: ...
     def sum(self, values: Tensor) -> None: ...
@@ -132,7 +132,7 @@ class Session(StepEvents):
         options: SessionOptions,
         backend: object,
         groups: tuple[str, str, str] | None,
-        share_memory: bool,
+        memory_mark: str | None,
         reads: str,
         zero_stage: int,
         valueless: Sequence[int],

@@ -105,18 +105,21 @@ def nursery(_: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     return ours, process
 
 
-def start(scenario: Scenario, size: int, directory: Path) -> list[Rank]:
-    """Starts a scenario on `size` ranks."""
+def start(scenario: Scenario, size: int, directory: Path, *, nodes: int = 1) -> list[Rank]:
+    """Starts a scenario on `size` ranks, which count as those of so many machines."""
+    local = size // nodes
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     ranks = []
     for rank in range(size):
         environment = os.environ | {
-            "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
+            "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank % local),
+            "LOCAL_WORLD_SIZE": str(local), "GROUP_RANK": str(rank // local),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
         }  # fmt: skip
+        if nodes > 1:
+            environment["CASTOR_RANK_LINK"] = "node"
         # Of two: neighbours hash strings differently, as processes of their own do.
         script = (scenario.__code__.co_filename, scenario.__name__, str(directory))
         ranks.append(Rank(nursery(rank % 2)[0], environment, *script))
@@ -143,9 +146,11 @@ def finish(ranks: list[Rank], *, timeout: float = 240) -> list[Outcome]:
     return [rank.outcome() for rank in ranks]
 
 
-def run(scenario: Scenario, size: int, directory: Path, *, timeout: float = 240) -> list[Outcome]:
-    """Starts a scenario on `size` ranks and waits until all are over."""
-    return finish(start(scenario, size, directory), timeout=timeout)
+def run(
+    scenario: Scenario, size: int, directory: Path, *, timeout: float = 240, nodes: int = 1
+) -> list[Outcome]:
+    """Starts a scenario on `size` ranks, as start(), and waits until all are over."""
+    return finish(start(scenario, size, directory, nodes=nodes), timeout=timeout)
 
 
 def succeeded(outcomes: list[Outcome]) -> list[str]:
@@ -161,9 +166,9 @@ def found(scenario: Scenario, size: int, directory: Path) -> Any:
     return json.loads((directory / f"{scenario.__name__}.json").read_text())
 
 
-def found_by_each(scenario: Scenario, size: int, directory: Path) -> list[Any]:
+def found_by_each(scenario: Scenario, size: int, directory: Path, *, nodes: int = 1) -> list[Any]:
     """What each rank has written into NAME0.json, NAME1.json, ..."""
-    succeeded(run(scenario, size, directory, timeout=600))
+    succeeded(run(scenario, size, directory, timeout=600, nodes=nodes))
     paths = [directory / f"{scenario.__name__}{rank}.json" for rank in range(size)]
     return [json.loads(path.read_text()) for path in paths]
 

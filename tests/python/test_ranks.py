@@ -96,8 +96,12 @@ def test_three_ranks_are_as_close_to_one_process_as_another_order_of_its_sums(
 
 def test_another_link_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CASTOR_RANK_LINK", "carrier pigeon")
-    with pytest.raises(castor.UsageError, match=r"'carrier pigeon'; \"auto\" and \"group\""):
+    with pytest.raises(castor.UsageError, match=r"'carrier pigeon'; \"auto\", \"group\""):
         ranks.may_share_memory()
+    monkeypatch.setenv("CASTOR_RANK_LINK", "node")
+    monkeypatch.delenv("GROUP_RANK", raising=False)
+    with pytest.raises(castor.UsageError, match=r"has not set GROUP_RANK"):
+        ranks.memory_mark()
 
 
 @pytest.mark.parametrize("name", CLOSE)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from castor import _C
-from castor.runtime.ranks import Peers, may_share_memory
+from castor.runtime.ranks import Peers, memory_mark
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,7 +36,7 @@ class TensorRanks(Peers):
             size=size,
             group=_C.RankGroup(name),
             name=name,
-            tensors=_C.RankTensors(name, share_memory=may_share_memory()),
+            tensors=_C.RankTensors(name, memory_mark=memory_mark()),
         )
 
     @property

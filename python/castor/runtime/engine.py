@@ -182,7 +182,7 @@ class Engine(Together):
             options=settings.session,
             backend=make_backend(settings.device, settings.link_bytes_per_second),
             groups=self.ranks.names if self.ranks else None,
-            share_memory=bool(self.ranks and self.ranks.share_memory),
+            memory_mark=self.ranks.memory_mark if self.ranks else None,
             reads=settings.reads,
             zero_stage=settings.zero_stage,
             valueless=[self.index_of[param] for param in lazy.params],

@@ -178,8 +178,8 @@ class Ranks(Peers):
     which come together beside backward; for updates, which may run beside everything else."""
     saves: Peers
     """The same ranks, for checkpoints that are written beside the training."""
-    share_memory: bool
-    """Whether what castor sends goes through memory, where all ranks are on one machine."""
+    memory_mark: str | None
+    """See memory_mark()."""
 
 
 def sendable(error: Exception) -> Exception:
@@ -213,9 +213,9 @@ def make_ranks(parts: Sequence[Sequence[int]]) -> Ranks | None:
             rank=own,
             size=size,
             group=_C.RankGroup(saves),
-            link=_C.RankTensors(saves, share_memory=may_share_memory()),
+            link=_C.RankTensors(saves, memory_mark=memory_mark()),
         ),
-        share_memory=may_share_memory(),
+        memory_mark=memory_mark(),
         group=_C.RankGroup(passes),
     )
 
@@ -238,16 +238,29 @@ def own_group(parts: Sequence[Sequence[int]]) -> distributed.ProcessGroup:
     return mine
 
 
-def may_share_memory() -> bool:
-    """Whether ranks of one machine may; CASTOR_RANK_LINK="group" says that they may not.
+def memory_mark() -> str | None:
+    """What ranks of one machine that share its memory give alike; None: they may not share it.
+
+    CASTOR_RANK_LINK="group" says that they may not, "node" that only ranks of one GROUP_RANK may:
+    with it one machine can stand in for several.
 
     Raises:
-        UsageError: It is neither that nor "auto".
+        UsageError: It is none of these, nor "auto"; GROUP_RANK is not set, and it is "node".
     """
     link = os.environ.get("CASTOR_RANK_LINK", "auto")
-    if link not in ("auto", "group"):
-        raise UsageError(f'CASTOR_RANK_LINK is {link!r}; "auto" and "group" are known')
-    return link == "auto"
+    if link not in ("auto", "group", "node"):
+        raise UsageError(f'CASTOR_RANK_LINK is {link!r}; "auto", "group" and "node" are known')
+    if link == "node" and "GROUP_RANK" not in os.environ:
+        raise UsageError(
+            'CASTOR_RANK_LINK is "node", and the launcher has not set GROUP_RANK, which says on '
+            'which machine a rank counts; start with torchrun, or leave it at "auto"'
+        )
+    return {"auto": "", "group": None}.get(link, os.environ.get("GROUP_RANK"))
+
+
+def may_share_memory() -> bool:
+    """Whether ranks of one machine may; see memory_mark."""
+    return memory_mark() is not None
 
 
 def rank_and_size() -> tuple[int, int]:

@@ -141,12 +141,14 @@ class MemoryReport:
     """Processes that train the model together; 1: this one is alone."""
     zero_stage: int
     """What ranks keep parts of (ZeRO): 1: masters and optimizer states; 2: gradients too; 3:
-    weights too; of both, ranks that share memory have one copy; 0: this process is alone."""
+    weights too; of both, ranks that share memory have one copy, where all are on one machine; 0:
+    this process is alone."""
     rank_link: str
-    """What goes from rank to rank goes through it: memory that they share, or gloo and why; empty
-    for one that is alone."""
+    """What goes from rank to rank goes through it: memory that they share, gloo between machines
+    and memory within each, or gloo and why; empty for one that is alone."""
     rank_shared_bytes: int
-    """Weights and gradients that ranks of this machine keep once for all; 0: each has its own."""
+    """Weights and gradients that ranks of this machine keep once for all of them; 0: each has its
+    own."""
     rank_part_bytes: int
     """Of weights of which each rank keeps its part in host memory, this rank's; 0: there are none.
     """
@@ -164,6 +166,9 @@ class MemoryReport:
     """Of others' parts, of weights and of gradients, that came here to be read."""
     rank_sent_bytes: int
     """Gradients and weights that this rank sent to others."""
+    rank_crossed_bytes: int
+    """Of these, to ranks of other machines, where those of each machine share memory; where ranks
+    do not, all go over the group."""
     rank_seconds: float
     """Spent on bringing the ranks' gradients and weights together, waiting for others included."""
     nvme_engine: str

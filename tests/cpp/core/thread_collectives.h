@@ -53,6 +53,7 @@ class ThreadRanks {
     [[nodiscard]] std::size_t size() const noexcept override { return ranks_.size_; }
 
     [[nodiscard]] std::string description() const override { return "threads"; }
+    [[nodiscard]] Collectives* node() noexcept override { return this; }
 
     void all_gather(std::span<const std::byte> own, std::span<std::byte> all) override {
       exchange(own, [&](std::size_t rank, std::span<const std::byte> theirs) {

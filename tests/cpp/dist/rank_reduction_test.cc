@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <barrier>
 #include <cstddef>
 #include <cstring>
 #include <memory>
@@ -11,8 +12,10 @@
 #include <vector>
 
 #include "core/thread_collectives.h"
+#include "core/thread_messages.h"
 #include "core/units.h"
 #include "dist/shared_file.h"
+#include "dist/thread_nodes.h"
 #include "host/mmap_arena.h"
 #include "parallel/thread_executor.h"
 
@@ -22,15 +25,26 @@ namespace {
 struct Case {
   std::size_t ranks;
   bool shared;
+  std::size_t nodes = 1;
 };
 std::string name_of(const ::testing::TestParamInfo<Case>& info) {
-  return (info.param.shared ? "Shared" : "Apart") + std::to_string(info.param.ranks);
+  const std::size_t nodes = info.param.nodes;
+  return (info.param.shared ? "Shared" : "Apart") + std::to_string(info.param.ranks) +
+         (nodes == 1 ? "" : "On" + std::to_string(nodes));
 }
 class RankReductionTest : public ::testing::TestWithParam<Case> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, RankReductionTest,
                          ::testing::Values(Case{2, true}, Case{3, true}, Case{4, true},
-                                           Case{2, false}, Case{3, false}),
+                                           Case{2, false}, Case{3, false}, Case{4, true, 2},
+                                           Case{6, true, 3}, Case{6, true, 2}, Case{8, true, 4},
+                                           Case{4, false, 2}),
                          name_of);
+
+// Of this rank's parts: their sums, but from the last machine, and their mean, but from the one
+// before it, which has it last.
+std::size_t crossings(std::size_t node, std::size_t nodes) {
+  return nodes == 1 ? 0 : std::size_t{node + 1 < nodes} + std::size_t{node + 2 != nodes};
+}
 
 std::span<float> floats(const Payload& payload) {
   return {reinterpret_cast<float*>(payload.data()), payload.bytes() / sizeof(float)};
@@ -40,13 +54,16 @@ std::span<float> floats(const Payload& payload) {
 // are, and reads from the common memory.
 TEST_P(RankReductionTest, EveryRankHasTheMeanInRankOrder) {
   const std::size_t size = GetParam().ranks;
+  const std::size_t nodes = GetParam().nodes;
   ThreadRanks threads(size, 4);
+  ThreadMessages messages(size);
   threads.run([&](Collectives& group) {
     const std::size_t bytes = size * 64 * 1100;
+    const std::shared_ptr<Collectives> ranks = on_nodes(group, nodes, messages);
     std::unique_ptr<SharedHomes> homes;
     std::unique_ptr<Arena> arena = std::make_unique<MmapArena>();
     if (GetParam().shared) {
-      HomesOfRanks made = share_homes(group, SharedHomes::size_of(bytes));
+      HomesOfRanks made = share_homes(group, size / nodes, SharedHomes::size_of(bytes));
       ASSERT_NE(made.homes, nullptr) << made.refusal;
       homes = std::move(made.homes);
       arena = homes->make_arena();
@@ -57,8 +74,8 @@ TEST_P(RankReductionTest, EveryRankHasTheMeanInRankOrder) {
     Payload gradients(host, bytes, "");
     ThreadExecutor executor(2);
     RankFigures figures;
-    RankReduction reduction(group, homes.get(), executor, device->allocate(size * 64 * 300, ""),
-                            figures);
+    RankReduction reduction(*ranks, homes.get(), executor,
+                            device->allocate(size * 64 * 300 + 64, ""), figures);
     std::vector<float> before(bytes / sizeof(float), 0.0F);
     for (unsigned pass = 0; pass < 8; ++pass) {
       std::vector<float> sum(before.size(), 0.0F);
@@ -86,10 +103,59 @@ TEST_P(RankReductionTest, EveryRankHasTheMeanInRankOrder) {
       }
       meet(group);  // all have read
     }
-    EXPECT_EQ(figures.bytes_sent(), (GetParam().shared ? 8 : 16) * (size - 1) * bytes / size);
+    const std::size_t node = size / nodes;
+    if (!GetParam().shared) {
+      EXPECT_EQ(figures.bytes_sent(), 16 * (size - 1) * bytes / size);
+      return;
+    }
+    EXPECT_EQ(figures.bytes_crossed(), 8 * crossings(group.rank() / node, nodes) * bytes / node);
+    EXPECT_EQ(figures.bytes_sent() - figures.bytes_crossed(), 8 * (node - 1) * bytes / node);
   });
   for (const std::string& failure : threads.failures()) {
     EXPECT_EQ(failure, "");
+  }
+}
+
+// One of its machine hears of it there, and ends; others from the one of their place.
+TEST(RankReductionOnNodesTest, ARankThatEndsIsMissedByAll) {
+  constexpr std::size_t kRanks = 6;
+  constexpr std::size_t kBytes = kRanks * 64 * 500;
+  ThreadRanks threads(kRanks, 4);
+  ThreadMessages messages(kRanks);
+  std::barrier<> all_have(kRanks);
+  threads.run([&](Collectives& group) {
+    const std::shared_ptr<Collectives> ranks = on_nodes(group, 3, messages);
+    HomesOfRanks made = share_homes(group, 2, SharedHomes::size_of(kBytes));
+    ASSERT_NE(made.homes, nullptr) << made.refusal;
+    const auto host = std::make_shared<MemoryTier>(TierKind::kHost, kGiB, made.homes->make_arena());
+    const auto memory =
+        std::make_shared<MemoryTier>(TierKind::kHost, kGiB, std::make_unique<MmapArena>());
+    Payload gradients(host, kBytes, "");
+    ThreadExecutor executor(1);
+    RankFigures figures;
+    RankReduction reduction(
+        *ranks, made.homes.get(), executor,
+        memory->allocate(RankReduction::window_bytes(kBytes, *ranks, made.homes.get()), ""),
+        figures);
+    reduction.reduce(gradients, ScalarType::kFloat32);
+    all_have.arrive_and_wait();
+    if (group.rank() == 3) {
+      messages.kill(3);
+      ranks->node()->leave();
+      return;
+    }
+    try {
+      reduction.reduce(gradients, ScalarType::kFloat32);
+    } catch (const Error&) {
+      messages.kill(group.rank());  // its process ends
+      throw;
+    }
+  });
+  for (std::size_t rank = 0; rank < kRanks; ++rank) {
+    const std::string& failure = threads.failures()[rank];
+    EXPECT_EQ(failure.empty(), rank == 3);
+    EXPECT_TRUE(rank == 3 || failure.find(" lost the others: rank ") != std::string::npos)
+        << failure;
   }
 }
 

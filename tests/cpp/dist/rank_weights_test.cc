@@ -7,14 +7,17 @@
 #include <cstddef>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "core/thread_collectives.h"
+#include "core/thread_messages.h"
 #include "core/units.h"
 #include "dist/shared_file.h"
+#include "dist/thread_nodes.h"
 #include "host/mmap_arena.h"
 
 namespace castor {
@@ -81,9 +84,12 @@ void edit(std::minstd_rand& random, std::span<std::byte> bytes) {
 struct Case {
   std::size_t ranks;
   bool shared;
+  std::size_t nodes = 1;
 };
 std::string name_of(const ::testing::TestParamInfo<Case>& info) {
-  return (info.param.shared ? "Shared" : "Apart") + std::to_string(info.param.ranks);
+  const std::size_t nodes = info.param.nodes;
+  return (info.param.shared ? "Shared" : "Apart") + std::to_string(info.param.ranks) +
+         (nodes == 1 ? "" : "On" + std::to_string(nodes));
 }
 class RankWeightsTest : public ::testing::TestWithParam<Case> {
  protected:
@@ -94,13 +100,16 @@ class RankWeightsTest : public ::testing::TestWithParam<Case> {
 };
 INSTANTIATE_TEST_SUITE_P(Ranks, RankWeightsTest,
                          ::testing::Values(Case{2, true}, Case{3, true}, Case{4, true},
-                                           Case{2, false}, Case{3, false}),
+                                           Case{2, false}, Case{3, false}, Case{4, true, 2},
+                                           Case{6, true, 3}, Case{6, true, 2}, Case{8, true, 4}),
                          name_of);
 
 // Every rank edits all weights, has some of them on its device, and updates its part of each: all
 // see what one that did everything alone would.
 TEST_P(RankWeightsTest, EveryRankSeesAllUpdatesAndItsOwnEdits) {
   ThreadRanks threads(GetParam().ranks, 5);
+  ThreadMessages messages(GetParam().ranks);
+  const std::size_t nodes = GetParam().nodes;
   const std::vector<std::size_t> sizes = this->sizes();
   threads.run([&](Collectives& group) {
     std::unique_ptr<SharedHomes> homes;
@@ -109,12 +118,11 @@ TEST_P(RankWeightsTest, EveryRankSeesAllUpdatesAndItsOwnEdits) {
       for (const std::size_t bytes : sizes) {
         total += SharedHomes::size_of(bytes);
       }
-      HomesOfRanks made = share_homes(group, total);
+      HomesOfRanks made = share_homes(group, group.size() / nodes, total);
       ASSERT_NE(made.homes, nullptr) << made.refusal;
       homes = std::move(made.homes);
     }
-    const auto ranks = std::shared_ptr<Collectives>(&group, [](Collectives*) {});
-    RankWeights weights(ranks, homes.get());
+    RankWeights weights(on_nodes(group, nodes, messages), homes.get());
     Weights own(sizes, homes.get());
     std::vector<std::vector<std::byte>> expected;
     for (const std::size_t bytes : sizes) {
@@ -170,7 +178,10 @@ TEST_P(RankWeightsTest, EveryRankSeesAllUpdatesAndItsOwnEdits) {
       }
       check(step, "after an update");
     }
-    EXPECT_EQ(weights.figures().bytes_sent() == 0, GetParam().shared);
+    EXPECT_EQ(weights.figures().bytes_sent() == 0, GetParam().shared && nodes == 1);
+    const std::size_t parts =
+        std::accumulate(sizes.begin(), sizes.end(), std::size_t{0}) / group.size();
+    EXPECT_EQ(weights.figures().bytes_crossed(), 30 * (nodes - 1) * parts);
   });
   EXPECT_EQ(threads.failures(), std::vector<std::string>(GetParam().ranks));
 }
@@ -178,14 +189,14 @@ TEST_P(RankWeightsTest, EveryRankSeesAllUpdatesAndItsOwnEdits) {
 // Of bytes that ranks wrote differently, all see those of the rank whose part they are in.
 TEST_P(RankWeightsTest, ARanksPartCountsWhereEditsDiffer) {
   ThreadRanks threads(GetParam().ranks, 6);
+  ThreadMessages messages(GetParam().ranks);
   threads.run([&](Collectives& group) {
     const std::vector<std::size_t> sizes = {group.size() * 100 * kUnit};
     HomesOfRanks made;
     if (GetParam().shared) {
-      made = share_homes(group, SharedHomes::size_of(sizes[0]));
+      made = share_homes(group, group.size() / GetParam().nodes, SharedHomes::size_of(sizes[0]));
     }
-    RankWeights weights(std::shared_ptr<Collectives>(&group, [](Collectives*) {}),
-                        made.homes.get());
+    RankWeights weights(on_nodes(group, GetParam().nodes, messages), made.homes.get());
     Weights own(sizes, made.homes.get());
     std::ranges::fill(own.bytes(0), static_cast<std::byte>(group.rank() + 1));
     meet(group);

@@ -45,7 +45,7 @@ INSTANTIATE_TEST_SUITE_P(Sizes, SharedCollectivesTest, ::testing::Values(2, 3, 5
 TEST_P(SharedCollectivesTest, EveryRankGetsWhatTheOthersGive) {
   ThreadRanks threads(GetParam(), 1);
   threads.run([&](Collectives& group) {
-    const SharedCollectives shared = share_memory(group);
+    const SharedCollectives shared = share_memory(group, group.size());
     ASSERT_NE(shared.ranks, nullptr) << shared.refusal;
     Collectives& ranks = *shared.ranks;
     EXPECT_EQ(ranks.rank(), group.rank());
@@ -80,7 +80,7 @@ TEST_P(SharedCollectivesTest, APartOfTheResultMayBeWhatIsSent) {
   constexpr std::size_t kBytes = 700'001;
   ThreadRanks threads(GetParam(), 2);
   threads.run([&](Collectives& group) {
-    const SharedCollectives shared = share_memory(group);
+    const SharedCollectives shared = share_memory(group, group.size());
     ASSERT_NE(shared.ranks, nullptr) << shared.refusal;
     std::vector<std::byte> all(kBytes * group.size());
     const std::span own = std::span(all).subspan(group.rank() * kBytes, kBytes);
@@ -97,7 +97,7 @@ TEST_P(SharedCollectivesTest, APartOfTheResultMayBeWhatIsSent) {
 TEST_P(SharedCollectivesTest, ARankThatHasLetGoIsNamedAndNobodyWaitsForItAgain) {
   ThreadRanks threads(GetParam(), 3);
   threads.run([&](Collectives& group) {
-    const SharedCollectives shared = share_memory(group);
+    const SharedCollectives shared = share_memory(group, group.size());
     ASSERT_NE(shared.ranks, nullptr) << shared.refusal;
     std::vector<std::byte> all(group.size());
     shared.ranks->all_gather(std::array{std::byte{1}}, all);
@@ -117,7 +117,7 @@ TEST_P(SharedCollectivesTest, ARankThatHasLetGoIsNamedAndNobodyWaitsForItAgain) 
 TEST_P(SharedCollectivesTest, ARankThatLeavesIsNamedToThoseThatWaitAndMeetsNobodyAgain) {
   ThreadRanks threads(GetParam(), 4);
   threads.run([&](Collectives& group) {
-    const SharedCollectives shared = share_memory(group);
+    const SharedCollectives shared = share_memory(group, group.size());
     ASSERT_NE(shared.ranks, nullptr) << shared.refusal;
     std::vector<std::byte> all(group.size());
     shared.ranks->all_gather(std::array{std::byte{1}}, all);
@@ -140,7 +140,7 @@ TEST(SharedCollectivesLeaveTest, LeavingEndsAWaitOfItsOwn) {
   ThreadRanks threads(2);
   std::latch over(1);
   threads.run([&](Collectives& group) {
-    const SharedCollectives shared = share_memory(group);
+    const SharedCollectives shared = share_memory(group, group.size());
     ASSERT_NE(shared.ranks, nullptr) << shared.refusal;
     if (group.rank() == 1) {
       over.wait();

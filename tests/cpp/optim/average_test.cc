@@ -48,8 +48,14 @@ void expect_means(std::size_t count, std::size_t numel, Executor* executor) {
   };
   for (const Isa isa : supported_isas()) {
     std::vector<typename Codec::Storage> in_place = parts;
-    detail::average(executor, in_place.data(), in_place.data(), count, numel,
-                    static_cast<float>(count), type, isa);
+    detail::average(executor,
+                    {.parts = in_place.data(),
+                     .count = count,
+                     .numel = numel,
+                     .type = type,
+                     .mean = in_place.data(),
+                     .divisor = static_cast<float>(count)},
+                    isa);
     for (std::size_t i = 0; i < numel; ++i) {
       ASSERT_TRUE(same(in_place[i], expected[i])) << to_string(isa) << ", element " << i;
     }
@@ -65,6 +71,34 @@ TEST(AverageTest, MeansAreSumsInOrderRoundedOnceWithEveryInstructionSet) {
       expect_means<ScalarType::kFloat16>(count, numel, &executor);
     }
   }
+}
+
+template <ScalarType type>
+void expect_the_same_in_calls(Executor* executor) {
+  constexpr std::size_t kNumel = 140'000;
+  constexpr std::size_t kParts = 6;
+  using Codec = ScalarCodec<type>;
+  std::vector<typename Codec::Storage> parts;
+  std::minstd_rand random(3);
+  for (std::size_t i = 0; i < kParts * kNumel; ++i) {
+    parts.push_back(Codec::round(static_cast<float>(random() % 10'000) / 7.0F));
+  }
+  std::vector<typename Codec::Storage> at_once(kNumel);
+  average(executor, at_once.data(), parts.data(), kParts, kNumel, type);
+  std::vector<float> sums(kNumel, -1.0F);
+  add_up(executor, sums.data(), false, parts.data(), 2, kNumel, type);
+  add_up(executor, sums.data(), true, parts.data() + 2 * kNumel, 3, kNumel, type);
+  std::vector<typename Codec::Storage> in_calls(kNumel);
+  average_last(executor, in_calls.data(), sums.data(), parts.data() + 5 * kNumel, 1, kParts, kNumel,
+               type);
+  EXPECT_EQ(in_calls, at_once);
+}
+
+TEST(AverageTest, PartsMayComeInSeveralCalls) {
+  testing::BackwardsExecutor executor(3);
+  expect_the_same_in_calls<ScalarType::kFloat32>(&executor);
+  expect_the_same_in_calls<ScalarType::kBFloat16>(&executor);
+  expect_the_same_in_calls<ScalarType::kFloat16>(nullptr);
 }
 
 TEST(AverageTest, SubnormalsStayAndOverflowIsInfinite) {

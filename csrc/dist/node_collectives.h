@@ -1,0 +1,46 @@
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "core/collectives.h"
+
+namespace castor {
+
+/// Ranks of several machines with as many on each, one machine's behind another's, of which those
+/// of a machine share memory. What a call gathers crosses between ranks of the same place on their
+/// machines, and meets the rest in memory; where that is much, and for what is no gather, all go
+/// over their group. A rank that fails takes its machine's ranks along: they throw at once.
+class NodeCollectives final : public Collectives {
+ public:
+  /// `group`: of all; `node`: of this machine's; `messages`: between all, for nothing else. There
+  /// are several machines.
+  NodeCollectives(std::shared_ptr<Collectives> group, std::shared_ptr<Collectives> node,
+                  std::shared_ptr<RankMessages> messages)
+      : group_(std::move(group)), node_(std::move(node)), messages_(std::move(messages)) {}
+
+  [[nodiscard]] std::size_t rank() const noexcept override { return group_->rank(); }
+  [[nodiscard]] std::size_t size() const noexcept override { return group_->size(); }
+  [[nodiscard]] std::string description() const override;
+  [[nodiscard]] Collectives* node() noexcept override { return node_.get(); }
+  [[nodiscard]] RankMessages* messages() noexcept override { return messages_.get(); }
+
+  void all_gather(std::span<const std::byte> own, std::span<std::byte> all) override;
+  void all_to_all(std::span<const std::byte> sent, std::span<std::byte> received) override;
+  void pass_on(std::span<const std::byte> sent, std::span<std::byte> received) override;
+  void leave() noexcept override;
+
+ private:
+  void gather_by_nodes(std::span<const std::byte> own, std::span<std::byte> all);
+  void over_group(const std::function<void()>& call);
+
+  const std::shared_ptr<Collectives> group_;
+  const std::shared_ptr<Collectives> node_;
+  const std::shared_ptr<RankMessages> messages_;
+};
+
+}  // namespace castor

@@ -1,0 +1,213 @@
+"""Ranks of several machines, of which those of a machine share its memory.
+
+One machine stands in for them (rank_processes.start): what crosses goes through gloo all the same.
+"""
+
+import itertools
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import node_cases
+import rank_cases
+import rank_home_cases
+from node_cases import EVENTFUL, ON_THREE, SAME_AS_GROUP, SAME_AS_ONE, STEPS
+from rank_processes import found_by_each, run, succeeded
+
+SIZE = 4
+NODES = 2
+LINK = "gloo between 2 machines, and memory that the 2 ranks of each share"
+PAGE = 4096
+Result = tuple[list[torch.Tensor], list[float], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(case, rank) -> weights, losses and report."""
+
+    @cache
+    def directory() -> Path:
+        path = tmp_path_factory.mktemp("nodes")
+        succeeded(run(node_cases.trained, SIZE, path, timeout=900, nodes=NODES))
+        return path
+
+    def load(name: str, rank: int) -> Result:
+        result: Result = torch.load(directory() / f"{name}.{rank}.pt")
+        return result
+
+    return load
+
+
+@pytest.mark.parametrize("name", SAME_AS_ONE)
+def test_weights_have_the_bits_of_one_process(name: str, trained: Any) -> None:
+    expected, _, _ = rank_cases.train(SAME_AS_ONE[name], range(SIZE), steps=STEPS)
+    for rank in range(SIZE):
+        weights, _, report = trained(name, rank)
+        assert all(map(torch.equal, weights, expected))
+        assert (report["rank_link"], report["zero_stage"]) == (LINK, 1)
+        assert report["rank_shared_bytes"] > 0
+
+
+@pytest.mark.parametrize("name", SAME_AS_GROUP)
+def test_weights_have_the_bits_of_ranks_that_share_nothing(name: str, trained: Any) -> None:
+    for rank in range(SIZE):
+        weights, losses, report = trained(name, rank)
+        expected, expected_losses, apart = trained(f"{name}.group", rank)
+        assert all(map(torch.equal, weights, expected))
+        assert losses == expected_losses
+        assert report["rank_shared_bytes"] > 0 == apart["rank_shared_bytes"]
+        assert apart["rank_link"] == "gloo (as asked for)"
+
+
+@pytest.mark.parametrize(("size", "nodes"), [(6, 3), (6, 2)])
+def test_three_machines_and_three_ranks_of_one_compute_as_one_process(
+    size: int, nodes: int, tmp_path: Path
+) -> None:
+    """A sixth is no power of two: every rank has the same bits."""
+    succeeded(run(node_cases.on_three_nodes, size, tmp_path, nodes=nodes))
+    for name in ON_THREE:
+        expected, _, _ = rank_cases.train(ON_THREE[name], range(size), steps=STEPS)
+        first, _, _ = torch.load(tmp_path / f"{name}.0.pt")
+        for weight, reference in zip(first, expected, strict=True):
+            assert (weight - reference).norm() <= 1e-3 * reference.norm()
+        for rank in range(1, size):
+            weights, _, report = torch.load(tmp_path / f"{name}.{rank}.pt")
+            assert all(map(torch.equal, weights, first))
+            assert f"gloo between {nodes} machines" in report["rank_link"]
+
+
+def test_what_crosses_are_sums_and_means_of_gradients_and_updated_parts(tmp_path: Path) -> None:
+    """To the byte, of B bytes of weights: B/2 of gradients a rank and step and B/4 of weights."""
+    for reports, chunks in found_by_each(node_cases.sent, SIZE, tmp_path, nodes=NODES):
+        used = sum(chunks)
+        for before, after in itertools.pairwise(reports):
+            crossed = after["rank_crossed_bytes"] - before["rank_crossed_bytes"]
+            sent = after["rank_sent_bytes"] - before["rank_sent_bytes"]
+            assert crossed == used // 2 + used // 4
+            assert sent - crossed == used // 2  # of gradients, within the machine
+        homes = 2 * sum(-(-size // PAGE) * PAGE for size in chunks)  # of weights and of gradients
+        assert reports[-1]["rank_shared_bytes"] == homes
+
+
+def test_homes_are_in_memory_once_a_machine(tmp_path: Path) -> None:
+    for output in succeeded(run(rank_home_cases.memory, SIZE, tmp_path, nodes=NODES)):
+        resident, shared, _ = map(int, output.split())
+        assert 48 << 20 < shared < 52 << 20
+        assert resident == pytest.approx(NODES * shared, abs=1 << 19)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(variant, link, rank) -> what it has seen."""
+
+    @cache
+    def directory() -> Path:
+        path = tmp_path_factory.mktemp("events")
+        succeeded(run(node_cases.events, SIZE, path, timeout=900, nodes=NODES))
+        return path
+
+    def load(name: str, link: str, rank: int) -> dict[str, Any]:
+        found: dict[str, Any] = torch.load(directory() / f"{name}.{link}.{rank}.pt")
+        return found
+
+    return load
+
+
+@pytest.mark.parametrize("name", EVENTFUL)
+def test_what_others_write_is_the_same_as_without_shared_homes(name: str, seen: Any) -> None:
+    """Edits in place, through .data and in a forward, loads: on ranks with unequal budgets."""
+    for rank in range(SIZE):
+        found, apart = seen(name, "node", rank), seen(name, "group", rank)
+        assert found["weights"].keys() == apart["weights"].keys()
+        for event, weights in found["weights"].items():
+            assert all(map(torch.equal, weights, apart["weights"][event])), event
+        assert found["losses"] == apart["losses"]
+
+
+@pytest.mark.parametrize("name", EVENTFUL)
+def test_no_rank_keeps_copies_but_of_frozen_weights(name: str, seen: Any) -> None:
+    for rank in range(SIZE):
+        found = seen(name, "node", rank)
+        assert found["copies"][:2] == [0, 0]
+        assert max(found["copies"]) <= rank_home_cases.LAYER + 2 * PAGE
+
+
+def test_ranks_pay_their_shares_of_their_machines_homes(seen: Any) -> None:
+    found, apart = seen("tight", "node", 0), seen("tight", "group", 0)["report"]
+    homes = found["parameter bytes"] + found["gradient bytes"]
+    assert homes <= found["report"]["rank_shared_bytes"] <= homes + 16 * PAGE
+    saved = apart["host_bytes"] - found["report"]["host_bytes"]
+    sums = 2 * rank_home_cases.LAYER  # on their way between machines, with room for fp32
+    assert saved == pytest.approx(homes / 2 - sums, abs=16 * PAGE)
+    unlike = seen("unlike", "node", 0)["report"]
+    assert unlike["rank_shared_bytes"] == 0
+    assert unlike["rank_link"] == f"{LINK}, but not homes: the ranks place chunks differently"
+
+
+def test_stages_that_cut_do_so_over_all_ranks(tmp_path: Path) -> None:
+    for output in succeeded(run(node_cases.stages, SIZE, tmp_path, nodes=NODES)):
+        lines = [line.split(" ", 1) for line in output.splitlines()]
+        assert len({weights for weights, _ in lines}) == 1
+        assert [rest for _, rest in lines] == [
+            f"1 True {LINK}",
+            f"1 True {LINK}",
+            f"2 False {LINK}, but not homes: zero_stage=2 cuts them over all ranks",
+            f"3 False {LINK}, but not homes: zero_stage=3 cuts them over all ranks",
+        ]
+
+
+@pytest.mark.parametrize(("size", "link"), [(8, LINK), (4, "gloo (ranks run on several machines)")])
+def test_ranks_that_divide_layers_share_what_each_machine_has_of_a_part(
+    size: int, link: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of 4 ranks that train each half of the layers two are on each machine, or of 2 one."""
+    succeeded(run(node_cases.divided, size, tmp_path, nodes=NODES))
+    monkeypatch.setenv("CASTOR_RANK_LINK", "auto")
+    succeeded(run(node_cases.divided, size, tmp_path))
+    for rank in range(size):
+        weights, found, shared = torch.load(tmp_path / f"node.{rank}.pt")
+        expected, _, _ = torch.load(tmp_path / f"auto.{rank}.pt")
+        assert all(map(torch.equal, weights, expected))
+        assert (found, shared > 0) == (link, size == 8)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ranks of two machines have saved, and where they went from there."""
+    path = tmp_path_factory.mktemp("saved")
+    for output in succeeded(run(rank_cases.saves, SIZE, path, nodes=NODES)):
+        assert "IoError" in output
+    return path
+
+
+def test_a_checkpoint_goes_on_bitwise_on_machines_and_on_one(saved: Path) -> None:
+    expected = torch.load(saved / "weights.0.pt")
+    for nodes in (NODES, 1):
+        assert succeeded(run(rank_cases.loads, SIZE, saved, nodes=nodes)) == ["3\n"] * SIZE
+        for rank in range(SIZE):
+            assert all(map(torch.equal, torch.load(saved / f"loaded.{rank}.pt"), expected))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_checkpoint_loads_on_another_number_of_ranks(saved: Path, size: int) -> None:
+    assert succeeded(run(rank_cases.loads, size, saved)) == ["3\n"] * size
+
+
+@pytest.mark.parametrize(
+    ("phase", "overlap"), [("forward", "none"), ("backward", "none"), ("backward", "forward")]
+)
+def test_all_hear_of_a_rank_that_is_killed(
+    phase: str, overlap: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those of its machine by name; on the other machine its counterpart, and so the rest."""
+    monkeypatch.setenv("PHASE", phase)
+    monkeypatch.setenv("OVERLAP", overlap)
+    *others, killed = run(node_cases.last_dies, SIZE, tmp_path, timeout=60, nodes=NODES)
+    assert killed.code == -9
+    for rank, output in enumerate(succeeded(others)):
+        assert f"rank {rank} of {SIZE} lost the others: rank " in output
+    assert re.search(r"rank 3 \(process \d+\) has ended", others[2].output)
