@@ -118,6 +118,10 @@ class Loops:
         mine = [one for one in waiting if has.intersection(_params(one))]
         if not torch.is_grad_enabled():
             mine = [one for one in mine if has.issuperset(_params(one))]
+        if mine and wrapper is None:  # a module around it, as Fabric has one: it is called within
+            parts = [one for one in module.modules() if isinstance(one, DistributedDataParallel)]
+            within = {param for part in parts for param in part.parameters()}
+            mine = [one for one in mine if not within.issuperset(_params(one))]
         for optimizer in mine:
             _check_model(module, optimizer, wrapped=wrapper is not None)
         if mine and wrapper:
