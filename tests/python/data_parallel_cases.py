@@ -110,6 +110,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable[[Any], Optimizer] = lambda params: torch.optim.AdamW(params, lr=1e-2)
     settings: dict[str, Any] = field(default_factory=dict)
+    compiled: bool = False
 
 
 CASES = {
@@ -125,6 +126,7 @@ CASES = {
     "neutral": Case(
         options={"static_graph": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 1}
     ),
+    "compiled": Case(accumulated, compiled=True),
     "zero 2": Case(accumulated, settings={"zero_stage": 2}),
 }
 
@@ -132,9 +134,10 @@ CASES = {
 def trained(case: Case) -> dict[str, Any]:
     ddp = parallel.DistributedDataParallel(Net(), **case.options)
     optimizer = case.optimizer(ddp.parameters())
+    called = torch.compile(ddp, backend="eager") if case.compiled else ddp
     found: dict[str, Any] = {"losses": [], "begin": copy.deepcopy(ddp.state_dict())}
     for step in range(STEPS):
-        found["losses"] += case.passes(ddp, step)
+        found["losses"] += case.passes(called, step)
         norm = nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()

@@ -116,17 +116,28 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         Raises:
             UsageError: There are several ranks, and no optimizer has been made for the module.
         """
+        self._before_forward()
+        output = self.module(*inputs, **keywords)
+        self._after_forward()
+        return output
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _before_forward(self) -> None:
         if self.will_sync_module_buffers():
             self._share_buffers()
-        trains = torch.is_grad_enabled() and distributed.get_world_size() > 1
-        session = _session(self.module) if trains else None
-        output = self.module(*inputs, **keywords)
-        if session is not None:  # as torch's: what a backward does is said when its forward is over
-            session.synchronise(self.require_backward_grad_sync)
-        self.require_forward_param_sync = (
-            torch.is_grad_enabled() and self.require_backward_grad_sync
-        )
-        return output
+        if self._trains_with_others():
+            _session(self.module)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _after_forward(self) -> None:
+        """What a backward does is said when its forward is over, as torch's class has it."""
+        synchronises = self.require_backward_grad_sync
+        if self._trains_with_others():
+            _session(self.module).synchronise(synchronises)
+        self.require_forward_param_sync = torch.is_grad_enabled() and synchronises
+
+    def _trains_with_others(self) -> bool:
+        return torch.is_grad_enabled() and distributed.get_world_size() > 1
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward gives all ranks rank 0's buffers."""
