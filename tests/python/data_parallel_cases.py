@@ -162,6 +162,7 @@ def torchs_own() -> Iterator[None]:
         for place in (parallel, parallel.distributed)
     ]
     kept += [(torch.multiprocessing, "spawn", torch.multiprocessing.spawn)]
+    kept += [(distributed, "barrier", distributed.barrier)]
     try:
         yield
     finally:
@@ -286,6 +287,50 @@ def copies(directory: Path) -> None:
         states = optimizer.state_dict()["state"]
         found["moments"] = sum(one["exp_avg"].sum().item() for one in states.values())
     tell(copies, directory, found)
+    distributed.destroy_process_group()
+
+
+STATES = {
+    "adamw": (Net, lambda params: torch.optim.AdamW(params, lr=1e-2)),
+    "without buffers": (
+        lambda: nn.Linear(8, 4), lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    ),
+    "a step of its own": (
+        lambda: nn.Linear(8, 4), lambda params: torch.optim.RMSprop(params, lr=1e-2)
+    ),
+}  # fmt: skip
+
+
+def first_saves_alone(directory: Path) -> None:
+    """Rank 0 writes the optimizer's state, too, while the others go on, or wait for it."""
+    distributed.init_process_group("gloo")
+    found: dict[str, Any] = {}
+    with watched({}):
+        for name, (build, make) in STATES.items():
+            ddp = parallel.DistributedDataParallel(build())
+            optimizer = make(ddp.parameters())
+            sums = []
+            for step in range(4):
+                for micro in range(2):
+                    ddp.require_backward_grad_sync = micro == 1
+                    ddp(batch(step + 10 * micro)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if distributed.get_rank() == 0:
+                    torch.save(optimizer.state_dict(), directory / f"{step}.pt")
+                if step == 2:
+                    distributed.barrier()
+                if step == 1:
+                    with torch.no_grad():
+                        ddp(batch(7))
+            distributed.barrier()
+            states = optimizer.state_dict()["state"]
+            kept = torch.load(directory / "3.pt", weights_only=True)["state"]
+            for state in (states, kept):
+                moment = next(key for key in state[0] if key != "step")
+                sums.append(sum(one[moment].sum().item() for one in state.values()))
+            found[name] = sums
+    tell(first_saves_alone, directory, found)
     distributed.destroy_process_group()
 
 

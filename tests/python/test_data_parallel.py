@@ -58,6 +58,13 @@ def test_what_is_copied_and_saved_on_one_rank_alone(tmp_path: Path) -> None:
     assert first == second
 
 
+def test_rank_0_saves_optimizer_states_alone(tmp_path: Path) -> None:
+    first, second = found_by_each(cases.first_saves_alone, 2, tmp_path)
+    assert first == second
+    assert first.keys() == cases.STATES.keys()
+    assert all(kept == state != 0 for state, kept in first.values())
+
+
 REFUSED = {
     "process_group": "NotImplementedError: .* process_group of 1 of the 2 ranks",
     "mixed_precision": "NotImplementedError: .* mixed_precision=.*--set precision=bf16",

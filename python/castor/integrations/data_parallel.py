@@ -15,7 +15,7 @@ from torch.nn import parallel
 from castor import _C
 from castor.errors import UsageError
 from castor.runtime.boosted_model import boosted_models_holding, compiled_from
-from castor.runtime.engine import engine_of
+from castor.runtime.engine import Engine, engine_of
 from castor.runtime.ranks import Peers, describe_parameters, own_group
 
 _ARGUMENTS = inspect.signature(parallel.DistributedDataParallel.__init__)
@@ -89,6 +89,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.parameters_to_ignore = _ignored(module)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
+        self._synchronised = True
+        """Whether the last pass was, so that all ranks begin a step here."""
         _wrappers[compiled_from(module)] = weakref.ref(self)
         if asked["init_sync"] and not boosted_models_holding(module):
             self._begin_as_first()
@@ -123,17 +125,21 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before_forward(self) -> None:
-        if self.will_sync_module_buffers():
+        trains, shares = self._trains_with_others(), self.will_sync_module_buffers()
+        engine = _engine(self.module) if trains or boosted_models_holding(self.module) else None
+        # Rank 0 may be reading optimizer states to save them, and waits for the others.
+        if engine and (shares or (trains and self._synchronised)):
+            engine.answer_first()
+        if shares:
             self._share_buffers()
-        if self._trains_with_others():
-            _session(self.module)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _after_forward(self) -> None:
         """What a backward does is said when its forward is over, as torch's class has it."""
         synchronises = self.require_backward_grad_sync
         if self._trains_with_others():
-            _session(self.module).synchronise(synchronises)
+            _engine(self.module).session.synchronise(synchronises)
+            self._synchronised = synchronises
         self.require_forward_param_sync = torch.is_grad_enabled() and synchronises
 
     def _trains_with_others(self) -> bool:
@@ -248,9 +254,9 @@ def check_device(wrapper: DistributedDataParallel, device: torch.device) -> None
             )
 
 
-def _session(module: nn.Module) -> _C.Session:
+def _engine(module: nn.Module) -> Engine:
     try:
-        return engine_of(module).session
+        return engine_of(module)
     except UsageError:
         raise UsageError(
             f"the loop calls a DistributedDataParallel around a {type(module).__name__} with "

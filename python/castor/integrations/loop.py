@@ -9,12 +9,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import multiprocessing, nn
+from torch import distributed, multiprocessing, nn
 from torch.nn import parallel
 from torch.optim import Optimizer
 
 from castor.booster import Booster
-from castor.errors import UsageError
+from castor.errors import Error, UsageError
 from castor.integrations.common import boost, boosted, plugin_of
 from castor.integrations.data_parallel import (
     DistributedDataParallel,
@@ -22,6 +22,7 @@ from castor.integrations.data_parallel import (
     wrapper_of,
 )
 from castor.plugins import GeminiPlugin
+from castor.runtime.engine import Engine, engine_of
 from castor.runtime.ranks import launched_size
 
 _TORCHS = parallel.DistributedDataParallel
@@ -47,6 +48,8 @@ class Loops:
         self._unmoved: weakref.WeakKeyDictionary[nn.Module, torch.device] = (
             weakref.WeakKeyDictionary()
         )
+        self._shared: list[weakref.ref[Engine]] = []
+        """Of models that several ranks train, in the order in which all have boosted them."""
         self._call: Callable[..., Any] = nn.Module.__call__
         self._to: Callable[..., Any] = nn.Module.to
 
@@ -83,6 +86,7 @@ class Loops:
         for place in (parallel, parallel.distributed):
             vars(place)["DistributedDataParallel"] = DistributedDataParallel
         vars(multiprocessing)["spawn"] = _refuse_to_spawn
+        vars(distributed)["barrier"] = self._answering(distributed.barrier)
 
     def _may_stay(self, module: nn.Module, device: torch.device) -> bool:
         """It is on the CPU, with something to train, and the device is the one that castor uses."""
@@ -129,9 +133,24 @@ class Loops:
         if mine:
             with wrapper.keeping_its_buffers() if wrapper else nullcontext():
                 boost(self._booster, module, mine)
+            if launched_size() > 1:
+                self._shared.append(weakref.ref(engine_of(module)))
             for part in module.modules():
                 self._unmoved.pop(part, None)
         self._waiting = [weakref.ref(one) for one in waiting if one not in mine]
+
+    def _answering(self, barrier: Callable[..., Any]) -> Callable[..., Any]:
+        """Torch's barrier, in which ranks also give what rank 0 reads of states to save them."""
+
+        @functools.wraps(barrier)
+        def answering(
+            group: Any = None, async_op: bool = False, *arguments: Any, **keywords: Any
+        ) -> Any:
+            if not async_op and group in (None, distributed.group.WORLD):
+                self._shared = [ref for ref in self._shared if _answers_first(ref())]
+            return barrier(group, async_op, *arguments, **keywords)
+
+        return answering
 
     def _move_what_is_called(self, module: nn.Module) -> None:
         for root, device in list(self._unmoved.items()):
@@ -151,6 +170,19 @@ class Loops:
 
 def _params(optimizer: Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _answers_first(engine: Engine | None) -> bool:
+    """Answers rank 0; whether all ranks have the model still."""
+    if engine is None:
+        return False
+    try:
+        engine.answer_first()
+    except UsageError:
+        raise
+    except Error:  # a rank has let go of it; of one that is gone the barrier itself tells
+        return False
+    return True
 
 
 def _refuse_to_spawn(*_: Any, **__: Any) -> None:
