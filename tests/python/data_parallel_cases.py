@@ -21,8 +21,10 @@ from torch.nn import parallel
 from torch.optim import Optimizer
 
 import castor
+import simulated_gpu
 from castor.integrations.common import boosted
 from castor.integrations.loop import Loops
+from simulated import compute_as_asked
 
 SETTINGS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
 STEPS = 4
@@ -287,6 +289,36 @@ def copies(directory: Path) -> None:
         states = optimizer.state_dict()["state"]
         found["moments"] = sum(one["exp_avg"].sum().item() for one in states.values())
     tell(copies, directory, found)
+    distributed.destroy_process_group()
+
+
+def on_gpus(directory: Path) -> None:
+    """Losses of a loop that moves its model to a GPU, each rank's its own, and of torch's class."""
+    distributed.init_process_group("gloo")
+
+    def losses(device: torch.device, ids: list[int] | None) -> list[float]:
+        torch.manual_seed(distributed.get_rank())
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(device)
+        ddp = parallel.DistributedDataParallel(model, device_ids=ids)
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+        found = []
+        for step in range(STEPS):
+            with ddp.no_sync():
+                ddp(batch(step)).square().mean().backward()  # from the CPU, which DDP moves
+            loss = ddp(batch(step + 10).to(device)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        assert boosted(optimizer) == (ids is not None)
+        return found
+
+    compute_as_asked()  # before a backward starts autograd's threads
+    found = {"plain": losses(torch.device("cpu"), None)}
+    with watched({"device": "cuda", "precision": "fp32"}):
+        found["own"] = losses(torch.device(simulated_gpu.NAME, 0), [0])
+    simulated_gpu.rest()
+    tell(on_gpus, directory, found)
     distributed.destroy_process_group()
 
 

@@ -120,6 +120,13 @@ def test_a_model_is_on_the_gpu_that_it_was_told(
         simulated_gpu.rest()
 
 
+def test_ranks_train_on_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    simulated_gpu.require()
+    monkeypatch.setenv("CASTOR_TEST_DEVICE", "simgpu:1")
+    for found in found_by_each(cases.on_gpus, 2, tmp_path):
+        assert found["own"] == pytest.approx(found["plain"], rel=1e-5)
+
+
 def test_torchs_class_that_somebody_kept_is_refused(alone: None) -> None:
     kept = parallel.DistributedDataParallel
     with cases.watched({}):

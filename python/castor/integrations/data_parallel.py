@@ -126,10 +126,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before_forward(self) -> None:
         trains, shares = self._trains_with_others(), self.will_sync_module_buffers()
-        engine = _engine(self.module) if trains or boosted_models_holding(self.module) else None
+        if trains:
+            _engine(self.module)  # or it raises
         # Rank 0 may be reading optimizer states to save them, and waits for the others.
-        if engine and (shares or (trains and self._synchronised)):
-            engine.answer_first()
+        if (trains and self._synchronised) or (shares and boosted_models_holding(self.module)):
+            _engine(self.module).answer_first()
         if shares:
             self._share_buffers()
 
