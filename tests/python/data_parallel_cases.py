@@ -250,6 +250,9 @@ def refuses(directory: Path) -> None:
         found["join"] = _said(lambda: ddp.join())
         found["Join"] = _said(lambda: Join([ddp]).__enter__())
         found["without"] = _said(lambda: train(Net()))
+        whole = DDP(Net())
+        kept.append(torch.optim.SGD(whole.parameters(), lr=0.1))
+        found["part"] = _said(lambda: whole.module.first(batch(0)))
         found["around"] = _said(lambda: train(nn.Sequential(ddp)))
         found["zero"] = _said(
             lambda: train(DDP(Net()), ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD)
@@ -362,6 +365,9 @@ def first_saves_alone(directory: Path) -> None:
                 moment = next(key for key in state[0] if key != "step")
                 sums.append(sum(one[moment].sum().item() for one in state.values()))
             found[name] = sums
+        if distributed.get_rank() == 1:
+            del ddp, optimizer, states
+        distributed.barrier()  # of a model that one rank has let go of
     tell(first_saves_alone, directory, found)
     distributed.destroy_process_group()
 

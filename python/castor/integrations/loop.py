@@ -203,12 +203,6 @@ def _check_model(module: nn.Module, optimizer: Optimizer, *, wrapped: bool) -> N
             f"parallel has it, and this loop calls a {type(module).__module__}.{kind}: leave it "
             "out, or start as many ranks with --nproc (docs/guides/own-loops.md)"
         )
-    if size > 1 and not wrapped:
-        raise NotImplementedError(
-            f"the loop calls a {kind} on {size} ranks without DistributedDataParallel, where each "
-            "would train a model of its own: put it into DistributedDataParallel before it is "
-            "called first, or start one process"
-        )
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
         raise NotImplementedError(
             f"the loop's {name} divides optimizer states among ranks, as castor does itself: make "
@@ -221,4 +215,10 @@ def _check_model(module: nn.Module, optimizer: Optimizer, *, wrapped: bool) -> N
             f"the loop calls a {kind} which has {len(params) - others} of the {len(params)} "
             f"parameters of its {name}: castor run follows a model that is called as a whole; "
             "boost it in the script instead"
+        )
+    if size > 1 and not wrapped:
+        raise NotImplementedError(
+            f"the loop calls a {kind} on {size} ranks without DistributedDataParallel, where each "
+            "would train a model of its own: put it into DistributedDataParallel before it is "
+            "called first, or start one process"
         )
