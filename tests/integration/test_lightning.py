@@ -9,12 +9,13 @@ import torch
 lightning = pytest.importorskip("lightning")
 
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import castor  # noqa: E402
-from castor.integrations.lightning import CastorStrategy  # noqa: E402
+from castor.integrations.lightning import CastorStrategy, _on_castor  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's, of torch and of idle cores
 
@@ -169,6 +170,40 @@ def test_what_would_be_done_twice_or_not_at_all_is_refused(tmp_path: Path) -> No
     )
     with pytest.raises(NotImplementedError, match="gives 2 optimizers, and castor steps one"):
         run.fit(two, loader(1))
+
+
+def test_devices_that_nobody_started_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(castor.UsageError, match="devices=2 and num_nodes=1, and 1 ranks were"):
+        fit(tmp_path, on_castor(), devices=2)
+    with pytest.raises(castor.UsageError, match="given find_unused_parameters for Distrib"):
+        CastorStrategy(castor.GeminiPlugin(**BUDGET), find_unused_parameters=True)
+
+
+def test_what_a_trainer_says_of_ranks_is_followed_or_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    unused = {"find_unused_parameters": True}
+    for strategy, options in (
+        ("auto", {}), ("ddp", {}), ("ddp_find_unused_parameters_true", unused),
+        (DDPStrategy(**unused, process_group_backend="gloo"), unused),
+    ):  # fmt: skip
+        chosen = _on_castor(BUDGET, {"strategy": strategy, "devices": "auto"})
+        assert (chosen["devices"], chosen["num_nodes"]) == (2, 2)
+        assert isinstance(chosen["strategy"], DDPStrategy)
+        assert isinstance(chosen["strategy"], CastorStrategy)
+        assert chosen["strategy"]._ddp_kwargs == options
+    assert chosen["strategy"].process_group_backend == "gloo"
+    for asked, message in (
+        ({"strategy": "fsdp"}, "has strategy='fsdp', and castor run trains"),
+        ({"devices": 4}, "has devices=4, and 2 ranks were started on each of 2"),
+        ({"num_nodes": 3}, "has num_nodes=3, and 2 ranks"),
+    ):
+        with pytest.raises(castor.UsageError, match=message):
+            _on_castor(BUDGET, asked)
+    with pytest.raises(NotImplementedError, match="has ddp_comm_hook or model_averaging"):
+        _on_castor(BUDGET, {"strategy": DDPStrategy(ddp_comm_hook=print)})
 
 
 def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
 from torch.optim import Optimizer
 
 from castor.booster import Booster
 from castor.errors import UsageError
 from castor.integrations.common import boost, boosted, check_plugin, plugin_of, unwrapped
+from castor.integrations.data_parallel import DistributedDataParallel
 from castor.plugins import GeminiPlugin
-from castor.runtime.ranks import rank_and_size
+from castor.runtime.ranks import launched_size, ranks_of_node
 
 _CLIPS = "the Trainer clips by its own gradient_clip_val"
 _PRECISIONS = {
@@ -26,41 +28,54 @@ _PRECISIONS = {
     "16": "fp16", "16-mixed": "fp16", "16-true": "fp16",
 }  # fmt: skip
 """A Trainer's to the plugin's; others are Lightning's own, which CastorStrategy refuses."""
+_DDP: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "ddp_find_unused_parameters_false": {},
+    "ddp_find_unused_parameters_true": {"find_unused_parameters": True},
+}
+"""Names of Lightning's strategies that castor's takes the place of, on several ranks."""
 _OPTIMIZER = "castor_optimizer"
 """Of a checkpoint, under optimizer_states: the name of the directory beside it."""
 
 
-class CastorStrategy(SingleDeviceStrategy):  # type: ignore[misc]
+class CastorStrategy(Strategy):  # type: ignore[misc]
     """A strategy whose models train with castor: `Trainer(strategy=CastorStrategy(plugin))`.
 
     `fit` boosts the LightningModule with its optimizer, validation, test and prediction without
     one; `strategy.castor` is the Booster. The Trainer clips (`gradient_clip_val`), accumulates,
     evaluates, saves and resumes as ever. A checkpoint holds all but the optimizer, which is in a
     directory beside it that has its name and `.castor_optimizer`; with it `fit(ckpt_path=...)` goes
-    on bitwise in every state format. Precision is the plugin's: leave the Trainer's at 32.
+    on bitwise in every state format. Precision is the plugin's: leave the Trainer's at 32. Where
+    `castor run --nproc` or torchrun has started several ranks, those of a machine are the Trainer's
+    `devices`, and all train one model, as with Lightning's "ddp".
 
     Args:
         plugin: How to train.
+        **options: Of DistributedDataParallel, where there are several ranks.
 
     Raises:
-        NotImplementedError: The plugin's precision is fp16, or there are several ranks.
-        UsageError: Plugin and Trainer would both do the same.
+        NotImplementedError: The plugin's precision is fp16.
+        UsageError: Plugin and Trainer would both do the same, or options are given to one process.
     """
 
     strategy_name = "castor"
     optimizers: list[Any]
+    castor: Booster
+    _root: _Root | None
+    _wrapper: DistributedDataParallel | None
+    """Around the root, of a fit on several ranks."""
+    _loaded_from: Path
 
-    def __init__(self, plugin: GeminiPlugin) -> None:
-        check_plugin(plugin, _CLIPS)
-        _, size = rank_and_size()
-        if size > 1:
-            raise NotImplementedError(
-                f"{size} ranks train in a loop of one's own, with transformers' Trainer or over "
-                "accelerate so far: start one process of Lightning's Trainer"
-            )
-        super().__init__(device="cpu" if plugin.config.device == "cpu" else "cuda:0")
+    def __new__(cls, *_: Any, **__: Any) -> CastorStrategy:
+        """One for this process alone, or one of several ranks."""
+        if cls is CastorStrategy:
+            cls = _RanksStrategy if launched_size() > 1 else _ProcessStrategy
+        made: CastorStrategy = object.__new__(cls)
+        return made
+
+    def _begin(self, plugin: GeminiPlugin) -> None:
         self.castor = Booster(plugin)
-        self._root: _Root | None = None
+        self._root = self._wrapper = None
         self._loaded_from = Path()
 
     def model_to_device(self) -> None:
@@ -71,7 +86,7 @@ class CastorStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
         Raises:
             NotImplementedError: The module has several optimizers.
-            UsageError: The Trainer has a precision of its own.
+            UsageError: The Trainer has a precision of its own, or other devices than ranks.
         """
         precision = self.precision_plugin.precision
         if precision != "32-true":
@@ -79,7 +94,15 @@ class CastorStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 f"the Trainer has precision={precision!r}, which castor's plugin decides: give "
                 "GeminiPlugin precision='bf16', and leave the Trainer's out"
             )
-        super().setup(trainer)
+        # Not trainer.num_devices, which is what the strategy has.
+        here = len(trainer._accelerator_connector._parallel_devices)
+        if here * trainer.num_nodes != launched_size():
+            raise UsageError(
+                f"the Trainer has devices={here} and num_nodes={trainer.num_nodes}, and "
+                f"{launched_size()} ranks were started: castor trains on one device a rank; give "
+                f"as many devices, or start the ranks with `castor run --nproc {here}` or torchrun"
+            )
+        Strategy.setup(self, trainer)
         own = [unwrapped(optimizer) for optimizer in self.optimizers]
         if len(own) > 1:
             raise NotImplementedError(
@@ -87,12 +110,15 @@ class CastorStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 "give one with param_groups"
             )
         if self._root is None or self._root.module is not self.lightning_module:
-            self._root = _Root(self.lightning_module)
+            self._root, self._wrapper = _Root(self.lightning_module), None
             if not own:
                 boost(self.castor, self._root, [])
         if own and not boosted(own[0]):
-            boost(self.castor, self._root, own)
+            self._boost(self._root, own)
             self.optimizers = own  # Lightning's wrappers are of the boosted one
+
+    def _boost(self, root: _Root, optimizers: list[Optimizer]) -> None:
+        boost(self.castor, root, optimizers)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """What a checkpoint has of it; save_checkpoint names the directory."""
@@ -104,7 +130,10 @@ class CastorStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Lightning's, and the optimizer beside it, first: a checkpoint never lacks its own."""
+        """Lightning's, and the optimizer beside it, first: a checkpoint never lacks its own.
+
+        Every rank calls it, as the Trainer does.
+        """
         states = checkpoint.get("optimizer_states") or []
         own = [state for state in states if _OPTIMIZER in state]
         if own:
@@ -114,12 +143,14 @@ class CastorStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             self.castor.save_optimizer(optimizer, directory, model=self._root)
             own[0][_OPTIMIZER] = directory.name
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-        _remove_optimizers(filepath, keep=own[0][_OPTIMIZER] if own else "")
+        if self.is_global_zero:
+            _remove_optimizers(filepath, keep=own[0][_OPTIMIZER] if own else "")
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Lightning's, and the optimizer beside it."""
         super().remove_checkpoint(filepath)
-        _remove_optimizers(filepath)
+        if self.is_global_zero:
+            _remove_optimizers(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, **keywords: Any) -> dict[str, Any]:
         """Lightning's."""
@@ -177,7 +208,61 @@ class CastorStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         kwargs: dict[str, Any],
     ) -> Any:
         with context:
-            return self._root(step, *args, **kwargs)  # type: ignore[misc]
+            return (self._wrapper or self._root)(step, *args, **kwargs)  # type: ignore[misc]
+
+
+class _ProcessStrategy(CastorStrategy, SingleDeviceStrategy):  # type: ignore[misc]
+    """Of one process."""
+
+    def __init__(self, plugin: GeminiPlugin, **options: Any) -> None:
+        check_plugin(plugin, _CLIPS)
+        if options:
+            raise UsageError(
+                f"CastorStrategy was given {', '.join(options)} for DistributedDataParallel, and "
+                "one process was started: leave them out, or start ranks with castor run --nproc"
+            )
+        SingleDeviceStrategy.__init__(
+            self, device="cpu" if plugin.config.device == "cpu" else "cuda:0"
+        )
+        self._begin(plugin)
+
+
+class _RanksStrategy(CastorStrategy, DDPStrategy):  # type: ignore[misc]
+    """Of one of several ranks: what goes between them beside gradients is Lightning's."""
+
+    def __init__(self, plugin: GeminiPlugin, **options: Any) -> None:
+        check_plugin(plugin, _CLIPS)
+        DDPStrategy.__init__(self, **options)
+        if self._ddp_comm_hook is not None or self._model_averaging_period is not None:
+            raise NotImplementedError(
+                "the strategy has ddp_comm_hook or model_averaging_period, and castor brings "
+                "gradients together itself: leave them out"
+            )
+        self._begin(plugin)
+
+    def _boost(self, root: _Root, optimizers: list[Optimizer]) -> None:
+        if self._layer_sync is not None:
+            raise NotImplementedError(
+                "the Trainer has sync_batchnorm=True, which castor does not do on several ranks "
+                "yet: convert the module with torch.nn.SyncBatchNorm.convert_sync_batchnorm"
+            )
+        self._wrapper = DistributedDataParallel(root, **self._ddp_kwargs)
+        with self._wrapper.keeping_its_buffers():
+            super()._boost(root, optimizers)
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        return model  # castor's wrapper is around the root
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Around all but the last micro-batch of a step."""
+        with nullcontext() if self._wrapper is None else self._wrapper.no_sync():
+            yield
+
+    def teardown(self) -> None:
+        """As of one process."""
+        self.cluster_environment.teardown()
+        super().teardown()
 
 
 def enter_trainers(settings: Mapping[str, Any]) -> None:
@@ -204,13 +289,27 @@ def _on_castor(settings: Mapping[str, Any], asked: dict[str, Any]) -> dict[str, 
     """A Trainer's arguments, with castor's strategy.
 
     Raises:
-        UsageError: They ask for another strategy, or for several devices.
+        UsageError: They ask for another strategy, or for other devices than ranks were started.
     """
-    for name, known in (("strategy", ("auto",)), ("devices", ("auto", -1, "-1", 1, "1", [0]))):
-        if asked.get(name, "auto") not in known:
+    size, here = launched_size(), ranks_of_node()
+    nodes = max(1, size // here)
+    strategy, options = asked.get("strategy", "auto"), {}
+    if size > 1 and type(strategy) is DDPStrategy:
+        options = _options_of(strategy)
+    elif size > 1 and strategy in _DDP:
+        options = _DDP[strategy]
+    elif strategy != "auto":
+        raise UsageError(
+            f"the script's Trainer has strategy={strategy!r}, and castor run trains it with "
+            "castor's: leave strategy out, or start ranks with --nproc for 'ddp'"
+        )
+    known = ["auto", -1, "-1", here, str(here), list(range(here))]
+    for name, values in (("devices", known), ("num_nodes", [nodes])):
+        if name in asked and asked[name] not in values:
             raise UsageError(
-                f"the script's Trainer has {name}={asked[name]!r}, and castor run trains it in one "
-                f"process with castor's strategy: leave {name} out"
+                f"the script's Trainer has {name}={asked[name]!r}, and {here} ranks were started "
+                f"on each of {nodes} machines: leave {name} out, or start as many with castor run "
+                "--nproc and --nodes"
             )
     followed: dict[str, Any] = {}
     precision = str(asked.get("precision"))
@@ -218,16 +317,28 @@ def _on_castor(settings: Mapping[str, Any], asked: dict[str, Any]) -> dict[str, 
         followed["precision"] = _PRECISIONS[precision]
     if asked.get("accelerator") == "cpu":
         followed["device"] = "cpu"
-    root = asked.get("default_root_dir")
+    root = asked.get("default_root_dir") if os.environ.get("RANK", "0") == "0" else None
     plugin = plugin_of(settings, followed, _CLIPS, Path(root) if root is not None else None)
     chosen = {
-        "strategy": CastorStrategy(plugin),
-        "devices": 1,
+        "strategy": CastorStrategy(plugin, **options),
+        "devices": here,
+        "num_nodes": nodes,
         "accelerator": "cpu" if plugin.config.device == "cpu" else "gpu",
     }
     if precision in _PRECISIONS:
         chosen["precision"] = "32-true"
     return {**asked, **chosen}
+
+
+def _options_of(strategy: DDPStrategy) -> dict[str, Any]:
+    """What a script has given to Lightning's own."""
+    return {
+        **strategy._ddp_kwargs,
+        "ddp_comm_hook": strategy._ddp_comm_hook,
+        "model_averaging_period": strategy._model_averaging_period,
+        "process_group_backend": strategy._process_group_backend,
+        "timeout": strategy._timeout,
+    }
 
 
 class _Root(nn.Module):

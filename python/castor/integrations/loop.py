@@ -5,19 +5,27 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import distributed, multiprocessing, nn
+from torch.nn import parallel
 from torch.optim import Optimizer
 
 from castor.booster import Booster
-from castor.errors import UsageError
+from castor.errors import Error, UsageError
 from castor.integrations.common import boost, boosted, plugin_of
+from castor.integrations.data_parallel import (
+    DistributedDataParallel,
+    check_device,
+    wrapper_of,
+)
 from castor.plugins import GeminiPlugin
-from castor.runtime.ranks import rank_and_size
+from castor.runtime.engine import Engine, engine_of
+from castor.runtime.ranks import launched_size
 
+_TORCHS = parallel.DistributedDataParallel
 _CLIPS = "a loop clips its gradients itself (torch.nn.utils.clip_grad_norm_)"
 
 
@@ -28,7 +36,7 @@ class Loops:
     is its model, all of it; without gradients a part may be called before. A model that the loop
     moves to a device stays on the CPU until it is called: castor places what is boosted then, and
     anything else is moved. While something waits nn.Module.__call__ asks for it, otherwise it is
-    torch's.
+    torch's. On several ranks a model is one in DistributedDataParallel, which is castor's.
 
     Args:
         settings: GeminiPlugin's arguments, as JSON holds them.
@@ -40,6 +48,8 @@ class Loops:
         self._unmoved: weakref.WeakKeyDictionary[nn.Module, torch.device] = (
             weakref.WeakKeyDictionary()
         )
+        self._shared: list[weakref.ref[Engine]] = []
+        """Of models that several ranks train, in the order in which all have boosted them."""
         self._call: Callable[..., Any] = nn.Module.__call__
         self._to: Callable[..., Any] = nn.Module.to
 
@@ -57,9 +67,11 @@ class Loops:
         def moved(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
             parsed: Any = torch._C._nn._parse_to(*arguments, **keywords)
             device, dtype, *_ = parsed
-            if device is None or dtype is not None or not self._may_stay(module, device):
+            wrapper = wrapper_of(module)
+            model = wrapper.module if wrapper else module
+            if device is None or dtype is not None or not self._may_stay(model, device):
                 return to(module, *arguments, **keywords)
-            self._unmoved[module] = device
+            self._unmoved[model] = device
             self._see_calls()
             return module
 
@@ -71,6 +83,10 @@ class Loops:
         module.to, module.cuda = moved, cuda
         optimizer: Any = Optimizer
         optimizer.__init__ = init
+        for place in (parallel, parallel.distributed):
+            vars(place)["DistributedDataParallel"] = DistributedDataParallel
+        vars(multiprocessing)["spawn"] = _refuse_to_spawn
+        vars(distributed)["barrier"] = self._answering(distributed.barrier)
 
     def _may_stay(self, module: nn.Module, device: torch.device) -> bool:
         """It is on the CPU, with something to train, and the device is the one that castor uses."""
@@ -88,27 +104,53 @@ class Loops:
 
         @functools.wraps(call)
         def called(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
-            self._boost_what_waits_for(module)
-            self._move_what_is_called(module)
+            wrapper = wrapper_of(module)
+            model = wrapper.module if wrapper else module
+            self._boost_what_waits_for(model, wrapper)
+            self._move_what_is_called(model)
             if not self._waiting and not self._unmoved:
                 base.__call__ = call
             return call(module, *arguments, **keywords)
 
         base.__call__ = called
 
-    def _boost_what_waits_for(self, module: nn.Module) -> None:
+    def _boost_what_waits_for(
+        self, module: nn.Module, wrapper: DistributedDataParallel | None
+    ) -> None:
         waiting = [one for one in (ref() for ref in self._waiting) if one and not boosted(one)]
         has = set(module.parameters()) if waiting else set()
         mine = [one for one in waiting if has.intersection(_params(one))]
         if not torch.is_grad_enabled():
             mine = [one for one in mine if has.issuperset(_params(one))]
+        if mine and wrapper is None:  # a module around it, as Fabric has one: it is called within
+            parts = [one for one in module.modules() if isinstance(one, DistributedDataParallel)]
+            within = {param for part in parts for param in part.parameters()}
+            mine = [one for one in mine if not within.issuperset(_params(one))]
         for optimizer in mine:
-            _check_model(module, optimizer)
+            _check_model(module, optimizer, wrapped=wrapper is not None)
+        if mine and wrapper:
+            check_device(wrapper, torch.device(self._plugin.config.device))
         if mine:
-            boost(self._booster, module, mine)
+            with wrapper.keeping_its_buffers() if wrapper else nullcontext():
+                boost(self._booster, module, mine)
+            if launched_size() > 1:
+                self._shared.append(weakref.ref(engine_of(module)))
             for part in module.modules():
                 self._unmoved.pop(part, None)
         self._waiting = [weakref.ref(one) for one in waiting if one not in mine]
+
+    def _answering(self, barrier: Callable[..., Any]) -> Callable[..., Any]:
+        """Torch's barrier, in which ranks also give what rank 0 reads of states to save them."""
+
+        @functools.wraps(barrier)
+        def answering(
+            group: Any = None, async_op: bool = False, *arguments: Any, **keywords: Any
+        ) -> Any:
+            if not async_op and group in (None, distributed.group.WORLD):
+                self._shared = [ref for ref in self._shared if _answers_first(ref())]
+            return barrier(group, async_op, *arguments, **keywords)
+
+        return answering
 
     def _move_what_is_called(self, module: nn.Module) -> None:
         for root, device in list(self._unmoved.items()):
@@ -130,15 +172,41 @@ def _params(optimizer: Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _check_model(module: nn.Module, optimizer: Optimizer) -> None:
+def _answers_first(engine: Engine | None) -> bool:
+    """Answers rank 0; whether all ranks have the model still."""
+    if engine is None:
+        return False
+    try:
+        engine.answer_first()
+    except UsageError:
+        raise
+    except Error:  # a rank has let go of it; of one that is gone the barrier itself tells
+        return False
+    return True
+
+
+def _refuse_to_spawn(*_: Any, **__: Any) -> None:
+    """Instead of torch.multiprocessing.spawn."""
+    raise NotImplementedError(
+        "the script starts processes with torch.multiprocessing.spawn, which would train without "
+        "castor: castor run --nproc N starts the ranks, each with RANK, LOCAL_RANK and WORLD_SIZE; "
+        "have each run what spawn was given"
+    )
+
+
+def _check_model(module: nn.Module, optimizer: Optimizer, *, wrapped: bool) -> None:
     """It is all that the optimizer trains, and nothing else divides it among ranks."""
-    kind, name = type(module).__name__, type(optimizer).__name__
-    _, size = rank_and_size()
-    if isinstance(module, DistributedDataParallel | nn.DataParallel) or size > 1:
+    kind, name, size = type(module).__name__, type(optimizer).__name__, launched_size()
+    if isinstance(module, nn.DataParallel | _TORCHS):
         raise NotImplementedError(
-            f"castor run trains a loop of one's own in one process, and this one calls a {kind}"
-            f"{f' on {size} ranks' if size > 1 else ''}: boost the model in the script instead of "
-            "wrapping it (docs/guides/several-ranks.md), or start one process without the wrapper"
+            f"castor run trains a model in one process or in DistributedDataParallel as torch.nn."
+            f"parallel has it, and this loop calls a {type(module).__module__}.{kind}: leave it "
+            "out, or start as many ranks with --nproc (docs/guides/own-loops.md)"
+        )
+    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+        raise NotImplementedError(
+            f"the loop's {name} divides optimizer states among ranks, as castor does itself: make "
+            "the optimizer that it was given (optimizer_class) without it"
         )
     params, has = _params(optimizer), set(module.parameters())
     others = sum(param not in has for param in params)
@@ -147,4 +215,10 @@ def _check_model(module: nn.Module, optimizer: Optimizer) -> None:
             f"the loop calls a {kind} which has {len(params) - others} of the {len(params)} "
             f"parameters of its {name}: castor run follows a model that is called as a whole; "
             "boost it in the script instead"
+        )
+    if size > 1 and not wrapped:
+        raise NotImplementedError(
+            f"the loop calls a {kind} on {size} ranks without DistributedDataParallel, where each "
+            "would train a model of its own: put it into DistributedDataParallel before it is "
+            "called first, or start one process"
         )

@@ -45,9 +45,9 @@ def run(settings: Mapping[str, Any], arguments: Sequence[str]) -> None:
         vars(module)["Trainer"] = trainer
     for module in (accelerate, accelerate.accelerator):
         vars(module)["Accelerator"] = accelerator
+    Loops(settings).watch()  # before anyone binds what it replaces
     if importlib.util.find_spec("lightning") is not None:
         importlib.import_module("castor.integrations.lightning").enter_trainers(settings)
-    Loops(settings).watch()
     try:
         _run(arguments)
     except SystemExit as end:

@@ -271,11 +271,21 @@ def rank_and_size() -> tuple[int, int]:
     if not distributed.is_available():
         return 0, 1
     if not distributed.is_initialized():
-        world_size = os.environ.get("WORLD_SIZE", "")
-        if "RANK" not in os.environ or not world_size.isdecimal() or int(world_size) < 2:
+        if launched_size() < 2:
             return 0, 1
         launch_from_torch()
     return distributed.get_rank(), distributed.get_world_size()
+
+
+def launched_size() -> int:
+    """How many processes there are in this one's group, or how many the launcher has started.
+
+    Not collective: it makes no group; 1 where there is neither.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
+    size = os.environ.get("WORLD_SIZE", "")
+    return max(1, int(size)) if size.isdecimal() and "RANK" in os.environ else 1
 
 
 def rank_of_node() -> int:

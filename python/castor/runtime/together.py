@@ -24,6 +24,22 @@ class Together:
         """Whether other ranks have a part in the model: they train it too, or have layers of it."""
         return self.ranks is not None or self.parts is not None
 
+    def answer_first(self) -> None:
+        """Gives what rank 0 has read, or reads, of optimizer states alone, until it is here too.
+
+        Every rank calls it.
+
+        Raises:
+            Error: A rank is gone.
+            UsageError: A rank does something else; every rank raises it.
+        """
+        if self.ranks is None:
+            return
+        if self.ranks.rank == 0:
+            self.session.end_service()
+        else:
+            self.session.serve_states()
+
     def gather(self, value: Any) -> list[Any]:
         """What every rank gives, in rank order; picklable.
 
@@ -33,10 +49,7 @@ class Together:
         """
         if self.ranks is None:
             return [value]
-        if self.ranks.rank == 0:
-            self.session.end_service()
-        else:
-            self.session.serve_states()
+        self.answer_first()
         return self.ranks.gather(value)
 
     def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
