@@ -59,6 +59,11 @@ def trained(directory: Path) -> None:
                 _keep(case, directory / f"{name}.group.{rank}.pt", rank)
 
 
+def tight(directory: Path) -> None:
+    with _of_rank() as rank:
+        _keep(EXACT["tight"], directory / f"tight.{rank}.pt", rank)
+
+
 def on_three_nodes(directory: Path) -> None:
     with _of_rank() as rank:
         for name, case in ON_THREE.items():
