@@ -266,6 +266,21 @@ def test_who_waits_leaves_processors_to_others(config: Path) -> None:
     assert one.busy["processors"] == 0
 
 
+def test_machines_exchange_sums_means_and_parts(config: Path) -> None:
+    """On two of two ranks each half of the weights crosses as sums or means, and a quarter new."""
+    found = search(config)
+    layout = Layout(data=4, rows=2)
+    on = {"device": "cpu", "link_latency_us": 0, "network_latency_us": 0, "link": "1GB/s"}
+    one, two, four = (
+        found.cost(layout, cluster(nodes=nodes, ranks_per_node=4 // nodes, network="1GB/s", **on))
+        for nodes in (1, 2, 4)
+    )
+    weights = one.busy["reduce"] / (3 / 4)  # that each reads of the others, once
+    assert two.busy["reduce"] == pytest.approx((1 / 2 + 1 / 2 + 1 / 4) * weights)
+    assert four.busy["reduce"] == pytest.approx(3 * 3 / 4 * weights)
+    assert one.host_bytes < two.host_bytes < four.host_bytes
+
+
 def test_bubbles_shrink_with_micro_batches(config: Path) -> None:
     found = search(config)
     few, many = (

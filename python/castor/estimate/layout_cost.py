@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from castor import _C
 from castor.activations.block_profile import Events
 from castor.estimate import simulator
-from castor.estimate.cluster import Cluster, Link
+from castor.estimate.cluster import Cluster
 from castor.estimate.layouts import Layout
 from castor.estimate.machine import Machine
 from castor.estimate.metatrace import Moment
@@ -176,7 +176,7 @@ def cost_of(
     exchange = layout.microbatches * sum(seconds[i].exchange for i in mine)
     working = layout.microbatches * sum(sum(each[i][:2]) for i in mine)
     copies = working - working / slowdown
-    reduce = _reduced(layout, cluster, max(end.param_bytes for end in ends))
+    reduce = max(_reduced(layout, cluster, end) for end in ends)
     update = max(rank.update for rank in ranks)
     seconds_alone = passes + reduce + update
     # Who waits leaves its processor to others: of all there is no more than they can do.
@@ -200,19 +200,36 @@ def cost_of(
     )
 
 
-def _reduced(layout: Layout, cluster: Cluster, param_bytes: int) -> float:
+def _reduced(layout: Layout, cluster: Cluster, rank: RankOnPaper) -> float:
     """Seconds of gradients' reduction and weights' gathering.
 
     Copies of a model that compute on one host share their weights and gradients: each rank reads
-    what the others have of its part, and both need the same processors. GPUs, and nodes, exchange
-    parts of gradients when backward is over, and gather gradients and weights.
+    what the others have of its part, and both need the same processors. So do those of each of
+    several machines, between which sums of gradients, their means and parts of weights go. GPUs,
+    and nodes of one copy each, exchange parts of gradients when backward is over, and gather
+    gradients and weights.
     """
-    inner = _ranks_of_a_node(layout, cluster)
-    share = (layout.replicas - 1) / layout.replicas if layout.replicas > 1 else 0.0
-    if layout.replicas != inner:
-        return _over(cluster.network, 3 * share * param_bytes)
-    return _over(cluster.link, (1 if cluster.on_host else 3) * share * param_bytes)
+    copies, of_node = layout.replicas, _ranks_of_a_node(layout, cluster)
+    if copies == 1:
+        return 0.0
+    nodes = copies // of_node
+    within = (of_node - 1) / of_node * rank.param_bytes
+    if cluster.on_host and nodes == 1:
+        return cluster.link.seconds(within)
+    if cluster.on_host and of_node > 1:
+        return cluster.link.seconds(within) + cluster.network.seconds(
+            _crossing(rank, of_node, nodes)
+        )
+    link = cluster.link if nodes == 1 else cluster.network
+    return link.seconds(3 * (copies - 1) / copies * rank.param_bytes)
 
 
-def _over(link: Link, num_bytes: float) -> float:
-    return link.seconds(num_bytes) if num_bytes else 0.0
+def _crossing(rank: RankOnPaper, ranks_of_node: int, nodes: int) -> float:
+    """Bytes that the rank with most to send gives to other machines (docs/design/0047-nodes.md).
+
+    Of two machines the first sends sums and the last means; one between others sends both.
+    """
+    means = rank.param_bytes / ranks_of_node
+    sums = means * 4 / rank.element_bytes
+    weights = (nodes - 1) / nodes * means
+    return weights + (max(sums, means) if nodes == 2 else sums + means)

@@ -66,6 +66,8 @@ class RankOnPaper:
     """By number of the stage."""
     param_bytes: int
     """Trainable or not, tied ones once."""
+    element_bytes: int
+    """Of a parameter's element."""
 
 
 class ModelOnPaper:
@@ -180,6 +182,7 @@ class ModelOnPaper:
             simulator=simulator,
             passes=passes,
             param_bytes=sum(_bytes_of(param) for param in spec.params),
+            element_bytes=self._dtype.itemsize,
         )
 
     def _pass(
