@@ -1,6 +1,7 @@
 """Saves that go on beside the training: the bytes of the moment, whatever happens meanwhile."""
 
 import errno
+import mmap
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from torch import nn
 from torch.optim import AdamW, RMSprop
 
 import castor
-from castor.checkpoint import background
+from castor.checkpoint import background, files
 from castor.runtime.engine import engine_of
 from helpers import FORMATS, Boosted, boost, copies, equal, plugin
 from stored_tower import WIDTH, wide
@@ -50,6 +51,7 @@ def stopped_disk() -> Iterator[Disk]:
     disk = Disk()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "write", disk.write)
+        patch.setattr(files, "PIECE_BYTES", mmap.PAGESIZE)  # little is read before it is written
         try:
             yield disk
         finally:
