@@ -1,6 +1,6 @@
 #include "dist/node_collectives.h"
 
-#include <cstring>
+#include <algorithm>
 #include <vector>
 
 #include "dist/counterparts.h"
@@ -34,7 +34,7 @@ void NodeCollectives::gather_by_nodes(std::span<const std::byte> own, std::span<
   const auto of_node = [&](std::size_t node) {
     return std::span(of_place).subspan(node * bytes, bytes);
   };
-  std::memcpy(of_node(others.node()).data(), own.data(), bytes);
+  std::ranges::copy(own, of_node(others.node()).begin());
   std::vector<PendingMessage> pending;
   others.for_each([&](std::size_t node) {
     pending.push_back(others.receive(node, kTag, of_node(node)));
@@ -51,8 +51,8 @@ void NodeCollectives::gather_by_nodes(std::span<const std::byte> own, std::span<
   for (std::size_t rank = 0; rank < size(); ++rank) {
     const std::size_t node = rank / node_->size();
     const std::size_t place = rank % node_->size();
-    std::memcpy(all.data() + rank * bytes,
-                by_place.data() + (place * others.num_nodes() + node) * bytes, bytes);
+    const std::size_t begin = (place * others.num_nodes() + node) * bytes;
+    std::ranges::copy(std::span(by_place).subspan(begin, bytes), all.subspan(rank * bytes).begin());
   }
 }
 
