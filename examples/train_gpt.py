@@ -383,7 +383,8 @@ def demo(settings: Settings, console: Console, folder: Path) -> int:
         f"batch {settings.batch} x {settings.sequence} tokens, {settings.precision}"
     )
     probe = Settings(**{**vars(settings), "steps": PROBE_STEPS})
-    nonmodel = train(probe, batches, device_memory="1TiB").peak_nonmodel_bytes
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    nonmodel = train(probe, batches, device_memory=machine // 2).peak_nonmodel_bytes
     budget, need = tight_budget(model, nonmodel, SHARE), plain_bytes(model, nonmodel)
     del model
     console.print(f"activations and temporaries: {mib(nonmodel)} at their peak (measured)")
