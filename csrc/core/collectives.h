@@ -66,6 +66,17 @@ std::vector<T> gather(Collectives& ranks, const T& own) {
 /// Returns when every rank is here.
 inline void meet(Collectives& ranks) { static_cast<void>(gather(ranks, std::byte{})); }
 
+/// What `call` returns; where it throws, this rank has left the others, so that none waits for it.
+template <typename Call>
+auto or_leave(Collectives& ranks, const Call& call) {
+  try {
+    return call();
+  } catch (...) {
+    ranks.leave();
+    throw;
+  }
+}
+
 /// What a call throws where another rank is gone; `why`: "rank 1 (process 234) has ended".
 [[nodiscard]] Error lost_ranks(const Collectives& own, const std::string& why);
 [[nodiscard]] Error lost_ranks(std::size_t rank, std::size_t size, const std::string& why);

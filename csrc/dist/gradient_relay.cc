@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 
 #include "core/chunk_layout.h"
-#include "core/units.h"
 #include "optim/average.h"
 
 namespace castor {
@@ -87,7 +85,9 @@ void GradientRelay::add(std::size_t number) {
     before = others_.receive(others_.node() - 1, tag_of_sums(number), sums);
   }
   const std::span<std::byte> parts = window_.first(bytes_of(number));
-  exchange(gradients_.subspan(number * piece_bytes_, parts.size()), parts);
+  or_leave(ranks_, [&] {
+    node_.all_to_all(gradients_.subspan(number * piece_bytes_, parts.size()), parts);
+  });
   figures_.add_bytes((node_.size() - 1) * mean.size());
   others_.wait(before);
   if (last) {
@@ -102,15 +102,6 @@ void GradientRelay::add(std::size_t number) {
   add_up(&executor_, values, !first, parts.data(), node_.size(), numel, type_);
   sums_sent_[slot] = others_.send(others_.node() + 1, tag_of_sums(number), sums);
   figures_.add_crossed(sums.size());
-}
-
-void GradientRelay::exchange(std::span<const std::byte> sent, std::span<std::byte> parts) {
-  try {
-    node_.all_to_all(sent, parts);
-  } catch (...) {
-    ranks_.leave();
-    throw;
-  }
 }
 
 // From the first machine on, as far as the one before the last, which had it first.

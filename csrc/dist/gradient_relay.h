@@ -40,7 +40,6 @@ class GradientRelay {
   static constexpr std::size_t kSums = 2;  // one is sent while the next is added up
 
   void add(std::size_t number);
-  void exchange(std::span<const std::byte> sent, std::span<std::byte> parts);
   void pass_mean(std::size_t number);
   void send_mean(std::size_t to, std::size_t number);
   [[nodiscard]] std::size_t bytes_of(std::size_t number) const;

@@ -42,12 +42,7 @@ void NodeCollectives::gather_by_nodes(std::span<const std::byte> own, std::span<
   });
   others.wait_all(pending);
   std::vector<std::byte> by_place(of_place.size() * node_->size());
-  try {
-    node_->all_gather(of_place, by_place);
-  } catch (...) {
-    leave();
-    throw;
-  }
+  or_leave(*this, [&] { node_->all_gather(of_place, by_place); });
   for (std::size_t rank = 0; rank < size(); ++rank) {
     const std::size_t node = rank / node_->size();
     const std::size_t place = rank % node_->size();
@@ -66,13 +61,10 @@ void NodeCollectives::pass_on(std::span<const std::byte> sent, std::span<std::by
 
 // The ranks of a machine meet before: there who is gone has a name.
 void NodeCollectives::over_group(const std::function<void()>& call) {
-  try {
+  or_leave(*this, [&] {
     meet(*node_);
     call();
-  } catch (...) {
-    leave();
-    throw;
-  }
+  });
 }
 
 void NodeCollectives::leave() noexcept {

@@ -94,14 +94,7 @@ void detail::average(Executor* executor, const PartSums& work, Isa isa) {
 
 void average(Executor* executor, void* mean, const void* parts, std::size_t count,
              std::size_t numel, ScalarType type) {
-  detail::average(executor,
-                  {.parts = parts,
-                   .count = count,
-                   .numel = numel,
-                   .type = type,
-                   .mean = mean,
-                   .divisor = static_cast<float>(count)},
-                  best_isa());
+  average_last(executor, mean, nullptr, parts, count, count, numel, type);
 }
 
 void add_up(Executor* executor, float* sums, bool begun, const void* parts, std::size_t count,

@@ -20,7 +20,8 @@ void average(Executor* executor, void* mean, const void* parts, std::size_t coun
 /// `numel`, become those of all so far: they begin with this call's where `begun` is false.
 void add_up(Executor* executor, float* sums, bool begun, const void* parts, std::size_t count,
             std::size_t numel, ScalarType type);
-/// ... and the last call: `total` is how many parts there were in all.
+/// ... and the last call: `total` is how many parts there were in all. nullptr for `sums`: it is
+/// the first call as well.
 void average_last(Executor* executor, void* mean, const float* sums, const void* parts,
                   std::size_t count, std::size_t total, std::size_t numel, ScalarType type);
 

@@ -150,12 +150,7 @@ void RankGradients::end_backward(TensorGate& gate) {
 GradientMarks RankGradients::meet(MeetingPoint point) {
   GradientMarks own = gradients_.marks();
   own.handed = handed_;
-  try {
-    return meeting_.meet(point, own);
-  } catch (...) {
-    ranks_->leave();
-    throw;
-  }
+  return or_leave(*ranks_, [&] { return meeting_.meet(point, own); });
 }
 
 void RankGradients::average(MeetingPoint point, TensorGate& gate) {

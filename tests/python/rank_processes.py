@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 NURSERY = Path(__file__).parent / "nursery.py"
 
@@ -196,3 +197,25 @@ def of_sizes(scenario: Scenario, factory: pytest.TempPathFactory) -> Callable[[i
         return found(scenario, size, factory.mktemp(f"{scenario.__name__}{size}"))
 
     return of
+
+
+def kept(
+    scenario: Scenario,
+    size: int,
+    factory: pytest.TempPathFactory,
+    *,
+    timeout: float,
+    nodes: int = 1,
+) -> Callable[..., Any]:
+    """What ranks, which run once, have given torch.save: ("tight", 0) is in tight.0.pt."""
+
+    @functools.cache
+    def directory() -> Path:
+        path = factory.mktemp(scenario.__name__)
+        succeeded(run(scenario, size, path, timeout=timeout, nodes=nodes))
+        return path
+
+    def load(*name: object) -> Any:
+        return torch.load(directory() / f"{'.'.join(map(str, name))}.pt")
+
+    return load

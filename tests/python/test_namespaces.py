@@ -26,12 +26,12 @@ def _address(node: int) -> str:
 @pytest.fixture
 def machines() -> Iterator[list[str]]:
     """Names of two network namespaces, with a cable between them."""
+    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
+        pytest.skip("namespaces need root, iproute2 and util-linux")
     names = [f"castor-{os.getpid()}-{node}" for node in range(NODES)]
     made = []
     try:
         for name in names:
-            if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
-                pytest.skip("namespaces need root, iproute2 and util-linux")
             if subprocess.run(["ip", "netns", "add", name], check=False).returncode != 0:
                 pytest.skip("this system makes no network namespaces")
             made.append(name)

@@ -5,7 +5,6 @@ One machine stands in for them (rank_processes.start): what crosses goes through
 
 import itertools
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import node_cases
 import rank_cases
 import rank_home_cases
 from node_cases import EVENTFUL, ON_THREE, SAME_AS_GROUP, SAME_AS_ONE, STEPS
-from rank_processes import found_by_each, run, succeeded
+from rank_processes import found_by_each, kept, run, succeeded
 
 SIZE = 4
 NODES = 2
@@ -28,18 +27,7 @@ Result = tuple[list[torch.Tensor], list[float], dict[str, Any]]
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(case, rank) -> weights, losses and report."""
-
-    @cache
-    def directory() -> Path:
-        path = tmp_path_factory.mktemp("nodes")
-        succeeded(run(node_cases.trained, SIZE, path, timeout=900, nodes=NODES))
-        return path
-
-    def load(name: str, rank: int) -> Result:
-        result: Result = torch.load(directory() / f"{name}.{rank}.pt")
-        return result
-
-    return load
+    return kept(node_cases.trained, SIZE, tmp_path_factory, timeout=900, nodes=NODES)
 
 
 @pytest.mark.parametrize("name", SAME_AS_ONE)
@@ -103,18 +91,7 @@ def test_homes_are_in_memory_once_a_machine(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(variant, link, rank) -> what it has seen."""
-
-    @cache
-    def directory() -> Path:
-        path = tmp_path_factory.mktemp("events")
-        succeeded(run(node_cases.events, SIZE, path, timeout=900, nodes=NODES))
-        return path
-
-    def load(name: str, link: str, rank: int) -> dict[str, Any]:
-        found: dict[str, Any] = torch.load(directory() / f"{name}.{link}.{rank}.pt")
-        return found
-
-    return load
+    return kept(node_cases.events, SIZE, tmp_path_factory, timeout=900, nodes=NODES)
 
 
 @pytest.mark.parametrize("name", EVENTFUL)

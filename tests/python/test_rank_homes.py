@@ -1,6 +1,5 @@
 """Homes of parameters that the ranks of a machine keep once."""
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 
 import rank_home_cases
 from rank_home_cases import VARIANTS
-from rank_processes import run, succeeded
+from rank_processes import kept, run, succeeded
 
 PAGE = 4096
 
@@ -17,18 +16,7 @@ PAGE = 4096
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(variant, link, rank) -> what it has seen."""
-
-    @cache
-    def directory() -> Path:
-        path = tmp_path_factory.mktemp("homes")
-        succeeded(run(rank_home_cases.events, 2, path, timeout=600))
-        return path
-
-    def load(name: str, link: str, rank: int) -> dict[str, Any]:
-        found: dict[str, Any] = torch.load(directory() / f"{name}.{link}.{rank}.pt")
-        return found
-
-    return load
+    return kept(rank_home_cases.events, 2, tmp_path_factory, timeout=600)
 
 
 def same(first: dict[str, Any], second: dict[str, Any]) -> None:

@@ -170,7 +170,7 @@ class _Writer:
         self._descriptor = descriptor
         self._buffer = memoryview(mmap.mmap(-1, PIECE_BYTES))  # begins with a page, as it must
         self._filled = 0
-        self._direct = False
+        self._direct = self._set_direct(True)
 
     def append(self, piece: memoryview) -> None:
         """It is not used afterwards."""
@@ -180,7 +180,6 @@ class _Writer:
             self._filled += count
             piece = piece[count:]
             if self._filled == PIECE_BYTES:
-                self._direct = self._set_direct(True)
                 self._write()
 
     def end(self) -> None:

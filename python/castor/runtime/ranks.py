@@ -284,7 +284,12 @@ def launched_size() -> int:
     """
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_world_size()
-    size = os.environ.get("WORLD_SIZE", "")
+    return _told("WORLD_SIZE")
+
+
+def _told(name: str) -> int:
+    """A number of ranks of a launcher's; 1 where there was none."""
+    size = os.environ.get(name, "")
     return max(1, int(size)) if size.isdecimal() and "RANK" in os.environ else 1
 
 
@@ -296,8 +301,7 @@ def rank_of_node() -> int:
 
 def ranks_of_node() -> int:
     """How many processes the launcher has started on this machine; 1 where there was none."""
-    size = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(size)) if size.isdecimal() and "RANK" in os.environ else 1
+    return _told("LOCAL_WORLD_SIZE")
 
 
 def describe_parameters(model: nn.Module) -> dict[str, Any]:
