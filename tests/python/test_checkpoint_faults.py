@@ -356,6 +356,7 @@ def test_loading_needs_no_second_copy(tmp_path: Path, monkeypatch: pytest.Monkey
         raise AssertionError
 
     boosted = boost(tower(width=1500, depth=10), precision="bf16", optim_state_format="fp32")
+    moments = sum(2 * 4 * param.numel() for param in boosted.model.parameters())
     boosted.step(boosted.model(**tower_batch(0, width=1500)))
     BOOSTER.save(tmp_path / "run", boosted.model, boosted.optimizer)
     peaks = []
@@ -375,5 +376,6 @@ def test_loading_needs_no_second_copy(tmp_path: Path, monkeypatch: pytest.Monkey
 
     BOOSTER.load(tmp_path / "run", boosted.model, boosted.optimizer)
     monkeypatch.setattr(torch.Tensor, "copy_", watched)
-    # malloc's heap may grow by itself, once; a copy would be there every time.
-    assert min(growth(), growth()) <= 2 * PIECE_BYTES
+    # malloc's heap may grow by itself, once; a copy would be there every time. A parameter's two
+    # moments may be: on a simulated GPU they are read into memory, which malloc may give back.
+    assert min(growth(), growth()) <= 2 * 1500**2 * 4 + 2**20 < moments / 9
