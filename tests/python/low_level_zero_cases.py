@@ -12,7 +12,7 @@ from torch import distributed, nn
 import castor
 from helpers import GIB
 from rank_cases import EXACT, STEPS
-from tensor_cases import _write_own
+from tensor_cases import write_own
 
 CASE = EXACT["gpt2"]
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ def each(directory: Path) -> None:
         weights, report = train(settings, range(rank, rank + 1))
         torch.save(weights, directory / f"{name}.{rank}.pt")
         reports[name] = vars(report)
-    _write_own(directory, "each", reports)
+    write_own(directory, "each", reports)
 
 
 def over_the_group(directory: Path) -> None:
@@ -66,7 +66,7 @@ def over_the_group(directory: Path) -> None:
         )
     except castor.UsageError as error:
         said = str(error)
-    _write_own(directory, "over_the_group", said)
+    write_own(directory, "over_the_group", said)
 
 
 if __name__ == "__main__":

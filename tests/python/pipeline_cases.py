@@ -30,13 +30,13 @@ from tensor_cases import (
     MAX_NORM,
     RING,
     STEPS,
-    _decoder,
-    _of_all,
-    _quantised,
-    _said,
     _stepped,
-    _write,
-    _write_own,
+    decoder,
+    of_all,
+    quantised,
+    said,
+    write,
+    write_own,
 )
 from zoo import Case, gpt2, gpt2_with_dropout, llama
 
@@ -71,7 +71,7 @@ DEEP = {
 """Of four blocks."""
 OF_A_V = {
     **DEEP,
-    "mixtral": _decoder("mixtral4", hf.MixtralConfig, num_hidden_layers=4, num_local_experts=4,
+    "mixtral": decoder("mixtral4", hf.MixtralConfig, num_hidden_layers=4, num_local_experts=4,
                         num_experts_per_tok=2),
     "shared": Case("shared8", lambda: _with_shared_mlp(), FAMILIES["llama"].batch),
     "frozen": Case("frozen4", lambda: _with_frozen_block(), FAMILIES["llama"].batch),
@@ -152,11 +152,11 @@ def families(directory: Path) -> None:
         boosted = boost(case)
         mine = train(case, boosted)
         own = set(boosted.model.parameters())
-        shares = _of_all(sum(param.numel() for param in own))
+        shares = of_all(sum(param.numel() for param in own))
         whole = sum(param.numel() for param in case.model().parameters())
         found[name] = [mine, plain(case), [share / whole for share in shares]]
-        assert _of_all(mine) == [mine] * distributed.get_world_size()
-    _write(directory, "families", found)
+        assert of_all(mine) == [mine] * distributed.get_world_size()
+    write(directory, "families", found)
 
 
 def settings(directory: Path) -> None:
@@ -181,7 +181,7 @@ def settings(directory: Path) -> None:
             found[f"{name} {setting}"] = train(case, boosted)
             if "device_memory" in arguments:
                 assert boosted.report().peak_device_bytes <= tight
-    _write(directory, "settings", found)
+    write(directory, "settings", found)
 
 
 def saved(directory: Path) -> None:
@@ -207,7 +207,7 @@ def saved(directory: Path) -> None:
         mine, theirs = (list(one.model.parameters()) for one in (again, boosted))
         assert all(map(torch.equal, mine, theirs))
         found[name] = later
-    _write(directory, "saved", found)
+    write(directory, "saved", found)
 
 
 def composed(directory: Path) -> None:
@@ -234,7 +234,7 @@ def composed(directory: Path) -> None:
         for seed in range(STEPS):
             half = {name: value[rank // 2 :: 2] for name, value in batch(case, seed).items()}
             losses += _train_on(copies, half)
-        everyone = _of_all(losses)
+        everyone = of_all(losses)
         assert everyone[0] == everyone[1]
         assert everyone[2] == everyone[3]
         found[f"{name} dp 2"] = torch.tensor(everyone).mean(0).tolist()
@@ -244,7 +244,7 @@ def composed(directory: Path) -> None:
         again.booster.load(directory / f"{name}-copies", again.model, again.optimizer)
         assert _train_on(again, batch(case, STEPS)) == later
         loader = copies.booster.plugin.prepare_dataloader(list(range(8)), 2)
-        found[f"{name} data"] = _of_all([some.tolist() for some in loader])
+        found[f"{name} data"] = of_all([some.tolist() for some in loader])
     # Whole sequences without gradients.
     data = iter([batch(DEEP["gpt2"], STEPS)])
     one = boost(DEEP["gpt2"], sp_size=2, **WITH_SEQUENCES["ring_attn"])
@@ -256,13 +256,13 @@ def composed(directory: Path) -> None:
     done = one.booster.execute_pipeline(data, one.model, _own_loss, one.optimizer)
     one.optimizer.zero_grad()
     found["gpt2 own loss"] = done["loss"].item()
-    found["odd"] = _said(
+    found["odd"] = said(
         lambda: _train_on(one, {k: x[:, 2:] for k, x in batch(DEEP["gpt2"], 0).items()})
     )
-    found["shared"] = _said(
+    found["shared"] = said(
         lambda: boost(Case("shared", _with_shared_blocks, case.batch), pp_size=4)
     )
-    _write(directory, "composed", found)
+    write(directory, "composed", found)
 
 
 def _with_shared_blocks() -> nn.Module:
@@ -292,7 +292,7 @@ def zero_bubble(directory: Path) -> None:
         ample = boost(case, **ZERO_BUBBLE)
         found[f"{name} ample"] = train(case, ample, 0, 10)
         found[f"{name} expected"] = plain(case, 10)
-        found[f"{name} entered"] = _of_all(_least_entered(ample))
+        found[f"{name} entered"] = of_all(_least_entered(ample))
         in_turn = {"pp_style": "interleaved", "num_model_chunks": 2}
         found[f"{name} interleaved"] = train(case, boost(case, **in_turn), 0, 10)
         own = sum(param.nbytes for param in ample.model.parameters())
@@ -317,7 +317,7 @@ def zero_bubble(directory: Path) -> None:
         found[precision] = train(DEEP["gpt2"], boosted)
     # By a function of Python's, which cannot compute a part of its gradients.
     found["tiled"] = train(DEEP["gpt2"], boost(DEEP["gpt2"], tile_logits=8, **ZERO_BUBBLE))
-    _write(directory, "zero_bubble", found)
+    write(directory, "zero_bubble", found)
 
 
 def _least_entered(boosted: Boosted) -> float:
@@ -350,13 +350,13 @@ def composed_zero_bubble(directory: Path) -> None:
         for seed in range(STEPS):
             half = {key: value[rank // 2 :: 2] for key, value in batch(case, seed).items()}
             losses += _train_on(copies, half)
-        found[f"{name} dp 2"] = torch.tensor(_of_all(losses)).mean(0).tolist()
+        found[f"{name} dp 2"] = torch.tensor(of_all(losses)).mean(0).tolist()
         copies.booster.save(directory / name, copies.model, copies.optimizer)
         later = _train_on(copies, batch(case, STEPS))
         again = boost(case)  # without a V
         again.booster.load(directory / name, again.model, again.optimizer)
         found[f"{name} later"] = [later, _train_on(again, batch(case, STEPS))]
-    _write(directory, "composed_zero_bubble", found)
+    write(directory, "composed_zero_bubble", found)
 
 
 def _train_on(boosted: Boosted, whole: dict[str, torch.Tensor]) -> list[float]:
@@ -413,8 +413,8 @@ def uses(directory: Path) -> None:
         del gone
         assert held() is None
     gc.enable()
-    everyone = _of_all(found)
-    _write(directory, "uses", everyone[0] | everyone[1])
+    everyone = of_all(found)
+    write(directory, "uses", everyone[0] | everyone[1])
 
 
 def _own_loss(outputs: Any, part: Any) -> torch.Tensor:
@@ -430,35 +430,35 @@ def refused(directory: Path) -> None:
 
     def run(given: Any, criterion: Any = None) -> str:
         execute = boosted.booster.execute_pipeline
-        return _said(lambda: execute(iter([given]), boosted.model, criterion, boosted.optimizer))
+        return said(lambda: execute(iter([given]), boosted.model, criterion, boosted.optimizer))
 
     found = {
-        "call": _said(lambda: boosted.model(**whole)),
-        "generate": _said(
+        "call": said(lambda: boosted.model(**whole)),
+        "generate": said(
             lambda: boosted.model.generate(whole["input_ids"], max_new_tokens=2)  # type: ignore[operator]
         ),
-        "state_dict": _said(lambda: boosted.model.state_dict()),
-        "copy": _said(lambda: copy.deepcopy(boosted.model)),
-        "pickle": _said(lambda: pickle.dumps(boosted.model)),
+        "state_dict": said(lambda: boosted.model.state_dict()),
+        "copy": said(lambda: copy.deepcopy(boosted.model)),
+        "pickle": said(lambda: pickle.dumps(boosted.model)),
         "rows": run({name: value[:3] for name, value in whole.items()}),
         "no mapping": run(whole["input_ids"]),
         "empty": run({}),
         "inputs": run(batch(case, rank)),
         "no loss": run({"input_ids": whole["input_ids"]}),
-        "layers": _said(lambda: boost(case, num_layers_per_stage=[1, 2])),
-        "no block": _said(lambda: boost(case, num_layers_per_stage=[2, 0])),
-        "blocks": _said(lambda: boost(case, **SCHEDULES["interleaved"])),
-        "t5": _said(lambda: boost(FAMILIES["t5"])),
-        "quantised": _said(lambda: boost(Case("packed", _quantised, case.batch))),
-        "vit": _said(lambda: boost(FAMILIES["vit"])),
-        "seed": _said(lambda: _lazily_seeded(rank)),
-        "state": _said(lambda: boost(case, optimizer=_stepped)),
-        "ranks": _said(lambda: boost(case, pp_size=3)),
+        "layers": said(lambda: boost(case, num_layers_per_stage=[1, 2])),
+        "no block": said(lambda: boost(case, num_layers_per_stage=[2, 0])),
+        "blocks": said(lambda: boost(case, **SCHEDULES["interleaved"])),
+        "t5": said(lambda: boost(FAMILIES["t5"])),
+        "quantised": said(lambda: boost(Case("packed", quantised, case.batch))),
+        "vit": said(lambda: boost(FAMILIES["vit"])),
+        "seed": said(lambda: _lazily_seeded(rank)),
+        "state": said(lambda: boost(case, optimizer=_stepped)),
+        "ranks": said(lambda: boost(case, pp_size=3)),
     }
     plain_booster = castor.Booster(castor.GeminiPlugin(device="cpu", device_memory=GIB))
-    found["whole"] = _said(lambda: plain_booster.execute_pipeline(iter([whole]), case.model()))
+    found["whole"] = said(lambda: plain_booster.execute_pipeline(iter([whole]), case.model()))
     found["works"] = train(case, boosted, 0, 1)
-    _write_own(directory, "refused", found)
+    write_own(directory, "refused", found)
 
 
 def _named_optimizer(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
@@ -509,7 +509,7 @@ def one_dies(directory: Path) -> None:
         train(case, boosted, 1, 1)
         boosted.booster.save_model(boosted.model, directory / "model")
     except castor.Error as error:
-        _write_own(directory, "one_dies", [str(error), time.monotonic() - start])
+        write_own(directory, "one_dies", [str(error), time.monotonic() - start])
     sys.stdout.flush()
     os._exit(0)
 
@@ -553,7 +553,7 @@ def one_fails(directory: Path) -> None:
             work()
         except (castor.Error, ValueError) as error:
             said.append([type(error).__name__, str(error), time.monotonic() - start])
-    _write_own(directory, "one_fails", said)
+    write_own(directory, "one_fails", said)
 
 
 if __name__ == "__main__":

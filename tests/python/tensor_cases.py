@@ -34,7 +34,7 @@ LOSS = 1e-5
 """How near losses are: relative, of each of so many clipped steps in fp32."""
 
 
-def _decoder(name: str, config: type, **settings: Any) -> Case:
+def decoder(name: str, config: type, **settings: Any) -> Case:
     common: dict[str, Any] = {
         "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 96,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -49,20 +49,20 @@ def _decoder(name: str, config: type, **settings: Any) -> Case:
 
 
 def _without_kv(config: type, name: str, **settings: Any) -> Case:
-    return _decoder(name, config, num_key_value_heads=None, **settings)
+    return decoder(name, config, num_key_value_heads=None, **settings)
 
 
 FAMILIES = CASES | {
     case.name: case
     for case in (
-        _decoder("qwen3", hf.Qwen3Config, head_dim=12),
-        _decoder("mistral", hf.MistralConfig),
-        _decoder("windows", hf.MistralConfig, sliding_window=5),
-        _decoder("eager", hf.LlamaConfig, attn_implementation="eager"),
-        _decoder("gemma2", hf.Gemma2Config, head_dim=12),
-        _decoder("glm", hf.GlmConfig, head_dim=12),
-        _decoder("phi3", hf.Phi3Config),
-        _decoder("qwen2_moe", hf.Qwen2MoeConfig, num_experts=4, num_experts_per_tok=2,
+        decoder("qwen3", hf.Qwen3Config, head_dim=12),
+        decoder("mistral", hf.MistralConfig),
+        decoder("windows", hf.MistralConfig, sliding_window=5),
+        decoder("eager", hf.LlamaConfig, attn_implementation="eager"),
+        decoder("gemma2", hf.Gemma2Config, head_dim=12),
+        decoder("glm", hf.GlmConfig, head_dim=12),
+        decoder("phi3", hf.Phi3Config),
+        decoder("qwen2_moe", hf.Qwen2MoeConfig, num_experts=4, num_experts_per_tok=2,
                  moe_intermediate_size=48, shared_expert_intermediate_size=48),
         _without_kv(hf.GPTNeoXConfig, "gpt_neox", hidden_dropout=0.0, attention_dropout=0.0),
         _without_kv(hf.BloomConfig, "bloom", hidden_dropout=0.0, attention_dropout=0.0),
@@ -84,14 +84,14 @@ EXPERTS = {
     for case in (
         FAMILIES["mixtral"],
         FAMILIES["qwen2_moe"],
-        _decoder("qwen3_moe", hf.Qwen3MoeConfig, head_dim=12, num_experts=6,
+        decoder("qwen3_moe", hf.Qwen3MoeConfig, head_dim=12, num_experts=6,
                  num_experts_per_tok=2, moe_intermediate_size=48),
-        _decoder("olmoe", hf.OlmoeConfig, num_experts=4, num_experts_per_tok=2),
-        _decoder("gpt_oss", hf.GptOssConfig, head_dim=12, num_local_experts=4,
+        decoder("olmoe", hf.OlmoeConfig, num_experts=4, num_experts_per_tok=2),
+        decoder("gpt_oss", hf.GptOssConfig, head_dim=12, num_local_experts=4,
                  num_experts_per_tok=2),
-        _decoder("router_loss", hf.MixtralConfig, num_local_experts=4, num_experts_per_tok=2,
+        decoder("router_loss", hf.MixtralConfig, num_local_experts=4, num_experts_per_tok=2,
                  output_router_logits=True, router_aux_loss_coef=0.1),
-        _decoder("grouped", hf.MixtralConfig, num_local_experts=4, num_experts_per_tok=2,
+        decoder("grouped", hf.MixtralConfig, num_local_experts=4, num_experts_per_tok=2,
                  experts_implementation="grouped_mm"),
     )
 }  # fmt: skip
@@ -105,7 +105,7 @@ SEQUENCES = ("llama", "qwen3", "mistral", "gemma2", "glm", "phi3", "gpt_neox", "
              "mixtral", "windows", "eager")  # fmt: skip
 """Families whose sequences are divided."""
 GATHERED = {name: FAMILIES[name] for name in SEQUENCES} | {
-    "three_heads": _decoder("three_heads", hf.LlamaConfig, num_attention_heads=3,
+    "three_heads": decoder("three_heads", hf.LlamaConfig, num_attention_heads=3,
                             num_key_value_heads=3),
     "sinks": EXPERTS["gpt_oss"],
 }  # fmt: skip
@@ -183,8 +183,8 @@ def families(directory: Path) -> None:
         own = sum(param.numel() for param in boosted.model.parameters())
         whole = sum(param.numel() for param in case.model().parameters())
         found[name] = [mine, plain(case), own / whole]
-        assert _of_all(mine) == [mine] * distributed.get_world_size()
-    _write(directory, "families", found)
+        assert of_all(mine) == [mine] * distributed.get_world_size()
+    write(directory, "families", found)
 
 
 def settings(directory: Path) -> None:
@@ -215,7 +215,7 @@ def settings(directory: Path) -> None:
         for precision, state_format in (("bf16", "split"), ("bf16", "split_bf16"), ("fp16", None)):
             boosted = boost(case, size, precision=precision, optim_state_format=state_format)
             found[f"{name} {precision} {state_format}"] = train(case, boosted)
-    _write(directory, "settings", found)
+    write(directory, "settings", found)
 
 
 def data_too(directory: Path) -> None:
@@ -225,18 +225,18 @@ def data_too(directory: Path) -> None:
         case = FAMILIES[name]
         boosted = boost(case, 2)
         losses = torch.tensor(train(case, boosted, share=rank // 2, of=2))
-        everyone = _of_all(losses.tolist())
+        everyone = of_all(losses.tolist())
         assert everyone[0] == everyone[1]
         assert everyone[2] == everyone[3]
         found[name] = [(a + b) / 2 for a, b in zip(everyone[0], everyone[2], strict=True)]
         loader = boosted.booster.plugin.prepare_dataloader(list(range(8)), 2)
-        found[f"{name} data"] = _of_all([batch.tolist() for batch in loader])
+        found[f"{name} data"] = of_all([batch.tolist() for batch in loader])
         boosted.booster.save(directory / name, boosted.model, boosted.optimizer)
         found[f"{name} later"] = train(case, boosted, STEPS, 2)
         again = boost(case, 2, lazy=True)
         again.booster.load(directory / name, again.model, again.optimizer)
         assert train(case, again, STEPS, 2) == found[f"{name} later"]
-    _write(directory, "data_too", found)
+    write(directory, "data_too", found)
 
 
 def saved(directory: Path) -> None:
@@ -261,7 +261,7 @@ def saved(directory: Path) -> None:
         mine, theirs = (list(one.model.parameters()) for one in (again, boosted))
         assert all(map(torch.equal, mine, theirs))
         found[name] = later
-    _write(directory, "saved", found)
+    write(directory, "saved", found)
 
 
 def loaded(directory: Path) -> None:
@@ -272,7 +272,7 @@ def loaded(directory: Path) -> None:
     losses = train(case, boosted, 3, 3)
     boosted.booster.load(directory / "run", boosted.model, boosted.optimizer)
     boosted.booster.save(directory / "again", boosted.model, boosted.optimizer)
-    _write(directory, "loaded", losses)
+    write(directory, "loaded", losses)
 
 
 def uses(directory: Path) -> None:
@@ -308,11 +308,11 @@ def uses(directory: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     booster.boost(model, optimizer)
     losses = train(dropping, Boosted(booster, model, optimizer), 0, 3)
-    assert _of_all(losses) == [losses, losses]
-    _write(directory, "uses", found)
+    assert of_all(losses) == [losses, losses]
+    write(directory, "uses", found)
 
 
-def _quantised() -> Any:
+def quantised() -> Any:
     model: Any = FAMILIES["llama"].model()
     attention = model.model.layers[1].self_attn
     attention.q_proj = Linear4bit(attention.q_proj)
@@ -325,31 +325,29 @@ def refused(directory: Path) -> None:
     boosted = boost(case, 2)
     batch = case.batch(rank)
     found = {
-        "copy": _said(lambda: copy.deepcopy(boosted.model)),
-        "pickle": _said(lambda: pickle.dumps(boosted.model)),
-        "state_dict": _said(lambda: boosted.model.state_dict()),
-        "inputs": _said(lambda: boosted.model(**batch)),
-        "ranks": _said(lambda: boost(case, 3)),
-        "heads": _said(lambda: boost(_decoder("odd", hf.LlamaConfig, num_key_value_heads=1), 2)),
-        "multi_query": _said(
-            lambda: boost(_without_kv(hf.FalconConfig, "mq", multi_query=True), 2)
-        ),
-        "alibi": _said(
+        "copy": said(lambda: copy.deepcopy(boosted.model)),
+        "pickle": said(lambda: pickle.dumps(boosted.model)),
+        "state_dict": said(lambda: boosted.model.state_dict()),
+        "inputs": said(lambda: boosted.model(**batch)),
+        "ranks": said(lambda: boost(case, 3)),
+        "heads": said(lambda: boost(decoder("odd", hf.LlamaConfig, num_key_value_heads=1), 2)),
+        "multi_query": said(lambda: boost(_without_kv(hf.FalconConfig, "mq", multi_query=True), 2)),
+        "alibi": said(
             lambda: boost(_without_kv(hf.FalconConfig, "a", multi_query=False, alibi=True), 2)
         ),
-        "no plan": _said(lambda: boost(Case("tower", tower, case.batch), 2)),
-        "unknown name": _said(lambda: boost(case, 2, tp_plan={"model.layer.*": "colwise"})),
-        "unknown style": _said(lambda: boost(case, 2, tp_plan={"lm_head": "diagonal"})),
-        "wrong module": _said(lambda: boost(case, 2, tp_plan={"model.norm": "colwise"})),
-        "quantised": _said(lambda: boost(Case("packed", _quantised, case.batch), 2)),
-        "muon": _said(lambda: boost(case, 2, optimizer=lambda p: torch.optim.RMSprop(p, lr=0.1))),
-        "state": _said(lambda: boost(case, 2, optimizer=_stepped)),
-        "int8": _said(lambda: boost(case, 2, precision="bf16", optim_state_format="split_int8")),
-        "models": _said(lambda: boost(FAMILIES["llama" if rank else "mistral"], 2, max_norm=rank)),
+        "no plan": said(lambda: boost(Case("tower", tower, case.batch), 2)),
+        "unknown name": said(lambda: boost(case, 2, tp_plan={"model.layer.*": "colwise"})),
+        "unknown style": said(lambda: boost(case, 2, tp_plan={"lm_head": "diagonal"})),
+        "wrong module": said(lambda: boost(case, 2, tp_plan={"model.norm": "colwise"})),
+        "quantised": said(lambda: boost(Case("packed", quantised, case.batch), 2)),
+        "muon": said(lambda: boost(case, 2, optimizer=lambda p: torch.optim.RMSprop(p, lr=0.1))),
+        "state": said(lambda: boost(case, 2, optimizer=_stepped)),
+        "int8": said(lambda: boost(case, 2, precision="bf16", optim_state_format="split_int8")),
+        "models": said(lambda: boost(FAMILIES["llama" if rank else "mistral"], 2, max_norm=rank)),
     }
     # The model works on after each of them.
     found["works"] = train(case, boosted, 0, 1)
-    _write_own(directory, "refused", found)
+    write_own(directory, "refused", found)
 
 
 def padded(case: Case, seed: int) -> dict[str, torch.Tensor]:
@@ -380,7 +378,7 @@ def sequences(directory: Path) -> None:
         case = FAMILIES[name]
         boosted = boost(case, sp_size=size)
         losses = [boosted.step(boosted.model(**padded(case, seed)).loss) for seed in range(STEPS)]
-        assert _of_all(losses) == [losses] * size
+        assert of_all(losses) == [losses] * size
         found[name] = losses
     if size == 2:
         case = FAMILIES["opt"]
@@ -388,7 +386,7 @@ def sequences(directory: Path) -> None:
         found["in front"] = [
             boosted.step(boosted.model(**padded_in_front(case, seed)).loss) for seed in range(STEPS)
         ]
-    _write(directory, "sequences", found)
+    write(directory, "sequences", found)
 
 
 def gathered_sequences(directory: Path) -> None:
@@ -401,11 +399,11 @@ def gathered_sequences(directory: Path) -> None:
             losses = [
                 boosted.step(boosted.model(**padded(case, seed)).loss) for seed in range(STEPS)
             ]
-            assert _of_all(losses) == [losses] * size
+            assert of_all(losses) == [losses] * size
             assert found.setdefault(name, losses) == losses
     unpadded = boost(case, sp_size=size, sequence_parallelism_mode="all_gather")
     found["unpadded"] = train(case, unpadded, 0, 3)
-    _write(directory, "gathered_sequences", found)
+    write(directory, "gathered_sequences", found)
 
 
 def packed(case: Case, seed: int) -> dict[str, Any]:
@@ -425,7 +423,7 @@ def ring_sequences(directory: Path) -> None:
     def losses_of(case: Case, batches: Batches, steps: int = STEPS, **given: Any) -> list[float]:
         boosted = boost(case, **({"sp_size": size} | RING | given))
         losses = [boosted.step(boosted.model(**batches(case, seed)).loss) for seed in range(steps)]
-        assert _of_all(losses) == [losses] * size
+        assert of_all(losses) == [losses] * size
         return losses
 
     for name in GATHERED if size == 2 else ("llama", "gpt2", "windows", "three_heads"):
@@ -446,7 +444,7 @@ def ring_sequences(directory: Path) -> None:
     if size == 4:
         found["copies"] = _with_copies(llama, 2, sp_size=2, **RING)
         found["layers too"] = _with_copies(llama, 4, size=2, sp_size=2, **RING)
-        _write(directory, "ring_sequences", found)
+        write(directory, "ring_sequences", found)
         return
     # Blocks recomputed, or kept elsewhere, have the same bits; with dropout they draw the same.
     dropout = gpt2_with_dropout()
@@ -476,14 +474,14 @@ def ring_sequences(directory: Path) -> None:
     )
     found["criterion"] = done["loss"].item()
     found["lengths"] = _lengths()
-    _write(directory, "ring_sequences", found)
+    write(directory, "ring_sequences", found)
 
 
 def _with_copies(case: Case, sharing: int, **given: Any) -> list[float]:
     """Mean losses of copies of the model, each of `sharing` ranks with its share of the batch."""
     copies, mine = distributed.get_world_size() // sharing, distributed.get_rank() // sharing
     losses = train(case, boost(case, **given), share=mine, of=copies)
-    return torch.tensor(_of_all(losses)).mean(0).tolist()
+    return torch.tensor(of_all(losses)).mean(0).tolist()
 
 
 class _Lengths(TorchDispatchMode):
@@ -540,7 +538,7 @@ def sequence_settings(directory: Path) -> None:
             losses.append(boosted.step(case.loss(boosted.model(**batch), batch)))
             with torch.no_grad():
                 boosted.model(input_ids=ids)
-        found[name] = (torch.tensor(_of_all(losses)).mean(0)).tolist()
+        found[name] = (torch.tensor(of_all(losses)).mean(0)).tolist()
         if name == "plain":
             generated = boosted.model.generate(  # type: ignore[operator]
                 ids, max_new_tokens=4, do_sample=False, pad_token_id=0
@@ -558,13 +556,13 @@ def sequence_settings(directory: Path) -> None:
         logits = boosted.model(input_ids=batch["input_ids"]).logits
         losses.append(boosted.step(_own_loss(logits, batch["labels"])))
     found["own loss"] = losses
-    _write(directory, "sequence_settings", found)
+    write(directory, "sequence_settings", found)
 
 
 def activation_bytes(directory: Path) -> None:
     """Peaks of what is not the model, of long sequences, by how they are divided."""
     found = {}
-    case = _decoder("long", hf.LlamaConfig, max_position_embeddings=1024)
+    case = decoder("long", hf.LlamaConfig, max_position_embeddings=1024)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCABULARY, (2, 1024), generator=generator)
     for name, sizes in {
@@ -576,7 +574,7 @@ def activation_bytes(directory: Path) -> None:
         for _ in range(2):
             boosted.step(boosted.model(input_ids=ids, labels=ids).loss)
         found[name] = boosted.report().peak_nonmodel_bytes
-    _write(directory, "activation_bytes", found)
+    write(directory, "activation_bytes", found)
 
 
 def divided_loss(directory: Path) -> None:
@@ -588,7 +586,7 @@ def divided_loss(directory: Path) -> None:
         boosted = boost(case, 2, sp_size=size // 2, parallel_output=True)
         assert boosted.model(**padded(case, 0)).logits is None
         losses = [boosted.step(boosted.model(**padded(case, seed)).loss) for seed in range(STEPS)]
-        assert _of_all(losses) == [losses] * size
+        assert of_all(losses) == [losses] * size
         found[name] = losses
     ids = padded(case, 0)["input_ids"]
     with torch.no_grad():
@@ -597,12 +595,12 @@ def divided_loss(directory: Path) -> None:
     found["llama bf16"] = [
         reduced.step(reduced.model(**padded(FAMILIES["llama"], seed)).loss) for seed in range(STEPS)
     ]
-    found["bert"] = _said(lambda: boost(FAMILIES["bert"], 2, parallel_output=True))
-    found["no head"] = _said(
+    found["bert"] = said(lambda: boost(FAMILIES["bert"], 2, parallel_output=True))
+    found["no head"] = said(
         lambda: boost(FAMILIES["llama"], 2, parallel_output=True,
                       tp_plan={"model.layers.*.mlp.down_proj": "rowwise_split_input"})
     )  # fmt: skip
-    _write(directory, "divided_loss", found)
+    write(directory, "divided_loss", found)
 
 
 def experts(directory: Path) -> None:
@@ -611,10 +609,10 @@ def experts(directory: Path) -> None:
     for name, case in EXPERTS.items():
         boosted = boost(case, ep_size=size)
         losses = train(case, boosted)
-        assert _of_all(losses) == [losses] * size
+        assert of_all(losses) == [losses] * size
         own = sum(param.numel() for param in boosted.model.parameters())
         found[name] = [losses, own]
-    _write(directory, "experts", found)
+    write(directory, "experts", found)
 
 
 def expert_settings(directory: Path) -> None:
@@ -628,7 +626,7 @@ def expert_settings(directory: Path) -> None:
         share = rank // (size // copies)
         boosted = boost(case, **{"ep_size": 2} | given)  # type: ignore[arg-type]
         losses = train(case, boosted, share=share, of=copies)
-        found[name] = torch.tensor(_of_all(losses)).mean(0).tolist()
+        found[name] = torch.tensor(of_all(losses)).mean(0).tolist()
     ample = boost(case, ep_size=2)
     train(case, ample, 0, 3)
     own = sum(param.nbytes for param in ample.model.parameters())
@@ -646,12 +644,12 @@ def expert_settings(directory: Path) -> None:
     again = boost(case, ep_size=2, lazy=True)
     again.booster.load(directory / "run", again.model, again.optimizer)
     assert train(case, again, 3, 3) == found["later"]
-    _write(directory, "expert_settings", found)
+    write(directory, "expert_settings", found)
 
 
 def unchosen_experts(directory: Path) -> None:
     """Steps over one token, which chooses one expert: the other rank's get none."""
-    case = _decoder("one", hf.MixtralConfig, num_local_experts=4, num_experts_per_tok=1)
+    case = decoder("one", hf.MixtralConfig, num_local_experts=4, num_experts_per_tok=1)
 
     def decaying(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=0.01, weight_decay=0.5)
@@ -673,27 +671,27 @@ def unchosen_experts(directory: Path) -> None:
     for mine, whole in zip(divided.model.layers, model.model.layers, strict=True):
         theirs = whole.mlp.experts.down_proj.detach().chunk(2)[distributed.get_rank()]
         far = max(far, (mine.mlp.experts.down_proj.detach() - theirs).abs().max().item())
-    found.append([max(_of_all(far)), 0.0])
-    _write(directory, "unchosen_experts", found)
+    found.append([max(of_all(far)), 0.0])
+    write(directory, "unchosen_experts", found)
 
 
 def experts_refused(directory: Path) -> None:
     """What has no experts that can be divided."""
     mixtral = EXPERTS["mixtral"]
     found = {
-        "none": _said(lambda: boost(FAMILIES["llama"], ep_size=2)),
-        "few": _said(
-            lambda: boost(_decoder("one", hf.MixtralConfig, num_local_experts=1,
+        "none": said(lambda: boost(FAMILIES["llama"], ep_size=2)),
+        "few": said(
+            lambda: boost(decoder("one", hf.MixtralConfig, num_local_experts=1,
                                    num_experts_per_tok=1), ep_size=2)
         ),
-        "list": _said(lambda: boost(Case("mixture", Mixture, mixtral.batch), ep_size=2)),
-        "ranks": _said(lambda: boost(mixtral, ep_size=3)),
-        "muon": _said(
+        "list": said(lambda: boost(Case("mixture", Mixture, mixtral.batch), ep_size=2)),
+        "ranks": said(lambda: boost(mixtral, ep_size=3)),
+        "muon": said(
             lambda: boost(mixtral, ep_size=2, optimizer=lambda p: torch.optim.RMSprop(p, lr=0.1))
         ),
     }  # fmt: skip
     found["works"] = train(mixtral, boost(mixtral, ep_size=2), 0, 1)
-    _write_own(directory, "experts_refused", found)
+    write_own(directory, "experts_refused", found)
 
 
 class Mixture(nn.Module):
@@ -716,50 +714,49 @@ def sequences_refused(directory: Path) -> None:
     boosted = boost(llama, sp_size=2)
     ids = batch["input_ids"]
     found = {
-        name: _said(lambda name=name: boost(FAMILIES[name], sp_size=2))  # type: ignore[misc]
+        name: said(lambda name=name: boost(FAMILIES[name], sp_size=2))  # type: ignore[misc]
         for name in ("t5", "bert", "bloom", "falcon", "vit")
     }
     found |= {
-        "odd": _said(lambda: boosted.model(input_ids=ids[:, :-1], labels=ids[:, :-1])),
-        "packed": _said(lambda: boosted.model(**packed(llama, 0) | {"use_cache": True})),
-        "positions": _said(lambda: boosted.model(**batch, position_ids=ids[None])),
-        "mask": _said(lambda: boosted.model(**batch, attention_mask=ids[:, None, None] > 0)),
-        "argument": _said(lambda: boosted.model(**batch, output_hidden_states=True)),
-        "inputs": _said(lambda: boosted.model(**llama.batch(rank))),
-        "heads": _said(
+        "odd": said(lambda: boosted.model(input_ids=ids[:, :-1], labels=ids[:, :-1])),
+        "packed": said(lambda: boosted.model(**packed(llama, 0) | {"use_cache": True})),
+        "positions": said(lambda: boosted.model(**batch, position_ids=ids[None])),
+        "mask": said(lambda: boosted.model(**batch, attention_mask=ids[:, None, None] > 0)),
+        "argument": said(lambda: boosted.model(**batch, output_hidden_states=True)),
+        "inputs": said(lambda: boosted.model(**llama.batch(rank))),
+        "heads": said(
             lambda: boost(
-                _decoder("three", hf.LlamaConfig, num_attention_heads=3, num_key_value_heads=3,
+                decoder("three", hf.LlamaConfig, num_attention_heads=3, num_key_value_heads=3,
                          hidden_size=48), sp_size=2)
         ),
-        "conv": _said(
+        "conv": said(
             lambda: boost(
-                _decoder("conv", hf.Lfm2Config, layer_types=["conv", "full_attention"]), sp_size=2)
+                decoder("conv", hf.Lfm2Config, layer_types=["conv", "full_attention"]), sp_size=2)
         ),
-        "roberta": _said(
+        "roberta": said(
             lambda: boost(_without_kv(hf.RobertaConfig, "roberta", is_decoder=True), sp_size=2)
         ),
-        "mode": _said(lambda: boost(llama, sp_size=2, sequence_parallelism_mode="ring")),
-        "layers": _said(lambda: boost(llama, 2, sequence_parallelism_mode="split_gather")),
+        "mode": said(lambda: boost(llama, sp_size=2, sequence_parallelism_mode="ring")),
         "works": [boosted.step(boosted.model(**batch).loss)],
     }  # fmt: skip
     boosted = boost(llama, sp_size=2, **RING)
-    found["pieces"] = _said(lambda: boosted.model(**{name: x[:, 2:] for name, x in batch.items()}))
+    found["pieces"] = said(lambda: boosted.model(**{name: x[:, 2:] for name, x in batch.items()}))
     attention: Any = boosted.model.model.layers[1].self_attn  # type: ignore[union-attr, index]
     with _extra(attention, position_bias=ids):
-        found["bias"] = _said(lambda: boosted.model(**batch))
+        found["bias"] = said(lambda: boosted.model(**batch))
     with _extra(attention, tilt=0.5):
-        found["option"] = _said(lambda: boosted.model(**batch))
+        found["option"] = said(lambda: boosted.model(**batch))
     with _extra(attention, attention_mask=torch.zeros(2, 1, 12, 12)):
-        found["own mask"] = _said(lambda: boosted.model(**batch))
+        found["own mask"] = said(lambda: boosted.model(**batch))
     found["ring works"] = [boosted.step(boosted.model(**batch).loss)]
     # Its model is what it was: with other attention it is boosted.
-    model: Any = _decoder("flex", hf.LlamaConfig, attn_implementation="flex_attention").model()
+    model: Any = decoder("flex", hf.LlamaConfig, attn_implementation="flex_attention").model()
     flex = Case("flex", lambda: model, llama.batch)
-    found["attention"] = _said(lambda: boost(flex, sp_size=2))
+    found["attention"] = said(lambda: boost(flex, sp_size=2))
     model.set_attn_implementation("sdpa")
     boosted = boost(flex, sp_size=2)
     found["other attention"] = [boosted.step(boosted.model(**batch).loss)]
-    _write_own(directory, "sequences_refused", found)
+    write_own(directory, "sequences_refused", found)
 
 
 @contextmanager
@@ -779,7 +776,8 @@ def one_dies(directory: Path) -> None:
     kind, phase = os.environ["KIND"], os.environ["PHASE"]
     case = FAMILIES["llama"]
     sizes: dict[str, Any] = {
-        "tp_size": {"size": 2}, "sp_size": {"sp_size": 2}, "ring_attn": {"sp_size": 2} | RING
+        "tp_size": {"size": 2}, "sp_size": {"sp_size": 2}, "ring_attn": {"sp_size": 2} | RING,
+        "split_gather": {"size": 2, "sequence_parallelism_mode": "split_gather"},
     }  # fmt: skip
     boosted = boost(case, **sizes[kind])
     train(case, boosted, 0, 1)
@@ -802,7 +800,7 @@ def one_dies(directory: Path) -> None:
         train(case, boosted, 1, 1)
         boosted.booster.save_model(boosted.model, directory / "model")
     except castor.Error as error:
-        _write(directory, "one_dies", [str(error), time.monotonic() - start])
+        write(directory, "one_dies", [str(error), time.monotonic() - start])
     sys.stdout.flush()
     os._exit(0)  # there is nobody to meet at the end
 
@@ -823,7 +821,7 @@ def own_plan(directory: Path) -> None:
             x = torch.randn((4, 32), generator=generator)
             labels = torch.randint(0, 4, (4,), generator=generator)
             losses[size].append(boosted.step(boosted.model(x, labels=labels)))
-    _write(directory, "own_plan", list(losses.values()))
+    write(directory, "own_plan", list(losses.values()))
 
 
 def _stepped(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
@@ -834,7 +832,7 @@ def _stepped(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _said(work: Callable[[], Any]) -> str:
+def said(work: Callable[[], Any]) -> str:
     try:
         work()
     except Exception as error:
@@ -842,18 +840,18 @@ def _said(work: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def _of_all(value: Any) -> list[Any]:
+def of_all(value: Any) -> list[Any]:
     everyone: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(everyone, value)
     return everyone
 
 
-def _write(directory: Path, name: str, found: Any) -> None:
+def write(directory: Path, name: str, found: Any) -> None:
     if distributed.get_rank() == 0:
         (directory / f"{name}.json").write_text(json.dumps(found))
 
 
-def _write_own(directory: Path, name: str, found: Any) -> None:
+def write_own(directory: Path, name: str, found: Any) -> None:
     (directory / f"{name}{distributed.get_rank()}.json").write_text(json.dumps(found))
 
 

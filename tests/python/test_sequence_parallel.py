@@ -156,7 +156,6 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("conv", "NotImplementedError", "layers of type 'conv' mix tokens outside of attention"),
         ("roberta", "NotImplementedError", "from where its input_ids are no padding"),
         ("mode", "NotImplementedError", "'ring'"),
-        ("layers", "NotImplementedError", "between the layers of tp_size ranks"),
         ("pieces", "UsageError", "sequences of 22 tokens into 4 pieces; pad them to 24"),
         ("bias", "NotImplementedError", "position_bias"),
         ("option", "NotImplementedError", "LlamaAttention gives its attention 'tilt'"),

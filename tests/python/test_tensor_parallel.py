@@ -235,6 +235,8 @@ def test_arguments_are_known_by_name_however_they_are_given() -> None:
         ("sp_size", "forward"),
         ("sp_size", "step"),
         ("ring_attn", "backward"),
+        ("split_gather", "forward"),
+        ("split_gather", "backward"),
     ],
 )
 def test_a_rank_that_dies_is_named(

@@ -26,7 +26,7 @@ from castor.runtime.boosted_model import _models
 from castor.runtime.torch_model import here
 from helpers import GIB
 from rank_cases import EXACT, STEPS, RankCase, _uneven
-from tensor_cases import _write_own
+from tensor_cases import write_own
 from zoo import CASES as ZOO
 from zoo import Tower, tower, tower_batch
 
@@ -242,7 +242,7 @@ def astride(directory: Path) -> None:
                 found[f"{name} {inside}"] = norm if first.grad is not None else "no gradient"
             except castor.UsageError:
                 found[f"{name} {inside}"] = "refused"
-    _write_own(directory, "astride", found)
+    write_own(directory, "astride", found)
 
 
 def accumulated(directory: Path) -> None:
@@ -278,7 +278,7 @@ def on_three(directory: Path) -> None:
     booster.save(directory / "again", model, optimizer)
     losses.append(step(10 + rank))
     rows = [len(here(param)) for param in model.parameters()]
-    _write_own(directory, "on_three", [losses, rows, booster.report(model).steps])
+    write_own(directory, "on_three", [losses, rows, booster.report(model).steps])
 
 
 def buffers(directory: Path) -> None:
@@ -317,7 +317,7 @@ def not_finite(directory: Path) -> None:
         moved = not any(map(torch.equal, before, _here(model)))
         skips = booster.report(model).skipped_steps
         found[name] = [len(caught), gradients, kept, figures, moved, skips]
-    _write_own(directory, "not_finite", found)
+    write_own(directory, "not_finite", found)
 
 
 def others(directory: Path) -> None:
@@ -330,7 +330,7 @@ def others(directory: Path) -> None:
             boost(plugin, tower(width=width))
         except castor.UsageError as error:
             said.append(str(error))
-    _write_own(directory, "others", said)
+    write_own(directory, "others", said)
 
 
 def copies(directory: Path) -> None:
@@ -352,7 +352,7 @@ def copies(directory: Path) -> None:
         "signature": str(inspect.signature(model.forward)) == str(inspect.signature(read.forward)),
         "tokens": model.generate(batch["input_ids"], max_new_tokens=2, do_sample=False).shape[1],
     }
-    _write_own(directory, "copies", found)
+    write_own(directory, "copies", found)
 
 
 def lifetimes(directory: Path) -> None:
@@ -366,7 +366,7 @@ def lifetimes(directory: Path) -> None:
         del model, optimizer
         gc.collect()
         gone.append([ref() is None for ref in held])
-    _write_own(directory, "lifetimes", gone)
+    write_own(directory, "lifetimes", gone)
 
 
 def each(directory: Path) -> None:
@@ -388,7 +388,7 @@ def untrained(directory: Path) -> None:
         model, *_ = booster.boost(Tower().requires_grad_(False))
         with torch.no_grad():
             found.append(model(**tower_batch(0)).item())
-    _write_own(directory, "untrained", found)
+    write_own(directory, "untrained", found)
 
 
 def killed(_: Path) -> None:

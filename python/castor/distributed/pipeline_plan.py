@@ -54,22 +54,19 @@ def find_pipeline_plan(model: nn.Module) -> PipelinePlan:
     Raises:
         NotImplementedError: There is no plan for it, or it is not built as its plan says.
     """
-    base: Any = getattr(model, "base_model", None)
-    config: Any = getattr(model, "config", None)
-    kind = str(getattr(config, "model_type", ""))
-    plan = _OURS.get(kind) or _from_theirs(getattr(config, "base_model_pp_plan", None))
-    if base is None or plan is None or not isinstance(_child(base, plan.blocks), nn.ModuleList):
+    base, plan = _base_and_plan(model)
+    if base is None or plan is None:
         raise NotImplementedError(
             f"castor knows no way to cut a {type(model).__name__} into stages, and transformers "
             f"has no pp_plan for it. Castor's own: {', '.join(sorted(_OURS))}; with pp_size=1 "
             "layers (tp_size) and data are divided"
         )
-    if getattr(config, "output_router_logits", False):
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
         raise NotImplementedError(
             f"the router loss of this {type(model).__name__} (output_router_logits) needs all "
             "layers, and pp_size divides them; turn it off, or give pp_size=1"
         )
-    prefix = next((f"{name}." for name, part in model.named_modules() if part is base and name), "")
+    prefix = _prefix_of(model, base)
     outside = [
         name for name, part in model.named_children() if part is not base and _has_parameters(part)
     ]
@@ -87,6 +84,27 @@ def find_pipeline_plan(model: nn.Module) -> PipelinePlan:
                 f"pp_size divides ({', '.join(part[:-1] for part in divided)}); give pp_size=1"
             )
     return found
+
+
+def find_blocks(model: nn.Module) -> str | None:
+    """The name of the row of blocks that its hidden states go through; None: castor knows none."""
+    base, plan = _base_and_plan(model)
+    return None if base is None or plan is None else _prefix_of(model, base) + plan.blocks
+
+
+def _base_and_plan(model: nn.Module) -> tuple[nn.Module | None, PipelinePlan | None]:
+    """The part of a model that a plan is for, and the plan; nothing where its blocks are none."""
+    base: Any = getattr(model, "base_model", None)
+    config: Any = getattr(model, "config", None)
+    kind = str(getattr(config, "model_type", ""))
+    plan = _OURS.get(kind) or _from_theirs(getattr(config, "base_model_pp_plan", None))
+    if base is None or plan is None or not isinstance(_child(base, plan.blocks), nn.ModuleList):
+        return None, None
+    return base, plan
+
+
+def _prefix_of(model: nn.Module, base: nn.Module) -> str:
+    return next((f"{name}." for name, part in model.named_modules() if part is base and name), "")
 
 
 def _from_theirs(plan: Any) -> PipelinePlan | None:

@@ -11,11 +11,14 @@ from torch import nn
 
 from castor.distributed.inputs import by_name
 from castor.distributed.tensor_ranks import TensorRanks
+from castor.distributed.token_exchange import keeping
 from castor.distributed.vocabulary_loss import VocabularyLoss
 from castor.errors import UsageError
 
 Forward = Callable[..., Any]
 """(module, ranks, its argument, *args, **kwargs) -> outputs."""
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+"""What becomes of what the parts of a layer give: their sum, or this rank's tokens of it."""
 
 
 class Part:
@@ -63,7 +66,9 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def columns(m: nn.Module, ranks: TensorRanks, _: int, x: torch.Tensor) -> torch.Tensor:
     """A linear layer of which this rank has some outputs."""
-    result: torch.Tensor = _whole(m)(ranks.enter(x))
+    x = ranks.enter(x)
+    with keeping(x):
+        result: torch.Tensor = _whole(m)(x)
     return result
 
 
@@ -80,24 +85,24 @@ def head(
     return columns(m, ranks, width, x) if loss.local else gathered_columns(m, ranks, width, x)
 
 
-def rows(m: Any, ranks: TensorRanks, _: int, x: torch.Tensor) -> torch.Tensor:
+def rows(m: Any, _: TensorRanks, reduce: Reduce, x: torch.Tensor) -> torch.Tensor:
     """A linear layer of which this rank has some inputs, which come divided."""
     bias: torch.Tensor | None = m._parameters.get("bias")
     if bias is None:
-        return ranks.reduce(_whole(m)(x))
+        return reduce(_whole(m)(x))
     if is_conv1d(m):  # whose forward needs one
-        return ranks.reduce(nn.functional.linear(x, m.weight.t())) + bias
+        return reduce(nn.functional.linear(x, m.weight.t())) + bias
     m._parameters["bias"] = None  # added once
     try:
         part = _whole(m)(x)
     finally:
         m._parameters["bias"] = bias
-    return ranks.reduce(part) + bias
+    return reduce(part) + bias
 
 
-def split_rows(m: Any, ranks: TensorRanks, width: int, x: torch.Tensor) -> torch.Tensor:
-    """... which come whole; `width` of them."""
-    return rows(m, ranks, width, ranks.split(x))
+def split_rows(m: Any, ranks: TensorRanks, reduce: Reduce, x: torch.Tensor) -> torch.Tensor:
+    """... which come whole."""
+    return rows(m, ranks, reduce, ranks.split(x))
 
 
 def vocabulary(m: Any, ranks: TensorRanks, first: int, ids: torch.Tensor) -> torch.Tensor:

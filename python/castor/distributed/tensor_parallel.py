@@ -20,6 +20,7 @@ from castor.distributed import styles
 from castor.distributed.inputs import check_inputs
 from castor.distributed.parts import Cut, own_part
 from castor.distributed.tensor_ranks import TensorRanks
+from castor.distributed.token_parts import TokenParts
 from castor.distributed.vocabulary_loss import VocabularyLoss
 from castor.errors import Error, UsageError
 from castor.runtime.hooks import ModuleHook
@@ -40,6 +41,7 @@ class TensorParallel:
         ranks: TensorRanks,
         *,
         divide_loss: bool = False,
+        divide_tokens: bool = False,
     ) -> None:
         """Finds out what is cut; nothing is changed.
 
@@ -48,18 +50,20 @@ class TensorParallel:
             plan: Styles by name; see castor.distributed.tensor_plan.
             ranks: Among which.
             divide_loss: Whether the loss is computed of each rank's logits.
+            divide_tokens: Whether a rank has its tokens of what lies between divided layers.
 
         Raises:
             UsageError: A size or a module does not fit its style.
-            NotImplementedError: A style is not known, or the loss cannot be divided.
+            NotImplementedError: A style is not known, or the loss or tokens cannot be divided.
         """
         self.ranks = ranks
         self._loss = VocabularyLoss(model, ranks) if divide_loss else None
+        self._tokens = TokenParts(model, plan, ranks) if divide_tokens else None
         self.cuts: dict[torch.Tensor, Cut] = {}
         self._model = weakref.ref(model)
         self._forwards: dict[nn.Module, styles.Part] = {}
         self._attributes: list[tuple[nn.Module, str, Any]] = []
-        self._partial: list[nn.Parameter] = []
+        self._partial = list(self._tokens.partial) if self._tokens else []
         modules, params = dict(model.named_modules()), dict(model.named_parameters())
         for name, given in plan.items():
             for style in given:
@@ -103,6 +107,8 @@ class TensorParallel:
         model.register_forward_pre_hook(ModuleHook(check_inputs, self.ranks), with_kwargs=True)
         if self._loss:
             self._loss.start()
+        if self._tokens:
+            self._tokens.start()
         for module in model.modules():
             module.register_state_dict_pre_hook(ModuleHook(_check_reader, self.ranks))
 
@@ -217,8 +223,10 @@ class TensorParallel:
             gathers = kind in ("colwise_gather_output", "colwise_rep")
             self._replace(module, styles.gathered_columns if gathers else styles.columns, width)
         elif kind in ("rowwise", "rowwise_split_input", "rowwise_rep"):
-            width = self._cut_linear(name, module, inputs=True)
-            self._replace(module, styles.rows if kind == "rowwise" else styles.split_rows, width)
+            self._cut_linear(name, module, inputs=True)
+            tokens = self._tokens
+            reduce = tokens.reduce if tokens and name in tokens.rows else self.ranks.reduce
+            self._replace(module, styles.rows if kind == "rowwise" else styles.split_rows, reduce)
         elif kind == "embedding_rowwise":
             self._cut_vocabulary(name, module)
         elif kind == "heads":

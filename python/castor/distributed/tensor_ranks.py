@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from castor import _C
+from castor.distributed.token_exchange import InParts
 from castor.runtime.ranks import Peers, memory_mark
 
 
@@ -109,6 +110,8 @@ class TensorRanks(Peers):
         """
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
+        if parts := InParts.of(x):
+            return x if parts.entered is None else parts.entered
         known = self._entered.output_for(x)
         if known is None:
             known = _apply(_Enter, x, self)

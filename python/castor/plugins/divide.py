@@ -81,6 +81,8 @@ class Division:
     """How layers are; None: as castor or transformers knows it."""
     loss: bool = False
     """Whether the loss is computed of each rank's part of the vocabulary."""
+    tokens_between_layers: bool = False
+    """Whether the ranks that divide layers divide tokens of what lies between."""
     stages: Stages | None = None
     """Into which ranks divide the model; None: it is whole, and so are batches."""
 
@@ -137,7 +139,11 @@ class Division:
         if layout.tensor:
             _check_updates(optimizers, self._asked_of_layers, state_format)
             layers = TensorParallel(
-                model, self._plan_of_layers(model), layout.tensor, divide_loss=self.loss
+                model,
+                self._plan_of_layers(model),
+                layout.tensor,
+                divide_loss=self.loss,
+                divide_tokens=self.tokens_between_layers,
             )
         if layout.stages and layout.between_stages and self.stages:
             check_states(optimizers, f"the whole model, which pp_size={layout.stages.size}")

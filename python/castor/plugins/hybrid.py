@@ -15,11 +15,8 @@ from castor.plugins.divide import Division, Stages
 from castor.plugins.gemini import GeminiPlugin
 
 _STYLES: tuple[str, ...] = get_args(PipelineStyle)
-_MODES: tuple[str, ...] = get_args(Mode)
-_OF_LAYERS = (
-    ". Colossal-AI's mode of that name divides what lies between the layers of tp_size ranks, "
-    "which castor leaves whole: divide sequences among other ranks, with sp_size"
-)
+_BETWEEN_LAYERS = "split_gather"
+_MODES: tuple[str, ...] = (*get_args(Mode), _BETWEEN_LAYERS)
 
 
 class HybridParallelPlugin(GeminiPlugin):
@@ -50,7 +47,10 @@ class HybridParallelPlugin(GeminiPlugin):
         sequence_parallelism_mode: "all_to_all": in attention a rank has some of the heads, whose
             number sp_size divides, of all tokens. "all_gather": its tokens, and the keys and values
             of all. "ring_attn": its tokens, and the keys and values of one rank after the other
-            (Liu et al. 2023), which nobody has all of. Default: "all_to_all".
+            (Liu et al. 2023), which nobody has all of. "split_gather", without sp_size: the
+            ranks of tp_size divide tokens of what lies between their layers, norms, dropouts and
+            residuals (Korthikanti et al. 2022, section 4.2.2), for models whose blocks castor
+            knows; tp_size divides sequences. Default: "all_to_all".
         pp_size: Ranks among which the model is divided into stages (Narayanan et al. 2021), for
             models of transformers whose hidden states go through a row of blocks. The loop calls
             booster.execute_pipeline instead of the model; so it may with pp_size=1, which
@@ -113,11 +113,15 @@ class HybridParallelPlugin(GeminiPlugin):
         )
         if sequence_parallelism_mode not in _MODES:
             known = ", ".join(map(repr, _MODES))
-            instead = _OF_LAYERS if sequence_parallelism_mode in ("split_gather", "ring") else ""
+            ring = ". Colossal-AI's 'ring' computes what 'split_gather' does"
             raise NotImplementedError(
                 f"sequence_parallelism_mode={sequence_parallelism_mode!r} is not supported; "
-                f"{known} are{instead}"
+                f"{known} are{ring if sequence_parallelism_mode == 'ring' else ''}"
             )
+        between_layers = sequence_parallelism_mode == _BETWEEN_LAYERS
+        mode: Mode = "all_to_all" if between_layers else cast("Mode", sequence_parallelism_mode)
+        if between_layers:
+            _check_between_layers(tp_size, sp_size, pp_size)
         if tp_plan is not None and not isinstance(tp_plan, Mapping):
             raise TypeError(f"tp_plan is a {type(tp_plan).__name__}; give names and styles")
         if not isinstance(parallel_output, bool):
@@ -148,7 +152,8 @@ class HybridParallelPlugin(GeminiPlugin):
             tensor_size=tp_size,
             expert_size=ep_size,
             sequence_size=sp_size,
-            sequence_mode=cast("Mode", sequence_parallelism_mode),
+            sequence_mode=mode,
+            tokens_between_layers=between_layers,
             plan=tp_plan,
             loss=parallel_output,
             stages=stages,
@@ -185,6 +190,21 @@ def _check_on_cpu(sizes: Mapping[str, int], device: str) -> None:
             f"this one computes on {device!r}: pass device='cpu', or leave {divided[0]} out and "
             "train copies of the model on several GPUs"
         )
+
+
+def _check_between_layers(tp_size: int, sp_size: int, pp_size: int) -> None:
+    """Raises ValueError or NotImplementedError where nothing lies between divided layers."""
+    asked = f"sequence_parallelism_mode={_BETWEEN_LAYERS!r}"
+    if tp_size == 1:
+        raise ValueError(
+            f"{asked} divides tokens between the layers that tp_size ranks divide, and with "
+            "tp_size=1 none are; give a tp_size of 2 or more, or sp_size with another mode"
+        )
+    for name, size in {"sp_size": sp_size, "pp_size": pp_size}.items():
+        if size > 1:
+            raise NotImplementedError(
+                f"{asked} does not go with {name}={size}: leave {name} out, or give another mode"
+            )
 
 
 def _check_count(name: str, count: Any) -> None:

@@ -1,0 +1,311 @@
+"""Divides what lies between the divided layers of a model, by tokens.
+
+Norms, dropouts and residuals: of each block's hidden states a rank has its tokens alone. They are
+gathered where attention or an MLP begins, and what these give is summed and scattered in one.
+Source: Korthikanti et al. 2022 (see castor.distributed.token_exchange).
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from castor.distributed.inputs import by_name
+from castor.distributed.pipeline_plan import find_blocks
+from castor.distributed.tensor_ranks import TensorRanks
+from castor.distributed.token_exchange import enter_parts, own_part, parts_of_all, sum_to_parts
+from castor.errors import UsageError
+from castor.runtime.hooks import ModuleHook
+
+_COLUMNS = frozenset({"colwise", "packed_colwise", "colwise_gather_output", "colwise_rep"})
+_ROWS = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep"})
+_SUMMED = frozenset({"moe_tp_experts", "whole_experts", "all_reduce"})
+"""Styles of modules that give sums of all tokens."""
+_OF_HEADS = frozenset({"divided", "heads_of"})
+"""Styles that say nothing of parameters."""
+_ASKED = "sequence_parallelism_mode='split_gather'"
+
+
+class TokenParts:
+    """The row of blocks of a model of whose layers each rank has parts.
+
+    While there are gradients; without, every rank has all tokens: generate and evaluation.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: Mapping[str, Sequence[str]], ranks: TensorRanks
+    ) -> None:
+        """Finds out where tokens are gathered and scattered; nothing is changed.
+
+        Args:
+            model: Whose layers are divided.
+            plan: How; see castor.distributed.tensor_plan.
+            ranks: Among which.
+
+        Raises:
+            NotImplementedError: It has no row of blocks that castor knows, or one is not built of
+                divided layers and what goes from token to token.
+        """
+        blocks = find_blocks(model)
+        if blocks is None:
+            raise NotImplementedError(
+                f"{_ASKED} divides tokens between the blocks of a model, and castor knows no row "
+                f"of blocks of a {type(model).__name__}; leave it out"
+            )
+        self._model = weakref.ref(model)
+        self._ranks = ranks
+        self._blocks = blocks
+        self._forward_divides = False
+        self._num_own = 0
+        kinds = {
+            name: {style.partition(":")[0] for style in given}
+            for name, given in plan.items()
+            if name.startswith(f"{blocks}.")
+        }
+        self._regions = self._find_regions(kinds)
+        """Modules that need all tokens, and whether they give sums, of all tokens."""
+        self.rows = frozenset(
+            name
+            for name, of in kinds.items()
+            if of & _ROWS and not self._regions.get(_around(name, self._regions) or "")
+        )
+        """Names of the layers whose outputs are scattered."""
+        self.partial = self._find_partial(model, kinds)
+        """Parameters, whole on every rank, whose gradients are those of a rank's tokens."""
+
+    def start(self) -> None:
+        """After boost: divides the tokens of the forwards that have gradients from now on."""
+        model = self._model()
+        assert model is not None
+        blocks = list(model.get_submodule(self._blocks).children())
+        for block in blocks:
+            OwnNumbers(self).start(block)
+        model.register_forward_pre_hook(ModuleHook(_check_outputs), with_kwargs=True)
+        blocks[0].register_forward_pre_hook(ModuleHook(self._divide), with_kwargs=True)
+        blocks[-1].register_forward_hook(ModuleHook(self._join))
+        for name, sums in self._regions.items():
+            module = model.get_submodule(name)
+            module.register_forward_pre_hook(ModuleHook(self._gather), with_kwargs=True)
+            if sums:
+                NoNumbers(self, name).start(module)
+                module.register_forward_hook(ModuleHook(self._keep_own))
+
+    @property
+    def rank(self) -> int:
+        """Which of the ranks this is."""
+        return self._ranks.rank
+
+    @property
+    def divides(self) -> bool:
+        """Whether hidden states are of this rank's tokens in the forward under way."""
+        # What runs in a backward is a block that it runs again; without gradients none would.
+        return self._forward_divides or torch._C._current_graph_task_id() != -1
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """What a layer gives whose inputs are divided: the sums, of this rank's tokens."""
+        if not self.divides:
+            return self._ranks.reduce(x)
+        return sum_to_parts(x, self._ranks, _tokens_of(x))
+
+    def _find_regions(self, kinds: Mapping[str, set[str]]) -> dict[str, bool]:
+        found: dict[str, bool] = {}
+        for name, of in kinds.items():
+            if of & (_COLUMNS | _SUMMED):
+                region = self._region_for(name, kinds)
+                found[region] = found.get(region, False) or bool(of & _SUMMED)
+        merged: dict[str, bool] = {}
+        for name, sums in found.items():
+            outermost = min((one for one in found if _is_within(name, one)), key=len)
+            merged[outermost] = merged.get(outermost, False) or sums
+        return merged
+
+    def _region_for(self, name: str, kinds: Mapping[str, set[str]]) -> str:
+        """The module around a layer that counts heads, or its parent; the layer where that is none.
+
+        Above them is the block.
+        """
+        parts = name.split(".")
+        block = self._blocks.count(".") + 2
+        above = [".".join(parts[:upto]) for upto in range(len(parts) - 1, block, -1)]
+        counting = (one for one in above if _OF_HEADS & kinds.get(one, set()))
+        return next(counting, above[0] if above else name)
+
+    def _find_partial(self, model: nn.Module, kinds: Mapping[str, set[str]]) -> list[nn.Parameter]:
+        found = []
+        # What the plan says of a parameter it says of its gradient.
+        planned = {name: of - _OF_HEADS for name, of in kinds.items()}
+        for name, param in model.get_submodule(self._blocks).named_parameters():
+            name = f"{self._blocks}.{name}"
+            layer, _, kind = name.rpartition(".")
+            region = _around(name, self._regions)
+            if layer in self.rows:
+                if kind == "bias":  # added to this rank's tokens
+                    found.append(param)
+                continue
+            if any(of and _is_within(name, one) for one, of in planned.items()):
+                continue
+            if region is None and "Norm" in type(model.get_submodule(layer)).__name__:
+                found.append(param)
+            elif region is None or not self._regions[region]:
+                raise NotImplementedError(
+                    f"{_ASKED} does not know whether '{name}' of this {type(model).__name__}, "
+                    f"which the ranks do not divide, needs all tokens: its module is a "
+                    f"{type(model.get_submodule(layer)).__name__}; leave it out"
+                )
+        return found
+
+    def _divide(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A pre-hook of the first block: this rank's tokens.
+
+        Raises:
+            UsageError: They cannot be divided evenly.
+        """
+        self._forward_divides = torch.is_grad_enabled()
+        return self._of_hidden(args, kwargs, self._own)
+
+    def _own(self, x: torch.Tensor) -> torch.Tensor:
+        length, size = x.shape[1], self._ranks.size
+        if length % size:
+            raise UsageError(
+                f"{_ASKED}: tp_size={size} ranks cannot divide sequences of {length} tokens; pad "
+                f"them to {-(-length // size) * size}"
+            )
+        self._num_own = length // size
+        return own_part(x, self._ranks, 1)
+
+    def _join(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """A hook of the last block: the tokens of all."""
+        return self._of_output(output, self._all)
+
+    def _all(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] != self._num_own:
+            raise NotImplementedError(
+                f"{_ASKED} gave the blocks {self._num_own} tokens of hidden states, and they made "
+                f"{x.shape[1]} of them: something of all tokens is added there; leave it out"
+            )
+        return parts_of_all(x, self._ranks, 1)
+
+    def _gather(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A pre-hook of what needs all tokens."""
+        return self._of_hidden(args, kwargs, lambda x: enter_parts(x, self._ranks, _tokens_of(x)))
+
+    def _keep_own(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """A hook of what gives sums of all tokens."""
+        return self._of_output(output, lambda x: own_part(x, self._ranks, _tokens_of(x)))
+
+    def _of_hidden(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        change: Callable[[torch.Tensor], torch.Tensor],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a module is given, with other hidden states, where these are divided."""
+        if not self.divides:
+            return args, kwargs
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
+
+    def _of_output(self, output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        if not self.divides:
+            return output
+        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+
+class OwnNumbers:
+    """A block within which each rank draws random numbers of its own: other tokens, other heads.
+
+    Behind it all ranks draw the same again, as what they compute alike has to be. Nothing changes
+    for a block that draws none.
+    """
+
+    def __init__(self, parts: TokenParts) -> None:
+        """Within blocks of `parts`."""
+        self._parts = parts
+        self._states: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Of all ranks, and this one's as it began."""
+
+    def start(self, block: nn.Module) -> None:
+        """From now on."""
+        block.register_forward_pre_hook(ModuleHook(self._begin))
+        block.register_forward_hook(ModuleHook(self._end), always_call=True)
+
+    def _begin(self, block: nn.Module, args: tuple[Any, ...]) -> None:
+        if block.training and self._parts.divides:
+            common = torch.get_rng_state()
+            seed = zlib.crc32(common.numpy().data)
+            torch.default_generator.manual_seed(seed + self._parts.rank)
+            self._states = common, torch.get_rng_state()
+
+    def _end(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._states is None:
+            return
+        (common, own), self._states = self._states, None
+        drawn = not torch.equal(torch.get_rng_state(), own)
+        torch.set_rng_state(common)
+        if drawn:
+            torch.rand(())  # the next block begins elsewhere
+
+
+class NoNumbers:
+    """A module, computed by every rank for all tokens, that must draw no random numbers there."""
+
+    def __init__(self, parts: TokenParts, name: str) -> None:
+        """Of `parts`; the module's name."""
+        self._parts = parts
+        self._name = name
+        self._state: torch.Tensor | None = None
+
+    def start(self, module: nn.Module) -> None:
+        """From now on."""
+        module.register_forward_pre_hook(ModuleHook(self._begin))
+        module.register_forward_hook(ModuleHook(self._end))
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        divides = module.training and self._parts.divides
+        self._state = torch.get_rng_state() if divides else None
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._state is not None and not torch.equal(torch.get_rng_state(), self._state):
+            raise NotImplementedError(
+                f"'{self._name}' draws random numbers (noise of a router, or dropout of experts), "
+                f"and with {_ASKED} each rank draws its own, where all need the same: turn them "
+                "off, or leave it out"
+            )
+
+
+def _check_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A pre-hook of the model: nobody asks for what lies between its layers.
+
+    Raises:
+        NotImplementedError: Somebody does.
+    """
+    given = by_name(model.forward, args, kwargs).get("output_hidden_states")
+    asked = getattr(model.config, "output_hidden_states", False) if given is None else given
+    if asked and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"output_hidden_states=True does not go with {_ASKED}, which leaves each rank some "
+            "tokens of them; leave one of the two out"
+        )
+
+
+def _tokens_of(x: torch.Tensor) -> int:
+    """The dimension of tokens: those of all rows may be in one."""
+    return max(x.dim() - 2, 0)
+
+
+def _is_within(name: str, module: str) -> bool:
+    return f"{name}.".startswith(f"{module}.")
+
+
+def _around(name: str, modules: Iterable[str]) -> str | None:
+    return next((module for module in modules if _is_within(name, module)), None)
