@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+import pipeline_cases
 import token_cases
 from rank_processes import found, found_by_each, of_sizes
 from tensor_cases import FAMILIES, LOSS, padded, plain
 from tensor_cases import boost as boost_whole
-from token_cases import FOUR, SETTINGS, TWO, case_of
+from token_cases import FOUR, SETTINGS, STAGES, TWO, case_of
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,18 @@ def test_copies_of_the_model_take_other_data(tmp_path: Path) -> None:
         assert later == pytest.approx(with_whole_tokens, rel=LOSS)
 
 
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return found(token_cases.stages, 4, tmp_path_factory.mktemp("stages"))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_stages_are_divided_as_well(name: str, stages: Any) -> None:
+    expected = pipeline_cases.plain(pipeline_cases.DEEP[name])
+    for schedule in STAGES:
+        assert stages[f"{name} {schedule}"] == pytest.approx(expected, rel=LOSS), schedule
+
+
 def test_uses_without_gradients_are_as_before(tmp_path: Path) -> None:
     seen = found(token_cases.uses, 2, tmp_path)
     case = FAMILIES["gpt2"]
@@ -96,7 +109,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("noise", "NotImplementedError", "'model.layers.0.mlp' draws random numbers"),
         ("ring", "NotImplementedError", "'ring' computes what 'split_gather' does"),
         ("layers", "ValueError", "tp_size=1"),
-        ("stages", "NotImplementedError", "does not go with pp_size=2"),
+        ("sequences", "NotImplementedError", "does not go with sp_size=2"),
     ],
 )
 def test_what_cannot_be_divided_is_named(what: str, kind: str, part: str, refused: Any) -> None:

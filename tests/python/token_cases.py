@@ -9,6 +9,7 @@ import transformers as hf
 from torch import distributed, nn
 
 import castor
+import pipeline_cases
 from helpers import Boosted
 from tensor_cases import (
     EXPERTS,
@@ -38,6 +39,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "offload": {"activations": "offload"},
     "forward": {"overlap": "forward"},
     "lazy": {"lazy": True},
+}
+STAGES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "interleaved": {"pp_style": "interleaved", "num_model_chunks": 2},
+    "zbv": pipeline_cases.ZERO_BUBBLE,
+    "recompute": {"activations": "recompute"},
 }
 
 
@@ -99,6 +106,16 @@ def data_too(directory: Path) -> None:
         other.booster.load(directory / name, other.model, other.optimizer)
         found[f"{name} later"] = [later, train(case, other, STEPS, 2)]
     write(directory, "data_too", found)
+
+
+def stages(directory: Path) -> None:
+    """Losses of layers divided among two ranks in two stages, by schedule."""
+    found = {}
+    for name, case in pipeline_cases.DEEP.items():
+        for schedule, given in STAGES.items():
+            boosted = pipeline_cases.boost(case, tp_size=2, **BETWEEN | given)
+            found[f"{name} {schedule}"] = pipeline_cases.train(case, boosted)
+    write(directory, "stages", found)
 
 
 def uses(directory: Path) -> None:
@@ -202,7 +219,7 @@ def refused(directory: Path) -> None:
         "noise": said(lambda: train(noisy, boost(noisy, 2, **BETWEEN), 0, 1)),
         "ring": said(lambda: boost(llama, 2, sequence_parallelism_mode="ring")),
         "layers": said(lambda: boost(llama, **BETWEEN)),
-        "stages": said(lambda: boost(llama, 2, pp_size=2, num_microbatches=2, **BETWEEN)),
+        "sequences": said(lambda: boost(llama, 2, sp_size=2, **BETWEEN)),
         "works": train(llama, boosted, 0, 1),
     }
     write_own(directory, "refused", found)

@@ -134,6 +134,11 @@ class StageModules:
             if place.stage in own and len(own) > 1
         ]  # fmt: skip
 
+    @property
+    def rows_of_blocks(self) -> list[range]:
+        """Numbers of the blocks of each of this process's stages."""
+        return [range(self.cuts[stage], self.cuts[stage + 1]) for stage in self.own]
+
     @contextmanager
     def running(self, stage: int) -> Iterator[Passage]:
         """In it the model's forward computes one stage of this process's."""

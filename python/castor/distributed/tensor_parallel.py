@@ -63,7 +63,7 @@ class TensorParallel:
         self._model = weakref.ref(model)
         self._forwards: dict[nn.Module, styles.Part] = {}
         self._attributes: list[tuple[nn.Module, str, Any]] = []
-        self._partial = list(self._tokens.partial) if self._tokens else []
+        self._partial = self._tokens.partial() if self._tokens else []
         modules, params = dict(model.named_modules()), dict(model.named_parameters())
         for name, given in plan.items():
             for style in given:
@@ -90,16 +90,20 @@ class TensorParallel:
         self._attributes.clear()
         self._forwards.clear()
 
-    def start(self) -> None:
+    def start(self, rows: Sequence[range] | None = None) -> None:
         """After boost: watches inputs, shares random states and sums gradients of partial layers.
 
         Collective.
+
+        Args:
+            rows: Numbers of the blocks of each of this process's stages; None: it has all.
         """
         model = self._model()
         assert model is not None
-        for param in self._partial:
+        for param in set(model.parameters()).intersection(self._partial):
             if param.requires_grad:
                 param.register_hook(self.ranks.sum)
+        self._partial.clear()
         # Dropout of what every rank has has to be the same.
         state = torch.get_rng_state()
         self.ranks.share(state)
@@ -108,7 +112,7 @@ class TensorParallel:
         if self._loss:
             self._loss.start()
         if self._tokens:
-            self._tokens.start()
+            self._tokens.start(rows)
         for module in model.modules():
             module.register_state_dict_pre_hook(ModuleHook(_check_reader, self.ranks))
 

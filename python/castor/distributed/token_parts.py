@@ -48,8 +48,7 @@ class TokenParts:
             ranks: Among which.
 
         Raises:
-            NotImplementedError: It has no row of blocks that castor knows, or one is not built of
-                divided layers and what goes from token to token.
+            NotImplementedError: It has no row of blocks that castor knows.
         """
         blocks = find_blocks(model)
         if blocks is None:
@@ -62,33 +61,44 @@ class TokenParts:
         self._blocks = blocks
         self._forward_divides = False
         self._num_own = 0
-        kinds = {
+        self._kinds = {
             name: {style.partition(":")[0] for style in given}
             for name, given in plan.items()
             if name.startswith(f"{blocks}.")
         }
-        self._regions = self._find_regions(kinds)
+        self._regions = self._find_regions()
         """Modules that need all tokens, and whether they give sums, of all tokens."""
         self.rows = frozenset(
             name
-            for name, of in kinds.items()
+            for name, of in self._kinds.items()
             if of & _ROWS and not self._regions.get(_around(name, self._regions) or "")
         )
         """Names of the layers whose outputs are scattered."""
-        self.partial = self._find_partial(model, kinds)
-        """Parameters, whole on every rank, whose gradients are those of a rank's tokens."""
 
-    def start(self) -> None:
-        """After boost: divides the tokens of the forwards that have gradients from now on."""
+    def start(self, rows: Sequence[range] | None) -> None:
+        """After boost: divides the tokens of the forwards that have gradients from now on.
+
+        Args:
+            rows: Numbers of the blocks of each of this process's stages; None: it has all.
+        """
         model = self._model()
         assert model is not None
-        blocks = list(model.get_submodule(self._blocks).children())
-        for block in blocks:
-            OwnNumbers(self).start(block)
+        blocks = list(model.get_submodule(self._blocks).named_children())
+        for row in rows or [range(len(blocks))]:
+            own = blocks[row.start : row.stop]
+            (_, first), (_, last) = own[0], own[-1]
+            first.register_forward_pre_hook(ModuleHook(self._divide), with_kwargs=True)
+            last.register_forward_hook(ModuleHook(self._join))
+            for name, _ in own:
+                self._start_block(model, name)
         model.register_forward_pre_hook(ModuleHook(_check_outputs), with_kwargs=True)
-        blocks[0].register_forward_pre_hook(ModuleHook(self._divide), with_kwargs=True)
-        blocks[-1].register_forward_hook(ModuleHook(self._join))
+
+    def _start_block(self, model: nn.Module, number: str) -> None:
+        block = f"{self._blocks}.{number}"
+        OwnNumbers(self).start(model.get_submodule(block))
         for name, sums in self._regions.items():
+            if not _is_within(name, block):
+                continue
             module = model.get_submodule(name)
             module.register_forward_pre_hook(ModuleHook(self._gather), with_kwargs=True)
             if sums:
@@ -112,11 +122,11 @@ class TokenParts:
             return self._ranks.reduce(x)
         return sum_to_parts(x, self._ranks, _tokens_of(x))
 
-    def _find_regions(self, kinds: Mapping[str, set[str]]) -> dict[str, bool]:
+    def _find_regions(self) -> dict[str, bool]:
         found: dict[str, bool] = {}
-        for name, of in kinds.items():
+        for name, of in self._kinds.items():
             if of & (_COLUMNS | _SUMMED):
-                region = self._region_for(name, kinds)
+                region = self._region_for(name)
                 found[region] = found.get(region, False) or bool(of & _SUMMED)
         merged: dict[str, bool] = {}
         for name, sums in found.items():
@@ -124,7 +134,7 @@ class TokenParts:
             merged[outermost] = merged.get(outermost, False) or sums
         return merged
 
-    def _region_for(self, name: str, kinds: Mapping[str, set[str]]) -> str:
+    def _region_for(self, name: str) -> str:
         """The module around a layer that counts heads, or its parent; the layer where that is none.
 
         Above them is the block.
@@ -132,13 +142,20 @@ class TokenParts:
         parts = name.split(".")
         block = self._blocks.count(".") + 2
         above = [".".join(parts[:upto]) for upto in range(len(parts) - 1, block, -1)]
-        counting = (one for one in above if _OF_HEADS & kinds.get(one, set()))
+        counting = (one for one in above if _OF_HEADS & self._kinds.get(one, set()))
         return next(counting, above[0] if above else name)
 
-    def _find_partial(self, model: nn.Module, kinds: Mapping[str, set[str]]) -> list[nn.Parameter]:
+    def partial(self) -> list[nn.Parameter]:
+        """Parameters, whole on every rank, whose gradients are those of a rank's tokens.
+
+        Raises:
+            NotImplementedError: It is not known of one.
+        """
+        model = self._model()
+        assert model is not None
         found = []
         # What the plan says of a parameter it says of its gradient.
-        planned = {name: of - _OF_HEADS for name, of in kinds.items()}
+        planned = {name: of - _OF_HEADS for name, of in self._kinds.items()}
         for name, param in model.get_submodule(self._blocks).named_parameters():
             name = f"{self._blocks}.{name}"
             layer, _, kind = name.rpartition(".")

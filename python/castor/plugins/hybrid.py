@@ -121,7 +121,7 @@ class HybridParallelPlugin(GeminiPlugin):
         between_layers = sequence_parallelism_mode == _BETWEEN_LAYERS
         mode: Mode = "all_to_all" if between_layers else cast("Mode", sequence_parallelism_mode)
         if between_layers:
-            _check_between_layers(tp_size, sp_size, pp_size)
+            _check_between_layers(tp_size, sp_size)
         if tp_plan is not None and not isinstance(tp_plan, Mapping):
             raise TypeError(f"tp_plan is a {type(tp_plan).__name__}; give names and styles")
         if not isinstance(parallel_output, bool):
@@ -192,7 +192,7 @@ def _check_on_cpu(sizes: Mapping[str, int], device: str) -> None:
         )
 
 
-def _check_between_layers(tp_size: int, sp_size: int, pp_size: int) -> None:
+def _check_between_layers(tp_size: int, sp_size: int) -> None:
     """Raises ValueError or NotImplementedError where nothing lies between divided layers."""
     asked = f"sequence_parallelism_mode={_BETWEEN_LAYERS!r}"
     if tp_size == 1:
@@ -200,11 +200,10 @@ def _check_between_layers(tp_size: int, sp_size: int, pp_size: int) -> None:
             f"{asked} divides tokens between the layers that tp_size ranks divide, and with "
             "tp_size=1 none are; give a tp_size of 2 or more, or sp_size with another mode"
         )
-    for name, size in {"sp_size": sp_size, "pp_size": pp_size}.items():
-        if size > 1:
-            raise NotImplementedError(
-                f"{asked} does not go with {name}={size}: leave {name} out, or give another mode"
-            )
+    if sp_size > 1:
+        raise NotImplementedError(
+            f"{asked} does not go with sp_size={sp_size}: leave sp_size out, or give another mode"
+        )
 
 
 def _check_count(name: str, count: Any) -> None:
