@@ -232,6 +232,10 @@ def different_models(_: Path) -> None:
         halves = [torch.optim.AdamW(part.parameters()) for part in (model.layers, model.head)]
         plugin = castor.GeminiPlugin(device="cpu", device_memory="1MiB", host_memory="8MiB")
         print(_refused(lambda: castor.Booster(plugin).boost(model, halves)))
+        os.environ["CASTOR_RANK_LINK"] = ("auto", "group")[rank]
+        print(_refused(lambda: boost(TOWER)))
+        plugin = castor.HybridParallelPlugin(tp_size=2, device="cpu", tp_plan={})
+        print(_refused(lambda: castor.Booster(plugin).boost(tower())))
 
 
 def one_passes_more(_: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from castor import _C
 from castor.distributed.token_exchange import InParts
-from castor.runtime.ranks import Peers, memory_mark
+from castor.runtime.ranks import Peers, common_memory_mark
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,14 +31,11 @@ class TensorRanks(Peers):
 
     @classmethod
     def of(cls, name: str, *, rank: int, size: int) -> TensorRanks:
-        """Those of a process group."""
-        return cls(
-            rank=rank,
-            size=size,
-            group=_C.RankGroup(name),
-            name=name,
-            tensors=_C.RankTensors(name, memory_mark=memory_mark()),
-        )
+        """Those of a process group. Collective."""
+        group = _C.RankGroup(name)
+        mark = common_memory_mark(Peers(rank=rank, size=size, group=group))
+        tensors = _C.RankTensors(name, memory_mark=mark)
+        return cls(rank=rank, size=size, group=group, name=name, tensors=tensors)
 
     @property
     def link(self) -> str:

@@ -205,6 +205,7 @@ def make_ranks(parts: Sequence[Sequence[int]]) -> Ranks | None:
         return None
     passes, gradients, updates, saves = own_groups(parts, 4)
     own, size = mine.index(rank), len(mine)
+    mark = common_memory_mark(Peers(rank=own, size=size, group=_C.RankGroup(passes)))
     return Ranks(
         rank=own,
         size=size,
@@ -213,9 +214,9 @@ def make_ranks(parts: Sequence[Sequence[int]]) -> Ranks | None:
             rank=own,
             size=size,
             group=_C.RankGroup(saves),
-            link=_C.RankTensors(saves, memory_mark=memory_mark()),
+            link=_C.RankTensors(saves, memory_mark=mark),
         ),
-        memory_mark=memory_mark(),
+        memory_mark=mark,
         group=_C.RankGroup(passes),
     )
 
@@ -236,6 +237,16 @@ def own_group(parts: Sequence[Sequence[int]]) -> distributed.ProcessGroup:
         group for group in groups if group is not GroupMember.NON_GROUP_MEMBER
     )
     return mine
+
+
+def common_memory_mark(ranks: Peers) -> str | None:
+    """memory_mark of this rank, where all were told alike. Collective.
+
+    Raises:
+        UsageError: They were not, or see memory_mark.
+    """
+    ranks.check_equal({"the environment's CASTOR_RANK_LINK": os.environ.get("CASTOR_RANK_LINK")})
+    return memory_mark()
 
 
 def memory_mark() -> str | None:
