@@ -26,6 +26,7 @@ BARS = {  # ratio of times to the largest that meets the target
     "castor tight / transformers": None,
     "castor ample / torch": None,
     "castor tight / torch": None,
+    "castor, tokens too / castor ample": None,
     "castor ample / plain": None,
     "castor tight / plain": None,
 }
@@ -111,7 +112,9 @@ def make_torch(_: int, model: Model) -> tuple[Step, Report]:
     return _step(model, module, torch.optim.AdamW(module.parameters(), lr=LR, foreach=False)), dict
 
 
-def make_castor(_: int, model: Model, device_memory: int | None) -> tuple[Step, Report]:
+def make_castor(
+    _: int, model: Model, device_memory: int | None, mode: str = "all_to_all"
+) -> tuple[Step, Report]:
     """With castor, in a device budget of bytes (None: room for everything)."""
     import torch
     from torch import distributed
@@ -122,7 +125,7 @@ def make_castor(_: int, model: Model, device_memory: int | None) -> tuple[Step, 
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR, fused=True)
     plugin = HybridParallelPlugin(
         tp_size=distributed.get_world_size(), device="cpu", precision="fp32",
-        device_memory=device_memory or "3GiB", host_memory="3GiB",
+        device_memory=device_memory or "3GiB", host_memory="3GiB", sequence_parallelism_mode=mode,
     )  # fmt: skip
     booster = Booster(plugin)
     booster.boost(module, optimizer)
@@ -151,6 +154,9 @@ def main() -> int:
         ),
         "torch": Ranks.start("torch's parallelize_module", size, make_torch, model),
         "castor ample": Ranks.start("castor, ample budget", size, make_castor, model, None),
+        "castor, tokens too": Ranks.start(
+            "castor, tokens between layers divided", size, make_castor, model, None, "split_gather"
+        ),
     }
     budget = tight(found["castor ample"].report()[0], TIGHT_SHARE)
     name = f"castor, tight({TIGHT_SHARE}) = {budget / 2**20:.0f} MiB a rank"

@@ -120,6 +120,8 @@ ROWS = (
         ("ratios", "castor tight / transformers")),
     Row("hybrid_parallel", "a step whose layers two ranks divide / torch's `parallelize_module`",
         ("ratios", "castor ample / torch")),
+    Row("hybrid_parallel", "the same with tokens between layers divided too / without",
+        ("ratios", "castor, tokens too / castor ample")),
     Row("hybrid_parallel", "a step whose layers two ranks divide / one process, two threads",
         ("ratios", "castor ample / plain")),
     Row("layouts", "of ten layouts, predicted within 20% of the measured step",
