@@ -114,7 +114,7 @@ class TokenParts:
     def divides(self) -> bool:
         """Whether hidden states are of this rank's tokens in the forward under way."""
         # What runs in a backward is a block that it runs again; without gradients none would.
-        return self._forward_divides or torch._C._current_graph_task_id() != -1
+        return self._forward_divides or _in_backward()
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """What a layer gives whose inputs are divided: the sums, of this rank's tokens."""
@@ -202,7 +202,7 @@ class TokenParts:
         return self._of_output(output, self._all)
 
     def _all(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[1] != self._num_own:
+        if x.shape[1] != self._num_own and not _in_backward():
             raise NotImplementedError(
                 f"{_ASKED} gave the blocks {self._num_own} tokens of hidden states, and they made "
                 f"{x.shape[1]} of them: something of all tokens is added there; leave it out"
@@ -313,6 +313,10 @@ def _check_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             f"output_hidden_states=True does not go with {_ASKED}, which leaves each rank some "
             "tokens of them; leave one of the two out"
         )
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _tokens_of(x: torch.Tensor) -> int:
