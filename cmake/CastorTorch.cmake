@@ -57,6 +57,9 @@ function(castor_precompile_torch target)
       ${target} PRIVATE <torch/csrc/utils/pybind.h> <pybind11/stl.h> <ATen/ATen.h> <torch/library.h>
                         <torch/csrc/autograd/function.h> <torch/csrc/autograd/variable.h>)
   else()
+    # The compiler takes them only where the same is defined as where they were made.
+    target_compile_definitions(${target}
+                               PRIVATE $<TARGET_PROPERTY:castor_io,INTERFACE_COMPILE_DEFINITIONS>)
     target_precompile_headers(${target} REUSE_FROM castor_torch)
   endif()
 endfunction()
