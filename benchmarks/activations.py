@@ -200,7 +200,7 @@ class Workload:
             "blocks": report.activation_blocks,
             "divergent_steps": report.divergent_steps,
             "step_ratio": ratios,
-            "best_by_hand": max(ratios, key=lambda name: ratios[name]["median"]),
+            "best_by_hand": max(ratios, key=lambda name: ratios[name]["median"], default=None),
         }
 
 
@@ -235,9 +235,15 @@ def measure(workload: Workload, rounds: int) -> dict[str, Any]:
         "largest_batch": batches | {"budget_bytes": budget},
         "batch_within_target": batches["tiles, auto"] >= BATCH_TARGET * batches["without"],
     }
-    budgets = [int(share * smallest["tiles, auto"]) for share in workload.shares] + [8 << 30]
+    # "auto" fits where nothing by hand does, and has nothing to be compared with there.
+    least = smallest["tiles, recompute"]
+    budgets = [int(share * least) for share in workload.shares] + [8 << 30]
     sweep = [workload.sweep(budget, rounds) for budget in budgets]
-    best = max(point["step_ratio"][point["best_by_hand"]]["median"] for point in sweep)
+    best = max(
+        point["step_ratio"][point["best_by_hand"]]["median"]
+        for point in sweep
+        if point["best_by_hand"] is not None
+    )
     return found | {
         "behind_link": workload.behind_link(rounds),
         "sweep": sweep,
