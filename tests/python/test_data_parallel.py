@@ -21,6 +21,8 @@ from rank_processes import found_by_each
 from simulated import compute_on_gpu
 
 SCRIPT = Path(__file__).parent / "data_parallel_script.py"
+TORCHS_ABORT = "terminate called without an active exception"
+"""What torch 2.11's gloo ends a rank of plain DDP with now and then, when it has done its work."""
 
 
 def test_loops_train_as_in_torchs_class(tmp_path: Path) -> None:
@@ -28,12 +30,15 @@ def test_loops_train_as_in_torchs_class(tmp_path: Path) -> None:
         assert differ == {name: [] for name in cases.CASES}
 
 
-def run(directory: Path, *launcher: str) -> tuple[str, list[Any]]:
+def run(directory: Path, *launcher: str, tries: int = 1) -> tuple[str, list[Any]]:
     directory.mkdir()
-    done = subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), str(directory)],
-        cwd=directory, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    for _ in range(tries):
+        done = subprocess.run(
+            [sys.executable, *launcher, str(SCRIPT), str(directory)],
+            cwd=directory, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        if TORCHS_ABORT not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
     return done.stdout, [torch.load(directory / f"rank{rank}.pt") for rank in range(2)]
 
@@ -41,7 +46,7 @@ def run(directory: Path, *launcher: str) -> tuple[str, list[Any]]:
 def test_a_script_as_it_is_trains_on_several_ranks(tmp_path: Path) -> None:
     settings = ("--set", "device=cpu", "--device-memory", "200KiB", "--set", "host_memory=64MiB")
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-    said, expected = run(tmp_path / "plain", *torchrun)
+    said, expected = run(tmp_path / "plain", *torchrun, tries=3)
     assert said == "trained DistributedDataParallel True\n"
     told, found = run(tmp_path / "own", "-m", "castor", "run", *settings, "--nproc", "2")
     assert told == said
