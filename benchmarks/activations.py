@@ -200,7 +200,7 @@ class Workload:
             "blocks": report.activation_blocks,
             "divergent_steps": report.divergent_steps,
             "step_ratio": ratios,
-            "best_by_hand": max(ratios, key=lambda name: ratios[name]["median"], default=None),
+            "best_by_hand": max(ratios, key=lambda name: ratios[name]["median"]),
         }
 
 
@@ -239,11 +239,7 @@ def measure(workload: Workload, rounds: int) -> dict[str, Any]:
     least = smallest["tiles, recompute"]
     budgets = [int(share * least) for share in workload.shares] + [8 << 30]
     sweep = [workload.sweep(budget, rounds) for budget in budgets]
-    best = max(
-        point["step_ratio"][point["best_by_hand"]]["median"]
-        for point in sweep
-        if point["best_by_hand"] is not None
-    )
+    best = max(point["step_ratio"][point["best_by_hand"]]["median"] for point in sweep)
     return found | {
         "behind_link": workload.behind_link(rounds),
         "sweep": sweep,

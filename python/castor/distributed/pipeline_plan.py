@@ -54,13 +54,14 @@ def find_pipeline_plan(model: nn.Module) -> PipelinePlan:
     Raises:
         NotImplementedError: There is no plan for it, or it is not built as its plan says.
     """
-    base, plan = _base_and_plan(model)
-    if base is None or plan is None:
+    planned = _base_and_plan(model)
+    if planned is None:
         raise NotImplementedError(
             f"castor knows no way to cut a {type(model).__name__} into stages, and transformers "
             f"has no pp_plan for it. Castor's own: {', '.join(sorted(_OURS))}; with pp_size=1 "
             "layers (tp_size) and data are divided"
         )
+    base, plan = planned
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         raise NotImplementedError(
             f"the router loss of this {type(model).__name__} (output_router_logits) needs all "
@@ -88,18 +89,21 @@ def find_pipeline_plan(model: nn.Module) -> PipelinePlan:
 
 def find_blocks(model: nn.Module) -> str | None:
     """The name of the row of blocks that its hidden states go through; None: castor knows none."""
-    base, plan = _base_and_plan(model)
-    return None if base is None or plan is None else _prefix_of(model, base) + plan.blocks
+    planned = _base_and_plan(model)
+    if planned is None:
+        return None
+    base, plan = planned
+    return _prefix_of(model, base) + plan.blocks
 
 
-def _base_and_plan(model: nn.Module) -> tuple[nn.Module | None, PipelinePlan | None]:
-    """The part of a model that a plan is for, and the plan; nothing where its blocks are none."""
+def _base_and_plan(model: nn.Module) -> tuple[nn.Module, PipelinePlan] | None:
+    """The part of a model that a plan is for, and the plan."""
     base: Any = getattr(model, "base_model", None)
     config: Any = getattr(model, "config", None)
     kind = str(getattr(config, "model_type", ""))
     plan = _OURS.get(kind) or _from_theirs(getattr(config, "base_model_pp_plan", None))
     if base is None or plan is None or not isinstance(_child(base, plan.blocks), nn.ModuleList):
-        return None, None
+        return None
     return base, plan
 
 

@@ -135,7 +135,7 @@ class StageModules:
         ]  # fmt: skip
 
     @property
-    def rows_of_blocks(self) -> list[range]:
+    def own_blocks(self) -> list[range]:
         """Numbers of the blocks of each of this process's stages."""
         return [range(self.cuts[stage], self.cuts[stage + 1]) for stage in self.own]
 

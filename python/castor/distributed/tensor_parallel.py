@@ -90,13 +90,13 @@ class TensorParallel:
         self._attributes.clear()
         self._forwards.clear()
 
-    def start(self, rows: Sequence[range] | None = None) -> None:
+    def start(self, stages: Sequence[range] | None = None) -> None:
         """After boost: watches inputs, shares random states and sums gradients of partial layers.
 
         Collective.
 
         Args:
-            rows: Numbers of the blocks of each of this process's stages; None: it has all.
+            stages: Numbers of the blocks of each of this process's stages; None: it has all.
         """
         model = self._model()
         assert model is not None
@@ -112,7 +112,7 @@ class TensorParallel:
         if self._loss:
             self._loss.start()
         if self._tokens:
-            self._tokens.start(rows)
+            self._tokens.start(stages)
         for module in model.modules():
             module.register_state_dict_pre_hook(ModuleHook(_check_reader, self.ranks))
 

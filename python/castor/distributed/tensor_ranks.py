@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from castor import _C
-from castor.distributed.token_exchange import InParts
+from castor.distributed.token_exchange import InParts, all_parts
 from castor.runtime.ranks import Peers, common_memory_mark
 
 
@@ -157,7 +157,7 @@ class TensorRanks(Peers):
             x: Of the same shape on every rank.
             dim: Whose parts come in rank order.
         """
-        return _apply(_AllParts, x, self, dim)
+        return all_parts(x, self, dim)
 
     def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """All of dimension 1, of which each rank has a part.
@@ -255,20 +255,6 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
-
-
-class _AllParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
-        ctx.ranks, ctx.dim = ranks, dim
-        return torch.cat(ranks.gather_parts(x, [tuple(x.shape)] * ranks.size), dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        parts = torch.stack(grad.chunk(ctx.ranks.size, ctx.dim))
-        received = torch.empty_like(parts)
-        ctx.ranks.tensors.exchange(parts, received)
-        return received.sum(0, dtype=torch.float32).to(grad.dtype), None, None
 
 
 class _GatherTokens(torch.autograd.Function):

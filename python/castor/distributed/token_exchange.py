@@ -7,6 +7,7 @@ has the same size, and parts come in rank order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -16,20 +17,27 @@ from torch.autograd.graph import saved_tensors_hooks
 if TYPE_CHECKING:
     from castor.distributed.tensor_ranks import TensorRanks
 
+    _Exchange = Callable[[torch.Tensor, TensorRanks, int], torch.Tensor]
+
 
 def own_part(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
-    """This rank's part of a dimension of what every rank has. Collective, in backward."""
-    return _apply(_OwnPart, x, ranks, dim)
+    """This rank's part of a dimension of what every rank has."""
+    return _exchanged(x, ranks, dim, there=_own, back=_gathered)
 
 
 def parts_of_all(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
     """All of a dimension of which each rank has a part, for what every rank computes alike."""
-    return _apply(_PartsOfAll, x, ranks, dim)
+    return _exchanged(x, ranks, dim, there=_gathered, back=_own)
+
+
+def all_parts(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
+    """... for what each computes otherwise: a part's gradient is the sum of theirs."""
+    return _exchanged(x, ranks, dim, there=_gathered, back=_summed_part)
 
 
 def sum_to_parts(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
     """This rank's part of a dimension of the sum over the ranks."""
-    return _apply(_SumToParts, x, ranks, dim)
+    return _exchanged(x, ranks, dim, there=_summed_part, back=_gathered)
 
 
 def enter_parts(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
@@ -134,43 +142,28 @@ def _own(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
     return x.chunk(ranks.size, dim)[ranks.rank].clone(memory_format=torch.contiguous_format)
 
 
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
-    apply: Any = function.apply
-    result: torch.Tensor = apply(*arguments)
-    return result
+def _exchanged(
+    x: torch.Tensor, ranks: TensorRanks, dim: int, *, there: _Exchange, back: _Exchange
+) -> torch.Tensor:
+    return cast("torch.Tensor", cast("Any", _Exchanged).apply(x, ranks, dim, there, back))
 
 
-class _OwnPart(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
-        ctx.ranks, ctx.dim = ranks, dim
-        return _own(x, ranks, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _gathered(grad, ctx.ranks, ctx.dim), None, None
-
-
-class _PartsOfAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
-        ctx.ranks, ctx.dim = ranks, dim
-        return _gathered(x, ranks, dim)
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        ranks: TensorRanks,
+        dim: int,
+        there: _Exchange,
+        back: _Exchange,
+    ) -> torch.Tensor:
+        ctx.ranks, ctx.dim, ctx.back = ranks, dim, back
+        return there(x, ranks, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _own(grad, ctx.ranks, ctx.dim), None, None
-
-
-class _SumToParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
-        ctx.ranks, ctx.dim = ranks, dim
-        return _summed_part(x, ranks, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _gathered(grad, ctx.ranks, ctx.dim), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        return ctx.back(grad, ctx.ranks, ctx.dim), None, None, None, None
 
 
 class _EnterParts(torch.autograd.Function):

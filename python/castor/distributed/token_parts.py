@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,35 +75,34 @@ class TokenParts:
         )
         """Names of the layers whose outputs are scattered."""
 
-    def start(self, rows: Sequence[range] | None) -> None:
+    def start(self, stages: Sequence[range] | None) -> None:
         """After boost: divides the tokens of the forwards that have gradients from now on.
 
         Args:
-            rows: Numbers of the blocks of each of this process's stages; None: it has all.
+            stages: Numbers of the blocks of each of this process's; None: it has all.
         """
         model = self._model()
         assert model is not None
         blocks = list(model.get_submodule(self._blocks).named_children())
-        for row in rows or [range(len(blocks))]:
-            own = blocks[row.start : row.stop]
+        started = set()
+        for stage in stages or [range(len(blocks))]:
+            own = blocks[stage.start : stage.stop]
             (_, first), (_, last) = own[0], own[-1]
             first.register_forward_pre_hook(ModuleHook(self._divide), with_kwargs=True)
             last.register_forward_hook(ModuleHook(self._join))
-            for name, _ in own:
-                self._start_block(model, name)
+            for number, block in own:
+                OwnNumbers(self).start(block)
+                started.add(f"{self._blocks}.{number}")
+        for name, sums in self._regions.items():
+            if _around(name, started):
+                self._start_region(model.get_submodule(name), name, sums=sums)
         model.register_forward_pre_hook(ModuleHook(_check_outputs), with_kwargs=True)
 
-    def _start_block(self, model: nn.Module, number: str) -> None:
-        block = f"{self._blocks}.{number}"
-        OwnNumbers(self).start(model.get_submodule(block))
-        for name, sums in self._regions.items():
-            if not _is_within(name, block):
-                continue
-            module = model.get_submodule(name)
-            module.register_forward_pre_hook(ModuleHook(self._gather), with_kwargs=True)
-            if sums:
-                NoNumbers(self, name).start(module)
-                module.register_forward_hook(ModuleHook(self._keep_own))
+    def _start_region(self, module: nn.Module, name: str, *, sums: bool) -> None:
+        module.register_forward_pre_hook(ModuleHook(self._gather), with_kwargs=True)
+        if sums:
+            NoNumbers(self, name).start(module)
+            module.register_forward_hook(ModuleHook(self._keep_own))
 
     @property
     def rank(self) -> int:
@@ -130,7 +129,7 @@ class TokenParts:
                 found[region] = found.get(region, False) or bool(of & _SUMMED)
         merged: dict[str, bool] = {}
         for name, sums in found.items():
-            outermost = min((one for one in found if _is_within(name, one)), key=len)
+            *_, outermost = (one for one in _upwards(name) if one in found)
             merged[outermost] = merged.get(outermost, False) or sums
         return merged
 
@@ -139,9 +138,8 @@ class TokenParts:
 
         Above them is the block.
         """
-        parts = name.split(".")
-        block = self._blocks.count(".") + 2
-        above = [".".join(parts[:upto]) for upto in range(len(parts) - 1, block, -1)]
+        beneath_blocks = name.count(".") - self._blocks.count(".") - 2
+        above = list(_upwards(name))[1 : 1 + beneath_blocks]
         counting = (one for one in above if _OF_HEADS & self._kinds.get(one, set()))
         return next(counting, above[0] if above else name)
 
@@ -164,7 +162,7 @@ class TokenParts:
                 if kind == "bias":  # added to this rank's tokens
                     found.append(param)
                 continue
-            if any(of and _is_within(name, one) for one, of in planned.items()):
+            if any(planned.get(one) for one in _upwards(name)):
                 continue
             if region is None and "Norm" in type(model.get_submodule(layer)).__name__:
                 found.append(param)
@@ -324,9 +322,12 @@ def _tokens_of(x: torch.Tensor) -> int:
     return max(x.dim() - 2, 0)
 
 
-def _is_within(name: str, module: str) -> bool:
-    return f"{name}.".startswith(f"{module}.")
+def _upwards(name: str) -> Iterator[str]:
+    """A name, its parent's, and so on."""
+    parts = name.split(".")
+    return (".".join(parts[:upto]) for upto in range(len(parts), 0, -1))
 
 
-def _around(name: str, modules: Iterable[str]) -> str | None:
-    return next((module for module in modules if _is_within(name, module)), None)
+def _around(name: str, modules: Container[str]) -> str | None:
+    """The innermost of `modules` that a name is of."""
+    return next((one for one in _upwards(name) if one in modules), None)

@@ -43,7 +43,7 @@ class Divided:
         """After boost. Collective."""
         engine.parts = self.stages or self.layers
         if self.layers:
-            self.layers.start(self.stages.modules.rows_of_blocks if self.stages else None)
+            self.layers.start(self.stages.modules.own_blocks if self.stages else None)
         if self.sequences:
             self.sequences.start()
         if self.stages:
