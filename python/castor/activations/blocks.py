@@ -17,7 +17,6 @@ from castor import _C
 from castor.activations.auto import AutoKeep
 from castor.activations.caches import refuse_filled_caches
 from castor.activations.offload import OffloadingCall
-from castor.activations.own_forward import ForwardAround, has_own_forward
 from castor.activations.recompute import Recomputation, RecomputingCall, routes
 from castor.activations.tight import Paper, Tight
 from castor.activations.tiles import TiledForward, is_tiled, tile_mlps, tiled_parts
@@ -28,6 +27,7 @@ from castor.runtime.blocks import compiled_parts, find_blocks, has_switch
 from castor.runtime.boosted_model import compiled_from
 from castor.runtime.engine import Engine
 from castor.runtime.hooks import Around, ModuleHook, Replaced, compiled_calls
+from castor.runtime.own_forward import ForwardAround, has_own_forward
 from castor.runtime.report import BlockFigures
 
 _NAMED = 4

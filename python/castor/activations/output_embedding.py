@@ -9,11 +9,11 @@ from torch import nn
 
 from castor.activations.functions import HeadFunction, plain_torch
 from castor.activations.lazy_logits import Head
-from castor.activations.own_forward import OwnForward, has_own_forward
 from castor.config import GeminiConfig, TileLogits
 from castor.errors import UsageError
 from castor.runtime.blocks import is_compiled
 from castor.runtime.engine import Engine
+from castor.runtime.own_forward import OwnForward, has_own_forward
 
 TILE_BYTES = 16 * 2**20
 TILE_SHARE = 64

@@ -12,7 +12,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from castor.activations.block_profile import Tiles
-from castor.activations.own_forward import OwnForward, has_own_forward
 from castor.activations.random_states import RandomStates
 from castor.activations.recompute import (
     Recomputation,
@@ -22,6 +21,7 @@ from castor.activations.recompute import (
 )
 from castor.errors import UsageError
 from castor.runtime.blocks import is_compiled
+from castor.runtime.own_forward import OwnForward, has_own_forward
 
 MLP_NAMES = frozenset({"mlp", "ffn", "ff", "feed_forward", "DenseReluDense"})
 """What models call the part of a block that maps each token by itself."""

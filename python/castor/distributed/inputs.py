@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from castor.runtime.ranks import Peers
+
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def by_name(
@@ -35,15 +37,29 @@ def check_inputs(
 ) -> None:
     """Ranks that share layers or sequences compute one batch. Collective; a pre-hook of the model.
 
+    Caches are left out, of which each has its part.
+
     Raises:
         UsageError: They were given different ones; every rank raises it.
     """
-    leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
     digest = 0
-    for leaf in leaves:
+    for leaf in tree_flatten((args, kwargs), is_leaf=_is_cache)[0]:
+        if isinstance(leaf, _PLAIN):
+            digest = zlib.crc32(repr(leaf).encode(), digest)
+        if not isinstance(leaf, torch.Tensor):
+            continue
         digest = zlib.crc32(repr(tuple(leaf.shape)).encode(), digest)
         values = leaf.detach().contiguous().view(-1)
         if values.numel() and not values.is_meta:  # meta: a model on paper
             digest = zlib.crc32(values.view(torch.uint8).numpy().data, digest)
     what = f"the inputs of {type(model).__name__} (ranks that divide it take one batch)"
     ranks.check_equal({what: f"{digest:08x}"})
+
+
+def find_cache(given: Iterable[Any]) -> Any:
+    """Transformers' cache of keys and values among arguments; None: there is none."""
+    return next(filter(_is_cache, given), None)
+
+
+def _is_cache(x: Any) -> bool:
+    return hasattr(x, "get_seq_length")

@@ -108,6 +108,17 @@ class PipelineParallel:
         self._modules: StageModules | None = None
 
     @property
+    def rank_of_block(self) -> list[int]:
+        """Which of the ranks has each block of the model."""
+        layers = [end - begin for begin, end in itertools.pairwise(self._cuts)]
+        return [rank for rank, of in zip(self._rank_of, layers, strict=True) for _ in range(of)]
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the last stage is this process's."""
+        return self._rank_of[-1] == self._rank
+
+    @property
     def modules(self) -> StageModules:
         """This process's stages."""
         assert self._modules is not None
@@ -307,12 +318,12 @@ class PipelineParallel:
         return self.ranks.rank
 
     def _check_call(self, model: nn.Module, _: Any) -> None:
-        if not self.running:
+        if torch.is_grad_enabled() and not self.running:
             raise UsageError(
                 f"rank {self._rank} of {self.ranks.size} has some stages of this "
-                f"{type(model).__name__}, which cannot be called like a whole one: use "
-                "booster.execute_pipeline(data_iter, model, criterion, optimizer), under "
-                "torch.no_grad() for an evaluation"
+                f"{type(model).__name__}, which cannot be called with gradients: use "
+                "booster.execute_pipeline(data_iter, model, criterion, optimizer); under "
+                "torch.no_grad() all ranks may call it, and have its outputs"
             )
 
     def _check_reader(self, module: nn.Module, _prefix: str, keep_vars: bool) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,14 +30,10 @@ from castor.distributed.microbatches import (
 )
 from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.distributed.split_backward import Enter, SplitBackward
-from castor.errors import Error, UsageError
+from castor.distributed.stage_runs import FOR_THE_LOSS, OF_THE_LAST_STAGE, run_together
+from castor.distributed.staged_forward import StagedForward, check_outputs
+from castor.errors import UsageError
 from castor.runtime.engine import Engine, engine_of
-
-_LABELS = frozenset(
-    {"labels", "shift_labels", "next_sentence_label", "start_positions", "end_positions"}
-)
-_FOR_THE_LOSS = _LABELS | {"num_items_in_batch"}
-"""Arguments of which only the last stage makes something."""
 
 
 class PipelineSchedule:
@@ -67,7 +62,10 @@ class PipelineSchedule:
 
     def start(self) -> None:
         """See Schedule."""
-        put_schedule(self._model(), self)
+        model = self._model()
+        put_schedule(model, self)
+        assert model is not None
+        model.forward = StagedForward(model, self._parallel)
 
     def run(self, batch: Any, asked: Asked) -> Pass:
         """All micro-batches of a batch through all stages, and back if there are gradients.
@@ -89,64 +87,37 @@ class PipelineSchedule:
         assert model is not None
         parts = self._microbatches.of(named(batch))
         check_inputs(parallel.ranks, model, (), dict(batch))
+        check_outputs(model, batch)
         training = torch.is_grad_enabled()
         if parallel.sequences and training:
             check_inputs(parallel.sequences.ranks, model, (), dict(batch))
-        if asked.needs_loss and asked.criterion is None and _LABELS.isdisjoint(batch):
+        if asked.needs_loss and asked.criterion is None and FOR_THE_LOSS.isdisjoint(batch):
             raise UsageError(NO_LOSS)  # on every rank: only the last stage would find out
         stages, schedule = self._prepare(parts, training=training)
         for stage in stages:
             stage.begin(parts, asked)
-        parallel.running = True
-        failure: Exception | None = None
-        try:
+
+        def work() -> float | None:
             if training:
                 parallel.begin()
-            own = _own_random_numbers(parallel.ranks.rank) if model.training else nullcontext()
-            with own:
-                # Each micro-batch by its number: stages know them.
-                numbers = torch.arange(len(parts))
-                run = schedule.step if training else schedule.eval
-                run(number=numbers, target=numbers, return_outputs=False)
-        except Exception as error:
-            failure = _unwrapped(error)
-            self._known = None  # micro-batches are under way in it
-            parallel.disconnect()  # others wait for what this rank will not send
-        finally:
-            parallel.running = False
+            # Each micro-batch by its number: stages know them.
+            numbers = torch.arange(len(parts))
+            run = schedule.step if training else schedule.eval
+            run(number=numbers, target=numbers, return_outputs=False)
+            return sum(one / len(parts) for one in last.losses) if last and last.losses else None
+
         last = next((stage for stage in stages if stage.is_last), None)
-        outputs = last.outputs if last and asked.outputs else None
-        mean = sum(one / len(parts) for one in last.losses) if last and last.losses else None
-        for stage in stages:
-            stage.end()
-        everyone = self._finish(mean, failure)
+        try:
+            everyone = run_together(parallel, model, work)
+            outputs = last.outputs if last and asked.outputs else None
+        except BaseException:
+            self._known = None  # micro-batches are under way in it
+            raise
+        finally:
+            for stage in stages:
+                stage.end()
         loss = torch.tensor(next(x for x in everyone if x is not None)) if asked.loss else None
         return Pass(loss=loss, outputs=outputs)
-
-    def _finish(self, own: float | None, failure: Exception | None) -> list[float | None]:
-        """What every rank gives. Raises on all ranks where one has failed."""
-        ranks = self._parallel.ranks
-        lost = failure is not None and _lost_a_rank(failure)
-        said = None if failure is None or lost else f"{type(failure).__name__}: {failure}"
-        try:
-            everyone = ranks.gather((own, said, lost))
-        except Error as error:
-            self._parallel.broken = str(error)
-            if failure is not None and not lost:
-                raise failure from error
-            raise
-        causes = [
-            f"rank {rank} of {ranks.size} of the pipeline has failed: {said}"
-            for rank, (_, said, _) in enumerate(everyone)
-            if said is not None
-        ]
-        if not causes and not any(lost for _, _, lost in everyone):
-            return [one for one, _, _ in everyone]
-        why = "; ".join(causes) or f"ranks of the pipeline have lost each other: {failure}"
-        self._parallel.broken = why
-        if failure is not None and not lost:
-            raise failure
-        raise Error(f"{why}; mend that, and start all again from the last checkpoint") from failure
 
     def _prepare(
         self, parts: Sequence[Mapping[str, Any]], *, training: bool
@@ -274,7 +245,7 @@ class _Stage(nn.Module):
         part = self._parts[int(number)]
         own = dict(part)
         if not self.is_last:
-            own = {name: value for name, value in part.items() if name not in _FOR_THE_LOSS}
+            own = {name: value for name, value in part.items() if name not in OF_THE_LAST_STAGE}
         if self._takes_cache:
             own.setdefault("use_cache", False)
         if self._parallel.sequences:
@@ -310,28 +281,3 @@ def _entering(engine: Engine) -> Enter:
             session.enter_backward(position)
 
     return enter
-
-
-@contextmanager
-def _own_random_numbers(rank: int) -> Iterator[None]:
-    """Dropout of each stage is its own; what all ranks draw alike outside stays alike."""
-    seed = int(torch.randint(2**62, ()))
-    before = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed + rank)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before)
-
-
-def _unwrapped(error: Exception) -> Exception:
-    """What torch's stages wrap, as it was."""
-    while isinstance(error.__cause__, Exception) and "failed to run" in str(error).lower():
-        error = error.__cause__
-    return error
-
-
-def _lost_a_rank(error: Exception) -> bool:
-    """Whether gloo's connections are what has failed."""
-    said = str(error)
-    return type(error) is RuntimeError and ("gloo" in said or "pair closure" in said)

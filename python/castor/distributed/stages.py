@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -17,8 +17,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from castor.distributed.inputs import find_cache
 from castor.distributed.pipeline_plan import PipelinePlan
 from castor.errors import UsageError
+
+HandOver = Callable[[int, torch.Tensor], torch.Tensor]
+"""Of hidden states where the block of that number is another rank's."""
 
 
 @dataclass(eq=False)
@@ -35,6 +39,8 @@ class Passage:
     """The block behind its last."""
     received: torch.Tensor | None = None
     sent: torch.Tensor | None = None
+    hand_over: HandOver | None = None
+    """What does it where all stages run in one call; then the other fields are of no use."""
 
 
 class _Other(nn.Module):
@@ -66,28 +72,46 @@ class OtherBlock(_Other):
         """Hidden states in, hidden states out; of any shape."""
         passage = self._passage
         hidden = args[0] if args else kwargs["hidden_states"]
-        if self._index == passage.end:
-            passage.sent = hidden
-        if self._index == passage.begin - 1:
-            hidden = passage.received
+        if passage.hand_over:
+            self._count_tokens(hidden, (*args, *kwargs.values()))
+            hidden = passage.hand_over(self._index, hidden)
+        else:
+            if self._index == passage.end:
+                passage.sent = hidden
+            if self._index == passage.begin - 1:
+                hidden = passage.received
         return (hidden, None) if self._in_tuples else hidden
+
+    def _count_tokens(self, hidden: torch.Tensor, given: tuple[Any, ...]) -> None:
+        """A cache asks any layer how many tokens it has: one number each, for keys and values."""
+        cache = find_cache(given)
+        if cache is not None:
+            rows, tokens = hidden.shape[:2]
+            numbers = hidden.new_zeros((rows, 1, tokens, 1))
+            cache.update(numbers, numbers, self._index)
 
 
 class OtherEnd(_Other):
     """Stands for embeddings of the first stage, or norms and heads of the last."""
 
-    def __init__(self, passage: Passage, *, embeds: bool) -> None:
+    def __init__(self, passage: Passage, *, embeds: bool, tokens: bool) -> None:
         super().__init__()
         self._passage = passage
         self._embeds = embeds
+        self._tokens = tokens
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """For embeddings zeros (rows, tokens, width); otherwise hidden states as they are."""
+        """For embeddings zeros, otherwise hidden states as they are.
+
+        Zeros of shape (rows, tokens, width) for tokens, and of (1, 1, width) for what is added to
+        them: OPT makes positions of a mask that is as long as all that is cached.
+        """
         given = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
         if not self._embeds or given.ndim > 2:
             return given
         zero = torch.zeros((), dtype=self._passage.dtype, device=given.device)
-        return zero.expand(*given.shape, self._passage.width)
+        shape = tuple(given.shape) if self._tokens else (1, 1)
+        return zero.expand(*shape, self._passage.width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +182,15 @@ class StageModules:
                 place.put(place.module)
             passage.received = passage.sent = None
 
+    @contextmanager
+    def together(self, hand_over: HandOver) -> Iterator[None]:
+        """In it the model's forward computes all of this process's stages."""
+        self.passage.hand_over = hand_over
+        try:
+            yield
+        finally:
+            self.passage.hand_over = None
+
 
 def places_of(
     model: nn.Module, plan: PipelinePlan, cuts: Sequence[int], passage: Passage
@@ -171,13 +204,15 @@ def places_of(
         passage: For what stands where others' modules were.
     """
     last = len(cuts) - 2
+    tokens = model.get_input_embeddings()  # type: ignore[operator]  # transformers'
     places = []
     for names, stage in ((plan.before, 0), (plan.after, last)):
         for name in names:
             parent, _, short = name.rpartition(".")
             module = model.get_submodule(name)
-            embeds = any(isinstance(part, nn.Embedding) for part in module.modules())
-            other = OtherEnd(passage, embeds=embeds)
+            parts = list(module.modules())
+            embeds = any(isinstance(part, nn.Embedding) for part in parts)
+            other = OtherEnd(passage, embeds=embeds, tokens=tokens in parts)
             places.append(Place(model.get_submodule(parent), short, module, other, stage))
     blocks = model.get_submodule(plan.blocks)
     stage = 0

@@ -13,7 +13,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from castor.activations.own_forward import OwnForward
+from castor.runtime.own_forward import OwnForward
 from castor.runtime.ranks import Peers
 from castor.runtime.torch_model import TorchModel
 

@@ -1,0 +1,105 @@
+"""What all ranks of a pipeline do together: all succeed, or each knows which has failed and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from castor.distributed.pipeline_parallel import PipelineParallel
+from castor.errors import Error
+
+FOR_THE_LOSS = frozenset(
+    {"labels", "shift_labels", "next_sentence_label", "start_positions", "end_positions"}
+)
+"""Arguments that a model computes a loss of."""
+OF_THE_LAST_STAGE = FOR_THE_LOSS | {"num_items_in_batch"}
+"""Arguments of which only the last stage makes something."""
+
+Found = TypeVar("Found")
+
+
+def run_together(
+    parallel: PipelineParallel, model: nn.Module, work: Callable[[], Found]
+) -> list[Found]:
+    """Does this rank's share of a pass through all stages.
+
+    Args:
+        parallel: The stages; its ranks make the same call.
+        model: Called in `work`.
+        work: Its share; what it gives is picklable.
+
+    Returns:
+        What each rank's gave, in rank order.
+
+    Raises:
+        Error: A rank with another stage is gone, or could not go on; nor can this one then.
+        Exception: What `work` raised.
+    """
+    failure: Exception | None = None
+    own: Found | None = None
+    parallel.running = True
+    try:
+        with _own_random_numbers(parallel.ranks.rank) if model.training else nullcontext():
+            own = work()
+    except Exception as error:
+        failure = _unwrapped(error)
+        parallel.disconnect()  # others wait for what this rank will not send
+    finally:
+        parallel.running = False
+    return _of_all(parallel, own, failure)  # type: ignore[return-value]  # None: one has failed
+
+
+def _of_all(
+    parallel: PipelineParallel, own: Found | None, failure: Exception | None
+) -> list[Found | None]:
+    ranks = parallel.ranks
+    lost = failure is not None and _lost_a_rank(failure)
+    said = None if failure is None or lost else f"{type(failure).__name__}: {failure}"
+    try:
+        everyone = ranks.gather((own, said, lost))
+    except Error as error:
+        parallel.broken = str(error)
+        if failure is not None and not lost:
+            raise failure from error
+        raise
+    causes = [
+        f"rank {rank} of {ranks.size} of the pipeline has failed: {said}"
+        for rank, (_, said, _) in enumerate(everyone)
+        if said is not None
+    ]
+    if not causes and not any(lost for _, _, lost in everyone):
+        return [one for one, _, _ in everyone]
+    why = "; ".join(causes) or f"ranks of the pipeline have lost each other: {failure}"
+    parallel.broken = why
+    if failure is not None and not lost:
+        raise failure
+    raise Error(f"{why}; mend that, and start all again from the last checkpoint") from failure
+
+
+@contextmanager
+def _own_random_numbers(rank: int) -> Iterator[None]:
+    """Dropout of each stage is its own; what all ranks draw alike outside stays alike."""
+    seed = int(torch.randint(2**62, ()))
+    before = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed + rank)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
+
+
+def _unwrapped(error: Exception) -> Exception:
+    """What torch's stages wrap, as it was."""
+    while isinstance(error.__cause__, Exception) and "failed to run" in str(error).lower():
+        error = error.__cause__
+    return error
+
+
+def _lost_a_rank(error: Exception) -> bool:
+    """Whether gloo's connections are what has failed."""
+    said = str(error)
+    return type(error) is RuntimeError and ("gloo" in said or "pair closure" in said)

@@ -1,0 +1,141 @@
+"""A model in stages that is called without gradients, as generate and evaluations do."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from castor.distributed.inputs import by_name, check_inputs, find_cache
+from castor.distributed.pipeline_parallel import PipelineParallel
+from castor.distributed.stage_runs import OF_THE_LAST_STAGE, run_together
+from castor.runtime.own_forward import OwnForward
+
+_CACHES = frozenset(
+    {"DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer"}
+)
+"""Of a layer, as transformers calls them: keys and values of tokens, one behind the other."""
+_ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+"""Types of layers that have such a cache."""
+
+
+class StagedForward(OwnForward):
+    """The forward of a model whose stages several ranks have; all call it with the same arguments.
+
+    Hidden states go from rank to rank in the middle of it, and what the last stage gives becomes
+    every rank's. Within a schedule it is the forward of one stage.
+    """
+
+    def __init__(self, model: nn.Module, parallel: PipelineParallel) -> None:
+        """Of the forward that the model has now.
+
+        Args:
+            model: Of transformers, boosted.
+            parallel: Its stages.
+        """
+        super().__init__(model)
+        self._parallel = parallel
+        self._own = model.__dict__.get("forward")  # None: its class's
+        self.__signature__ = inspect.signature(model.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the forward gives.
+
+        Without gradients, outside of schedules: collective.
+
+        Raises:
+            UsageError: Ranks were given different arguments, or have let go of each other.
+            NotImplementedError: Somebody asks for what no rank has of all layers.
+            Error: A rank with another stage is gone, or could not go on; nor can this one then.
+            Exception: What the model raised here.
+        """
+        model, parallel = self.module, self._parallel
+        forward = self._own or type(model).forward.__get__(model)
+        if parallel.running:
+            return forward(*args, **kwargs)
+        parallel.check_connected()
+        kwargs = by_name(forward, args, kwargs)
+        check_inputs(parallel.ranks, model, (), kwargs)
+        check_outputs(model, kwargs)
+        _check_cache(model, kwargs)
+        if not _asked(model, kwargs, "return_dict", default=True):
+            raise NotImplementedError(
+                f"return_dict=False leaves the outputs of this {type(model).__name__} without the "
+                "names by which the last stage tells the others of them; leave it out"
+            )
+        if not parallel.has_last:
+            kwargs = {name: x for name, x in kwargs.items() if name not in OF_THE_LAST_STAGE}
+        given: list[Any] = []
+
+        def work() -> None:
+            with parallel.modules.together(self._hand_over):
+                own = forward(**kwargs)
+            given.append(self._share(own))
+
+        run_together(parallel, model, work)
+        return given[0]
+
+    def _hand_over(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Where a block of another rank's was: hidden states that come from it, or go there."""
+        parallel, rank = self._parallel, self._parallel.ranks.rank
+        owners = parallel.rank_of_block
+        if index > 0 and owners[index - 1] == rank:
+            distributed.send(hidden.contiguous(), group=parallel.group, group_dst=owners[index])
+        if index + 1 < len(owners) and owners[index + 1] == rank:
+            hidden = torch.empty(hidden.shape, dtype=hidden.dtype)
+            distributed.recv(hidden, group=parallel.group, group_src=owners[index])
+        return hidden
+
+    def _share(self, own: Any) -> Any:
+        """The last stage's outputs, with what else this rank's forward gave (a cache)."""
+        group, last = self._parallel.group, self._parallel.rank_of_block[-1]
+        tensors = {name: x for name, x in own.items() if isinstance(x, torch.Tensor)}
+        said = [{name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}]
+        distributed.broadcast_object_list(said, group=group, group_src=last)
+        fields = {name: x for name, x in own.items() if name not in tensors}
+        for name, (shape, dtype) in said[0].items():
+            if self._parallel.has_last:
+                fields[name] = tensors[name].contiguous()
+            else:
+                fields[name] = torch.empty(shape, dtype=dtype)
+            distributed.broadcast(fields[name], group=group, group_src=last)
+        return type(own)(**fields)
+
+
+def check_outputs(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Nobody asks for outputs that no rank of a model in stages has.
+
+    Args:
+        model: Of transformers.
+        kwargs: Of its forward, by name.
+
+    Raises:
+        NotImplementedError: Somebody does.
+    """
+    for name in ("output_hidden_states", "output_attentions"):
+        if _asked(model, kwargs, name):
+            raise NotImplementedError(
+                f"{name}=True asks for what all layers of this {type(model).__name__} give, and "
+                "with pp_size no rank has all: leave it out"
+            )
+
+
+def _asked(model: nn.Module, kwargs: Mapping[str, Any], name: str, default: bool = False) -> Any:
+    given = kwargs.get(name)
+    return getattr(model.config, name, default) if given is None else given
+
+
+def _check_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Layers of other ranks only count the tokens in their cache."""
+    cache = find_cache(kwargs.values())
+    kinds = {type(layer).__name__ for layer in getattr(cache, "layers", ())} - _CACHES
+    kinds |= {*(getattr(model.config, "layer_types", None) or ())} - _ATTENTION
+    if kinds:
+        raise NotImplementedError(
+            f"this {type(model).__name__} keeps other things than keys and values of tokens "
+            f"({', '.join(sorted(kinds))}), which castor does not know with pp_size: call it with "
+            "use_cache=False, or give a DynamicCache"
+        )
