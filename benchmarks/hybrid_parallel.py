@@ -46,7 +46,9 @@ def build(model: Model) -> Any:
     return LlamaForCausalLM(config).train()
 
 
-def _step(model: Model, module: Any, optimizer: Any) -> Step:
+def step_of(model: Model, module: Any, optimizer: Any) -> Step:
+    """Forward, backward and update of a whole batch."""
+
     def step(i: int) -> float:
         loss = module(**model.batch(i)).loss
         loss.backward()
@@ -63,7 +65,7 @@ def make_plain(_: int, model: Model) -> tuple[Step, Report]:
 
     torch.set_num_threads(2)
     module = build(model)
-    return _step(model, module, torch.optim.AdamW(module.parameters(), lr=LR, fused=True)), dict
+    return step_of(model, module, torch.optim.AdamW(module.parameters(), lr=LR, fused=True)), dict
 
 
 def make_transformers(_: int, model: Model) -> tuple[Step, Report]:
@@ -80,7 +82,8 @@ def make_transformers(_: int, model: Model) -> tuple[Step, Report]:
     settings = DistributedConfig(tp_size=size, tp_plan="auto")
     plan, *_rest = module._resolve_parallel_plans(settings)
     apply_tensor_parallelism(module, mesh, plan)
-    return _step(model, module, torch.optim.AdamW(module.parameters(), lr=LR, foreach=False)), dict
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, foreach=False)
+    return step_of(model, module, optimizer), dict
 
 
 def make_torch(_: int, model: Model) -> tuple[Step, Report]:
@@ -109,7 +112,8 @@ def make_torch(_: int, model: Model) -> tuple[Step, Report]:
         "lm_head": ColwiseParallel(output_layouts=whole),
     }
     parallelize_module(module, mesh, top)
-    return _step(model, module, torch.optim.AdamW(module.parameters(), lr=LR, foreach=False)), dict
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, foreach=False)
+    return step_of(model, module, optimizer), dict
 
 
 def make_castor(
@@ -130,7 +134,7 @@ def make_castor(
     booster = Booster(plugin)
     booster.boost(module, optimizer)
     param_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
-    return _step(
+    return step_of(
         model, module, optimizer
     ), lambda: vars(booster.report()) | {"param_bytes": param_bytes}
 

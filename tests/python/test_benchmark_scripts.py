@@ -28,7 +28,7 @@ PROGRAMS = {
     "planner": "planner",
 }
 # Who runs DeepSpeed beside castor, and says so where it is not installed.
-WITH_DEEPSPEED = ("adam", "deepspeed_settings", "nvme", "step", "zero")
+WITH_DEEPSPEED = ("adam", "deepspeed_settings", "nvme", "sequence_parallel", "step", "zero")
 DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 # Cases that take long: (benchmark, part of the path to a figure).
 NOT_QUICK = {
