@@ -179,10 +179,10 @@ lint-layers: $(VENV_STAMPS)/venv
 	@$(BIN)/python scripts/check_layers.py
 
 # Members that name their mutex (core/mutex.h) are used only while it is held.
-THREAD_CHECKED := csrc/core csrc/host csrc/io csrc/parallel
-lint-threads: $(STAMPS)/system
-	@grep -rlE --include='*.cc' 'MutexLock|CASTOR_GUARDED_BY' $(THREAD_CHECKED) | \
-	  xargs -n 1 -P $(JOBS) clang++ -std=c++20 -fsyntax-only -Wthread-safety -Werror -Icsrc
+lint-threads: $(VENV_STAMPS)/venv
+	@grep -rlE --include='*.cc' 'MutexLock|CASTOR_GUARDED_BY' csrc | \
+	  xargs -n 1 -P $(JOBS) clang++ -std=c++20 -fsyntax-only -Wthread-safety -Werror -Icsrc \
+	    $$($(BIN)/python scripts/torch_includes.py)
 	@echo "clang's thread-safety analysis: clean"
 
 # What was installed, and that _C.pyi and _cuda.pyi name what the extensions hold.

@@ -40,21 +40,21 @@ class WeightParts::Read final : public IoTransfer::State {
   Read(const Read&) = delete;
   Read& operator=(const Read&) = delete;
 
-  /// Asks all others. With the mutex.
-  void ask() CASTOR_REQUIRES(parts_.mutex_) {
+  /// Asks all others. Takes the parts that it is a read of, whose mutex is held.
+  void ask(const WeightParts& parts) CASTOR_REQUIRES(parts.mutex_) {
     for (std::size_t rank = 0; rank < from_.size(); ++rank) {
-      if (rank == parts_.messages_->rank()) {
+      if (rank == parts.messages_->rank()) {
         continue;
       }
-      if (parts_.gone_[rank]) {
-        fail(rank, none_heard() ? "a rank has ended, and none is heard any more"
-                                : "it has let go of the model");
+      if (parts.gone_[rank]) {
+        fail(rank, none_heard(parts) ? "a rank has ended, and none is heard any more"
+                                     : "it has let go of the model");
         return;
       }
       try {
-        from_[rank].answer = parts_.messages_->receive(rank, request_.tag, part_of(rank));
+        from_[rank].answer = parts.messages_->receive(rank, request_.tag, part_of(rank));
         from_[rank].request =
-            parts_.messages_->send(rank, kRequests, std::as_bytes(std::span(&request_, 1)));
+            parts.messages_->send(rank, kRequests, std::as_bytes(std::span(&request_, 1)));
       } catch (const Error& error) {
         fail(rank, error.what());
         return;
@@ -114,9 +114,9 @@ class WeightParts::Read final : public IoTransfer::State {
     return buffer_.subspan(rank * bytes, bytes);
   }
   // Of two or more others: whichever it was, this one may not be to blame.
-  [[nodiscard]] bool none_heard() const CASTOR_REQUIRES(parts_.mutex_) {
-    const auto num_gone = std::count(parts_.gone_.begin(), parts_.gone_.end(), true);
-    return num_gone > 1 && static_cast<std::size_t>(num_gone) + 1 == from_.size();
+  [[nodiscard]] static bool none_heard(const WeightParts& parts) CASTOR_REQUIRES(parts.mutex_) {
+    const auto num_gone = std::count(parts.gone_.begin(), parts.gone_.end(), true);
+    return num_gone > 1 && static_cast<std::size_t>(num_gone) + 1 == parts.messages_->size();
   }
   // Those who have not been asked do not answer.
   void fail(std::size_t rank, const std::string& why) {
@@ -195,7 +195,7 @@ IoTransfer WeightParts::start_read(std::size_t number, std::span<std::byte> buff
   bytes_read_ += buffer.size() - parts_[number].size();
   auto read = std::make_shared<Read>(
       *this, Request{.tag = next_tag_, .chunk = number, .version = begun_[number]}, buffer);
-  read->ask();
+  read->ask(*this);
   reads_.insert(read.get());
   return IoTransfer(std::move(read));
 }
