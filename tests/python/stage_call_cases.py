@@ -131,6 +131,10 @@ def refused(directory: Path) -> None:
         cache = StaticCache(model.config, max_cache_len=8)
         cache.layers[0].__class__ = type("Quantised", (type(cache.layers[0]),), {})
         found["cache"] = without_gradients(past_key_values=cache)
+        model.config.layer_types = ["conv", *["full_attention"] * 3]
+        found["layers"] = without_gradients(use_cache=True)
+        found["no cache"] = without_gradients(use_cache=False)
+        model.config.layer_types = None
         found["works"] = model(**batch(case, 0)).loss.item()
     write_own(directory, "refused", found)
 

@@ -108,6 +108,8 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("inputs", "UsageError", "differ in the inputs of LlamaForCausalLM"),
         ("arguments", "UsageError", "differ in the inputs of LlamaForCausalLM"),
         ("cache", "NotImplementedError", "other things than keys and values of tokens (Quantised)"),
+        ("layers", "NotImplementedError", "other things than keys and values of tokens (conv)"),
+        ("no cache", "nothing", "nothing"),
     ],
 )
 def test_what_cannot_be_called_is_named_on_every_rank(

@@ -132,7 +132,8 @@ def _check_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
     """Layers of other ranks only count the tokens in their cache."""
     cache = find_cache(kwargs.values())
     kinds = {type(layer).__name__ for layer in getattr(cache, "layers", ())} - _CACHES
-    kinds |= {*(getattr(model.config, "layer_types", None) or ())} - _ATTENTION
+    if _asked(model, kwargs, "use_cache"):
+        kinds |= {*(getattr(model.config, "layer_types", None) or ())} - _ATTENTION
     if kinds:
         raise NotImplementedError(
             f"this {type(model).__name__} keeps other things than keys and values of tokens "
