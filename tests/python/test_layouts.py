@@ -266,6 +266,23 @@ def test_who_waits_leaves_processors_to_others(config: Path) -> None:
     assert one.busy["processors"] == 0
 
 
+def test_who_waits_for_a_sum_leaves_processors_to_others(config: Path) -> None:
+    """What a sum takes to begin is no work: on shared processors others compute meanwhile."""
+    found = search(config)
+    layout = Layout(tensor=2, data=2, rows=4)
+    on = {"device": "cpu", "ranks_per_node": 4, "link": "1GB/s"}
+    soon, late = (
+        found.cost(layout, cluster(at_once=2, link_latency_us=latency, **on))
+        for latency in (0, 0.1)
+    )
+    assert soon.busy["processors"] > 0
+    waits = late.busy["exchange"] - soon.busy["exchange"]
+    # Gradients are reduced once, whoever waits.
+    assert 0 <= late.seconds - soon.seconds < 0.1 * waits
+    alone = found.cost(layout, cluster(link_latency_us=0.1, **on))
+    assert alone.seconds > found.cost(layout, cluster(link_latency_us=0, **on)).seconds
+
+
 def test_machines_exchange_sums_means_and_parts(config: Path) -> None:
     """On two of two ranks each half of the weights crosses as sums or means, and a quarter new."""
     found = search(config)

@@ -47,6 +47,12 @@ class Link:
             return self.seconds(num_bytes * others / ranks)
         return self.seconds(num_bytes * others)  # gather
 
+    def waiting(self, operation: str, ranks: int) -> float:
+        """Seconds of these in which nothing is sent: a rank's processor is free for others."""
+        if ranks == 1:
+            return 0.0
+        return 2 * self.latency if operation == "sum" else self.latency
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:

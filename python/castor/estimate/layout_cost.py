@@ -55,6 +55,8 @@ class _Seconds:
     forward: list[float]
     backward: list[float]
     exchange: float
+    waiting: float
+    """Of these, in which nothing is sent."""
 
 
 class _End:
@@ -105,29 +107,32 @@ def _ranks_of_a_node(layout: Layout, cluster: Cluster) -> int:
 
 def seconds_of(one: StagePass, cluster: Cluster, layout: Layout) -> _Seconds:
     """Of each moment of a micro-batch: its operators, and what they wait for from other ranks."""
-    exchange = 0.0
+    exchange = waiting = 0.0
 
     def of(moments: Sequence[Moment]) -> list[float]:
-        nonlocal exchange
+        nonlocal exchange, waiting
         found = []
         for moment in moments:
-            waits = _exchanged(moment, cluster, layout)
-            exchange += waits
-            found.append(simulator.seconds_of(moment, cluster.machine) + waits)
+            all_of, idle = _exchanged(moment, cluster, layout)
+            exchange += all_of
+            waiting += idle
+            found.append(simulator.seconds_of(moment, cluster.machine) + all_of)
         return found
 
     forward, backward = of(one.forward), of(one.backward)
-    return _Seconds(forward=forward, backward=backward, exchange=exchange)
+    return _Seconds(forward=forward, backward=backward, exchange=exchange, waiting=waiting)
 
 
-def _exchanged(moment: Moment, cluster: Cluster, layout: Layout) -> float:
-    total = 0.0
+def _exchanged(moment: Moment, cluster: Cluster, layout: Layout) -> tuple[float, float]:
+    """Seconds of what ranks send each other, and of these those in which nothing is sent."""
+    total = waiting = 0.0
     for sent in moment.sent:
         shares = layout.sequence if sent.among == SEQUENCE else layout.tensor
         apart = layout.tensor * (layout.sequence if sent.among == SEQUENCE else 1)
         link = cluster.between(apart)
         total += link.collective(sent.operation, sent.num_bytes, shares)
-    return total
+        waiting += link.waiting(sent.operation, shares)
+    return total, waiting
 
 
 def cost_of(
@@ -180,7 +185,8 @@ def cost_of(
     update = max(rank.update for rank in ranks)
     seconds_alone = passes + reduce + update
     # Who waits leaves its processor to others: of all there is no more than they can do.
-    each_works = layout.microbatches * sum(sum(one[:2]) for one in each) / layout.stages
+    busy_in_all = sum(sum(one[:2]) - own.waiting for one, own in zip(each, seconds, strict=True))
+    each_works = layout.microbatches * busy_in_all / layout.stages
     needed = (each_works + reduce + update) * cluster.ranks_per_node / cluster.at_once
     busy = {
         "compute": working - copies - exchange,
