@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import castor
+from castor.distributed import TensorRanks
 from helpers import GIB, Boosted
 from packed_layers import Linear4bit
 from zoo import CASES, LENGTH, VOCABULARY, Case, gpt2_with_dropout, tower
@@ -291,12 +292,14 @@ def uses(directory: Path) -> None:
             boosted.booster.backward(loss, boosted.optimizer)
     boosted.optimizer.step()
     found["norm"] = boosted.report().gradient_norm
+    found["sums"] = _sums(case), _sums(FAMILIES["gpt2"])
     # A model that nobody holds goes at once, without the garbage collector.
     for given in ({"size": 2}, {"sp_size": 2}):
         gc.collect()
         gc.disable()
         gone = boost(case, **given)  # type: ignore[arg-type]
         train(case, gone, 0, 1)
+        gone.model(**case.batch(0))
         held = weakref.ref(gone.model)
         del gone
         assert held() is None
@@ -310,6 +313,24 @@ def uses(directory: Path) -> None:
     losses = train(dropping, Boosted(booster, model, optimizer), 0, 3)
     assert of_all(losses) == [losses, losses]
     write(directory, "uses", found)
+
+
+def _sums(case: Case) -> list[int]:
+    """Of hidden states, in a forward pass and in a backward pass."""
+    boosted, sums = boost(case, 2), []
+    total = TensorRanks.sum
+
+    def counted(ranks: TensorRanks, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim > 2:
+            sums.append(tensor)
+        return total(ranks, tensor)
+
+    TensorRanks.sum = counted  # type: ignore[method-assign]
+    loss = case.loss(boosted.model(**case.batch(0)), case.batch(0))
+    forward = len(sums)
+    boosted.booster.backward(loss, boosted.optimizer)
+    TensorRanks.sum = total  # type: ignore[method-assign]
+    return [forward, len(sums) - forward]
 
 
 def quantised() -> Any:

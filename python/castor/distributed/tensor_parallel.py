@@ -109,6 +109,7 @@ class TensorParallel:
         self.ranks.share(state)
         torch.set_rng_state(state)
         model.register_forward_pre_hook(ModuleHook(check_inputs, self.ranks), with_kwargs=True)
+        model.register_forward_hook(ModuleHook(_end_pass, self.ranks), always_call=True)
         if self._loss:
             self._loss.start()
         if self._tokens:
@@ -352,6 +353,10 @@ class TensorParallel:
             f"the plan cuts '{name}' by '{kind}', which castor does not know; give a tp_plan of "
             "your own (castor.distributed.tensor_plan lists its styles)"
         )
+
+
+def _end_pass(ranks: TensorRanks, *_: Any) -> None:
+    ranks.forget_entered()
 
 
 def _check_reader(ranks: TensorRanks, module: nn.Module, _prefix: str, keep_vars: bool) -> None:

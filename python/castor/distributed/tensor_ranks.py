@@ -115,6 +115,10 @@ class TensorRanks(Peers):
             self._entered.remember(x, known)
         return known
 
+    def forget_entered(self) -> None:
+        """After a pass: no layer is given what entered last any more."""
+        self._entered.forget()
+
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of what the parts of a layer give."""
         return _apply(_Reduce, x, self)
@@ -168,21 +172,27 @@ class TensorRanks(Peers):
 
 
 class _Entered:
-    """The tensor that entered last, as long as it and what became of it live."""
+    """The tensor that entered last, until another does or the pass is over.
+
+    What became of it is held here: of a tensor with rows autograd keeps a view, not the one that
+    the first layer was given.
+    """
 
     def __init__(self) -> None:
         self._input: weakref.ref[torch.Tensor] | None = None
-        self._output: weakref.ref[torch.Tensor] | None = None
+        self._output: torch.Tensor | None = None
         self._version = 0
 
     def output_for(self, x: torch.Tensor) -> torch.Tensor | None:
-        if self._input is None or self._output is None or self._input() is not x:
+        if self._input is None or self._input() is not x or x._version != self._version:
             return None
-        return self._output() if x._version == self._version else None
+        return self._output
 
     def remember(self, x: torch.Tensor, output: torch.Tensor) -> None:
-        self._input, self._output = weakref.ref(x), weakref.ref(output)
-        self._version = x._version
+        self._input, self._output, self._version = weakref.ref(x), output, x._version
+
+    def forget(self) -> None:
+        self._input = self._output = None
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
@@ -199,6 +209,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.ranks.forget_entered()  # of a block that runs again here
         return ctx.ranks.sum(grad), None
 
 
