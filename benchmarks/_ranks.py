@@ -21,6 +21,7 @@ from _steps import (
     Report,
     Step,
     processes,
+    run_rounds,
     worst_difference,
 )
 from rich.console import Console
@@ -169,6 +170,32 @@ def verify(found: Mapping[str, Ranks], reference: str) -> dict[str, float]:
                 f"{difference:.1e}"
             )
     return differences
+
+
+def measure(
+    found: Mapping[str, Ranks],
+    rounds: int,
+    steps: int,
+    *,
+    bars: Mapping[str, float | None],
+    reference: str,
+    title: str,
+    console: Console,
+) -> dict[str, Any]:
+    """Runs the contenders in turn, ends them and compares them: their part of a record.
+
+    Args:
+        found: The contenders.
+        rounds: In each of which every contender has its turn.
+        steps: Of a turn.
+        bars: See compare.
+        reference: See verify.
+        title: See finish.
+        console: Where all goes.
+    """
+    run_rounds(found, rounds, steps)
+    contenders = finish(found, reference=reference, title=title, console=console)
+    return {"contenders": contenders, "ratios": compare(found, bars, console)}
 
 
 def finish(

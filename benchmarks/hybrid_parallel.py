@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from _machine import command_line, describe_machine, write_record
-from _ranks import Ranks, compare, finish
-from _steps import HEAD_WIDTH, LR, QUICK, VOCAB, Model, Report, Step, run_rounds, tight
+from _ranks import Ranks, measure
+from _steps import HEAD_WIDTH, LR, QUICK, VOCAB, Model, Report, Step, tight
 from rich.console import Console
 
 TIGHT_SHARE = 0.5
@@ -46,7 +46,7 @@ def build(model: Model) -> Any:
     return LlamaForCausalLM(config).train()
 
 
-def step_of(model: Model, module: Any, optimizer: Any) -> Step:
+def _step(model: Model, module: Any, optimizer: Any) -> Step:
     """Forward, backward and update of a whole batch."""
 
     def step(i: int) -> float:
@@ -65,7 +65,7 @@ def make_plain(_: int, model: Model) -> tuple[Step, Report]:
 
     torch.set_num_threads(2)
     module = build(model)
-    return step_of(model, module, torch.optim.AdamW(module.parameters(), lr=LR, fused=True)), dict
+    return _step(model, module, torch.optim.AdamW(module.parameters(), lr=LR, fused=True)), dict
 
 
 def make_transformers(_: int, model: Model) -> tuple[Step, Report]:
@@ -83,7 +83,7 @@ def make_transformers(_: int, model: Model) -> tuple[Step, Report]:
     plan, *_rest = module._resolve_parallel_plans(settings)
     apply_tensor_parallelism(module, mesh, plan)
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR, foreach=False)
-    return step_of(model, module, optimizer), dict
+    return _step(model, module, optimizer), dict
 
 
 def make_torch(_: int, model: Model) -> tuple[Step, Report]:
@@ -113,13 +113,20 @@ def make_torch(_: int, model: Model) -> tuple[Step, Report]:
     }
     parallelize_module(module, mesh, top)
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR, foreach=False)
-    return step_of(model, module, optimizer), dict
+    return _step(model, module, optimizer), dict
 
 
 def make_castor(
-    _: int, model: Model, device_memory: int | None, mode: str = "all_to_all"
+    _: int,
+    model: Model,
+    device_memory: int | None,
+    mode: str = "all_to_all",
+    divided: str = "tp_size",
 ) -> tuple[Step, Report]:
-    """With castor, in a device budget of bytes (None: room for everything)."""
+    """With castor, in a device budget of bytes (None: room for everything).
+
+    All ranks divide layers, or what else `divided` names.
+    """
     import torch
     from torch import distributed
 
@@ -128,13 +135,13 @@ def make_castor(
     module = build(model)
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR, fused=True)
     plugin = HybridParallelPlugin(
-        tp_size=distributed.get_world_size(), device="cpu", precision="fp32",
+        **{divided: distributed.get_world_size()}, device="cpu", precision="fp32",
         device_memory=device_memory or "3GiB", host_memory="3GiB", sequence_parallelism_mode=mode,
     )  # fmt: skip
     booster = Booster(plugin)
     booster.boost(module, optimizer)
     param_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
-    return step_of(
+    return _step(
         model, module, optimizer
     ), lambda: vars(booster.report()) | {"param_bytes": param_bytes}
 
@@ -165,11 +172,10 @@ def main() -> int:
     budget = tight(found["castor ample"].report()[0], TIGHT_SHARE)
     name = f"castor, tight({TIGHT_SHARE}) = {budget / 2**20:.0f} MiB a rank"
     found["castor tight"] = Ranks.start(name, size, make_castor, model, budget)
-    run_rounds(found, rounds, steps)
     title = f"Llama, {size} ranks divide each layer, {model.rows} x {model.sequence} tokens"
-    results = finish(found, reference="plain", title=title, console=console)
-    ratios = compare(found, BARS, console)
-    figures = {"ranks": size, "contenders": results, "ratios": ratios}
+    figures = {"ranks": size} | measure(
+        found, rounds, steps, bars=BARS, reference="plain", title=title, console=console
+    )
     write_record(arguments, "hybrid_parallel", figures, machine=machine)
     return 0
 

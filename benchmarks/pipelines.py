@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from _machine import command_line, describe_machine, write_record
-from _ranks import Ranks, compare, finish
-from _steps import LR, QUICK, Model, Report, Step, run_rounds, tight
+from _ranks import Ranks, measure
+from _steps import LR, QUICK, Model, Report, Step, tight
 from hybrid_parallel import build
 from rich.console import Console
 
@@ -161,12 +161,11 @@ def main() -> int:
     budget = max(tight(report, TIGHT_SHARE) for report in reports)
     name = f"castor, tight({TIGHT_SHARE}) = {budget / 2**20:.0f} MiB a rank"
     found["castor tight"] = Ranks.start(name, 2, make_castor, model, budget)
-    run_rounds(found, rounds, steps)
     size = f"{model.rows} x {model.sequence} tokens"
     title = f"Llama in two stages, {size} in {MICROBATCHES} micro-batches, 1F1B"
-    results = finish(found, reference="plain", title=title, console=console)
-    ratios = compare(found, BARS, console)
-    figures = {"blocks": [r["blocks"] for r in reports], "contenders": results, "ratios": ratios}
+    figures = {"blocks": [r["blocks"] for r in reports]} | measure(
+        found, rounds, steps, bars=BARS, reference="plain", title=title, console=console
+    )
     write_record(arguments, "pipelines", figures, machine=machine)
     return 0
 

@@ -15,12 +15,11 @@ import os
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
 from _machine import command_line, describe_machine, write_record
-from _ranks import Ranks, compare, finish
-from _steps import HEAD_WIDTH, LR, QUICK, Model, Report, Step, run_rounds, tight
-from hybrid_parallel import build, make_plain, step_of
+from _ranks import Ranks, measure
+from _steps import HEAD_WIDTH, LR, QUICK, Model, Report, Step, tight
+from hybrid_parallel import build, make_castor, make_plain
 from rich.console import Console
 
 TIGHT_SHARE, MODEL = 0.5, Model(rows=2, sequence=512)
@@ -77,42 +76,18 @@ def make_deepspeed(rank: int, model: Model) -> tuple[Step, Report]:
     return step, dict
 
 
-def make_castor(
-    _: int, model: Model, device_memory: int | None, mode: str = "all_to_all"
-) -> tuple[Step, Report]:
-    """With castor, in a device budget of bytes (None: room for everything)."""
-    import torch
-    from torch import distributed
-
-    from castor import Booster, HybridParallelPlugin
-
-    module = build(model)
-    param_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
-    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, fused=True)
-    plugin = HybridParallelPlugin(
-        sp_size=distributed.get_world_size(), device="cpu", precision="fp32",
-        device_memory=device_memory or "3GiB", host_memory="3GiB", sequence_parallelism_mode=mode,
-    )  # fmt: skip
-    booster = Booster(plugin)
-    booster.boost(module, optimizer)
-
-    def report() -> dict[str, Any]:
-        return vars(booster.report()) | {"param_bytes": param_bytes}
-
-    return step_of(model, module, optimizer), report
-
-
 def start_contenders(model: Model, console: Console, size: int) -> dict[str, Ranks]:
+    def start(name: str, device_memory: int | None, mode: str = "all_to_all") -> Ranks:
+        return Ranks.start(name, size, make_castor, model, device_memory, mode, "sp_size")
+
     found = {
         "plain": Ranks.start("plain PyTorch, one process", 1, make_plain, model),
-        "castor ample": Ranks.start("castor, ample budget", size, make_castor, model, None),
+        "castor ample": start("castor, ample budget", None),
     }
     budget = tight(found["castor ample"].report()[0], TIGHT_SHARE)
     name = f"castor, tight({TIGHT_SHARE}) = {budget / 2**20:.0f} MiB a rank"
-    found["castor tight"] = Ranks.start(name, size, make_castor, model, budget)
-    found["castor ring"] = Ranks.start(
-        "castor, keys in a ring", size, make_castor, model, None, "ring_attn"
-    )
+    found["castor tight"] = start(name, budget)
+    found["castor ring"] = start("castor, keys in a ring", None, "ring_attn")
     if find_spec("deepspeed") is None:
         console.print("[yellow]SKIPPED: DeepSpeed Ulysses: deepspeed is not installed")
     else:
@@ -133,11 +108,10 @@ def main() -> int:
     model = replace(QUICK, width=2 * HEAD_WIDTH) if arguments.quick else MODEL
     rounds, steps = (1, 1) if arguments.quick else (arguments.rounds, arguments.steps)
     found = start_contenders(model, console, size)
-    run_rounds(found, rounds, steps)
     title = f"Llama, {size} ranks divide each sequence, {model.rows} x {model.sequence} tokens"
-    results = finish(found, reference="plain", title=title, console=console)
-    ratios = compare(found, BARS, console)
-    figures = {"ranks": size, "contenders": results, "ratios": ratios}
+    figures = {"ranks": size} | measure(
+        found, rounds, steps, bars=BARS, reference="plain", title=title, console=console
+    )
     write_record(arguments, "sequence_parallel", figures, machine=machine)
     return 0
 

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from _machine import command_line, describe_machine, write_record
-from _ranks import Ranks, compare, finish
+from _ranks import Ranks, measure
 from _steps import (
     LR,
     MAX_NORM,
@@ -26,7 +26,6 @@ from _steps import (
     Model,
     Report,
     Step,
-    run_rounds,
     tight,
     torch_step,
 )
@@ -169,11 +168,10 @@ def main() -> int:
     machine = describe_machine()
 
     found = start_contenders(model, console, arguments.ranks, arguments.leave_out)
-    run_rounds(found, rounds, steps)
     title = f"{model.title} a rank, {arguments.ranks} ranks"
-    results = finish(found, reference="ddp", title=title, console=console)
-    ratios = compare(found, BARS, console)
-    figures = {"ranks": arguments.ranks, "contenders": results, "ratios": ratios}
+    figures = {"ranks": arguments.ranks} | measure(
+        found, rounds, steps, bars=BARS, reference="ddp", title=title, console=console
+    )
     write_record(arguments, "zero", figures, machine=machine)
     return 0
 

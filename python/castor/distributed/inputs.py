@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,12 @@ def by_name(
     # Of others a decorator of the function may know.
     known = {name: value for name, value in kwargs.items() if name in signature.parameters}
     return signature.bind_partial(*args, **known).arguments | kwargs
+
+
+def asked_of(model: nn.Module, kwargs: Mapping[str, Any], name: str, default: Any = False) -> Any:
+    """What a call of transformers' model asks for; where it says nothing, its config does."""
+    given = kwargs.get(name)
+    return getattr(model.config, name, default) if given is None else given
 
 
 def check_inputs(

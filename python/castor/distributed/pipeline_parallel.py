@@ -87,6 +87,10 @@ class PipelineParallel:
         self.ranks = ranks
         self.num_stages = stages
         self._rank_of = [_rank_of(stage, ranks.size, folded=folded) for stage in range(stages)]
+        self.rank_of_block = [
+            rank for rank, of in zip(self._rank_of, layers, strict=True) for _ in range(of)
+        ]
+        """Which of the ranks has each block of the model."""
         self.tensor: TensorParallel | None = None
         """Where each layer is divided as well."""
         self.sequences: SequenceParallel | None = None
@@ -106,12 +110,6 @@ class PipelineParallel:
         self._summed: bool | None = None
         """Whether their gradients are those of both stages; None: they have none."""
         self._modules: StageModules | None = None
-
-    @property
-    def rank_of_block(self) -> list[int]:
-        """Which of the ranks has each block of the model."""
-        layers = [end - begin for begin, end in itertools.pairwise(self._cuts)]
-        return [rank for rank, of in zip(self._rank_of, layers, strict=True) for _ in range(of)]
 
     @property
     def has_last(self) -> bool:

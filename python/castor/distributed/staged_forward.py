@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from castor.distributed.inputs import by_name, check_inputs, find_cache
+from castor.distributed.inputs import asked_of, by_name, check_inputs, find_cache
 from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.distributed.stage_runs import OF_THE_LAST_STAGE, run_together
 from castor.runtime.own_forward import OwnForward
@@ -61,7 +61,7 @@ class StagedForward(OwnForward):
         check_inputs(parallel.ranks, model, (), kwargs)
         check_outputs(model, kwargs)
         _check_cache(model, kwargs)
-        if not _asked(model, kwargs, "return_dict", default=True):
+        if not asked_of(model, kwargs, "return_dict", default=True):
             raise NotImplementedError(
                 f"return_dict=False leaves the outputs of this {type(model).__name__} without the "
                 "names by which the last stage tells the others of them; leave it out"
@@ -116,23 +116,18 @@ def check_outputs(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
         NotImplementedError: Somebody does.
     """
     for name in ("output_hidden_states", "output_attentions"):
-        if _asked(model, kwargs, name):
+        if asked_of(model, kwargs, name):
             raise NotImplementedError(
                 f"{name}=True asks for what all layers of this {type(model).__name__} give, and "
                 "with pp_size no rank has all: leave it out"
             )
 
 
-def _asked(model: nn.Module, kwargs: Mapping[str, Any], name: str, default: bool = False) -> Any:
-    given = kwargs.get(name)
-    return getattr(model.config, name, default) if given is None else given
-
-
 def _check_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
     """Layers of other ranks only count the tokens in their cache."""
     cache = find_cache(kwargs.values())
     kinds = {type(layer).__name__ for layer in getattr(cache, "layers", ())} - _CACHES
-    if _asked(model, kwargs, "use_cache"):
+    if asked_of(model, kwargs, "use_cache"):
         kinds |= {*(getattr(model.config, "layer_types", None) or ())} - _ATTENTION
     if kinds:
         raise NotImplementedError(

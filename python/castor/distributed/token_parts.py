@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from castor.distributed.inputs import by_name
+from castor.distributed.inputs import asked_of, by_name
 from castor.distributed.pipeline_plan import find_blocks
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.distributed.token_exchange import enter_parts, own_part, parts_of_all, sum_to_parts
@@ -304,8 +304,7 @@ def _check_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     Raises:
         NotImplementedError: Somebody does.
     """
-    given = by_name(model.forward, args, kwargs).get("output_hidden_states")
-    asked = getattr(model.config, "output_hidden_states", False) if given is None else given
+    asked = asked_of(model, by_name(model.forward, args, kwargs), "output_hidden_states")
     if asked and torch.is_grad_enabled():
         raise NotImplementedError(
             f"output_hidden_states=True does not go with {_ASKED}, which leaves each rank some "
