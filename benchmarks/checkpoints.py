@@ -72,7 +72,9 @@ def under_way(path: Path) -> bool:
 def measure_round(run: Run, directory: Path, num_steps: int) -> dict[str, Any]:
     plain = [seconds(run.step) for _ in range(num_steps)]
     step = spread(plain)["median"]
+    used = time.process_time()
     at_once = seconds(lambda: run.save(directory, use_async=False))
+    used = time.process_time() - used
     run.step()  # the next checkpoint is another one
     paths: list[Path] = []
     start = time.perf_counter()
@@ -85,6 +87,7 @@ def measure_round(run: Run, directory: Path, num_steps: int) -> dict[str, Any]:
     return {
         "step": step,
         "save_at_once": at_once,
+        "processor_at_once": used,
         "call": call,
         "next_step": following[0],
         "steps_beside": len(following),
@@ -130,7 +133,10 @@ def main() -> int:
         rounds = [measure_round(run, directory / "run", num_steps) for _ in range(num_rounds)]
         verify(run, directory)
     steps = [one["step"] for one in rounds]
-    kinds = ("save_at_once", "call", "next_step", "stall_of_next_step", "stall_of_all")
+    kinds = (
+        *("save_at_once", "processor_at_once", "call", "next_step"),
+        *("stall_of_next_step", "stall_of_all"),
+    )
     figures = {
         kind: {
             "seconds": spread([one[kind] for one in rounds]),

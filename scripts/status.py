@@ -219,6 +219,8 @@ ROWS = (
     Row("checkpoints", "a save beside the training: the call and what the next step takes beyond a "
         "step / a step", ("results", "stall_of_next_step", "steps"), at_most(0.05)),
     Row("checkpoints", "a save at once / a step", ("results", "save_at_once", "steps")),
+    Row("checkpoints", "its processor seconds, which one beside the training takes from a step "
+        "that has all cores / a step", ("results", "processor_at_once", "steps")),
     Row("beyond", "parameters, gradients and state / device and host budgets, 304M in bf16",
         ("runs", 0, "over_budgets"), at_least(3)),
     Row("beyond", "resident memory at its peak in that run",

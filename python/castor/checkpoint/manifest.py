@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ def write_manifest(
     """
     document: dict[str, Any] = {
         "format": _FORMAT,
-        "files": {key: asdict(entry) for key, entry in entries.items()},
+        "files": {key: vars(entry) for key, entry in entries.items()},
     }
     if tied:
         document["tied"] = dict(tied)
