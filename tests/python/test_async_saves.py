@@ -29,20 +29,20 @@ BOOSTER = castor.Booster(plugin=plugin())
 
 
 class Disk:
-    """os.write of the thread that saves: waits while it is stopped."""
+    """os.pwrite of the thread that saves: waits while it is stopped."""
 
     def __init__(self) -> None:
         self.goes_on = threading.Event()
         self.reached = threading.Event()
         self.writes = 0
-        self._write = os.write
+        self._write = os.pwrite
 
-    def write(self, descriptor: int, data: Any) -> int:
+    def write(self, descriptor: int, data: Any, offset: int) -> int:
         if threading.current_thread().name == "castor save":
             self.writes += 1
             self.reached.set()
             assert self.goes_on.wait(60)
-        return self._write(descriptor, data)
+        return self._write(descriptor, data, offset)
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def stopped_disk() -> Iterator[Disk]:
     """Nothing is written by a save beside the training before `goes_on` is set."""
     disk = Disk()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "write", disk.write)
+        patch.setattr(os, "pwrite", disk.write)
         patch.setattr(files, "PIECE_BYTES", mmap.PAGESIZE)  # little is read before it is written
         try:
             yield disk
@@ -395,17 +395,17 @@ def test_the_next_call_waits(tmp_path: Path) -> None:
 
 
 class FullDisk:
-    """os.write of the thread that saves finds no room."""
+    """os.pwrite of the thread that saves finds no room."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        real = os.write
+        real = os.pwrite
 
-        def write(descriptor: int, data: Any) -> int:
+        def write(descriptor: int, data: Any, offset: int) -> int:
             if threading.current_thread().name == "castor save":
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return real(descriptor, data)
+            return real(descriptor, data, offset)
 
-        patch.setattr(os, "write", write)
+        patch.setattr(os, "pwrite", write)
 
 
 @pytest.mark.parametrize(
@@ -500,16 +500,16 @@ SCRIPT = """
     model = torch.nn.Linear(8, 8)
     booster = castor.Booster(plugin=castor.GeminiPlugin(device="cpu", device_memory="1MiB"))
     booster.boost(model)
-    real = os.write
+    real = os.pwrite
 
-    def write(descriptor, data):
+    def write(descriptor, data, offset):
         if threading.current_thread().name == "castor save":
             if sys.argv[2] == "full":
                 raise OSError(28, "No space left on device")
             time.sleep(0.2)
-        return real(descriptor, data)
+        return real(descriptor, data, offset)
 
-    os.write = write
+    os.pwrite = write
     booster.save_model(model, Path(sys.argv[1]) / "m", use_async=True)
 """
 

@@ -65,7 +65,7 @@ def failing(call: str, n: int, number: int) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize(
     ("call", "number"),
-    [("write", errno.ENOSPC), ("fsync", errno.EIO), ("rename", errno.EROFS)],
+    [("pwrite", errno.ENOSPC), ("fsync", errno.EIO), ("rename", errno.EROFS)],
 )
 def test_failure_at_any_call_leaves_the_previous_model(
     call: str, number: int, tmp_path: Path
@@ -90,8 +90,10 @@ def test_failure_at_any_call_leaves_the_previous_model(
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[: max(1, len(data) // 3)]))
+    real = os.pwrite
+    monkeypatch.setattr(
+        os, "pwrite", lambda fd, data, at: real(fd, data[: max(1, len(data) // 3)], at)
+    )
     BOOSTER.save_model(filled(4.0), tmp_path / "m")
     assert value_in(tmp_path / "m") == 4.0
 
@@ -126,7 +128,7 @@ def test_file_size_limit_is_an_io_error(tmp_path: Path) -> None:
 
 
 def test_full_file_system_is_an_io_error(tmp_path: Path) -> None:
-    """A real one, where this process may mount; elsewhere os.write fails in the test above."""
+    """A real one, where this process may mount; elsewhere os.pwrite fails in the test above."""
     mounted = tmp_path / "small"
     mounted.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mounted)]
@@ -282,7 +284,7 @@ def test_kill_between_the_two_renames_is_repaired(by: str, tmp_path: Path) -> No
     BOOSTER.save_optimizer(boost(tower()).optimizer, tmp_path / "o")  # deletes no only copy
     assert displaced.exists()
     if by == "save":
-        with failing("write", 1, errno.ENOSPC), pytest.raises(castor.IoError):
+        with failing("pwrite", 1, errno.ENOSPC), pytest.raises(castor.IoError):
             BOOSTER.save_model(filled(2.0), tmp_path / "m")
     assert value_in(tmp_path / "m") == 1.0
     assert only(tmp_path, "m", "o")

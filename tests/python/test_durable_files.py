@@ -4,13 +4,15 @@ import errno
 import fcntl
 import os
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from xxhash import xxh3_128_hexdigest
 
-from castor.checkpoint.files import PIECE_BYTES, write_file
+from castor.checkpoint.files import PIECE_BYTES, Writer, read_pieces, write_file
 
 
 @pytest.mark.parametrize("directory", ["", "/dev/shm"])
@@ -19,16 +21,16 @@ def test_files_larger_than_the_buffer_have_their_bytes(
     how: str, directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Past the page cache and through it; where a write ends early; where blocks are larger."""
-    real, direct = os.write, [False]
+    real, direct = os.pwrite, [False]
 
-    def write(descriptor: int, data: memoryview) -> int:
+    def write(descriptor: int, data: memoryview, offset: int) -> int:
         past = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
         direct.append(past)
         if past and how == "in no blocks":
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(descriptor, data[: len(data) // 3 or 1] if how == "short" else data)
+        return real(descriptor, data[: len(data) // 3 or 1] if how == "short" else data, offset)
 
-    monkeypatch.setattr(os, "write", write)
+    monkeypatch.setattr(os, "pwrite", write)
     whole = torch.randint(256, (2 * PIECE_BYTES + 4099,), dtype=torch.uint8).numpy().tobytes()
     with tempfile.TemporaryDirectory(dir=directory or tmp_path) as name:
         for parts in ([len(whole)], [7, PIECE_BYTES, PIECE_BYTES - 7, 4096], [PIECE_BYTES] * 2):
@@ -41,3 +43,34 @@ def test_files_larger_than_the_buffer_have_their_bytes(
             assert written == whole[: sum(parts)]
             assert (entry.size, entry.checksum) == (len(written), xxh3_128_hexdigest(written))
     assert any(direct) or directory
+
+
+@pytest.mark.parametrize("directory", ["", "/dev/shm"])
+def test_several_write_runs_of_one_file_at_once(directory: str, tmp_path: Path) -> None:
+    """As ranks do: past the page cache where a block is one's own, through it elsewhere."""
+    size = 2 * PIECE_BYTES + 12345
+    whole = torch.randint(256, (size,), dtype=torch.uint8).numpy().tobytes()
+    generator = torch.Generator().manual_seed(0)
+    cuts = sorted({0, size, 4096, 8192, *torch.randint(size, (60,), generator=generator).tolist()})
+    runs = list(pairwise(cuts))
+    with tempfile.TemporaryDirectory(dir=directory or tmp_path) as name:
+        path = Path(name, "f")
+        with open(path, "xb") as file:
+            file.truncate(size)
+
+        def write(own: list[tuple[int, int]]) -> None:
+            descriptor = os.open(path, os.O_WRONLY)
+            writer = Writer(descriptor)
+            for start, end in own:
+                writer.seek(start)
+                writer.append(memoryview(whole)[start : (start + end) // 2])
+                writer.append(memoryview(whole)[(start + end) // 2 : end])
+            writer.flush()
+            os.close(descriptor)
+
+        with ThreadPoolExecutor(3) as ranks:
+            list(ranks.map(write, [runs[0::3], runs[1::3], runs[2::3]]))
+        for direct in (False, True):
+            read = b"".join(bytes(piece) for piece in read_pieces(path, direct=direct))
+            assert read == whole
+        assert b"".join(map(bytes, read_pieces(path, 4096, 9001, direct=True))) == whole[4096:9001]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import mmap
 import os
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,9 @@ from castor.errors import IoError
 
 PIECE_BYTES = 4 * 2**20
 """What is read, hashed or written at once; no buffer of a save or a check is larger."""
+
+_BLOCK_BYTES = 4096
+"""A page, and of a disk a block at most; see Writer."""
 
 OVERHEAD_BYTES = 2**20
 """Asked of the disk beyond the tensors: headers, JSON, directories."""
@@ -119,12 +123,12 @@ def write_file(
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try:
-            writer = _Writer(descriptor)
+            writer = Writer(descriptor)
             for piece in pieces:
                 writer.append(memoryview(piece))
                 hasher.update(piece)
                 size += len(piece)
-            writer.end()
+            writer.flush()
             if durable:
                 os.fsync(descriptor)
         finally:
@@ -143,91 +147,130 @@ def fsync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def write_at(descriptor: int, offset: int, pieces: Iterable[bytes | memoryview]) -> None:
-    """Writes pieces one behind the other, from byte `offset` of a file on.
+class Writer:
+    """Writes a file past the page cache (O_DIRECT) where the file system allows it.
 
-    Raises:
-        OSError: The disk refuses.
+    Pages of a checkpoint would take the memory of others, and filling them takes the kernel longer
+    than all else of a save takes a core: time that a step beside it has not. Only whole blocks go
+    this way: others may write what is left of a block meanwhile, also past the same descriptor.
     """
-    for piece in pieces:
-        left = memoryview(piece)
+
+    def __init__(self, descriptor: int) -> None:
+        """At the beginning of the file."""
+        self._descriptor = descriptor
+        self._buffer = memoryview(mmap.mmap(-1, PIECE_BYTES))  # begins with a page, as it must
+        self._base = 0  # of the buffer, in the file: where a block begins
+        self._begin = self._end = 0  # what is to be written, in the buffer
+        self._direct = False
+        self._allowed = True
+
+    def seek(self, offset: int) -> None:
+        """What comes next goes to that byte of the file.
+
+        Raises:
+            OSError: The disk refuses what came before.
+        """
+        if offset != self._base + self._end:
+            self.flush()
+            self._base = offset - offset % _BLOCK_BYTES
+            self._begin = self._end = offset - self._base
+
+    def append(self, piece: memoryview) -> None:
+        """It is not used afterwards.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+        while piece:
+            count = min(len(piece), PIECE_BYTES - self._end)
+            self._buffer[self._end : self._end + count] = piece[:count]
+            self._end += count
+            piece = piece[count:]
+            if self._end == PIECE_BYTES:
+                self.flush()
+
+    def flush(self) -> None:
+        """Writes what has come, also what is no whole block.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+        begin, end = self._begin, self._end
+        inner = -(-begin // _BLOCK_BYTES) * _BLOCK_BYTES
+        behind = end // _BLOCK_BYTES * _BLOCK_BYTES
+        if inner < behind and self._allowed:
+            self._write(begin, inner)
+            self._write(inner, behind, direct=True)
+            self._write(behind, end)
+        else:
+            self._write(begin, end)
+        at = self._base + end
+        self._base = at - at % _BLOCK_BYTES
+        self._begin = self._end = at - self._base
+
+    def _write(self, begin: int, end: int, *, direct: bool = False) -> None:
+        left, offset = self._buffer[begin:end], self._base + begin
+        if left and direct != self._direct:
+            self._set_direct(direct)
         while left:
-            written = os.pwrite(descriptor, left, offset)
+            try:
+                written = os.pwrite(self._descriptor, left, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._refused()  # larger blocks, or a part of one is written
+                continue
             if written <= 0:
                 raise OSError(errno.EIO, f"pwrite returned {written} for {len(left)} bytes")
             left = left[written:]
             offset += written
 
-
-class _Writer:
-    """Appends to a new file, past the page cache (O_DIRECT) where the file system allows it.
-
-    Pages of a checkpoint would take the memory of others, and filling them takes the kernel longer
-    than all else of a save takes a core: time that a step beside it has not.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._buffer = memoryview(mmap.mmap(-1, PIECE_BYTES))  # begins with a page, as it must
-        self._filled = 0
-        self._direct = self._set_direct(True)
-
-    def append(self, piece: memoryview) -> None:
-        """It is not used afterwards."""
-        while piece:
-            count = min(len(piece), PIECE_BYTES - self._filled)
-            self._buffer[self._filled : self._filled + count] = piece[:count]
-            self._filled += count
-            piece = piece[count:]
-            if self._filled == PIECE_BYTES:
-                self._write()
-
-    def end(self) -> None:
-        """What is left, which need not be whole blocks."""
-        if self._direct:
-            self._direct = self._set_direct(False)
-        self._write()
-
-    def _write(self) -> None:
-        left, self._filled = self._buffer[: self._filled], 0
-        while left:
-            try:
-                written = os.write(self._descriptor, left)
-            except OSError as error:
-                if error.errno != errno.EINVAL or not self._direct:
-                    raise
-                self._direct = self._set_direct(False)  # larger blocks, or a part of one is written
-                continue
-            if written <= 0:
-                raise OSError(errno.EIO, f"write returned {written} for {len(left)} bytes")
-            left = left[written:]
-
-    def _set_direct(self, direct: bool) -> bool:
-        """Whether it is from now on."""
+    def _set_direct(self, direct: bool) -> None:
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         flags = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
-        with suppress(OSError):
+        try:
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
-            return direct
-        return False
+            self._direct = direct
+        except OSError:
+            self._allowed = False
+
+    def _refused(self) -> None:
+        self._allowed = False
+        self._set_direct(False)
 
 
-def read_pieces(path: Path, start: int = 0, end: int | None = None) -> Iterator[memoryview]:
+def read_pieces(
+    path: Path, start: int = 0, end: int | None = None, *, direct: bool = False
+) -> Iterator[memoryview]:
     """Bytes [start, end) of a file, a piece at a time; each is valid until the next is asked for.
+
+    Args:
+        path: Of the file.
+        start: A whole number of pages, if `direct`.
+        end: None: all of it.
+        direct: Whether to go past the page cache, where the file system allows it: see Writer.
 
     Raises:
         OSError: The file cannot be read.
     """
-    with open(path, "rb", buffering=0) as file:
+    with _opened(path, direct) as file:
         file.seek(start)
         left = os.fstat(file.fileno()).st_size - start if end is None else end - start
-        buffer = memoryview(bytearray(min(left, PIECE_BYTES)))
+        buffer = memoryview(mmap.mmap(-1, PIECE_BYTES))
         while left > 0:
-            count = file.readinto(buffer[:left])
+            # Past the page cache whole blocks are asked for, also at the end of the file.
+            count = min(file.readinto(buffer) or 0, left)
             if not count:
                 return
             yield buffer[:count]
             left -= count
+
+
+def _opened(path: Path, direct: bool) -> io.FileIO:
+    if direct:
+        with suppress(OSError):  # a file system that has no such thing; else the other open says so
+            return io.FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT))
+    return io.FileIO(path)
 
 
 def checksum_of(path: Path, start: int = 0, end: int | None = None) -> str:

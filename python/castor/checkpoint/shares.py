@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from castor.checkpoint.container import Tensors, layout_of
-from castor.checkpoint.files import FileEntry, fsync_file, read_pieces, write_at
+from castor.checkpoint.files import FileEntry, Writer, fsync_file, read_pieces
 from castor.checkpoint.held import HeldTensor
 from castor.checkpoint.tensor_bytes import pieces
 from castor.runtime.ranks import Peers, sendable
@@ -105,30 +105,41 @@ class Share:
         _, places = layout_of(tensors)
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
+            writer = Writer(descriptor)
             for name, (start, _) in places.items():
                 tensor = tensors[name]
                 if isinstance(tensor, HeldTensor):
                     first, part = tensor.part()
-                    write_at(descriptor, start + first * part.element_size(), pieces(part))
-                    if tensor.written is not None:
-                        tensor.written()
+                    writer.seek(start + first * part.element_size())
                 elif self.first:
                     assert isinstance(tensor, torch.Tensor)
-                    write_at(descriptor, start, pieces(tensor))
+                    part = tensor
+                    writer.seek(start)
+                else:
+                    continue
+                for piece in pieces(part):
+                    writer.append(piece)
+                if isinstance(tensor, HeldTensor) and tensor.written is not None:
+                    tensor.written()
+            writer.flush()
         finally:
             os.close(descriptor)
 
 
 def _entry(path: Path, tensors: Tensors) -> FileEntry:
     """Size and checksums of a file that several have written: it is read again."""
-    header, places = layout_of(tensors)
-    whole, checksums, end = xxhash.xxh3_128(), {}, len(header)
-    for piece in read_pieces(path, 0, end):
+    _, places = layout_of(tensors)
+    whole, of_each = xxhash.xxh3_128(), {name: xxhash.xxh3_128() for name in places}
+    left, at = list(places.items())[::-1], 0
+    for piece in read_pieces(path, direct=True):
         whole.update(piece)
-    for name, (start, end) in places.items():
-        hasher = xxhash.xxh3_128()
-        for piece in read_pieces(path, start, end):
-            hasher.update(piece)
-            whole.update(piece)
-        checksums[name] = hasher.hexdigest()
-    return FileEntry(size=end, checksum=whole.hexdigest(), tensors=checksums)
+        behind = at + len(piece)
+        while left:
+            name, (start, end) = left[-1]
+            of_each[name].update(piece[max(start - at, 0) : max(end - at, 0)])
+            if end > behind:
+                break
+            left.pop()
+        at = behind
+    checksums = {name: hasher.hexdigest() for name, hasher in of_each.items()}
+    return FileEntry(size=at, checksum=whole.hexdigest(), tensors=checksums)
