@@ -88,6 +88,10 @@ def estimate(
     device_bandwidth: Annotated[
         str | None, typer.Option(help="Device memory, such as 750GB/s.")
     ] = None,
+    operator_us: Annotated[
+        float | None,
+        typer.Option(help="Microseconds of any operator, beside its FLOPs and bytes."),
+    ] = None,
     nvme: Annotated[
         str | None,
         typer.Option(
@@ -149,6 +153,7 @@ def estimate(
         dram=dram,
         flops=flops,
         device_bandwidth=device_bandwidth,
+        operator_us=operator_us,
         nvme=nvme,
         nvme_memory=nvme_memory,
     )

@@ -250,6 +250,17 @@ def test_a_faster_machine_is_never_slower(small: Estimator, figure: str) -> None
     assert after.device_bytes == before.device_bytes
 
 
+def test_operators_take_time_of_their_own(small: Estimator) -> None:
+    of_all = [
+        small.estimate(small_machine(operator_us=us)).busy_s["compute"] for us in (None, 10, 20)
+    ]
+    assert of_all[1] > of_all[0]
+    assert of_all[2] - of_all[1] == pytest.approx(of_all[1] - of_all[0])
+    for wrong in (0, -1.0, "10us", True):
+        with pytest.raises(ValueError, match=r"operator_us is .*; give microseconds, above 0"):
+            small_machine(operator_us=wrong)
+
+
 def test_more_memory_takes_larger_batches_and_moves_less(small: Estimator) -> None:
     figures = [
         small.estimate(small_machine(device_memory=f"{mib}MiB")) for mib in (2, 4, 8, 16, 32)

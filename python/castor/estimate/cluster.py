@@ -16,7 +16,10 @@ from castor.estimate.machine import Machine, machine
 
 _COUNTS = ("nodes", "ranks_per_node")
 _BETWEEN = ("link", "link_latency_us", "network", "network_latency_us")
-_OF_A_NODE = (*("device_memory", "host_memory", "h2d", "d2h", "dram", "flops", "device_bandwidth"),)
+_OF_A_NODE = (
+    *("device_memory", "host_memory", "h2d", "d2h", "dram", "flops", "device_bandwidth"),
+    "operator_us",
+)
 _MICROSECOND = 1e-6
 
 
@@ -100,9 +103,9 @@ class Cluster:
         Args:
             settings: nodes (default 1) and ranks_per_node; device: a preset of castor estimate, or
                 "cpu" for ranks that compute on the host; figures of castor estimate's options
-                (device_memory, host_memory, h2d, d2h, dram, flops, device_bandwidth), of which
-                host_memory and dram are a whole node's; at_once, with device "cpu": how many of a
-                node's ranks have processors at one time (default: all); link and network:
+                (device_memory, host_memory, h2d, d2h, dram, flops, device_bandwidth, operator_us),
+                of which host_memory and dram are a whole node's; at_once, with device "cpu": how
+                many of a node's ranks have processors at one time (default: all); link and network:
                 bandwidths of a rank to others of its node and to other nodes, such as "300GB/s";
                 link_latency_us and network_latency_us (default 0).
             precision: Of the matrix products.

@@ -37,6 +37,8 @@ class Machine:
     """Of matrix products in the working precision."""
     device_bandwidth: float | None
     """Of device memory; None: operators are counted by their FLOPs alone."""
+    operator_seconds: float | None = None
+    """That an operator takes beside its FLOPs and bytes; None: not counted."""
     nvme: float | None = None
     """Of NVMe, reads and writes together; None: there is none."""
     nvme_bytes: int | None = None
@@ -127,6 +129,7 @@ def machine(
     dram: int | str | None = None,
     flops: float | str | None = None,
     device_bandwidth: int | str | None = None,
+    operator_us: float | None = None,
     nvme: int | str | None = None,
     nvme_memory: int | str | None = None,
 ) -> Machine:
@@ -143,6 +146,8 @@ def machine(
         flops: FLOP/s of matrix products, or a rate such as "70T".
         device_bandwidth: Of device memory. Without it and without a preset, operators take the time
             of their FLOPs alone.
+        operator_us: Microseconds that an operator takes beside its FLOPs and bytes, above 0: to be
+            started, and to read weights of which few rows are multiplied. Default: not counted.
         nvme: Of NVMe, reads and writes together ("mixed" of `castor io-bench`). Without it
             there is no such tier.
         nvme_memory: Bytes of it, or a size. Default: as much as is needed.
@@ -168,6 +173,8 @@ def machine(
     for name, value in speeds.items():
         if value is not None:
             given[name] = float(parse_bandwidth(value, name))
+    if operator_us is not None:
+        given["operator_seconds"] = _microseconds(operator_us, "operator_us")
     if flops is not None:
         given["flops"] = parse_flops(flops, "flops")
     if base is not None:
@@ -183,3 +190,14 @@ def machine(
     given.setdefault("d2h", given["h2d"])
     given.setdefault("device_bandwidth", None)
     return Machine(name="the machine described", **given)
+
+
+def _microseconds(value: object, name: str) -> float:
+    """In seconds.
+
+    Raises:
+        ValueError: It is no number above 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{name} is {value!r}; give microseconds, above 0")
+    return value * 1e-6

@@ -36,9 +36,12 @@ def lay_out(
 
 
 def seconds_of(moment: Moment, machine: Machine) -> float:
-    """Of its operators: each takes the larger of its products' time and its bytes' (roofline)."""
+    """Of its operators: each takes the larger of its products' time and its bytes' (roofline).
+
+    What any operator takes comes on top.
+    """
     bandwidth = machine.device_bandwidth
-    return sum(
+    return len(moment.work) * (machine.operator_seconds or 0.0) + sum(
         max(flops / machine.flops, touched / bandwidth if bandwidth else 0.0)
         for flops, touched in moment.work
     )
