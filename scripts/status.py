@@ -222,6 +222,8 @@ ROWS = (
         ("deepspeed_over_castor",), at_least(1.5)),
     Row("checkpoints", "a save beside the training: the call and what the next step takes beyond a "
         "step / a step", ("results", "stall_of_next_step", "steps"), at_most(0.05)),
+    Row("checkpoints", "the same of two ranks that write it together",
+        ("two_ranks", "stall_of_next_step", "steps"), at_most(0.05)),
     Row("checkpoints", "a save at once / a step", ("results", "save_at_once", "steps")),
     Row("checkpoints", "its processor seconds, which one beside the training takes from a step "
         "that has all cores / a step", ("results", "processor_at_once", "steps")),
