@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read by DeepSpeed when it is imported
@@ -26,6 +25,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read by DeepSpeed when it is i
 import torch
 from _cpp import build, can_build, run
 from _machine import command_line, describe_machine, paired, spread, write_record
+from _updates import Update, add_options, fractions, summary, take_turns, values
 from rich.console import Console
 from rich.table import Table
 
@@ -38,40 +38,22 @@ SPLIT_BYTES = {"split": 26, "split_bf16": 18, "split_int8": 14 + 16 / castor._C.
 LIMITS = {"fp32": 1e-5, "bf16": 2.0**-8, "split": 1e-5, "split_bf16": 1e-4, "split_int8": 1e-3}
 PEERS = ("torch", "deepspeed")
 CHECKED = 1 << 20  # elements of each result that are compared with float64
-# The OpenMP and TBB threads of the one before spin for a while after their work: nobody shall start
-# on a core that is still taken.
-SETTLE_SECONDS = 0.05
 CACHED, CACHED_REPETITIONS = 16384, 51
 
 
 @dataclass(kw_only=True)
-class Contender:
+class Contender(Update):
     """One timed thing.
 
     `weights` holds the result, `working` a bf16 copy if there is one; `master` gives the fp32
     weights of the last elements where `weights` are bf16 and these are kept.
     """
 
-    name: str
-    bytes_per_param: float
-    step: Callable[[], object]
     weights: torch.Tensor
     grad: torch.Tensor
     working: torch.Tensor | None = None
     master: Callable[[], torch.Tensor] | None = None
     limit: float = LIMITS["fp32"]
-    seconds: list[float] = field(default_factory=list)
-    calls: int = 0
-
-    def run(self, *, timed: bool) -> None:
-        """One step on the clock, kept if `timed`."""
-        time.sleep(SETTLE_SECONDS)
-        start = time.perf_counter()
-        self.step()
-        elapsed = time.perf_counter() - start
-        self.calls += 1
-        if timed:
-            self.seconds.append(elapsed)
 
 
 def parameter(values: torch.Tensor, grad: torch.Tensor) -> torch.nn.Parameter:
@@ -209,13 +191,7 @@ def verify(contender: Contender, initial: torch.Tensor) -> float:
 def ratios(found: dict[str, Contender], bandwidth: list[float], numel: int) -> dict[str, Any]:
     """What the targets are stated in: larger is better for castor."""
     castor_fp32, castor_bf16 = found["castor"], found["castor_bf16"]
-    inverse = [1 / rate for rate in bandwidth]
-    result = {
-        f"{key}: fraction of in-place bandwidth": paired(
-            inverse, [s / (found[key].bytes_per_param * numel) for s in found[key].seconds]
-        )
-        for key in ("castor", "castor_bf16", *SPLIT_BYTES)
-    }
+    result = fractions(found, ("castor", "castor_bf16", *SPLIT_BYTES), bandwidth, numel)
     peers = [found[peer] for peer in PEERS if peer in found]
     for peer in PEERS:
         if peer in found:
@@ -252,8 +228,7 @@ def in_cache(repetitions: int, console: Console) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = command_line("adam", __doc__)
-    parser.add_argument("--numel", type=int, default=64 << 20, help="parameters (default 64 Mi)")
-    parser.add_argument("--repetitions", type=int, default=11)
+    add_options(parser)
     arguments = parser.parse_args()
     console = Console()
     machine = describe_machine() | {"torch_num_threads": torch.get_num_threads()}
@@ -261,56 +236,25 @@ def main() -> int:
     numel, repetitions = arguments.numel, arguments.repetitions
     if arguments.quick:
         numel, repetitions = CHECKED, 1
-    generator = torch.Generator().manual_seed(0)
-    initial = torch.randn(numel, generator=generator)
-    grad = torch.randn(numel, generator=generator)
+    initial, grad = values(numel)
     found = make_contenders(initial, grad, console)
-    contenders = list(found.values())
-    bandwidth: list[float] = []
-    for repetition in range(-2, repetitions):  # two untimed: they touch the pages
-        time.sleep(SETTLE_SECONDS)
-        rate = castor._C.in_place_bandwidth(numel, 1)
-        if repetition >= 0:
-            bandwidth.append(rate)
-        first = repetition % len(contenders)
-        for contender in contenders[first:] + contenders[:first]:
-            contender.run(timed=repetition >= 0)
+    bandwidth = take_turns(list(found.values()), numel, repetitions)
     errors = {key: verify(contender, initial) for key, contender in found.items()}
 
-    table = Table(title=f"Adam step, {numel:,} parameters, {repetitions} runs")
-    for heading in ("", "median ms", "min", "max", "GB/s", "error"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    results: dict[str, Any] = {}
-    for key, c in found.items():
-        seconds = spread(c.seconds)
-        rate = c.bytes_per_param * numel / seconds["median"]
-        results[key] = {
-            "name": c.name,
-            "bytes_per_param": c.bytes_per_param,
-            "seconds": seconds,
-            "bytes_per_second": rate,
-            "relative_error": errors[key],
-        }
-        milliseconds = (f"{1e3 * seconds[which]:.1f}" for which in ("median", "min", "max"))
-        table.add_row(c.name, *milliseconds, f"{rate / 1e9:.1f}", f"{errors[key]:.1e}")
-    stream = spread(bandwidth)
-    table.add_row(r"in-place a\[i] += 1", "", "", "", f"{stream['median'] / 1e9:.1f}", "")
+    title = f"Adam step, {numel:,} parameters, {repetitions} runs"
+    table, figures = summary(found, bandwidth, numel, title, errors)
     console.print(table)
 
-    summary = Table(title="paired within each repetition: median (quartiles)")
-    summary.add_column("")
-    summary.add_column("ratio", justify="right")
+    pairs = Table(title="paired within each repetition: median (quartiles)")
+    pairs.add_column("")
+    pairs.add_column("ratio", justify="right")
     compared = ratios(found, bandwidth, numel)
     for name, r in compared.items():
         quartiles = f"{r['lower_quartile']:.3f} - {r['upper_quartile']:.3f}"
-        summary.add_row(name, f"{r['median']:.3f} ({quartiles})")
-    console.print(summary)
+        pairs.add_row(name, f"{r['median']:.3f} ({quartiles})")
+    console.print(pairs)
 
-    figures = {
-        "numel": numel,
-        "repetitions": repetitions,
-        "in_place_bytes_per_second": stream,
-        "results": results,
+    figures |= {
         "ratios": compared,
         "in_cache_ns_per_16": in_cache(3 if arguments.quick else CACHED_REPETITIONS, console),
     }

@@ -13,23 +13,20 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from _machine import command_line, describe_machine, paired, spread, write_record
+from _machine import command_line, describe_machine, paired, write_record
+from _updates import Update, add_options, fractions, summary, take_turns, values
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-import castor._C
 from castor import Booster, GeminiPlugin
 from castor.optim import Lion
 
-SETTLE_SECONDS = 0.05  # as in benchmarks/adam.py
 PLAIN: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01}
 MOMENTUM: dict[str, Any] = {**PLAIN, "momentum": 0.9}
 LION: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
@@ -39,9 +36,9 @@ FUSED_LIMIT = 1e-5  # relative error of torch's fused kernel, which rounds in an
 class Weights(nn.Module):
     """A model whose gradient is its input."""
 
-    def __init__(self, values: torch.Tensor) -> None:
+    def __init__(self, initial: torch.Tensor) -> None:
         super().__init__()
-        self.weight = nn.Parameter(values.clone())
+        self.weight = nn.Parameter(initial.clone())
 
     def forward(self, grad: torch.Tensor) -> torch.Tensor:
         """What to differentiate."""
@@ -49,23 +46,10 @@ class Weights(nn.Module):
 
 
 @dataclass(kw_only=True)
-class Contender:
-    """One timed thing."""
+class Contender(Update):
+    """One timed thing, and the weights that it leaves."""
 
-    name: str
-    bytes_per_param: float
-    optimizer: Optimizer
     weights: Callable[[], torch.Tensor]
-    seconds: list[float] = field(default_factory=list)
-
-    def run(self, *, timed: bool) -> None:
-        """One step on the clock, kept if `timed`."""
-        time.sleep(SETTLE_SECONDS)
-        start = time.perf_counter()
-        self.optimizer.step()
-        elapsed = time.perf_counter() - start
-        if timed:
-            self.seconds.append(elapsed)
 
 
 Make = Callable[[Any], Optimizer]
@@ -79,7 +63,7 @@ def plain(
     return Contender(
         name=name,
         bytes_per_param=bytes_per_param,
-        optimizer=make([param]),
+        step=make([param]).step,
         weights=lambda: param.detach(),
     )
 
@@ -107,7 +91,7 @@ def boosted(
     return Contender(
         name=f"castor {name}",
         bytes_per_param=bytes_per_param,
-        optimizer=optimizer,
+        step=optimizer.step,
         weights=lambda: model.weight.detach(),
     )
 
@@ -174,13 +158,8 @@ RATIOS = {
 
 def ratios(found: dict[str, Contender], bandwidth: list[float], numel: int) -> dict[str, Any]:
     """Larger is better for castor."""
-    inverse = [1 / rate for rate in bandwidth]
-    result = {
-        f"{key}: fraction of in-place bandwidth": paired(
-            inverse, [s / (found[key].bytes_per_param * numel) for s in found[key].seconds]
-        )
-        for key in ("sgd", "sgd_momentum", "sgd_momentum_split", "lion")
-    }
+    of_castor = ("sgd", "sgd_momentum", "sgd_momentum_split", "lion")
+    result = fractions(found, of_castor, bandwidth, numel)
     for name, (theirs, mine) in RATIOS.items():
         result[name] = paired(found[theirs].seconds, found[mine].seconds)
     return result
@@ -188,8 +167,7 @@ def ratios(found: dict[str, Contender], bandwidth: list[float], numel: int) -> d
 
 def main() -> int:
     parser = command_line("rules", __doc__)
-    parser.add_argument("--numel", type=int, default=64 << 20, help="parameters (default 64 Mi)")
-    parser.add_argument("--repetitions", type=int, default=11)
+    add_options(parser)
     arguments = parser.parse_args()
     console = Console()
     machine = describe_machine() | {"torch_num_threads": torch.get_num_threads()}
@@ -197,53 +175,19 @@ def main() -> int:
     numel, repetitions = arguments.numel, arguments.repetitions
     if arguments.quick:
         numel, repetitions = 1 << 20, 1
-    generator = torch.Generator().manual_seed(0)
-    initial = torch.randn(numel, generator=generator)
-    grad = torch.randn(numel, generator=generator)
-    found = make_contenders(initial, grad)
-    contenders = list(found.values())
-    bandwidth: list[float] = []
-    for repetition in range(-2, repetitions):  # two untimed: they touch the pages
-        time.sleep(SETTLE_SECONDS)
-        rate = castor._C.in_place_bandwidth(numel, 1)
-        if repetition >= 0:
-            bandwidth.append(rate)
-        first = repetition % len(contenders)
-        for contender in contenders[first:] + contenders[:first]:
-            contender.run(timed=repetition >= 0)
+    found = make_contenders(*values(numel))
+    bandwidth = take_turns(list(found.values()), numel, repetitions)
     verify(found)
 
-    table = Table(title=f"step, {numel:,} parameters, {repetitions} runs")
-    for heading in ("", "median ms", "min", "max", "GB/s"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    results: dict[str, Any] = {}
-    for key, c in found.items():
-        seconds = spread(c.seconds)
-        rate = c.bytes_per_param * numel / seconds["median"]
-        results[key] = {
-            "name": c.name,
-            "bytes_per_param": c.bytes_per_param,
-            "seconds": seconds,
-            "bytes_per_second": rate,
-        }
-        milliseconds = (f"{1e3 * seconds[which]:.1f}" for which in ("median", "min", "max"))
-        table.add_row(c.name, *milliseconds, f"{rate / 1e9:.1f}")
-    stream = spread(bandwidth)
-    table.add_row(r"in-place a\[i] += 1", "", "", "", f"{stream['median'] / 1e9:.1f}")
+    title = f"step, {numel:,} parameters, {repetitions} runs"
+    table, figures = summary(found, bandwidth, numel, title)
     console.print(table)
     compared = ratios(found, bandwidth, numel)
     for name, r in compared.items():
         console.print(
             f"{name}: {r['median']:.2f} ({r['lower_quartile']:.2f} - {r['upper_quartile']:.2f})"
         )
-    figures = {
-        "numel": numel,
-        "repetitions": repetitions,
-        "in_place_bytes_per_second": stream,
-        "results": results,
-        "ratios": compared,
-    }
-    write_record(arguments, "rules", figures, machine=machine)
+    write_record(arguments, "rules", figures | {"ratios": compared}, machine=machine)
     return 0
 
 
