@@ -21,7 +21,7 @@ from castor.estimate.layout_search import Found, LayoutSearch
 from castor.estimate.layouts import Layout
 from castor.estimate.workload import Workload
 
-_BOUNDS = {
+BOUNDS = {
     "compute": "computing",
     "exchange": "exchange in layers",
     "reduce": "exchange of gradients",
@@ -30,6 +30,7 @@ _BOUNDS = {
     "bubble": "idle stages",
     "processors": "processors",
 }
+"""What LayoutCost.busy has, in words."""
 
 
 def search_and_show(
@@ -122,13 +123,14 @@ def _samples(layout: Layout) -> int:
     return layout.rows * layout.microbatches
 
 
-def _ranks(layout: Layout) -> str:
+def ranks_of(layout: Layout) -> str:
     """What they divide; copies of the model are dp."""
     sizes = {"tp": layout.tensor, "sp": layout.sequence, "pp": layout.stages, "dp": layout.data}
     return ", ".join(f"{name} {of}" for name, of in sizes.items() if of > 1) or "one"
 
 
-def _schedule(layout: Layout) -> str:
+def schedule_of(layout: Layout) -> str:
+    """Micro-batches and their rows, and in which order stages take them."""
     how = f"{layout.microbatches} x {layout.rows}"
     return f"{how} {layout.style}" if layout.stages > 1 else how
 
@@ -162,13 +164,13 @@ def _render(
         )
     for cost in found.fitting or found.others:
         table.add_row(
-            _ranks(cost.layout),
-            _schedule(cost.layout),
+            ranks_of(cost.layout),
+            schedule_of(cost.layout),
             cost.layout.activations,
             size(cost.device_bytes),
             size(cost.host_bytes),
             f"{cost.seconds:.2f}" if fits else "",
-            _BOUNDS[cost.bound] if fits else "",
+            BOUNDS[cost.bound] if fits else "",
         )
     console.print(table)
     console.print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,6 +84,12 @@ class LayoutSearch:
         except NotImplementedError as error:
             self.refused["stages"] = str(error)
         self.parameters = sum(param.numel() for param in whole.model.parameters())
+
+    def with_batch(self, batch: int) -> LayoutSearch:
+        """The same model with other samples in a step; both keep what is recorded."""
+        other = copy.copy(self)
+        other.workload = replace(self.workload, batch=batch)
+        return other
 
     def layouts(self, cluster: Cluster) -> list[Layout]:
         """All that there are for the workload."""

@@ -1,0 +1,184 @@
+"""What castor predicts from a model's configuration: `castor estimate`, `plan` and `scaling`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from castor.config import StateFormat
+
+
+def estimate(
+    config: Annotated[Path, typer.Argument(help="A config.json of a Hugging Face model.")],
+    preset: Annotated[
+        str | None,
+        typer.Option(help="rtx3090, rtx4090, rtx5090, a100, h100 or h200, with a host."),
+    ] = None,
+    device_memory: Annotated[str | None, typer.Option(help="Such as 24GiB.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Such as 256GiB.")] = None,
+    h2d: Annotated[str | None, typer.Option(help="Link to the device, such as 25GB/s.")] = None,
+    d2h: Annotated[
+        str | None, typer.Option(help="Link from the device; without a preset, as h2d.")
+    ] = None,
+    dram: Annotated[str | None, typer.Option(help="Host memory, such as 60GB/s.")] = None,
+    flops: Annotated[str | None, typer.Option(help="Sustained FLOP/s, such as 70T.")] = None,
+    device_bandwidth: Annotated[
+        str | None, typer.Option(help="Device memory, such as 750GB/s.")
+    ] = None,
+    operator_us: Annotated[
+        float | None,
+        typer.Option(help="Microseconds of any operator, beside its FLOPs and bytes."),
+    ] = None,
+    nvme: Annotated[
+        str | None,
+        typer.Option(
+            help="NVMe for what the host has no room for, reads and writes together: 3GB/s."
+        ),
+    ] = None,
+    nvme_memory: Annotated[str | None, typer.Option(help="Of it, such as 2TB.")] = None,
+    batch: Annotated[int, typer.Option(help="Samples in a step.")] = 1,
+    seq: Annotated[int, typer.Option(help="Tokens in a sample.")] = 1024,
+    state_format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="Optimizer state: fp32, split, split_bf16 or split_int8. Default: split for "
+            "bf16, else fp32.",
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str, typer.Option(help="What steps: adam, lion, sgd (without momentum) or sgd_momentum.")
+    ] = "adam",
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    activations: Annotated[
+        str, typer.Option(help="As in GeminiPlugin: keep, recompute, offload or auto.")
+    ] = "keep",
+    overlap: Annotated[
+        str, typer.Option(help="Adam beside the next forward (forward) or after backward (none).")
+    ] = "forward",
+    max_prefetch: Annotated[int, typer.Option(help="As in GeminiPlugin.")] = 1,
+    gather_embeddings: Annotated[
+        bool, typer.Option("--gather-embeddings", help="As in GeminiPlugin.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Predict whether a model trains on a machine, how fast, and what bounds it."""
+    from castor.config import Precision
+    from castor.estimate.estimator import Estimator
+    from castor.estimate.machine import machine
+    from castor.estimate.render import render
+    from castor.estimate.workload import Activations, Overlap, Workload
+
+    workload = Workload(
+        batch=batch,
+        sequence=seq,
+        precision=cast(Precision, precision),
+        state_format=_state_format(state_format, precision),
+        optimizer=optimizer,
+        activations=cast(Activations, activations),
+        overlap=cast(Overlap, overlap),
+        max_prefetch=max_prefetch,
+        gather_embeddings=gather_embeddings,
+    )
+    on = machine(
+        preset,
+        precision=workload.precision,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        h2d=h2d,
+        d2h=d2h,
+        dram=dram,
+        flops=flops,
+        device_bandwidth=device_bandwidth,
+        operator_us=operator_us,
+        nvme=nvme,
+        nvme_memory=nvme_memory,
+    )
+    found = Estimator(config, workload).estimate(on)
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=2))
+    else:
+        render(found, workload, on, Console(highlight=False, soft_wrap=True))
+
+
+def _state_format(given: str | None, precision: str) -> StateFormat:
+    return cast("StateFormat", given or ("split" if precision == "bf16" else "fp32"))
+
+
+def plan(
+    config: Annotated[Path, typer.Argument(help="A config.json of a Hugging Face model.")],
+    cluster: Annotated[
+        Path, typer.Option(help="YAML or JSON: ranks, their device, and what joins them.")
+    ],
+    batch: Annotated[int, typer.Option(help="Samples in a step, of all ranks together.")],
+    seq: Annotated[int, typer.Option(help="Tokens in a sample.")] = 1024,
+    state_format: Annotated[
+        str | None, typer.Option("--format", help="Optimizer state, as in castor estimate.")
+    ] = None,
+    optimizer: Annotated[str, typer.Option(help="What steps, as in castor estimate.")] = "adam",
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    shown: Annotated[int, typer.Option(help="Layouts in the table.", min=1)] = 5,
+    output: Annotated[
+        Path | None, typer.Option(help="For the first one: what castor run --plan takes.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Find the fastest way to divide a model and its batch among the ranks of a cluster."""
+    from castor.config import Precision
+    from castor.estimate.layout_report import as_json as found_as_json
+    from castor.estimate.layout_report import search_and_show
+    from castor.estimate.workload import Workload
+
+    workload = Workload(
+        batch=batch,
+        sequence=seq,
+        precision=cast(Precision, precision),
+        state_format=_state_format(state_format, precision),
+        optimizer=optimizer,
+    )
+    console = Console(highlight=False, soft_wrap=True, quiet=as_json)
+    found = search_and_show(config, cluster, workload, console, shown=shown, output=output)
+    if as_json:
+        typer.echo(json.dumps(found_as_json(found), indent=2))
+    if not found.fitting:
+        raise typer.Exit(1)
+
+
+def scaling(
+    config: Annotated[Path, typer.Argument(help="A config.json of a Hugging Face model.")],
+    cluster: Annotated[Path, typer.Option(help="YAML or JSON, as castor plan's.")],
+    batch: Annotated[int, typer.Option(help="Samples in a step, of all the cluster's ranks.")],
+    seq: Annotated[int, typer.Option(help="Tokens in a sample.")] = 1024,
+    state_format: Annotated[
+        str | None, typer.Option("--format", help="Optimizer state, as in castor estimate.")
+    ] = None,
+    optimizer: Annotated[str, typer.Option(help="What steps, as in castor estimate.")] = "adam",
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    most_ranks: Annotated[int, typer.Option(help="Up to which ranks double.", min=1)] = 1024,
+    output: Annotated[Path | None, typer.Option(help="A page of the curves, such as s.html.")] = (
+        None
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Predict how steps scale from one rank to a thousand: as many samples a rank, and in all."""
+    from castor.config import Precision
+    from castor.estimate.scaling_report import as_json as found_as_json
+    from castor.estimate.scaling_report import scale_and_show
+    from castor.estimate.workload import Workload
+
+    workload = Workload(
+        batch=batch,
+        sequence=seq,
+        precision=cast(Precision, precision),
+        state_format=_state_format(state_format, precision),
+        optimizer=optimizer,
+    )
+    console = Console(highlight=False, soft_wrap=True, quiet=as_json)
+    found = scale_and_show(config, cluster, workload, console, most=most_ranks, output=output)
+    if as_json:
+        typer.echo(json.dumps(found_as_json(found), indent=2))

@@ -1,0 +1,125 @@
+"""How a model's step scales with the ranks of a cluster (`castor scaling`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import isinf
+
+from castor.errors import UsageError
+from castor.estimate.cluster import Cluster
+from castor.estimate.layout_cost import LayoutCost
+from castor.estimate.layout_search import LayoutSearch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Steps on so many ranks."""
+
+    ranks: int
+    batch: int
+    """Samples in a step."""
+    sequence: int
+    """Tokens in a sample."""
+    cost: LayoutCost | None
+    """Of the fastest layout; None: none fits."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks; 0 where none fits."""
+        return self.batch * self.sequence / self.cost.seconds if self.cost else 0.0
+
+    def of_linear(self, first: Point) -> float:
+        """What a rank does of what it did on the ranks of another point, which fits."""
+        return self.tokens_per_second / self.ranks / (first.tokens_per_second / first.ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """Two curves, fewest ranks first."""
+
+    weak: list[Point]
+    """As many samples a rank everywhere."""
+    strong: list[Point]
+    """As many samples in all; of numbers of ranks that these can be divided among."""
+
+
+def first_that_fits(points: list[Point]) -> Point | None:
+    """What a curve is compared with."""
+    return next((point for point in points if point.cost), None)
+
+
+def sizes(cluster: Cluster, most: int) -> list[Cluster]:
+    """The cluster with fewer ranks and with more: parts of a node, then whole nodes, by doubling.
+
+    A rank has the same share of its node everywhere.
+
+    Args:
+        cluster: As it was described.
+        most: Ranks.
+
+    Raises:
+        UsageError: There are several nodes, and nothing says what joins them; or none is small
+            enough.
+    """
+    each = cluster.ranks_per_node
+    counts = [n for n in _doubled(1, each - 1) if n <= most]
+    found = [
+        replace(cluster, nodes=1, ranks_per_node=n, at_once=min(cluster.at_once, n)) for n in counts
+    ]
+    found += [replace(cluster, nodes=nodes) for nodes in _doubled(1, most // each)]
+    if not found:
+        raise UsageError(f"most_ranks is {most}; give 1 or more")
+    if found[-1].nodes > 1 and isinf(cluster.network.bytes_per_second):
+        raise UsageError(
+            f"network is missing, which {found[-1].nodes} nodes of {each} ranks are joined by: "
+            "give the bandwidth of a rank, such as '50GB/s'"
+        )
+    return found
+
+
+def scaling(
+    search: LayoutSearch,
+    cluster: Cluster,
+    *,
+    most: int = 1024,
+    told: Callable[[int, int], None] = lambda _done, _all: None,
+) -> Scaling:
+    """The fastest layout on ranks from one to `most`, by doubling.
+
+    Args:
+        search: Of the model; its workload is that of the cluster as described.
+        cluster: As described.
+        most: Ranks.
+        told: Is called with how many searches are over, and how many there are.
+
+    Raises:
+        UsageError: The samples of the workload are no multiple of the cluster's ranks; see sizes.
+        ValueError: See LayoutSearch.search.
+    """
+    batch = search.workload.batch
+    each, left = divmod(batch, cluster.ranks)
+    if left:
+        raise UsageError(
+            f"{batch} samples on {cluster.ranks} ranks leave none as many on each; give a batch "
+            f"that is a multiple of {cluster.ranks}"
+        )
+    clusters = sizes(cluster, most)
+    wanted = {(of.ranks, samples): of for of in clusters for samples in (each * of.ranks, batch)}
+    found: dict[tuple[int, int], Point] = {}
+    for done, ((ranks, samples), of) in enumerate(wanted.items()):
+        told(done, len(wanted))
+        of_batch = search.with_batch(samples)
+        if of_batch.layouts(of):
+            fastest = next(iter(of_batch.search(of, shown=1).fitting), None)
+            found[ranks, samples] = Point(
+                ranks=ranks, batch=samples, sequence=search.workload.sequence, cost=fastest
+            )
+    return Scaling(
+        weak=[found[of.ranks, each * of.ranks] for of in clusters],
+        strong=[found[of.ranks, batch] for of in clusters if (of.ranks, batch) in found],
+    )
+
+
+def _doubled(least: int, most: int) -> list[int]:
+    return [least << n for n in range(64) if least << n <= most]

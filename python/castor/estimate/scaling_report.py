@@ -1,0 +1,120 @@
+"""Scaling curves as a person reads them: tables, and a page."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from castor.checkpoint.files import os_errors, write_file
+from castor.estimate.cluster import Cluster
+from castor.estimate.layout_report import BOUNDS, ranks_of, schedule_of
+from castor.estimate.layout_search import LayoutSearch
+from castor.estimate.scaling import Point, Scaling, first_that_fits, scaling
+from castor.estimate.scaling_page import scaling_page
+from castor.estimate.workload import Workload
+
+_REMARKS = (
+    "Predicted, not measured: each row is the fastest layout that castor plan finds for as many "
+    "ranks. A rank has the same share of its node everywhere. Of linear: tokens a second and rank, "
+    "beside those on the fewest ranks that have room.",
+    "Idle stages, and processors that other ranks compute on, are waited for; all else is done.",
+)
+
+
+def scale_and_show(
+    config: Path,
+    cluster: Path,
+    workload: Workload,
+    console: Console,
+    *,
+    most: int,
+    output: Path | None,
+) -> Scaling:
+    """Predicts steps on one rank to `most`, prints them, and writes the page.
+
+    Args:
+        config: A config.json.
+        cluster: A description; see Cluster.of.
+        workload: On the cluster as described.
+        console: Where they are printed.
+        most: Ranks.
+        output: Where the page goes.
+
+    Raises:
+        OSError: A file cannot be read or written.
+        UsageError, ValueError, TypeError: See scaling, and castor.estimate.layout_report.
+    """
+    on = Cluster.read(cluster, workload.precision)
+    search = LayoutSearch(config, workload)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("searching layouts", total=None)
+        found = scaling(
+            search,
+            on,
+            most=most,
+            told=lambda done, every: progress.update(task, completed=done, total=every),
+        )
+    title = (
+        f"{search.parameters / 1e9:.2f}B parameters, {workload.sequence} tokens a sample, "
+        f"{workload.precision}, on nodes of {on.ranks_per_node} ranks, each: {on.machine.name}"
+    )
+    console.print(escape(title))
+    for name, points in (("weak scaling", found.weak), ("strong scaling", found.strong)):
+        console.print(_table(name, points))
+    if output is not None:
+        with os_errors(output, "write"):
+            write_file(output, [scaling_page(found, title, _REMARKS).encode()])
+        console.print(f"A page of this is in {escape(str(output))}.")
+    return found
+
+
+def as_json(found: Scaling) -> dict[str, Any]:
+    """The figures that `castor scaling --json` prints."""
+
+    def figures(point: Point) -> dict[str, Any]:
+        cost = point.cost
+        return {
+            "ranks": point.ranks,
+            "batch": point.batch,
+            "tokens_per_second": point.tokens_per_second if cost else None,
+            "step_time_s": cost and cost.seconds,
+            "layout": cost and asdict(cost.layout),
+            "bound": cost and cost.bound,
+            "busy_s": cost and cost.busy,
+        }
+
+    return {
+        "weak": [figures(point) for point in found.weak],
+        "strong": [figures(point) for point in found.strong],
+    }
+
+
+def _table(name: str, points: list[Point]) -> Table:
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), title=name)
+    for heading in ("ranks", "samples", "step s", "tokens/s", "of linear"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("divided", "micro-batches", "bound by"):
+        table.add_column(heading)
+    first = first_that_fits(points)
+    for point in points:
+        counts = f"{point.ranks:,}", f"{point.batch:,}"
+        if point.cost is None or first is None:
+            table.add_row(*counts, "", "", "", "no layout fits")
+        else:
+            table.add_row(
+                *counts,
+                f"{point.cost.seconds:.3g}",
+                f"{point.tokens_per_second:,.0f}",
+                f"{point.of_linear(first):.0%}",
+                ranks_of(point.cost.layout),
+                schedule_of(point.cost.layout),
+                BOUNDS[point.cost.bound],
+            )
+    return table
