@@ -25,6 +25,7 @@ from castor.config.names import BACKWARD_ENTER
 from castor.runtime.engine import engine_of
 from helpers import GIB, Boosted
 from tensor_cases import (
+    EXPERTS,
     FAMILIES,
     LR,
     MAX_NORM,
@@ -41,9 +42,10 @@ from tensor_cases import (
 from zoo import Case, gpt2, gpt2_with_dropout, llama
 
 MICROBATCHES = 4
+STAGED = FAMILIES | EXPERTS
 FAMILIES_WITH_STAGES = (
     "gpt2", "llama", "qwen3", "mistral", "gemma2", "opt", "bloom", "falcon", "gptj", "gpt_neox",
-    "glm", "phi3", "mixtral", "qwen2_moe", "bert",
+    "glm", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "bert",
 )  # fmt: skip
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {},
@@ -148,7 +150,7 @@ def families(directory: Path) -> None:
     """Losses of every family in stages, and of plain PyTorch."""
     found = {}
     for name in FAMILIES_WITH_STAGES:
-        case = FAMILIES[name]
+        case = STAGED[name]
         boosted = boost(case)
         mine = train(case, boosted)
         own = set(boosted.model.parameters())

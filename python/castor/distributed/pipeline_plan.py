@@ -23,6 +23,8 @@ class PipelinePlan:
     """What makes outputs of the last hidden states."""
     in_tuples: bool = False
     """Whether a block returns its hidden states as the first of a tuple."""
+    base: str = ""
+    """The module whose forward all this is in; empty: the model."""
 
 
 _OURS = {
@@ -38,6 +40,7 @@ _OURS = {
     ),
     "gpt2": PipelinePlan(before=("wte", "wpe", "drop"), blocks="h", after=("ln_f",)),
     "gptj": PipelinePlan(before=("wte", "drop"), blocks="h", after=("ln_f",), in_tuples=True),
+    "olmoe": PipelinePlan(before=("embed_tokens",), blocks="layers", after=("norm",)),
     "opt": PipelinePlan(
         before=("decoder.embed_tokens", "decoder.embed_positions", "decoder.project_in"),
         blocks="decoder.layers",
@@ -62,11 +65,6 @@ def find_pipeline_plan(model: nn.Module) -> PipelinePlan:
             "layers (tp_size) and data are divided"
         )
     base, plan = planned
-    if getattr(getattr(model, "config", None), "output_router_logits", False):
-        raise NotImplementedError(
-            f"the router loss of this {type(model).__name__} (output_router_logits) needs all "
-            "layers, and pp_size divides them; turn it off, or give pp_size=1"
-        )
     prefix = _prefix_of(model, base)
     outside = [
         name for name, part in model.named_children() if part is not base and _has_parameters(part)
@@ -76,6 +74,7 @@ def find_pipeline_plan(model: nn.Module) -> PipelinePlan:
         blocks=prefix + plan.blocks,
         after=(*_present(base, prefix, plan.after), *(outside if base is not model else ())),
         in_tuples=plan.in_tuples,
+        base=prefix[:-1],
     )
     divided = tuple(f"{name}." for name in (*found.before, found.blocks, *found.after))
     for name, _ in model.named_parameters(remove_duplicate=False):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -19,6 +19,7 @@ from torch import nn
 
 from castor.distributed.inputs import find_cache
 from castor.distributed.pipeline_plan import PipelinePlan
+from castor.distributed.router_logits import RouterLogits, find_routers
 from castor.errors import UsageError
 
 HandOver = Callable[[int, torch.Tensor], torch.Tensor]
@@ -31,6 +32,8 @@ class Passage:
 
     width: int
     """Of a hidden state."""
+    routers: RouterLogits
+    """What goes with them where somebody asks for it."""
     dtype: torch.dtype = torch.float32
     """That models compute in."""
     begin: int = 0
@@ -41,6 +44,31 @@ class Passage:
     sent: torch.Tensor | None = None
     hand_over: HandOver | None = None
     """What does it where all stages run in one call; then the other fields are of no use."""
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: PipelinePlan) -> Passage:
+        """Of a whole model."""
+        config: Any = model.config
+        return cls(config.hidden_size, find_routers(model, plan))
+
+    def size_of(self, batch: Mapping[str, Any]) -> tuple[int, int]:
+        """Rows and tokens of the hidden states of a batch."""
+        given = next(x for x in batch.values() if isinstance(x, torch.Tensor) and x.ndim > 1)
+        rows, tokens = given.shape[:2]
+        return rows, tokens
+
+    def empty(self, rows: int, tokens: int, block: int, *, device: str = "cpu") -> torch.Tensor:
+        """As what goes to a block; no values."""
+        elements, dtype = self.routers.extent(self.width, self.dtype, block)
+        return torch.empty((rows, tokens, elements), dtype=dtype, device=device)
+
+    def join(self, hidden: torch.Tensor, block: int) -> torch.Tensor:
+        """What goes to a block, of the hidden states that go into it."""
+        return self.routers.join(hidden, block)
+
+    def split(self, received: torch.Tensor, block: int) -> torch.Tensor:
+        """The hidden states in what has come for a block."""
+        return self.routers.split(received, block, self.dtype)
 
 
 class _Other(nn.Module):
@@ -77,9 +105,9 @@ class OtherBlock(_Other):
             hidden = passage.hand_over(self._index, hidden)
         else:
             if self._index == passage.end:
-                passage.sent = hidden
-            if self._index == passage.begin - 1:
-                hidden = passage.received
+                passage.sent = passage.join(hidden, passage.end)
+            if self._index == passage.begin - 1 and passage.received is not None:
+                hidden = passage.split(passage.received, passage.begin)
         return (hidden, None) if self._in_tuples else hidden
 
     def _count_tokens(self, hidden: torch.Tensor, given: tuple[Any, ...]) -> None:
@@ -176,7 +204,8 @@ class StageModules:
         for place in resting:
             place.put(place.other)
         try:
-            yield passage
+            with passage.routers.listening():
+                yield passage
         finally:
             for place in resting:
                 place.put(place.module)
@@ -187,7 +216,8 @@ class StageModules:
         """In it the model's forward computes all of this process's stages."""
         self.passage.hand_over = hand_over
         try:
-            yield
+            with self.passage.routers.listening():
+                yield
         finally:
             self.passage.hand_over = None
 
