@@ -45,7 +45,7 @@ MICROBATCHES = 4
 STAGED = FAMILIES | EXPERTS
 FAMILIES_WITH_STAGES = (
     "gpt2", "llama", "qwen3", "mistral", "gemma2", "opt", "bloom", "falcon", "gptj", "gpt_neox",
-    "glm", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "bert",
+    "glm", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "bert", "vit",
 )  # fmt: skip
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {},
@@ -191,7 +191,7 @@ def saved(directory: Path) -> None:
     found = {}
     for name, given in {
         "gpt2": {}, "llama": {"precision": "bf16"}, "mixtral": {}, "bert": {}, "bloom": {},
-        "gemma2": {"optim_state_format": "fp32"},
+        "vit": {}, "gemma2": {"optim_state_format": "fp32"},
     }.items():  # fmt: skip
         case = FAMILIES[name]
         boosted = boost(case, **given)  # type: ignore[arg-type]
@@ -449,7 +449,6 @@ def refused(directory: Path) -> None:
         "blocks": said(lambda: boost(case, **SCHEDULES["interleaved"])),
         "t5": said(lambda: boost(FAMILIES["t5"])),
         "quantised": said(lambda: boost(Case("packed", quantised, case.batch))),
-        "vit": said(lambda: boost(FAMILIES["vit"])),
         "seed": said(lambda: _lazily_seeded(rank)),
         "state": said(lambda: boost(case, optimizer=_stepped)),
         "ranks": said(lambda: boost(case, pp_size=3)),

@@ -34,7 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "in chunks": {"prefill_chunk_size": 4},
 }
 PROMPT = 9
-GENERATING = tuple(name for name in FAMILIES_WITH_STAGES if name != "bert")
+GENERATING = tuple(name for name in FAMILIES_WITH_STAGES if name not in ("bert", "vit"))
 
 
 def prompts(case: Case) -> dict[str, torch.Tensor]:
