@@ -146,6 +146,10 @@ def settings(directory: Path) -> None:
             found[f"{style} {setting}"] = _train(case, boosted)
             if "device_memory" in given:
                 assert boosted.report().peak_device_bytes <= tight
+    found["tiles"] = _train(case, boost(case, tile_logits=8))
+    compiled = Case("compiled", lambda: _compiled(case), case.batch)
+    for style in ("1f1b", "interleaved"):
+        found[f"{style} compiled"] = _train(compiled, boost(compiled, **STYLES[style]))
     for name, one in {"mixtral": case, "in fp32": IN_FP32}.items():
         for precision in ("fp32", "bf16"):
             boosted = boost(one, precision=precision)
@@ -165,6 +169,13 @@ def settings(directory: Path) -> None:
 def _quiet(case: Case) -> Any:
     model: Any = case.build()
     model.config.output_router_logits = False
+    return model
+
+
+def _compiled(case: Case) -> Any:
+    model: Any = case.build()
+    for block in model.model.layers:
+        block.compile(backend="aot_eager")
     return model
 
 

@@ -106,6 +106,11 @@ def test_settings_change_nothing(style: str, setting: str, settings: Any) -> Non
     assert settings[f"{style} {setting}"] == pytest.approx(plain("mixtral")[0], rel=LOSS)
 
 
+@pytest.mark.parametrize("setting", ["tiles", "1f1b compiled", "interleaved compiled"])
+def test_logits_are_tiled_and_blocks_compiled(setting: str, settings: Any) -> None:
+    assert settings[setting] == pytest.approx(plain("mixtral")[0], rel=LOSS)
+
+
 def test_routers_that_compute_in_fp32_send_fp32(settings: Any) -> None:
     assert settings["in fp32 fp32"] == pytest.approx(settings["in fp32 expected"], rel=LOSS)
     for name in ("mixtral", "in fp32"):

@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from castor.distributed.pipeline_plan import PipelinePlan
 from castor.runtime.hooks import ModuleHook, Replaced
-from castor.runtime.own_forward import OwnForward
+from castor.runtime.own_forward import WrappedForward
 
 _RECORDED = "router_logits"
 """What transformers calls them where it records outputs of modules, and among outputs."""
@@ -175,19 +175,16 @@ class RouterLogits:
             self._known[router.block] = router.logits(output)
 
 
-class _CompletedForward(OwnForward):
+class _CompletedForward(WrappedForward):
     """The forward of a base model, whose outputs have the router logits of all layers."""
 
     def __init__(self, base: nn.Module, routers: RouterLogits) -> None:
         super().__init__(base)
-        self._own = base.__dict__.get("forward")  # None: its class's
         self._routers = routers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the forward gives, completed."""
-        module = self.module
-        forward = self._own or type(module).forward.__get__(module)
-        return self._routers.complete(forward(*args, **kwargs))
+        return self._routers.complete(self.wrapped(*args, **kwargs))
 
 
 def find_routers(model: nn.Module, plan: PipelinePlan) -> RouterLogits:

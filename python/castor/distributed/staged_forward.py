@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.utils._pytree import tree_map
 from castor.distributed.inputs import asked_of, by_name, check_inputs, find_cache
 from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.distributed.stage_runs import OF_THE_LAST_STAGE, run_together
-from castor.runtime.own_forward import OwnForward
+from castor.runtime.own_forward import WrappedForward
 
 _CACHES = frozenset(
     {"DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer"}
@@ -23,7 +22,7 @@ _ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attentio
 """Types of layers that have such a cache."""
 
 
-class StagedForward(OwnForward):
+class StagedForward(WrappedForward):
     """The forward of a model whose stages several ranks have; all call it with the same arguments.
 
     Hidden states go from rank to rank in the middle of it, and what the last stage gives becomes
@@ -39,8 +38,6 @@ class StagedForward(OwnForward):
         """
         super().__init__(model)
         self._parallel = parallel
-        self._own = model.__dict__.get("forward")  # None: its class's
-        self.__signature__ = inspect.signature(model.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the forward gives.
@@ -53,8 +50,7 @@ class StagedForward(OwnForward):
             Error: A rank with another stage is gone, or could not go on; nor can this one then.
             Exception: What the model raised here.
         """
-        model, parallel = self.module, self._parallel
-        forward = self._own or type(model).forward.__get__(model)
+        model, parallel, forward = self.module, self._parallel, self.wrapped
         if parallel.running:
             return forward(*args, **kwargs)
         parallel.check_connected()
