@@ -163,7 +163,34 @@ def settings(directory: Path) -> None:
         done = boosted.booster.execute_pipeline(iter([one]), boosted.model, None, boosted.optimizer)
         boosted.optimizer.zero_grad()
         found[key] = done["loss"].item()
+    # A base model, whose user has a loss of the routers.
+    base = Case("base", lambda: base_of(case), case.batch)
+    inputs = {key: x for key, x in batch(base, 0).items() if key != "labels"}
+    for style in ("1f1b", "zbv"):
+        boosted = boost(base, **STYLES[style])
+        with torch.no_grad():
+            outputs = boosted.model(**inputs)
+        found[f"{style} base called"] = of_all(of_routers(outputs, None).item())
+        losses = []
+        for _ in range(3):
+            execute = boosted.booster.execute_pipeline
+            done = execute(iter([inputs]), boosted.model, of_routers, boosted.optimizer)
+            boosted.optimizer.step()
+            boosted.optimizer.zero_grad()
+            losses.append(done["loss"].item())
+        found[f"{style} base"] = losses
     write(directory, "settings", found)
+
+
+def base_of(case: Case) -> Any:
+    model: Any = case.build()
+    return model.model
+
+
+def of_routers(outputs: Any, _: Any) -> torch.Tensor:
+    """A loss of all layers' router logits, the sooner ones less."""
+    losses = [(i + 1) * x.square().mean() for i, x in enumerate(outputs.router_logits)]
+    return torch.stack(losses).sum()
 
 
 def _quiet(case: Case) -> Any:

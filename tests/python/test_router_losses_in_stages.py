@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import router_stage_cases
 from castor.estimate.rank_on_paper import ModelOnPaper
 from pipeline_cases import MICROBATCHES, batch
 from pipeline_cases import plain as plain_losses
 from rank_processes import found, found_by_each
-from router_stage_cases import MIXTURES, STYLES, plain
-from tensor_cases import FAMILIES, LOSS
-from zoo import LENGTH
+from router_stage_cases import MIXTURES, STYLES, base_of, of_routers, plain
+from tensor_cases import FAMILIES, LOSS, LR, MAX_NORM
+from zoo import LENGTH, Case
 
 WEIGHTS = 1e-5
 """How near weights are, absolute."""
@@ -127,6 +128,30 @@ def test_a_call_asks_for_the_router_loss(settings: Any) -> None:
     assert settings["asked"] == pytest.approx(asked, rel=LOSS)
     assert settings["not asked"] == pytest.approx(without, rel=LOSS)
     assert abs(asked - without) > 1e-2
+
+
+@pytest.mark.parametrize("style", ["1f1b", "zbv"])
+def test_a_base_model_has_a_loss_of_its_users(style: str, settings: Any) -> None:
+    base = Case("base", lambda: base_of(MIXTURES["mixtral"]), MIXTURES["mixtral"].batch)
+    model = base.model()
+    inputs = {key: x for key, x in batch(base, 0).items() if key != "labels"}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    with torch.no_grad():
+        called = of_routers(model(**inputs), None).item()
+    losses = []
+    for _ in range(3):
+        total = 0.0
+        for i in range(MICROBATCHES):
+            part = {key: x.chunk(MICROBATCHES)[i] for key, x in inputs.items()}
+            loss = of_routers(model(**part), None) / MICROBATCHES
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    assert settings[f"{style} base"] == pytest.approx(losses, rel=LOSS)
+    assert settings[f"{style} base called"] == [pytest.approx(called, rel=LOSS)] * 2
 
 
 @pytest.fixture(scope="module")
