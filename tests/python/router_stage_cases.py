@@ -13,6 +13,7 @@ import castor
 import pipeline_cases
 from helpers import Boosted
 from pipeline_cases import MICROBATCHES, SCHEDULES, ZERO_BUBBLE, batch, boost
+from stage_call_cases import generate
 from tensor_cases import EXPERTS, FAMILIES, LR, MAX_NORM, decoder, of_all, said, write, write_own
 from zoo import Batch, Case
 
@@ -163,6 +164,11 @@ def settings(directory: Path) -> None:
         done = boosted.booster.execute_pipeline(iter([one]), boosted.model, None, boosted.optimizer)
         boosted.optimizer.zero_grad()
         found[key] = done["loss"].item()
+    boosted = boost(case)
+    boosted.model.config.output_router_logits = False  # type: ignore[union-attr]
+    found["generated"] = of_all(generate(boosted.model, case))
+    boosted.model.config.output_router_logits = True  # type: ignore[union-attr]
+    found["trained afterwards"] = _train(case, boosted)
     # A base model, whose user has a loss of the routers.
     base = Case("base", lambda: base_of(case), case.batch)
     inputs = {key: x for key, x in batch(base, 0).items() if key != "labels"}

@@ -15,6 +15,7 @@ from pipeline_cases import MICROBATCHES, batch
 from pipeline_cases import plain as plain_losses
 from rank_processes import found, found_by_each
 from router_stage_cases import MIXTURES, STYLES, base_of, of_routers, plain
+from stage_call_cases import generate
 from tensor_cases import FAMILIES, LOSS, LR, MAX_NORM
 from zoo import LENGTH, Case
 
@@ -128,6 +129,13 @@ def test_a_call_asks_for_the_router_loss(settings: Any) -> None:
     assert settings["asked"] == pytest.approx(asked, rel=LOSS)
     assert settings["not asked"] == pytest.approx(without, rel=LOSS)
     assert abs(asked - without) > 1e-2
+
+
+def test_a_model_that_generates_without_trains_on_with_its_router_loss(settings: Any) -> None:
+    model: Any = MIXTURES["mixtral"].model()
+    model.config.output_router_logits = False
+    assert settings["generated"] == [generate(model, MIXTURES["mixtral"])] * 2
+    assert settings["trained afterwards"] == settings["1f1b ample"]
 
 
 @pytest.mark.parametrize("style", ["1f1b", "zbv"])
