@@ -25,6 +25,7 @@ from castor.config.names import BACKWARD_ENTER
 from castor.runtime.engine import engine_of
 from helpers import GIB, Boosted
 from tensor_cases import (
+    EXPERTS,
     FAMILIES,
     LR,
     MAX_NORM,
@@ -41,9 +42,10 @@ from tensor_cases import (
 from zoo import Case, gpt2, gpt2_with_dropout, llama
 
 MICROBATCHES = 4
+STAGED = FAMILIES | EXPERTS
 FAMILIES_WITH_STAGES = (
     "gpt2", "llama", "qwen3", "mistral", "gemma2", "opt", "bloom", "falcon", "gptj", "gpt_neox",
-    "glm", "phi3", "mixtral", "qwen2_moe", "bert",
+    "glm", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "bert", "vit",
 )  # fmt: skip
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {},
@@ -148,7 +150,7 @@ def families(directory: Path) -> None:
     """Losses of every family in stages, and of plain PyTorch."""
     found = {}
     for name in FAMILIES_WITH_STAGES:
-        case = FAMILIES[name]
+        case = STAGED[name]
         boosted = boost(case)
         mine = train(case, boosted)
         own = set(boosted.model.parameters())
@@ -189,7 +191,7 @@ def saved(directory: Path) -> None:
     found = {}
     for name, given in {
         "gpt2": {}, "llama": {"precision": "bf16"}, "mixtral": {}, "bert": {}, "bloom": {},
-        "gemma2": {"optim_state_format": "fp32"},
+        "vit": {}, "gemma2": {"optim_state_format": "fp32"},
     }.items():  # fmt: skip
         case = FAMILIES[name]
         boosted = boost(case, **given)  # type: ignore[arg-type]
@@ -447,7 +449,6 @@ def refused(directory: Path) -> None:
         "blocks": said(lambda: boost(case, **SCHEDULES["interleaved"])),
         "t5": said(lambda: boost(FAMILIES["t5"])),
         "quantised": said(lambda: boost(Case("packed", quantised, case.batch))),
-        "vit": said(lambda: boost(FAMILIES["vit"])),
         "seed": said(lambda: _lazily_seeded(rank)),
         "state": said(lambda: boost(case, optimizer=_stepped)),
         "ranks": said(lambda: boost(case, pp_size=3)),

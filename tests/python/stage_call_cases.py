@@ -13,7 +13,15 @@ from transformers import StaticCache
 import castor
 import pipeline_cases
 from helpers import Boosted
-from pipeline_cases import DEEP, FAMILIES_WITH_STAGES, SCHEDULES, ZERO_BUBBLE, batch, boost
+from pipeline_cases import (
+    DEEP,
+    FAMILIES_WITH_STAGES,
+    SCHEDULES,
+    STAGED,
+    ZERO_BUBBLE,
+    batch,
+    boost,
+)
 from tensor_cases import FAMILIES, of_all, said, write, write_own
 from zoo import Case
 
@@ -26,7 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "in chunks": {"prefill_chunk_size": 4},
 }
 PROMPT = 9
-GENERATING = tuple(name for name in FAMILIES_WITH_STAGES if name != "bert")
+GENERATING = tuple(name for name in FAMILIES_WITH_STAGES if name not in ("bert", "vit"))
 
 
 def prompts(case: Case) -> dict[str, torch.Tensor]:
@@ -49,8 +57,8 @@ def families(directory: Path) -> None:
     """Each, greedily."""
     found = {}
     for name in GENERATING:
-        boosted = boost(FAMILIES[name])
-        found[name] = of_all(generate(boosted.model, FAMILIES[name]))
+        boosted = boost(STAGED[name])
+        found[name] = of_all(generate(boosted.model, STAGED[name]))
     write(directory, "families", found)
 
 

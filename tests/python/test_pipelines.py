@@ -146,7 +146,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return directory, found(pipeline_cases.saved, 2, directory)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "bert", "bloom", "gemma2"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "bert", "bloom", "vit", "gemma2"])
 def test_what_stages_save_is_what_one_process_saves(name: str, saved: Any, tmp_path: Path) -> None:
     directory, later = saved
     case = FAMILIES[name]
@@ -262,7 +262,6 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("blocks", "UsageError", "2 blocks, too few for 4 stages"),
         ("t5", "NotImplementedError", "no way to cut a T5ForConditionalGeneration"),
         ("quantised", "UsageError", "q_proj.weight' is quantised"),
-        ("vit", "NotImplementedError", "no way to cut a ViTForImageClassification"),
         ("seed", "UsageError", "differ in the random states"),
         ("state", "UsageError", "states of the whole model"),
         ("ranks", "UsageError", "pp_size=3 needs a multiple of 3 ranks, and 2 ranks"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import stage_call_cases
-from pipeline_cases import DEEP, plain
+from pipeline_cases import DEEP, STAGED, plain
 from rank_processes import found, found_by_each, run
 from stage_call_cases import GENERATING, WAYS, generate
 from tensor_cases import FAMILIES, LOSS
@@ -38,7 +38,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("name", GENERATING)
 def test_every_rank_generates_plain_pytorchs_tokens(name: str, families: Any) -> None:
-    expected = generate(FAMILIES[name].model(), FAMILIES[name])
+    expected = generate(STAGED[name].model(), STAGED[name])
     assert families[name] == [expected] * 2
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import distributed, nn
 from torch.optim import Optimizer
 
+from castor.distributed.inputs import asked_of
 from castor.distributed.pipeline_plan import PipelinePlan, cheapest_cuts
 from castor.distributed.sequence_parallel import SequenceParallel
 from castor.distributed.stages import Passage, StageModules, places_of
@@ -63,6 +64,7 @@ class PipelineParallel:
 
         Raises:
             UsageError: There are too few blocks, or `layers` does not fit.
+            NotImplementedError: See ask_for_router_logits.
         """
         blocks = list(model.get_submodule(plan.blocks).children())
         stages = ranks.size * chunks
@@ -101,6 +103,8 @@ class PipelineParallel:
         """Why the ranks are no longer connected."""
         self._model = weakref.ref(model)
         self._plan = plan
+        self._passage = Passage.of(model, plan)
+        self.ask_for_router_logits(model, {})
         self._cuts = [sum(layers[:stage]) for stage in range(stages + 1)]
         self._ends = ends
         self.group = group
@@ -133,9 +137,7 @@ class PipelineParallel:
         """
         model = self._model()
         assert model is not None
-        config: Any = model.config
-        passage = Passage(config.hidden_size)
-        places = places_of(model, self._plan, self._cuts, passage)
+        places = places_of(model, self._plan, self._cuts, self._passage)
         owners: dict[nn.Parameter, set[int]] = {}
         for place in places:
             for param in place.module.parameters():
@@ -155,7 +157,7 @@ class PipelineParallel:
                 self.ranks.share(tensor)
         mine = [stage for stage in range(self.num_stages) if self._rank_of[stage] == self._rank]
         self.whole_model = _describe(model, optimizers)
-        self._modules = StageModules(places, mine, self._cuts, passage)
+        self._modules = StageModules(places, mine, self._cuts, self._passage)
         own = set(model.parameters())
         self._tied = [param for param, of in owners.items() if len(of) > 1 and param in own]
         for optimizer in optimizers:
@@ -173,10 +175,23 @@ class PipelineParallel:
         """
         model = self._model()
         assert model is not None
-        self.modules.passage.dtype = dtype
+        self._passage.dtype = dtype
+        self._passage.routers.start(model, self._plan, self.modules.own_blocks)
         model.register_forward_pre_hook(ModuleHook(self._check_call), prepend=True)
         for module in model.modules():
             module.register_state_dict_pre_hook(ModuleHook(self._check_reader))
+
+    def ask_for_router_logits(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+        """Has router logits go with hidden states in a call, where its outputs have them.
+
+        Args:
+            model: Whose stages these are.
+            kwargs: Of its forward, by name.
+
+        Raises:
+            NotImplementedError: They have another form than castor knows.
+        """
+        self._passage.routers.ask(bool(asked_of(model, kwargs, "output_router_logits")))
 
     def begin(self) -> None:
         """Backward passes follow."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,10 @@ class PipelinePlan:
     """What makes outputs of the last hidden states."""
     in_tuples: bool = False
     """Whether a block returns its hidden states as the first of a tuple."""
+    images: bool = False
+    """Whether the inputs are images, of which each patch is a token behind one of its own."""
+    base: str = ""
+    """The module whose forward all this is in; empty: the model."""
 
 
 _OURS = {
@@ -38,10 +43,14 @@ _OURS = {
     ),
     "gpt2": PipelinePlan(before=("wte", "wpe", "drop"), blocks="h", after=("ln_f",)),
     "gptj": PipelinePlan(before=("wte", "drop"), blocks="h", after=("ln_f",), in_tuples=True),
+    "olmoe": PipelinePlan(before=("embed_tokens",), blocks="layers", after=("norm",)),
     "opt": PipelinePlan(
         before=("decoder.embed_tokens", "decoder.embed_positions", "decoder.project_in"),
         blocks="decoder.layers",
         after=("decoder.final_layer_norm", "decoder.project_out"),
+    ),
+    "vit": PipelinePlan(
+        before=("embeddings",), blocks="layers", after=("layernorm", "pooler"), images=True
     ),
 }
 """By model_type of the configuration; names in the base model."""
@@ -62,10 +71,10 @@ def find_pipeline_plan(model: nn.Module) -> PipelinePlan:
             "layers (tp_size) and data are divided"
         )
     base, plan = planned
-    if getattr(getattr(model, "config", None), "output_router_logits", False):
+    if plan.images and base is not model and _takes_masks(model):
         raise NotImplementedError(
-            f"the router loss of this {type(model).__name__} (output_router_logits) needs all "
-            "layers, and pp_size divides them; turn it off, or give pp_size=1"
+            f"a {type(model).__name__} makes images again of its last hidden states, and castor "
+            "divides image models whose loss is of labels only; give pp_size=1"
         )
     prefix = _prefix_of(model, base)
     outside = [
@@ -76,6 +85,8 @@ def find_pipeline_plan(model: nn.Module) -> PipelinePlan:
         blocks=prefix + plan.blocks,
         after=(*_present(base, prefix, plan.after), *(outside if base is not model else ())),
         in_tuples=plan.in_tuples,
+        images=plan.images,
+        base=prefix[:-1],
     )
     divided = tuple(f"{name}." for name in (*found.before, found.blocks, *found.after))
     for name, _ in model.named_parameters(remove_duplicate=False):
@@ -88,9 +99,9 @@ def find_pipeline_plan(model: nn.Module) -> PipelinePlan:
 
 
 def find_blocks(model: nn.Module) -> str | None:
-    """The name of the row of blocks that its hidden states go through; None: castor knows none."""
+    """The name of the row of blocks between which tokens are divided; None: castor knows none."""
     planned = _base_and_plan(model)
-    if planned is None:
+    if planned is None or planned[1].images:  # patches and one more: no number divides these
         return None
     base, plan = planned
     return _prefix_of(model, base) + plan.blocks
@@ -105,6 +116,11 @@ def _base_and_plan(model: nn.Module) -> tuple[nn.Module, PipelinePlan] | None:
     if base is None or plan is None or not isinstance(_child(base, plan.blocks), nn.ModuleList):
         return None
     return base, plan
+
+
+def _takes_masks(model: nn.Module) -> bool:
+    """Whether it learns to fill in patches that are masked."""
+    return "bool_masked_pos" in inspect.signature(model.forward).parameters
 
 
 def _prefix_of(model: nn.Module, base: nn.Module) -> str:

@@ -88,6 +88,7 @@ class PipelineSchedule:
         parts = self._microbatches.of(named(batch))
         check_inputs(parallel.ranks, model, (), dict(batch))
         check_outputs(model, batch)
+        parallel.ask_for_router_logits(model, batch)
         training = torch.is_grad_enabled()
         if parallel.sequences and training:
             check_inputs(parallel.sequences.ranks, model, (), dict(batch))
@@ -125,17 +126,16 @@ class PipelineSchedule:
         """Stages and schedule for micro-batches of this shape; the last ones are kept."""
         parallel, passage, model = self._parallel, self._parallel.modules.passage, self._model()
         assert model is not None
-        tokens = next(x for x in parts[0].values() if isinstance(x, torch.Tensor) and x.ndim > 1)
-        rows, length = tokens.shape[:2]
+        rows, length = passage.size_of(parts[0])
         if parallel.sequences and training:
             length = parallel.sequences.tokens_of_rank(length)
-        key = ((rows, length), len(parts), training)
+        key = (rows, length, len(parts), training, passage.routers.asked)
         if self._known and self._known[0] == key:
             return self._known[1], self._known[2]
         self._known = None  # its buffers
-        hidden = torch.empty((*key[0], passage.width), dtype=passage.dtype, device="meta")
+        cuts, count = parallel.modules.cuts, parallel.num_stages
+        hidden = [passage.empty(rows, length, block, device="meta") for block in cuts]
         loss = torch.empty(1, device="meta")
-        count = parallel.num_stages
         enter = _entering(engine_of(model))
         stages, theirs = [], []
         for number in parallel.modules.own:
@@ -144,8 +144,8 @@ class PipelineSchedule:
             theirs.append(
                 _PipelineStage(
                     enter, stage, number, count, torch.device("cpu"),
-                    input_args=hidden if number else (),
-                    output_args=loss if number == count - 1 else hidden,
+                    input_args=hidden[number] if number else (),
+                    output_args=loss if number == count - 1 else hidden[number + 1],
                     group=parallel.group,
                 )
             )  # fmt: skip
@@ -236,7 +236,7 @@ class _Stage(nn.Module):
         """One micro-batch.
 
         Args:
-            received: Hidden states (rows, tokens, width); none: this is the first stage.
+            received: See Passage.join; none: this is the first stage.
             number: The micro-batch's, of shape (1,).
         """
         model, asked = self._model(), self._asked

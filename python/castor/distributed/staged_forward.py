@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.utils._pytree import tree_map
 
 from castor.distributed.inputs import asked_of, by_name, check_inputs, find_cache
 from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.distributed.stage_runs import OF_THE_LAST_STAGE, run_together
-from castor.runtime.own_forward import OwnForward
+from castor.runtime.own_forward import WrappedForward
 
 _CACHES = frozenset(
     {"DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer"}
@@ -22,7 +22,7 @@ _ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attentio
 """Types of layers that have such a cache."""
 
 
-class StagedForward(OwnForward):
+class StagedForward(WrappedForward):
     """The forward of a model whose stages several ranks have; all call it with the same arguments.
 
     Hidden states go from rank to rank in the middle of it, and what the last stage gives becomes
@@ -38,8 +38,6 @@ class StagedForward(OwnForward):
         """
         super().__init__(model)
         self._parallel = parallel
-        self._own = model.__dict__.get("forward")  # None: its class's
-        self.__signature__ = inspect.signature(model.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the forward gives.
@@ -52,8 +50,7 @@ class StagedForward(OwnForward):
             Error: A rank with another stage is gone, or could not go on; nor can this one then.
             Exception: What the model raised here.
         """
-        model, parallel = self.module, self._parallel
-        forward = self._own or type(model).forward.__get__(model)
+        model, parallel, forward = self.module, self._parallel, self.wrapped
         if parallel.running:
             return forward(*args, **kwargs)
         parallel.check_connected()
@@ -61,6 +58,7 @@ class StagedForward(OwnForward):
         check_inputs(parallel.ranks, model, (), kwargs)
         check_outputs(model, kwargs)
         _check_cache(model, kwargs)
+        parallel.ask_for_router_logits(model, kwargs)
         if not asked_of(model, kwargs, "return_dict", default=True):
             raise NotImplementedError(
                 f"return_dict=False leaves the outputs of this {type(model).__name__} without the "
@@ -81,27 +79,33 @@ class StagedForward(OwnForward):
     def _hand_over(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """Where a block of another rank's was: hidden states that come from it, or go there."""
         parallel, rank = self._parallel, self._parallel.ranks.rank
-        owners = parallel.rank_of_block
+        owners, passage = parallel.rank_of_block, parallel.modules.passage
         if index > 0 and owners[index - 1] == rank:
-            distributed.send(hidden.contiguous(), group=parallel.group, group_dst=owners[index])
+            sent = passage.join(hidden, index).contiguous()
+            distributed.send(sent, group=parallel.group, group_dst=owners[index])
         if index + 1 < len(owners) and owners[index + 1] == rank:
-            hidden = torch.empty(hidden.shape, dtype=hidden.dtype)
-            distributed.recv(hidden, group=parallel.group, group_src=owners[index])
+            rows, tokens = hidden.shape[:2]
+            received = passage.empty(rows, tokens, index + 1)
+            distributed.recv(received, group=parallel.group, group_src=owners[index])
+            hidden = passage.split(received, index + 1)
         return hidden
 
     def _share(self, own: Any) -> Any:
         """The last stage's outputs, with what else this rank's forward gave (a cache)."""
         group, last = self._parallel.group, self._parallel.rank_of_block[-1]
-        tensors = {name: x for name, x in own.items() if isinstance(x, torch.Tensor)}
-        said = [{name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}]
+        tensors = {name: x for name, x in own.items() if _holds_tensors(x)}
+        said = [tree_map(lambda x: torch.empty_like(x, device="meta"), tensors)]
         distributed.broadcast_object_list(said, group=group, group_src=last)
+
+        def share(like: torch.Tensor, mine: torch.Tensor | None) -> torch.Tensor:
+            shared = torch.empty_like(like, device="cpu") if mine is None else mine.contiguous()
+            distributed.broadcast(shared, group=group, group_src=last)
+            return shared
+
         fields = {name: x for name, x in own.items() if name not in tensors}
-        for name, (shape, dtype) in said[0].items():
-            if self._parallel.has_last:
-                fields[name] = tensors[name].contiguous()
-            else:
-                fields[name] = torch.empty(shape, dtype=dtype)
-            distributed.broadcast(fields[name], group=group, group_src=last)
+        for name, like in said[0].items():
+            mine = tensors[name] if self._parallel.has_last else tree_map(lambda _: None, like)
+            fields[name] = tree_map(share, like, mine)
         return type(own)(**fields)
 
 
@@ -135,3 +139,9 @@ def _check_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
             f"({', '.join(sorted(kinds))}), which castor does not know with pp_size: call it with "
             "use_cache=False, or give a DynamicCache"
         )
+
+
+def _holds_tensors(output: Any) -> bool:
+    """Whether it is a tensor, or several (router logits)."""
+    several = output if isinstance(output, tuple) else (output,)
+    return all(isinstance(x, torch.Tensor) for x in several)

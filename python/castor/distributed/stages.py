@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 
 from castor.distributed.inputs import find_cache
 from castor.distributed.pipeline_plan import PipelinePlan
+from castor.distributed.router_logits import RouterLogits, find_routers
 from castor.errors import UsageError
 
 HandOver = Callable[[int, torch.Tensor], torch.Tensor]
@@ -31,6 +33,10 @@ class Passage:
 
     width: int
     """Of a hidden state."""
+    routers: RouterLogits
+    """What goes with them where somebody asks for it."""
+    patch: tuple[int, int] | None = None
+    """Height and width of what one is of, where the inputs are images."""
     dtype: torch.dtype = torch.float32
     """That models compute in."""
     begin: int = 0
@@ -41,6 +47,53 @@ class Passage:
     sent: torch.Tensor | None = None
     hand_over: HandOver | None = None
     """What does it where all stages run in one call; then the other fields are of no use."""
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: PipelinePlan) -> Passage:
+        """Of a whole model."""
+        config: Any = model.config
+        patch = None
+        if plan.images:
+            size = config.patch_size
+            patch = (size, size) if isinstance(size, int) else tuple(size)
+        return cls(config.hidden_size, find_routers(model, plan), patch)
+
+    def size_of(self, batch: Mapping[str, Any]) -> tuple[int, int]:
+        """Rows and tokens of the hidden states of a batch.
+
+        Raises:
+            UsageError: The model takes images, and there are none.
+        """
+        if self.patch:
+            images = batch.get("pixel_values")
+            if not isinstance(images, torch.Tensor) or images.ndim != 4:
+                raise UsageError(
+                    "the batch has no images: give pixel_values of shape (rows, channels, height, "
+                    "width)"
+                )
+            return self.size_of_images(images)
+        given = next(x for x in batch.values() if isinstance(x, torch.Tensor) and x.ndim > 1)
+        rows, tokens = given.shape[:2]
+        return rows, tokens
+
+    def size_of_images(self, images: torch.Tensor) -> tuple[int, int]:
+        """Rows and tokens of (rows, channels, height, width): whole patches, and one before all."""
+        assert self.patch is not None
+        height, width = (n // of for n, of in zip(images.shape[2:], self.patch, strict=True))
+        return len(images), 1 + height * width
+
+    def empty(self, rows: int, tokens: int, block: int, *, device: str = "cpu") -> torch.Tensor:
+        """As what goes to a block; no values."""
+        elements, dtype = self.routers.extent(self.width, self.dtype, block)
+        return torch.empty((rows, tokens, elements), dtype=dtype, device=device)
+
+    def join(self, hidden: torch.Tensor, block: int) -> torch.Tensor:
+        """What goes to a block, of the hidden states that go into it."""
+        return self.routers.join(hidden, block)
+
+    def split(self, received: torch.Tensor, block: int) -> torch.Tensor:
+        """The hidden states in what has come for a block."""
+        return self.routers.split(received, block, self.dtype)
 
 
 class _Other(nn.Module):
@@ -77,9 +130,9 @@ class OtherBlock(_Other):
             hidden = passage.hand_over(self._index, hidden)
         else:
             if self._index == passage.end:
-                passage.sent = hidden
-            if self._index == passage.begin - 1:
-                hidden = passage.received
+                passage.sent = passage.join(hidden, passage.end)
+            if self._index == passage.begin - 1 and passage.received is not None:
+                hidden = passage.split(passage.received, passage.begin)
         return (hidden, None) if self._in_tuples else hidden
 
     def _count_tokens(self, hidden: torch.Tensor, given: tuple[Any, ...]) -> None:
@@ -112,6 +165,26 @@ class OtherEnd(_Other):
         zero = torch.zeros((), dtype=self._passage.dtype, device=given.device)
         shape = tuple(given.shape) if self._tokens else (1, 1)
         return zero.expand(*shape, self._passage.width)
+
+
+class OtherImages(_Other):
+    """Stands for the embeddings of images of the first stage."""
+
+    def __init__(self, passage: Passage) -> None:
+        super().__init__()
+        self._passage = passage
+
+    @property
+    def patch_embeddings(self) -> Any:
+        """What a model asks for the type that it computes in: of the weights of its convolution."""
+        weight = torch.empty(0, dtype=self._passage.dtype)
+        return SimpleNamespace(projection=SimpleNamespace(weight=weight))
+
+    def forward(self, pixel_values: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Zeros of shape (rows, tokens, width)."""
+        passage = self._passage
+        zero = torch.zeros((), dtype=passage.dtype, device=pixel_values.device)
+        return zero.expand(*passage.size_of_images(pixel_values), passage.width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +249,8 @@ class StageModules:
         for place in resting:
             place.put(place.other)
         try:
-            yield passage
+            with passage.routers.listening():
+                yield passage
         finally:
             for place in resting:
                 place.put(place.module)
@@ -187,7 +261,8 @@ class StageModules:
         """In it the model's forward computes all of this process's stages."""
         self.passage.hand_over = hand_over
         try:
-            yield
+            with self.passage.routers.listening():
+                yield
         finally:
             self.passage.hand_over = None
 
@@ -204,15 +279,19 @@ def places_of(
         passage: For what stands where others' modules were.
     """
     last = len(cuts) - 2
-    tokens = model.get_input_embeddings()  # type: ignore[operator]  # transformers'
+    tokens = None if plan.images else model.get_input_embeddings()  # type: ignore[operator]
     places = []
     for names, stage in ((plan.before, 0), (plan.after, last)):
         for name in names:
             parent, _, short = name.rpartition(".")
             module = model.get_submodule(name)
-            parts = list(module.modules())
-            embeds = any(isinstance(part, nn.Embedding) for part in parts)
-            other = OtherEnd(passage, embeds=embeds, tokens=tokens in parts)
+            other: _Other
+            if plan.images and names is plan.before:
+                other = OtherImages(passage)
+            else:
+                parts = list(module.modules())
+                embeds = any(isinstance(part, nn.Embedding) for part in parts)
+                other = OtherEnd(passage, embeds=embeds, tokens=tokens in parts)
             places.append(Place(model.get_submodule(parent), short, module, other, stage))
     blocks = model.get_submodule(plan.blocks)
     stage = 0

@@ -24,6 +24,7 @@ from castor.distributed import (
     find_pipeline_plan,
     find_plan,
 )
+from castor.distributed.inputs import asked_of
 from castor.distributed.pipeline_plan import PipelinePlan, cheapest_cuts
 from castor.distributed.stages import Passage, Place, StageModules, places_of
 from castor.estimate.activations import Logits, RecomputedBlocks
@@ -128,9 +129,11 @@ class ModelOnPaper:
         """Where it can be cut into stages.
 
         Raises:
-            NotImplementedError: There is no plan.
+            NotImplementedError: There is no plan, or its router logits have a form of their own.
         """
-        return find_pipeline_plan(self.model)
+        plan = find_pipeline_plan(self.model)
+        self._passage(plan)
+        return plan
 
     def layers_of(self, stages: int) -> list[int]:
         """How many blocks each of so many stages has, as training divides them."""
@@ -161,13 +164,22 @@ class ModelOnPaper:
             return self._recorded(inputs, None, [0], tile)
         plan = self.plan()
         cuts = [0, *itertools.accumulate(self.layers_of(stages))]
-        passage = Passage(self.model.config.hidden_size, dtype=self._dtype)
+        passage = self._passage(plan)
         places = places_of(self.model, plan, cuts, passage)
         own = list(range(rank, stages, ranks))
+        modules = StageModules(places, own, cuts, passage)
+        listens = passage.routers.start(self.model, plan, modules.own_blocks)
         try:
-            return self._recorded(inputs, StageModules(places, own, cuts, passage), own, tile)
+            return self._recorded(inputs, modules, own, tile)
         finally:
+            listens.close()
             _restore(places)
+
+    def _passage(self, plan: PipelinePlan) -> Passage:
+        passage = Passage.of(self.model, plan)
+        passage.dtype = self._dtype
+        passage.routers.ask(asked_of(self.model, {}, "output_router_logits"))
+        return passage
 
     def _recorded(
         self, inputs: dict[str, torch.Tensor], modules: StageModules | None, own: list[int],
@@ -207,7 +219,9 @@ class ModelOnPaper:
             else:
                 with modules.running(stage) as passage:
                     if stage:
-                        received = self._hidden(inputs)
+                        block = modules.cuts[stage]
+                        received = passage.empty(*passage.size_of(inputs), block, device="meta")
+                        received.requires_grad_()
                         recorder.charge(received)
                         passage.received = received
                     if stage == len(modules.cuts) - 2:
@@ -237,10 +251,6 @@ class ModelOnPaper:
         rows = inputs["input_ids"].numel() if "input_ids" in inputs else 0
         each = 0 if self._divided else logits.rows_per_tile(rows, tile)
         return logits.tiled(moments, rows, each) if each else moments
-
-    def _hidden(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        shape = (*inputs["input_ids"].shape, self.model.config.hidden_size)
-        return torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
 
     def _note(self, sent: Sent) -> None:
         if self._tell:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -33,6 +35,22 @@ class OwnForward:
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
         """The forward of a module that is read from a pickle: its class's, as ModuleHook gives."""
         return getattr, (self.module, "forward")
+
+
+class WrappedForward(OwnForward):
+    """One that calls what it takes the place of: the class's, or what somebody has put there."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._before = module.__dict__.get("forward")  # None: its class's
+        self.__signature__ = inspect.signature(module.forward)
+
+    @property
+    def wrapped(self) -> Callable[..., Any]:
+        """The forward that the module had."""
+        module = self.module
+        before: Callable[..., Any] = self._before or type(module).forward.__get__(module)
+        return before
 
 
 class ForwardAround(OwnForward):

@@ -1,0 +1,284 @@
+"""Router logits of a mixture whose layers several ranks have: its loss needs those of all layers.
+
+Those of earlier stages go with the hidden states, behind them along the last dimension. So
+schedules, transfers and autograd see one tensor, and gradients find their way back to the routers.
+
+Source: Fedus et al. 2021 (Switch Transformer, section 2.2), for the loss; transformers computes it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from castor.distributed.pipeline_plan import PipelinePlan
+from castor.runtime.hooks import ModuleHook, Replaced
+from castor.runtime.own_forward import WrappedForward
+
+_RECORDED = "router_logits"
+"""What transformers calls them where it records outputs of modules, and among outputs."""
+_TOKENS = 3
+"""Of a router that is tried out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """What chooses the experts of a block's tokens."""
+
+    block: int
+    name: str
+    """Of its module in the model."""
+    index: int
+    """Of its logits in what it returns, where that is a tuple."""
+    experts: int
+    in_fp32: bool
+    """Whether its logits are, whatever the model computes in."""
+
+    def logits(self, output: Any) -> Any:
+        """Those in what it has returned."""
+        return output[self.index] if isinstance(output, tuple) else output
+
+
+class RouterLogits:
+    """What is known of a model's router logits in the call that is under way. Holds no module."""
+
+    def __init__(self, routers: Sequence[Router], *, why_not: str = "") -> None:
+        """Nothing is known.
+
+        Args:
+            routers: Of all blocks, in order.
+            why_not: Why nobody may ask for their logits; empty: all may.
+        """
+        self._routers = list(routers)
+        self._why_not = why_not
+        self._asked = False
+        self._listens = False
+        self._known: dict[int, torch.Tensor] = {}
+        """By number of the block; (rows x tokens, experts)."""
+
+    def ask(self, asked: bool) -> None:
+        """Whether the calls that follow give them.
+
+        Raises:
+            NotImplementedError: They should, and cannot.
+        """
+        if asked and self._why_not:
+            raise NotImplementedError(self._why_not)
+        self._asked = asked
+
+    @property
+    def asked(self) -> bool:
+        """What `ask` was last told."""
+        return self._asked
+
+    def start(self, model: nn.Module, plan: PipelinePlan, blocks: Sequence[range]) -> ExitStack:
+        """Listens to a process's routers, and completes what its base model gives.
+
+        Args:
+            model: Whose stages they are.
+            plan: Of it.
+            blocks: Numbers of those that the process has.
+
+        Returns:
+            What leaves the model as it was, when it is closed.
+        """
+        before = ExitStack()
+        if not self._routers:
+            return before
+        own = set(itertools.chain(*blocks))
+        for router in self._routers:
+            if router.block in own:
+                hook = ModuleHook(self._note, router)
+                module = model.get_submodule(router.name)
+                before.callback(module.register_forward_hook(hook).remove)
+        base, replaced = model.get_submodule(plan.base), Replaced()
+        replaced.put(base, "forward", _CompletedForward(base, self))
+        before.callback(replaced.put_back)
+        return before
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """In it a forward pass runs. Blocks that backward runs again do not count."""
+        self._listens = self._asked
+        try:
+            yield
+        finally:
+            self._listens = False
+            self._known.clear()
+
+    def extent(self, width: int, dtype: torch.dtype, block: int) -> tuple[int, torch.dtype]:
+        """Elements of what goes to a block for each token, and their type.
+
+        Args:
+            width: Of a hidden state.
+            dtype: Of hidden states.
+            block: Its number.
+        """
+        routers = self._before(block)
+        wide = torch.float32 if any(router.in_fp32 for router in routers) else dtype
+        return width + sum(router.experts for router in routers), wide
+
+    def join(self, hidden: torch.Tensor, block: int) -> torch.Tensor:
+        """What goes to a block: (rows, tokens, width + experts of the routers before it).
+
+        Args:
+            hidden: (rows, tokens, width).
+            block: Its number.
+        """
+        rows, tokens = hidden.shape[:2]
+        known = [self._known[router.block] for router in self._before(block)]
+        parts = [logits.reshape(rows, tokens, -1) for logits in known]
+        return torch.cat([hidden, *parts], -1) if parts else hidden
+
+    def split(self, received: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
+        """Takes in what `join` made for a block.
+
+        Args:
+            received: As join gives it.
+            block: Its number.
+            dtype: Of hidden states.
+
+        Returns:
+            The hidden states.
+        """
+        routers = self._before(block)
+        if not routers:
+            return received
+        experts = [router.experts for router in routers]
+        width = received.shape[-1] - sum(experts)
+        hidden, *parts = received.split([width, *experts], -1)
+        for router, part in zip(routers, parts, strict=True):
+            logits = part if router.in_fp32 else part.to(dtype)
+            self._known[router.block] = logits.flatten(0, 1)
+        states: torch.Tensor = hidden.to(dtype)
+        return states.contiguous()  # a block may write into what is no view
+
+    def complete(self, outputs: Any) -> Any:
+        """A base model's outputs, with the router logits of all layers; None where some lack."""
+        if self._listens:
+            known = [self._known.get(router.block) for router in self._routers]
+            outputs.router_logits = None if any(x is None for x in known) else tuple(known)
+        return outputs
+
+    def _before(self, block: int) -> list[Router]:
+        return [router for router in self._routers if router.block < block and self._asked]
+
+    def _note(self, router: Router, _module: nn.Module, _args: Any, output: Any) -> None:
+        if self._listens:
+            self._known[router.block] = router.logits(output)
+
+
+class _CompletedForward(WrappedForward):
+    """The forward of a base model, whose outputs have the router logits of all layers."""
+
+    def __init__(self, base: nn.Module, routers: RouterLogits) -> None:
+        super().__init__(base)
+        self._routers = routers
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the forward gives, completed."""
+        return self._routers.complete(self.wrapped(*args, **kwargs))
+
+
+def find_routers(model: nn.Module, plan: PipelinePlan) -> RouterLogits:
+    """Those of a whole model, from what transformers records of its modules.
+
+    Args:
+        model: Lazy or not.
+        plan: Of it.
+    """
+    try:
+        return RouterLogits(list(_routers(model, plan)))
+    except _UnknownFormError as error:
+        return RouterLogits(
+            [],
+            why_not=f"the router loss of this {type(model).__name__} (output_router_logits) needs "
+            f"the router logits of all layers, and pp_size divides these: {error}; turn it off, or "
+            "give pp_size=1",
+        )
+
+
+class _UnknownFormError(Exception):
+    pass
+
+
+def _routers(model: nn.Module, plan: PipelinePlan) -> Iterator[Router]:
+    base: Any = model.get_submodule(plan.base)
+    recorded = (getattr(base, "_can_record_outputs", None) or {}).get(_RECORDED)
+    kind = getattr(recorded, "target_class", None)
+    if recorded is None or kind is None:
+        raise _UnknownFormError(
+            "its _can_record_outputs names no class of modules that give them, so castor knows none"
+        )
+    around = f".{recorded.layer_name.strip('.')}." if recorded.layer_name else "."
+    for block, (number, module) in enumerate(model.get_submodule(plan.blocks).named_children()):
+        names = [
+            f"{plan.blocks}.{number}.{name}"
+            for name, part in module.named_modules()
+            if isinstance(part, kind) and around in f".{name}."
+        ]
+        if len(names) > 1:
+            raise _UnknownFormError(
+                f"block {block} has {len(names)} routers, and castor knows one each"
+            )
+        for name in names:
+            yield _tried(model, name, block, recorded.index)
+
+
+class _WithoutHooks(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Any:
+        return self.module.forward(*args)
+
+
+def _tried(model: nn.Module, name: str, block: int, index: int) -> Router:
+    """A router, from the shape and the type of what it gives. Nothing is computed."""
+    config: Any = model.config
+    module = model.get_submodule(name)
+    reduced = torch.bfloat16
+    on_paper = {
+        key: torch.empty(
+            param.shape, dtype=reduced if param.is_floating_point() else param.dtype, device="meta"
+        )
+        for key, param in module.named_parameters()
+    } | {key: torch.empty_like(buffer, device="meta") for key, buffer in module.named_buffers()}
+    given = torch.empty((_TOKENS, config.hidden_size), dtype=reduced, device="meta")
+    try:
+        with torch.no_grad():
+            bare = {f"module.{key}": tensor for key, tensor in on_paper.items()}
+            output = functional_call(_WithoutHooks(module), bare, (given,))
+    except Exception as error:
+        raise _UnknownFormError(
+            f"'{name}' takes other things than hidden states of shape (tokens, width) "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    router = Router(block=block, name=name, index=index, experts=0, in_fp32=False)
+    logits = router.logits(output)
+    ours = isinstance(logits, torch.Tensor) and logits.ndim == 2 and len(logits) == _TOKENS
+    if not ours or logits.dtype not in (reduced, torch.float32):
+        said = (
+            f"{logits.dtype} of shape {tuple(logits.shape)}"
+            if isinstance(logits, torch.Tensor)
+            else f"a {type(logits).__name__}"
+        )
+        raise _UnknownFormError(
+            f"those of '{name}' are, for {_TOKENS} tokens, {said}, and castor knows "
+            "(tokens, experts)"
+        )
+    return Router(
+        block=block,
+        name=name,
+        index=index,
+        experts=logits.shape[1],
+        in_fp32=logits.dtype == torch.float32,
+    )
