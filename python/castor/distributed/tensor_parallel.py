@@ -18,6 +18,7 @@ from torch import nn
 
 from castor.distributed import styles
 from castor.distributed.inputs import check_inputs
+from castor.distributed.own_numbers import draw_own
 from castor.distributed.parts import Cut, own_part
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.distributed.token_parts import TokenParts
@@ -61,6 +62,7 @@ class TensorParallel:
         self._tokens = TokenParts(model, plan, ranks) if divide_tokens else None
         self.cuts: dict[torch.Tensor, Cut] = {}
         self._model = weakref.ref(model)
+        self._plan = plan
         self._forwards: dict[nn.Module, styles.Part] = {}
         self._attributes: list[tuple[nn.Module, str, Any]] = []
         self._partial = self._tokens.partial() if self._tokens else []
@@ -114,6 +116,8 @@ class TensorParallel:
             self._loss.start()
         if self._tokens:
             self._tokens.start(stages)
+        else:
+            draw_own(model, self._plan, self.ranks.rank)
         for module in model.modules():
             module.register_state_dict_pre_hook(ModuleHook(_check_reader, self.ranks))
 

@@ -8,7 +8,6 @@ Source: Korthikanti et al. 2022 (see castor.distributed.token_exchange).
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from castor.distributed.inputs import asked_of, by_name
+from castor.distributed.own_numbers import OwnNumbers
 from castor.distributed.pipeline_plan import find_blocks
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.distributed.token_exchange import enter_parts, own_part, parts_of_all, sum_to_parts
@@ -91,7 +91,7 @@ class TokenParts:
             first.register_forward_pre_hook(ModuleHook(self._divide), with_kwargs=True)
             last.register_forward_hook(ModuleHook(self._join))
             for number, block in own:
-                OwnNumbers(self).start(block)
+                OwnNumbers(self._ranks.rank, lambda: self.divides).start(block)
                 started.add(f"{self._blocks}.{number}")
         for name, sums in self._regions.items():
             if _around(name, started):
@@ -103,11 +103,6 @@ class TokenParts:
         if sums:
             NoNumbers(self, name).start(module)
             module.register_forward_hook(ModuleHook(self._keep_own))
-
-    @property
-    def rank(self) -> int:
-        """Which of the ranks this is."""
-        return self._ranks.rank
 
     @property
     def divides(self) -> bool:
@@ -234,41 +229,6 @@ class TokenParts:
         if not self.divides:
             return output
         return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
-
-
-class OwnNumbers:
-    """A block within which each rank draws random numbers of its own: other tokens, other heads.
-
-    Behind it all ranks draw the same again, as what they compute alike has to be. Nothing changes
-    for a block that draws none.
-    """
-
-    def __init__(self, parts: TokenParts) -> None:
-        """Within blocks of `parts`."""
-        self._parts = parts
-        self._states: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Of all ranks, and this one's as it began."""
-
-    def start(self, block: nn.Module) -> None:
-        """From now on."""
-        block.register_forward_pre_hook(ModuleHook(self._begin))
-        block.register_forward_hook(ModuleHook(self._end), always_call=True)
-
-    def _begin(self, block: nn.Module, args: tuple[Any, ...]) -> None:
-        if block.training and self._parts.divides:
-            common = torch.get_rng_state()
-            seed = zlib.crc32(common.numpy().data)
-            torch.default_generator.manual_seed(seed + self._parts.rank)
-            self._states = common, torch.get_rng_state()
-
-    def _end(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._states is None:
-            return
-        (common, own), self._states = self._states, None
-        drawn = not torch.equal(torch.get_rng_state(), own)
-        torch.set_rng_state(common)
-        if drawn:
-            torch.rand(())  # the next block begins elsewhere
 
 
 class NoNumbers:

@@ -1,0 +1,112 @@
+"""Random numbers of a rank's own, where ranks compute different things: parts of layers, tokens.
+
+Ranks hold equal random states, as what they compute alike has to be. Where each has other heads or
+other tokens, each draws from a state made of the common one and its number, and the common one goes
+on behind. It is a function of the common state, so what runs again in backward draws the same.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from castor.runtime.hooks import ModuleHook
+
+_COLUMNS = frozenset({"colwise", "packed_colwise"})
+_ROWS = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep"})
+_OF_HEADS = frozenset({"divided", "heads_of"})
+
+
+class OwnNumbers:
+    """A module within which this rank draws random numbers of its own. Nothing changes without."""
+
+    def __init__(self, rank: int, when: Callable[[], bool] = lambda: True) -> None:
+        """Nothing is changed.
+
+        Args:
+            rank: This one's.
+            when: Whether ranks compute different things in the forward under way.
+        """
+        self._rank = rank
+        self._when = when
+        self._states: tuple[torch.Tensor, torch.Tensor] | None = None
+        """The common one, and this rank's as it began."""
+
+    def start(self, module: nn.Module) -> None:
+        """From now on."""
+        module.register_forward_pre_hook(ModuleHook(self._begin))
+        module.register_forward_hook(ModuleHook(self._end), always_call=True)
+
+    def end_at(self, module: nn.Module) -> None:
+        """From now on, behind a module within the other."""
+        module.register_forward_hook(ModuleHook(self._end))
+
+    def _end(self, _module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
+        if self._states is None:
+            return
+        (common, own), self._states = self._states, None
+        drawn = not torch.equal(torch.get_rng_state(), own)
+        torch.set_rng_state(common)
+        if drawn:
+            torch.rand(())  # what comes next begins elsewhere
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if module.training and self._when():
+            common = torch.get_rng_state()
+            torch.default_generator.manual_seed(zlib.crc32(common.numpy().data) + self._rank)
+            self._states = common, torch.get_rng_state()
+
+
+def draw_own(model: nn.Module, plan: Mapping[str, Sequence[str]], rank: int) -> None:
+    """Has each rank drop out its own heads and hidden units, from now on.
+
+    Args:
+        model: Whose layers are divided; of which this process may have some.
+        plan: How; see castor.distributed.tensor_plan.
+        rank: This one's.
+    """
+    for region, sums in _dropping_regions(model, plan).items():
+        numbers = OwnNumbers(rank)
+        numbers.start(region)
+        for layer in sums:
+            numbers.end_at(layer)
+
+
+def _dropping_regions(
+    model: nn.Module, plan: Mapping[str, Sequence[str]]
+) -> dict[nn.Module, list[nn.Module]]:
+    """Modules that may drop out what ranks have parts of: attention weights, hidden units.
+
+    With the layers within whose outputs are sums: behind those ranks are alike again.
+    """
+    kinds = {name: {style.partition(":")[0] for style in given} for name, given in plan.items()}
+    modules = dict(model.named_modules())
+    regions = set()
+    for name in (name for name, of in kinds.items() if of & _COLUMNS and name in modules):
+        parts = name.split(".")
+        above = [".".join(parts[:upto]) for upto in range(len(parts) - 1, 0, -1)]
+        counting = (one for one in above if kinds.get(one, set()) & _OF_HEADS)
+        around = next(counting, above[0] if above else "")
+        if around and _may_drop(modules[around]):
+            regions.add(around)
+    return {
+        modules[region]: [
+            modules[name]
+            for name, of in kinds.items()
+            if name.startswith(f"{region}.") and name in modules and of & _ROWS
+        ]
+        for region in regions
+        if not any(other.startswith(f"{region}.") for other in regions)  # a block, of its parts
+    }
+
+
+def _may_drop(module: nn.Module) -> bool:
+    """Whether it has dropout, as a module or as a number that it hands on."""
+    if any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules()):
+        return True
+    numbers = (value for name, value in vars(module).items() if "drop" in name)
+    return any(isinstance(value, float) and value > 0 for value in numbers)
