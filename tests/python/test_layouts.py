@@ -133,6 +133,7 @@ def test_interleaved_order_is_torchs(ranks: int, each: int, count: int) -> None:
     """Of torch.distributed.pipelining, which runs it."""
     from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops
 
+    names = {"FORWARD": "forward", "FULL_BACKWARD": "backward"}
     turns = max(1, count // ranks)
     of_a_turn = count // turns
     for rank in range(ranks):
@@ -147,11 +148,27 @@ def test_interleaved_order_is_torchs(ranks: int, each: int, count: int) -> None:
 
         theirs = _get_1f1b_rank_ops(each, ranks, ahead, both, ahead, rank, forward, backward)
         expected = [
-            (op.stage_index, op.microbatch_index, op.computation_type.name != "FORWARD")
+            (op.stage_index, op.microbatch_index, names[op.computation_type.name])
             for op in theirs
             if op is not None
         ]
         assert _C.pipeline_order("interleaved", ranks, each, count, rank) == expected
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(1, 1), (2, 1), (2, 8), (3, 4), (4, 7), (4, 16)])
+def test_zero_bubble_order_is_torchs(ranks: int, count: int) -> None:
+    from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+
+    schedule: Any = object.__new__(ScheduleZBVZeroBubble)  # of no stages: nothing is run
+    schedule.pp_group_size, schedule.num_stages, schedule._n_microbatches = ranks, 2 * ranks, count
+    names = {"FORWARD": "forward", "BACKWARD_INPUT": "of_inputs", "BACKWARD_WEIGHT": "of_weights"}
+    for rank in range(ranks):
+        expected = [
+            (op.stage_index, op.microbatch_index, names[op.computation_type.name])
+            for op in schedule._calculate_single_rank_operations(rank)
+            if op is not None
+        ]
+        assert _C.pipeline_order("zbv", ranks, 2, count, rank) == expected
 
 
 def test_what_makes_no_schedule_is_named() -> None:
@@ -159,6 +176,8 @@ def test_what_makes_no_schedule_is_named() -> None:
         _C.pipeline_order("interleaved", 2, 2, 3, 0)
     with pytest.raises(ValueError, match="pipeline_style"):
         _C.pipeline_order("zigzag", 2, 1, 2, 0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="two stages on a V, not 1"):
+        _C.pipeline_order("zbv", 2, 1, 2, 0)
 
 
 # Collectives and clusters.

@@ -74,8 +74,9 @@ class _End:
         events: Events = []
         computing: list[float] = []
         under_way: dict[tuple[int, int], int] = {}
-        for stage, microbatch, backward in order:
+        for stage, microbatch, what in order:
             one, own = recorded.passes[stage], seconds[stage]
+            backward = what != "forward"
             moments = one.backward if backward else one.forward
             under_way.pop((stage, microbatch), None)
             held = sum(under_way.values())
@@ -166,6 +167,7 @@ def cost_of(
             sum(own.forward) * slowdown,
             sum(own.backward) * slowdown,
             link.seconds(one.sent_bytes) if one.sent_bytes else 0.0,
+            0.0,
         )
         for one, own in zip(stages, seconds, strict=True)
     ]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from castor.config.names import SearchedStyle
+from castor.config.names import PipelineStyle
 from castor.estimate.cluster import Cluster
 
 LayoutActivations = Literal["keep", "recompute"]
@@ -26,7 +26,7 @@ class Layout:
     """... the blocks of the model."""
     data: int = 1
     """Copies of the model, each of which takes other samples."""
-    style: SearchedStyle = "1f1b"
+    style: PipelineStyle = "1f1b"
     stages_per_rank: int = 1
     microbatches: int = 1
     """That the samples of a copy are divided into."""
@@ -102,7 +102,7 @@ def _schedules(layout: Layout, samples: int, blocks: int) -> Iterator[Layout]:
         count = samples // rows
         if rows > _LARGEST_MICROBATCH or (count < layout.stages and rows > 1):
             continue
-        styles: list[tuple[SearchedStyle, int]] = [("1f1b", 1)]
+        styles: list[tuple[PipelineStyle, int]] = [("1f1b", 1)]
         if count < layout.stages:
             styles = [("gpipe", 1)]
         elif layout.stages > 1 and count % layout.stages == 0:
