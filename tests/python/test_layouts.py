@@ -7,18 +7,20 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GptOssConfig, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from castor import _C, HybridParallelPlugin
 from castor.cli import app
 from castor.config.layout_plan import ENVIRONMENT, read_plan
+from castor.distributed import Mode
 from castor.errors import UsageError
 from castor.estimate.cluster import Cluster, Link
+from castor.estimate.layout_cost import LayoutCost
 from castor.estimate.layout_search import LayoutSearch
 from castor.estimate.layouts import Layout, layouts
 from castor.estimate.rank_on_paper import ModelOnPaper
@@ -92,6 +94,32 @@ def test_ranks_that_share_sequences_do_a_part_of_the_work(config: Path) -> None:
     assert part.flops == pytest.approx(whole.flops / 2, rel=0.05)
     exchanged = [s for m in part.forward for s in m.sent if s.operation == "exchange"]
     assert len(exchanged) == 4 * BLOCKS  # queries, keys, values and what comes of them
+
+
+@pytest.mark.parametrize("mode", ["all_gather", "ring_attn"])
+def test_ranks_that_share_sequences_send_keys_and_values(config: Path, mode: Any) -> None:
+    """Those of two ranks: gathered, or passed on, and once more in backward with their sums."""
+    whole = recorded(on_paper(config)).passes[0]
+    part = recorded(on_paper(config, sequence_size=2, sequence_mode=mode)).passes[0]
+    gathers = mode == "all_gather"
+    # The ring leaves out what no token sees: one of the four blocks of a rank's two pieces.
+    assert part.flops <= whole.flops / 2
+    assert part.flops == pytest.approx(whole.flops / 2, rel=0.001 if gathers else 0.1)
+    keys = 2 * TOKENS // 2 * WIDTH * 4
+    operation, of_forward, of_backward = (
+        ("gather", [keys, keys], ["exchange", "exchange"])
+        if gathers
+        else ("pass", [2 * keys], ["pass", "pass", "pass"])
+    )
+    sent = [s for m in part.forward for s in m.sent if s.operation == operation]
+    assert [one.num_bytes for one in sent] == of_forward * BLOCKS
+    back = [s for m in part.backward for s in m.sent]
+    assert [one.operation for one in back if one.num_bytes >= keys] == of_backward * BLOCKS
+
+
+def test_rings_with_dropout_are_recorded(tmp_path: Path) -> None:
+    path = config_file(tmp_path, attention_dropout=0.1)
+    assert recorded(on_paper(path, sequence_size=2, sequence_mode="ring_attn")).passes[0].flops
 
 
 @pytest.mark.parametrize("each", [1, 3])
@@ -189,6 +217,7 @@ def test_collectives_take_what_their_bytes_do() -> None:
     assert link.collective("sum", 1e6, 4) == pytest.approx(2 * (1e-6 + 0.75e-3))
     assert link.collective("exchange", 1e6, 4) == pytest.approx(1e-6 + 0.75e-3)
     assert link.collective("gather", 1e6, 4) == pytest.approx(1e-6 + 3e-3)
+    assert link.collective("pass", 1e6, 4) == pytest.approx(1e-6 + 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -234,8 +263,18 @@ def test_layouts_use_all_ranks_and_all_samples() -> None:
 
 @pytest.mark.parametrize("heads", [0, 6])
 def test_heads_that_do_not_divide_are_not_divided(heads: int) -> None:
-    found = layouts(cluster(), batch=8, sequence=TOKENS, blocks=BLOCKS, heads=heads)
-    assert {one.tensor * one.sequence for one in found} == ({1, 2} if heads else {1})
+    found = list(layouts(cluster(), batch=8, sequence=TOKENS, blocks=BLOCKS, heads=heads))
+    assert {one.tensor for one in found} == ({1, 2} if heads else {1})
+    by_heads = {one.tensor * one.sequence for one in found if one.mode == "all_to_all"}
+    assert by_heads == ({1, 2} if heads else {1})
+    modes = {one.mode for one in found if one.sequence == 4}
+    assert modes == ({"all_gather", "ring_attn"} if heads else set())
+
+
+def test_rings_need_two_pieces_of_a_sequence_each() -> None:
+    found = list(layouts(cluster(), batch=8, sequence=20, blocks=BLOCKS, heads=4))
+    of = {(one.sequence, one.mode) for one in found if one.sequence > 1}
+    assert of == {(4, "all_to_all"), (4, "all_gather"), *((2, mode) for mode in get_args(Mode))}
 
 
 def test_each_layout_makes_a_plugin() -> None:
@@ -268,6 +307,21 @@ def test_a_slower_link_takes_longer_where_ranks_exchange(config: Path) -> None:
     assert slow.seconds > fast.seconds
     assert slow.bound == "exchange"
     assert slow.device_bytes == fast.device_bytes
+
+
+def test_what_is_passed_on_in_a_ring_travels_while_ranks_compute(config: Path) -> None:
+    """But on the host, where both need the same processors; and not more than computing takes."""
+    found = search(config)
+    layout = Layout(sequence=4, mode="ring_attn", rows=8)
+
+    def exchange(**changes: Any) -> float:
+        return found.cost(layout, cluster(link_latency_us=0, **changes)).busy["exchange"]
+
+    # Sums for the loss are waited for; keys and values are not.
+    hidden, slow = exchange(link="1000GB/s"), exchange(link="10MB/s")
+    on_host = exchange(link="1000GB/s", device="cpu")
+    assert hidden < on_host / 100
+    assert slow > 1000 * on_host
 
 
 def test_who_waits_leaves_processors_to_others(config: Path) -> None:
@@ -326,19 +380,62 @@ def test_bubbles_shrink_with_micro_batches(config: Path) -> None:
     assert many.busy["bubble"] < few.busy["bubble"]
 
 
-def test_the_search_finds_what_comparing_all_does(config: Path) -> None:
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayoutSearch, list[LayoutCost]]:
+    """A search, and what each layout takes on NARROW."""
+    found = search(config_file(tmp_path_factory.mktemp("model")), batch=4)
+    return found, [found.cost(layout, NARROW) for layout in found.layouts(NARROW)]
+
+
+NARROW = cluster(device_memory="700KiB")
+
+
+def test_the_search_finds_what_comparing_all_does(
+    compared: tuple[LayoutSearch, list[LayoutCost]],
+) -> None:
     """Bounds leave out no layout that is among the fastest."""
-    on = cluster(device_memory="700KiB")
-    found = search(config)
-    shown = found.search(on, shown=4)
-    every = [found.cost(layout, on) for layout in found.layouts(on)]
+    found, every = compared
     best: dict[Layout, float] = {}
     for cost in every:
-        if cost.fits(on.machine):
+        if cost.fits(NARROW.machine):
             division = cost.layout.division()
             best[division] = min(cost.seconds, best.get(division, cost.seconds))
+    shown = found.search(NARROW, shown=4)
     assert [cost.seconds for cost in shown.fitting] == sorted(best.values())[:4]
-    assert any(not cost.fits(on.machine) for cost in every)
+    assert any(not cost.fits(NARROW.machine) for cost in every)
+    assert {cost.layout.mode for cost in every} == set(get_args(Mode))
+
+
+def test_no_layout_takes_less_than_its_bounds(
+    compared: tuple[LayoutSearch, list[LayoutCost]],
+) -> None:
+    found, every = compared
+    slow = cluster(device_memory="700KiB", link="1GB/s", device_bandwidth="5000GB/s")
+    for cost in every:
+        layout = cost.layout
+        for on, seconds in ((NARROW, cost.seconds), (slow, found.cost(layout, slow).seconds)):
+            for like in (replace(layout, sequence=1, mode="all_to_all"), layout):
+                bounds = list(found._bound(like, layout, on))
+                assert all(bound <= seconds for bound in bounds), layout
+                assert bounds or not cost.fits(on.machine)
+
+
+def test_what_attention_refuses_is_said(tmp_path: Path) -> None:
+    """Sinks have a value for each head, which ranks that exchange heads do not divide."""
+    settings = {
+        "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": WIDTH, "head_dim": 16,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "num_local_experts": 4, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    config = GptOssConfig(**settings, architectures=["GptOssForCausalLM"])
+    config._attn_implementation = "eager"
+    config.to_json_file(path, use_diff=False)
+    workload = Workload(batch=4, sequence=TOKENS, precision="bf16", state_format="fp32")
+    found = LayoutSearch(path, workload).search(cluster(ranks_per_node=2), shown=100)
+    assert "a value for each head (s_aux)" in found.refused["sequences among 2 (all_to_all)"]
+    modes = {cost.layout.mode for cost in found.fitting if cost.layout.sequence > 1}
+    assert modes == {"all_gather", "ring_attn"}
 
 
 def test_what_a_model_does_not_take_is_said(tmp_path: Path) -> None:
@@ -350,8 +447,9 @@ def test_what_a_model_does_not_take_is_said(tmp_path: Path) -> None:
 
 def test_a_batch_that_cannot_be_divided_is_named(tmp_path: Path) -> None:
     path = config_file(tmp_path, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+    workload = Workload(batch=3, sequence=31, precision="fp32", state_format="fp32")
     with pytest.raises(UsageError, match="3 samples cannot be divided among 4 ranks"):
-        search(path, batch=3).search(cluster())
+        LayoutSearch(path, workload).search(cluster())
 
 
 # Plans.

@@ -114,26 +114,38 @@ def seconds_of(one: StagePass, cluster: Cluster, layout: Layout) -> _Seconds:
         nonlocal exchange, waiting
         found = []
         for moment in moments:
-            all_of, idle = _exchanged(moment, cluster, layout)
+            computing = simulator.seconds_of(moment, cluster.machine)
+            all_of, idle = _exchanged(moment, cluster, layout, computing)
             exchange += all_of
             waiting += idle
-            found.append(simulator.seconds_of(moment, cluster.machine) + all_of)
+            found.append(computing + all_of)
         return found
 
     forward, backward = of(one.forward), of(one.backward)
     return _Seconds(forward=forward, backward=backward, exchange=exchange, waiting=waiting)
 
 
-def _exchanged(moment: Moment, cluster: Cluster, layout: Layout) -> tuple[float, float]:
-    """Seconds of what ranks send each other, and of these those in which nothing is sent."""
-    total = waiting = 0.0
+def _exchanged(
+    moment: Moment, cluster: Cluster, layout: Layout, computing: float
+) -> tuple[float, float]:
+    """Seconds of what ranks send each other, and of these those in which nothing is sent.
+
+    What is passed on in a ring travels while a rank computes with what has come, all but the last:
+    the rest of it is waited for. On the host both need the same processors.
+    """
+    total = waiting = passed = 0.0
     for sent in moment.sent:
         shares = layout.sequence if sent.among == SEQUENCE else layout.tensor
         apart = layout.tensor * (layout.sequence if sent.among == SEQUENCE else 1)
         link = cluster.between(apart)
-        total += link.collective(sent.operation, sent.num_bytes, shares)
+        seconds = link.collective(sent.operation, sent.num_bytes, shares)
+        if sent.operation == "pass" and not cluster.on_host:
+            passed += seconds
+            continue
+        total += seconds
         waiting += link.waiting(sent.operation, shares)
-    return total, waiting
+    behind = computing * (layout.sequence - 1) / layout.sequence
+    return total + max(0.0, passed - behind), waiting
 
 
 def cost_of(
@@ -183,7 +195,7 @@ def cost_of(
     exchange = layout.microbatches * sum(seconds[i].exchange for i in mine)
     working = layout.microbatches * sum(sum(each[i][:2]) for i in mine)
     copies = working - working / slowdown
-    reduce = max(_reduced(layout, cluster, end) for end in ends)
+    reduce = max(reduced(layout, cluster, end.param_bytes, end.element_bytes) for end in ends)
     update = max(rank.update for rank in ranks)
     seconds_alone = passes + reduce + update
     # Who waits leaves its processor to others: of all there is no more than they can do.
@@ -208,7 +220,7 @@ def cost_of(
     )
 
 
-def _reduced(layout: Layout, cluster: Cluster, rank: RankOnPaper) -> float:
+def reduced(layout: Layout, cluster: Cluster, param_bytes: int, element_bytes: int) -> float:
     """Seconds of gradients' reduction and weights' gathering.
 
     Copies of a model that compute on one host share their weights and gradients: each rank reads
@@ -216,28 +228,33 @@ def _reduced(layout: Layout, cluster: Cluster, rank: RankOnPaper) -> float:
     several machines, between which sums of gradients, their means and parts of weights go. GPUs,
     and nodes of one copy each, exchange parts of gradients when backward is over, and gather
     gradients and weights.
+
+    Args:
+        layout: How ranks are divided.
+        cluster: Where.
+        param_bytes: Of a rank.
+        element_bytes: Of a parameter's element.
     """
     copies, of_node = layout.replicas, _ranks_of_a_node(layout, cluster)
     if copies == 1:
         return 0.0
     nodes = copies // of_node
-    within = (of_node - 1) / of_node * rank.param_bytes
+    within = (of_node - 1) / of_node * param_bytes
     if cluster.on_host and nodes == 1:
         return cluster.link.seconds(within)
     if cluster.on_host and of_node > 1:
         return cluster.link.seconds(within) + cluster.network.seconds(
-            _crossing(rank, of_node, nodes)
+            _crossing(param_bytes / of_node, element_bytes, nodes)
         )
     link = cluster.link if nodes == 1 else cluster.network
-    return link.seconds(3 * (copies - 1) / copies * rank.param_bytes)
+    return link.seconds(3 * (copies - 1) / copies * param_bytes)
 
 
-def _crossing(rank: RankOnPaper, ranks_of_node: int, nodes: int) -> float:
+def _crossing(means: float, element_bytes: int, nodes: int) -> float:
     """Bytes that the rank with most to send gives to other machines (docs/design/0047-nodes.md).
 
     Of two machines the first sends sums and the last means; one between others sends both.
     """
-    means = rank.param_bytes / ranks_of_node
-    sums = means * 4 / rank.element_bytes
+    sums = means * 4 / element_bytes
     weights = (nodes - 1) / nodes * means
     return weights + (max(sums, means) if nodes == 2 else sums + means)

@@ -125,7 +125,9 @@ def _samples(layout: Layout) -> int:
 def _ranks(layout: Layout) -> str:
     """What they divide; copies of the model are dp."""
     sizes = {"tp": layout.tensor, "sp": layout.sequence, "pp": layout.stages, "dp": layout.data}
-    return ", ".join(f"{name} {of}" for name, of in sizes.items() if of > 1) or "one"
+    found = [f"{name} {of}" for name, of in sizes.items() if of > 1]
+    found += [layout.mode] if layout.sequence > 1 else []
+    return ", ".join(found) or "one"
 
 
 def _schedule(layout: Layout) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from castor.config.names import PipelineStyle
+from castor.distributed import Mode
 from castor.estimate.cluster import Cluster
 
 LayoutActivations = Literal["keep", "recompute"]
@@ -22,6 +23,8 @@ class Layout:
     """Ranks that share layers."""
     sequence: int = 1
     """... sequences."""
+    mode: Mode = "all_to_all"
+    """How these meet in attention."""
     stages: int = 1
     """... the blocks of the model."""
     data: int = 1
@@ -56,6 +59,8 @@ class Layout:
             "pp_size": self.stages,
             "activations": self.activations,
         }
+        if self.sequence > 1:
+            found["sequence_parallelism_mode"] = self.mode
         if self.stages > 1 or self.microbatches > 1:
             found |= {"pp_style": self.style, "num_microbatches": self.microbatches}
         if self.stages_per_rank > 1:
@@ -80,20 +85,33 @@ def layouts(
     for tensor in _divisors(min(cluster.ranks, cluster.ranks_per_node)):
         for divided in _divisors(cluster.ranks_per_node // tensor):
             share = tensor * divided
-            if cluster.ranks % share or (share > 1 and (not heads or heads % share)):
-                continue
-            if divided > 1 and sequence % divided:
+            if cluster.ranks % share or (share > 1 and not heads):
                 continue
             for stages in _divisors(cluster.ranks // share):
                 if stages > 1 and (divided > 1 or stages > blocks):
                     continue  # both at once are not compared
                 data = cluster.ranks // (share * stages)
-                if batch % data == 0:
-                    yield from _schedules(
-                        Layout(tensor=tensor, sequence=divided, stages=stages, data=data),
-                        batch // data,
-                        blocks,
+                if batch % data:
+                    continue
+                for mode in _modes(tensor, divided, sequence, heads):
+                    whole = Layout(
+                        tensor=tensor, sequence=divided, mode=mode, stages=stages, data=data
                     )
+                    yield from _schedules(whole, batch // data, blocks)
+
+
+def _modes(tensor: int, divided: int, sequence: int, heads: int) -> list[Mode]:
+    """How ranks that divide sequences may meet; one of no meaning where nobody does."""
+    if tensor > 1 and heads % tensor:
+        return []
+    if divided == 1:
+        return ["all_to_all"]
+    pieces = {"all_to_all": divided, "all_gather": divided, "ring_attn": 2 * divided}
+    return [
+        mode
+        for mode in get_args(Mode)
+        if not sequence % pieces[mode] and (mode != "all_to_all" or not heads % (tensor * divided))
+    ]
 
 
 def _schedules(layout: Layout, samples: int, blocks: int) -> Iterator[Layout]:

@@ -45,7 +45,7 @@ class Sent:
     among: str
     """Which ranks."""
     operation: str
-    """"sum", "gather" or "exchange", as TensorRanks has them."""
+    """"sum", "gather" or "exchange", as TensorRanks has them, or "pass", as a Ring has."""
     num_bytes: int
     """Of what the rank gives."""
 
@@ -247,23 +247,29 @@ def recording(
         yield recorder
 
 
-def run(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """One forward of a meta model.
-
-    Returns:
-        Its loss.
+def call(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Any:
+    """One forward of a meta model; its outputs.
 
     Raises:
-        ValueError: It has none for these inputs, or its forward depends on values, which meta
-            tensors lack (experts that are chosen by data, say).
+        ValueError: It depends on values, which meta tensors lack (experts that are chosen by data,
+            say), or raises; what it has raised is the cause.
     """
     try:
-        loss: torch.Tensor | None = getattr(model(**inputs), "loss", None)
+        return model(**inputs)
     except Exception as error:
         raise ValueError(
             f"{type(model).__name__} cannot run on the meta device, where tensors have shapes "
             f"but no values: {type(error).__name__}: {error}"
         ) from error
+
+
+def run(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """One forward of a meta model with a loss, which is what it gives.
+
+    Raises:
+        ValueError: See call; or it has none for these inputs.
+    """
+    loss: torch.Tensor | None = getattr(call(model, inputs), "loss", None)
     if loss is None:
         raise ValueError(
             f"{type(model).__name__} returns no loss for {', '.join(inputs)}; name an "

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from torch import nn
 from castor import _C
 from castor.config import Precision, StateFormat
 from castor.distributed import (
+    Mode,
     SequenceParallel,
     TensorParallel,
     find_pipeline_plan,
@@ -27,7 +28,7 @@ from castor.distributed import (
 from castor.distributed.pipeline_plan import PipelinePlan, cheapest_cuts
 from castor.distributed.stages import Passage, Place, StageModules, places_of
 from castor.estimate.activations import Logits, RecomputedBlocks
-from castor.estimate.metatrace import Moment, Recorder, Sent, recording, run
+from castor.estimate.metatrace import Moment, Recorder, Sent, call, recording, run
 from castor.estimate.model import build, make_inputs, quiet
 from castor.estimate.paper_ranks import PaperRanks
 from castor.estimate.simulator import lay_out
@@ -82,7 +83,7 @@ class ModelOnPaper:
         rule: str = "adam",
         tensor_size: int,
         sequence_size: int,
-        sequence_mode: Literal["all_to_all", "all_gather"] = "all_to_all",
+        sequence_mode: Mode = "all_to_all",
         recomputes: bool,
     ) -> None:
         """Builds the model and divides it.
@@ -107,12 +108,15 @@ class ModelOnPaper:
         self._dtype = WORKING_DTYPES[precision]
         self.model: Any = build(config, dtype=self._dtype)
         self._divided = tensor_size > 1
+        self._sequence_size = sequence_size
         self._tell: Recorder | None = None
         self._layers: dict[int, list[int]] = {}
-        sequences: SequenceParallel | None = None
+        self._sequences: SequenceParallel | None = None
         if sequence_size > 1:
-            among = PaperRanks.alike(SEQUENCE, sequence_size, self._note)
-            sequences = SequenceParallel(
+            # Of those that gather keys the last one sees all, through a mask.
+            last = sequence_size - 1
+            among = PaperRanks.alike(SEQUENCE, sequence_size, self._note, rank=last)
+            self._sequences = SequenceParallel(
                 self.model, among, tensor_size=tensor_size, mode=sequence_mode
             )
         if tensor_size > 1:
@@ -120,8 +124,8 @@ class ModelOnPaper:
             layers = TensorParallel(self.model, find_plan(self.model, tensor_size, None), among)
             layers.apply()
             layers.start()
-        if sequences:
-            sequences.start()
+        if self._sequences:
+            self._sequences.start()
         self._blocks = RecomputedBlocks(self.model) if recomputes else None
 
     def plan(self) -> PipelinePlan:
@@ -207,14 +211,17 @@ class ModelOnPaper:
             else:
                 with modules.running(stage) as passage:
                     if stage:
-                        received = self._hidden(inputs)
+                        received = self._hidden(inputs["input_ids"])
                         recorder.charge(received)
                         passage.received = received
-                    if stage == len(modules.cuts) - 2:
+                    is_last = stage == len(modules.cuts) - 2
+                    if self._sequences:
+                        self._sequences.joins = is_last
+                    if is_last:
                         last = run(self.model, inputs)
                     else:
                         given = {key: of for key, of in inputs.items() if key != _LABELS}
-                        self.model(**given)
+                        call(self.model, given)
                         assert passage.sent is not None
                         last = sent = passage.sent
             forward, kept = len(recorder.moments), recorder.live_bytes - fixed
@@ -238,8 +245,9 @@ class ModelOnPaper:
         each = 0 if self._divided else logits.rows_per_tile(rows, tile)
         return logits.tiled(moments, rows, each) if each else moments
 
-    def _hidden(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        shape = (*inputs["input_ids"].shape, self.model.config.hidden_size)
+    def _hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        rows, length = tokens.shape
+        shape = (rows, length // self._sequence_size, self.model.config.hidden_size)
         return torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
 
     def _note(self, sent: Sent) -> None:

@@ -98,12 +98,14 @@ class HybridParallelPlugin(GeminiPlugin):
     ) -> None:
         if plan is not None:
             given = {"tp_size": tp_size, "sp_size": sp_size, "pp_size": pp_size,
+                     "sequence_parallelism_mode": sequence_parallelism_mode,
                      "pp_style": pp_style, "num_microbatches": num_microbatches,
                      "num_model_chunks": num_model_chunks}  # fmt: skip
             layout = _layout_of(plan, given, gemini)
             tp_size, sp_size, pp_size = (layout[f"{of}_size"] for of in ("tp", "sp", "pp"))
             pp_style, num_microbatches = layout["pp_style"], layout["num_microbatches"]
             num_model_chunks = layout["num_model_chunks"]
+            sequence_parallelism_mode = layout["sequence_parallelism_mode"]
         sizes = {"tp_size": tp_size, "ep_size": ep_size, "sp_size": sp_size, "pp_size": pp_size}
         for name, size in (*sizes.items(), ("num_model_chunks", num_model_chunks)):
             _check_count(name, size)

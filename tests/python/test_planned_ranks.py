@@ -1,0 +1,56 @@
+"""Ranks train by what castor plan chooses: a plan of each kind of layout, and a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+import layout_cases
+from castor.config.layout_plan import write_plan
+from castor.estimate.cluster import Cluster
+from castor.estimate.layout_report import plan_of
+from castor.estimate.layout_search import LayoutSearch
+from castor.estimate.layouts import Layout
+from castor.estimate.workload import Workload
+from rank_processes import found
+from tensor_cases import LOSS
+
+CLUSTER = {
+    "ranks_per_node": 2, "device": "cpu", "host_memory": "4GiB", "dram": "20GB/s", "flops": "50G",
+    "device_bandwidth": "20GB/s", "device_memory": "1GiB", "link": "5GB/s",
+}  # fmt: skip
+LAYOUTS = {
+    "all_to_all": Layout(sequence=2, rows=4),
+    "all_gather": Layout(sequence=2, mode="all_gather", rows=4),
+    "ring_attn": Layout(sequence=2, mode="ring_attn", rows=2, microbatches=2),
+}
+"""Of two ranks, and steps of four samples."""
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("plans")
+    config = directory / "config.json"
+    LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+    ).to_json_file(config, use_diff=False)  # fmt: skip
+    on = Cluster.of(CLUSTER, "fp32")
+    workload = Workload(batch=4, sequence=16, precision="fp32", state_format="fp32")
+    search = LayoutSearch(config, workload)
+    every = search.layouts(on)
+    for name, layout in LAYOUTS.items():
+        assert layout in every
+        plan = plan_of(search.cost(layout, on), on, workload)
+        write_plan(directory / f"plan-{name}.json", plan)
+    return found(layout_cases.train_by_plan, 2, directory)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_trains_as_it_is_planned(name: str, losses: Any) -> None:
+    first, second, expected = losses[name]
+    assert first == pytest.approx(expected, rel=LOSS)
+    assert second < first
