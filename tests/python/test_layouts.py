@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from castor import _C, HybridParallelPlugin
 from castor.cli import app
 from castor.config.layout_plan import ENVIRONMENT, read_plan
+from castor.config.names import GRAD_READY
 from castor.distributed import Mode
 from castor.errors import UsageError
 from castor.estimate.cluster import Cluster, Link
@@ -70,7 +71,8 @@ def on_paper(config: Path, **changes: Any) -> ModelOnPaper:
 
 
 def recorded(model: ModelOnPaper, rank: int = 0, ranks: int = 1, each: int = 1) -> Any:
-    return model.record(rank, ranks, each, rows=2, sequence=TOKENS, tile=0)
+    own = range(rank, ranks * each, ranks)
+    return model.record(own, ranks * each, rows=2, sequence=TOKENS, tile=0)
 
 
 # What a rank does.
@@ -134,6 +136,36 @@ def test_stages_together_are_the_model(config: Path, each: int) -> None:
     assert sent == [0] + [2 * TOKENS * WIDTH * 4] * (2 * each - 1)
     again = recorded(model)  # all modules are back
     assert again.passes[0].flops == whole.passes[0].flops
+
+
+def test_halves_of_a_backward_are_the_whole(config: Path) -> None:
+    """Of a V's stages; of the first all gradients are weights', and come later."""
+    model = on_paper(config)
+    for rank in range(2):
+        stages = [rank, 3 - rank]
+        whole = model.record(stages, 4, rows=2, sequence=TOKENS, tile=0).passes
+        halves = model.record(stages, 4, rows=2, sequence=TOKENS, tile=0, splits=True).passes
+        for stage in stages:
+            one, two = whole[stage], halves[stage]
+            assert two.flops == one.flops
+            assert two.kept_bytes == one.kept_bytes
+            weights, inputs = (
+                sum(flops for moment in moments for flops, _ in moment.work)
+                for moments in (two.of_weights, two.backward)
+            )
+            assert not one.of_weights
+            if stage:
+                # Products with weights are as many for inputs as for weights; attention has none.
+                assert 0 < weights < inputs
+                # What weights were multiplied with, and the gradients of the products.
+                assert 0 < two.kept_for_weights < 2 * one.kept_bytes
+            else:
+                assert inputs == 0
+                assert two.kept_for_weights == one.kept_bytes + one.sent_bytes  # as its gradient
+            kinds = [moment.kind for moment in two.of_weights]
+            assert kinds.count(GRAD_READY) == [m.kind for m in one.backward].count(GRAD_READY) - (
+                [m.kind for m in two.backward].count(GRAD_READY)
+            )
 
 
 def test_recomputed_blocks_keep_their_inputs(config: Path) -> None:
@@ -256,7 +288,8 @@ def test_layouts_use_all_ranks_and_all_samples() -> None:
         assert one.ranks == 8
         assert one.rows * one.microbatches * one.data == 16
         assert one.sequence == 1 or one.stages == 1
-        assert one.style == "gpipe" or one.microbatches >= one.stages
+        assert one.style in ("gpipe", "zbv") or one.microbatches >= one.stages
+        assert one.style != "zbv" or (one.stages_per_rank, one.activations) == (2, "keep")
     kinds = {(one.tensor, one.sequence, one.stages) for one in found}
     assert {(4, 1, 2), (1, 4, 1), (2, 2, 1), (1, 1, 4), (1, 1, 1)} <= kinds
 
@@ -390,6 +423,20 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayoutSearch, li
 NARROW = cluster(device_memory="700KiB")
 
 
+def test_a_zero_bubble_waits_less_and_keeps_more(config: Path) -> None:
+    found = search(config)
+    folded, interleaved = (
+        found.cost(
+            Layout(stages=2, microbatches=4, rows=2, style=style, stages_per_rank=2),  # type: ignore[arg-type]
+            cluster(),
+        )
+        for style in ("zbv", "interleaved")
+    )
+    assert folded.busy["bubble"] < interleaved.busy["bubble"]
+    assert folded.busy["compute"] == pytest.approx(interleaved.busy["compute"], rel=0.3)
+    assert folded.device_bytes > interleaved.device_bytes
+
+
 def test_the_search_finds_what_comparing_all_does(
     compared: tuple[LayoutSearch, list[LayoutCost]],
 ) -> None:
@@ -404,6 +451,7 @@ def test_the_search_finds_what_comparing_all_does(
     assert [cost.seconds for cost in shown.fitting] == sorted(best.values())[:4]
     assert any(not cost.fits(NARROW.machine) for cost in every)
     assert {cost.layout.mode for cost in every} == set(get_args(Mode))
+    assert {cost.layout.style for cost in every} >= {"1f1b", "interleaved", "zbv"}
 
 
 def test_no_layout_takes_less_than_its_bounds(

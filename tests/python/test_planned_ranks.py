@@ -25,6 +25,7 @@ LAYOUTS = {
     "all_to_all": Layout(sequence=2, rows=4),
     "all_gather": Layout(sequence=2, mode="all_gather", rows=4),
     "ring_attn": Layout(sequence=2, mode="ring_attn", rows=2, microbatches=2),
+    "zbv": Layout(stages=2, style="zbv", stages_per_rank=2, rows=1, microbatches=4),
 }
 """Of two ranks, and steps of four samples."""
 

@@ -54,6 +54,7 @@ class _Seconds:
 
     forward: list[float]
     backward: list[float]
+    of_weights: list[float]
     exchange: float
     waiting: float
     """Of these, in which nothing is sent."""
@@ -76,15 +77,19 @@ class _End:
         under_way: dict[tuple[int, int], int] = {}
         for stage, microbatch, what in order:
             one, own = recorded.passes[stage], seconds[stage]
-            backward = what != "forward"
-            moments = one.backward if backward else one.forward
+            moments, takes, left = {
+                "forward": (one.forward, own.forward, one.kept_bytes),
+                "backward": (one.backward, own.backward, 0),
+                "of_inputs": (one.backward, own.backward, one.kept_for_weights),
+                "of_weights": (one.of_weights, own.of_weights, 0),
+            }[what]
             under_way.pop((stage, microbatch), None)
             held = sum(under_way.values())
             for moment in moments:
                 events.append((moment.kind, moment.position, moment.nonmodel_bytes + held, 0))
-            computing += own.backward if backward else own.forward
-            if not backward:
-                under_way[stage, microbatch] = one.kept_bytes
+            computing += takes
+            if left:
+                under_way[stage, microbatch] = left
         options = simulator.options(
             cluster.machine, overlap=overlap, num_ranks=layout.replicas, on_host=cluster.on_host
         )
@@ -121,8 +126,14 @@ def seconds_of(one: StagePass, cluster: Cluster, layout: Layout) -> _Seconds:
             found.append(computing + all_of)
         return found
 
-    forward, backward = of(one.forward), of(one.backward)
-    return _Seconds(forward=forward, backward=backward, exchange=exchange, waiting=waiting)
+    forward, backward, of_weights = of(one.forward), of(one.backward), of(one.of_weights)
+    return _Seconds(
+        forward=forward,
+        backward=backward,
+        of_weights=of_weights,
+        exchange=exchange,
+        waiting=waiting,
+    )
 
 
 def _exchanged(
@@ -177,9 +188,9 @@ def cost_of(
     each = [
         (
             sum(own.forward) * slowdown,
-            sum(own.backward) * slowdown,
+            (sum(own.backward) + sum(own.of_weights)) * slowdown,
             link.seconds(one.sent_bytes) if one.sent_bytes else 0.0,
-            0.0,
+            sum(own.of_weights) * slowdown,
         )
         for one, own in zip(stages, seconds, strict=True)
     ]
@@ -189,9 +200,9 @@ def cost_of(
     # Of the rank with most to do.
     busiest = max(
         range(layout.stages),
-        key=lambda rank: sum(sum(one[:2]) for one in each[rank :: layout.stages]),
+        key=lambda rank: sum(sum(each[i][:2]) for i in layout.stages_of(rank)),
     )
-    mine = range(busiest, len(each), layout.stages)
+    mine = layout.stages_of(busiest)
     exchange = layout.microbatches * sum(seconds[i].exchange for i in mine)
     working = layout.microbatches * sum(sum(each[i][:2]) for i in mine)
     copies = working - working / slowdown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -13,7 +13,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 from castor.config.layout_plan import write_plan
-from castor.config.names import PipelineStyle
 from castor.estimate.cluster import Cluster
 from castor.estimate.estimator import size
 from castor.estimate.layout_cost import LayoutCost
@@ -177,8 +176,5 @@ def _render(
         f"{found.compared} layouts; a rank has {size(cluster.machine.device_bytes)} of device and "
         f"{size(cluster.machine.host_bytes)} of host memory"
     )
-    if any(cost.layout.stages > 1 for cost in (*found.fitting, *found.others)):
-        compared = ", ".join(style for style in get_args(PipelineStyle) if style != "zbv")
-        console.print(f"schedules of stages: {compared}; pp_style='zbv' is not compared")
     for what, why in found.refused.items():
         console.print(f"[yellow]not with {escape(what)}:[/yellow] {escape(why)}")

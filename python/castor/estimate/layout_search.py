@@ -191,9 +191,12 @@ class LayoutSearch:
         block = of_rows(lambda whole: whole.block_seconds)
         count = layout.stages * layout.stages_per_rank
         layers = self._model(_WHOLE).layers_of(count) if count > 1 else [self._blocks]
-        blocks = [sum(layers[rank :: layout.stages]) for rank in range(layout.stages)]
+        ranks = range(layout.stages)
+        blocks = [sum(layers[stage] for stage in layout.stages_of(rank)) for rank in ranks]
         # Of the first rank, which has most micro-batches under way.
         under_way = min(layout.microbatches, layout.stages) * blocks[0]
+        if layout.style == "zbv":  # when the first one is through the last stage
+            under_way = min(layout.microbatches, count - 1) * layers[0] + layers[-1]
         held = max(
             of_rows(lambda whole: whole.block_kept_bytes) * under_way,
             of_rows(lambda whole: whole.kept_bytes) / layout.stages,
@@ -201,10 +204,11 @@ class LayoutSearch:
         if held > cluster.machine.device_bytes:
             return
         working = layout.microbatches * max(each / layout.stages, block * max(blocks))
+        bubble = each * (layout.stages - 1) / count if layout.style != "zbv" else 0.0
         params = of_one.block_bytes * max(blocks[0], blocks[-1])
         yield (
             working
-            + each * (layout.stages - 1) / count
+            + bubble
             + reduced(layout, cluster, params, WORKING_DTYPES[self.workload.precision].itemsize)
         )
 
@@ -274,8 +278,7 @@ class LayoutSearch:
         for stage, blocks in enumerate(layers):
             alike = (blocks, stage == 0, stage == count - 1)
             if alike not in known:
-                own = ends.get(stage)
-                known[alike] = own or self._rank(layout, stage % layout.stages, tile).passes[stage]
+                known[alike] = ends.get(stage) or self._of(layout, stage, tile)
             found.append(known[alike])
         return found
 
@@ -294,14 +297,24 @@ class LayoutSearch:
             )
         return self._models[division]
 
+    def _of(self, layout: Layout, stage: int, tile: int) -> StagePass:
+        rank = next(n for n in range(layout.stages) if stage in layout.stages_of(n))
+        return self._rank(layout, rank, tile).passes[stage]
+
     def _rank(self, layout: Layout, rank: int, tile: int) -> RankOnPaper:
         recomputes = layout.activations == "recompute"
         division = (layout.tensor, layout.sequence, layout.mode, recomputes)
-        pipeline = (rank, layout.stages, layout.stages_per_rank)
-        key = (division, pipeline, layout.rows, tile)
+        stages, splits = layout.stages * layout.stages_per_rank, layout.style == "zbv"
+        own = tuple(layout.stages_of(rank))
+        key = (division, own, stages, splits, layout.rows, tile)
         if key not in self._ranks:
             self._ranks[key] = self._model(division).record(
-                *pipeline, rows=layout.rows, sequence=self.workload.sequence, tile=tile
+                own,
+                stages,
+                rows=layout.rows,
+                sequence=self.workload.sequence,
+                tile=tile,
+                splits=splits,
             )
         return self._ranks[key]
 

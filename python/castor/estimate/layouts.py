@@ -47,6 +47,12 @@ class Layout:
         """Ranks that have the same parameters."""
         return self.sequence * self.data
 
+    def stages_of(self, rank: int) -> list[int]:
+        """Numbers of the stages that a rank of a pipeline has."""
+        if self.style == "zbv":
+            return [rank, 2 * self.stages - 1 - rank]
+        return list(range(rank, self.stages * self.stages_per_rank, self.stages))
+
     def division(self) -> Layout:
         """Of all that differ in micro-batches and schedule alone, the first."""
         return replace(self, style="1f1b", stages_per_rank=1, microbatches=1, rows=1)
@@ -127,8 +133,11 @@ def _schedules(layout: Layout, samples: int, blocks: int) -> Iterator[Layout]:
             for each in range(2, _MOST_STAGES_PER_RANK + 1):
                 if layout.stages * each <= blocks:
                     styles.append(("interleaved", each))
+        if layout.stages > 1 and 2 * layout.stages <= blocks:
+            styles.append(("zbv", 2))
         for style, each in styles:
-            for activations in ("keep", "recompute"):
+            # On a V weights' gradients come later, one by one: for each a forward would run again.
+            for activations in ("keep", *(("recompute",) if style != "zbv" else ())):
                 yield replace(
                     layout,
                     style=style,

@@ -94,6 +94,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.moments: list[Moment] = []
         self.live_bytes = 0
+        self.events: _C.StepEvents | None = None
+        """What is told of modules; while it records, since that holds this as well."""
         self._known: set[int] = set()  # keys of storages that are alive
         self._results = Results()
         for tensor in held:
@@ -241,10 +243,14 @@ def recording(
     """
     recorder = Recorder([*spec.params])
     events = simulator.follow(spec.params, recorder.event)
+    recorder.events = events
     for tensor in held:
         recorder.charge(tensor)
-    with _following(spec, events), _fused_attention(device=device), recorder:
-        yield recorder
+    try:
+        with _following(spec, events), _fused_attention(device=device), recorder:
+            yield recorder
+    finally:
+        recorder.events = None
 
 
 def call(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Any:

@@ -8,7 +8,7 @@ rank's own, not formulas.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from castor.distributed import (
     find_plan,
 )
 from castor.distributed.pipeline_plan import PipelinePlan, cheapest_cuts
+from castor.distributed.split_backward import SplitBackward
 from castor.distributed.stages import Passage, Place, StageModules, places_of
 from castor.estimate.activations import Logits, RecomputedBlocks
 from castor.estimate.metatrace import Moment, Recorder, Sent, call, recording, run
@@ -46,15 +47,20 @@ class StagePass:
 
     forward: list[Moment]
     backward: list[Moment]
+    """All of it, but for what is in of_weights."""
+    of_weights: list[Moment]
+    """Gradients of weights, where these come later."""
     kept_bytes: int
-    """Between the two; its inputs included."""
+    """Between forward and backward; its inputs included."""
+    kept_for_weights: int
+    """Between the halves of a backward."""
     sent_bytes: int
     """Of the hidden states that the next stage gets, and of their gradients."""
 
     @property
     def flops(self) -> int:
         """Of all operators."""
-        moments = (*self.forward, *self.backward)
+        moments = (*self.forward, *self.backward, *self.of_weights)
         return sum(flops for moment in moments for flops, _ in moment.work)
 
 
@@ -143,45 +149,45 @@ class ModelOnPaper:
         return self._layers[stages]
 
     def record(
-        self, rank: int, ranks: int, stages_per_rank: int, *, rows: int, sequence: int, tile: int
-    ) -> RankOnPaper:
+        self, own: Sequence[int], stages: int, *, rows: int, sequence: int, tile: int,
+        splits: bool = False,
+    ) -> RankOnPaper:  # fmt: skip
         """What a rank's stages do with a micro-batch.
 
         Args:
-            rank: Of the pipeline's.
-            ranks: Of the pipeline; 1: the model is whole.
-            stages_per_rank: Stage i is rank i % ranks's.
+            own: Numbers of its stages.
+            stages: Of the model; 1: it is whole.
             rows: Samples of the micro-batch.
             sequence: Tokens in a sample.
             tile: Device memory that decides whether logits are computed in tiles.
+            splits: Whether weights' gradients come later than those of hidden states.
 
         Raises:
             ValueError: The model cannot run on the meta device.
             UsageError, NotImplementedError: It cannot be cut so.
         """
         inputs = make_inputs(self.model, batch=rows, sequence=sequence)
-        stages = ranks * stages_per_rank
         if stages == 1:
-            return self._recorded(inputs, None, [0], tile)
+            return self._recorded(inputs, None, own, tile, splits=False)
         plan = self.plan()
         cuts = [0, *itertools.accumulate(self.layers_of(stages))]
         passage = Passage(self.model.config.hidden_size, dtype=self._dtype)
         places = places_of(self.model, plan, cuts, passage)
-        own = list(range(rank, stages, ranks))
         try:
-            return self._recorded(inputs, StageModules(places, own, cuts, passage), own, tile)
+            modules = StageModules(places, own, cuts, passage)
+            return self._recorded(inputs, modules, own, tile, splits=splits)
         finally:
             _restore(places)
 
     def _recorded(
-        self, inputs: dict[str, torch.Tensor], modules: StageModules | None, own: list[int],
-        tile: int,
+        self, inputs: dict[str, torch.Tensor], modules: StageModules | None, own: Sequence[int],
+        tile: int, *, splits: bool,
     ) -> RankOnPaper:  # fmt: skip
         spec = ModelSpec.structure(self.model)
         simulator = lay_out(spec, self._precision, self._state_format, self._rule)
         passes = {}
         for stage in own:
-            passes[stage] = self._pass(spec, simulator, inputs, modules, stage, tile)
+            passes[stage] = self._pass(spec, simulator, inputs, modules, stage, tile, splits=splits)
         return RankOnPaper(
             simulator=simulator,
             passes=passes,
@@ -197,6 +203,8 @@ class ModelOnPaper:
         modules: StageModules | None,
         stage: int,
         tile: int,
+        *,
+        splits: bool,
     ) -> StagePass:
         sent, received = None, None
         with quiet(), recording(spec, simulator, self.model.buffers()) as recorder:
@@ -224,16 +232,29 @@ class ModelOnPaper:
                         call(self.model, given)
                         assert passage.sent is not None
                         last = sent = passage.sent
+                        if splits and sent._is_view():
+                            last = sent = sent.clone()  # as in training: halves detach it
             forward, kept = len(recorder.moments), recorder.live_bytes - fixed
-            last.backward(None if sent is None else torch.empty_like(sent))
+            grad = None if sent is None else torch.empty_like(sent)
+            for_weights = 0
+            if splits:
+                later = _halve(last, grad, received, recorder, spec)
+                backward, for_weights = len(recorder.moments), recorder.live_bytes - fixed
+                later()
+            else:
+                last.backward(grad)
+                backward = len(recorder.moments)
             self._tell = None
             if self._blocks:
                 self._blocks.take()
-        moments = self._tiled(spec, recorder.moments, inputs, tile)
+        # Logits' gradients for their weights are counted whole: less than that is not known.
+        moments = self._tiled(spec, recorder.moments[:backward], inputs, tile)
         return StagePass(
             forward=moments[:forward],
             backward=moments[forward:],
+            of_weights=recorder.moments[backward:],
             kept_bytes=kept,
+            kept_for_weights=for_weights,
             sent_bytes=0 if sent is None else _bytes_of(sent),
         )
 
@@ -253,6 +274,35 @@ class ModelOnPaper:
     def _note(self, sent: Sent) -> None:
         if self._tell:
             self._tell.send(sent)
+
+
+def _halve(
+    output: torch.Tensor,
+    grad: torch.Tensor | None,
+    received: torch.Tensor | None,
+    recorder: Recorder,
+    spec: ModelSpec,
+) -> Callable[[], None]:
+    """Computes the gradients of a stage's inputs; gives what computes those of its weights.
+
+    The first stage has no inputs: all its gradients come later.
+    """
+    if received is None:
+        return lambda: output.backward(grad)
+    split = SplitBackward([output], [grad], [received])
+    split.of_inputs()
+    owners: dict[torch.Tensor, int] = {
+        param: position
+        for position, owner in enumerate(spec.modules)
+        for param in owner.module.parameters(recurse=False)
+    }
+
+    def enter(params: Sequence[torch.Tensor]) -> None:
+        assert recorder.events is not None
+        for position in dict.fromkeys(owners[param] for param in params):
+            recorder.events.enter_backward(position)
+
+    return lambda: split.of_weights(enter)
 
 
 def _restore(places: Sequence[Place]) -> None:
