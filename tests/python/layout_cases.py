@@ -1,6 +1,6 @@
 """What tests of layouts run on several ranks: `python layout_cases.py NAME DIRECTORY`.
 
-The directory has plans, and a config.json of the model that they are for.
+The directory has folders, each with a plan.json and the config.json of the model that it is for.
 """
 
 import sys
@@ -19,10 +19,10 @@ from tensor_cases import LR, MAX_NORM, write
 def train_by_plan(directory: Path) -> None:
     """The loss of a step by each plan, and that of the same samples without ranks."""
     found = {}
-    for file in sorted(directory.glob("plan-*.json")):
+    for file in sorted(directory.glob("*/plan.json")):
         plan = read_plan(file)
         torch.manual_seed(0)
-        config = AutoConfig.from_pretrained(directory / "config.json")
+        config = AutoConfig.from_pretrained(file.with_name("config.json"))
         model = AutoModelForCausalLM.from_config(config)
         ids = torch.randint(config.vocab_size, (plan["batch_size"], plan["workload"]["sequence"]))
         data = {"input_ids": ids, "labels": ids}
@@ -46,7 +46,7 @@ def train_by_plan(directory: Path) -> None:
                 losses.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
-        found[file.stem.removeprefix("plan-")] = [*losses, expected]
+        found[file.parent.name] = [*losses, expected]
     write(directory, "train_by_plan", found)
 
 

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from transformers import GptOssConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GptOssConfig, LlamaConfig, LlamaForCausalLM, MixtralConfig
 from typer.testing import CliRunner
 
 from castor import _C, HybridParallelPlugin
@@ -173,6 +173,60 @@ def test_recomputed_blocks_keep_their_inputs(config: Path) -> None:
     again = recorded(on_paper(config, recomputes=True)).passes[0]
     assert again.kept_bytes < kept.kept_bytes / 2
     assert again.flops > kept.flops
+
+
+def mixture_file(directory: Path, **changes: Any) -> Path:
+    config = MixtralConfig(
+        **{
+            "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH,
+            "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
+            "num_local_experts": 4, "num_experts_per_tok": 2,
+            "architectures": ["MixtralForCausalLM"],
+        }
+        | changes
+    )  # fmt: skip
+    path = directory / "config.json"
+    config.to_json_file(path, use_diff=False)
+    return path
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("count", [4, 5])
+def test_experts_are_chosen_alike(tmp_path: Path, count: int, precision: Any) -> None:
+    """A rank has some of them, and their choices; everything else it has and does whole."""
+    path = mixture_file(tmp_path, num_local_experts=count)
+    whole = recorded(on_paper(path, precision=precision))
+    part = recorded(on_paper(path, precision=precision, expert_size=2))
+    own, element = -(-count // 2), 4 if precision == "fp32" else 2
+    of_an_expert = 3 * WIDTH * 2 * WIDTH
+    assert whole.param_bytes - part.param_bytes == 3 * (count - own) * of_an_expert * element
+    choices = 2 * 2 * TOKENS
+    left_out = choices - -(-choices * own // count)
+    # Three products of a choice, forward, and twice as many backward.
+    assert whole.passes[0].flops - part.passes[0].flops == 3 * left_out * of_an_expert * 2 * 3
+    sums = [sent for moment in part.passes[0].forward for sent in moment.sent]
+    assert [(one.operation, one.num_bytes) for one in sums] == [
+        ("sum", 2 * TOKENS * WIDTH * element)
+    ] * 3
+
+
+def test_experts_are_divided_with_layers_or_alone(tmp_path: Path) -> None:
+    found = LayoutSearch(
+        mixture_file(tmp_path),
+        Workload(batch=2, sequence=TOKENS, precision="bf16", state_format="fp32"),
+    )
+    on = cluster(ranks_per_node=2)
+    kinds = {(one.tensor, one.experts) for one in found.layouts(on)}
+    assert kinds == {(1, 1), (2, 1), (1, 2), (2, 2)}
+    shown = found.search(on, shown=100)
+    every = [found.cost(layout, on) for layout in found.layouts(on)]
+    best: dict[Layout, float] = {}
+    for cost in every:
+        division = cost.layout.division()
+        best[division] = min(cost.seconds, best.get(division, cost.seconds))
+    assert [cost.seconds for cost in shown.fitting] == sorted(best.values())
+    few = found.search(on, shown=3)
+    assert few.fitting == shown.fitting[:3]
 
 
 def test_a_rank_is_that_of_training(config: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig, PretrainedConfig
 
 import layout_cases
 from castor.config.layout_plan import write_plan
@@ -21,11 +21,21 @@ CLUSTER = {
     "ranks_per_node": 2, "device": "cpu", "host_memory": "4GiB", "dram": "20GB/s", "flops": "50G",
     "device_bandwidth": "20GB/s", "device_memory": "1GiB", "link": "5GB/s",
 }  # fmt: skip
-LAYOUTS = {
-    "all_to_all": Layout(sequence=2, rows=4),
-    "all_gather": Layout(sequence=2, mode="all_gather", rows=4),
-    "ring_attn": Layout(sequence=2, mode="ring_attn", rows=2, microbatches=2),
-    "zbv": Layout(stages=2, style="zbv", stages_per_rank=2, rows=1, microbatches=4),
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA = LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"])
+MIXTRAL = MixtralConfig(
+    **SIZES, num_local_experts=3, num_experts_per_tok=2, architectures=["MixtralForCausalLM"]
+)
+LAYOUTS: dict[str, tuple[PretrainedConfig, Layout]] = {
+    "all_to_all": (LLAMA, Layout(sequence=2, rows=4)),
+    "all_gather": (LLAMA, Layout(sequence=2, mode="all_gather", rows=4)),
+    "ring_attn": (LLAMA, Layout(sequence=2, mode="ring_attn", rows=2, microbatches=2)),
+    "zbv": (LLAMA, Layout(stages=2, style="zbv", stages_per_rank=2, microbatches=4)),
+    "experts": (MIXTRAL, Layout(experts=2, rows=4)),
+    "layers and experts": (MIXTRAL, Layout(tensor=2, experts=2, rows=4)),
 }
 """Of two ranks, and steps of four samples."""
 
@@ -33,20 +43,16 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = tmp_path_factory.mktemp("plans")
-    config = directory / "config.json"
-    LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False,
-        architectures=["LlamaForCausalLM"],
-    ).to_json_file(config, use_diff=False)  # fmt: skip
     on = Cluster.of(CLUSTER, "fp32")
     workload = Workload(batch=4, sequence=16, precision="fp32", state_format="fp32")
-    search = LayoutSearch(config, workload)
-    every = search.layouts(on)
-    for name, layout in LAYOUTS.items():
-        assert layout in every
-        plan = plan_of(search.cost(layout, on), on, workload)
-        write_plan(directory / f"plan-{name}.json", plan)
+    for name, (model, layout) in LAYOUTS.items():
+        folder = directory / name
+        folder.mkdir()
+        config = folder / "config.json"
+        model.to_json_file(config, use_diff=False)
+        search = LayoutSearch(config, workload)
+        assert layout in search.layouts(on)
+        write_plan(folder / "plan.json", plan_of(search.cost(layout, on), on, workload))
     return found(layout_cases.train_by_plan, 2, directory)
 
 

@@ -107,7 +107,7 @@ class _End:
 
 def _ranks_of_a_node(layout: Layout, cluster: Cluster) -> int:
     """Those of a node that have the same parameters."""
-    apart = layout.tensor * layout.stages
+    apart = layout.of_layers * layout.stages
     return max(1, min(layout.replicas, cluster.ranks_per_node // apart))
 
 
@@ -146,8 +146,8 @@ def _exchanged(
     """
     total = waiting = passed = 0.0
     for sent in moment.sent:
-        shares = layout.sequence if sent.among == SEQUENCE else layout.tensor
-        apart = layout.tensor * (layout.sequence if sent.among == SEQUENCE else 1)
+        shares = layout.sequence if sent.among == SEQUENCE else layout.of_layers
+        apart = layout.of_layers * (layout.sequence if sent.among == SEQUENCE else 1)
         link = cluster.between(apart)
         seconds = link.collective(sent.operation, sent.num_bytes, shares)
         if sent.operation == "pass" and not cluster.on_host:
@@ -183,7 +183,7 @@ def cost_of(
         for rank, recorded in zip(places[: len(ends)], ends, strict=True)
     ]
     slowdown = max(rank.slowdown for rank in ranks)
-    link = cluster.between(layout.tensor * layout.sequence * layout.stages)
+    link = cluster.between(layout.of_layers * layout.sequence * layout.stages)
     seconds = [seconds_of(one, cluster, layout) for one in stages]
     each = [
         (

@@ -123,7 +123,8 @@ def _samples(layout: Layout) -> int:
 
 def _ranks(layout: Layout) -> str:
     """What they divide; copies of the model are dp."""
-    sizes = {"tp": layout.tensor, "sp": layout.sequence, "pp": layout.stages, "dp": layout.data}
+    sizes = {"tp": layout.tensor, "ep": layout.experts, "sp": layout.sequence}
+    sizes |= {"pp": layout.stages, "dp": layout.data}
     found = [f"{name} {of}" for name, of in sizes.items() if of > 1]
     found += [layout.mode] if layout.sequence > 1 else []
     return ", ".join(found) or "one"

@@ -8,8 +8,8 @@ from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any
 
-from castor.distributed import Mode
 from castor.errors import UsageError
+from castor.estimate.balanced_experts import count_experts
 from castor.estimate.cluster import Cluster
 from castor.estimate.layout_cost import LayoutCost, cost_of, reduced, seconds_of
 from castor.estimate.layouts import Layout, layouts
@@ -22,9 +22,7 @@ from castor.estimate.rank_on_paper import (
 from castor.estimate.workload import Workload
 from castor.runtime.engine import WORKING_DTYPES
 
-_Division = tuple[int, int, Mode, bool]
-"""Ranks that share layers, ranks that share sequences, how, and whether blocks are recomputed."""
-_WHOLE: _Division = (1, 1, "all_to_all", False)
+_WHOLE = Layout()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +68,13 @@ class LayoutSearch:
         """
         self._config = config
         self.workload = workload
-        self._models: dict[_Division, ModelOnPaper] = {}
+        self._models: dict[Layout, ModelOnPaper] = {}
         self._ranks: dict[Any, RankOnPaper] = {}
         self._wholes: dict[Any, tuple[_Whole, _Whole]] = {}
         whole = self._model(_WHOLE)
         settings: Any = whole.model.config
         self._heads = int(getattr(settings, "num_attention_heads", 0) or 0)
+        self._experts = min(count_experts(whole.model).values(), default=0)
         self._blocks = 0
         self.refused: dict[str, str] = {}
         try:
@@ -93,6 +92,7 @@ class LayoutSearch:
                 sequence=self.workload.sequence,
                 blocks=self._blocks,
                 heads=self._heads,
+                experts=self._experts,
             )
         )
 
@@ -214,7 +214,7 @@ class LayoutSearch:
 
     def _whole(self, like: Layout, cluster: Cluster) -> tuple[_Whole, _Whole]:
         """The model with layers and sequences divided so, for one row and for two."""
-        key = (like.tensor, like.sequence, like.mode, like.activations)
+        key = _of_model(like)
         if key not in self._wholes:
             # A stage for each block is recorded soonest: those in between take as much as others.
             whole = replace(like.division(), stages=max(1, self._blocks), data=1)
@@ -246,7 +246,8 @@ class LayoutSearch:
             self._refuse(layout, _refusal(error, layout))
 
     def _refuse(self, layout: Layout, error: Exception) -> None:
-        names = {"layers": layout.tensor, "sequences": layout.sequence, "stages": layout.stages}
+        names = {"layers": layout.tensor, "experts": layout.experts}
+        names |= {"sequences": layout.sequence, "stages": layout.stages}
         what = ", ".join(f"{name} among {of}" for name, of in names.items() if of > 1)
         if layout.sequence > 1:
             what += f" ({layout.mode})"
@@ -282,18 +283,19 @@ class LayoutSearch:
             found.append(known[alike])
         return found
 
-    def _model(self, division: _Division) -> ModelOnPaper:
+    def _model(self, like: Layout) -> ModelOnPaper:
+        division = _of_model(like)
         if division not in self._models:
-            tensor, sequence, mode, recomputes = division
             self._models[division] = ModelOnPaper(
                 self._config,
                 precision=self.workload.precision,
                 state_format=self.workload.state_format,
                 rule=self.workload.optimizer,
-                tensor_size=tensor,
-                sequence_size=sequence,
-                sequence_mode=mode,
-                recomputes=recomputes,
+                tensor_size=division.tensor,
+                expert_size=division.experts,
+                sequence_size=division.sequence,
+                sequence_mode=division.mode,
+                recomputes=division.activations == "recompute",
             )
         return self._models[division]
 
@@ -302,13 +304,11 @@ class LayoutSearch:
         return self._rank(layout, rank, tile).passes[stage]
 
     def _rank(self, layout: Layout, rank: int, tile: int) -> RankOnPaper:
-        recomputes = layout.activations == "recompute"
-        division = (layout.tensor, layout.sequence, layout.mode, recomputes)
         stages, splits = layout.stages * layout.stages_per_rank, layout.style == "zbv"
         own = tuple(layout.stages_of(rank))
-        key = (division, own, stages, splits, layout.rows, tile)
+        key = (_of_model(layout), own, stages, splits, layout.rows, tile)
         if key not in self._ranks:
-            self._ranks[key] = self._model(division).record(
+            self._ranks[key] = self._model(layout).record(
                 own,
                 stages,
                 rows=layout.rows,
@@ -336,6 +336,11 @@ def _lacking(cost: LayoutCost, cluster: Cluster) -> int:
     return max(0, cost.device_bytes - machine.device_bytes) + max(
         0, cost.host_bytes - machine.host_bytes
     )
+
+
+def _of_model(layout: Layout) -> Layout:
+    """Of all whose ranks have the same part of each block, the first."""
+    return replace(layout.division(), stages=1, data=1)
 
 
 def _undivided(layout: Layout) -> Layout:

@@ -21,6 +21,8 @@ class Layout:
 
     tensor: int = 1
     """Ranks that share layers."""
+    experts: int = 1
+    """... experts: the same ones, where layers are shared."""
     sequence: int = 1
     """... sequences."""
     mode: Mode = "all_to_all"
@@ -40,7 +42,12 @@ class Layout:
     @property
     def ranks(self) -> int:
         """Of all copies."""
-        return self.tensor * self.sequence * self.stages * self.data
+        return self.of_layers * self.sequence * self.stages * self.data
+
+    @property
+    def of_layers(self) -> int:
+        """Ranks that have the parts of a layer, or its experts."""
+        return max(self.tensor, self.experts)
 
     @property
     def replicas(self) -> int:
@@ -65,6 +72,8 @@ class Layout:
             "pp_size": self.stages,
             "activations": self.activations,
         }
+        if self.experts > 1:
+            found["ep_size"] = self.experts
         if self.sequence > 1:
             found["sequence_parallelism_mode"] = self.mode
         if self.stages > 1 or self.microbatches > 1:
@@ -75,7 +84,7 @@ class Layout:
 
 
 def layouts(
-    cluster: Cluster, *, batch: int, sequence: int, blocks: int, heads: int
+    cluster: Cluster, *, batch: int, sequence: int, blocks: int, heads: int, experts: int = 0
 ) -> Iterator[Layout]:
     """All that castor can train with; whether they fit is another question.
 
@@ -87,11 +96,12 @@ def layouts(
         sequence: Tokens in a sample.
         blocks: That stages are cut from; 0: the model cannot be cut.
         heads: Of attention; 0: they cannot be divided.
+        experts: Of each layer that has some; 0: there are none.
     """
-    for tensor in _divisors(min(cluster.ranks, cluster.ranks_per_node)):
-        for divided in _divisors(cluster.ranks_per_node // tensor):
-            share = tensor * divided
-            if cluster.ranks % share or (share > 1 and not heads):
+    for layers in _divisors(min(cluster.ranks, cluster.ranks_per_node)):
+        for divided in _divisors(cluster.ranks_per_node // layers):
+            share = layers * divided
+            if cluster.ranks % share:
                 continue
             for stages in _divisors(cluster.ranks // share):
                 if stages > 1 and (divided > 1 or stages > blocks):
@@ -99,19 +109,36 @@ def layouts(
                 data = cluster.ranks // (share * stages)
                 if batch % data:
                     continue
-                for mode in _modes(tensor, divided, sequence, heads):
-                    whole = Layout(
-                        tensor=tensor, sequence=divided, mode=mode, stages=stages, data=data
-                    )
-                    yield from _schedules(whole, batch // data, blocks)
+                for tensor, of_experts in _parts_of_layers(layers, heads, experts):
+                    for mode in _modes(tensor, divided, sequence, heads):
+                        whole = Layout(
+                            tensor=tensor,
+                            experts=of_experts,
+                            sequence=divided,
+                            mode=mode,
+                            stages=stages,
+                            data=data,
+                        )
+                        yield from _schedules(whole, batch // data, blocks)
+
+
+def _parts_of_layers(ranks: int, heads: int, experts: int) -> list[tuple[int, int]]:
+    """Among how many of these ranks layers may be divided, and their experts."""
+    if ranks == 1:
+        return [(1, 1)]
+    by_heads = bool(heads) and heads % ranks == 0
+    found = [(ranks, 1)] if by_heads else []
+    if experts >= ranks:
+        found += [(1, ranks), *([(ranks, ranks)] if by_heads else [])]
+    return found
 
 
 def _modes(tensor: int, divided: int, sequence: int, heads: int) -> list[Mode]:
     """How ranks that divide sequences may meet; one of no meaning where nobody does."""
-    if tensor > 1 and heads % tensor:
-        return []
     if divided == 1:
         return ["all_to_all"]
+    if not heads:
+        return []
     pieces = {"all_to_all": divided, "all_gather": divided, "ring_attn": 2 * divided}
     return [
         mode

@@ -83,6 +83,14 @@ class Step:
         return sum(flops for moment in self.moments for flops, _ in moment.work)
 
 
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator. Experts' products in fp32 are there on devices, not on the meta device."""
+    if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+        left, right, *others = args
+        return func(left.bfloat16(), right.bfloat16(), *others, **kwargs).to(left.dtype)
+    return func(*args, **kwargs)
+
+
 def _bytes_of(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -115,7 +123,7 @@ class Recorder(TorchDispatchMode):
                 self.charge(tensor)
             work = known.work
         else:
-            out = func(*args, **kwargs)
+            out = _run(func, args, kwargs)
             given = tensors_in([*args, *kwargs.values()])
             made = [tensor for tensor in tensors_in(out) if self.charge(tensor)]
             work = (flops_of(func, args, kwargs, out), _bytes_of([*given, *made]))

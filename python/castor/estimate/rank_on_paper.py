@@ -24,11 +24,13 @@ from castor.distributed import (
     TensorParallel,
     find_pipeline_plan,
     find_plan,
+    with_whole_experts,
 )
 from castor.distributed.pipeline_plan import PipelinePlan, cheapest_cuts
 from castor.distributed.split_backward import SplitBackward
 from castor.distributed.stages import Passage, Place, StageModules, places_of
 from castor.estimate.activations import Logits, RecomputedBlocks
+from castor.estimate.balanced_experts import balance_experts, count_experts
 from castor.estimate.metatrace import Moment, Recorder, Sent, call, recording, run
 from castor.estimate.model import build, make_inputs, quiet
 from castor.estimate.paper_ranks import PaperRanks
@@ -38,7 +40,7 @@ from castor.runtime.spec import ModelSpec
 
 _LABELS = "labels"
 TENSOR, SEQUENCE = "tensor", "sequence"
-"""What moments call the ranks that share layers, and those that share sequences."""
+"""What moments call the ranks that share layers or experts, and those that share sequences."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +89,9 @@ class ModelOnPaper:
         precision: Precision,
         state_format: StateFormat,
         rule: str = "adam",
-        tensor_size: int,
-        sequence_size: int,
+        tensor_size: int = 1,
+        expert_size: int = 1,
+        sequence_size: int = 1,
         sequence_mode: Mode = "all_to_all",
         recomputes: bool,
     ) -> None:
@@ -100,6 +103,7 @@ class ModelOnPaper:
             state_format: Of the optimizer state.
             rule: Of the optimizer.
             tensor_size: Ranks that share layers.
+            expert_size: ... experts: as many, or tensor_size is 1. All are chosen alike.
             sequence_size: Ranks that share sequences.
             sequence_mode: How they meet in attention.
             recomputes: Whether all blocks are recomputed in backward.
@@ -125,14 +129,22 @@ class ModelOnPaper:
             self._sequences = SequenceParallel(
                 self.model, among, tensor_size=tensor_size, mode=sequence_mode
             )
-        if tensor_size > 1:
-            among = PaperRanks.alike(TENSOR, tensor_size, self._note)
-            layers = TensorParallel(self.model, find_plan(self.model, tensor_size, None), among)
-            layers.apply()
-            layers.start()
+        if max(tensor_size, expert_size) > 1:
+            self._divide_layers(tensor_size, expert_size)
         if self._sequences:
             self._sequences.start()
         self._blocks = RecomputedBlocks(self.model) if recomputes else None
+
+    def _divide_layers(self, tensor_size: int, expert_size: int) -> None:
+        counts = count_experts(self.model) if expert_size > 1 else {}
+        plan = find_plan(self.model, tensor_size, None) if tensor_size > 1 else {}
+        if expert_size > 1:
+            plan = with_whole_experts(self.model, plan, expert_size)
+        among = PaperRanks.alike(TENSOR, max(tensor_size, expert_size), self._note)
+        layers = TensorParallel(self.model, plan, among)
+        layers.apply()
+        layers.start()
+        balance_experts(self.model, counts)
 
     def plan(self) -> PipelinePlan:
         """Where it can be cut into stages.

@@ -97,12 +97,14 @@ class HybridParallelPlugin(GeminiPlugin):
         **gemini: Any,
     ) -> None:
         if plan is not None:
-            given = {"tp_size": tp_size, "sp_size": sp_size, "pp_size": pp_size,
+            given = {"tp_size": tp_size, "ep_size": ep_size, "sp_size": sp_size,
+                     "pp_size": pp_size,
                      "sequence_parallelism_mode": sequence_parallelism_mode,
                      "pp_style": pp_style, "num_microbatches": num_microbatches,
                      "num_model_chunks": num_model_chunks}  # fmt: skip
             layout = _layout_of(plan, given, gemini)
-            tp_size, sp_size, pp_size = (layout[f"{of}_size"] for of in ("tp", "sp", "pp"))
+            tp_size, ep_size = layout["tp_size"], layout["ep_size"]
+            sp_size, pp_size = layout["sp_size"], layout["pp_size"]
             pp_style, num_microbatches = layout["pp_style"], layout["num_microbatches"]
             num_model_chunks = layout["num_model_chunks"]
             sequence_parallelism_mode = layout["sequence_parallelism_mode"]
