@@ -18,7 +18,7 @@ from rank_processes import found
 from tensor_cases import LOSS
 
 CLUSTER = {
-    "ranks_per_node": 2, "device": "cpu", "host_memory": "4GiB", "dram": "20GB/s", "flops": "50G",
+    "device": "cpu", "host_memory": "4GiB", "dram": "20GB/s", "flops": "50G",
     "device_bandwidth": "20GB/s", "device_memory": "1GiB", "link": "5GB/s",
 }  # fmt: skip
 SIZES: dict[str, Any] = {
@@ -34,26 +34,36 @@ LAYOUTS: dict[str, tuple[PretrainedConfig, Layout]] = {
     "all_gather": (LLAMA, Layout(sequence=2, mode="all_gather", rows=4)),
     "ring_attn": (LLAMA, Layout(sequence=2, mode="ring_attn", rows=2, microbatches=2)),
     "zbv": (LLAMA, Layout(stages=2, style="zbv", stages_per_rank=2, microbatches=4)),
+    "sequences and stages": (
+        LLAMA,
+        Layout(
+            sequence=2, mode="ring_attn", stages=2, style="zbv", stages_per_rank=2, microbatches=4
+        ),
+    ),
     "experts": (MIXTRAL, Layout(experts=2, rows=4)),
     "layers and experts": (MIXTRAL, Layout(tensor=2, experts=2, rows=4)),
 }
-"""Of two ranks, and steps of four samples."""
+"""Of two ranks, or four, and steps of four samples."""
 
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = tmp_path_factory.mktemp("plans")
-    on = Cluster.of(CLUSTER, "fp32")
     workload = Workload(batch=4, sequence=16, precision="fp32", state_format="fp32")
     for name, (model, layout) in LAYOUTS.items():
-        folder = directory / name
-        folder.mkdir()
+        folder = directory / str(layout.ranks) / name
+        folder.mkdir(parents=True)
+        on = Cluster.of(CLUSTER | {"ranks_per_node": layout.ranks}, "fp32")
         config = folder / "config.json"
         model.to_json_file(config, use_diff=False)
         search = LayoutSearch(config, workload)
         assert layout in search.layouts(on)
         write_plan(folder / "plan.json", plan_of(search.cost(layout, on), on, workload))
-    return found(layout_cases.train_by_plan, 2, directory)
+    return {
+        name: losses
+        for ranks in (2, 4)
+        for name, losses in found(layout_cases.train_by_plan, ranks, directory / str(ranks)).items()
+    }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -104,10 +104,8 @@ def layouts(
             if cluster.ranks % share:
                 continue
             for stages in _divisors(cluster.ranks // share):
-                if stages > 1 and (divided > 1 or stages > blocks):
-                    continue  # both at once are not compared
                 data = cluster.ranks // (share * stages)
-                if batch % data:
+                if (stages > 1 and stages > blocks) or batch % data:
                     continue
                 for tensor, of_experts in _parts_of_layers(layers, heads, experts):
                     for mode in _modes(tensor, divided, sequence, heads):
