@@ -70,6 +70,7 @@ class LayoutSearch:
         self.workload = workload
         self._models: dict[Layout, ModelOnPaper] = {}
         self._ranks: dict[Any, RankOnPaper] = {}
+        self._passes: dict[Any, StagePass] = {}
         self._wholes: dict[Any, tuple[_Whole, _Whole]] = {}
         whole = self._model(_WHOLE)
         settings: Any = whole.model.config
@@ -224,7 +225,10 @@ class LayoutSearch:
 
     def _whole_of(self, whole: Layout, cluster: Cluster) -> _Whole:
         tile = cluster.machine.device_bytes
-        passes = self._stages(whole, {}, tile)
+        ends = [self._rank(whole, rank, tile) for rank in {0, whole.stages // 2, whole.stages - 1}]
+        passes = self._stages(
+            whole, {n: one for end in ends for n, one in end.passes.items()}, tile
+        )
         of = [seconds_of(one, cluster, whole) for one in passes]
         seconds = [sum(one.forward) + sum(one.backward) for one in of]
         kept = [one.kept_bytes for one in passes]
@@ -235,7 +239,7 @@ class LayoutSearch:
             kept_bytes=sum(kept),
             block_seconds=min(seconds),
             block_kept_bytes=min(kept),
-            block_bytes=self._rank(whole, 1, tile).param_bytes,
+            block_bytes=self._rank(whole, whole.stages // 2, tile).param_bytes,
         )
 
     def _known(self, layout: Layout, cluster: Cluster) -> Iterator[LayoutCost]:
@@ -274,14 +278,12 @@ class LayoutSearch:
         """A micro-batch in each stage. Of those in between, as many blocks take as much."""
         count = layout.stages * layout.stages_per_rank
         layers = self._model(_WHOLE).layers_of(count) if count > 1 else [0]
-        known: dict[tuple[int, bool, bool], StagePass] = {}
-        found = []
-        for stage, blocks in enumerate(layers):
-            alike = (blocks, stage == 0, stage == count - 1)
-            if alike not in known:
-                known[alike] = ends.get(stage) or self._of(layout, stage, tile)
-            found.append(known[alike])
-        return found
+        alike = [(blocks, n == 0, n == count - 1) for n, blocks in enumerate(layers)]
+        known = {alike[stage]: one for stage, one in ends.items()}
+        for stage, kind in enumerate(alike):
+            if kind not in known:
+                known[kind] = self._between(layout, stage, kind, tile)
+        return [known[kind] for kind in alike]
 
     def _model(self, like: Layout) -> ModelOnPaper:
         division = _of_model(like)
@@ -299,24 +301,33 @@ class LayoutSearch:
             )
         return self._models[division]
 
-    def _of(self, layout: Layout, stage: int, tile: int) -> StagePass:
-        rank = next(n for n in range(layout.stages) if stage in layout.stages_of(n))
-        return self._rank(layout, rank, tile).passes[stage]
+    def _between(
+        self, layout: Layout, stage: int, kind: tuple[int, bool, bool], tile: int
+    ) -> StagePass:
+        """A stage that no end has one like; of any pipeline that has one of this kind."""
+        key = (_of_model(layout), kind, layout.style == "zbv", layout.rows, tile)
+        if key not in self._passes:
+            recorded = self._record(layout, (stage,), tile)
+            self._passes[key] = recorded.passes[stage]
+        return self._passes[key]
 
     def _rank(self, layout: Layout, rank: int, tile: int) -> RankOnPaper:
         stages, splits = layout.stages * layout.stages_per_rank, layout.style == "zbv"
         own = tuple(layout.stages_of(rank))
         key = (_of_model(layout), own, stages, splits, layout.rows, tile)
         if key not in self._ranks:
-            self._ranks[key] = self._model(layout).record(
-                own,
-                stages,
-                rows=layout.rows,
-                sequence=self.workload.sequence,
-                tile=tile,
-                splits=splits,
-            )
+            self._ranks[key] = self._record(layout, own, tile)
         return self._ranks[key]
+
+    def _record(self, layout: Layout, own: tuple[int, ...], tile: int) -> RankOnPaper:
+        return self._model(layout).record(
+            own,
+            layout.stages * layout.stages_per_rank,
+            rows=layout.rows,
+            sequence=self.workload.sequence,
+            tile=tile,
+            splits=layout.style == "zbv",
+        )
 
 
 def _refusal(error: Exception, layout: Layout) -> Exception:
