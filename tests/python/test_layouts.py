@@ -612,6 +612,19 @@ def test_where_nothing_fits_the_least_need_is_shown(config: Path, tmp_path: Path
     assert "No layout fits" in done.output
 
 
+def test_how_ranks_that_divide_sequences_meet_is_shown(tmp_path: Path) -> None:
+    path = config_file(tmp_path, num_hidden_layers=2)
+    done = run_plan(path, tmp_path, "--shown", "20", ranks_per_node=2)
+    assert done.exit_code == 0, done.output
+    assert all(mode in done.output for mode in get_args(Mode))
+    figures = json.loads(
+        run_plan(path, tmp_path, "--shown", "20", "--json", ranks_per_node=2).output
+    )
+    arguments = [one["arguments"] for one in figures["fitting"]]
+    of_modes = [one.get("sequence_parallelism_mode") for one in arguments if one["sp_size"] > 1]
+    assert set(of_modes) == set(get_args(Mode))
+
+
 def test_auto_without_a_plan_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     with pytest.raises(UsageError, match=r"castor run --plan FILE.*castor plan CONFIG"):
@@ -623,6 +636,10 @@ def test_what_a_plan_says_is_not_given_twice(config: Path, tmp_path: Path) -> No
     run_plan(config, tmp_path, "--output", str(file))
     with pytest.raises(ValueError, match="tp_size is given beside a plan"):
         HybridParallelPlugin(file, tp_size=8)
+    with pytest.raises(ValueError, match="ep_size is given beside a plan"):
+        HybridParallelPlugin(file, ep_size=2)
+    with pytest.raises(ValueError, match="sequence_parallelism_mode is given beside a plan"):
+        HybridParallelPlugin(file, sequence_parallelism_mode="ring_attn")
     with pytest.raises(ValueError, match="activations is given beside a plan"):
         HybridParallelPlugin(file, activations="keep")
 
