@@ -21,8 +21,13 @@ void check(const Pipeline& pipeline) {
                           std::to_string(pipeline.num_microbatches));
   }
   const bool interleaved = pipeline.style == PipelineStyle::kInterleaved;
-  if (!interleaved && pipeline.stages_per_rank > 1) {
-    throw InvalidArgument("a rank has several stages where they are interleaved only");
+  const bool folded = pipeline.style == PipelineStyle::kZbv;
+  if (folded && pipeline.stages_per_rank != 2) {
+    throw InvalidArgument("a rank has two stages on a V, not " +
+                          std::to_string(pipeline.stages_per_rank));
+  }
+  if (!interleaved && !folded && pipeline.stages_per_rank > 1) {
+    throw InvalidArgument("a rank has several stages where they are interleaved or on a V only");
   }
   if (interleaved && pipeline.num_microbatches % pipeline.num_ranks != 0) {
     throw InvalidArgument("interleaved stages take a multiple of " +
@@ -31,11 +36,16 @@ void check(const Pipeline& pipeline) {
   }
 }
 
+std::uint32_t rank_of(const Pipeline& pipeline, std::uint32_t stage) {
+  const bool back = pipeline.style == PipelineStyle::kZbv && stage >= pipeline.num_ranks;
+  return back ? 2 * pipeline.num_ranks - 1 - stage : stage % pipeline.num_ranks;
+}
+
 std::vector<PipelineOp> all_forwards_first(const Pipeline& pipeline, std::uint32_t rank) {
   std::vector<PipelineOp> order;
-  for (const bool backward : {false, true}) {
+  for (const PipelinePass pass : {PipelinePass::kForward, PipelinePass::kBackward}) {
     for (std::uint32_t i = 0; i < pipeline.num_microbatches; ++i) {
-      order.push_back({rank, i, backward});
+      order.push_back({rank, i, pass});
     }
   }
   return order;
@@ -55,14 +65,14 @@ class InTurn {
                             ? (pipeline_.stages_per_rank - 1) * pipeline_.num_ranks + 2 * behind
                             : behind);
     for (std::uint32_t i = 0; i < ahead; ++i) {
-      add(i, false);
+      add(i, PipelinePass::kForward);
     }
     for (std::uint32_t i = ahead; i < total; ++i) {
-      add(i, false);
-      add(i - ahead, true);
+      add(i, PipelinePass::kForward);
+      add(i - ahead, PipelinePass::kBackward);
     }
     for (std::uint32_t i = total - ahead; i < total; ++i) {
-      add(i, true);
+      add(i, PipelinePass::kBackward);
     }
     return order_;
   }
@@ -70,15 +80,15 @@ class InTurn {
  private:
   /// The i-th forward, or backward, of the rank: stages take turns of as many micro-batches as
   /// there are ranks.
-  void add(std::uint32_t i, bool backward) {
+  void add(std::uint32_t i, PipelinePass pass) {
     const std::uint32_t each = pipeline_.num_ranks;
     const std::uint32_t stages = pipeline_.stages_per_rank;
     std::uint32_t turn = stages == 1 ? 0 : i / each % stages;
     const std::uint32_t microbatch = stages == 1 ? i : i / (each * stages) * each + i % each;
-    if (backward) {
+    if (pass == PipelinePass::kBackward) {
       turn = stages - 1 - turn;
     }
-    order_.push_back({turn * pipeline_.num_ranks + rank_, microbatch, backward});
+    order_.push_back({turn * pipeline_.num_ranks + rank_, microbatch, pass});
   }
 
   const Pipeline& pipeline_;
@@ -86,13 +96,95 @@ class InTurn {
   std::vector<PipelineOp> order_;
 };
 
+/// Two stages a rank, on the way there and on the way back (Qi et al. 2023, section 6): forwards
+/// until the first micro-batch has been through all stages, then a forward, and the two halves of
+/// a backward, of each of the two in turn, and at the end the weights that are left.
+class OnV {
+ public:
+  OnV(const Pipeline& pipeline, std::uint32_t rank)
+      : num_microbatches_(pipeline.num_microbatches),
+        num_ranks_(pipeline.num_ranks),
+        rank_(rank),
+        there_{.stage = rank},
+        back_{.stage = 2 * pipeline.num_ranks - 1 - rank} {}
+
+  std::vector<PipelineOp> order() {
+    // The order is that of so many; those that there are not are left out of it.
+    const std::uint32_t count = std::max(2 * num_ranks_ - 1, num_microbatches_);
+    const std::uint32_t behind = num_ranks_ - rank_;
+    times(2 * behind - 1, [&] { forward(there_); });
+    times(rank_, [&] {
+      forward(back_);
+      forward(there_);
+    });
+    times(behind, [&] {
+      forward(back_);
+      backward(back_);
+    });
+    while (back_.forwards < there_.forwards || there_.forwards < count) {
+      if (there_.forwards < count) {
+        forward(there_);
+      }
+      backward(there_);
+      forward(back_);
+      backward(back_);
+    }
+    times(rank_, [&] {
+      of_inputs(there_);
+      of_inputs(back_);
+    });
+    times(behind, [&] {
+      of_inputs(there_);
+      of_weights(there_);
+    });
+    times(back_.of_inputs - back_.of_weights, [&] { of_weights(back_); });
+    times(there_.of_inputs - there_.of_weights, [&] { of_weights(there_); });
+    return order_;
+  }
+
+ private:
+  /// A stage, and how many micro-batches have had which pass.
+  struct Stage {
+    std::uint32_t stage = 0;
+    std::uint32_t forwards = 0;
+    std::uint32_t of_inputs = 0;
+    std::uint32_t of_weights = 0;
+  };
+
+  static void times(std::uint32_t count, const auto& work) {
+    for (std::uint32_t i = 0; i < count; ++i) {
+      work();
+    }
+  }
+
+  void forward(Stage& of) { add(of.stage, of.forwards++, PipelinePass::kForward); }
+  void of_inputs(Stage& of) { add(of.stage, of.of_inputs++, PipelinePass::kOfInputs); }
+  void of_weights(Stage& of) { add(of.stage, of.of_weights++, PipelinePass::kOfWeights); }
+  void backward(Stage& of) {
+    of_inputs(of);
+    of_weights(of);
+  }
+  void add(std::uint32_t stage, std::uint32_t microbatch, PipelinePass pass) {
+    if (microbatch < num_microbatches_) {
+      order_.push_back({stage, microbatch, pass});
+    }
+  }
+
+  std::uint32_t num_microbatches_;
+  std::uint32_t num_ranks_;
+  std::uint32_t rank_;
+  Stage there_;
+  Stage back_;
+  std::vector<PipelineOp> order_;
+};
+
 /// When what is through which stage.
 class Clock {
  public:
   Clock(const Pipeline& pipeline, std::span<const StageSeconds> stages)
-      : microbatches_(pipeline.num_microbatches),
+      : pipeline_(pipeline),
         stages_(stages),
-        done_(2 * stages.size() * microbatches_, kNotYet),
+        done_(2 * stages.size() * pipeline.num_microbatches, kNotYet),
         free_at_(pipeline.num_ranks, 0.0) {}
 
   /// Runs an op if what it needs is known; says whether.
@@ -101,37 +193,51 @@ class Clock {
     if (ready == kNotYet) {
       return false;
     }
-    const StageSeconds& stage = stages_[op.stage];
     double& clock = free_at_[rank];
-    clock = std::max(clock, ready) + (op.backward ? stage.backward : stage.forward);
-    done_[at(op)] = clock;
+    clock = std::max(clock, ready) + seconds_of(op);
+    if (op.pass != PipelinePass::kOfWeights) {  // which nobody waits for
+      done_[at(op.stage, op.microbatch, op.pass)] = clock;
+    }
     return true;
   }
 
   [[nodiscard]] double end() const { return *std::max_element(free_at_.begin(), free_at_.end()); }
 
  private:
-  [[nodiscard]] std::size_t at(const PipelineOp& op) const {
-    return (op.backward ? done_.size() / 2 : 0) + op.stage * microbatches_ + op.microbatch;
+  /// The gradients of a stage's inputs are there after a whole backward and after its first half.
+  [[nodiscard]] std::size_t at(std::size_t stage, std::uint32_t microbatch,
+                               PipelinePass pass) const {
+    return (pass == PipelinePass::kForward ? 0 : done_.size() / 2) +
+           stage * pipeline_.num_microbatches + microbatch;
+  }
+
+  [[nodiscard]] double seconds_of(const PipelineOp& op) const {
+    const StageSeconds& stage = stages_[op.stage];
+    switch (op.pass) {
+      case PipelinePass::kForward: return stage.forward;
+      case PipelinePass::kBackward: return stage.backward;
+      case PipelinePass::kOfInputs: return stage.backward - stage.of_weights;
+      case PipelinePass::kOfWeights: return stage.of_weights;
+    }
+    return 0.0;
   }
 
   [[nodiscard]] double ready_at(const PipelineOp& op) const {
-    PipelineOp before = op;
-    if (!op.backward) {
-      if (op.stage == 0) {
-        return 0.0;
-      }
-      --before.stage;
-    } else if (op.stage + 1 == stages_.size()) {
-      before.backward = false;
-      return done_[at(before)];
-    } else {
-      ++before.stage;
+    const auto done = [&](std::uint32_t stage, PipelinePass pass) {
+      const bool sent = rank_of(pipeline_, stage) != rank_of(pipeline_, op.stage);
+      return done_[at(stage, op.microbatch, pass)] + (sent ? stages_[stage].transfer : 0.0);
+    };
+    if (op.pass == PipelinePass::kForward) {
+      return op.stage == 0 ? 0.0 : done(op.stage - 1, op.pass);
     }
-    return done_[at(before)] + stages_[before.stage].transfer;
+    if (op.pass == PipelinePass::kOfWeights) {
+      return done(op.stage, op.pass);  // behind those of inputs
+    }
+    const bool last = op.stage + 1 == stages_.size();
+    return last ? done(op.stage, PipelinePass::kForward) : done(op.stage + 1, op.pass);
   }
 
-  std::size_t microbatches_;
+  const Pipeline& pipeline_;
   std::span<const StageSeconds> stages_;
   std::vector<double> done_;     // forwards, then backwards, by stage and micro-batch
   std::vector<double> free_at_;  // by rank
@@ -145,8 +251,13 @@ std::vector<PipelineOp> pipeline_order(const Pipeline& pipeline, std::uint32_t r
     throw InvalidArgument("rank " + std::to_string(rank) + " is none of " +
                           std::to_string(pipeline.num_ranks));
   }
-  return pipeline.style == PipelineStyle::kGpipe ? all_forwards_first(pipeline, rank)
-                                                 : InTurn(pipeline, rank).order();
+  switch (pipeline.style) {
+    case PipelineStyle::kGpipe: return all_forwards_first(pipeline, rank);
+    case PipelineStyle::kZbv: return OnV(pipeline, rank).order();
+    case PipelineStyle::k1f1b:
+    case PipelineStyle::kInterleaved: break;
+  }
+  return InTurn(pipeline, rank).order();
 }
 
 double pipeline_seconds(const Pipeline& pipeline, std::span<const StageSeconds> stages) {
@@ -157,10 +268,14 @@ double pipeline_seconds(const Pipeline& pipeline, std::span<const StageSeconds> 
         std::to_string(pipeline.num_ranks * pipeline.stages_per_rank) + " stages");
   }
   for (const StageSeconds& stage : stages) {
-    for (const double seconds : {stage.forward, stage.backward, stage.transfer}) {
+    for (const double seconds : {stage.forward, stage.backward, stage.transfer, stage.of_weights}) {
       if (!std::isfinite(seconds) || seconds < 0.0) {
         throw InvalidArgument("a stage takes " + std::to_string(seconds) + " seconds");
       }
+    }
+    if (stage.of_weights > stage.backward) {
+      throw InvalidArgument("of a backward of " + std::to_string(stage.backward) + " seconds " +
+                            std::to_string(stage.of_weights) + " are those of weights");
     }
   }
   std::vector<std::vector<PipelineOp>> orders;

@@ -13,6 +13,7 @@ enum class PipelineStyle : std::uint8_t {
   k1f1b,         ///< one forward, one backward (Narayanan et al. 2019, PipeDream)
   kGpipe,        ///< all forwards, then all backwards (Huang et al. 2019)
   kInterleaved,  ///< 1F1B over several stages of each rank (Narayanan et al. 2021, section 2.2)
+  kZbv,          ///< two stages a rank on a V, weights' gradients later (Qi et al. 2023, section 6)
 };
 
 [[nodiscard]] constexpr std::string_view to_string(PipelineStyle style) noexcept {
@@ -20,20 +21,40 @@ enum class PipelineStyle : std::uint8_t {
     case PipelineStyle::k1f1b: return "1f1b";
     case PipelineStyle::kGpipe: return "gpipe";
     case PipelineStyle::kInterleaved: return "interleaved";
+    case PipelineStyle::kZbv: return "zbv";
+  }
+  return "unknown";
+}
+
+/// What is computed of a micro-batch in a stage.
+enum class PipelinePass : std::uint8_t {
+  kForward,
+  kBackward,   ///< all of it
+  kOfInputs,   ///< the gradients of its inputs, which the stage before waits for
+  kOfWeights,  ///< those of its weights, later
+};
+
+[[nodiscard]] constexpr std::string_view to_string(PipelinePass pass) noexcept {
+  switch (pass) {
+    case PipelinePass::kForward: return "forward";
+    case PipelinePass::kBackward: return "backward";
+    case PipelinePass::kOfInputs: return "of_inputs";
+    case PipelinePass::kOfWeights: return "of_weights";
   }
   return "unknown";
 }
 
 /// One micro-batch through one stage.
 struct PipelineOp {
-  std::uint32_t stage = 0;  ///< of the model; stage i is rank i % ranks's
+  std::uint32_t stage = 0;  ///< of the model
   std::uint32_t microbatch = 0;
-  bool backward = false;
+  PipelinePass pass = PipelinePass::kForward;
 
   friend bool operator==(const PipelineOp&, const PipelineOp&) = default;
 };
 
-/// A model in stages. `stages_per_rank` is 1 but for kInterleaved.
+/// A model in stages. `stages_per_rank` is 1 but for kInterleaved, and 2 for kZbv. Stage i is rank
+/// i % ranks's; of kZbv's the first and the last are rank 0's.
 struct Pipeline {
   PipelineStyle style = PipelineStyle::k1f1b;
   std::uint32_t num_ranks = 1;
@@ -42,22 +63,24 @@ struct Pipeline {
 };
 
 /// What a rank runs, in order: as torch.distributed.pipelining's schedules (2.11) do.
-/// Throws InvalidArgument where a number is 0, the rank is none of the pipeline's, or
-/// kInterleaved's micro-batches are no multiple of its ranks.
+/// Throws InvalidArgument where a number is 0 or not the style's, the rank is none of the
+/// pipeline's, or kInterleaved's micro-batches are no multiple of its ranks.
 [[nodiscard]] std::vector<PipelineOp> pipeline_order(const Pipeline& pipeline, std::uint32_t rank);
 
 /// What one micro-batch takes in a stage.
 struct StageSeconds {
   double forward = 0.0;
-  double backward = 0.0;
+  double backward = 0.0;  ///< all of it
   /// Until its hidden states are at the next stage, and its gradients at the one before.
   double transfer = 0.0;
+  /// The part of `backward` that is kOfWeights.
+  double of_weights = 0.0;
 };
 
 /// The time from the first forward to the end of the last backward. Each rank runs its order, one
-/// micro-batch at a time; transfers run beside.
+/// micro-batch at a time; transfers run beside, and between stages of one rank there are none.
 /// Throws InvalidArgument as pipeline_order does, and where there is not one entry for each stage,
-/// or one is negative or not finite.
+/// one is negative or not finite, or `of_weights` is more than `backward`.
 [[nodiscard]] double pipeline_seconds(const Pipeline& pipeline,
                                       std::span<const StageSeconds> stages);
 

@@ -123,7 +123,18 @@ struct Names<PipelineStyle> {
   static constexpr std::pair<PipelineStyle, std::string_view> kAll[] = {
       {PipelineStyle::k1f1b, to_string(PipelineStyle::k1f1b)},
       {PipelineStyle::kGpipe, to_string(PipelineStyle::kGpipe)},
-      {PipelineStyle::kInterleaved, to_string(PipelineStyle::kInterleaved)}};
+      {PipelineStyle::kInterleaved, to_string(PipelineStyle::kInterleaved)},
+      {PipelineStyle::kZbv, to_string(PipelineStyle::kZbv)}};
+};
+
+template <>
+struct Names<PipelinePass> {
+  static constexpr std::string_view kName = "pipeline_pass";
+  static constexpr std::pair<PipelinePass, std::string_view> kAll[] = {
+      {PipelinePass::kForward, to_string(PipelinePass::kForward)},
+      {PipelinePass::kBackward, to_string(PipelinePass::kBackward)},
+      {PipelinePass::kOfInputs, to_string(PipelinePass::kOfInputs)},
+      {PipelinePass::kOfWeights, to_string(PipelinePass::kOfWeights)}};
 };
 
 template <typename Enum>

@@ -262,8 +262,8 @@ class Simulator {
   ChunkLayout layout_;
 };
 
-/// (stage, micro-batch, whether it is a backward).
-using PythonOp = std::tuple<std::uint32_t, std::uint32_t, bool>;
+/// (stage, micro-batch, which pass).
+using PythonOp = std::tuple<std::uint32_t, std::uint32_t, PipelinePass>;
 
 Pipeline pipeline(PipelineStyle style, std::uint32_t num_ranks, std::uint32_t stages_per_rank,
                   std::uint32_t num_microbatches) {
@@ -281,7 +281,7 @@ void bind_pipelines(py::module_& m) {
         std::vector<PythonOp> order;
         for (const PipelineOp& op :
              pipeline_order(pipeline(style, num_ranks, stages_per_rank, num_microbatches), rank)) {
-          order.emplace_back(op.stage, op.microbatch, op.backward);
+          order.emplace_back(op.stage, op.microbatch, op.pass);
         }
         return order;
       },
@@ -291,10 +291,10 @@ void bind_pipelines(py::module_& m) {
       "pipeline_seconds",
       [](PipelineStyle style, std::uint32_t num_ranks, std::uint32_t stages_per_rank,
          std::uint32_t num_microbatches,
-         const std::vector<std::tuple<double, double, double>>& stages) {
+         const std::vector<std::tuple<double, double, double, double>>& stages) {
         std::vector<StageSeconds> seconds;
-        for (const auto& [forward, backward, transfer] : stages) {
-          seconds.push_back({forward, backward, transfer});
+        for (const auto& [forward, backward, transfer, of_weights] : stages) {
+          seconds.push_back({forward, backward, transfer, of_weights});
         }
         return pipeline_seconds(pipeline(style, num_ranks, stages_per_rank, num_microbatches),
                                 seconds);

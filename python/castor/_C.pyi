@@ -7,9 +7,10 @@ from torch.nn import Module
 from castor.config.names import (
     LoadedWeights,
     Overlap,
+    PipelinePass,
+    PipelineStyle,
     PlacementPolicy,
     ScalarType,
-    SearchedStyle,
     StateFormat,
 )
 
@@ -245,18 +246,18 @@ class Simulator:
     ) -> dict[str, Any]: ...
 
 def pipeline_order(
-    style: SearchedStyle,
+    style: PipelineStyle,
     num_ranks: int,
     stages_per_rank: int,
     num_microbatches: int,
     rank: int,
-) -> list[tuple[int, int, bool]]: ...
+) -> list[tuple[int, int, PipelinePass]]: ...
 def pipeline_seconds(
-    style: SearchedStyle,
+    style: PipelineStyle,
     num_ranks: int,
     stages_per_rank: int,
     num_microbatches: int,
-    stages: Sequence[tuple[float, float, float]],
+    stages: Sequence[tuple[float, float, float, float]],
 ) -> float: ...
 def set_python_errors(
     error: type[Exception],

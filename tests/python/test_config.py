@@ -176,7 +176,8 @@ def test_unknown_argument_is_a_type_error() -> None:
         (names.StateFormat, "state_format"),
         (names.ScalarType, "scalar_type"),
         (names.LoadedWeights, "loaded_weights"),
-        (names.SearchedStyle, "pipeline_style"),
+        (names.PipelineStyle, "pipeline_style"),
+        (names.PipelinePass, "pipeline_pass"),
     ],
 )
 def test_names_are_those_of_the_core(literal: Any, kind: str) -> None:

@@ -7,21 +7,25 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GptOssConfig, LlamaConfig, LlamaForCausalLM, MixtralConfig
 from typer.testing import CliRunner
 
 from castor import _C, HybridParallelPlugin
 from castor.cli import app
 from castor.config.layout_plan import ENVIRONMENT, read_plan
+from castor.config.names import GRAD_READY
+from castor.distributed import Mode
 from castor.errors import UsageError
 from castor.estimate.cluster import Cluster, Link
+from castor.estimate.layout_cost import LayoutCost
 from castor.estimate.layout_search import LayoutSearch
 from castor.estimate.layouts import Layout, layouts
-from castor.estimate.rank_on_paper import ModelOnPaper
+from castor.estimate.metatrace import Sent
+from castor.estimate.rank_on_paper import ModelOnPaper, StagePass
 from castor.estimate.workload import Workload
 
 BLOCKS, WIDTH, VOCAB, TOKENS = 6, 64, 512, 32
@@ -68,7 +72,8 @@ def on_paper(config: Path, **changes: Any) -> ModelOnPaper:
 
 
 def recorded(model: ModelOnPaper, rank: int = 0, ranks: int = 1, each: int = 1) -> Any:
-    return model.record(rank, ranks, each, rows=2, sequence=TOKENS, tile=0)
+    own = range(rank, ranks * each, ranks)
+    return model.record(own, ranks * each, rows=2, sequence=TOKENS, tile=0)
 
 
 # What a rank does.
@@ -94,6 +99,32 @@ def test_ranks_that_share_sequences_do_a_part_of_the_work(config: Path) -> None:
     assert len(exchanged) == 4 * BLOCKS  # queries, keys, values and what comes of them
 
 
+@pytest.mark.parametrize("mode", ["all_gather", "ring_attn"])
+def test_ranks_that_share_sequences_send_keys_and_values(config: Path, mode: Any) -> None:
+    """Those of two ranks: gathered, or passed on, and once more in backward with their sums."""
+    whole = recorded(on_paper(config)).passes[0]
+    part = recorded(on_paper(config, sequence_size=2, sequence_mode=mode)).passes[0]
+    gathers = mode == "all_gather"
+    # The ring leaves out what no token sees: one of the four blocks of a rank's two pieces.
+    assert part.flops <= whole.flops / 2
+    assert part.flops == pytest.approx(whole.flops / 2, rel=0.001 if gathers else 0.1)
+    keys = 2 * TOKENS // 2 * WIDTH * 4
+    operation, of_forward, of_backward = (
+        ("gather", [keys, keys], ["exchange", "exchange"])
+        if gathers
+        else ("pass", [2 * keys], ["pass", "pass", "pass"])
+    )
+    sent = [s for m in part.forward for s in m.sent if s.operation == operation]
+    assert [one.num_bytes for one in sent] == of_forward * BLOCKS
+    back = [s for m in part.backward for s in m.sent]
+    assert [one.operation for one in back if one.num_bytes >= keys] == of_backward * BLOCKS
+
+
+def test_rings_with_dropout_are_recorded(tmp_path: Path) -> None:
+    path = config_file(tmp_path, attention_dropout=0.1)
+    assert recorded(on_paper(path, sequence_size=2, sequence_mode="ring_attn")).passes[0].flops
+
+
 @pytest.mark.parametrize("each", [1, 3])
 def test_stages_together_are_the_model(config: Path, each: int) -> None:
     model = on_paper(config)
@@ -108,11 +139,110 @@ def test_stages_together_are_the_model(config: Path, each: int) -> None:
     assert again.passes[0].flops == whole.passes[0].flops
 
 
+@pytest.mark.parametrize("mode", get_args(Mode))
+def test_stages_of_divided_sequences_are_the_model(config: Path, mode: Any) -> None:
+    """Hidden states of a rank's tokens go from stage to stage, and the loss is the last one's."""
+    model = on_paper(config, sequence_size=2, sequence_mode=mode)
+    whole = recorded(model).passes[0]
+    passes = [one for rank in range(2) for one in recorded(model, rank, 2).passes.values()]
+    assert sum(one.flops for one in passes) == whole.flops
+    assert [one.sent_bytes for one in passes] == [2 * TOKENS // 2 * WIDTH * 4, 0]
+
+    def sent(one: StagePass) -> list[Sent]:
+        return [sent for moment in (*one.forward, *one.backward) for sent in moment.sent]
+
+    assert sum(len(sent(one)) for one in passes) == len(sent(whole))
+
+
+def test_halves_of_a_backward_are_the_whole(config: Path) -> None:
+    """Of a V's stages; of the first all gradients are weights', and come later."""
+    model = on_paper(config)
+    for rank in range(2):
+        stages = [rank, 3 - rank]
+        whole = model.record(stages, 4, rows=2, sequence=TOKENS, tile=0).passes
+        halves = model.record(stages, 4, rows=2, sequence=TOKENS, tile=0, splits=True).passes
+        for stage in stages:
+            one, two = whole[stage], halves[stage]
+            assert two.flops == one.flops
+            assert two.kept_bytes == one.kept_bytes
+            weights, inputs = (
+                sum(flops for moment in moments for flops, _ in moment.work)
+                for moments in (two.of_weights, two.backward)
+            )
+            assert not one.of_weights
+            if stage:
+                # Products with weights are as many for inputs as for weights; attention has none.
+                assert 0 < weights < inputs
+                # What weights were multiplied with, and the gradients of the products.
+                assert 0 < two.kept_for_weights < 2 * one.kept_bytes
+            else:
+                assert inputs == 0
+                assert two.kept_for_weights == one.kept_bytes + one.sent_bytes  # as its gradient
+            kinds = [moment.kind for moment in two.of_weights]
+            assert kinds.count(GRAD_READY) == [m.kind for m in one.backward].count(GRAD_READY) - (
+                [m.kind for m in two.backward].count(GRAD_READY)
+            )
+
+
 def test_recomputed_blocks_keep_their_inputs(config: Path) -> None:
     kept = recorded(on_paper(config)).passes[0]
     again = recorded(on_paper(config, recomputes=True)).passes[0]
     assert again.kept_bytes < kept.kept_bytes / 2
     assert again.flops > kept.flops
+
+
+def mixture_file(directory: Path, **changes: Any) -> Path:
+    config = MixtralConfig(
+        **{
+            "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH,
+            "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
+            "num_local_experts": 4, "num_experts_per_tok": 2,
+            "architectures": ["MixtralForCausalLM"],
+        }
+        | changes
+    )  # fmt: skip
+    path = directory / "config.json"
+    config.to_json_file(path, use_diff=False)
+    return path
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("count", [4, 5])
+def test_experts_are_chosen_alike(tmp_path: Path, count: int, precision: Any) -> None:
+    """A rank has some of them, and their choices; everything else it has and does whole."""
+    path = mixture_file(tmp_path, num_local_experts=count)
+    whole = recorded(on_paper(path, precision=precision))
+    part = recorded(on_paper(path, precision=precision, expert_size=2))
+    own, element = -(-count // 2), 4 if precision == "fp32" else 2
+    of_an_expert = 3 * WIDTH * 2 * WIDTH
+    assert whole.param_bytes - part.param_bytes == 3 * (count - own) * of_an_expert * element
+    choices = 2 * 2 * TOKENS
+    left_out = choices - -(-choices * own // count)
+    # Three products of a choice, forward, and twice as many backward.
+    assert whole.passes[0].flops - part.passes[0].flops == 3 * left_out * of_an_expert * 2 * 3
+    sums = [sent for moment in part.passes[0].forward for sent in moment.sent]
+    assert [(one.operation, one.num_bytes) for one in sums] == [
+        ("sum", 2 * TOKENS * WIDTH * element)
+    ] * 3
+
+
+def test_experts_are_divided_with_layers_or_alone(tmp_path: Path) -> None:
+    found = LayoutSearch(
+        mixture_file(tmp_path),
+        Workload(batch=2, sequence=TOKENS, precision="bf16", state_format="fp32"),
+    )
+    on = cluster(ranks_per_node=2)
+    kinds = {(one.tensor, one.experts) for one in found.layouts(on)}
+    assert kinds == {(1, 1), (2, 1), (1, 2), (2, 2)}
+    shown = found.search(on, shown=100)
+    every = [found.cost(layout, on) for layout in found.layouts(on)]
+    best: dict[Layout, float] = {}
+    for cost in every:
+        division = cost.layout.division()
+        best[division] = min(cost.seconds, best.get(division, cost.seconds))
+    assert [cost.seconds for cost in shown.fitting] == sorted(best.values())
+    few = found.search(on, shown=3)
+    assert few.fitting == shown.fitting[:3]
 
 
 def test_a_rank_is_that_of_training(config: Path) -> None:
@@ -133,6 +263,7 @@ def test_interleaved_order_is_torchs(ranks: int, each: int, count: int) -> None:
     """Of torch.distributed.pipelining, which runs it."""
     from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops
 
+    names = {"FORWARD": "forward", "FULL_BACKWARD": "backward"}
     turns = max(1, count // ranks)
     of_a_turn = count // turns
     for rank in range(ranks):
@@ -147,11 +278,27 @@ def test_interleaved_order_is_torchs(ranks: int, each: int, count: int) -> None:
 
         theirs = _get_1f1b_rank_ops(each, ranks, ahead, both, ahead, rank, forward, backward)
         expected = [
-            (op.stage_index, op.microbatch_index, op.computation_type.name != "FORWARD")
+            (op.stage_index, op.microbatch_index, names[op.computation_type.name])
             for op in theirs
             if op is not None
         ]
         assert _C.pipeline_order("interleaved", ranks, each, count, rank) == expected
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(1, 1), (2, 1), (2, 8), (3, 4), (4, 7), (4, 16)])
+def test_zero_bubble_order_is_torchs(ranks: int, count: int) -> None:
+    from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+
+    schedule: Any = object.__new__(ScheduleZBVZeroBubble)  # of no stages: nothing is run
+    schedule.pp_group_size, schedule.num_stages, schedule._n_microbatches = ranks, 2 * ranks, count
+    names = {"FORWARD": "forward", "BACKWARD_INPUT": "of_inputs", "BACKWARD_WEIGHT": "of_weights"}
+    for rank in range(ranks):
+        expected = [
+            (op.stage_index, op.microbatch_index, names[op.computation_type.name])
+            for op in schedule._calculate_single_rank_operations(rank)
+            if op is not None
+        ]
+        assert _C.pipeline_order("zbv", ranks, 2, count, rank) == expected
 
 
 def test_what_makes_no_schedule_is_named() -> None:
@@ -159,6 +306,8 @@ def test_what_makes_no_schedule_is_named() -> None:
         _C.pipeline_order("interleaved", 2, 2, 3, 0)
     with pytest.raises(ValueError, match="pipeline_style"):
         _C.pipeline_order("zigzag", 2, 1, 2, 0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="two stages on a V, not 1"):
+        _C.pipeline_order("zbv", 2, 1, 2, 0)
 
 
 # Collectives and clusters.
@@ -170,6 +319,7 @@ def test_collectives_take_what_their_bytes_do() -> None:
     assert link.collective("sum", 1e6, 4) == pytest.approx(2 * (1e-6 + 0.75e-3))
     assert link.collective("exchange", 1e6, 4) == pytest.approx(1e-6 + 0.75e-3)
     assert link.collective("gather", 1e6, 4) == pytest.approx(1e-6 + 3e-3)
+    assert link.collective("pass", 1e6, 4) == pytest.approx(1e-6 + 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -207,16 +357,26 @@ def test_layouts_use_all_ranks_and_all_samples() -> None:
     for one in found:
         assert one.ranks == 8
         assert one.rows * one.microbatches * one.data == 16
-        assert one.sequence == 1 or one.stages == 1
-        assert one.style == "gpipe" or one.microbatches >= one.stages
+        assert one.style in ("gpipe", "zbv") or one.microbatches >= one.stages
+        assert one.style != "zbv" or (one.stages_per_rank, one.activations) == (2, "keep")
     kinds = {(one.tensor, one.sequence, one.stages) for one in found}
-    assert {(4, 1, 2), (1, 4, 1), (2, 2, 1), (1, 1, 4), (1, 1, 1)} <= kinds
+    assert {(4, 1, 2), (1, 4, 1), (2, 2, 2), (1, 2, 4), (1, 1, 4), (1, 1, 1)} <= kinds
 
 
 @pytest.mark.parametrize("heads", [0, 6])
 def test_heads_that_do_not_divide_are_not_divided(heads: int) -> None:
-    found = layouts(cluster(), batch=8, sequence=TOKENS, blocks=BLOCKS, heads=heads)
-    assert {one.tensor * one.sequence for one in found} == ({1, 2} if heads else {1})
+    found = list(layouts(cluster(), batch=8, sequence=TOKENS, blocks=BLOCKS, heads=heads))
+    assert {one.tensor for one in found} == ({1, 2} if heads else {1})
+    by_heads = {one.tensor * one.sequence for one in found if one.mode == "all_to_all"}
+    assert by_heads == ({1, 2} if heads else {1})
+    modes = {one.mode for one in found if one.sequence == 4}
+    assert modes == ({"all_gather", "ring_attn"} if heads else set())
+
+
+def test_rings_need_two_pieces_of_a_sequence_each() -> None:
+    found = list(layouts(cluster(), batch=8, sequence=20, blocks=BLOCKS, heads=4))
+    of = {(one.sequence, one.mode) for one in found if one.sequence > 1}
+    assert of == {(4, "all_to_all"), (4, "all_gather"), *((2, mode) for mode in get_args(Mode))}
 
 
 def test_each_layout_makes_a_plugin() -> None:
@@ -249,6 +409,21 @@ def test_a_slower_link_takes_longer_where_ranks_exchange(config: Path) -> None:
     assert slow.seconds > fast.seconds
     assert slow.bound == "exchange"
     assert slow.device_bytes == fast.device_bytes
+
+
+def test_what_is_passed_on_in_a_ring_travels_while_ranks_compute(config: Path) -> None:
+    """But on the host, where both need the same processors; and not more than computing takes."""
+    found = search(config)
+    layout = Layout(sequence=4, mode="ring_attn", rows=8)
+
+    def exchange(**changes: Any) -> float:
+        return found.cost(layout, cluster(link_latency_us=0, **changes)).busy["exchange"]
+
+    # Sums for the loss are waited for; keys and values are not.
+    hidden, slow = exchange(link="1000GB/s"), exchange(link="10MB/s")
+    on_host = exchange(link="1000GB/s", device="cpu")
+    assert hidden < on_host / 100
+    assert slow > 1000 * on_host
 
 
 def test_who_waits_leaves_processors_to_others(config: Path) -> None:
@@ -307,19 +482,79 @@ def test_bubbles_shrink_with_micro_batches(config: Path) -> None:
     assert many.busy["bubble"] < few.busy["bubble"]
 
 
-def test_the_search_finds_what_comparing_all_does(config: Path) -> None:
-    """Bounds leave out no layout that is among the fastest."""
-    on = cluster(device_memory="700KiB")
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayoutSearch, list[LayoutCost]]:
+    """A search, and what each layout takes on NARROW."""
+    found = search(config_file(tmp_path_factory.mktemp("model")), batch=4)
+    return found, [found.cost(layout, NARROW) for layout in found.layouts(NARROW)]
+
+
+NARROW = cluster(device_memory="700KiB")
+
+
+def test_a_zero_bubble_waits_less_and_keeps_more(config: Path) -> None:
     found = search(config)
-    shown = found.search(on, shown=4)
-    every = [found.cost(layout, on) for layout in found.layouts(on)]
+    folded, interleaved = (
+        found.cost(
+            Layout(stages=2, microbatches=4, rows=2, style=style, stages_per_rank=2),  # type: ignore[arg-type]
+            cluster(),
+        )
+        for style in ("zbv", "interleaved")
+    )
+    assert folded.busy["bubble"] < interleaved.busy["bubble"]
+    assert folded.busy["compute"] == pytest.approx(interleaved.busy["compute"], rel=0.3)
+    assert folded.device_bytes > interleaved.device_bytes
+
+
+def test_the_search_finds_what_comparing_all_does(
+    compared: tuple[LayoutSearch, list[LayoutCost]],
+) -> None:
+    """Bounds leave out no layout that is among the fastest."""
+    found, every = compared
     best: dict[Layout, float] = {}
     for cost in every:
-        if cost.fits(on.machine):
+        if cost.fits(NARROW.machine):
             division = cost.layout.division()
             best[division] = min(cost.seconds, best.get(division, cost.seconds))
+    simulated: list[int] = []
+    shown = found.search(NARROW, shown=4, told=lambda done, _: simulated.append(done))
+    assert len(simulated) < len(every) / 2
     assert [cost.seconds for cost in shown.fitting] == sorted(best.values())[:4]
-    assert any(not cost.fits(on.machine) for cost in every)
+    assert any(not cost.fits(NARROW.machine) for cost in every)
+    assert {cost.layout.mode for cost in every} == set(get_args(Mode))
+    assert {cost.layout.style for cost in every} >= {"1f1b", "interleaved", "zbv"}
+
+
+def test_no_layout_takes_less_than_its_bounds(
+    compared: tuple[LayoutSearch, list[LayoutCost]],
+) -> None:
+    found, every = compared
+    slow = cluster(device_memory="700KiB", link="1GB/s", device_bandwidth="5000GB/s")
+    for cost in every:
+        layout = cost.layout
+        for on, seconds in ((NARROW, cost.seconds), (slow, found.cost(layout, slow).seconds)):
+            for like in (replace(layout, sequence=1, mode="all_to_all"), layout):
+                bounds = list(found._bound(like, layout, on))
+                assert all(bound <= seconds for bound in bounds), layout
+                assert bounds or not cost.fits(on.machine)
+
+
+def test_what_attention_refuses_is_said(tmp_path: Path) -> None:
+    """Sinks have a value for each head, which ranks that exchange heads do not divide."""
+    settings = {
+        "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": WIDTH, "head_dim": 16,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "num_local_experts": 4, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    config = GptOssConfig(**settings, architectures=["GptOssForCausalLM"])
+    config._attn_implementation = "eager"
+    config.to_json_file(path, use_diff=False)
+    workload = Workload(batch=4, sequence=TOKENS, precision="bf16", state_format="fp32")
+    found = LayoutSearch(path, workload).search(cluster(ranks_per_node=2), shown=100)
+    assert "a value for each head (s_aux)" in found.refused["sequences among 2 (all_to_all)"]
+    modes = {cost.layout.mode for cost in found.fitting if cost.layout.sequence > 1}
+    assert modes == {"all_gather", "ring_attn"}
 
 
 def test_what_a_model_does_not_take_is_said(tmp_path: Path) -> None:
@@ -331,8 +566,9 @@ def test_what_a_model_does_not_take_is_said(tmp_path: Path) -> None:
 
 def test_a_batch_that_cannot_be_divided_is_named(tmp_path: Path) -> None:
     path = config_file(tmp_path, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+    workload = Workload(batch=3, sequence=31, precision="fp32", state_format="fp32")
     with pytest.raises(UsageError, match="3 samples cannot be divided among 4 ranks"):
-        search(path, batch=3).search(cluster())
+        LayoutSearch(path, workload).search(cluster())
 
 
 # Plans.
@@ -376,6 +612,19 @@ def test_where_nothing_fits_the_least_need_is_shown(config: Path, tmp_path: Path
     assert "No layout fits" in done.output
 
 
+def test_how_ranks_that_divide_sequences_meet_is_shown(tmp_path: Path) -> None:
+    path = config_file(tmp_path, num_hidden_layers=2)
+    done = run_plan(path, tmp_path, "--shown", "20", ranks_per_node=2)
+    assert done.exit_code == 0, done.output
+    assert all(mode in done.output for mode in get_args(Mode))
+    figures = json.loads(
+        run_plan(path, tmp_path, "--shown", "20", "--json", ranks_per_node=2).output
+    )
+    arguments = [one["arguments"] for one in figures["fitting"]]
+    of_modes = [one.get("sequence_parallelism_mode") for one in arguments if one["sp_size"] > 1]
+    assert set(of_modes) == set(get_args(Mode))
+
+
 def test_auto_without_a_plan_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     with pytest.raises(UsageError, match=r"castor run --plan FILE.*castor plan CONFIG"):
@@ -387,6 +636,10 @@ def test_what_a_plan_says_is_not_given_twice(config: Path, tmp_path: Path) -> No
     run_plan(config, tmp_path, "--output", str(file))
     with pytest.raises(ValueError, match="tp_size is given beside a plan"):
         HybridParallelPlugin(file, tp_size=8)
+    with pytest.raises(ValueError, match="ep_size is given beside a plan"):
+        HybridParallelPlugin(file, ep_size=2)
+    with pytest.raises(ValueError, match="sequence_parallelism_mode is given beside a plan"):
+        HybridParallelPlugin(file, sequence_parallelism_mode="ring_attn")
     with pytest.raises(ValueError, match="activations is given beside a plan"):
         HybridParallelPlugin(file, activations="keep")
 

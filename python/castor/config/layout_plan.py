@@ -13,8 +13,8 @@ from castor.errors import UsageError
 ENVIRONMENT = "CASTOR_PLAN"
 """Where `castor run --plan` tells ranks of the file."""
 LAYOUT = (
-    *("tp_size", "sp_size", "pp_size", "pp_style", "num_microbatches", "num_model_chunks"),
-    "activations",
+    *("tp_size", "ep_size", "sp_size", "sequence_parallelism_mode", "pp_size", "pp_style"),
+    *("num_microbatches", "num_model_chunks", "activations"),
 )
 """Arguments of HybridParallelPlugin that a plan gives."""
 _KEYS = {"layout", "nodes", "ranks_per_node", "batch_size", "workload", "predicted"}

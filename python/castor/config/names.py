@@ -18,10 +18,9 @@ Overlap = Literal["none", "forward", "backward"]
 NonFinite = Literal["skip", "raise", "ignore"]
 StateFormat = Literal["fp32", "split", "split_bf16", "split_int8"]
 TileLogits = Literal["auto"] | bool | int
-SearchedStyle = Literal["1f1b", "gpipe", "interleaved"]
-"""Schedules of stages that castor plan simulates ..."""
-PipelineStyle = Literal[SearchedStyle, "zbv"]
-"""... and all that are run."""
+PipelineStyle = Literal["1f1b", "gpipe", "interleaved", "zbv"]
+PipelinePass = Literal["forward", "backward", "of_inputs", "of_weights"]
+"""Of a micro-batch in a stage: the last two are the halves of a backward."""
 ZeroStage = Literal["auto", 1, 2, 3]
 Activations = str | Mapping[str, str]
 LoadedWeights = Literal["none", "some", "all"]

@@ -147,6 +147,8 @@ class Scores:
         """What dropout multiplies the weights of a block by, each time the same."""
         if not self.dropout:
             return None
+        if scores.is_meta:  # of no values, and no generator
+            return torch.empty_like(scores)
         generator = torch.Generator(scores.device)
         query, key = block.number
         generator.manual_seed((self.seed + (query << 32) + (key << 16)) & ((1 << 63) - 1))

@@ -40,6 +40,7 @@ class Link:
         """Seconds of a collective operation in which each rank gives `num_bytes`.
 
         Chan et al. 2007, section 4: each part goes once over each rank's link, twice for a sum.
+        What is passed on goes to one neighbour alone.
         """
         if ranks == 1:
             return 0.0
@@ -48,6 +49,8 @@ class Link:
             return 2 * self.seconds(num_bytes * others / ranks)
         if operation == "exchange":
             return self.seconds(num_bytes * others / ranks)
+        if operation == "pass":
+            return self.seconds(num_bytes)
         return self.seconds(num_bytes * others)  # gather
 
     def waiting(self, operation: str, ranks: int) -> float:

@@ -54,6 +54,7 @@ class _Seconds:
 
     forward: list[float]
     backward: list[float]
+    of_weights: list[float]
     exchange: float
     waiting: float
     """Of these, in which nothing is sent."""
@@ -74,16 +75,21 @@ class _End:
         events: Events = []
         computing: list[float] = []
         under_way: dict[tuple[int, int], int] = {}
-        for stage, microbatch, backward in order:
+        for stage, microbatch, what in order:
             one, own = recorded.passes[stage], seconds[stage]
-            moments = one.backward if backward else one.forward
+            moments, takes, left = {
+                "forward": (one.forward, own.forward, one.kept_bytes),
+                "backward": (one.backward, own.backward, 0),
+                "of_inputs": (one.backward, own.backward, one.kept_for_weights),
+                "of_weights": (one.of_weights, own.of_weights, 0),
+            }[what]
             under_way.pop((stage, microbatch), None)
             held = sum(under_way.values())
             for moment in moments:
                 events.append((moment.kind, moment.position, moment.nonmodel_bytes + held, 0))
-            computing += own.backward if backward else own.forward
-            if not backward:
-                under_way[stage, microbatch] = one.kept_bytes
+            computing += takes
+            if left:
+                under_way[stage, microbatch] = left
         options = simulator.options(
             cluster.machine, overlap=overlap, num_ranks=layout.replicas, on_host=cluster.on_host
         )
@@ -101,7 +107,7 @@ class _End:
 
 def _ranks_of_a_node(layout: Layout, cluster: Cluster) -> int:
     """Those of a node that have the same parameters."""
-    apart = layout.tensor * layout.stages
+    apart = layout.of_layers * layout.stages
     return max(1, min(layout.replicas, cluster.ranks_per_node // apart))
 
 
@@ -113,26 +119,44 @@ def seconds_of(one: StagePass, cluster: Cluster, layout: Layout) -> _Seconds:
         nonlocal exchange, waiting
         found = []
         for moment in moments:
-            all_of, idle = _exchanged(moment, cluster, layout)
+            computing = simulator.seconds_of(moment, cluster.machine)
+            all_of, idle = _exchanged(moment, cluster, layout, computing)
             exchange += all_of
             waiting += idle
-            found.append(simulator.seconds_of(moment, cluster.machine) + all_of)
+            found.append(computing + all_of)
         return found
 
-    forward, backward = of(one.forward), of(one.backward)
-    return _Seconds(forward=forward, backward=backward, exchange=exchange, waiting=waiting)
+    forward, backward, of_weights = of(one.forward), of(one.backward), of(one.of_weights)
+    return _Seconds(
+        forward=forward,
+        backward=backward,
+        of_weights=of_weights,
+        exchange=exchange,
+        waiting=waiting,
+    )
 
 
-def _exchanged(moment: Moment, cluster: Cluster, layout: Layout) -> tuple[float, float]:
-    """Seconds of what ranks send each other, and of these those in which nothing is sent."""
-    total = waiting = 0.0
+def _exchanged(
+    moment: Moment, cluster: Cluster, layout: Layout, computing: float
+) -> tuple[float, float]:
+    """Seconds of what ranks send each other, and of these those in which nothing is sent.
+
+    What is passed on in a ring travels while a rank computes with what has come, all but the last:
+    the rest of it is waited for. On the host both need the same processors.
+    """
+    total = waiting = passed = 0.0
     for sent in moment.sent:
-        shares = layout.sequence if sent.among == SEQUENCE else layout.tensor
-        apart = layout.tensor * (layout.sequence if sent.among == SEQUENCE else 1)
+        shares = layout.sequence if sent.among == SEQUENCE else layout.of_layers
+        apart = layout.of_layers * (layout.sequence if sent.among == SEQUENCE else 1)
         link = cluster.between(apart)
-        total += link.collective(sent.operation, sent.num_bytes, shares)
+        seconds = link.collective(sent.operation, sent.num_bytes, shares)
+        if sent.operation == "pass" and not cluster.on_host:
+            passed += seconds
+            continue
+        total += seconds
         waiting += link.waiting(sent.operation, shares)
-    return total, waiting
+    behind = computing * (layout.sequence - 1) / layout.sequence
+    return total + max(0.0, passed - behind), waiting
 
 
 def cost_of(
@@ -159,13 +183,14 @@ def cost_of(
         for rank, recorded in zip(places[: len(ends)], ends, strict=True)
     ]
     slowdown = max(rank.slowdown for rank in ranks)
-    link = cluster.between(layout.tensor * layout.sequence * layout.stages)
+    link = cluster.between(layout.of_layers * layout.sequence * layout.stages)
     seconds = [seconds_of(one, cluster, layout) for one in stages]
     each = [
         (
             sum(own.forward) * slowdown,
-            sum(own.backward) * slowdown,
+            (sum(own.backward) + sum(own.of_weights)) * slowdown,
             link.seconds(one.sent_bytes) if one.sent_bytes else 0.0,
+            sum(own.of_weights) * slowdown,
         )
         for one, own in zip(stages, seconds, strict=True)
     ]
@@ -175,13 +200,13 @@ def cost_of(
     # Of the rank with most to do.
     busiest = max(
         range(layout.stages),
-        key=lambda rank: sum(sum(one[:2]) for one in each[rank :: layout.stages]),
+        key=lambda rank: sum(sum(each[i][:2]) for i in layout.stages_of(rank)),
     )
-    mine = range(busiest, len(each), layout.stages)
+    mine = layout.stages_of(busiest)
     exchange = layout.microbatches * sum(seconds[i].exchange for i in mine)
     working = layout.microbatches * sum(sum(each[i][:2]) for i in mine)
     copies = working - working / slowdown
-    reduce = max(_reduced(layout, cluster, end) for end in ends)
+    reduce = max(reduced(layout, cluster, end.param_bytes, end.element_bytes) for end in ends)
     update = max(rank.update for rank in ranks)
     seconds_alone = passes + reduce + update
     # Who waits leaves its processor to others: of all there is no more than they can do.
@@ -206,7 +231,7 @@ def cost_of(
     )
 
 
-def _reduced(layout: Layout, cluster: Cluster, rank: RankOnPaper) -> float:
+def reduced(layout: Layout, cluster: Cluster, param_bytes: int, element_bytes: int) -> float:
     """Seconds of gradients' reduction and weights' gathering.
 
     Copies of a model that compute on one host share their weights and gradients: each rank reads
@@ -214,28 +239,33 @@ def _reduced(layout: Layout, cluster: Cluster, rank: RankOnPaper) -> float:
     several machines, between which sums of gradients, their means and parts of weights go. GPUs,
     and nodes of one copy each, exchange parts of gradients when backward is over, and gather
     gradients and weights.
+
+    Args:
+        layout: How ranks are divided.
+        cluster: Where.
+        param_bytes: Of a rank.
+        element_bytes: Of a parameter's element.
     """
     copies, of_node = layout.replicas, _ranks_of_a_node(layout, cluster)
     if copies == 1:
         return 0.0
     nodes = copies // of_node
-    within = (of_node - 1) / of_node * rank.param_bytes
+    within = (of_node - 1) / of_node * param_bytes
     if cluster.on_host and nodes == 1:
         return cluster.link.seconds(within)
     if cluster.on_host and of_node > 1:
         return cluster.link.seconds(within) + cluster.network.seconds(
-            _crossing(rank, of_node, nodes)
+            _crossing(param_bytes / of_node, element_bytes, nodes)
         )
     link = cluster.link if nodes == 1 else cluster.network
-    return link.seconds(3 * (copies - 1) / copies * rank.param_bytes)
+    return link.seconds(3 * (copies - 1) / copies * param_bytes)
 
 
-def _crossing(rank: RankOnPaper, ranks_of_node: int, nodes: int) -> float:
+def _crossing(means: float, element_bytes: int, nodes: int) -> float:
     """Bytes that the rank with most to send gives to other machines (docs/design/0047-nodes.md).
 
     Of two machines the first sends sums and the last means; one between others sends both.
     """
-    means = rank.param_bytes / ranks_of_node
-    sums = means * 4 / rank.element_bytes
+    sums = means * 4 / element_bytes
     weights = (nodes - 1) / nodes * means
     return weights + (max(sums, means) if nodes == 2 else sums + means)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -13,7 +13,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 from castor.config.layout_plan import write_plan
-from castor.config.names import SearchedStyle
 from castor.estimate.cluster import Cluster
 from castor.estimate.estimator import size
 from castor.estimate.layout_cost import LayoutCost
@@ -125,8 +124,11 @@ def _samples(layout: Layout) -> int:
 
 def ranks_of(layout: Layout) -> str:
     """What they divide; copies of the model are dp."""
-    sizes = {"tp": layout.tensor, "sp": layout.sequence, "pp": layout.stages, "dp": layout.data}
-    return ", ".join(f"{name} {of}" for name, of in sizes.items() if of > 1) or "one"
+    sizes = {"tp": layout.tensor, "ep": layout.experts, "sp": layout.sequence}
+    sizes |= {"pp": layout.stages, "dp": layout.data}
+    found = [f"{name} {of}" for name, of in sizes.items() if of > 1]
+    found += [layout.mode] if layout.sequence > 1 else []
+    return ", ".join(found) or "one"
 
 
 def schedule_of(layout: Layout) -> str:
@@ -177,8 +179,5 @@ def _render(
         f"{found.compared} layouts; a rank has {size(cluster.machine.device_bytes)} of device and "
         f"{size(cluster.machine.host_bytes)} of host memory"
     )
-    if any(cost.layout.stages > 1 for cost in (*found.fitting, *found.others)):
-        compared = ", ".join(get_args(SearchedStyle))
-        console.print(f"schedules of stages: {compared}; pp_style='zbv' is not compared")
     for what, why in found.refused.items():
         console.print(f"[yellow]not with {escape(what)}:[/yellow] {escape(why)}")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any
 
 from castor.errors import UsageError
+from castor.estimate.balanced_experts import count_experts
 from castor.estimate.cluster import Cluster
-from castor.estimate.layout_cost import LayoutCost, cost_of, seconds_of
+from castor.estimate.layout_cost import LayoutCost, cost_of, reduced, seconds_of
 from castor.estimate.layouts import Layout, layouts
 from castor.estimate.rank_on_paper import (
     ModelOnPaper,
@@ -19,9 +21,9 @@ from castor.estimate.rank_on_paper import (
     num_blocks,
 )
 from castor.estimate.workload import Workload
+from castor.runtime.engine import WORKING_DTYPES
 
-_Division = tuple[int, int, bool]
-"""Ranks that share layers, ranks that share sequences, and whether blocks are recomputed."""
+_WHOLE = Layout()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,21 +41,17 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Bound:
-    """Less than which a layout does not take."""
-
-    seconds: float
-    device_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Whole:
     """A micro-batch through all of a model, alone."""
 
     seconds: float
-    block_seconds: float
-    """Of these, in a block; 0: it has none that stages are cut from."""
     kept_bytes: int
+    block_seconds: float = 0.0
+    """Of these, in a block; 0: it has none that stages are cut from."""
+    block_kept_bytes: int = 0
+    """Likewise."""
+    block_bytes: int = 0
+    """Parameters of a block."""
 
 
 class LayoutSearch:
@@ -71,12 +69,14 @@ class LayoutSearch:
         """
         self._config = config
         self.workload = workload
-        self._models: dict[_Division, ModelOnPaper] = {}
+        self._models: dict[Layout, ModelOnPaper] = {}
         self._ranks: dict[Any, RankOnPaper] = {}
+        self._passes: dict[Any, StagePass] = {}
         self._wholes: dict[Any, tuple[_Whole, _Whole]] = {}
-        whole = self._model((1, 1, False))
+        whole = self._model(_WHOLE)
         settings: Any = whole.model.config
         self._heads = int(getattr(settings, "num_attention_heads", 0) or 0)
+        self._experts = min(count_experts(whole.model).values(), default=0)
         self._blocks = 0
         self.refused: dict[str, str] = {}
         try:
@@ -100,6 +100,7 @@ class LayoutSearch:
                 sequence=self.workload.sequence,
                 blocks=self._blocks,
                 heads=self._heads,
+                experts=self._experts,
             )
         )
 
@@ -121,7 +122,8 @@ class LayoutSearch:
         """The fastest layouts of the workload.
 
         All are bounded by what the whole model takes, divided evenly. Those that might be among the
-        fastest are recorded and simulated, in the order of their bounds.
+        fastest are recorded and simulated, in the order of their bounds; where sequences are
+        divided, by what that takes first.
 
         Args:
             cluster: Where.
@@ -139,17 +141,24 @@ class LayoutSearch:
                 f"{self.workload.batch} samples cannot be divided among {cluster.ranks} ranks; "
                 "give a batch that is a multiple of as many copies of the model as train"
             )
-        bounds = [(bound, layout) for layout in every for bound in self._bound(layout, cluster)]
-        room = cluster.machine.device_bytes
-        possible = [(bound.seconds, n, layout) for n, (bound, layout) in enumerate(bounds)
-                    if bound.device_bytes <= room]  # fmt: skip
+        # Of each the least it takes: of any way to divide sequences, of its own, all of it.
+        queue = [(bound, n, False, layout) for n, layout in enumerate(every)
+                 for bound in self._bound(_undivided(layout), layout, cluster)]  # fmt: skip
+        heapify(queue)
+        possible, done = len(queue), 0
         fitting: dict[Layout, LayoutCost] = {}
         others: list[LayoutCost] = []
-        for done, (seconds, _, layout) in enumerate(sorted(possible)):
-            told(done, len(possible))
+        while queue:
+            seconds, n, own, layout = heappop(queue)
             known = sorted(cost.seconds for cost in fitting.values())
             if len(known) >= shown and known[shown - 1] <= seconds:
                 break  # the others are slower still
+            if layout.sequence > 1 and not own:
+                for bound in self._bound(layout, layout, cluster):
+                    heappush(queue, (max(bound, seconds), n, True, layout))
+                continue
+            told(done, possible)
+            done += 1
             for cost in self._known(layout, cluster):
                 division = layout.division()
                 if not cost.fits(cluster.machine):
@@ -163,63 +172,98 @@ class LayoutSearch:
             compared=len(every),
         )
 
-    def _bound(self, layout: Layout, cluster: Cluster) -> Iterator[_Bound]:
-        """Less than which it does not take; none where the model refuses it."""
+    def _bound(self, like: Layout, layout: Layout, cluster: Cluster) -> Iterator[float]:
+        """Seconds less than which a layout does not take; none where it is refused or too large.
+
+        Args:
+            like: The layout, or another that takes no less: one without divided sequences.
+            layout: The layout.
+            cluster: Where.
+        """
         try:
-            of_one, of_two = self._whole(layout, cluster)
-        except (UsageError, NotImplementedError) as error:
-            self._refuse(layout, error)
+            of_one, of_two = self._whole(like, cluster)
+        except (UsageError, NotImplementedError, ValueError) as error:
+            self._refuse(like, _refusal(error, like))
             return
+        share = layout.sequence // like.sequence
+        # Causal attention in a ring leaves out what no token sees: less than half of anything.
+        least = 0.5 if share > 1 and layout.mode == "ring_attn" else 1.0
 
         def of_rows(measure: Callable[[_Whole], float]) -> float:
             # What an operator takes is the larger of two that are in proportion to rows, and
             # something that is not: from two rows on it grows at least as from one to two.
             one, two = measure(of_one), measure(of_two)
-            return (one + (layout.rows - 1) * (two - one)) / layout.sequence
+            return least * (one + (layout.rows - 1) * (two - one)) / share
 
         each = of_rows(lambda whole: whole.seconds)
         block = of_rows(lambda whole: whole.block_seconds)
         count = layout.stages * layout.stages_per_rank
-        layers = self._model((1, 1, False)).layers_of(count) if count > 1 else [0]
-        most = max(sum(layers[rank :: layout.stages]) for rank in range(layout.stages))
-        working = layout.microbatches * max(each / layout.stages, block * most)
-        under_way = min(layout.microbatches, layout.stages) / layout.stages
-        yield _Bound(
-            seconds=working + each * (layout.stages - 1) / count,
-            device_bytes=int(of_rows(lambda whole: whole.kept_bytes) * under_way),
+        layers = self._model(_WHOLE).layers_of(count) if count > 1 else [self._blocks]
+        ranks = range(layout.stages)
+        blocks = [sum(layers[stage] for stage in layout.stages_of(rank)) for rank in ranks]
+        # Of the first rank, which has most micro-batches under way.
+        under_way = min(layout.microbatches, layout.stages) * blocks[0]
+        if layout.style == "zbv":  # when the first one is through the last stage
+            under_way = min(layout.microbatches, count - 1) * layers[0] + layers[-1]
+        held = max(
+            of_rows(lambda whole: whole.block_kept_bytes) * under_way,
+            of_rows(lambda whole: whole.kept_bytes) / layout.stages,
+        )
+        if held > cluster.machine.device_bytes:
+            return
+        working = layout.microbatches * max(each / layout.stages, block * max(blocks))
+        bubble = each * (layout.stages - 1) / count if layout.style != "zbv" else 0.0
+        params = of_one.block_bytes * max(blocks[0], blocks[-1])
+        yield (
+            working
+            + bubble
+            + reduced(layout, cluster, params, WORKING_DTYPES[self.workload.precision].itemsize)
         )
 
-    def _whole(self, layout: Layout, cluster: Cluster) -> tuple[_Whole, _Whole]:
-        """The model with layers divided so, for one row and for two."""
-        key = (layout.tensor, layout.activations)
+    def _whole(self, like: Layout, cluster: Cluster) -> tuple[_Whole, _Whole]:
+        """The model with layers and sequences divided so, for one row and for two."""
+        key = _of_model(like)
         if key not in self._wholes:
             # A stage for each block is recorded soonest: those in between take as much as others.
-            whole = replace(layout.division(), sequence=1, stages=max(1, self._blocks), data=1)
+            whole = replace(like.division(), stages=max(1, self._blocks), data=1)
             of_one, of_two = (self._whole_of(replace(whole, rows=rows), cluster) for rows in (1, 2))
             self._wholes[key] = of_one, of_two
         return self._wholes[key]
 
     def _whole_of(self, whole: Layout, cluster: Cluster) -> _Whole:
-        passes = self._stages(whole, {}, cluster.machine.device_bytes)
+        tile = cluster.machine.device_bytes
+        ends = [self._rank(whole, rank, tile) for rank in {0, whole.stages // 2, whole.stages - 1}]
+        passes = self._stages(
+            whole, {n: one for end in ends for n, one in end.passes.items()}, tile
+        )
         of = [seconds_of(one, cluster, whole) for one in passes]
         seconds = [sum(one.forward) + sum(one.backward) for one in of]
+        kept = [one.kept_bytes for one in passes]
+        if len(passes) < 3:
+            return _Whole(seconds=sum(seconds), kept_bytes=sum(kept))
         return _Whole(
             seconds=sum(seconds),
-            block_seconds=min(seconds) if len(seconds) > 2 else 0.0,
-            kept_bytes=sum(one.kept_bytes for one in passes),
+            kept_bytes=sum(kept),
+            block_seconds=min(seconds),
+            block_kept_bytes=min(kept),
+            block_bytes=self._rank(whole, whole.stages // 2, tile).param_bytes,
         )
 
     def _known(self, layout: Layout, cluster: Cluster) -> Iterator[LayoutCost]:
         """Its cost; none where the model refuses it."""
         try:
             yield self.cost(layout, cluster)
-        except (UsageError, NotImplementedError) as error:
-            self._refuse(layout, error)
+        except (UsageError, NotImplementedError, ValueError) as error:
+            self._refuse(layout, _refusal(error, layout))
 
     def _refuse(self, layout: Layout, error: Exception) -> None:
-        names = {"layers": layout.tensor, "sequences": layout.sequence, "stages": layout.stages}
+        names = {"layers": layout.tensor, "experts": layout.experts}
+        names |= {"sequences": layout.sequence, "stages": layout.stages}
         what = ", ".join(f"{name} among {of}" for name, of in names.items() if of > 1)
-        self.refused.setdefault(what or "one rank", str(error))
+        if layout.sequence > 1:
+            what += f" ({layout.mode})"
+        if str(error) not in self.refused.values():
+            self.refused.setdefault(what or "one rank", str(error))
 
     def cost(self, layout: Layout, cluster: Cluster) -> LayoutCost:
         """What a step of the workload takes in a layout.
@@ -240,40 +284,69 @@ class LayoutSearch:
     def _stages(self, layout: Layout, ends: dict[int, StagePass], tile: int) -> list[StagePass]:
         """A micro-batch in each stage. Of those in between, as many blocks take as much."""
         count = layout.stages * layout.stages_per_rank
-        layers = self._model((1, 1, False)).layers_of(count) if count > 1 else [0]
-        known: dict[tuple[int, bool, bool], StagePass] = {}
-        found = []
-        for stage, blocks in enumerate(layers):
-            alike = (blocks, stage == 0, stage == count - 1)
-            if alike not in known:
-                own = ends.get(stage)
-                known[alike] = own or self._rank(layout, stage % layout.stages, tile).passes[stage]
-            found.append(known[alike])
-        return found
+        layers = self._model(_WHOLE).layers_of(count) if count > 1 else [0]
+        alike = [(blocks, n == 0, n == count - 1) for n, blocks in enumerate(layers)]
+        known = {alike[stage]: one for stage, one in ends.items()}
+        for stage, kind in enumerate(alike):
+            if kind not in known:
+                known[kind] = self._between(layout, stage, kind, tile)
+        return [known[kind] for kind in alike]
 
-    def _model(self, division: _Division) -> ModelOnPaper:
+    def _model(self, like: Layout) -> ModelOnPaper:
+        division = _of_model(like)
         if division not in self._models:
-            tensor, sequence, recomputes = division
             self._models[division] = ModelOnPaper(
                 self._config,
                 precision=self.workload.precision,
                 state_format=self.workload.state_format,
                 rule=self.workload.optimizer,
-                tensor_size=tensor,
-                sequence_size=sequence,
-                recomputes=recomputes,
+                tensor_size=division.tensor,
+                expert_size=division.experts,
+                sequence_size=division.sequence,
+                sequence_mode=division.mode,
+                recomputes=division.activations == "recompute",
             )
         return self._models[division]
 
+    def _between(
+        self, layout: Layout, stage: int, kind: tuple[int, bool, bool], tile: int
+    ) -> StagePass:
+        """A stage that no end has one like; of any pipeline that has one of this kind."""
+        key = (_of_model(layout), kind, layout.style == "zbv", layout.rows, tile)
+        if key not in self._passes:
+            recorded = self._record(layout, (stage,), tile)
+            self._passes[key] = recorded.passes[stage]
+        return self._passes[key]
+
     def _rank(self, layout: Layout, rank: int, tile: int) -> RankOnPaper:
-        division = (layout.tensor, layout.sequence, layout.activations == "recompute")
-        pipeline = (rank, layout.stages, layout.stages_per_rank)
-        key = (division, pipeline, layout.rows, tile)
+        stages, splits = layout.stages * layout.stages_per_rank, layout.style == "zbv"
+        own = tuple(layout.stages_of(rank))
+        key = (_of_model(layout), own, stages, splits, layout.rows, tile)
         if key not in self._ranks:
-            self._ranks[key] = self._model(division).record(
-                *pipeline, rows=layout.rows, sequence=self.workload.sequence, tile=tile
-            )
+            self._ranks[key] = self._record(layout, own, tile)
         return self._ranks[key]
+
+    def _record(self, layout: Layout, own: tuple[int, ...], tile: int) -> RankOnPaper:
+        return self._model(layout).record(
+            own,
+            layout.stages * layout.stages_per_rank,
+            rows=layout.rows,
+            sequence=self.workload.sequence,
+            tile=tile,
+            splits=layout.style == "zbv",
+        )
+
+
+def _refusal(error: Exception, layout: Layout) -> Exception:
+    """What castor says of a layout; raises what is no refusal of it.
+
+    Attention refuses what ranks that divide sequences cannot divide where it is called.
+    """
+    if not isinstance(error, ValueError):
+        return error
+    if layout.sequence > 1 and isinstance(error.__cause__, NotImplementedError):
+        return error.__cause__
+    raise error
 
 
 def _lacking(cost: LayoutCost, cluster: Cluster) -> int:
@@ -281,3 +354,13 @@ def _lacking(cost: LayoutCost, cluster: Cluster) -> int:
     return max(0, cost.device_bytes - machine.device_bytes) + max(
         0, cost.host_bytes - machine.host_bytes
     )
+
+
+def _of_model(layout: Layout) -> Layout:
+    """Of all whose ranks have the same part of each block, the first."""
+    return replace(layout.division(), stages=1, data=1)
+
+
+def _undivided(layout: Layout) -> Layout:
+    """The same with whole sequences."""
+    return replace(layout, sequence=1, mode=Layout.mode)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from castor.config.names import SearchedStyle
+from castor.config.names import PipelineStyle
+from castor.distributed import Mode
 from castor.estimate.cluster import Cluster
 
 LayoutActivations = Literal["keep", "recompute"]
@@ -20,13 +21,17 @@ class Layout:
 
     tensor: int = 1
     """Ranks that share layers."""
+    experts: int = 1
+    """... experts: the same ones, where layers are shared."""
     sequence: int = 1
     """... sequences."""
+    mode: Mode = "all_to_all"
+    """How these meet in attention."""
     stages: int = 1
     """... the blocks of the model."""
     data: int = 1
     """Copies of the model, each of which takes other samples."""
-    style: SearchedStyle = "1f1b"
+    style: PipelineStyle = "1f1b"
     stages_per_rank: int = 1
     microbatches: int = 1
     """That the samples of a copy are divided into."""
@@ -37,12 +42,23 @@ class Layout:
     @property
     def ranks(self) -> int:
         """Of all copies."""
-        return self.tensor * self.sequence * self.stages * self.data
+        return self.of_layers * self.sequence * self.stages * self.data
+
+    @property
+    def of_layers(self) -> int:
+        """Ranks that have the parts of a layer, or its experts."""
+        return max(self.tensor, self.experts)
 
     @property
     def replicas(self) -> int:
         """Ranks that have the same parameters."""
         return self.sequence * self.data
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Numbers of the stages that a rank of a pipeline has."""
+        if self.style == "zbv":
+            return [rank, 2 * self.stages - 1 - rank]
+        return list(range(rank, self.stages * self.stages_per_rank, self.stages))
 
     def division(self) -> Layout:
         """Of all that differ in micro-batches and schedule alone, the first."""
@@ -56,6 +72,10 @@ class Layout:
             "pp_size": self.stages,
             "activations": self.activations,
         }
+        if self.experts > 1:
+            found["ep_size"] = self.experts
+        if self.sequence > 1:
+            found["sequence_parallelism_mode"] = self.mode
         if self.stages > 1 or self.microbatches > 1:
             found |= {"pp_style": self.style, "num_microbatches": self.microbatches}
         if self.stages_per_rank > 1:
@@ -64,7 +84,7 @@ class Layout:
 
 
 def layouts(
-    cluster: Cluster, *, batch: int, sequence: int, blocks: int, heads: int
+    cluster: Cluster, *, batch: int, sequence: int, blocks: int, heads: int, experts: int = 0
 ) -> Iterator[Layout]:
     """All that castor can train with; whether they fit is another question.
 
@@ -76,24 +96,53 @@ def layouts(
         sequence: Tokens in a sample.
         blocks: That stages are cut from; 0: the model cannot be cut.
         heads: Of attention; 0: they cannot be divided.
+        experts: Of each layer that has some; 0: there are none.
     """
-    for tensor in _divisors(min(cluster.ranks, cluster.ranks_per_node)):
-        for divided in _divisors(cluster.ranks_per_node // tensor):
-            share = tensor * divided
-            if cluster.ranks % share or (share > 1 and (not heads or heads % share)):
-                continue
-            if divided > 1 and sequence % divided:
+    for layers in _divisors(min(cluster.ranks, cluster.ranks_per_node)):
+        for divided in _divisors(cluster.ranks_per_node // layers):
+            share = layers * divided
+            if cluster.ranks % share:
                 continue
             for stages in _divisors(cluster.ranks // share):
-                if stages > 1 and (divided > 1 or stages > blocks):
-                    continue  # both at once are not compared
                 data = cluster.ranks // (share * stages)
-                if batch % data == 0:
-                    yield from _schedules(
-                        Layout(tensor=tensor, sequence=divided, stages=stages, data=data),
-                        batch // data,
-                        blocks,
-                    )
+                if (stages > 1 and stages > blocks) or batch % data:
+                    continue
+                for tensor, of_experts in _parts_of_layers(layers, heads, experts):
+                    for mode in _modes(tensor, divided, sequence, heads):
+                        whole = Layout(
+                            tensor=tensor,
+                            experts=of_experts,
+                            sequence=divided,
+                            mode=mode,
+                            stages=stages,
+                            data=data,
+                        )
+                        yield from _schedules(whole, batch // data, blocks)
+
+
+def _parts_of_layers(ranks: int, heads: int, experts: int) -> list[tuple[int, int]]:
+    """Among how many of these ranks layers may be divided, and their experts."""
+    if ranks == 1:
+        return [(1, 1)]
+    by_heads = bool(heads) and heads % ranks == 0
+    found = [(ranks, 1)] if by_heads else []
+    if experts >= ranks:
+        found += [(1, ranks), *([(ranks, ranks)] if by_heads else [])]
+    return found
+
+
+def _modes(tensor: int, divided: int, sequence: int, heads: int) -> list[Mode]:
+    """How ranks that divide sequences may meet; one of no meaning where nobody does."""
+    if divided == 1:
+        return ["all_to_all"]
+    if not heads:
+        return []
+    pieces = {"all_to_all": divided, "all_gather": divided, "ring_attn": 2 * divided}
+    return [
+        mode
+        for mode in get_args(Mode)
+        if not sequence % pieces[mode] and (mode != "all_to_all" or not heads % (tensor * divided))
+    ]
 
 
 def _schedules(layout: Layout, samples: int, blocks: int) -> Iterator[Layout]:
@@ -102,15 +151,18 @@ def _schedules(layout: Layout, samples: int, blocks: int) -> Iterator[Layout]:
         count = samples // rows
         if rows > _LARGEST_MICROBATCH or (count < layout.stages and rows > 1):
             continue
-        styles: list[tuple[SearchedStyle, int]] = [("1f1b", 1)]
+        styles: list[tuple[PipelineStyle, int]] = [("1f1b", 1)]
         if count < layout.stages:
             styles = [("gpipe", 1)]
         elif layout.stages > 1 and count % layout.stages == 0:
             for each in range(2, _MOST_STAGES_PER_RANK + 1):
                 if layout.stages * each <= blocks:
                     styles.append(("interleaved", each))
+        if layout.stages > 1 and 2 * layout.stages <= blocks:
+            styles.append(("zbv", 2))
         for style, each in styles:
-            for activations in ("keep", "recompute"):
+            # On a V weights' gradients come later, one by one: for each a forward would run again.
+            for activations in ("keep", *(("recompute",) if style != "zbv" else ())):
                 yield replace(
                     layout,
                     style=style,

@@ -45,7 +45,7 @@ class Sent:
     among: str
     """Which ranks."""
     operation: str
-    """"sum", "gather" or "exchange", as TensorRanks has them."""
+    """"sum", "gather" or "exchange", as TensorRanks has them, or "pass", as a Ring has."""
     num_bytes: int
     """Of what the rank gives."""
 
@@ -83,6 +83,14 @@ class Step:
         return sum(flops for moment in self.moments for flops, _ in moment.work)
 
 
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator. Experts' products in fp32 are there on devices, not on the meta device."""
+    if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+        left, right, *others = args
+        return func(left.bfloat16(), right.bfloat16(), *others, **kwargs).to(left.dtype)
+    return func(*args, **kwargs)
+
+
 def _bytes_of(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -94,6 +102,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.moments: list[Moment] = []
         self.live_bytes = 0
+        self.events: _C.StepEvents | None = None
+        """What is told of modules; while it records, since that holds this as well."""
         self._known: set[int] = set()  # keys of storages that are alive
         self._results = Results()
         for tensor in held:
@@ -113,7 +123,7 @@ class Recorder(TorchDispatchMode):
                 self.charge(tensor)
             work = known.work
         else:
-            out = func(*args, **kwargs)
+            out = _run(func, args, kwargs)
             given = tensors_in([*args, *kwargs.values()])
             made = [tensor for tensor in tensors_in(out) if self.charge(tensor)]
             work = (flops_of(func, args, kwargs, out), _bytes_of([*given, *made]))
@@ -241,29 +251,39 @@ def recording(
     """
     recorder = Recorder([*spec.params])
     events = simulator.follow(spec.params, recorder.event)
+    recorder.events = events
     for tensor in held:
         recorder.charge(tensor)
-    with _following(spec, events), _fused_attention(device=device), recorder:
-        yield recorder
+    try:
+        with _following(spec, events), _fused_attention(device=device), recorder:
+            yield recorder
+    finally:
+        recorder.events = None
 
 
-def run(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """One forward of a meta model.
-
-    Returns:
-        Its loss.
+def call(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Any:
+    """One forward of a meta model; its outputs.
 
     Raises:
-        ValueError: It has none for these inputs, or its forward depends on values, which meta
-            tensors lack (experts that are chosen by data, say).
+        ValueError: It depends on values, which meta tensors lack (experts that are chosen by data,
+            say), or raises; what it has raised is the cause.
     """
     try:
-        loss: torch.Tensor | None = getattr(model(**inputs), "loss", None)
+        return model(**inputs)
     except Exception as error:
         raise ValueError(
             f"{type(model).__name__} cannot run on the meta device, where tensors have shapes "
             f"but no values: {type(error).__name__}: {error}"
         ) from error
+
+
+def run(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """One forward of a meta model with a loss, which is what it gives.
+
+    Raises:
+        ValueError: See call; or it has none for these inputs.
+    """
+    loss: torch.Tensor | None = getattr(call(model, inputs), "loss", None)
     if loss is None:
         raise ValueError(
             f"{type(model).__name__} returns no loss for {', '.join(inputs)}; name an "

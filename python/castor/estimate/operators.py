@@ -10,6 +10,8 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 _aten = torch.ops.aten
+_on_host = _aten._scaled_dot_product_flash_attention_for_cpu
+_back_on_host = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 Work = tuple[int, int]
 """Of an operator: FLOPs, and bytes read and written."""
@@ -22,6 +24,12 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
         left, right = args[0], args[1]
         rows = left.size(0) if left.dim() == 2 else left.size(0) * left.size(1)
         return int(2 * rows * left.size(-1) * right.size(-1))
+    if func in (_on_host.default, _back_on_host.default):  # a ring's blocks; nor for these
+        forward = func is _on_host.default
+        query, key, value = args[:3] if forward else args[1:4]
+        of_scores, of_values = (1, 1) if forward else (3, 2)  # products, each of as many pairs
+        pairs = query.shape[:-1].numel() * key.size(-2)
+        return int(2 * pairs * (of_scores * query.size(-1) + of_values * value.size(-1)))
     formula = flop_registry.get(func._overloadpacket)
     return int(formula(*args, **kwargs, out_val=out)) if formula else 0
 

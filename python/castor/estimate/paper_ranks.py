@@ -13,19 +13,22 @@ from castor.estimate.metatrace import Sent
 
 
 class PaperRanks(TensorRanks):
-    """The first of several ranks, the others of which are alike."""
+    """One of several ranks, the others of which are alike."""
 
     @classmethod
-    def alike(cls, name: str, size: int, tell: Callable[[Sent], None]) -> PaperRanks:
-        """Ranks of which this process is the first.
+    def alike(
+        cls, name: str, size: int, tell: Callable[[Sent], None], *, rank: int = 0
+    ) -> PaperRanks:
+        """Ranks of which this process is one.
 
         Args:
             name: What they are called in what is noted.
             size: How many.
-            tell: Is given what this rank would send.
+            tell: Is given what this rank would send, in the thread that would send it.
+            rank: Which one it is.
         """
         sends = cast("_C.RankTensors", _Sends(name, size, tell))
-        return cls(rank=0, size=size, group=cast("_C.RankGroup", None), name=name, tensors=sends)
+        return cls(rank=rank, size=size, group=cast("_C.RankGroup", None), name=name, tensors=sends)
 
     def gather(self, value: Any) -> list[Any]:
         """The others have the same."""
@@ -54,6 +57,9 @@ class _Sends:
 
     def exchange(self, parts: torch.Tensor, _received: torch.Tensor) -> None:
         self._note("exchange", parts)
+
+    def pass_on(self, sent: torch.Tensor, _received: torch.Tensor) -> None:
+        self._note("pass", sent)
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
         return [own] * self._size

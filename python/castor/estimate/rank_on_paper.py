@@ -8,10 +8,11 @@ rank's own, not formulas.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,16 +20,20 @@ from torch import nn
 from castor import _C
 from castor.config import Precision, StateFormat
 from castor.distributed import (
+    Mode,
     SequenceParallel,
     TensorParallel,
     find_pipeline_plan,
     find_plan,
+    with_whole_experts,
 )
 from castor.distributed.inputs import asked_of
 from castor.distributed.pipeline_plan import PipelinePlan, cheapest_cuts
+from castor.distributed.split_backward import SplitBackward
 from castor.distributed.stages import Passage, Place, StageModules, places_of
 from castor.estimate.activations import Logits, RecomputedBlocks
-from castor.estimate.metatrace import Moment, Recorder, Sent, recording, run
+from castor.estimate.balanced_experts import balance_experts, count_experts
+from castor.estimate.metatrace import Moment, Recorder, Sent, call, recording, run
 from castor.estimate.model import build, make_inputs, quiet
 from castor.estimate.paper_ranks import PaperRanks
 from castor.estimate.simulator import lay_out
@@ -37,7 +42,7 @@ from castor.runtime.spec import ModelSpec
 
 _LABELS = "labels"
 TENSOR, SEQUENCE = "tensor", "sequence"
-"""What moments call the ranks that share layers, and those that share sequences."""
+"""What moments call the ranks that share layers or experts, and those that share sequences."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +51,20 @@ class StagePass:
 
     forward: list[Moment]
     backward: list[Moment]
+    """All of it, but for what is in of_weights."""
+    of_weights: list[Moment]
+    """Gradients of weights, where these come later."""
     kept_bytes: int
-    """Between the two; its inputs included."""
+    """Between forward and backward; its inputs included."""
+    kept_for_weights: int
+    """Between the halves of a backward."""
     sent_bytes: int
     """Of the hidden states that the next stage gets, and of their gradients."""
 
     @property
     def flops(self) -> int:
         """Of all operators."""
-        moments = (*self.forward, *self.backward)
+        moments = (*self.forward, *self.backward, *self.of_weights)
         return sum(flops for moment in moments for flops, _ in moment.work)
 
 
@@ -81,9 +91,10 @@ class ModelOnPaper:
         precision: Precision,
         state_format: StateFormat,
         rule: str = "adam",
-        tensor_size: int,
-        sequence_size: int,
-        sequence_mode: Literal["all_to_all", "all_gather"] = "all_to_all",
+        tensor_size: int = 1,
+        expert_size: int = 1,
+        sequence_size: int = 1,
+        sequence_mode: Mode = "all_to_all",
         recomputes: bool,
     ) -> None:
         """Builds the model and divides it.
@@ -94,6 +105,7 @@ class ModelOnPaper:
             state_format: Of the optimizer state.
             rule: Of the optimizer.
             tensor_size: Ranks that share layers.
+            expert_size: ... experts: as many, or tensor_size is 1. All are chosen alike.
             sequence_size: Ranks that share sequences.
             sequence_mode: How they meet in attention.
             recomputes: Whether all blocks are recomputed in backward.
@@ -108,22 +120,33 @@ class ModelOnPaper:
         self._dtype = WORKING_DTYPES[precision]
         self.model: Any = build(config, dtype=self._dtype)
         self._divided = tensor_size > 1
+        self._sequence_size = sequence_size
         self._tell: Recorder | None = None
         self._layers: dict[int, list[int]] = {}
-        sequences: SequenceParallel | None = None
+        self._sequences: SequenceParallel | None = None
         if sequence_size > 1:
-            among = PaperRanks.alike(SEQUENCE, sequence_size, self._note)
-            sequences = SequenceParallel(
+            # Of those that gather keys the last one sees all, through a mask.
+            last = sequence_size - 1
+            among = PaperRanks.alike(SEQUENCE, sequence_size, self._note, rank=last)
+            self._sequences = SequenceParallel(
                 self.model, among, tensor_size=tensor_size, mode=sequence_mode
             )
-        if tensor_size > 1:
-            among = PaperRanks.alike(TENSOR, tensor_size, self._note)
-            layers = TensorParallel(self.model, find_plan(self.model, tensor_size, None), among)
-            layers.apply()
-            layers.start()
-        if sequences:
-            sequences.start()
+        if max(tensor_size, expert_size) > 1:
+            self._divide_layers(tensor_size, expert_size)
+        if self._sequences:
+            self._sequences.start()
         self._blocks = RecomputedBlocks(self.model) if recomputes else None
+
+    def _divide_layers(self, tensor_size: int, expert_size: int) -> None:
+        counts = count_experts(self.model) if expert_size > 1 else {}
+        plan = find_plan(self.model, tensor_size, None) if tensor_size > 1 else {}
+        if expert_size > 1:
+            plan = with_whole_experts(self.model, plan, expert_size)
+        among = PaperRanks.alike(TENSOR, max(tensor_size, expert_size), self._note)
+        layers = TensorParallel(self.model, plan, among)
+        layers.apply()
+        layers.start()
+        balance_experts(self.model, counts)
 
     def plan(self) -> PipelinePlan:
         """Where it can be cut into stages.
@@ -142,38 +165,35 @@ class ModelOnPaper:
         return self._layers[stages]
 
     def record(
-        self, rank: int, ranks: int, stages_per_rank: int, *, rows: int, sequence: int, tile: int
-    ) -> RankOnPaper:
+        self, own: Sequence[int], stages: int, *, rows: int, sequence: int, tile: int,
+        splits: bool = False,
+    ) -> RankOnPaper:  # fmt: skip
         """What a rank's stages do with a micro-batch.
 
         Args:
-            rank: Of the pipeline's.
-            ranks: Of the pipeline; 1: the model is whole.
-            stages_per_rank: Stage i is rank i % ranks's.
+            own: Numbers of its stages.
+            stages: Of the model; 1: it is whole.
             rows: Samples of the micro-batch.
             sequence: Tokens in a sample.
             tile: Device memory that decides whether logits are computed in tiles.
+            splits: Whether weights' gradients come later than those of hidden states.
 
         Raises:
             ValueError: The model cannot run on the meta device.
             UsageError, NotImplementedError: It cannot be cut so.
         """
         inputs = make_inputs(self.model, batch=rows, sequence=sequence)
-        stages = ranks * stages_per_rank
         if stages == 1:
-            return self._recorded(inputs, None, [0], tile)
+            return self._recorded(inputs, None, own, tile, splits=False)
         plan = self.plan()
         cuts = [0, *itertools.accumulate(self.layers_of(stages))]
         passage = self._passage(plan)
         places = places_of(self.model, plan, cuts, passage)
-        own = list(range(rank, stages, ranks))
-        modules = StageModules(places, own, cuts, passage)
-        listens = passage.routers.start(self.model, plan, modules.own_blocks)
-        try:
-            return self._recorded(inputs, modules, own, tile)
-        finally:
-            listens.close()
-            _restore(places)
+        with ExitStack() as undo:
+            undo.callback(_restore, places)
+            modules = StageModules(places, own, cuts, passage)
+            undo.enter_context(passage.routers.start(self.model, plan, modules.own_blocks))
+            return self._recorded(inputs, modules, own, tile, splits=splits)
 
     def _passage(self, plan: PipelinePlan) -> Passage:
         passage = Passage.of(self.model, plan)
@@ -182,14 +202,14 @@ class ModelOnPaper:
         return passage
 
     def _recorded(
-        self, inputs: dict[str, torch.Tensor], modules: StageModules | None, own: list[int],
-        tile: int,
+        self, inputs: dict[str, torch.Tensor], modules: StageModules | None, own: Sequence[int],
+        tile: int, *, splits: bool,
     ) -> RankOnPaper:  # fmt: skip
         spec = ModelSpec.structure(self.model)
         simulator = lay_out(spec, self._precision, self._state_format, self._rule)
         passes = {}
         for stage in own:
-            passes[stage] = self._pass(spec, simulator, inputs, modules, stage, tile)
+            passes[stage] = self._pass(spec, simulator, inputs, modules, stage, tile, splits=splits)
         return RankOnPaper(
             simulator=simulator,
             passes=passes,
@@ -205,6 +225,8 @@ class ModelOnPaper:
         modules: StageModules | None,
         stage: int,
         tile: int,
+        *,
+        splits: bool,
     ) -> StagePass:
         sent, received = None, None
         with quiet(), recording(spec, simulator, self.model.buffers()) as recorder:
@@ -219,28 +241,46 @@ class ModelOnPaper:
             else:
                 with modules.running(stage) as passage:
                     if stage:
+                        rows, tokens = passage.size_of(inputs)
                         block = modules.cuts[stage]
-                        received = passage.empty(*passage.size_of(inputs), block, device="meta")
+                        tokens //= self._sequence_size
+                        received = passage.empty(rows, tokens, block, device="meta")
                         received.requires_grad_()
                         recorder.charge(received)
                         passage.received = received
-                    if stage == len(modules.cuts) - 2:
+                    is_last = stage == len(modules.cuts) - 2
+                    if self._sequences:
+                        self._sequences.joins = is_last
+                    if is_last:
                         last = run(self.model, inputs)
                     else:
                         given = {key: of for key, of in inputs.items() if key != _LABELS}
-                        self.model(**given)
+                        call(self.model, given)
                         assert passage.sent is not None
                         last = sent = passage.sent
+                        if splits and sent._is_view():
+                            last = sent = sent.clone()  # as in training: halves detach it
             forward, kept = len(recorder.moments), recorder.live_bytes - fixed
-            last.backward(None if sent is None else torch.empty_like(sent))
+            grad = None if sent is None else torch.empty_like(sent)
+            for_weights = 0
+            if splits:
+                later = _halve(last, grad, received, recorder, spec)
+                backward, for_weights = len(recorder.moments), recorder.live_bytes - fixed
+                later()
+            else:
+                last.backward(grad)
+                backward = len(recorder.moments)
             self._tell = None
             if self._blocks:
                 self._blocks.take()
-        moments = self._tiled(spec, recorder.moments, inputs, tile)
+        # Logits' gradients for their weights are counted whole: less than that is not known.
+        moments = self._tiled(spec, recorder.moments[:backward], inputs, tile)
         return StagePass(
             forward=moments[:forward],
             backward=moments[forward:],
+            of_weights=recorder.moments[backward:],
             kept_bytes=kept,
+            kept_for_weights=for_weights,
             sent_bytes=0 if sent is None else _bytes_of(sent),
         )
 
@@ -255,6 +295,35 @@ class ModelOnPaper:
     def _note(self, sent: Sent) -> None:
         if self._tell:
             self._tell.send(sent)
+
+
+def _halve(
+    output: torch.Tensor,
+    grad: torch.Tensor | None,
+    received: torch.Tensor | None,
+    recorder: Recorder,
+    spec: ModelSpec,
+) -> Callable[[], None]:
+    """Computes the gradients of a stage's inputs; gives what computes those of its weights.
+
+    The first stage has no inputs: all its gradients come later.
+    """
+    if received is None:
+        return lambda: output.backward(grad)
+    split = SplitBackward([output], [grad], [received])
+    split.of_inputs()
+    owners: dict[torch.Tensor, int] = {
+        param: position
+        for position, owner in enumerate(spec.modules)
+        for param in owner.module.parameters(recurse=False)
+    }
+
+    def enter(params: Sequence[torch.Tensor]) -> None:
+        assert recorder.events is not None
+        for position in dict.fromkeys(owners[param] for param in params):
+            recorder.events.enter_backward(position)
+
+    return lambda: split.of_weights(enter)
 
 
 def _restore(places: Sequence[Place]) -> None:

@@ -32,8 +32,8 @@ class HybridParallelPlugin(GeminiPlugin):
     group take the same whole batches, which prepare_dataloader sees to.
 
     Args:
-        plan: A file of `castor plan`, whose sizes, schedule and activations are taken; "auto": that
-            of `castor run --plan`. None: they are given here.
+        plan: A file of `castor plan`, whose sizes, sequence_parallelism_mode, schedule and
+            activations are taken; "auto": that of `castor run --plan`. None: they are given here.
         tp_size: Ranks among which layers are divided. It divides the numbers of heads.
         parallel_output: Only with tp_size > 1: whether transformers' loss of a causal language
             model is computed of each rank's part of the vocabulary, and nobody has all logits:
@@ -97,13 +97,17 @@ class HybridParallelPlugin(GeminiPlugin):
         **gemini: Any,
     ) -> None:
         if plan is not None:
-            given = {"tp_size": tp_size, "sp_size": sp_size, "pp_size": pp_size,
+            given = {"tp_size": tp_size, "ep_size": ep_size, "sp_size": sp_size,
+                     "pp_size": pp_size,
+                     "sequence_parallelism_mode": sequence_parallelism_mode,
                      "pp_style": pp_style, "num_microbatches": num_microbatches,
                      "num_model_chunks": num_model_chunks}  # fmt: skip
             layout = _layout_of(plan, given, gemini)
-            tp_size, sp_size, pp_size = (layout[f"{of}_size"] for of in ("tp", "sp", "pp"))
+            tp_size, ep_size = layout["tp_size"], layout["ep_size"]
+            sp_size, pp_size = layout["sp_size"], layout["pp_size"]
             pp_style, num_microbatches = layout["pp_style"], layout["num_microbatches"]
             num_model_chunks = layout["num_model_chunks"]
+            sequence_parallelism_mode = layout["sequence_parallelism_mode"]
         sizes = {"tp_size": tp_size, "ep_size": ep_size, "sp_size": sp_size, "pp_size": pp_size}
         for name, size in (*sizes.items(), ("num_model_chunks", num_model_chunks)):
             _check_count(name, size)

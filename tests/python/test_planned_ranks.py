@@ -1,0 +1,73 @@
+"""Ranks train by what castor plan chooses: a plan of each kind of layout, and a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, MixtralConfig, PretrainedConfig
+
+import layout_cases
+from castor.config.layout_plan import write_plan
+from castor.estimate.cluster import Cluster
+from castor.estimate.layout_report import plan_of
+from castor.estimate.layout_search import LayoutSearch
+from castor.estimate.layouts import Layout
+from castor.estimate.workload import Workload
+from rank_processes import found
+from tensor_cases import LOSS
+
+CLUSTER = {
+    "device": "cpu", "host_memory": "4GiB", "dram": "20GB/s", "flops": "50G",
+    "device_bandwidth": "20GB/s", "device_memory": "1GiB", "link": "5GB/s",
+}  # fmt: skip
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA = LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"])
+MIXTRAL = MixtralConfig(
+    **SIZES, num_local_experts=3, num_experts_per_tok=2, architectures=["MixtralForCausalLM"]
+)
+LAYOUTS: dict[str, tuple[PretrainedConfig, Layout]] = {
+    "all_to_all": (LLAMA, Layout(sequence=2, rows=4)),
+    "all_gather": (LLAMA, Layout(sequence=2, mode="all_gather", rows=4)),
+    "ring_attn": (LLAMA, Layout(sequence=2, mode="ring_attn", rows=2, microbatches=2)),
+    "zbv": (LLAMA, Layout(stages=2, style="zbv", stages_per_rank=2, microbatches=4)),
+    "sequences and stages": (
+        LLAMA,
+        Layout(
+            sequence=2, mode="ring_attn", stages=2, style="zbv", stages_per_rank=2, microbatches=4
+        ),
+    ),
+    "experts": (MIXTRAL, Layout(experts=2, rows=4)),
+    "layers and experts": (MIXTRAL, Layout(tensor=2, experts=2, rows=4)),
+}
+"""Of two ranks, or four, and steps of four samples."""
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("plans")
+    workload = Workload(batch=4, sequence=16, precision="fp32", state_format="fp32")
+    for name, (model, layout) in LAYOUTS.items():
+        folder = directory / str(layout.ranks) / name
+        folder.mkdir(parents=True)
+        on = Cluster.of(CLUSTER | {"ranks_per_node": layout.ranks}, "fp32")
+        config = folder / "config.json"
+        model.to_json_file(config, use_diff=False)
+        search = LayoutSearch(config, workload)
+        assert layout in search.layouts(on)
+        write_plan(folder / "plan.json", plan_of(search.cost(layout, on), on, workload))
+    return {
+        name: losses
+        for ranks in (2, 4)
+        for name, losses in found(layout_cases.train_by_plan, ranks, directory / str(ranks)).items()
+    }
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_trains_as_it_is_planned(name: str, losses: Any) -> None:
+    first, second, expected = losses[name]
+    assert first == pytest.approx(expected, rel=LOSS)
+    assert second < first
