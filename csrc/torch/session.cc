@@ -117,7 +117,8 @@ void check_copies(const SessionOptions& options, const RankHomes& common) {
   if (shared) {
     const std::string nodes = std::to_string(common.nodes());
     throw UsageError(extra + " asks for as many copies of the weights, and these " + ranks +
-                     " ranks keep " + nodes + ": one on each machine, whose ranks share its " +
+                     " ranks keep " + nodes +
+                     ": one on each machine, whose ranks share its "
                      "memory; give extra_dp_size=1" +
                      (common.nodes() > 1 ? " or " + nodes +
                                                ", or zero_stage=3, which cuts weights over ranks "
