@@ -11,6 +11,11 @@ namespace {
 constexpr std::uint32_t kRequests = 0;  // their tag; answers have others, one for each read
 constexpr std::uint32_t kMostTags = std::uint32_t{1} << 30;
 
+// Of the parts of a chunk that are kept: versions follow each other.
+std::uint32_t tag_of_parts(std::size_t chunk) {
+  return kMostTags + 1 + static_cast<std::uint32_t>(chunk);
+}
+
 }  // namespace
 
 /// What a rank sends to another.
@@ -40,10 +45,14 @@ class WeightParts::Read final : public IoTransfer::State {
   Read(const Read&) = delete;
   Read& operator=(const Read&) = delete;
 
-  /// Asks all others. Takes the parts that it is a read of, whose mutex is held.
+  /// Asks all others of this rank's copy. Takes the parts that it is a read of, whose mutex is
+  /// held.
   void ask(const WeightParts& parts) CASTOR_REQUIRES(parts.mutex_) {
-    for (std::size_t rank = 0; rank < from_.size(); ++rank) {
-      if (rank == parts.messages_->rank()) {
+    const std::size_t own = parts.messages_->rank();
+    const std::size_t ranks = parts.ranks_of_copy(request_.chunk);
+    const std::size_t first = own / ranks * ranks;
+    for (std::size_t rank = first; rank < first + ranks; ++rank) {
+      if (rank == own) {
         continue;
       }
       if (parts.gone_[rank]) {
@@ -52,7 +61,10 @@ class WeightParts::Read final : public IoTransfer::State {
         return;
       }
       try {
-        from_[rank].answer = parts.messages_->receive(rank, request_.tag, part_of(rank));
+        for (std::size_t part = rank % ranks; part < from_.size(); part += ranks) {
+          from_[rank].answers.push_back(
+              parts.messages_->receive(rank, request_.tag, part_of(part)));
+        }
         from_[rank].request =
             parts.messages_->send(rank, kRequests, std::as_bytes(std::span(&request_, 1)));
       } catch (const Error& error) {
@@ -63,10 +75,11 @@ class WeightParts::Read final : public IoTransfer::State {
   }
   /// The rank will not answer.
   void stop(std::size_t rank) noexcept {
-    for (const auto* const message : {&from_[rank].request, &from_[rank].answer}) {
-      if (*message) {
-        (*message)->stop();
-      }
+    if (from_[rank].request) {
+      from_[rank].request->stop();
+    }
+    for (const auto& answer : from_[rank].answers) {
+      answer->stop();
     }
   }
 
@@ -75,8 +88,11 @@ class WeightParts::Read final : public IoTransfer::State {
     if (!first) {
       try {
         parts_.await_own(request_.chunk, request_.version);
-        const auto own = parts_.parts_[request_.chunk];
-        std::memcpy(part_of(parts_.messages_->rank()).data(), own.data(), own.size());
+        const std::size_t ranks = parts_.ranks_of_copy(request_.chunk);
+        for (std::size_t rank = parts_.rank() % ranks; rank < from_.size(); rank += ranks) {
+          const auto kept = parts_.part_of(request_.chunk, rank);
+          std::memcpy(part_of(rank).data(), kept.data(), kept.size());
+        }
       } catch (const Error&) {
         first = std::current_exception();
       }
@@ -106,7 +122,7 @@ class WeightParts::Read final : public IoTransfer::State {
  private:
   struct From {
     std::unique_ptr<RankMessage> request;
-    std::unique_ptr<RankMessage> answer;
+    std::vector<std::unique_ptr<RankMessage>> answers;  // one for each part that the rank keeps
   };
 
   [[nodiscard]] std::span<std::byte> part_of(std::size_t rank) const {
@@ -124,11 +140,22 @@ class WeightParts::Read final : public IoTransfer::State {
     stop(rank);
   }
   void end(std::size_t rank) {
+    std::exception_ptr first;
+    const auto wait = [&](RankMessage& message) {
+      try {
+        message.wait();
+      } catch (const Error&) {
+        first = first ? first : std::current_exception();
+      }
+    };
     if (from_[rank].request) {
-      from_[rank].request->wait();
+      wait(*from_[rank].request);
     }
-    if (from_[rank].answer) {
-      from_[rank].answer->wait();
+    for (const auto& answer : from_[rank].answers) {
+      wait(*answer);
+    }
+    if (first) {
+      std::rethrow_exception(first);
     }
   }
 
@@ -140,26 +167,39 @@ class WeightParts::Read final : public IoTransfer::State {
 };
 
 WeightParts::WeightParts(std::shared_ptr<RankMessages> messages,
-                         std::vector<std::span<std::byte>> parts, std::size_t num_weights,
-                         std::chrono::milliseconds patience)
+                         std::vector<std::span<std::byte>> kept, std::size_t num_weights,
+                         std::size_t copies, std::chrono::milliseconds patience)
     : messages_(std::move(messages)),
-      parts_(std::move(parts)),
+      kept_(std::move(kept)),
       num_weights_(num_weights),
+      copies_(copies),
       patience_(patience),
-      begun_(parts_.size(), 0),
-      finished_(parts_.size(), 0),
+      begun_(kept_.size(), 0),
+      finished_(kept_.size(), 0),
       done_(messages_->size(), false),
       gone_(messages_->size(), false),
       dones_(messages_->size()),
-      goodbyes_(messages_->size()) {
+      goodbyes_(messages_->size()),
+      parcels_(num_weights_) {
+  if (copies_ == 0 || messages_->size() % copies_ != 0) {
+    throw InvalidArgument(std::to_string(messages_->size()) + " ranks cannot keep " +
+                          std::to_string(copies_) + " copies of the weights");
+  }
   listener_ = std::thread([this] { listen(); });
   answerer_ = std::thread([this] { answer(); });
+  if (copies_ > 1) {
+    exchanger_ = std::thread([this] { exchange(); });
+  }
 }
 
 WeightParts::~WeightParts() {
   end_reads();
   await_others();
   leave();
+  if (exchanger_.joinable()) {
+    exchanger_.join();
+  }
+  drain_exchanges();
   answerer_.join();  // it says goodbye; until the others know, theirs have to be heard
   messages_->stop();
   listener_.join();
@@ -176,23 +216,129 @@ Error WeightParts::gone(std::size_t chunk, std::size_t rank, const std::string& 
                "torch.distributed.barrier()");
 }
 
+std::vector<std::size_t> WeightParts::kept_ranks() const {
+  std::vector<std::size_t> ranks;
+  const std::size_t of_copy = messages_->size() / copies_;
+  for (std::size_t rank = messages_->rank() % of_copy; rank < messages_->size(); rank += of_copy) {
+    ranks.push_back(rank);
+  }
+  return ranks;
+}
+
+// What others keep of this rank's, and this one of theirs. A failure ends the run here.
+template <typename Begin>
+void WeightParts::exchange_with_counterparts(std::size_t chunk, const Begin& begin) {
+  for (const std::size_t rank : kept_ranks()) {
+    if (rank == messages_->rank() || left_) {
+      continue;
+    }
+    try {
+      if (gone_[rank]) {
+        throw Error("it has let go of the model");
+      }
+      parcels_[chunk].push_back({rank, begin(rank)});
+    } catch (const Error& error) {
+      lost_ = std::make_exception_ptr(gone(chunk, rank, error.what()));
+      left_ = true;
+    }
+  }
+}
+
 void WeightParts::begin_update(ChunkId chunk) {
-  const MutexLock lock(mutex_);
-  ++begun_[index(chunk)];
+  const std::size_t number = index(chunk);
+  std::exception_ptr lost;
+  {
+    const MutexLock lock(mutex_);
+    ++begun_[number];
+    if (num_copies(number) > 1) {
+      ++num_exchanges_;
+      exchange_with_counterparts(number, [&](std::size_t rank) {
+        const std::span<std::byte> part = part_of(number, rank);
+        bytes_read_ += part.size();
+        return messages_->receive(rank, tag_of_parts(number), part);
+      });
+    }
+    lost = lost_;
+  }
+  if (lost) {
+    changed_.notify_all();
+    std::rethrow_exception(lost);
+  }
 }
 
 void WeightParts::end_update(ChunkId chunk) {
+  const std::size_t number = index(chunk);
   {
     const MutexLock lock(mutex_);
-    ++finished_[index(chunk)];
+    if (num_copies(number) > 1) {
+      exchange_with_counterparts(number, [&](std::size_t rank) {
+        const std::span<const std::byte> part = part_of(number, messages_->rank());
+        bytes_sent_ += part.size();
+        return messages_->send(rank, tag_of_parts(number), part);
+      });
+      updated_.push_back(number);
+    } else {
+      ++finished_[number];
+    }
   }
   changed_.notify_all();
+}
+
+void WeightParts::await_exchanges() {
+  MutexLock lock(mutex_);
+  changed_.wait(lock.native(),
+                [this]() CASTOR_REQUIRES(mutex_) { return left_ || num_exchanges_ == 0; });
+  if (num_exchanges_ > 0) {
+    std::rethrow_exception(
+        lost_ ? lost_
+              : std::make_exception_ptr(
+                    Error("rank " + std::to_string(messages_->rank()) + " of " +
+                          std::to_string(messages_->size()) +
+                          " has let go of the others when its own run could not go on: start all "
+                          "again, from the last checkpoint")));
+  }
+}
+
+// Waits for what is under way of one chunk after the other, as they have been updated here: a
+// counterpart sends its part behind its own update, which waits for nobody.
+void WeightParts::exchange() noexcept {
+  MutexLock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock.native(),
+                  [this]() CASTOR_REQUIRES(mutex_) { return left_ || !updated_.empty(); });
+    if (left_) {
+      break;
+    }
+    const std::size_t chunk = updated_.front();
+    updated_.pop_front();
+    std::vector<Parcel>& parcels = parcels_[chunk];  // nobody's else until the update is finished
+    lock.unlock();
+    std::exception_ptr failure;
+    for (const Parcel& parcel : parcels) {
+      try {
+        parcel.message->wait();
+      } catch (const Error& error) {
+        failure =
+            failure ? failure : std::make_exception_ptr(gone(chunk, parcel.rank, error.what()));
+      }
+    }
+    lock.lock();
+    if (failure) {
+      lost_ = lost_ ? lost_ : failure;
+      left_ = true;
+    } else {
+      parcels.clear();
+      ++finished_[chunk];
+      --num_exchanges_;
+    }
+    changed_.notify_all();
+  }
 }
 
 IoTransfer WeightParts::start_read(std::size_t number, std::span<std::byte> buffer) {
   const MutexLock lock(mutex_);
   next_tag_ = next_tag_ % kMostTags + 1;
-  bytes_read_ += buffer.size() - parts_[number].size();
+  bytes_read_ += buffer.size() - kept_[number].size();
   auto read = std::make_shared<Read>(
       *this, Request{.tag = next_tag_, .chunk = number, .version = begun_[number]}, buffer);
   read->ask(*this);
@@ -204,6 +350,9 @@ void WeightParts::await_own(std::size_t chunk, std::uint64_t version) {
   MutexLock lock(mutex_);
   changed_.wait(lock.native(),
                 [&]() CASTOR_REQUIRES(mutex_) { return left_ || finished_[chunk] >= version; });
+  if (finished_[chunk] < version && lost_) {
+    std::rethrow_exception(lost_);
+  }
   if (finished_[chunk] < version) {
     throw gone(chunk, messages_->rank(), "its own run could not go on");
   }
@@ -227,6 +376,31 @@ void WeightParts::listen() noexcept {
   }
 }
 
+template <typename Which>
+void WeightParts::stop_parcels(const Which& which) noexcept {
+  for (const std::vector<Parcel>& parcels : parcels_) {
+    for (const Parcel& parcel : parcels) {
+      if (which(parcel)) {
+        parcel.message->stop();
+      }
+    }
+  }
+}
+
+// Nothing may come into memory that goes.
+void WeightParts::drain_exchanges() noexcept {
+  const MutexLock lock(mutex_);
+  stop_parcels([](const Parcel&) { return true; });
+  for (const std::vector<Parcel>& parcels : parcels_) {
+    for (const Parcel& parcel : parcels) {
+      try {
+        parcel.message->wait();
+      } catch (const Error&) {  // NOLINT(bugprone-empty-catch): nobody wants it any more
+      }
+    }
+  }
+}
+
 void WeightParts::take(std::size_t from, const Request& request) {
   {
     const MutexLock lock(mutex_);
@@ -244,6 +418,7 @@ void WeightParts::take(std::size_t from, const Request& request) {
       for (Read* const read : reads_) {
         read->stop(from);
       }
+      stop_parcels([from](const Parcel& parcel) { return parcel.rank == from; });
     }
   }
   changed_.notify_all();
@@ -275,10 +450,14 @@ bool WeightParts::next_answer(Wanted& wanted) {
 void WeightParts::answer() noexcept {
   Wanted wanted;
   while (next_answer(wanted)) {
-    const std::span<const std::byte> part = parts_[wanted.request.chunk];
+    const std::span<const std::byte> kept = kept_[wanted.request.chunk];
+    const std::size_t num_parts = num_copies(wanted.request.chunk);
+    const std::size_t bytes = kept.size() / num_parts;
     try {
-      bytes_sent_ += part.size();  // before that rank has it, and may meet this one and report
-      messages_->send(wanted.from, wanted.request.tag, part)->wait();
+      bytes_sent_ += kept.size();  // before that rank has it, and may meet this one and report
+      for (std::size_t part = 0; part < num_parts; ++part) {
+        messages_->send(wanted.from, wanted.request.tag, kept.subspan(part * bytes, bytes))->wait();
+      }
     } catch (const Error&) {  // NOLINT(bugprone-empty-catch): that rank is gone, or was told
     }
   }
@@ -310,7 +489,8 @@ void WeightParts::end_reads() {
 void WeightParts::await_others() {
   MutexLock lock(mutex_);
   changed_.wait_for(lock.native(), patience_, [this]() CASTOR_REQUIRES(mutex_) {
-    return left_ || std::find(done_.begin(), done_.end(), false) == done_.end();
+    return left_ ||
+           (num_exchanges_ == 0 && std::find(done_.begin(), done_.end(), false) == done_.end());
   });
 }
 
@@ -343,6 +523,7 @@ void WeightParts::leave() noexcept {
   {
     const MutexLock lock(mutex_);
     left_ = true;
+    stop_parcels([](const Parcel&) { return true; });
   }
   changed_.notify_all();
 }

@@ -130,8 +130,9 @@ std::shared_ptr<Session> create_session(
     const std::vector<PythonModuleSpec>& modules, SessionOptions options, const py::object& backend,
     const std::optional<std::array<std::string, 3>>& groups,
     const std::optional<std::string>& memory_mark, const std::string& reads, std::size_t zero_stage,
-    const std::vector<std::uint32_t>& valueless, std::string name) {
+    std::size_t extra_dp_size, const std::vector<std::uint32_t>& valueless, std::string name) {
   options.zero_stage = zero_stage;
+  options.extra_dp_size = extra_dp_size;
   options.name = std::move(name);
   options.backend = device_backend(backend);
   options.state.ruled = std::move(ruled);
@@ -345,7 +346,8 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),
            py::arg("trained"), py::arg("ruled"), py::arg("packed"), py::arg("modules"),
            py::arg("options"), py::arg("backend"), py::arg("groups"), py::arg("memory_mark"),
-           py::arg("reads"), py::arg("zero_stage"), py::arg("valueless"), py::arg("name"))
+           py::arg("reads"), py::arg("zero_stage"), py::arg("extra_dp_size"), py::arg("valueless"),
+           py::arg("name"))
       .def("set_loss_scale", &Session::set_loss_scale, released)
       .def("synchronise", &Session::synchronise)
       .def("collect_gradients", &Session::collect_gradients, py::arg("with_norm"), released)

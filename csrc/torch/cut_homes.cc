@@ -28,10 +28,11 @@ void CutHomes::check_alike(const RankGroups& ranks, const std::vector<bool>& on_
 }
 
 CutHomes::CutHomes(const ChunkLayout& layout, std::span<const Placement> placements,
-                   const RankGroups& ranks, std::size_t stage, MemoryTier& host, Executor& executor)
+                   const RankGroups& ranks, std::size_t stage, std::size_t copies, MemoryTier& host,
+                   Executor& executor)
     : stage_(stage) {
   const std::size_t size = ranks.passes->size();
-  std::vector<std::size_t> weights;  // of each chunk this rank's part
+  std::vector<std::size_t> weights;  // of each chunk the parts that this rank keeps
   std::vector<std::size_t> gradients;
   std::vector<bool> on_host;
   std::size_t bytes = 0;
@@ -39,7 +40,7 @@ CutHomes::CutHomes(const ChunkLayout& layout, std::span<const Placement> placeme
     const ChunkSpec& chunk = layout.chunks()[i];
     on_host.push_back(placements[i] != Placement::kDevice && chunk.used_bytes > 0);
     cut_.push_back(on_host[i] && stage_ == 3);
-    weights.push_back(cut_[i] ? chunk.used_bytes / size : 0);
+    weights.push_back(cut_[i] ? chunk.used_bytes / size * copies : 0);
     gradients.push_back(on_host[i] && chunk.trainable ? chunk.used_bytes / size : 0);
     part_bytes_ += weights[i];
     bytes += weights[i] + gradients[i];
@@ -63,7 +64,7 @@ CutHomes::CutHomes(const ChunkLayout& layout, std::span<const Placement> placeme
       offset += part;
     }
   }
-  parts_ = std::make_unique<WeightParts>(ranks.reads, std::move(parts), cut_.size());
+  parts_ = std::make_unique<WeightParts>(ranks.reads, std::move(parts), cut_.size(), copies);
   if (part_bytes_ > 0) {
     make_window(layout, host, executor);
   }

@@ -31,10 +31,12 @@ class CutHomes {
 
   /// None.
   CutHomes() = default;
-  /// Every rank makes one. `stage`: 2, or 3. Both outlive this. Throws OutOfMemory; UsageError, on
-  /// every rank, where nothing has its home on the host, or not the same on all ranks.
+  /// Every rank makes one. `stage`: 2, or 3. `copies`: of the weights (WeightParts). The tier and
+  /// the executor outlive this. Throws OutOfMemory; UsageError, on every rank, where nothing has
+  /// its home on the host, or not the same on all ranks.
   CutHomes(const ChunkLayout& layout, std::span<const Placement> placements,
-           const RankGroups& ranks, std::size_t stage, MemoryTier& host, Executor& executor);
+           const RankGroups& ranks, std::size_t stage, std::size_t copies, MemoryTier& host,
+           Executor& executor);
 
   /// 2, or 3; 0: there are none.
   [[nodiscard]] std::size_t stage() const noexcept { return stage_; }
@@ -44,7 +46,7 @@ class CutHomes {
   [[nodiscard]] ChunkStream* stream() const noexcept { return stream_.get(); }
   /// Of weights, per chunk.
   [[nodiscard]] const std::vector<bool>& cut() const noexcept { return cut_; }
-  /// Of this rank's weights, on the host.
+  /// Of weights, that this rank keeps on the host.
   [[nodiscard]] std::size_t part_bytes() const noexcept { return part_bytes_; }
   [[nodiscard]] std::size_t window_bytes() const noexcept { return window_.bytes(); }
   /// That nothing else on the host may take for good.

@@ -101,10 +101,42 @@ ChunkStream* stream_of(const std::unique_ptr<NvmeTier>& nvme, std::size_t conten
   return nvme ? nvme->stream(content) : nullptr;
 }
 
+/// Throws UsageError, on every rank, unless ranks keep as many copies of the weights as were asked
+/// for.
+void check_copies(const SessionOptions& options, const RankHomes& common) {
+  const std::size_t asked = options.extra_dp_size;
+  const bool shared = common.weights().homes != nullptr;
+  if (asked == 1 || !options.ranks || (shared && asked == common.nodes())) {
+    return;
+  }
+  if (!shared && options.ranks->reads != nullptr && options.zero_stage == 3) {
+    return;
+  }
+  const std::string ranks = std::to_string(options.ranks->passes->size());
+  const std::string extra = "extra_dp_size=" + std::to_string(asked);
+  if (shared) {
+    const std::string nodes = std::to_string(common.nodes());
+    throw UsageError(extra + " asks for as many copies of the weights, and these " + ranks +
+                     " ranks keep " + nodes +
+                     ": one on each machine, whose ranks share its "
+                     "memory; give extra_dp_size=1" +
+                     (common.nodes() > 1 ? " or " + nodes +
+                                               ", or zero_stage=3, which cuts weights over ranks "
+                                               "of all machines"
+                                         : ""));
+  }
+  throw UsageError(extra + " says how many copies of the weights " + ranks +
+                   " ranks keep in parts, and with this zero_stage each of them has whole weights "
+                   "here (" +
+                   options.ranks->link + (common.refusal().empty() ? "" : "; " + common.refusal()) +
+                   "); give zero_stage=3, or extra_dp_size=1");
+}
+
 /// None where ranks keep them together.
 CutHomes make_cut_homes(const ChunkLayout& layout, std::span<const Placement> placements,
                         const SessionOptions& options, const RankHomes& common, MemoryTier& host,
                         Executor& executor) {
+  check_copies(options, common);
   if (!options.ranks || common.weights().homes) {
     return {};
   }
@@ -116,7 +148,8 @@ CutHomes make_cut_homes(const ChunkLayout& layout, std::span<const Placement> pl
     }
     return {};
   }
-  return {layout, placements, *options.ranks, options.zero_stage, host, executor};
+  return CutHomes(layout, placements, *options.ranks, options.zero_stage, options.extra_dp_size,
+                  host, executor);
 }
 
 HomesPaid payer(const RankHomes& common, const CutHomes& cut) {
@@ -596,10 +629,12 @@ GradientSummary Session::collect_gradients(bool with_norm) {
       with_norm, [this](std::span<double> squares) { ranks_->gradients().measure_parts(squares); });
 }
 
-// Of weights as they are before all ranks update them, or load others: the next are of those.
+// Of weights as they are before all ranks update them, or load others: the next are of those. And
+// what the last update sends between copies.
 void Session::end_reads_of_parts() {
   reads_.wait_for_all();
   weights_->await_reads();
+  cut_homes_.parts()->await_exchanges();
 }
 
 void Session::finish_step() {

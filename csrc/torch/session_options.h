@@ -34,6 +34,8 @@ struct SessionOptions {
   std::size_t num_threads = 0;
   /// What several ranks keep parts of at least (ZeRO): 1, 2 or 3, as GeminiPlugin; 0: any.
   std::size_t zero_stage = 0;
+  /// Copies of the weights that ranks keep in parts, each over as many of them: as GeminiPlugin.
+  std::size_t extra_dp_size = 1;
   /// nullopt: this process is alone.
   std::optional<RankGroups> ranks;
 };

@@ -288,7 +288,7 @@ void StatePlaces::with_home(ParamId param, const std::function<void(std::byte*)>
   if (cut(place.chunk)) {
     std::vector<std::byte> copy(spec.numel * size_of(spec.type));
     work(copy.data());
-    write_part(param, copy);
+    write_parts(param, copy);
     return;
   }
   if (!manager_.stored(place.chunk)) {
@@ -310,17 +310,19 @@ void StatePlaces::with_stored_weights(ParamId param,
   work(hold->data() + place.offset * size_of(layout_.param(param).type));
 }
 
-// Every rank writes the same values, each its piece.
-void StatePlaces::write_part(ParamId param, std::span<const std::byte> values) const {
-  const ChunkId chunk = layout_.place(param).chunk;
-  if (const Piece piece = shards_.piece(param); piece.numel > 0) {
-    ChunkMemory memory{};
-    memory[static_cast<std::size_t>(PayloadKind::kParam)] = parts_->part(chunk).data();
-    std::memcpy(element(memory, param, PayloadKind::kParam, piece.first_element),
-                values.data() + bytes(param, PayloadKind::kParam, piece.first_element),
-                bytes(param, PayloadKind::kParam, piece.numel));
+// Every rank writes the same values, each the pieces that it keeps.
+void StatePlaces::write_parts(ParamId param, std::span<const std::byte> values) const {
+  const ParamPlace place = layout_.place(param);
+  const std::size_t numel_of_part = shards_.numel(place.chunk);
+  for (const std::size_t rank : parts_->kept_ranks()) {
+    if (const Piece piece = shards_.piece(param, rank); piece.numel > 0) {
+      const std::size_t begin = place.offset + piece.first_element - rank * numel_of_part;
+      std::memcpy(parts_->part(place.chunk, rank).data() + bytes(param, PayloadKind::kParam, begin),
+                  values.data() + bytes(param, PayloadKind::kParam, piece.first_element),
+                  bytes(param, PayloadKind::kParam, piece.numel));
+    }
   }
-  weights_->forget(chunk);
+  weights_->forget(place.chunk);
 }
 
 // So that a rank does not keep a copy of all that it has overwritten.

@@ -155,7 +155,7 @@ class StatePlaces {
   void with_copies(ChunkId chunk, StreamAccess access, const Work& work) const;
   void copy_to_device(std::span<const std::byte> bytes, std::byte* target) const;
   void share_home(ParamId param) const;
-  void write_part(ParamId param, std::span<const std::byte> values) const;
+  void write_parts(ParamId param, std::span<const std::byte> values) const;
   [[nodiscard]] ChunkMemory resident(ChunkId chunk) const;
   [[nodiscard]] ChunkMemory with_weights(ChunkId chunk, ChunkMemory memory) const;
   void check_format(ChunkId chunk) const;

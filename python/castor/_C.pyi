@@ -136,6 +136,7 @@ class Session(StepEvents):
         memory_mark: str | None,
         reads: str,
         zero_stage: int,
+        extra_dp_size: int,
         valueless: Sequence[int],
         name: str,
     ) -> None: ...

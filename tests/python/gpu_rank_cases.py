@@ -181,6 +181,11 @@ def shares_a_gpu(_: Path) -> None:
             print(*[one.message for one in warned])
 
 
+def copies_of_weights(_: Path) -> None:
+    with _of_rank():
+        print(_refused(lambda: boost(EXACT["ample"], extra_dp_size=2)))
+
+
 def stage_2(_: Path) -> None:
     """LowLevelZeroPlugin's, which is the ranks' common gradients."""
     with _of_rank():

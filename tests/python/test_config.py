@@ -124,7 +124,7 @@ def test_arguments_that_contradict_each_other_are_a_value_error() -> None:
 
 
 NOT_YET = [
-    ("tp_size", 2), ("extra_dp_size", 2), ("nvme_dir", "/tmp"),
+    ("tp_size", 2), ("nvme_dir", "/tmp"),
     ("chunk_config_dict", {}), ("memstats", object()), ("force_outputs_fp32", True),
     ("use_fp8", True), ("master_weights", False),
     ("enable_async_reduce", True), ("search_range_m", 32),

@@ -263,6 +263,8 @@ def test_what_gpus_do_not_share_yet_is_named(
     del simgpu
     for output in succeeded(run(gpu_rank_cases.stage_2, 2, tmp_path)):
         assert "NotImplementedError: stage=2 keeps gradients once" in output
+    for output in succeeded(run(gpu_rank_cases.copies_of_weights, 2, tmp_path)):
+        assert "NotImplementedError: extra_dp_size=2 says how many copies" in output
     compute_on_gpu(monkeypatch)
     for name in ("tp_size", "sp_size", "pp_size", "ep_size"):
         settings = {name: 2, "device_memory": 2**30, "host_memory": 2**30}

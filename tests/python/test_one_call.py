@@ -243,8 +243,8 @@ def test_unknown_arguments_are_named() -> None:
 def test_arguments_are_checked_by_whom_they_belong_to() -> None:
     with pytest.raises(ValueError, match="precision"):
         Config(device="cpu", precision="fp8").plugin()
-    with pytest.raises(NotImplementedError, match="extra_dp_size=2 is not supported yet"):
-        Config(device="cpu", extra_dp_size=2).plugin()
+    with pytest.raises(NotImplementedError, match="hidden_dim=2 is not supported yet"):
+        Config(device="cpu", hidden_dim=2).plugin()
 
 
 def test_the_plugin_is_the_one_that_has_the_arguments() -> None:

@@ -163,6 +163,8 @@ class GeminiConfig:
     """Of the model's blocks: kept until backward, or computed again there."""
     zero_stage: ZeroStage = "auto"
     """What several ranks keep parts of at least."""
+    extra_dp_size: int = 1
+    """Copies of the weights that they keep in parts."""
     device: str = "cpu"
     """Where the model computes: "cpu" or a GPU such as "cuda:0"."""
 
@@ -208,6 +210,8 @@ class GeminiConfig:
             )
         _check_tile_logits(self.tile_logits)
         _check_zero_stage(self.zero_stage)
+        _whole_numbers(extra_dp_size=self.extra_dp_size)
+        _at_least("extra_dp_size", self.extra_dp_size, 1)
         check_activations(self.activations)
         if self.optim_state_format is not None:
             _choice("optim_state_format", self.optim_state_format, get_args(StateFormat))

@@ -51,7 +51,7 @@ def join_ranks(
     settings = {
         name: getattr(config, name)
         for name in ("precision", "max_norm", "nonfinite", "chunk_bytes", "overlap",
-                     "zero_stage", "gather_embeddings", "loss_scaler")
+                     "zero_stage", "extra_dp_size", "gather_embeddings", "loss_scaler")
     }  # fmt: skip
     device = torch.device(config.device)
     facts = {

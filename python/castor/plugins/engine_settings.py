@@ -96,4 +96,5 @@ def engine_settings(
         ranks=layout.data,
         reads=reads,
         zero_stage=0 if config.zero_stage == "auto" else config.zero_stage,
+        extra_dp_size=config.extra_dp_size if layout.data else 1,
     )

@@ -164,6 +164,12 @@ class GeminiPlugin:
             weights, and reads the others' when it needs the chunk, through a window of four chunks;
             weights change in step and in loads alone then. 2 and 3 are for the CPU device.
             report().zero_stage is what runs.
+        extra_dp_size: Copies of the weights that n ranks keep with zero_stage=3 where they share no
+            memory (HSDP): each is cut over n / extra_dp_size ranks that are neighbours. A rank
+            reads of those alone, so that what it needs comes from near ones, and keeps
+            extra_dp_size / n of the weights in host_memory. Gradients and optimizer states stay cut
+            over all ranks. Same bits. Ranks that share memory keep a copy on each machine: their
+            number is accepted there.
         **not_yet: Names of later versions and of Colossal-AI's plugin: accepted at the value that
             asks for nothing.
 
@@ -220,6 +226,7 @@ class GeminiPlugin:
         nvme_offload_fraction: float | None = None,
         nvme_verify: bool = True,
         zero_stage: ZeroStage = "auto",
+        extra_dp_size: int = 1,
         **not_yet: Any,
     ) -> None:
         check_not_yet(type(self).__name__, not_yet)
@@ -297,6 +304,7 @@ class GeminiPlugin:
             nvme_offload_fraction=nvme_offload_fraction,
             nvme_verify=nvme_verify,
             zero_stage=zero_stage,
+            extra_dp_size=extra_dp_size,
         )
 
     @property
@@ -334,7 +342,8 @@ class GeminiPlugin:
             NotImplementedError: An optimizer is not supported in this precision, or a setting with
                 several optimizers or ranks.
             ValueError: HybridAdam's optim_state_format, seed or nvme_offload_dir contradicts the
-                plugin's, or the precision does not have the format.
+                plugin's, the precision does not have the format, or extra_dp_size does not divide
+                the ranks.
             IoError: The NVMe tier's files cannot be made; model and optimizer are unchanged.
         """
         check_fit_for_chunks(model)

@@ -22,7 +22,6 @@ NOT_YET: dict[str, tuple[object, str]] = {
     "sp_size": (1, "use HybridParallelPlugin"),
     "num_microbatches": (None, "use HybridParallelPlugin(pp_size=...)"),
     "microbatch_size": (None, "use HybridParallelPlugin(pp_size=...)"),
-    "extra_dp_size": (1, "every rank has the whole model"),
     "enable_all_optimization": (False, "turn it on in the model"),
     "enable_fused_normalization": (False, "turn it on in the model"),
     "enable_flash_attention": (False, "use the model's attn_implementation"),

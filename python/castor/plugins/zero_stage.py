@@ -26,12 +26,25 @@ def group_of_reads(
         Its name; "" where nobody asks for parts, or this process is alone.
 
     Raises:
+        ValueError: extra_dp_size does not divide the ranks.
         NotImplementedError: The ranks cannot run the stage; the message says what to do.
     """
-    stage = config.zero_stage
+    stage, copies = config.zero_stage, config.extra_dp_size
+    size = layout.data.size if layout.data else 1
+    if size % copies:
+        trained = f"of {size} ranks with the same part of it" if size > 1 else "where one has it"
+        raise ValueError(
+            f"extra_dp_size={copies} copies of the model's weights are cut over as many ranks "
+            f"each, {trained}: start a multiple of {copies} ranks, or give a number that divides "
+            f"{size}"
+        )
+    if copies > 1 and config.device != "cpu":
+        raise NotImplementedError(
+            f"extra_dp_size={copies} says how many copies of the weights {size} ranks keep in "
+            f"parts, and on {config.device!r} each of them has whole ones; give extra_dp_size=1"
+        )
     if layout.data is None or stage in ("auto", 1):
         return ""
-    size = layout.data.size
     if config.device != "cpu":
         raise NotImplementedError(
             f"zero_stage={stage} cuts homes of ranks that compute on the CPU device, and this one "

@@ -73,6 +73,8 @@ class EngineSettings:
     share no memory; "": they are whole."""
     zero_stage: int = 0
     """That ranks run at least (Rajbhandari et al. 2020, section 5); 0: any."""
+    extra_dp_size: int = 1
+    """Copies of the weights that ranks keep in parts."""
 
 
 class Engine(Together):
@@ -185,6 +187,7 @@ class Engine(Together):
             memory_mark=self.ranks.memory_mark if self.ranks else None,
             reads=settings.reads,
             zero_stage=settings.zero_stage,
+            extra_dp_size=settings.extra_dp_size,
             valueless=[self.index_of[param] for param in lazy.params],
             name=type(model).__name__,
         )

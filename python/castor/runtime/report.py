@@ -150,8 +150,8 @@ class MemoryReport:
     """Weights and gradients that ranks of this machine keep once for all of them; 0: each has its
     own."""
     rank_part_bytes: int
-    """Of weights of which each rank keeps its part in host memory, this rank's; 0: there are none.
-    """
+    """Of weights that ranks keep in parts, what this one keeps in host memory: one part of a chunk,
+    or as many as there are copies (extra_dp_size); 0: there are none."""
     rank_window_bytes: int
     """Of host memory, in which those come together, chunk by chunk."""
     rank_gradient_part_bytes: int
@@ -163,7 +163,8 @@ class MemoryReport:
     rank_gradient_copy_peak_bytes: int
     """The most it had at once."""
     rank_read_bytes: int
-    """Of others' parts, of weights and of gradients, that came here to be read."""
+    """Of others' parts, of weights and of gradients, that came here to be read, and of weights that
+    others updated and this rank keeps (extra_dp_size)."""
     rank_sent_bytes: int
     """Gradients and weights that this rank sent to others."""
     rank_crossed_bytes: int

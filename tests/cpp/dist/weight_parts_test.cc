@@ -2,12 +2,15 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstring>
 #include <memory>
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "core/thread_collectives.h"
@@ -25,26 +28,31 @@ constexpr std::size_t kChunks = 5;
 class Rank {
  public:
   explicit Rank(std::shared_ptr<RankMessages> messages, std::size_t not_cut = kChunks,
-                std::chrono::milliseconds patience = std::chrono::milliseconds(0))
+                std::chrono::milliseconds patience = std::chrono::milliseconds(0),
+                std::size_t copies = 1)
       : rank_(messages->rank()), size_(messages->size()) {
-    std::vector<std::span<std::byte>> parts;
+    std::vector<std::span<std::byte>> kept;
     for (std::size_t chunk = 0; chunk < kChunks; ++chunk) {
-      memory_.emplace_back(kPartBytes, value(rank_, chunk, 0));
-      parts.push_back(std::span(memory_[chunk]).first(chunk == not_cut ? 0 : kPartBytes));
+      std::vector<std::byte>& memory = memory_.emplace_back();
+      for (std::size_t rank = rank_ % (size_ / copies); rank < size_; rank += size_ / copies) {
+        memory.insert(memory.end(), kPartBytes, value(rank, chunk, 0));
+      }
+      kept.push_back(std::span(memory).first(chunk == not_cut ? 0 : memory.size()));
     }
-    const std::size_t num_weights = parts.size();
-    parts_ =
-        std::make_unique<WeightParts>(std::move(messages), std::move(parts), num_weights, patience);
+    const std::size_t num_weights = kept.size();
+    parts_ = std::make_unique<WeightParts>(std::move(messages), std::move(kept), num_weights,
+                                           copies, patience);
   }
 
   [[nodiscard]] static std::byte value(std::size_t rank, std::size_t chunk, std::size_t version) {
-    return static_cast<std::byte>(1 + rank + 5 * chunk + 41 * version);
+    return static_cast<std::byte>(1 + rank + 7 * chunk + 41 * version);
   }
   [[nodiscard]] WeightParts& parts() { return *parts_; }
   void update(std::size_t chunk, std::size_t version) {
-    std::memset(memory_[chunk].data(), std::to_integer<int>(value(rank_, chunk, version)),
+    const ChunkId id{static_cast<std::uint32_t>(chunk)};
+    std::memset(parts_->part(id).data(), std::to_integer<int>(value(rank_, chunk, version)),
                 kPartBytes);
-    parts_->end_update(ChunkId{static_cast<std::uint32_t>(chunk)});
+    parts_->end_update(id);
   }
   [[nodiscard]] std::vector<std::byte> read(std::size_t chunk) {
     std::vector<std::byte> whole(size_ * kPartBytes);
@@ -78,6 +86,15 @@ class Rank {
 };
 
 ChunkId id(std::size_t chunk) { return ChunkId{static_cast<std::uint32_t>(chunk)}; }
+
+/// (ranks, copies of the weights)
+using Copies = std::pair<std::size_t, std::size_t>;
+constexpr std::array kCopies = {Copies{4, 2}, Copies{6, 2}, Copies{6, 3}, Copies{4, 4}};
+
+std::unique_ptr<Rank> with_copies(ThreadMessages& messages, std::size_t rank, std::size_t copies) {
+  return std::make_unique<Rank>(messages.of_rank(rank), kChunks, std::chrono::milliseconds(0),
+                                copies);
+}
 
 template <typename Read>
 std::string error_of(const Read& read) {
@@ -193,14 +210,92 @@ TEST(WeightPartsTest, APartThatIsAheadOfWhatIsAskedForIsNotGiven) {
             std::string::npos);
 }
 
-TEST(WeightPartsTest, ReadsThroughAWindowAreOfTheStepTheyAreIn) {
-  constexpr std::size_t kSize = 3;
+TEST(WeightPartsTest, ACopyIsReadOfItsOwnRanks) {
+  for (const auto& [size, copies] : kCopies) {
+    ThreadMessages messages(size);
+    std::vector<std::unique_ptr<Rank>> ranks;
+    for (std::size_t rank = 0; rank < size; ++rank) {
+      ranks.push_back(with_copies(messages, rank, copies));
+    }
+    Rank& first = *ranks[0];
+    for (std::size_t rank = size / copies; rank < size; ++rank) {
+      messages.kill(rank);  // of other copies
+    }
+    for (std::size_t chunk = 0; chunk < kChunks; ++chunk) {
+      EXPECT_EQ(first.read(chunk), first.expected(chunk, 0));
+    }
+    EXPECT_EQ(first.parts().bytes_read(), (size - copies) * kChunks * kPartBytes);
+    EXPECT_EQ(first.parts().kept_ranks().size(), copies);
+    EXPECT_EQ(first.parts().part(id(3)).data(), first.parts().part(id(3), 0).data());
+  }
+}
+
+TEST(WeightPartsTest, RanksCannotKeepCopiesThatDoNotDivideThem) {
+  ThreadMessages messages(4);
+  EXPECT_THROW(WeightParts(messages.of_rank(0), {}, 0, 3), InvalidArgument);
+  EXPECT_THROW(WeightParts(messages.of_rank(0), {}, 0, 0), InvalidArgument);
+}
+
+TEST(WeightPartsTest, AnUpdateIsFinishedWhereTheCounterpartsPartHasCome) {
+  ThreadMessages messages(2);
+  const auto first = with_copies(messages, 0, 2);
+  const auto second = with_copies(messages, 1, 2);
+  for (const std::size_t chunk : {0U, 1U}) {
+    first->parts().begin_update(id(chunk));
+    second->parts().begin_update(id(chunk));
+  }
+  first->update(0, 1);  // neither waits for the other, whatever the order
+  first->update(1, 1);
+  second->update(1, 1);
+  second->update(0, 1);
+  for (Rank* const rank : {first.get(), second.get()}) {
+    EXPECT_EQ(rank->read(0), rank->expected(0, 1));
+    EXPECT_EQ(rank->read(1), rank->expected(1, 1));
+    rank->parts().await_exchanges();
+    EXPECT_EQ(rank->parts().bytes_read(), 2 * kPartBytes);
+    EXPECT_EQ(rank->parts().bytes_sent(), 2 * kPartBytes);
+  }
+}
+
+TEST(WeightPartsTest, ACounterpartThatIsKilledIsNamed) {
+  ThreadMessages messages(2);
+  const auto first = with_copies(messages, 0, 2);
+  first->parts().begin_update(id(1));
+  messages.kill(1);
+  first->update(1, 1);
+  const std::string said = "rank 0 of 2 lost the part of the weights that rank 1 keeps";
+  const std::string of_read = error_of([&] { static_cast<void>(first->read(1)); });
+  EXPECT_NE(of_read.find(said), std::string::npos) << of_read;
+  const std::string at_the_meeting = error_of([&] { first->parts().await_exchanges(); });
+  EXPECT_NE(at_the_meeting.find(said), std::string::npos) << at_the_meeting;
+}
+
+TEST(WeightPartsTest, ACounterpartThatLeavesIsNamed) {
+  ThreadMessages messages(4);
+  const auto first = with_copies(messages, 0, 2);
+  const auto third = with_copies(messages, 2, 2);
+  first->parts().begin_update(id(1));
+  first->update(1, 1);
+  third->parts().leave();
+  const std::string said = "that rank 2 keeps (zero_stage=3): it has let go of the model";
+  const std::string of_update = error_of([&] { first->parts().await_exchanges(); });
+  EXPECT_NE(of_update.find(said), std::string::npos) << of_update;
+  const std::string of_next = error_of([&] { first->parts().begin_update(id(2)); });
+  EXPECT_NE(of_next.find(said), std::string::npos) << of_next;
+}
+
+class WindowsTest : public testing::TestWithParam<Copies> {};
+
+TEST_P(WindowsTest, ReadsAreOfTheStepTheyAreIn) {
   constexpr std::size_t kSteps = 20;
-  ThreadMessages messages(kSize);
-  ThreadRanks threads(kSize);
-  threads.run([&](Collectives& ranks) {
-    Rank own(messages.of_rank(ranks.rank()));
+  const auto [size, copies] = GetParam();
+  ThreadMessages messages(size);
+  ThreadRanks threads(size);
+  threads.run([&, num_copies = copies](Collectives& ranks) {
+    const auto held = with_copies(messages, ranks.rank(), num_copies);
+    Rank& own = *held;
     auto window = own.window();
+    std::thread updates;
     std::minstd_rand random(static_cast<unsigned>(7 + ranks.rank()));
     for (std::size_t step = 0; step < kSteps; ++step) {
       for (std::size_t reads = random() % 6; reads > 0; --reads) {  // each rank others, or none
@@ -212,15 +307,26 @@ TEST(WeightPartsTest, ReadsThroughAWindowAreOfTheStepTheyAreIn) {
         });
       }
       window->await_reads();
+      if (updates.joinable()) {
+        updates.join();
+      }
+      own.parts().await_exchanges();
       meet(ranks);
+      std::vector<std::size_t> order;
       for (std::size_t chunk = 0; chunk < kChunks; ++chunk) {
         own.parts().begin_update(id(chunk));
         window->forget(chunk);
+        order.push_back(chunk);
       }
-      for (std::size_t chunk = 0; chunk < kChunks; ++chunk) {
-        own.update(chunk, step + 1);
-      }
+      std::shuffle(order.begin(), order.end(), random);  // each rank another
+      updates = std::thread([&own, order, step] {        // beside the reads of the next step
+        for (const std::size_t chunk : order) {
+          own.update(chunk, step + 1);
+        }
+      });
     }
+    updates.join();
+    own.parts().await_exchanges();
     window->await_reads();
     meet(ranks);  // nobody goes before the others have read
   });
@@ -228,6 +334,9 @@ TEST(WeightPartsTest, ReadsThroughAWindowAreOfTheStepTheyAreIn) {
     EXPECT_EQ(failure, "");
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Copies, WindowsTest,
+                         testing::Values(Copies{3, 1}, Copies{4, 2}, Copies{3, 3}, Copies{6, 3}));
 
 }  // namespace
 }  // namespace castor
