@@ -381,17 +381,25 @@ def one_steps_more(_: Path) -> None:
 def kept(directory: Path) -> None:
     """Which chunks ranks have once, and what a rank pays."""
     with _of_rank() as rank:
-        run = boost(_tower(muon_and_hybrid))
-        for step in range(2):
-            run.step(step, [10 * step + rank])
-        report = run.booster.report(run.model)
+        wide = SeveralCase(
+            lambda: tower(width=128),
+            lambda model, seed: model(**tower_batch(seed, width=128)),  # type: ignore[no-any-return]
+            muon_and_hybrid,
+        )
+        reports = []
+        for link in ("auto", "group"):
+            os.environ["CASTOR_RANK_LINK"] = link
+            run = boost(wide, placement_policy="cpu")
+            for step in range(2):
+                run.step(step, [10 * step + rank])
+            reports.append(vars(run.booster.report(run.model)))
         engine = engine_of(run.model)
         once = sum(
             chunk["used_bytes"]
             for chunk in engine.session.chunks()
             if any(not _is_muons(engine.names[param]) for param in chunk["params"])
         )
-        torch.save((vars(report), once), directory / f"kept.{rank}.pt")
+        torch.save((*reports, once), directory / f"kept.{rank}.pt")
 
 
 def _is_muons(name: str) -> bool:
@@ -417,11 +425,14 @@ def boost_divided(make: Make, **settings: Any) -> Run:
     return Run(case, booster, model, optimizers, [])
 
 
+DIVIDED: dict[str, Make] = {"tp_size": of_decay, "sp_size": muon_and_hybrid}
+
+
 def divided(directory: Path) -> None:
-    """Two AdamW of a model of which two ranks have parts of layers, or compute half the tokens."""
+    """Two ranks have parts of layers, or compute half the tokens with whole ones."""
     with _of_rank() as rank:
-        for name in ("tp_size", "sp_size"):
-            run = boost_divided(of_decay, **{name: 2})
+        for name, make in DIVIDED.items():
+            run = boost_divided(make, **{name: 2})
             losses = [run.step(step, [step])[0] for step in range(3)]
             run.booster.save(directory / name, run.model, run.optimizers)
             losses += [run.step(step, [step])[0] for step in range(3, 6)]
@@ -434,8 +445,8 @@ def divided(directory: Path) -> None:
             (lambda model: [of_decay(model)[0], SGD(_vectors(model), lr=0.1)], {"tp_size": 2}),
             (of_decay, {"pp_size": 2, "num_microbatches": 2}),
         ]
-        for make, sizes in mixed:
-            print(_refused(lambda: boost_divided(make, **sizes)))  # noqa: B023
+        for unfit, sizes in mixed:
+            print(_refused(lambda: boost_divided(unfit, **sizes)))  # noqa: B023
 
 
 def _vectors(model: nn.Module) -> list[nn.Parameter]:

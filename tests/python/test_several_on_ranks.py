@@ -13,13 +13,13 @@ import simulated_gpu
 from rank_processes import run, succeeded
 from several_rank_cases import (
     CLOSE,
+    DIVIDED,
     EXACT,
     GOING_ON,
     ON_NODES,
     ON_THREE,
     OVER_THE_GROUP,
     boost_divided,
-    of_decay,
 )
 
 Result = tuple[list[torch.Tensor], list[float], dict[str, Any]]
@@ -127,9 +127,11 @@ def test_ranks_have_the_same_bits_close_to_one_process(name: str, trained: Any) 
 def test_chunks_that_a_rule_updates_are_there_once(trained: Any, tmp_path: Path) -> None:
     """What Muon steps each rank has, and gradients of it."""
     succeeded(run(several_rank_cases.kept, 2, tmp_path))
-    report, once = torch.load(tmp_path / "kept.0.pt")
+    report, separate, once = torch.load(tmp_path / "kept.0.pt")
     assert 2 * once <= report["rank_shared_bytes"] <= 2 * once + 16 * 4096
-    assert report["zero_stage"] == 1
+    saved = separate["host_bytes"] - report["host_bytes"]
+    assert saved == pytest.approx(once, abs=16 * 4096)  # half of weights and gradients
+    assert (report["zero_stage"], separate["rank_shared_bytes"]) == (1, 0)
     assert trained("two adamw, tight", 0)[2]["zero_stage"] == 3
 
 
@@ -228,17 +230,17 @@ def test_what_does_not_go_with_them_is_refused_by_name(tmp_path: Path) -> None:
         assert re.search(r"stage=2 keeps gradients once .* Muon runs its own step", low_level)
 
 
-def test_elementwise_ones_step_a_model_that_ranks_divide(tmp_path: Path) -> None:
+def test_they_step_a_model_that_ranks_divide(tmp_path: Path) -> None:
     outputs = succeeded(run(several_rank_cases.divided, 2, tmp_path))
-    alone = boost_divided(of_decay)
-    expected = [alone.step(step, [step])[0] for step in range(6)]
-    for name in ("tp_size", "sp_size"):
+    for name, make in DIVIDED.items():
+        alone = boost_divided(make)
+        expected = [alone.step(step, [step])[0] for step in range(6)]
         for rank in range(2):
             losses = torch.load(tmp_path / f"{name}.{rank}.pt")
             assert losses[:6] == pytest.approx(expected, rel=1e-5)
             assert losses[6:] == losses[3:6]
         # What they have saved one process goes on with.
-        resumed = boost_divided(of_decay)
+        resumed = boost_divided(make)
         resumed.booster.load(tmp_path / name, resumed.model, resumed.optimizers)
         assert resumed.step(3, [3]) == pytest.approx(expected[3:4], rel=1e-5)
     for output in outputs:
