@@ -120,6 +120,8 @@ EXACT = {
     "unclipped": _zoo("gpt2", muon_and_hybrid, max_norm=0.0),
     "adafactor and sgd": _tower(adafactor_and_sgd),
     "two adamw, tight": _tower(two_adamw, SMALL | {"memory": 24 << 10}),
+    "stage 2": _tower(two_adamw, SMALL | {"zero_stage": 2}, stepping=_in_turn),
+    "stage 3": _tower(two_adamw, SMALL | {"zero_stage": 3}, stepping=_seldom),
     "muon and hybrid, tight": _tower(muon_and_hybrid, SMALL | {"memory": 24 << 10}),
     "in turn": _tower(muon_and_hybrid, stepping=_in_turn),
     "seldom": _tower(muon_and_hybrid, stepping=_seldom),
@@ -140,7 +142,7 @@ CLOSE = {
 
 OVER_THE_GROUP = (
     *("muon and hybrid, gpt2", "adafactor and sgd", "two adamw, tight"),
-    *("muon and hybrid, tight", "seldom"),
+    *("muon and hybrid, tight", "seldom", "stage 2", "stage 3"),
 )
 ON_NODES = (*OVER_THE_GROUP, "in turn")
 ON_THREE = ("two adamw, tight", "adafactor and sgd", "muon and hybrid, tight")
