@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import castor
 import helpers
 from castor.runtime.engine import engine_of
-from rank_cases import _of_rank, _refused
+from rank_cases import _frozen, _of_rank, _refused, _uneven
 from simulated import compute_as_asked
 from zoo import CASES, Tower, tower, tower_batch, tower_loss
 
@@ -34,8 +34,9 @@ Make = Callable[[nn.Module], list[Optimizer]]
 
 def muon_and_hybrid(model: nn.Module) -> list[Optimizer]:
     """Matrices of the blocks to Muon, all else to HybridAdam."""
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and _in_block(n)]
-    others = [p for n, p in model.named_parameters() if p.ndim != 2 or not _in_block(n)]
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for n, p in trained if p.ndim == 2 and _in_block(n)]
+    others = [p for n, p in trained if p.ndim != 2 or not _in_block(n)]
     assert matrices
     assert others
     return [Muon(matrices, lr=1e-2), castor.HybridAdam(others, lr=1e-2, weight_decay=0.1)]
@@ -113,6 +114,12 @@ def _tower(make: Make, settings: dict[str, Any] = SMALL, **kwargs: Any) -> Sever
     return SeveralCase(tower, tower_loss, make, settings, **kwargs)
 
 
+def _uneven_loss(model: nn.Module, seed: int) -> torch.Tensor:
+    """Rank 1 skips a layer."""
+    loss: torch.Tensor = model(**tower_batch(seed), skip=2 if seed % 10 == 1 else None)
+    return loss
+
+
 EXACT = {
     "muon and hybrid, gpt2": _zoo("gpt2", muon_and_hybrid),
     "hybrid and muon, llama": _zoo("llama", hybrid_and_muon),
@@ -123,6 +130,8 @@ EXACT = {
     "stage 2": _tower(two_adamw, SMALL | {"zero_stage": 2}, stepping=_in_turn),
     "stage 3": _tower(two_adamw, SMALL | {"zero_stage": 3}, stepping=_seldom),
     "muon and hybrid, tight": _tower(muon_and_hybrid, SMALL | {"memory": 24 << 10}),
+    "frozen": replace(_zoo("gpt2", muon_and_hybrid), build=_frozen),
+    "uneven": SeveralCase(_uneven, _uneven_loss, muon_and_hybrid, SMALL),
     "in turn": _tower(muon_and_hybrid, stepping=_in_turn),
     "seldom": _tower(muon_and_hybrid, stepping=_seldom),
     "scheduled": _tower(muon_and_hybrid, scheduled=True),
@@ -142,7 +151,7 @@ CLOSE = {
 
 OVER_THE_GROUP = (
     *("muon and hybrid, gpt2", "adafactor and sgd", "two adamw, tight"),
-    *("muon and hybrid, tight", "seldom", "stage 2", "stage 3"),
+    *("muon and hybrid, tight", "seldom", "stage 2", "stage 3", "uneven"),
 )
 ON_NODES = (*OVER_THE_GROUP, "in turn")
 ON_THREE = ("two adamw, tight", "adafactor and sgd", "muon and hybrid, tight")
