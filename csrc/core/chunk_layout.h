@@ -49,6 +49,9 @@ struct ChunkSpec {
   std::size_t capacity_bytes = 0;
   std::size_t used_bytes = 0;
   std::vector<ParamId> params;
+
+  /// Whether of several ranks each updates its part, and none all of it.
+  [[nodiscard]] bool updated_in_parts() const noexcept { return has_state || !trainable; }
 };
 
 struct LayoutOptions {

@@ -25,7 +25,9 @@ ChunkManager::ChunkManager(const ChunkLayout& layout, const std::vector<Placemen
       states_(layout.params().size(), TensorState::kFree) {
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    add_payload(chunk, PayloadKind::kParam, layout.chunk(chunk).used_bytes, {}, param_host);
+    const ChunkSpec& spec = layout.chunk(chunk);
+    add_payload(chunk, PayloadKind::kParam, spec.used_bytes, {},
+                spec.updated_in_parts() ? param_host : nullptr);
     if (placements[i] == Placement::kDevice) {
       for (const ParamId param : layout.chunk(chunk).params) {
         states_[index(param)] = TensorState::kHold;

@@ -8,7 +8,8 @@
 namespace castor {
 namespace {
 
-constexpr double kNoGradients = 0.0;  // in place of a loss scale
+constexpr double kNoGradients = 0.0;                  // in place of a loss scale
+constexpr std::uint64_t kTheOne = ~std::uint64_t{0};  // in place of which of several optimizers
 
 /// FNV-1a, of numbers.
 class Digest {
@@ -69,7 +70,8 @@ struct RankMeeting::Header {
   enum class Point : std::uint8_t { kBackwardEnd, kStep, kLoad, kRead, kServe, kEndService };
 
   Point point = Point::kBackwardEnd;
-  StateRequest request{};  // of kRead
+  StateRequest request{};             // of kRead
+  std::uint64_t optimizer = kTheOne;  // of kStep
   std::uint64_t steps = 0;
   std::uint64_t backwards = 0;
   double scale = kNoGradients;
@@ -80,7 +82,8 @@ struct RankMeeting::Header {
       return point == Point::kServe || other.point == Point::kServe ||
              (point == other.point && request == other.request);
     }
-    return point == other.point && steps == other.steps && backwards == other.backwards;
+    return point == other.point && optimizer == other.optimizer && steps == other.steps &&
+           backwards == other.backwards;
   }
 };
 
@@ -105,8 +108,12 @@ std::string RankMeeting::place_of(const Header& header) const {
       return "ends backward pass " + std::to_string(header.backwards + 1) + " of step " +
              std::to_string(header.steps + 1);
     case Header::Point::kStep:
-      return "calls optimizer.step() after " + std::to_string(header.backwards) +
-             " backward passes, for step " + std::to_string(header.steps + 1);
+      return "calls " +
+             (header.optimizer == kTheOne
+                  ? "optimizer"
+                  : "optimizers[" + std::to_string(header.optimizer) + "]") +
+             ".step() after " + std::to_string(header.backwards) + " backward passes, for step " +
+             std::to_string(header.steps + 1);
     case Header::Point::kLoad: return "loads weights after step " + std::to_string(header.steps);
     case Header::Point::kRead:
       return "reads the optimizer state of parameter '" + layout_.param(header.request.param).name +
@@ -172,10 +179,12 @@ std::optional<double> RankMeeting::common_scale(const std::vector<Header>& heade
   return known ? std::optional(headers[*known].scale) : std::nullopt;
 }
 
-GradientMarks RankMeeting::meet(MeetingPoint point, const GradientMarks& own) {
+GradientMarks RankMeeting::meet(MeetingPoint point, const GradientMarks& own,
+                                std::optional<std::size_t> optimizer) {
   const bool at_step = point == MeetingPoint::kStep;
   const std::vector<Header> headers =
       arrive({.point = at_step ? Header::Point::kStep : Header::Point::kBackwardEnd,
+              .optimizer = optimizer.value_or(kTheOne),
               .steps = steps_,
               .backwards = backwards_,
               .scale = own.scale.value_or(kNoGradients)});

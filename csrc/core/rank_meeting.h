@@ -43,8 +43,10 @@ class RankMeeting {
   RankMeeting(Collectives& ranks, const ChunkLayout& layout);
 
   /// Tells the others what this rank has, and returns what any has. Throws UsageError, on every
-  /// rank, where they are at different points or have scaled their losses differently.
-  [[nodiscard]] GradientMarks meet(MeetingPoint point, const GradientMarks& own);
+  /// rank, where they are at different points or have scaled their losses differently. `optimizer`:
+  /// which steps, where the model has several.
+  [[nodiscard]] GradientMarks meet(MeetingPoint point, const GradientMarks& own,
+                                   std::optional<std::size_t> optimizer = {});
   /// The step is over.
   void end_step() noexcept;
   /// Weights are about to be replaced by every rank, or have been. Throws UsageError, on every

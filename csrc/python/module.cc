@@ -350,7 +350,8 @@ PYBIND11_MODULE(_C, m) {
            py::arg("name"))
       .def("set_loss_scale", &Session::set_loss_scale, released)
       .def("synchronise", &Session::synchronise)
-      .def("collect_gradients", &Session::collect_gradients, py::arg("with_norm"), released)
+      .def("collect_gradients", &Session::collect_gradients, py::arg("with_norm"),
+           py::arg("optimizer"), released)
       .def("scale_gradients", &Session::scale_gradients, released)
       .def("update", &castor::update, py::arg("groups"), py::arg("group_of"), py::arg("grad_scale"))
       .def("arm_updates", &castor::arm_updates, py::arg("groups"), py::arg("group_of"))

@@ -61,8 +61,10 @@ GradientSink::GradientSink(ChunkManager& manager, std::span<const ParamHandle> p
   }
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    if (layout_.chunk(chunk).trainable && !cut(chunk)) {
-      manager_.add_payload(chunk, PayloadKind::kGrad, layout_.chunk(chunk).used_bytes, {}, homes);
+    const ChunkSpec& spec = layout_.chunk(chunk);
+    if (spec.trainable && !cut(chunk)) {
+      manager_.add_payload(chunk, PayloadKind::kGrad, spec.used_bytes, {},
+                           spec.updated_in_parts() ? homes : nullptr);
     }
   }
 }

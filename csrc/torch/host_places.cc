@@ -31,7 +31,9 @@ class HostFiller {
     for (std::size_t i = 0; i < placements.size(); ++i) {
       const ChunkSpec& chunk = layout.chunks()[i];
       on_host.push_back(placements[i] != Placement::kDevice);
-      const bool weights = homes == HomesPaid::kByTheHost || homes == HomesPaid::kGradientsCut;
+      const bool own = homes == HomesPaid::kByRanks && !chunk.updated_in_parts();
+      const bool weights =
+          own || homes == HomesPaid::kByTheHost || homes == HomesPaid::kGradientsCut;
       const bool gradients = homes == HomesPaid::kByTheHost || homes == HomesPaid::kByRanks;
       const std::size_t payloads = (weights ? 1 : 0) + (gradients && chunk.trainable ? 1 : 0);
       needs_.weights.push_back(on_host[i] ? payloads * chunk.used_bytes : 0);
@@ -60,7 +62,10 @@ class HostFiller {
       open_activations();
       store_weights();
     }
-    for (std::size_t i = 0; i < count && homes_ != HomesPaid::kByRanks; ++i) {
+    for (std::size_t i = 0; i < count; ++i) {
+      if (homes_ == HomesPaid::kByRanks && layout_.chunks()[i].updated_in_parts()) {
+        continue;
+      }
       places_.host_bytes += places_.stored.weights[i] ? 0 : needs_.weights[i];
     }
     if (options_.nvme) {

@@ -15,7 +15,7 @@ namespace castor {
 /// Who pays for the homes of parameters and gradients.
 enum class HomesPaid : std::uint8_t {
   kByTheHost,     ///< as they are made
-  kByRanks,       ///< RankHomes has paid already
+  kByRanks,       ///< RankHomes has paid already for those that it has
   kCut,           ///< CutHomes has
   kGradientsCut,  ///< ... for the gradients', the host pays for the parameters'
 };

@@ -147,16 +147,17 @@ void RankGradients::end_backward(TensorGate& gate) {
 }
 
 // Ranks that do something else do not come to reduce what this one has handed over.
-GradientMarks RankGradients::meet(MeetingPoint point) {
+GradientMarks RankGradients::meet(MeetingPoint point, std::optional<std::size_t> optimizer) {
   GradientMarks own = gradients_.marks();
   own.handed = handed_;
-  return or_leave(*ranks_, [&] { return meeting_.meet(point, own); });
+  return or_leave(*ranks_, [&] { return meeting_.meet(point, own, optimizer); });
 }
 
-void RankGradients::average(MeetingPoint point, TensorGate& gate) {
+void RankGradients::average(MeetingPoint point, TensorGate& gate,
+                            std::optional<std::size_t> optimizer) {
   const GilRelease released;
   const RankFigures::Timed timed(figures_);
-  const GradientMarks all = meet(point);
+  const GradientMarks all = meet(point, optimizer);
   std::vector<bool> reduced(all.fresh.size(), false);
   if (reductions_ && point == MeetingPoint::kBackwardEnd) {
     reduced = reductions_->end_pass();

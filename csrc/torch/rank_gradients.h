@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -68,7 +69,10 @@ class RankGradients {
   /// The outermost backward pass is over.
   void end_backward(TensorGate& gate);
   /// Before a step, which may not be taken with gradients that the others do not have.
-  void begin_step(TensorGate& gate) { average(MeetingPoint::kStep, gate); }
+  /// `optimizer`: which steps, of several.
+  void begin_step(std::optional<std::size_t> optimizer, TensorGate& gate) {
+    average(MeetingPoint::kStep, gate, optimizer);
+  }
   void end_step() noexcept { meeting_.end_step(); }
   /// Adds the squares of gradients that are in parts, at each parameter's place. Collective.
   void measure_parts(std::span<double> squares);
@@ -86,8 +90,8 @@ class RankGradients {
   void drop_copy(ChunkId chunk);
   void forget_last_step(TensorGate& gate);
   void reduce(ChunkId chunk);
-  void average(MeetingPoint point, TensorGate& gate);
-  [[nodiscard]] GradientMarks meet(MeetingPoint point);
+  void average(MeetingPoint point, TensorGate& gate, std::optional<std::size_t> optimizer = {});
+  [[nodiscard]] GradientMarks meet(MeetingPoint point, std::optional<std::size_t> optimizer);
 
   const std::shared_ptr<Collectives> ranks_;
   RankMeeting& meeting_;

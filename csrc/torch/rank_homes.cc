@@ -38,7 +38,7 @@ RankHomes::RankHomes(const ChunkLayout& layout, std::span<const Placement> place
   std::string places;
   for (std::size_t i = 0; i < placements.size(); ++i) {
     const ChunkSpec& chunk = layout.chunks()[i];
-    if (placements[i] != Placement::kDevice) {
+    if (placements[i] != Placement::kDevice && chunk.updated_in_parts()) {
       weights += SharedHomes::size_of(chunk.used_bytes);
       gradients += chunk.trainable ? SharedHomes::size_of(chunk.used_bytes) : 0;
     }

@@ -16,9 +16,9 @@ namespace castor {
 
 /// The homes of parameters and gradients of a session whose ranks share memory: one copy for all of
 /// a machine, of which each rank pays its share. None where ranks share no memory; on devices that
-/// compute by themselves, which copy from page-locked homes; where another optimizer than castor's,
-/// which updates all on every rank, would leave each with a copy; where homes are cut over the
-/// ranks of several machines (CutHomes). Owned by the session.
+/// compute by themselves, which copy from page-locked homes; of chunks that another optimizer than
+/// castor's updates, all of them on every rank, which would leave each with a copy; where homes are
+/// cut over the ranks of several machines (CutHomes). Owned by the session.
 class RankHomes {
  public:
   /// All of one kind; empty where there are none.

@@ -322,9 +322,13 @@ std::unique_ptr<StoredWeights> Session::make_weights() {
 }
 
 std::size_t Session::zero_stage() const noexcept {
-  return !ranks_                       ? 0
-         : rank_homes_.weights().homes ? (rank_homes_.nodes() == 1 ? 3 : 1)
-                                       : std::max<std::size_t>(cut_homes_.stage(), 1);
+  if (!ranks_ || !rank_homes_.weights().homes) {
+    return !ranks_ ? 0 : std::max<std::size_t>(cut_homes_.stage(), 1);
+  }
+  const bool once = rank_homes_.nodes() == 1 &&
+                    std::all_of(layout_.chunks().begin(), layout_.chunks().end(),
+                                [](const ChunkSpec& chunk) { return chunk.updated_in_parts(); });
+  return once ? 3 : 1;
 }
 
 void Session::check_ranks() const {
@@ -606,11 +610,11 @@ void Session::expect_no_backward() {
   }
 }
 
-GradientSummary Session::collect_gradients(bool with_norm) {
+GradientSummary Session::collect_gradients(bool with_norm, std::optional<std::size_t> optimizer) {
   check_whole();
   own_device_.follow_stream();
   if (ranks_) {
-    ranks_->gradients().begin_step(*gate_);
+    ranks_->gradients().begin_step(optimizer, *gate_);
   }
   runtime_->begin_update();
   if (cut_homes_.stage() == 3) {

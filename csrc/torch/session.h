@@ -79,8 +79,9 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   [[nodiscard]] std::size_t zero_stage() const noexcept;
 
   // The step, in this order.
-  /// Brings every parameter home and every gradient into its payload. Throws as GradientSink does.
-  GradientSummary collect_gradients(bool with_norm);
+  /// Brings every parameter home and every gradient into its payload. `optimizer`: which steps, of
+  /// several. Throws as GradientSink does.
+  GradientSummary collect_gradients(bool with_norm, std::optional<std::size_t> optimizer);
   /// As GradientSink's.
   void scale_gradients(double factor) { gradients_->scale(factor); }
   /// One step over the parameters that have a gradient. With Overlap::kForward it may still be

@@ -77,18 +77,19 @@ class ModelStep:
         passes_since, _ = session.moment()
         if not self._taken_by or driver in self._taken_by or passes_since:
             self._taken_by.clear()
-            self._scale = self._collect()
+            self._scale = self._collect(driver.position)
         else:
-            session.collect_gradients(with_norm=False)  # p.grad may be another tensor now
+            # p.grad may be another tensor now.
+            session.collect_gradients(with_norm=False, optimizer=driver.position)
         return self._scale
 
-    def _collect(self) -> float | None:
+    def _collect(self, position: int | None) -> float | None:
         config = self.config
         check = config.nonfinite != "ignore" or self.scaler is not None
         measures = check or config.max_norm > 0
         if self.engine.parts:
             self.engine.parts.settle_gradients()
-        gradients = self.engine.session.collect_gradients(with_norm=measures)
+        gradients = self.engine.session.collect_gradients(with_norm=measures, optimizer=position)
         norm = gradients.norm / gradients.scale
         if self.engine.parts and measures:
             norm = self.engine.parts.norm(self.engine.params, gradients.squares) / gradients.scale
@@ -139,11 +140,25 @@ class StepDriver:
     """The step of one optimizer of a model."""
 
     def __init__(
-        self, optimizer: Optimizer, model_step: ModelStep, *, rule: FusedRule | None
+        self,
+        optimizer: Optimizer,
+        model_step: ModelStep,
+        *,
+        rule: FusedRule | None,
+        position: int | None,
     ) -> None:
+        """Of an optimizer that is about to be boosted.
+
+        Args:
+            optimizer: Over the model's parameters.
+            model_step: Of the model.
+            rule: That runs it; None: its own step does.
+            position: In the list of the model's optimizers; None: it is the only one.
+        """
         self.engine = model_step.engine
         self.model_step = model_step
         self.rule = rule
+        self.position = position
         self.own_step = OwnStep(optimizer) if not rule and model_step.copies else None
         """Where the optimizer's own step cannot have the parameters themselves."""
         self.num_updated = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -60,17 +61,12 @@ def join_ranks(
         "device": device.type,
         "optim_state_format": state_format,
         "seed": seed,
-        **describe_optimizers(optimizers),
+        **describe_optimizers(model, optimizers),
     }
     size = 1
     for group in layout.groups:
         group.check_equal(facts)
         size *= group.size
-    if len(optimizers) > 1:
-        raise NotImplementedError(
-            f"{size} ranks step one optimizer a model, and boost was given "
-            f"{len(optimizers)}: give one with param_groups"
-        )
     _check_supported(model, config, held, size)
     if layout.data:
         check_gpus(layout.data, device, config.device_bytes, stacklevel=4)
@@ -98,8 +94,9 @@ def loader_of_rank(
     return loader
 
 
-def describe_optimizers(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+def describe_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """What has to be the same on every rank, by its name in a message."""
+    names = {param: name for name, param in model.named_parameters()}
     groups = [  # numbers and flags, and how many parameters each has
         {
             name: len(value) if name == "params" else value
@@ -109,10 +106,25 @@ def describe_optimizers(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         for optimizer in optimizers
         for group in optimizer.param_groups
     ]
+    held = [
+        [sorted(names.get(param, "?") for param in group["params"]) for group in one.param_groups]
+        for one in optimizers
+    ]
     return {
         "the optimizer": ", ".join(type(one).__name__ for one in optimizers),
         "the optimizer's param_groups": groups,
+        "which parameters the optimizer's param_groups hold": [
+            [
+                f"{len(group)} from {group[0]}, {_digest(group)}" if group else "none"
+                for group in one
+            ]
+            for one in held
+        ],
     }
+
+
+def _digest(names: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
 
 
 def _check_supported(

@@ -127,8 +127,9 @@ class Division:
         Raises:
             UsageError: A size does not fit, or an optimizer has states of the whole; nothing has
                 changed.
-            NotImplementedError: There is no plan, sequences cannot be divided, or the optimizer's
-                update of a part is not a part of its update; likewise.
+            NotImplementedError: There is no plan, sequences cannot be divided, the optimizer's
+                update of a part is not a part of its update, or there are several of a model in
+                stages; likewise.
         """
         sequences, layers, stages = None, None, None
         schedule: Schedule | None = None
@@ -146,6 +147,13 @@ class Division:
                 divide_tokens=self.tokens_between_layers,
             )
         if layout.stages and layout.between_stages and self.stages:
+            if len(optimizers) > 1:
+                names = ", ".join(type(one).__name__ for one in optimizers)
+                raise NotImplementedError(
+                    f"pp_size={layout.stages.size} ranks write the states of one optimizer "
+                    f"together, and boost was given {len(optimizers)} ({names}): give one with "
+                    "param_groups"
+                )
             check_states(optimizers, f"the whole model, which pp_size={layout.stages.size}")
             stages = PipelineParallel(
                 model,
@@ -187,7 +195,7 @@ def _check_updates(optimizers: Sequence[Optimizer], asked: str, state_format: St
             raise NotImplementedError(
                 f"with {asked} a {type(optimizer).__name__} would step parts of "
                 f"matrices as if they were whole; use one of {', '.join(CLASSES)}, which step "
-                "elements"
+                "elements, and of several one kind"
             )
     check_states(optimizers, f"whole parameters, which {asked}")
 

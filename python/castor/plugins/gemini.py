@@ -384,8 +384,9 @@ class GeminiPlugin:
         if head is not None and head in engine.positions:  # else another stage has it
             defer_logits(engine, head, config)
         model_step = ModelStep(engine, config, optimizers, own=None in rules, seed=choice.seed)
-        for optimizer, its_rule in zip(optimizers, rules, strict=True):
-            driver = StepDriver(optimizer, model_step, rule=its_rule)
+        for i, (optimizer, its_rule) in enumerate(zip(optimizers, rules, strict=True)):
+            position = i if len(optimizers) > 1 else None
+            driver = StepDriver(optimizer, model_step, rule=its_rule, position=position)
             boost_optimizer(optimizer, driver)
             if self.config.overlap == "backward":
                 model.register_forward_pre_hook(ModuleHook(_arm, driver, weakref.ref(optimizer)))

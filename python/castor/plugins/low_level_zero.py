@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castor.errors import UsageError
+from castor.optim.rules import rules_of
 from castor.plugins.gemini import GeminiPlugin
 from castor.runtime.engine import Engine
 from castor.runtime.ranks import may_share_memory, rank_and_size, ranks_of_node
@@ -86,7 +87,8 @@ class LowLevelZeroPlugin(GeminiPlugin):
         """See GeminiPlugin.
 
         Raises:
-            NotImplementedError: stage=2 on several GPUs; see GeminiPlugin.
+            NotImplementedError: stage=2 on several GPUs, or of an optimizer that castor does not
+                run; see GeminiPlugin.
             UsageError: stage=2, and ranks do not share memory; see GeminiPlugin.
         """
         _, size = rank_and_size()
@@ -100,5 +102,12 @@ class LowLevelZeroPlugin(GeminiPlugin):
                 f"stage=2 keeps gradients once for the ranks of a machine, and of these {size} "
                 f"ranks {ranks_of_node()} are on this one, or CASTOR_RANK_LINK says that they "
                 "share no memory; give stage=1"
+            )
+        rules = rules_of(optimizers, self.config.device)
+        if self._stage == 2 and size > 1 and None in rules:
+            name = type(optimizers[rules.index(None)]).__name__
+            raise NotImplementedError(
+                f"stage=2 keeps gradients once for {size} ranks, and {name} runs its own step, "
+                "which takes all of them on every rank; give stage=1"
             )
         return super().configure(model, optimizers)

@@ -164,7 +164,7 @@ class TorchPlugin:
                 **describe_parameters(model),
                 "the plugin": type(self).__name__,
                 "its settings": self.settings,
-                **describe_optimizers(optimizers),
+                **describe_optimizers(model, optimizers),
             }
         )
         return ranks

@@ -69,6 +69,20 @@ TEST_P(RankMeetingTest, RanksAtDifferentPointsAreBothNamedOnEveryRank) {
                                " calls optimizer.step() after 1 backward passes, for step 1");
 }
 
+TEST_P(RankMeetingTest, RanksThatStepDifferentOptimizersAreBothNamed) {
+  ThreadRanks ranks(GetParam());
+  const ChunkLayout layout = layout_of(2);
+  ranks.run([&](Collectives& own) {
+    RankMeeting meeting(own, layout);
+    for (const std::size_t optimizer : {std::size_t{1}, own.rank() == 0 ? std::size_t{0} : 1}) {
+      static_cast<void>(meeting.meet(MeetingPoint::kStep, GradientMarks(layout), optimizer));
+    }
+  });
+  expect_everywhere(ranks,
+                    "rank 0 calls optimizers[0].step() after 0 backward passes, for step 1, while "
+                    "rank 1 calls optimizers[1].step() after 0 backward passes, for step 1");
+}
+
 TEST_P(RankMeetingTest, OneRankThatIsAStepAheadIsNamed) {
   ThreadRanks ranks(GetParam());
   const ChunkLayout layout = layout_of(2);
