@@ -222,7 +222,7 @@ class LayoutSearch:
 
     def _whole(self, like: Layout, cluster: Cluster) -> tuple[_Whole, _Whole]:
         """The model with layers and sequences divided so, for one row and for two."""
-        key = _of_model(like)
+        key = _of_model(like), cluster.machine, cluster.link
         if key not in self._wholes:
             # A stage for each block is recorded soonest: those in between take as much as others.
             whole = replace(like.division(), stages=max(1, self._blocks), data=1)
