@@ -153,6 +153,9 @@ class LayoutSearch:
             known = sorted(cost.seconds for cost in fitting.values())
             if len(known) >= shown and known[shown - 1] <= seconds:
                 break  # the others are slower still
+            best = fitting.get(layout.division())
+            if best and best.seconds <= seconds:
+                continue  # another schedule of these is faster
             if layout.sequence > 1 and not own:
                 for bound in self._bound(layout, layout, cluster):
                     heappush(queue, (max(bound, seconds), n, True, layout))
@@ -160,11 +163,10 @@ class LayoutSearch:
             told(done, possible)
             done += 1
             for cost in self._known(layout, cluster):
-                division = layout.division()
                 if not cost.fits(cluster.machine):
                     others.append(cost)
-                elif division not in fitting or cost.seconds < fitting[division].seconds:
-                    fitting[division] = cost
+                elif best is None or cost.seconds < best.seconds:
+                    fitting[layout.division()] = cost
         return Found(
             fitting=sorted(fitting.values(), key=lambda cost: cost.seconds)[:shown],
             others=sorted(others, key=lambda cost: _lacking(cost, cluster))[:shown],
