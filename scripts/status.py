@@ -140,6 +140,8 @@ ROWS = (
         at_least(1), Unit(digits=0)),
     Row("layouts", "copies of the model on 1, 2 and 4 ranks: the farthest from the measured step",
         ("copies_off_by",), at_most(0.15)),
+    Row("layouts", "a search for Llama 70B on 64 ranks",
+        ("search_of_70b_on_64_ranks", "seconds"), at_most(60), Unit(name=" s", digits=0)),
     Row("pipelines", "a step of a model in two stages / torch's pipelining of the same stages",
         ("ratios", "castor ample / torch"), at_most(1.05)),
     Row("pipelines", "the same at tight(0.5) of a rank's stage",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -176,6 +177,11 @@ def even_cuts(costs: Sequence[float], last: float, stages: int) -> list[int]:
         last: Of what the last stage does besides.
         stages: How many; at most as many as there are blocks.
     """
+    return list(_even_cuts(tuple(costs), last, stages))
+
+
+@functools.cache
+def _even_cuts(costs: tuple[float, ...], last: float, stages: int) -> tuple[int, ...]:
     upto = [0.0, *itertools.accumulate(costs)]
     count = len(costs)
     # best[n]: the cheapest (maximum, cuts) of the first n blocks over the stages so far.
@@ -193,4 +199,4 @@ def even_cuts(costs: Sequence[float], last: float, stages: int) -> list[int]:
             )
             for n in range(count + 1)
         ]
-    return best[count][1]
+    return tuple(best[count][1])

@@ -105,6 +105,7 @@ class Recorder(TorchDispatchMode):
         self.events: _C.StepEvents | None = None
         """What is told of modules; while it records, since that holds this as well."""
         self._known: set[int] = set()  # keys of storages that are alive
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # that it has seen made
         self._results = Results()
         for tensor in held:
             self._know(tensor.untyped_storage())
@@ -148,13 +149,14 @@ class Recorder(TorchDispatchMode):
         if key is None:
             return False
         size = storage.nbytes()
-        weakref.finalize(storage, self._release, key, size).atexit = False
+        self._alive[key] = weakref.ref(storage, partial(self._release, key, size))
         self.live_bytes += size
         self.note()
         return True
 
-    def _release(self, key: int, size: int) -> None:
+    def _release(self, key: int, size: int, _: object) -> None:
         self._known.discard(key)
+        del self._alive[key]
         self.live_bytes -= size
 
     def note(self) -> None:

@@ -122,6 +122,7 @@ class ModelOnPaper:
         self._divided = tensor_size > 1
         self._sequence_size = sequence_size
         self._tell: Recorder | None = None
+        self._plan: PipelinePlan | None = None
         self._layers: dict[int, list[int]] = {}
         self._sequences: SequenceParallel | None = None
         if sequence_size > 1:
@@ -154,9 +155,11 @@ class ModelOnPaper:
         Raises:
             NotImplementedError: There is no plan, or its router logits have a form of their own.
         """
-        plan = find_pipeline_plan(self.model)
-        self._passage(plan)
-        return plan
+        if self._plan is None:
+            plan = find_pipeline_plan(self.model)
+            self._passage(plan)
+            self._plan = plan
+        return self._plan
 
     def layers_of(self, stages: int) -> list[int]:
         """How many blocks each of so many stages has, as training divides them."""
