@@ -151,7 +151,8 @@ def test_stages_on_paper(tmp_path: Path) -> None:
     )  # fmt: skip
 
     def record(rank: int, ranks: int, each: int) -> Any:
-        return on_paper.record(rank, ranks, each, rows=2, sequence=1, tile=0)
+        own, stages = range(rank, ranks * each, ranks), ranks * each
+        return on_paper.record(own, stages, rows=2, sequence=1, tile=0)
 
     whole = record(0, 1, 1)
     passes = [one for rank in range(2) for one in record(rank, 2, 2).passes.values()]
