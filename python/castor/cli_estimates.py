@@ -11,10 +11,20 @@ from rich.console import Console
 
 if TYPE_CHECKING:
     from castor.config import StateFormat
+    from castor.estimate.workload import Workload
+
+_Config = Annotated[Path, typer.Argument(help="A config.json of a Hugging Face model.")]
+_Sequence = Annotated[int, typer.Option("--seq", help="Tokens in a sample.")]
+_Format = Annotated[
+    str | None, typer.Option("--format", help="Optimizer state, as in castor estimate.")
+]
+_Rule = Annotated[str, typer.Option("--optimizer", help="What steps, as in castor estimate.")]
+_Precision = Annotated[str, typer.Option(help="fp32, bf16 or fp16.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def estimate(
-    config: Annotated[Path, typer.Argument(help="A config.json of a Hugging Face model.")],
+    config: _Config,
     preset: Annotated[
         str | None,
         typer.Option(help="rtx3090, rtx4090, rtx5090, a100, h100 or h200, with a host."),
@@ -42,7 +52,7 @@ def estimate(
     ] = None,
     nvme_memory: Annotated[str | None, typer.Option(help="Of it, such as 2TB.")] = None,
     batch: Annotated[int, typer.Option(help="Samples in a step.")] = 1,
-    seq: Annotated[int, typer.Option(help="Tokens in a sample.")] = 1024,
+    seq: _Sequence = 1024,
     state_format: Annotated[
         str | None,
         typer.Option(
@@ -54,7 +64,7 @@ def estimate(
     optimizer: Annotated[
         str, typer.Option(help="What steps: adam, lion, sgd (without momentum) or sgd_momentum.")
     ] = "adam",
-    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    precision: _Precision = "bf16",
     activations: Annotated[
         str, typer.Option(help="As in GeminiPlugin: keep, recompute, offload or auto.")
     ] = "keep",
@@ -65,7 +75,7 @@ def estimate(
     gather_embeddings: Annotated[
         bool, typer.Option("--gather-embeddings", help="As in GeminiPlugin.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: _Json = False,
 ) -> None:
     """Predict whether a model trains on a machine, how fast, and what bounds it."""
     from castor.config import Precision
@@ -106,41 +116,47 @@ def estimate(
         render(found, workload, on, Console(highlight=False, soft_wrap=True))
 
 
-def _state_format(given: str | None, precision: str) -> StateFormat:
-    return cast("StateFormat", given or ("split" if precision == "bf16" else "fp32"))
-
-
-def plan(
-    config: Annotated[Path, typer.Argument(help="A config.json of a Hugging Face model.")],
-    cluster: Annotated[
-        Path, typer.Option(help="YAML or JSON: ranks, their device, and what joins them.")
-    ],
-    batch: Annotated[int, typer.Option(help="Samples in a step, of all ranks together.")],
-    seq: Annotated[int, typer.Option(help="Tokens in a sample.")] = 1024,
-    state_format: Annotated[
-        str | None, typer.Option("--format", help="Optimizer state, as in castor estimate.")
-    ] = None,
-    optimizer: Annotated[str, typer.Option(help="What steps, as in castor estimate.")] = "adam",
-    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
-    shown: Annotated[int, typer.Option(help="Layouts in the table.", min=1)] = 5,
-    output: Annotated[
-        Path | None, typer.Option(help="For the first one: what castor run --plan takes.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Find the fastest way to divide a model and its batch among the ranks of a cluster."""
+def _workload(
+    batch: int, seq: int, precision: str, state_format: str | None, optimizer: str
+) -> Workload:
+    """Of ranks: layouts have their own activations."""
     from castor.config import Precision
-    from castor.estimate.layout_report import as_json as found_as_json
-    from castor.estimate.layout_report import search_and_show
     from castor.estimate.workload import Workload
 
-    workload = Workload(
+    return Workload(
         batch=batch,
         sequence=seq,
         precision=cast(Precision, precision),
         state_format=_state_format(state_format, precision),
         optimizer=optimizer,
     )
+
+
+def _state_format(given: str | None, precision: str) -> StateFormat:
+    return cast("StateFormat", given or ("split" if precision == "bf16" else "fp32"))
+
+
+def plan(
+    config: _Config,
+    cluster: Annotated[
+        Path, typer.Option(help="YAML or JSON: ranks, their device, and what joins them.")
+    ],
+    batch: Annotated[int, typer.Option(help="Samples in a step, of all ranks together.")],
+    seq: _Sequence = 1024,
+    state_format: _Format = None,
+    optimizer: _Rule = "adam",
+    precision: _Precision = "bf16",
+    shown: Annotated[int, typer.Option(help="Layouts in the table.", min=1)] = 5,
+    output: Annotated[
+        Path | None, typer.Option(help="For the first one: what castor run --plan takes.")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Find the fastest way to divide a model and its batch among the ranks of a cluster."""
+    from castor.estimate.layout_report import as_json as found_as_json
+    from castor.estimate.layout_report import search_and_show
+
+    workload = _workload(batch, seq, precision, state_format, optimizer)
     console = Console(highlight=False, soft_wrap=True, quiet=as_json)
     found = search_and_show(config, cluster, workload, console, shown=shown, output=output)
     if as_json:
@@ -150,34 +166,24 @@ def plan(
 
 
 def scaling(
-    config: Annotated[Path, typer.Argument(help="A config.json of a Hugging Face model.")],
+    config: _Config,
     cluster: Annotated[Path, typer.Option(help="YAML or JSON, as castor plan's.")],
     batch: Annotated[int, typer.Option(help="Samples in a step, of all the cluster's ranks.")],
-    seq: Annotated[int, typer.Option(help="Tokens in a sample.")] = 1024,
-    state_format: Annotated[
-        str | None, typer.Option("--format", help="Optimizer state, as in castor estimate.")
-    ] = None,
-    optimizer: Annotated[str, typer.Option(help="What steps, as in castor estimate.")] = "adam",
-    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    seq: _Sequence = 1024,
+    state_format: _Format = None,
+    optimizer: _Rule = "adam",
+    precision: _Precision = "bf16",
     most_ranks: Annotated[int, typer.Option(help="Up to which ranks double.", min=1)] = 1024,
     output: Annotated[Path | None, typer.Option(help="A page of the curves, such as s.html.")] = (
         None
     ),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: _Json = False,
 ) -> None:
     """Predict how steps scale from one rank to a thousand: as many samples a rank, and in all."""
-    from castor.config import Precision
     from castor.estimate.scaling_report import as_json as found_as_json
     from castor.estimate.scaling_report import scale_and_show
-    from castor.estimate.workload import Workload
 
-    workload = Workload(
-        batch=batch,
-        sequence=seq,
-        precision=cast(Precision, precision),
-        state_format=_state_format(state_format, precision),
-        optimizer=optimizer,
-    )
+    workload = _workload(batch, seq, precision, state_format, optimizer)
     console = Console(highlight=False, soft_wrap=True, quiet=as_json)
     found = scale_and_show(config, cluster, workload, console, most=most_ranks, output=output)
     if as_json:

@@ -297,29 +297,36 @@ def zero_bubble(directory: Path) -> None:
         found[f"{name} entered"] = of_all(_least_entered(ample))
         in_turn = {"pp_style": "interleaved", "num_model_chunks": 2}
         found[f"{name} interleaved"] = train(case, boost(case, **in_turn), 0, 10)
-        own = sum(param.nbytes for param in ample.model.parameters())
-        tight = int(ample.report().peak_nonmodel_bytes + 0.5 * own)
-        scratch = directory / name
-        scratch.mkdir(exist_ok=True)
-        for setting, given in {
-            "tight": {"device_memory": tight},
-            "nvme": {
-                "device_memory": tight, "nvme_path": scratch, "nvme_offload_fraction": 1.0,
-            },
-            "offload": {"activations": "offload"},
-        }.items():  # fmt: skip
+        for setting, given in in_little(ample, directory / name).items():
             boosted = boost(case, **ZERO_BUBBLE, **given)
             found[f"{name} {setting}"] = train(case, boosted, 0, 10)
             report = boosted.report()
             assert report.divergent_steps == 0
             if "device_memory" in given:
-                assert report.peak_device_bytes <= tight
+                assert report.peak_device_bytes <= given["device_memory"]
     for precision in ("bf16", "fp16"):
         boosted = boost(DEEP["gpt2"], precision=precision, **ZERO_BUBBLE)
         found[precision] = train(DEEP["gpt2"], boosted)
     # By a function of Python's, which cannot compute a part of its gradients.
     found["tiled"] = train(DEEP["gpt2"], boost(DEEP["gpt2"], tile_logits=8, **ZERO_BUBBLE))
     write(directory, "zero_bubble", found)
+
+
+def in_little(ample: Boosted, scratch: Path) -> dict[str, dict[str, Any]]:
+    """Settings in half of the room that a rank's stages take, which change nothing.
+
+    Args:
+        ample: The stages with room for all, which have taken a step.
+        scratch: For NVMe; is made.
+    """
+    own = sum(param.nbytes for param in ample.model.parameters())
+    tight = int(ample.report().peak_nonmodel_bytes + 0.5 * own)
+    scratch.mkdir(exist_ok=True)
+    return {
+        "tight": {"device_memory": tight},
+        "nvme": {"device_memory": tight, "nvme_path": scratch, "nvme_offload_fraction": 1.0},
+        "offload": {"activations": "offload"},
+    }
 
 
 def _least_entered(boosted: Boosted) -> float:

@@ -128,25 +128,15 @@ def settings(directory: Path) -> None:
     for style in ("1f1b", "zbv"):
         ample = boost(case, **STYLES[style])
         found[f"{style} ample"] = _train(case, ample)
-        own = sum(param.nbytes for param in ample.model.parameters())
-        tight = int(ample.report().peak_nonmodel_bytes + 0.5 * own)
-        scratch = directory / style
-        scratch.mkdir(exist_ok=True)
-        for setting, given in {
-            "tight": {"device_memory": tight},
-            "nvme": {
-                "device_memory": tight, "nvme_path": scratch, "nvme_offload_fraction": 1.0,
-            },
-            "offload": {"activations": "offload"},
-            "lazy": {"lazy": True},
-            "recompute": {"activations": "recompute"},
-        }.items():  # fmt: skip
-            if setting == "recompute" and style == "zbv":
-                continue
-            boosted = boost(case, **STYLES[style], **given)  # type: ignore[arg-type]
+        settings_of_style = pipeline_cases.in_little(ample, directory / style)
+        settings_of_style["lazy"] = {"lazy": True}
+        if style != "zbv":
+            settings_of_style["recompute"] = {"activations": "recompute"}
+        for setting, given in settings_of_style.items():
+            boosted = boost(case, **STYLES[style], **given)
             found[f"{style} {setting}"] = _train(case, boosted)
             if "device_memory" in given:
-                assert boosted.report().peak_device_bytes <= tight
+                assert boosted.report().peak_device_bytes <= given["device_memory"]
     found["tiles"] = _train(case, boost(case, tile_logits=8))
     compiled = Case("compiled", lambda: _compiled(case), case.batch)
     for style in ("1f1b", "interleaved"):

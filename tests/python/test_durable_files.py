@@ -45,6 +45,27 @@ def test_files_larger_than_the_buffer_have_their_bytes(
     assert any(direct) or directory
 
 
+def test_a_descriptor_that_stays_as_it_is_says_what_it_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither blocks past the page cache nor the way back: an error, and no endless loop."""
+    set_flags = fcntl.fcntl
+
+    def only_direct(descriptor: int, command: int, flags: int = 0) -> int:
+        if command == fcntl.F_SETFL and not flags & os.O_DIRECT:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        return set_flags(descriptor, command, flags)
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(fcntl, "fcntl", only_direct)
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(OSError, match="Invalid argument"):
+        write_file(tmp_path / "f", [bytes(2 * 4096)])
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("directory", ["", "/dev/shm"])
 def test_several_write_runs_of_one_file_at_once(directory: str, tmp_path: Path) -> None:
     """As ranks do: past the page cache where a block is one's own, through it elsewhere."""

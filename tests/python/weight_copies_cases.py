@@ -1,9 +1,7 @@
 """What tests of copies of weights in parts run: `python weight_copies_cases.py NAME DIRECTORY`."""
 
 import os
-import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +14,7 @@ from torch import distributed
 import castor
 from helpers import copies
 from rank_cases import CLOSE, EXACT, TOWER, RankCase, _of_rank, _tower_loss, boost, train
-from zero_stage_cases import DEEP, SAVED, TIGHT, _over_the_group, chunk_bytes, steps_of
+from zero_stage_cases import DEEP, SAVED, TIGHT, _over_the_group, chunk_bytes, lose_rank_1, steps_of
 from zoo import tower, tower_batch, tower_loss
 
 SIZE = 4
@@ -159,19 +157,7 @@ def goes_on(directory: Path) -> None:
 
 def one_dies(directory: Path) -> None:
     """Rank 1 is killed in backward; the others go on to read."""
-    with _over_the_group() as rank:
-        boosted = boost(copied(TIGHT, 2))
-        boosted.step(_tower_loss(boosted.model, 0, rank))
-        distributed.barrier()
-
-        def die(*_: Any) -> None:
-            (directory / "died").write_text(str(time.time()))
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        if rank == 1:
-            boosted.model.layers[3].register_full_backward_hook(die)
-        print(_said(lambda: boosted.step(_tower_loss(boosted.model, 1, rank))))
-        boosted.model(**tower_batch(1))
+    lose_rank_1(directory, copied(TIGHT, 2))
 
 
 def _said(work: Callable[[], Any]) -> str:

@@ -356,8 +356,13 @@ def _go_on(directory: Path, rank: int) -> None:
 
 def one_dies(directory: Path) -> None:
     """Rank 1 is killed in backward; the others go on to read its part."""
+    lose_rank_1(directory, staged(TIGHT, 3))
+
+
+def lose_rank_1(directory: Path, case: RankCase) -> None:
+    """Rank 1 is killed in backward; the others say what they hear, and go on to read."""
     with _over_the_group() as rank:
-        boosted = boost(staged(TIGHT, 3))
+        boosted = boost(case)
         boosted.step(_tower_loss(boosted.model, 0, rank))
         distributed.barrier()
 

@@ -218,7 +218,8 @@ class Writer:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
-                self._refused()  # larger blocks, or a part of one is written
+                self._allowed = False  # larger blocks, or a part of one is written
+                self._set_direct(False)
                 continue
             if written <= 0:
                 raise OSError(errno.EIO, f"pwrite returned {written} for {len(left)} bytes")
@@ -228,15 +229,12 @@ class Writer:
     def _set_direct(self, direct: bool) -> None:
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         flags = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
+        self._direct = False
         try:
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
             self._direct = direct
         except OSError:
             self._allowed = False
-
-    def _refused(self) -> None:
-        self._allowed = False
-        self._set_direct(False)
 
 
 def read_pieces(

@@ -107,20 +107,19 @@ class Share:
         try:
             writer = Writer(descriptor)
             for name, (start, _) in places.items():
-                tensor = tensors[name]
+                tensor, written = tensors[name], None
                 if isinstance(tensor, HeldTensor):
-                    first, part = tensor.part()
-                    writer.seek(start + first * part.element_size())
+                    (first, part), written = tensor.part(), tensor.written
                 elif self.first:
                     assert isinstance(tensor, torch.Tensor)
-                    part = tensor
-                    writer.seek(start)
+                    first, part = 0, tensor
                 else:
                     continue
+                writer.seek(start + first * part.element_size())
                 for piece in pieces(part):
                     writer.append(piece)
-                if isinstance(tensor, HeldTensor) and tensor.written is not None:
-                    tensor.written()
+                if written is not None:
+                    written()
             writer.flush()
         finally:
             os.close(descriptor)

@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from castor.distributed.layer_regions import COLUMNS, ROWS, kinds_of, region_of, upwards
 from castor.runtime.hooks import ModuleHook
-
-_COLUMNS = frozenset({"colwise", "packed_colwise"})
-_ROWS = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep"})
-_OF_HEADS = frozenset({"divided", "heads_of"})
 
 
 class OwnNumbers:
@@ -83,21 +80,16 @@ def _dropping_regions(
 
     With the layers within whose outputs are sums: behind those ranks are alike again.
     """
-    kinds = {name: {style.partition(":")[0] for style in given} for name, given in plan.items()}
-    modules = dict(model.named_modules())
-    regions = set()
-    for name in (name for name, of in kinds.items() if of & _COLUMNS and name in modules):
-        parts = name.split(".")
-        above = [".".join(parts[:upto]) for upto in range(len(parts) - 1, 0, -1)]
-        counting = (one for one in above if kinds.get(one, set()) & _OF_HEADS)
-        around = next(counting, above[0] if above else "")
-        if around and _may_drop(modules[around]):
-            regions.add(around)
+    kinds, modules, regions = kinds_of(plan), dict(model.named_modules()), set()
+    for name in (name for name, of in kinds.items() if of & COLUMNS and name in modules):
+        region = region_of(list(upwards(name))[1:], kinds)
+        if region and _may_drop(modules[region]):
+            regions.add(region)
     return {
         modules[region]: [
             modules[name]
             for name, of in kinds.items()
-            if name.startswith(f"{region}.") and name in modules and of & _ROWS
+            if name.startswith(f"{region}.") and name in modules and of & ROWS
         ]
         for region in regions
         if not any(other.startswith(f"{region}.") for other in regions)  # a block, of its parts

@@ -43,7 +43,7 @@ class Router:
 
     def logits(self, output: Any) -> Any:
         """Those in what it has returned."""
-        return output[self.index] if isinstance(output, tuple) else output
+        return _logits_of(output, self.index)
 
 
 class RouterLogits:
@@ -262,8 +262,7 @@ def _tried(model: nn.Module, name: str, block: int, index: int) -> Router:
             f"'{name}' takes other things than hidden states of shape (tokens, width) "
             f"({type(error).__name__}: {error})"
         ) from error
-    router = Router(block=block, name=name, index=index, experts=0, in_fp32=False)
-    logits = router.logits(output)
+    logits = _logits_of(output, index)
     ours = isinstance(logits, torch.Tensor) and logits.ndim == 2 and len(logits) == _TOKENS
     if not ours or logits.dtype not in (reduced, torch.float32):
         said = (
@@ -282,3 +281,7 @@ def _tried(model: nn.Module, name: str, block: int, index: int) -> Router:
         experts=logits.shape[1],
         in_fp32=logits.dtype == torch.float32,
     )
+
+
+def _logits_of(output: Any, index: int) -> Any:
+    return output[index] if isinstance(output, tuple) else output

@@ -8,13 +8,22 @@ Source: Korthikanti et al. 2022 (see castor.distributed.token_exchange).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from castor.distributed.inputs import asked_of, by_name
+from castor.distributed.layer_regions import (
+    COLUMNS,
+    GATHERED_COLUMNS,
+    OF_HEADS,
+    ROWS,
+    kinds_of,
+    region_of,
+    upwards,
+)
 from castor.distributed.own_numbers import OwnNumbers
 from castor.distributed.pipeline_plan import find_blocks
 from castor.distributed.tensor_ranks import TensorRanks
@@ -22,12 +31,8 @@ from castor.distributed.token_exchange import enter_parts, own_part, parts_of_al
 from castor.errors import UsageError
 from castor.runtime.hooks import ModuleHook
 
-_COLUMNS = frozenset({"colwise", "packed_colwise", "colwise_gather_output", "colwise_rep"})
-_ROWS = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep"})
 _SUMMED = frozenset({"moe_tp_experts", "whole_experts", "all_reduce"})
 """Styles of modules that give sums of all tokens."""
-_OF_HEADS = frozenset({"divided", "heads_of"})
-"""Styles that say nothing of parameters."""
 _ASKED = "sequence_parallelism_mode='split_gather'"
 
 
@@ -62,16 +67,14 @@ class TokenParts:
         self._forward_divides = False
         self._num_own = 0
         self._kinds = {
-            name: {style.partition(":")[0] for style in given}
-            for name, given in plan.items()
-            if name.startswith(f"{blocks}.")
+            name: of for name, of in kinds_of(plan).items() if name.startswith(f"{blocks}.")
         }
         self._regions = self._find_regions()
         """Modules that need all tokens, and whether they give sums, of all tokens."""
         self.rows = frozenset(
             name
             for name, of in self._kinds.items()
-            if of & _ROWS and not self._regions.get(_around(name, self._regions) or "")
+            if of & ROWS and not self._regions.get(_around(name, self._regions) or "")
         )
         """Names of the layers whose outputs are scattered."""
 
@@ -119,12 +122,12 @@ class TokenParts:
     def _find_regions(self) -> dict[str, bool]:
         found: dict[str, bool] = {}
         for name, of in self._kinds.items():
-            if of & (_COLUMNS | _SUMMED):
+            if of & (COLUMNS | GATHERED_COLUMNS | _SUMMED):
                 region = self._region_for(name)
                 found[region] = found.get(region, False) or bool(of & _SUMMED)
         merged: dict[str, bool] = {}
         for name, sums in found.items():
-            *_, outermost = (one for one in _upwards(name) if one in found)
+            *_, outermost = (one for one in upwards(name) if one in found)
             merged[outermost] = merged.get(outermost, False) or sums
         return merged
 
@@ -134,9 +137,7 @@ class TokenParts:
         Above them is the block.
         """
         beneath_blocks = name.count(".") - self._blocks.count(".") - 2
-        above = list(_upwards(name))[1 : 1 + beneath_blocks]
-        counting = (one for one in above if _OF_HEADS & self._kinds.get(one, set()))
-        return next(counting, above[0] if above else name)
+        return region_of(list(upwards(name))[1 : 1 + beneath_blocks], self._kinds) or name
 
     def partial(self) -> list[nn.Parameter]:
         """Parameters, whole on every rank, whose gradients are those of a rank's tokens.
@@ -148,7 +149,7 @@ class TokenParts:
         assert model is not None
         found = []
         # What the plan says of a parameter it says of its gradient.
-        planned = {name: of - _OF_HEADS for name, of in self._kinds.items()}
+        planned = {name: of - OF_HEADS for name, of in self._kinds.items()}
         for name, param in model.get_submodule(self._blocks).named_parameters():
             name = f"{self._blocks}.{name}"
             layer, _, kind = name.rpartition(".")
@@ -157,7 +158,7 @@ class TokenParts:
                 if kind == "bias":  # added to this rank's tokens
                     found.append(param)
                 continue
-            if any(planned.get(one) for one in _upwards(name)):
+            if any(planned.get(one) for one in upwards(name)):
                 continue
             if region is None and "Norm" in type(model.get_submodule(layer)).__name__:
                 found.append(param)
@@ -281,12 +282,6 @@ def _tokens_of(x: torch.Tensor) -> int:
     return max(x.dim() - 2, 0)
 
 
-def _upwards(name: str) -> Iterator[str]:
-    """A name, its parent's, and so on."""
-    parts = name.split(".")
-    return (".".join(parts[:upto]) for upto in range(len(parts), 0, -1))
-
-
 def _around(name: str, modules: Container[str]) -> str | None:
     """The innermost of `modules` that a name is of."""
-    return next((one for one in _upwards(name) if one in modules), None)
+    return next((one for one in upwards(name) if one in modules), None)
