@@ -226,6 +226,8 @@ ROWS = (
         "step / a step", ("results", "stall_of_next_step", "steps"), at_most(0.05)),
     Row("checkpoints", "the same of two ranks that write it together",
         ("two_ranks", "stall_of_next_step", "steps"), at_most(0.05)),
+    Row("checkpoints", "the same of steps over eight times as many tokens (4,096)",
+        ("longer_steps", "stall_of_next_step", "steps"), at_most(0.05)),
     Row("checkpoints", "a save at once / a step", ("results", "save_at_once", "steps")),
     Row("checkpoints", "its processor seconds, which one beside the training takes from a step "
         "that has all cores / a step", ("results", "processor_at_once", "steps")),
