@@ -24,6 +24,7 @@ import castor
 from castor.config.names import BACKWARD_ENTER
 from castor.runtime.engine import engine_of
 from helpers import GIB, Boosted
+from simulated import compute_as_asked
 from tensor_cases import (
     EXPERTS,
     FAMILIES,
@@ -563,6 +564,7 @@ def one_fails(directory: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    compute_as_asked()
     castor.launch_from_torch()
     globals()[sys.argv[1]](Path(sys.argv[2]))
     distributed.barrier()

@@ -28,6 +28,7 @@ import castor
 from castor.distributed import TensorRanks
 from helpers import GIB, Boosted
 from packed_layers import Linear4bit
+from simulated import compute_as_asked
 from zoo import CASES, LENGTH, VOCABULARY, Case, gpt2_with_dropout, tower
 
 LR, MAX_NORM, STEPS = 1e-3, 0.5, 10
@@ -878,6 +879,7 @@ def write_own(directory: Path, name: str, found: Any) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    compute_as_asked()
     castor.launch_from_torch()
     globals()[sys.argv[1]](Path(sys.argv[2]))
     distributed.barrier()

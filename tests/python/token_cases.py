@@ -11,6 +11,7 @@ from torch import distributed, nn
 import castor
 import pipeline_cases
 from helpers import Boosted
+from simulated import compute_as_asked
 from tensor_cases import (
     EXPERTS,
     FAMILIES,
@@ -249,6 +250,7 @@ def write_to(x: torch.Tensor) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    compute_as_asked()
     castor.launch_from_torch()
     globals()[sys.argv[1]](Path(sys.argv[2]))
     distributed.barrier()
