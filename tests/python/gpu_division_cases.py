@@ -20,7 +20,7 @@ from castor.runtime.engine import engine_of
 from helpers import Boosted
 from pipeline_cases import DEEP, ZERO_BUBBLE
 from simulated import compute_as_asked
-from tensor_cases import FAMILIES, RING, STEPS, of_all
+from tensor_cases import FAMILIES, RING, STEPS, of_all, write_own
 from token_cases import BETWEEN
 from zoo import Case
 
@@ -107,6 +107,12 @@ ON_FOUR = {
     "llama layers, stages": DividedCase(DEEP["llama"], _in_stages({}, tp_size=2)),
     "mixtral layers, copies, tight": DividedCase(FAMILIES["mixtral"], LAYERS, tight=True),
 }
+ON_A_REAL_ONE = (
+    "gpt2 layers", "llama layers, tight", "llama tokens between", "llama heads for tokens",
+    "llama all keys", "llama ring", "gpt2 1f1b", "llama 1f1b, tight", "llama interleaved",
+    "llama zbv", "mixtral experts",
+)  # fmt: skip
+SAVED = ("gpt2 layers", "llama zbv", "mixtral experts")
 CASES = {2: ON_TWO | RINGS, 4: ON_FOUR}
 
 
@@ -126,6 +132,28 @@ def each(directory: Path) -> None:
         assert all(map(torch.isfinite, torch.tensor(losses)))
         weights = [param.detach().cpu().clone() for param in boosted.model.parameters()]
         torch.save((losses, weights, vars(report)), directory / f"{name}.{rank}.pt")
+
+
+def saves(directory: Path) -> None:
+    """Three steps, a run and a model written, and three more."""
+    castor.launch_from_torch()
+    for name in SAVED:
+        case = ON_TWO[name]
+        boosted = case.boost()
+        case.train(boosted, 0, 3)
+        boosted.booster.save(directory / name, boosted.model, boosted.optimizer)
+        boosted.booster.save_model(boosted.model, directory / f"{name}-model")
+        write_own(directory, f"{name} later", case.train(boosted, 3, 3))
+
+
+def loads(directory: Path) -> None:
+    """Goes on with what others have written."""
+    castor.launch_from_torch()
+    for name in SAVED:
+        case = ON_TWO[name]
+        boosted = case.boost(lazy=True)
+        boosted.booster.load(directory / name, boosted.model, boosted.optimizer)
+        write_own(directory, f"{name} loaded", case.train(boosted, 3, 3))
 
 
 def _tight(case: DividedCase) -> int:

@@ -23,7 +23,7 @@ from torch import distributed, nn
 import castor
 from castor.config.names import BACKWARD_ENTER
 from castor.runtime.engine import engine_of
-from helpers import GIB, Boosted
+from helpers import GIB, Boosted, equal
 from simulated import compute_as_asked
 from tensor_cases import (
     EXPERTS,
@@ -208,7 +208,7 @@ def saved(directory: Path) -> None:
         again.booster.load_model(again.model, directory / f"{name}-model")
         boosted.booster.load(directory / name, boosted.model, boosted.optimizer)
         mine, theirs = (list(one.model.parameters()) for one in (again, boosted))
-        assert all(map(torch.equal, mine, theirs))
+        assert all(map(equal, mine, theirs))
         found[name] = later
     write(directory, "saved", found)
 
