@@ -15,6 +15,7 @@
 #include "core/error.h"
 #include "dist/group_collectives.h"
 #include "dist/linked_groups.h"
+#include "dist/on_host.h"
 #include "dist/rank_sums.h"
 #include "python/bindings.h"
 #include "python/state_tensors.h"
@@ -47,20 +48,17 @@ std::vector<py::bytes> gather_bytes(Collectives& ranks, const std::string& own) 
   return values;
 }
 
-std::span<std::byte> bytes_of(const at::Tensor& tensor) {
-  if (!tensor.is_cpu() || !tensor.is_contiguous()) {
-    throw InvalidArgument("ranks exchange contiguous tensors in memory of the host");
-  }
-  return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()};
-}
-
 void broadcast(GroupCollectives& ranks, const at::Tensor& values) {
+  if (!values.is_cpu() || !values.is_contiguous()) {
+    throw InvalidArgument("a group sends contiguous tensors in memory of the host");
+  }
   if (values.numel() > 0) {
-    ranks.broadcast(bytes_of(values));
+    ranks.broadcast(OnHost::values_of(values).bytes());
   }
 }
 
-/// Activations of the ranks that have a part of each layer.
+/// Activations of the ranks that have a part of each layer. Contiguous; those on a device go
+/// through page-locked memory of the host, where sums are made, so that the bits are the same.
 class RankTensors {
  public:
   RankTensors(const std::string& group, const std::optional<std::string>& memory_mark)
@@ -68,14 +66,19 @@ class RankTensors {
 
   [[nodiscard]] const std::string& link() const noexcept { return linked_.link; }
   [[nodiscard]] Collectives& ranks() const noexcept { return *linked_.groups[0]; }
-  void sum(const at::Tensor& values) { sums_.sum(bytes_of(values), scalar_type_of(values)); }
+  void sum(const at::Tensor& values) {
+    const OnHost host = OnHost::values_of(values);
+    sums_.sum(host.bytes(), scalar_type_of(values));
+    host.send();
+  }
   void gather(const at::Tensor& own, const at::Tensor& into) {
-    const auto received = bytes_of(into);
-    if (received.size() != bytes_of(own).size() * ranks().size()) {
+    if (into.nbytes() != own.nbytes() * ranks().size()) {
       throw InvalidArgument("what is gathered has another size than what the ranks give");
     }
-    if (!received.empty()) {
-      ranks().all_gather(bytes_of(own), received);
+    if (own.nbytes() > 0) {
+      const OnHost received = OnHost::room_for(into);
+      ranks().all_gather(OnHost::values_of(own).bytes(), received.bytes());
+      received.send();
     }
   }
   void exchange(const at::Tensor& sent, const at::Tensor& into) {
@@ -83,7 +86,9 @@ class RankTensors {
       throw InvalidArgument("what is exchanged is no equal part for each rank");
     }
     if (sent.nbytes() > 0) {
-      ranks().all_to_all(bytes_of(sent), bytes_of(into));
+      const OnHost received = OnHost::room_for(into);
+      ranks().all_to_all(OnHost::values_of(sent).bytes(), received.bytes());
+      received.send();
     }
   }
   void pass_on(const at::Tensor& sent, const at::Tensor& into) {
@@ -91,7 +96,9 @@ class RankTensors {
       throw InvalidArgument("what is passed on has another size than what comes for it");
     }
     if (sent.nbytes() > 0) {
-      ranks().pass_on(bytes_of(sent), bytes_of(into));
+      const OnHost received = OnHost::room_for(into);
+      ranks().pass_on(OnHost::values_of(sent).bytes(), received.bytes());
+      received.send();
     }
   }
 

@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -179,6 +180,21 @@ def shares_a_gpu(_: Path) -> None:
                 warnings.simplefilter("always")
                 print(_refused(lambda: boost(EXACT["ample"])))
             print(*[one.message for one in warned])
+
+
+def divided_on_a_gpu(_: Path) -> None:
+    """As shares_a_gpu, without room for both, of ranks that have different parts of a model."""
+    with _of_rank():
+        gpu = torch.simgpu  # type: ignore[attr-defined]
+        shared = replace(gpu.get_device_properties(), uuid="GPU-1", total_memory=GIB)
+        gpu.get_device_properties = lambda device: shared
+        for sizes in ({"tp_size": 2}, {"sp_size": 2}, {"pp_size": 2, "num_microbatches": 2}):
+            model = CASES["llama"].model()
+            plugin = castor.HybridParallelPlugin(
+                device="cpu", device_memory=GIB, host_memory=GIB, precision="fp32", **sizes
+            )
+            optimizer = castor.HybridAdam(model.parameters())
+            print(_refused(partial(castor.Booster(plugin).boost, model, optimizer)))
 
 
 def copies_of_weights(_: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import distributed, nn
 
 import castor
+from simulated import compute_as_asked
 from tensor_cases import FAMILIES, boost, of_all, train, write
 from zoo import Case
 
@@ -97,6 +98,7 @@ def _losses(case: Case, **settings: Any) -> list[float]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    compute_as_asked()
     castor.launch_from_torch()
     globals()[sys.argv[1]](Path(sys.argv[2]))
     distributed.barrier()

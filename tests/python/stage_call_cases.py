@@ -12,6 +12,7 @@ from transformers import StaticCache
 
 import castor
 import pipeline_cases
+from castor.runtime.engine import engine_of
 from helpers import Boosted
 from pipeline_cases import (
     DEEP,
@@ -22,6 +23,7 @@ from pipeline_cases import (
     batch,
     boost,
 )
+from simulated import compute_as_asked
 from tensor_cases import FAMILIES, of_all, said, write, write_own
 from zoo import Case
 
@@ -49,7 +51,9 @@ def generate(model: Any, case: Case, **how: Any) -> list[list[int]]:
     """Some tokens; they do not end early."""
     torch.manual_seed(3)
     settings = {"do_sample": False, "min_new_tokens": 7, "max_new_tokens": 7, "pad_token_id": 0}
-    tokens: torch.Tensor = model.generate(**prompts(case), **settings | how)
+    device = engine_of(model).device
+    given = {name: of.to(device) for name, of in prompts(case).items()}
+    tokens: torch.Tensor = model.generate(**given, **settings | how)
     return tokens.tolist()
 
 
@@ -171,6 +175,7 @@ def one_fails(directory: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    compute_as_asked()
     castor.launch_from_torch()
     globals()[sys.argv[1]](Path(sys.argv[2]))
     if "one_fails" not in sys.argv:

@@ -26,8 +26,10 @@ from torch.utils._pytree import tree_leaves
 
 import castor
 from castor.distributed import TensorRanks
-from helpers import GIB, Boosted
+from castor.runtime.engine import engine_of
+from helpers import GIB, Boosted, equal, on_device_of
 from packed_layers import Linear4bit
+from simulated import compute_as_asked
 from zoo import CASES, LENGTH, VOCABULARY, Case, gpt2_with_dropout, tower
 
 LR, MAX_NORM, STEPS = 1e-3, 0.5, 10
@@ -260,7 +262,7 @@ def saved(directory: Path) -> None:
         again.booster.load_model(again.model, directory / f"{name}-model")
         boosted.booster.load(directory / name, boosted.model, boosted.optimizer)
         mine, theirs = (list(one.model.parameters()) for one in (again, boosted))
-        assert all(map(torch.equal, mine, theirs))
+        assert all(map(equal, mine, theirs))
         found[name] = later
     write(directory, "saved", found)
 
@@ -280,7 +282,7 @@ def uses(directory: Path) -> None:
     """What else is done with a model: generate, evaluation, accumulation."""
     case, found = FAMILIES["llama"], {}
     boosted = boost(case, 2)
-    ids = case.batch(0)["input_ids"]
+    ids = on_device_of(boosted, case.batch(0))["input_ids"]
     found["generated"] = boosted.model.generate(  # type: ignore[operator]
         ids, max_new_tokens=8, do_sample=False, pad_token_id=0
     ).tolist()
@@ -562,7 +564,10 @@ def sequence_settings(directory: Path) -> None:
         found[name] = (torch.tensor(of_all(losses)).mean(0)).tolist()
         if name == "plain":
             generated = boosted.model.generate(  # type: ignore[operator]
-                ids, max_new_tokens=4, do_sample=False, pad_token_id=0
+                ids.to(engine_of(boosted.model).device),
+                max_new_tokens=4,
+                do_sample=False,
+                pad_token_id=0,
             )
             found["generated"] = generated.tolist()
             boosted.booster.save_model(boosted.model, directory / "model")
@@ -878,6 +883,7 @@ def write_own(directory: Path, name: str, found: Any) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    compute_as_asked()
     castor.launch_from_torch()
     globals()[sys.argv[1]](Path(sys.argv[2]))
     distributed.barrier()

@@ -20,7 +20,6 @@ import simulated_gpu
 from castor.plugins import machine
 from gpu_rank_cases import CLOSE, EXACT, ON_FOUR
 from rank_processes import run, succeeded
-from simulated import compute_on_gpu
 
 pytestmark = pytest.mark.slow
 
@@ -257,20 +256,19 @@ def test_ranks_on_one_gpu_are_named(simgpu: str, tmp_path: Path) -> None:
         assert refused.startswith(f"UsageError: {both} of the 2.00 GiB that it has: start as many")
 
 
-def test_what_gpus_do_not_share_yet_is_named(
-    simgpu: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ranks_with_parts_of_a_model_on_one_gpu_are_named(simgpu: str, tmp_path: Path) -> None:
+    del simgpu
+    both = "UsageError: ranks 0 and 1 compute on one GPU (GPU-1), and their device_memory"
+    for output in succeeded(run(gpu_rank_cases.divided_on_a_gpu, 2, tmp_path)):
+        assert [line[: len(both)] for line in output.splitlines()] == [both] * 3
+
+
+def test_what_gpus_do_not_share_yet_is_named(simgpu: str, tmp_path: Path) -> None:
     del simgpu
     for output in succeeded(run(gpu_rank_cases.stage_2, 2, tmp_path)):
         assert "NotImplementedError: stage=2 keeps gradients once" in output
     for output in succeeded(run(gpu_rank_cases.copies_of_weights, 2, tmp_path)):
         assert "NotImplementedError: extra_dp_size=2 says how many copies" in output
-    compute_on_gpu(monkeypatch)
-    for name in ("tp_size", "sp_size", "pp_size", "ep_size"):
-        settings = {name: 2, "device_memory": 2**30, "host_memory": 2**30}
-        settings |= {"num_microbatches": 2} if name == "pp_size" else {}
-        with pytest.raises(NotImplementedError, match=f"{name}=2 divides a model among ranks on"):
-            castor.HybridParallelPlugin(**settings)
 
 
 @pytest.mark.parametrize(

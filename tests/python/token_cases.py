@@ -10,7 +10,8 @@ from torch import distributed, nn
 
 import castor
 import pipeline_cases
-from helpers import Boosted
+from helpers import Boosted, on_device_of
+from simulated import compute_as_asked
 from tensor_cases import (
     EXPERTS,
     FAMILIES,
@@ -127,7 +128,7 @@ def uses(directory: Path) -> None:
     case, found = FAMILIES["gpt2"], {}
     boosted = boost(case, 2, activations="recompute", **BETWEEN)
     model: Any = boosted.model
-    ids = case.batch(0)["input_ids"]
+    ids = on_device_of(boosted, case.batch(0))["input_ids"]
     found["generated"] = model.generate(
         ids[:, :7], max_new_tokens=8, do_sample=False, pad_token_id=0
     ).tolist()
@@ -249,6 +250,7 @@ def write_to(x: torch.Tensor) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    compute_as_asked()
     castor.launch_from_torch()
     globals()[sys.argv[1]](Path(sys.argv[2]))
     distributed.barrier()

@@ -45,7 +45,7 @@ class Scores:
         """The output of a block, and the log-sum-exp of its scores.
 
         Args:
-            query: (batch, heads, tokens, channels) of all blocks, on the CPU; see ring_attention.
+            query: (batch, heads, tokens, channels) of all blocks; see ring_attention.
             key: Likewise.
             value: Likewise.
             block: Which.
@@ -123,7 +123,8 @@ class Scores:
     def _fused(self, query: torch.Tensor, value: torch.Tensor) -> bool:
         """Whether torch's kernel computes these, which holds no scores of all of a block."""
         plain = self.softcap is None and self.dropout == 0
-        return plain and query.shape[-1] == value.shape[-1]
+        of_cpus = query.device.type in ("cpu", "meta")
+        return of_cpus and plain and query.shape[-1] == value.shape[-1]
 
     def _scores(
         self, query: torch.Tensor, key: torch.Tensor, block: Block

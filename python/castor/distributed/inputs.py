@@ -57,7 +57,7 @@ def check_inputs(
         digest = zlib.crc32(repr(tuple(leaf.shape)).encode(), digest)
         values = leaf.detach().contiguous().view(-1)
         if values.numel() and not values.is_meta:  # meta: a model on paper
-            digest = zlib.crc32(values.view(torch.uint8).numpy().data, digest)
+            digest = zlib.crc32(values.view(torch.uint8).cpu().numpy().data, digest)
     what = f"the inputs of {type(model).__name__} (ranks that divide it take one batch)"
     ranks.check_equal({what: f"{digest:08x}"})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import distributed
@@ -85,10 +86,14 @@ class RankLayout:
         if not self.groups:
             return 0
         mine = (socket.gethostname(), sorted(os.sched_getaffinity(0)))
-        everyone = [mine]
+        return max(1, len(mine[1]) // self.gather(mine).count(mine))
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank of all groups gives, by the ranks' numbers; picklable. Collective."""
+        everyone = {self.process: value}
         for group in self.groups:
-            everyone = [one for some in group.gather(everyone) for one in some]
-        return max(1, len(mine[1]) // everyone.count(mine))
+            everyone = {of: one for some in group.gather(everyone) for of, one in some.items()}
+        return [everyone[of] for of in sorted(everyone)]
 
 
 def _exchanging(parts: list[list[int]], rank: int) -> TensorRanks | None:

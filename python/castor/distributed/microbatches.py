@@ -13,6 +13,7 @@ from torch import nn
 
 from castor.distributed.sequence_parallel import SequenceParallel
 from castor.errors import UsageError
+from castor.runtime.engine import engine_of
 
 Criterion = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 """(the model's outputs, the micro-batch) -> loss, a scalar"""
@@ -31,8 +32,12 @@ class Microbatches:
     count: int | None
     size: int | None
 
-    def of(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def of(self, batch: Mapping[str, Any], device: torch.device) -> list[dict[str, Any]]:
         """Divides the rows of a batch. Tensors of another first dimension go to each as they are.
+
+        Args:
+            batch: Tensors by name, and what else there is.
+            device: Tensors come there.
 
         Raises:
             UsageError: There are no rows, or they cannot be divided evenly.
@@ -48,8 +53,12 @@ class Microbatches:
                 f"a batch of {rows} rows cannot be divided evenly by {asked}; give another batch "
                 "size (drop_last=True leaves a smaller last batch out)"
             )
-        parts: list[dict[str, Any]] = [dict(batch) for _ in range(count)]
-        for name, value in batch.items():
+        brought = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in batch.items()
+        }
+        parts = [dict(brought) for _ in range(count)]
+        for name, value in brought.items():
             if isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == rows:
                 for part, own in zip(parts, value.chunk(count), strict=True):
                     part[name] = own
@@ -138,7 +147,7 @@ class Accumulation:
         """See PipelineSchedule."""
         model = self._model()
         assert model is not None
-        parts = self._microbatches.of(named(batch))
+        parts = self._microbatches.of(named(batch), engine_of(model).device)
         losses, kept = [], []
         for part in parts:
             with giving_logits(self._sequences, asked):

@@ -11,9 +11,9 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
+from castor.distributed.generators import Generators, States
 from castor.distributed.layer_regions import COLUMNS, ROWS, kinds_of, region_of, upwards
 from castor.runtime.hooks import ModuleHook
 
@@ -21,16 +21,20 @@ from castor.runtime.hooks import ModuleHook
 class OwnNumbers:
     """A module within which this rank draws random numbers of its own. Nothing changes without."""
 
-    def __init__(self, rank: int, when: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self, rank: int, generators: Generators, when: Callable[[], bool] = lambda: True
+    ) -> None:
         """Nothing is changed.
 
         Args:
             rank: This one's.
+            generators: Of the model.
             when: Whether ranks compute different things in the forward under way.
         """
         self._rank = rank
+        self._generators = generators
         self._when = when
-        self._states: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._states: tuple[States, States] | None = None
         """The common one, and this rank's as it began."""
 
     def start(self, module: nn.Module) -> None:
@@ -46,28 +50,34 @@ class OwnNumbers:
         if self._states is None:
             return
         (common, own), self._states = self._states, None
-        drawn = not torch.equal(torch.get_rng_state(), own)
-        torch.set_rng_state(common)
+        drawn = not self._generators.are_at(own)
+        self._generators.restore(common)
         if drawn:
-            torch.rand(())  # what comes next begins elsewhere
+            self._generators.go_on()
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if module.training and self._when():
-            common = torch.get_rng_state()
-            torch.default_generator.manual_seed(zlib.crc32(common.numpy().data) + self._rank)
-            self._states = common, torch.get_rng_state()
+            common = self._generators.states()
+            seed = 0
+            for state in common:
+                seed = zlib.crc32(state.numpy().data, seed)
+            self._generators.seed(seed + self._rank)
+            self._states = common, self._generators.states()
 
 
-def draw_own(model: nn.Module, plan: Mapping[str, Sequence[str]], rank: int) -> None:
+def draw_own(
+    model: nn.Module, plan: Mapping[str, Sequence[str]], rank: int, generators: Generators
+) -> None:
     """Has each rank drop out its own heads and hidden units, from now on.
 
     Args:
         model: Whose layers are divided; of which this process may have some.
         plan: How; see castor.distributed.tensor_plan.
         rank: This one's.
+        generators: Of the model.
     """
     for region, sums in _dropping_regions(model, plan).items():
-        numbers = OwnNumbers(rank)
+        numbers = OwnNumbers(rank, generators)
         numbers.start(region)
         for layer in sums:
             numbers.end_at(layer)

@@ -17,6 +17,7 @@ import torch
 from torch import distributed, nn
 from torch.optim import Optimizer
 
+from castor.distributed.generators import Generators
 from castor.distributed.inputs import asked_of
 from castor.distributed.pipeline_plan import PipelinePlan, cheapest_cuts
 from castor.distributed.sequence_parallel import SequenceParallel
@@ -108,6 +109,9 @@ class PipelineParallel:
         self._cuts = [sum(layers[:stage]) for stage in range(stages + 1)]
         self._ends = ends
         self.group = group
+        self.device = torch.device("cpu")
+        """Where this rank computes."""
+        self.generators = Generators(self.device)
         self.whole_model: WholeModel | None = None
         self._tied: list[nn.Parameter] = []
         """This rank's copies of what the first and the last stage share."""
@@ -167,14 +171,16 @@ class PipelineParallel:
                     if listed in group:
                         group[listed][:] = itertools.compress(group[listed], kept)
 
-    def start(self, dtype: torch.dtype) -> None:
+    def start(self, dtype: torch.dtype, device: torch.device) -> None:
         """After boost: watches who calls the model.
 
         Args:
             dtype: That the model computes in.
+            device: Where it does.
         """
         model = self._model()
         assert model is not None
+        self.device, self.generators = device, Generators(device)
         self._passage.dtype = dtype
         self._passage.routers.start(model, self._plan, self.modules.own_blocks)
         model.register_forward_pre_hook(ModuleHook(self._check_call), prepend=True)

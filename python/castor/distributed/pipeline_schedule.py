@@ -18,6 +18,7 @@ from torch.distributed.pipelining import (
 )
 
 from castor.config.names import PipelineStyle
+from castor.distributed.device_copies import brought_from_host, taken_to_host
 from castor.distributed.inputs import check_inputs
 from castor.distributed.microbatches import (
     NO_LOSS,
@@ -85,7 +86,7 @@ class PipelineSchedule:
         parallel, model = self._parallel, self._model()
         parallel.check_connected()
         assert model is not None
-        parts = self._microbatches.of(named(batch))
+        parts = self._microbatches.of(named(batch), parallel.device)
         check_inputs(parallel.ranks, model, (), dict(batch))
         check_outputs(model, batch)
         parallel.ask_for_router_logits(model, batch)
@@ -164,7 +165,10 @@ class PipelineSchedule:
 
 
 class _PipelineStage(PipelineStage):
-    """A stage over gloo, whose weights' gradients may come later than its inputs'."""
+    """A stage over gloo, whose weights' gradients may come later than its inputs'.
+
+    What goes in and out is memory of the host, wherever the stage computes.
+    """
 
     def __init__(self, enter: Enter, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -251,20 +255,22 @@ class _Stage(nn.Module):
         if self._parallel.sequences:
             self._parallel.sequences.joins = self.is_last
         with self._parallel.modules.running(self._number) as passage:
-            passage.received = received[0] if received else None
+            if received:
+                passage.received = brought_from_host(received[0], self._parallel.device)
             with giving_logits(self._parallel.sequences, asked):
                 outputs = model(**own)
             sent = passage.sent
         if not self.is_last:
             assert sent is not None
-            return sent.clone() if sent._is_view() else sent.contiguous()
+            sent = sent.clone() if sent._is_view() else sent.contiguous()
+            return taken_to_host(sent)
         if asked.outputs:
             self.outputs.append(outputs)
         if not asked.needs_loss:
             return torch.zeros(1)
         loss = asked.loss_of(outputs, part)
         self.losses.append(loss.item())
-        return loss.float().reshape(1)
+        return taken_to_host(loss.float().reshape(1))
 
 
 def _entering(engine: Engine) -> Enter:

@@ -20,10 +20,24 @@ from typing import Any
 import torch
 
 from castor.distributed.blockwise_attention import Block, Scores, merge
+from castor.distributed.device_copies import from_host, on_host
 from castor.distributed.tensor_ranks import TensorRanks
 
 _Gradients = tuple[torch.Tensor, torch.Tensor]
 """Of keys, and of values."""
+
+
+class Coming:
+    """What the rank before sends, on its way."""
+
+    def __init__(self, host: Future[torch.Tensor], device: torch.device) -> None:
+        """Values that come into memory of the host, for `device`."""
+        self._host = host
+        self._device = device
+
+    def result(self) -> torch.Tensor:
+        """Once it has come."""
+        return from_host(self._host.result(), self._device)
 
 
 class Ring:
@@ -61,20 +75,22 @@ class Ring:
         given = [self.tokens_of(rank, length, x.device) for rank in range(self.ranks.size)]
         return x[:, torch.cat(given).argsort()]
 
-    def pass_on(self, sent: torch.Tensor) -> Future[torch.Tensor]:
-        """What the rank before sends, when it has come. Collective.
+    def pass_on(self, sent: torch.Tensor) -> Coming:
+        """What the rank before sends. Collective.
 
         Args:
-            sent: Contiguous, in memory of the host; of one shape on all ranks.
+            sent: Contiguous; of one shape on all ranks.
         """
-        received = torch.empty_like(sent)
+        # The other thread sees memory of the host alone: streams are a thread's own.
+        own = on_host(sent)
+        received = torch.empty_like(own, pin_memory=own is not sent)
 
         def send() -> torch.Tensor:
-            self.ranks.tensors.pass_on(sent, received)
+            self.ranks.tensors.pass_on(own, received)
             return received
 
         self._last = self._thread.submit(send)
-        return self._last
+        return Coming(self._last, sent.device)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -220,7 +236,7 @@ def ring_attention(
     """Attention from this rank's tokens to those of all. Collective, and so is its backward.
 
     Args:
-        query: (batch, heads, tokens, channels), on the CPU.
+        query: (batch, heads, tokens, channels).
         key: (batch, key heads, tokens, channels); each serves as many heads as there are more.
         value: (batch, key heads, tokens, channels), which may be others.
         sinks: (heads,): a score of no token; None: there is none.
@@ -308,7 +324,7 @@ def _gradients_of_keys(
     """
     ring = how.ring
     # What the ranks before have made of them comes one block later than they do.
-    sums: Future[torch.Tensor] | None = None
+    sums: Coming | None = None
     with ring.turn():
         for owner, keys, values in _travelling(ring, key, value):
             own = keys.new_zeros(key.numel() + value.numel(), dtype=torch.float32)

@@ -43,7 +43,7 @@ def run_together(
     own: Found | None = None
     parallel.running = True
     try:
-        with _own_random_numbers(parallel.ranks.rank) if model.training else nullcontext():
+        with _own_random_numbers(parallel) if model.training else nullcontext():
             own = work()
     except Exception as error:
         failure = _unwrapped(error)
@@ -81,15 +81,15 @@ def _of_all(
 
 
 @contextmanager
-def _own_random_numbers(rank: int) -> Iterator[None]:
+def _own_random_numbers(parallel: PipelineParallel) -> Iterator[None]:
     """Dropout of each stage is its own; what all ranks draw alike outside stays alike."""
     seed = int(torch.randint(2**62, ()))
-    before = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed + rank)
+    before = parallel.generators.states()
+    parallel.generators.seed(seed + parallel.ranks.rank)
     try:
         yield
     finally:
-        torch.set_rng_state(before)
+        parallel.generators.restore(before)
 
 
 def _unwrapped(error: Exception) -> Exception:

@@ -9,6 +9,7 @@ import torch
 from torch import distributed, nn
 from torch.utils._pytree import tree_map
 
+from castor.distributed.device_copies import from_host, on_host
 from castor.distributed.inputs import asked_of, by_name, check_inputs, find_cache
 from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.distributed.stage_runs import OF_THE_LAST_STAGE, run_together
@@ -81,13 +82,13 @@ class StagedForward(WrappedForward):
         parallel, rank = self._parallel, self._parallel.ranks.rank
         owners, passage = parallel.rank_of_block, parallel.modules.passage
         if index > 0 and owners[index - 1] == rank:
-            sent = passage.join(hidden, index).contiguous()
+            sent = on_host(passage.join(hidden, index).contiguous())
             distributed.send(sent, group=parallel.group, group_dst=owners[index])
         if index + 1 < len(owners) and owners[index + 1] == rank:
             rows, tokens = hidden.shape[:2]
             received = passage.empty(rows, tokens, index + 1)
             distributed.recv(received, group=parallel.group, group_src=owners[index])
-            hidden = passage.split(received, index + 1)
+            hidden = passage.split(from_host(received, hidden.device), index + 1)
         return hidden
 
     def _share(self, own: Any) -> Any:
@@ -98,9 +99,12 @@ class StagedForward(WrappedForward):
         distributed.broadcast_object_list(said, group=group, group_src=last)
 
         def share(like: torch.Tensor, mine: torch.Tensor | None) -> torch.Tensor:
-            shared = torch.empty_like(like, device="cpu") if mine is None else mine.contiguous()
+            if mine is None:
+                shared = torch.empty_like(like, device="cpu")
+            else:
+                shared = on_host(mine.contiguous())
             distributed.broadcast(shared, group=group, group_src=last)
-            return shared
+            return from_host(shared, self._parallel.device) if mine is None else mine
 
         fields = {name: x for name, x in own.items() if name not in tensors}
         for name, like in said[0].items():

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from castor.distributed import styles
+from castor.distributed.generators import Generators
 from castor.distributed.inputs import check_inputs
 from castor.distributed.own_numbers import draw_own
 from castor.distributed.parts import Cut, own_part
@@ -92,12 +93,13 @@ class TensorParallel:
         self._attributes.clear()
         self._forwards.clear()
 
-    def start(self, stages: Sequence[range] | None = None) -> None:
+    def start(self, generators: Generators, stages: Sequence[range] | None = None) -> None:
         """After boost: watches inputs, shares random states and sums gradients of partial layers.
 
         Collective.
 
         Args:
+            generators: Of the model.
             stages: Numbers of the blocks of each of this process's stages; None: it has all.
         """
         model = self._model()
@@ -106,18 +108,15 @@ class TensorParallel:
             if param.requires_grad:
                 param.register_hook(self.ranks.sum)
         self._partial.clear()
-        # Dropout of what every rank has has to be the same.
-        state = torch.get_rng_state()
-        self.ranks.share(state)
-        torch.set_rng_state(state)
+        generators.share(self.ranks)  # dropout of what every rank has has to be the same
         model.register_forward_pre_hook(ModuleHook(check_inputs, self.ranks), with_kwargs=True)
         model.register_forward_hook(ModuleHook(_end_pass, self.ranks), always_call=True)
         if self._loss:
             self._loss.start()
         if self._tokens:
-            self._tokens.start(stages)
+            self._tokens.start(stages, generators)
         else:
-            draw_own(model, self._plan, self.ranks.rank)
+            draw_own(model, self._plan, self.ranks.rank, generators)
         for module in model.modules():
             module.register_state_dict_pre_hook(ModuleHook(_check_reader, self.ranks))
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from castor.distributed.generators import Generators, States
 from castor.distributed.inputs import asked_of, by_name
 from castor.distributed.layer_regions import (
     COLUMNS,
@@ -78,10 +79,11 @@ class TokenParts:
         )
         """Names of the layers whose outputs are scattered."""
 
-    def start(self, stages: Sequence[range] | None) -> None:
+    def start(self, stages: Sequence[range] | None, generators: Generators) -> None:
         """After boost: divides the tokens of the forwards that have gradients from now on.
 
         Args:
+            generators: Of the model.
             stages: Numbers of the blocks of each of this process's; None: it has all.
         """
         model = self._model()
@@ -94,17 +96,18 @@ class TokenParts:
             first.register_forward_pre_hook(ModuleHook(self._divide), with_kwargs=True)
             last.register_forward_hook(ModuleHook(self._join))
             for number, block in own:
-                OwnNumbers(self._ranks.rank, lambda: self.divides).start(block)
+                OwnNumbers(self._ranks.rank, generators, lambda: self.divides).start(block)
                 started.add(f"{self._blocks}.{number}")
         for name, sums in self._regions.items():
             if _around(name, started):
-                self._start_region(model.get_submodule(name), name, sums=sums)
+                self._start_region(model.get_submodule(name), name, generators if sums else None)
         model.register_forward_pre_hook(ModuleHook(_check_outputs), with_kwargs=True)
 
-    def _start_region(self, module: nn.Module, name: str, *, sums: bool) -> None:
+    def _start_region(self, module: nn.Module, name: str, of_sums: Generators | None) -> None:
+        """`of_sums`: where it gives sums, the model's generators."""
         module.register_forward_pre_hook(ModuleHook(self._gather), with_kwargs=True)
-        if sums:
-            NoNumbers(self, name).start(module)
+        if of_sums:
+            NoNumbers(self, name, of_sums).start(module)
             module.register_forward_hook(ModuleHook(self._keep_own))
 
     @property
@@ -235,11 +238,12 @@ class TokenParts:
 class NoNumbers:
     """A module, computed by every rank for all tokens, that must draw no random numbers there."""
 
-    def __init__(self, parts: TokenParts, name: str) -> None:
-        """Of `parts`; the module's name."""
+    def __init__(self, parts: TokenParts, name: str, generators: Generators) -> None:
+        """Of `parts`; the module's name, and what the model draws from."""
         self._parts = parts
         self._name = name
-        self._state: torch.Tensor | None = None
+        self._generators = generators
+        self._states: States | None = None
 
     def start(self, module: nn.Module) -> None:
         """From now on."""
@@ -248,10 +252,10 @@ class NoNumbers:
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         divides = module.training and self._parts.divides
-        self._state = torch.get_rng_state() if divides else None
+        self._states = self._generators.states() if divides else None
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._state is not None and not torch.equal(torch.get_rng_state(), self._state):
+        if self._states is not None and not self._generators.are_at(self._states):
             raise NotImplementedError(
                 f"'{self._name}' draws random numbers (noise of a router, or dropout of experts), "
                 f"and with {_ASKED} each rank draws its own, where all need the same: turn them "

@@ -20,6 +20,7 @@ from torch import nn
 from castor import _C
 from castor.config import Precision, StateFormat
 from castor.distributed import (
+    Generators,
     Mode,
     SequenceParallel,
     TensorParallel,
@@ -146,7 +147,7 @@ class ModelOnPaper:
         among = PaperRanks.alike(TENSOR, max(tensor_size, expert_size), self._note)
         layers = TensorParallel(self.model, plan, among)
         layers.apply()
-        layers.start()
+        layers.start(Generators(torch.device("cpu")))
         balance_experts(self.model, counts)
 
     def plan(self) -> PipelinePlan:

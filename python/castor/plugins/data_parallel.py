@@ -68,8 +68,7 @@ def join_ranks(
         group.check_equal(facts)
         size *= group.size
     _check_supported(model, config, held, size)
-    if layout.data:
-        check_gpus(layout.data, device, config.device_bytes, stacklevel=4)
+    check_gpus(layout, device, config.device_bytes, stacklevel=4)
 
 
 def loader_of_rank(

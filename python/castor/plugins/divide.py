@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from castor.config.names import PipelineStyle, StateFormat
 from castor.distributed import (
     Accumulation,
+    Generators,
     Microbatches,
     Mode,
     PipelineParallel,
@@ -43,11 +44,13 @@ class Divided:
         """After boost. Collective."""
         engine.parts = self.stages or self.layers
         if self.layers:
-            self.layers.start(self.stages.modules.own_blocks if self.stages else None)
+            self.layers.start(
+                Generators(engine.device), self.stages.modules.own_blocks if self.stages else None
+            )
         if self.sequences:
             self.sequences.start()
         if self.stages:
-            self.stages.start(WORKING_DTYPES[engine.settings.precision])
+            self.stages.start(WORKING_DTYPES[engine.settings.precision], engine.device)
         if self.schedule:
             self.schedule.start()
 

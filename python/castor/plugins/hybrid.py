@@ -149,7 +149,6 @@ class HybridParallelPlugin(GeminiPlugin):
             _check_divided_layers(gemini, tp_size)
             gemini["tile_logits"] = False
         super().__init__(**gemini)
-        _check_on_cpu(sizes, self.config.device)
         if pp_size > 1 and pp_style == "zbv":
             _check_kept(gemini.get("activations", "keep"))
         self._division = Division(
@@ -183,17 +182,6 @@ def _layout_of(
         )
     gemini |= {name: planned[name] for name in planned.keys() - given.keys()}
     return {**given, **{name: planned[name] for name in given if name in planned}}
-
-
-def _check_on_cpu(sizes: Mapping[str, int], device: str) -> None:
-    """What ranks exchange within a pass is host memory so far."""
-    divided = [f"{name}={size}" for name, size in sizes.items() if size > 1]
-    if divided and device != "cpu":
-        raise NotImplementedError(
-            f"{' and '.join(divided)} divides a model among ranks on the CPU device so far, and "
-            f"this one computes on {device!r}: pass device='cpu', or leave {divided[0]} out and "
-            "train copies of the model on several GPUs"
-        )
 
 
 def _check_between_layers(tp_size: int, sp_size: int) -> None:

@@ -8,8 +8,9 @@ import torch
 
 from castor._loader import load_cuda
 from castor.config.memory import host_memory, share_memory, usable_bytes
+from castor.distributed import RankLayout
 from castor.errors import UsageError
-from castor.runtime.ranks import Peers, rank_of_node, ranks_of_node
+from castor.runtime.ranks import rank_of_node, ranks_of_node
 
 _USABLE_SHARE = 0.95
 """Of the free memory of a GPU: what its allocator cannot use for fragmentation is in the rest."""
@@ -135,11 +136,13 @@ def warn_of_budgets(
     )
 
 
-def check_gpus(ranks: Peers, device: torch.device, device_bytes: int, *, stacklevel: int) -> None:
+def check_gpus(
+    layout: RankLayout, device: torch.device, device_bytes: int, *, stacklevel: int
+) -> None:
     """Whether every rank has a GPU of its own. Collective; nothing is asked of the CPU device.
 
     Args:
-        ranks: All.
+        layout: Of all ranks.
         device: This rank's.
         device_bytes: Its budget there.
         stacklevel: As warnings.warn counts, from the caller of this function.
@@ -151,7 +154,7 @@ def check_gpus(ranks: Peers, device: torch.device, device_bytes: int, *, stackle
     if device.type == "cpu":
         return
     own = torch.get_device_module(device).get_device_properties(device)
-    everyone = ranks.gather((str(own.uuid), own.total_memory, device_bytes))
+    everyone = layout.gather((str(own.uuid), own.total_memory, device_bytes))
     for uuid, total in sorted({one[:2] for one in everyone}):
         sharing = [rank for rank, one in enumerate(everyone) if one[0] == uuid]
         if len(sharing) == 1:
@@ -167,7 +170,7 @@ def check_gpus(ranks: Peers, device: torch.device, device_bytes: int, *, stackle
             raise UsageError(
                 f"{shared} of the {_gib(total)} that it has: {instead}, or less device_memory"
             )
-        if ranks.rank in sharing:
+        if layout.process in sharing:
             warnings.warn(
                 f"{shared}; they wait for each other there: {instead}",
                 RuntimeWarning,

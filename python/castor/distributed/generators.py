@@ -1,0 +1,58 @@
+"""The generators that a model's random numbers come from: the host's, and that of its device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from castor.runtime.ranks import Peers
+
+States = tuple[torch.Tensor, ...]
+"""Of the host's generator, and of the device's where that has one; uint8, in memory of the host."""
+
+
+class Generators:
+    """Those that what is computed on a device may draw from."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Of a model that computes on `device`."""
+        self._device = device
+        self._of_device: Any = None
+        if device.type != "cpu":
+            self._of_device = torch.get_device_module(device)
+
+    def states(self) -> States:
+        """As they are."""
+        host = torch.get_rng_state()
+        return (host, self._of_device.get_rng_state(self._device)) if self._of_device else (host,)
+
+    def restore(self, states: States) -> None:
+        """Sets them back."""
+        torch.set_rng_state(states[0])
+        if self._of_device:
+            self._of_device.set_rng_state(states[1], self._device)
+
+    def are_at(self, states: States) -> bool:
+        """Whether nothing has been drawn since."""
+        return all(map(torch.equal, self.states(), states))
+
+    def seed(self, seed: int) -> None:
+        """Has them begin anew."""
+        torch.default_generator.manual_seed(seed)
+        if self._of_device:
+            with self._of_device.device(self._device):
+                self._of_device.manual_seed(seed)
+
+    def go_on(self) -> None:
+        """What is drawn next begins elsewhere."""
+        torch.rand(())
+        if self._of_device:
+            torch.rand((), device=self._device)
+
+    def share(self, ranks: Peers) -> None:
+        """Rank 0's states become every rank's. Collective."""
+        states = self.states()
+        for state in states:
+            ranks.share(state)
+        self.restore(states)
