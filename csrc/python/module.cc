@@ -350,8 +350,19 @@ PYBIND11_MODULE(_C, m) {
            py::arg("name"))
       .def("set_loss_scale", &Session::set_loss_scale, released)
       .def("synchronise", &Session::synchronise)
-      .def("collect_gradients", &Session::collect_gradients, py::arg("with_norm"),
-           py::arg("optimizer"), released)
+      .def("bring_together", &Session::bring_together, py::arg("optimizer"), released)
+      .def("gradient_marks",
+           [](const Session& session) {
+             const castor::GradientMarks marks = session.gradient_marks();
+             return std::pair(marks.present, marks.scale);
+           })
+      .def(
+          "make_gradient_present",
+          [](Session& session, std::uint32_t param, double scale) {
+            session.make_gradient_present(castor::ParamId{param}, scale);
+          },
+          py::arg("param"), py::arg("scale"), released)
+      .def("collect_gradients", &Session::collect_gradients, py::arg("with_norm"), released)
       .def("scale_gradients", &Session::scale_gradients, released)
       .def("update", &castor::update, py::arg("groups"), py::arg("group_of"), py::arg("grad_scale"))
       .def("arm_updates", &castor::arm_updates, py::arg("groups"), py::arg("group_of"))

@@ -610,12 +610,26 @@ void Session::expect_no_backward() {
   }
 }
 
-GradientSummary Session::collect_gradients(bool with_norm, std::optional<std::size_t> optimizer) {
+void Session::bring_together(std::optional<std::size_t> optimizer) {
   check_whole();
   own_device_.follow_stream();
   if (ranks_) {
     ranks_->gradients().begin_step(optimizer, *gate_);
   }
+}
+
+void Session::make_gradient_present(ParamId param, double scale) {
+  const ChunkId chunk = layout_.place(param).chunk;
+  gate_->pass(gradients_->group(chunk));
+  if (ranks_) {
+    ranks_->gradients().writing(chunk);
+  }
+  gradients_->average(chunk, [&] { gradients_->make_present(param, scale); });
+}
+
+GradientSummary Session::collect_gradients(bool with_norm) {
+  check_whole();
+  own_device_.follow_stream();
   runtime_->begin_update();
   if (cut_homes_.stage() == 3) {
     end_reads_of_parts();

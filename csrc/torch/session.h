@@ -79,9 +79,16 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   [[nodiscard]] std::size_t zero_stage() const noexcept;
 
   // The step, in this order.
-  /// Brings every parameter home and every gradient into its payload. `optimizer`: which steps, of
-  /// several. Throws as GradientSink does.
-  GradientSummary collect_gradients(bool with_norm, std::optional<std::size_t> optimizer);
+  /// With several ranks: gradients that are not their mean yet become it. `optimizer`: which steps,
+  /// of several.
+  void bring_together(std::optional<std::size_t> optimizer);
+  /// What there is of them.
+  [[nodiscard]] GradientMarks gradient_marks() const { return gradients_->marks(); }
+  /// Zeros where the parameter has no gradient, of a loss with that scale: others have one, who
+  /// are none of ranks().
+  void make_gradient_present(ParamId param, double scale);
+  /// Brings every parameter home and every gradient into its payload. Throws as GradientSink does.
+  GradientSummary collect_gradients(bool with_norm);
   /// As GradientSink's.
   void scale_gradients(double factor) { gradients_->scale(factor); }
   /// One step over the parameters that have a gradient. With Overlap::kForward it may still be

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import torch
 import transformers as hf
@@ -99,11 +99,6 @@ EXPERTS = {
     )
 }  # fmt: skip
 """Families with experts."""
-EXPERT_SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {}, "layers too": {"size": 2}, "recompute": {"activations": "recompute"},
-    "lazy": {"lazy": True}, "forward": {"overlap": "forward"}, "sequences too": {"sp_size": 2},
-}  # fmt: skip
-
 SEQUENCES = ("llama", "qwen3", "mistral", "gemma2", "glm", "phi3", "gpt_neox", "gpt2", "opt",
              "mixtral", "windows", "eager")  # fmt: skip
 """Families whose sequences are divided."""
@@ -627,105 +622,6 @@ def divided_loss(directory: Path) -> None:
                       tp_plan={"model.layers.*.mlp.down_proj": "rowwise_split_input"})
     )  # fmt: skip
     write(directory, "divided_loss", found)
-
-
-def experts(directory: Path) -> None:
-    """Losses of families whose experts are divided, and the part of its parameters a rank has."""
-    size, found = distributed.get_world_size(), {}
-    for name, case in EXPERTS.items():
-        boosted = boost(case, ep_size=size)
-        losses = train(case, boosted)
-        assert of_all(losses) == [losses] * size
-        own = sum(param.numel() for param in boosted.model.parameters())
-        found[name] = [losses, own]
-    write(directory, "experts", found)
-
-
-def expert_settings(directory: Path) -> None:
-    """Losses of Mixtral with settings, copies of the model, stages, files."""
-    case, found = EXPERTS["mixtral"], {}
-    size, rank = distributed.get_world_size(), distributed.get_rank()
-    for name, given in EXPERT_SETTINGS.items():
-        copies = size // (4 if "sp_size" in given else 2)
-        if not copies:
-            continue
-        share = rank // (size // copies)
-        boosted = boost(case, **{"ep_size": 2} | given)  # type: ignore[arg-type]
-        losses = train(case, boosted, share=share, of=copies)
-        found[name] = torch.tensor(of_all(losses)).mean(0).tolist()
-    ample = boost(case, ep_size=2)
-    train(case, ample, 0, 3)
-    own = sum(param.nbytes for param in ample.model.parameters())
-    tight = int(ample.report().peak_nonmodel_bytes + 0.5 * own)
-    for name, given in {
-        "tight": {"device_memory": tight},
-        "NVMe": {"device_memory": tight, "nvme_path": directory, "nvme_offload_fraction": 1.0},
-    }.items():
-        if size == 2:
-            boosted = boost(case, ep_size=2, **given)  # type: ignore[arg-type]
-            found[name] = train(case, boosted)
-            assert boosted.report().peak_device_bytes <= tight
-    ample.booster.save(directory / "run", ample.model, ample.optimizer)
-    found["later"] = train(case, ample, 3, 3)
-    again = boost(case, ep_size=2, lazy=True)
-    again.booster.load(directory / "run", again.model, again.optimizer)
-    assert train(case, again, 3, 3) == found["later"]
-    write(directory, "expert_settings", found)
-
-
-def unchosen_experts(directory: Path) -> None:
-    """Steps over one token, which chooses one expert: the other rank's get none."""
-    case = decoder("one", hf.MixtralConfig, num_local_experts=4, num_experts_per_tok=1)
-
-    def decaying(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(params, lr=0.01, weight_decay=0.5)
-
-    boosted, model = boost(case, ep_size=2, optimizer=decaying), case.model()
-    optimizer = decaying(model.parameters())
-    ids = case.batch(0)["input_ids"]
-    found = []
-    for step in range(4):
-        given = {"input_ids": ids[:1, step : step + 2], "labels": ids[:1, step : step + 2]}
-        given["attention_mask"] = torch.ones_like(given["input_ids"])
-        loss = model(**given).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append([boosted.step(boosted.model(**given).loss), loss.item()])
-    far, divided = 0.0, cast("Any", boosted.model)
-    for mine, whole in zip(divided.model.layers, model.model.layers, strict=True):
-        theirs = whole.mlp.experts.down_proj.detach().chunk(2)[distributed.get_rank()]
-        far = max(far, (mine.mlp.experts.down_proj.detach() - theirs).abs().max().item())
-    found.append([max(of_all(far)), 0.0])
-    write(directory, "unchosen_experts", found)
-
-
-def experts_refused(directory: Path) -> None:
-    """What has no experts that can be divided."""
-    mixtral = EXPERTS["mixtral"]
-    found = {
-        "none": said(lambda: boost(FAMILIES["llama"], ep_size=2)),
-        "few": said(
-            lambda: boost(decoder("one", hf.MixtralConfig, num_local_experts=1,
-                                   num_experts_per_tok=1), ep_size=2)
-        ),
-        "list": said(lambda: boost(Case("mixture", Mixture, mixtral.batch), ep_size=2)),
-        "ranks": said(lambda: boost(mixtral, ep_size=3)),
-        "muon": said(
-            lambda: boost(mixtral, ep_size=2, optimizer=lambda p: torch.optim.RMSprop(p, lr=0.1))
-        ),
-    }  # fmt: skip
-    found["works"] = train(mixtral, boost(mixtral, ep_size=2), 0, 1)
-    write_own(directory, "experts_refused", found)
-
-
-class Mixture(nn.Module):
-    """Experts as modules of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
 
 
 def _own_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -209,7 +210,7 @@ def mixture_file(directory: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("count", [4, 5])
 def test_experts_are_chosen_alike(tmp_path: Path, count: int, precision: Any) -> None:
-    """A rank has some of them, and their choices; everything else it has and does whole."""
+    """A rank has some of them, and their choices of both ranks' samples; else it does its own."""
     path = mixture_file(tmp_path, num_local_experts=count)
     whole = recorded(on_paper(path, precision=precision))
     part = recorded(on_paper(path, precision=precision, expert_size=2))
@@ -217,13 +218,26 @@ def test_experts_are_chosen_alike(tmp_path: Path, count: int, precision: Any) ->
     of_an_expert = 3 * WIDTH * 2 * WIDTH
     assert whole.param_bytes - part.param_bytes == 3 * (count - own) * of_an_expert * element
     choices = 2 * 2 * TOKENS
-    left_out = choices - -(-choices * own // count)
+    more = -(-2 * choices * own // count) - choices
     # Three products of a choice, forward, and twice as many backward.
-    assert whole.passes[0].flops - part.passes[0].flops == 3 * left_out * of_an_expert * 2 * 3
-    sums = [sent for moment in part.passes[0].forward for sent in moment.sent]
-    assert [(one.operation, one.num_bytes) for one in sums] == [
-        ("sum", 2 * TOKENS * WIDTH * element)
-    ] * 3
+    assert part.passes[0].flops - whole.passes[0].flops == 3 * more * of_an_expert * 2 * 3
+    # Of a rank's tokens those that choose one of an other's experts; routing weights are in fp32.
+    rows = math.ceil(2 * TOKENS * (1 - math.comb(count - own, 2) / math.comb(count, 2)))
+    sent = [sent for moment in part.passes[0].forward for sent in moment.sent]
+    states = 2 * rows * WIDTH * element
+    assert [(one.operation, one.num_bytes) for one in sent] == [
+        ("exchange", states + 2 * rows * 2 * (4 + 4)), ("exchange", states)
+    ] * 3  # fmt: skip
+    assert part.settled_bytes == part.param_bytes - 3 * own * of_an_expert * element
+    assert whole.settled_bytes == recorded(on_paper(path, tensor_size=2)).settled_bytes == 0
+
+
+def test_ranks_that_divide_experts_alone_take_other_samples() -> None:
+    on = cluster(ranks_per_node=4)
+    some = layouts(on, batch=8, sequence=TOKENS, blocks=0, heads=4, experts=4)
+    for one in some:
+        takers = one.data * (one.experts if one.tensor == 1 else 1)
+        assert one.rows * one.microbatches * takers == 8, one
 
 
 def test_experts_are_divided_with_layers_or_alone(tmp_path: Path) -> None:

@@ -40,10 +40,10 @@ LAYOUTS: dict[str, tuple[PretrainedConfig, Layout]] = {
             sequence=2, mode="ring_attn", stages=2, style="zbv", stages_per_rank=2, microbatches=4
         ),
     ),
-    "experts": (MIXTRAL, Layout(experts=2, rows=4)),
+    "experts": (MIXTRAL, Layout(experts=2, rows=2)),
     "layers and experts": (MIXTRAL, Layout(tensor=2, experts=2, rows=4)),
 }
-"""Of two ranks, or four, and steps of four samples."""
+"""Of two ranks, or four, and steps of four samples, which ranks that divide experts alone share."""
 
 
 @pytest.fixture(scope="module")

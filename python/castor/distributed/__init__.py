@@ -1,5 +1,6 @@
 """Layers, experts, sequences and stages that several ranks divide among themselves."""
 
+from castor.distributed.expert_parallel import ExpertParallel
 from castor.distributed.generators import Generators
 from castor.distributed.layout import RankLayout, data_rank_and_size
 from castor.distributed.microbatches import (
@@ -23,6 +24,7 @@ __all__ = [
     "Accumulation",
     "Asked",
     "Criterion",
+    "ExpertParallel",
     "Generators",
     "Microbatches",
     "Mode",

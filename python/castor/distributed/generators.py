@@ -17,7 +17,7 @@ class Generators:
 
     def __init__(self, device: torch.device) -> None:
         """Of a model that computes on `device`."""
-        self._device = device
+        self.device = device
         self._of_device: Any = None
         if device.type != "cpu":
             self._of_device = torch.get_device_module(device)
@@ -25,13 +25,13 @@ class Generators:
     def states(self) -> States:
         """As they are."""
         host = torch.get_rng_state()
-        return (host, self._of_device.get_rng_state(self._device)) if self._of_device else (host,)
+        return (host, self._of_device.get_rng_state(self.device)) if self._of_device else (host,)
 
     def restore(self, states: States) -> None:
         """Sets them back."""
         torch.set_rng_state(states[0])
         if self._of_device:
-            self._of_device.set_rng_state(states[1], self._device)
+            self._of_device.set_rng_state(states[1], self.device)
 
     def are_at(self, states: States) -> bool:
         """Whether nothing has been drawn since."""
@@ -41,14 +41,14 @@ class Generators:
         """Has them begin anew."""
         torch.default_generator.manual_seed(seed)
         if self._of_device:
-            with self._of_device.device(self._device):
+            with self._of_device.device(self.device):
                 self._of_device.manual_seed(seed)
 
     def go_on(self) -> None:
         """What is drawn next begins elsewhere."""
         torch.rand(())
         if self._of_device:
-            torch.rand((), device=self._device)
+            torch.rand((), device=self.device)
 
     def share(self, ranks: Peers) -> None:
         """Rank 0's states become every rank's. Collective."""

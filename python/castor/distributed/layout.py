@@ -22,7 +22,8 @@ class RankLayout:
     data: Ranks | None
     """Those with the same part of the model and other data or tokens; None: there are none."""
     tensor: TensorRanks | None
-    """Those with the other parts of each layer, and the same tokens; None: layers are whole."""
+    """Those with the other parts of each layer, and the same tokens, or with the other experts, and
+    other tokens; None: layers are whole."""
     process: int
     """Of all ranks, this one's number."""
     sequence: TensorRanks | None
@@ -107,13 +108,16 @@ def _exchanging(parts: list[list[int]], rank: int) -> TensorRanks | None:
     return TensorRanks.of(name, rank=mine.index(rank), size=len(mine))
 
 
-def data_rank_and_size(sharing: int) -> tuple[int, int]:
+def data_rank_and_size(sharing: int, neighbours: int = 1) -> tuple[int, int]:
     """Which part of the data is this process's, and how many parts there are.
 
     Collective: every rank calls it.
 
     Args:
         sharing: How many ranks take the same data.
+        neighbours: Of ranks one after the other, how many take different data: those that divide
+            experts alone.
     """
     rank, size = rank_and_size()
-    return rank // sharing, max(1, size // sharing)
+    group, place = rank // (sharing * neighbours), rank % neighbours
+    return group * neighbours + place, max(1, size // sharing)

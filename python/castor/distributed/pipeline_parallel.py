@@ -17,6 +17,7 @@ import torch
 from torch import distributed, nn
 from torch.optim import Optimizer
 
+from castor import _C
 from castor.distributed.generators import Generators
 from castor.distributed.inputs import asked_of
 from castor.distributed.pipeline_plan import PipelinePlan, cheapest_cuts
@@ -207,15 +208,21 @@ class PipelineParallel:
                     param.grad.data.zero_()
         self._summed = False
 
-    def settle_gradients(self) -> None:
-        """Before a step: what two stages share has the gradient of both. Collective."""
-        if self._summed is not False or self._ends is None:
-            return
-        for param in self._tied:
-            if param.grad is not None:
-                # Not as an edit of the user's, whom a loss scale would be hidden from.
-                param.grad.data.copy_(self._ends.sum(param.grad))
-        self._summed = True
+    def settle_gradients(self, session: _C.Session, params: Sequence[nn.Parameter]) -> None:
+        """Before a step: what two stages share has the gradient of both. Collective.
+
+        Args:
+            session: Of the stages.
+            params: Theirs, in its order.
+        """
+        if self._summed is False and self._ends is not None:
+            for param in self._tied:
+                if param.grad is not None:
+                    # Not as an edit of the user's, whom a loss scale would be hidden from.
+                    param.grad.data.copy_(self._ends.sum(param.grad))
+            self._summed = True
+        if self.tensor:
+            self.tensor.settle_gradients(session, params)
 
     def check_connected(self) -> None:
         """Before what needs the other ranks.

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from castor.distributed.expert_exchange import ExpertExchange
 from castor.distributed.inputs import by_name
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.distributed.token_exchange import keeping
@@ -132,14 +133,40 @@ def own_experts(
         chosen: Numbers of experts, (tokens, choices).
         weights: Of each choice, (tokens, choices).
     """
-    x, weights = ranks.enter(x), ranks.enter(weights)
+    return ranks.reduce(_of_own_experts(m, first, ranks.enter(x), chosen, ranks.enter(weights)))
+
+
+def exchanged_experts(
+    m: Any, ranks: TensorRanks, given: tuple[ExpertExchange, str, int], x: torch.Tensor,
+    chosen: Any, weights: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """... which computes the tokens of all ranks that chose them, each of which has its own data.
+
+    Args:
+        m: The experts; m.num_experts are here.
+        ranks: Those with the others.
+        given: Of the model; the module's name; how many experts there are.
+        x: Hidden states, (tokens, width).
+        chosen: Numbers of experts, (tokens, choices).
+        weights: Of each choice, (tokens, choices).
+    """
+    exchange, name, experts = given
+    routes = exchange.routes(name, experts, x, chosen, weights)
+    rows, their_weights, their_choices = routes.send(x, weights, chosen)
+    first = ranks.own_range(experts).start
+    return routes.back(_of_own_experts(m, first, rows, their_choices, their_weights))
+
+
+def _of_own_experts(
+    m: Any, first: int, x: torch.Tensor, chosen: Any, weights: torch.Tensor
+) -> torch.Tensor:
     tokens, choices = ((chosen >= first) & (chosen < first + m.num_experts)).nonzero(as_tuple=True)
     count = len(tokens)
     if not count:  # a token that does not count: gradients are zeros as in plain PyTorch, not None
         tokens = choices = chosen.new_zeros(1)
     numbers = (chosen[tokens, choices] - first).clamp(0, m.num_experts - 1)
     found = _whole(m)(x[tokens], numbers[:, None], weights[tokens, choices, None])
-    return ranks.reduce(torch.zeros_like(x).index_add(0, tokens[:count], found[:count]))
+    return torch.zeros_like(x).index_add(0, tokens[:count], found[:count])
 
 
 def reduced(m: nn.Module, ranks: TensorRanks, _: None, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -16,7 +16,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from castor import _C
 from castor.distributed import styles
+from castor.distributed.expert_exchange import ExpertExchange
 from castor.distributed.generators import Generators
 from castor.distributed.inputs import check_inputs
 from castor.distributed.own_numbers import draw_own
@@ -59,6 +61,7 @@ class TensorParallel:
             NotImplementedError: A style is not known, or the loss or tokens cannot be divided.
         """
         self.ranks = ranks
+        self.exchange = ExpertExchange(model, ranks)
         self._loss = VocabularyLoss(model, ranks) if divide_loss else None
         self._tokens = TokenParts(model, plan, ranks) if divide_tokens else None
         self.cuts: dict[torch.Tensor, Cut] = {}
@@ -78,10 +81,16 @@ class TensorParallel:
         if self._loss:
             self._divide_head(model, self._loss)
 
-    def apply(self) -> None:
-        """Leaves this rank's parts of rank 0's values in the model. Collective."""
+    @property
+    def model(self) -> Any:
+        """What is divided."""
         model = self._model()
         assert model is not None
+        return model
+
+    def apply(self) -> None:
+        """Leaves this rank's parts of rank 0's values in the model. Collective."""
+        model = self.model
         with torch.no_grad():
             for param in model.parameters():
                 param.data = own_part(param.data, self.cuts.get(param), self.ranks)
@@ -102,8 +111,7 @@ class TensorParallel:
             generators: Of the model.
             stages: Numbers of the blocks of each of this process's stages; None: it has all.
         """
-        model = self._model()
-        assert model is not None
+        model = self.model
         for param in set(model.parameters()).intersection(self._partial):
             if param.requires_grad:
                 param.register_hook(self.ranks.sum)
@@ -117,6 +125,10 @@ class TensorParallel:
             self._tokens.start(stages, generators)
         else:
             draw_own(model, self._plan, self.ranks.rank, generators)
+        self.refuse_readers(model)
+
+    def refuse_readers(self, model: nn.Module) -> None:
+        """From now on parts of parameters are not taken for parameters."""
         for module in model.modules():
             module.register_state_dict_pre_hook(ModuleHook(_check_reader, self.ranks))
 
@@ -139,7 +151,7 @@ class TensorParallel:
     whole_model = None
     """No rank has layers that another lacks."""
 
-    def settle_gradients(self) -> None:
+    def settle_gradients(self, session: _C.Session, params: Sequence[nn.Parameter]) -> None:
         """Before a step: backward has left them as they are to be."""
 
     def described(self, kind: str) -> list[Described]:
@@ -245,8 +257,8 @@ class TensorParallel:
             self._partial += module.parameters()
         elif kind == "moe_tp_experts":
             self._replace(module, styles.experts)
-        elif kind == "whole_experts":
-            self._divide_experts(name, module)
+        elif kind in ("whole_experts", "exchanged_experts"):
+            self._divide_experts(name, module, exchanged=kind == "exchanged_experts")
         elif kind == "all_reduce":
             self._replace(module, styles.reduced)
         elif kind == "divided":
@@ -303,7 +315,7 @@ class TensorParallel:
         self._attributes.append((module, "padding_idx", padding))
         self._replace(module, styles.vocabulary, rows.start)
 
-    def _divide_experts(self, name: str, module: nn.Module) -> None:
+    def _divide_experts(self, name: str, module: nn.Module, *, exchanged: bool) -> None:
         count, params = getattr(module, "num_experts", None), dict(module.named_parameters())
         of_each = {param.shape[:1] == (count,) for param in params.values()}
         if of_each != {True} or len(inspect.signature(module.forward).parameters) != 3:
@@ -316,7 +328,10 @@ class TensorParallel:
             self._cut(f"{name}.{param_name}", param, 0)
         rows = self.ranks.own_range(int(count))  # type: ignore[arg-type]
         self._attributes.append((module, "num_experts", len(rows)))
-        self._replace(module, styles.own_experts, rows.start)
+        if exchanged:
+            self._replace(module, styles.exchanged_experts, (self.exchange, name, count))
+        else:
+            self._replace(module, styles.own_experts, rows.start)
 
     def _cut(self, name: str, param: torch.Tensor, dim: int, pieces: int = 1) -> Cut:
         if is_packed(param):

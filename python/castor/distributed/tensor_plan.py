@@ -13,6 +13,7 @@ A plan maps names of modules and parameters, with `*` for numbers, to styles:
     packed_colwise, rowwise  of a parameter: as the layers
     moe_tp_experts           a module of parameters that are cut so
     whole_experts            a module of experts, of which each rank has some
+    exchanged_experts        ... and ranks have other data
     divided:a,b              attributes of a module that count heads
     heads_of:a               an argument of forward whose first dimension is batch x heads
 
@@ -185,6 +186,11 @@ def with_whole_experts(
 ) -> dict[str, tuple[str, ...]]:
     """The plan with experts that are not cut: each rank has some of them.
 
+    Args:
+        model: What is divided.
+        plan: Of its layers; empty: they are whole, and each rank has data of its own.
+        size: Among how many ranks.
+
     Raises:
         UsageError: There are none, or fewer than `size`.
     """
@@ -204,7 +210,8 @@ def with_whole_experts(
             raise UsageError(f"'{name}' has {count} experts, too few for ep_size={size} ranks")
     beneath = tuple(f"{name}." for name, _ in modules)
     others = {name: styles for name, styles in plan.items() if not name.startswith(beneath)}
-    return others | {name: ("whole_experts",) for name, _ in modules}
+    style = "whole_experts" if plan else "exchanged_experts"
+    return others | {name: (style,) for name, _ in modules}
 
 
 def _own_plan(model: nn.Module, config: Any) -> Plan:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import pickle
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,12 @@ import torch
 
 from castor import _C
 from castor.distributed.token_exchange import InParts, all_parts
+from castor.errors import UsageError
 from castor.runtime.ranks import Peers, common_memory_mark
+
+
+def _never(_place: str, _other: str) -> bool:
+    return False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,9 +48,38 @@ class TensorRanks(Peers):
         return self.tensors.link
 
     def gather(self, value: Any) -> list[Any]:
-        """See Peers."""
-        # By the link that names a rank which has ended.
-        return [pickle.loads(one) for one in self.tensors.gather_bytes(pickle.dumps(value))]
+        """See Peers.
+
+        Raises:
+            UsageError: A rank is within a pass; every rank raises it.
+        """
+        return [given for _, given in self.hear("what ranks tell each other between passes", value)]
+
+    def hear(
+        self, place: str, value: Any, *, unless: Callable[[str, str], bool] = _never
+    ) -> list[tuple[str, Any]]:
+        """Where every rank is, and what it gives, in rank order; picklable.
+
+        By the link that names a rank which has ended.
+
+        Args:
+            place: Where this one is, for a message.
+            value: What it gives.
+            unless: Of two places, whether ranks may be at these together.
+
+        Raises:
+            UsageError: Two are at different places; every rank raises it.
+        """
+        given = self.tensors.gather_bytes(pickle.dumps((place, value)))
+        everyone: list[tuple[str, Any]] = [pickle.loads(one) for one in given]
+        for rank, (other, _) in enumerate(everyone):
+            if other != everyone[0][0] and not unless(everyone[0][0], other):
+                raise UsageError(
+                    f"rank 0 is at {everyone[0][0]}, and rank {rank} at {other}: ranks with parts "
+                    "of one model take part in each other's passes and steps; give all as many "
+                    "batches and micro-batches"
+                )
+        return everyone
 
     def leave(self) -> None:
         """This rank cannot go on: whoever waits for it here raises Error, as later calls do.

@@ -5,6 +5,7 @@ So all are taken to be chosen alike: of the tokens' choices each expert gets as 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from castor.distributed.styles import Part, own_experts
+from castor.distributed.expert_exchange import Routes
+from castor.distributed.styles import Part, exchanged_experts, own_experts
 from castor.distributed.tensor_ranks import TensorRanks
 
 
@@ -36,8 +38,11 @@ def balance_experts(model: nn.Module, counts: Mapping[str, int]) -> None:
     for name, count in counts.items():
         part: Any = model.get_submodule(name).forward
         assert isinstance(part, Part)
-        assert part.forward is own_experts
-        part.forward = partial(_balanced, count)
+        if part.forward is exchanged_experts:
+            part.forward = partial(_exchanged, name)
+        else:
+            assert part.forward is own_experts
+            part.forward = partial(_balanced, count)
 
 
 def _balanced(
@@ -60,10 +65,46 @@ def _balanced(
         weights: Of each choice, (tokens, choices).
     """
     x, weights = ranks.enter(x), ranks.enter(weights)
-    own = max(1, -(-chosen.numel() * m.num_experts // count))
-    tokens = torch.arange(own, device=x.device) // chosen.shape[1]
-    choices = torch.arange(own, device=x.device) % chosen.shape[1]
-    numbers = chosen[tokens, choices].clamp(0, m.num_experts - 1)
+    return ranks.reduce(_of_own(m, x, weights, -(-chosen.numel() * m.num_experts // count)))
+
+
+def _exchanged(
+    name: str,
+    m: Any,
+    ranks: TensorRanks,
+    given: tuple[Any, str, int],
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """As exchanged_experts: as many rows go to each rank as choose one of its experts or more.
+
+    Args:
+        name: Of the module.
+        m: The rank's.
+        ranks: Those with the others.
+        given: As exchanged_experts has it.
+        x: Hidden states, (tokens, width).
+        chosen: Numbers of experts, (tokens, choices).
+        weights: Of each choice, (tokens, choices).
+    """
+    *_, count = given
+    elsewhere = math.comb(count - m.num_experts, chosen.shape[1]) / math.comb(
+        count, chosen.shape[1]
+    )
+    room = max(1, math.ceil(len(x) * (1 - elsewhere)))
+    rows = [torch.arange(room, device=x.device)] * ranks.size
+    routes = Routes(ranks=ranks, name=name, rows=rows, num_rows=len(x), room=room)
+    theirs, their_weights, _ = routes.send(x, weights, chosen)
+    choices = -(-ranks.size * chosen.numel() * m.num_experts // count)
+    return routes.back(_of_own(m, theirs, their_weights, choices))
+
+
+def _of_own(m: Any, x: torch.Tensor, weights: torch.Tensor, choices: int) -> torch.Tensor:
+    """So many choices of the first rows, as many of each of the rank's experts."""
+    of_choice = torch.arange(max(1, choices), device=x.device)
+    tokens, which = (of_choice // weights.shape[1]) % len(x), of_choice % weights.shape[1]
     forward = type(m).forward.__get__(m)
-    found = forward(x[tokens], numbers[:, None], weights[tokens, choices, None])
-    return ranks.reduce(torch.zeros_like(x).index_add(0, tokens, found))
+    numbers = (of_choice % m.num_experts)[:, None]
+    found = forward(x[tokens], numbers, weights[tokens, which, None])
+    return torch.zeros_like(x).index_add(0, tokens, found)

@@ -35,8 +35,8 @@ class LayoutCost:
     seconds: float
     busy: dict[str, float]
     """Of "compute", "exchange" (between ranks that share a model), "reduce" (gradients and weights,
-    between copies of it), "copies" (chunks that computing waits for), "update", "bubble" (a stage
-    that waits for others), "processors" (that other ranks compute on)."""
+    between ranks with other samples), "copies" (chunks that computing waits for), "update",
+    "bubble" (a stage that waits for others), "processors" (that other ranks compute on)."""
 
     @property
     def bound(self) -> str:
@@ -206,7 +206,13 @@ def cost_of(
     exchange = layout.microbatches * sum(seconds[i].exchange for i in mine)
     working = layout.microbatches * sum(sum(each[i][:2]) for i in mine)
     copies = working - working / slowdown
-    reduce = max(reduced(layout, cluster, end.param_bytes, end.element_bytes) for end in ends)
+    reduce = max(
+        reduced(layout, cluster, end.param_bytes, end.element_bytes)
+        + cluster.between(layout.of_layers).collective(
+            "sum", end.settled_bytes, layout.experts_alone
+        )
+        for end in ends
+    )
     update = max(rank.update for rank in ranks)
     seconds_alone = passes + reduce + update
     # Who waits leaves its processor to others: of all there is no more than they can do.

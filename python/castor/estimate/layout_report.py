@@ -118,7 +118,7 @@ def as_json(found: Found) -> dict[str, Any]:
 
 
 def _samples(layout: Layout) -> int:
-    """Of a step of one copy of the model."""
+    """Of a step, of ranks that take the same."""
     return layout.rows * layout.microbatches
 
 

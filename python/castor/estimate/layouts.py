@@ -22,7 +22,7 @@ class Layout:
     tensor: int = 1
     """Ranks that share layers."""
     experts: int = 1
-    """... experts: the same ones, where layers are shared."""
+    """... experts: the same ones, where layers are shared, and else each takes other samples."""
     sequence: int = 1
     """... sequences."""
     mode: Mode = "all_to_all"
@@ -30,11 +30,11 @@ class Layout:
     stages: int = 1
     """... the blocks of the model."""
     data: int = 1
-    """Copies of the model, each of which takes other samples."""
+    """Copies of the model, which take other samples."""
     style: PipelineStyle = "1f1b"
     stages_per_rank: int = 1
     microbatches: int = 1
-    """That the samples of a copy are divided into."""
+    """That the samples of a rank are divided into."""
     rows: int = 1
     """Samples of each."""
     activations: LayoutActivations = "keep"
@@ -48,6 +48,11 @@ class Layout:
     def of_layers(self) -> int:
         """Ranks that have the parts of a layer, or its experts."""
         return max(self.tensor, self.experts)
+
+    @property
+    def experts_alone(self) -> int:
+        """Ranks that share experts and take other samples."""
+        return self.experts if self.tensor == 1 else 1
 
     @property
     def replicas(self) -> int:
@@ -105,7 +110,7 @@ def layouts(
                 continue
             for stages in _divisors(cluster.ranks // share):
                 data = cluster.ranks // (share * stages)
-                if (stages > 1 and stages > blocks) or batch % data:
+                if stages > 1 and stages > blocks:
                     continue
                 for tensor, of_experts in _parts_of_layers(layers, heads, experts):
                     for mode in _modes(tensor, divided, sequence, heads):
@@ -117,7 +122,9 @@ def layouts(
                             stages=stages,
                             data=data,
                         )
-                        yield from _schedules(whole, batch // data, blocks)
+                        samples, rest = divmod(batch, data * whole.experts_alone)
+                        if not rest:
+                            yield from _schedules(whole, samples, blocks)
 
 
 def _parts_of_layers(ranks: int, heads: int, experts: int) -> list[tuple[int, int]]:

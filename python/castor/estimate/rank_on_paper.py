@@ -8,7 +8,7 @@ rank's own, not formulas.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +78,8 @@ class RankOnPaper:
     """By number of the stage."""
     param_bytes: int
     """Trainable or not, tied ones once."""
+    settled_bytes: int
+    """Of these, whose gradients ranks that take other samples sum, since they share experts."""
     element_bytes: int
     """Of a parameter's element."""
 
@@ -121,6 +123,7 @@ class ModelOnPaper:
         self._dtype = WORKING_DTYPES[precision]
         self.model: Any = build(config, dtype=self._dtype)
         self._divided = tensor_size > 1
+        self._experts: Container[torch.Tensor] | None = None
         self._sequence_size = sequence_size
         self._tell: Recorder | None = None
         self._plan: PipelinePlan | None = None
@@ -147,7 +150,10 @@ class ModelOnPaper:
         among = PaperRanks.alike(TENSOR, max(tensor_size, expert_size), self._note)
         layers = TensorParallel(self.model, plan, among)
         layers.apply()
-        layers.start(Generators(torch.device("cpu")))
+        if tensor_size > 1:
+            layers.start(Generators(torch.device("cpu")))
+        else:
+            self._experts = layers.cuts
         balance_experts(self.model, counts)
 
     def plan(self) -> PipelinePlan:
@@ -218,6 +224,11 @@ class ModelOnPaper:
             simulator=simulator,
             passes=passes,
             param_bytes=sum(_bytes_of(param) for param in spec.params),
+            settled_bytes=sum(
+                _bytes_of(param)
+                for param in spec.params
+                if self._experts is not None and param not in self._experts
+            ),
             element_bytes=self._dtype.itemsize,
         )
 

@@ -80,16 +80,19 @@ class ModelStep:
             self._scale = self._collect(driver.position)
         else:
             # p.grad may be another tensor now.
-            session.collect_gradients(with_norm=False, optimizer=driver.position)
+            session.bring_together(driver.position)
+            session.collect_gradients(with_norm=False)
         return self._scale
 
     def _collect(self, position: int | None) -> float | None:
         config = self.config
         check = config.nonfinite != "ignore" or self.scaler is not None
         measures = check or config.max_norm > 0
+        session = self.engine.session
+        session.bring_together(position)
         if self.engine.parts:
-            self.engine.parts.settle_gradients()
-        gradients = self.engine.session.collect_gradients(with_norm=measures, optimizer=position)
+            self.engine.parts.settle_gradients(session, self.engine.params)
+        gradients = session.collect_gradients(with_norm=measures)
         norm = gradients.norm / gradients.scale
         if self.engine.parts and measures:
             norm = self.engine.parts.norm(self.engine.params, gradients.squares) / gradients.scale

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from castor.config.names import PipelineStyle, StateFormat
 from castor.distributed import (
     Accumulation,
+    ExpertParallel,
     Generators,
     Microbatches,
     Mode,
@@ -43,6 +44,8 @@ class Divided:
     def start(self, engine: Engine) -> None:
         """After boost. Collective."""
         engine.parts = self.stages or self.layers
+        if isinstance(self.layers, ExpertParallel):
+            engine.among = self.layers.ranks
         if self.layers:
             self.layers.start(
                 Generators(engine.device), self.stages.modules.own_blocks if self.stages else None
@@ -92,7 +95,12 @@ class Division:
     @property
     def ranks(self) -> int:
         """That take the same data."""
-        return self.num_ranks_of_layers * self.sequence_size * self.num_ranks_of_stages
+        return self.tensor_size * self.sequence_size * self.num_ranks_of_stages
+
+    @property
+    def experts_alone(self) -> int:
+        """Ranks that divide experts and nothing else of layers: each has data of its own."""
+        return self.expert_size if self.tensor_size == 1 else 1
 
     @property
     def num_ranks_of_layers(self) -> int:
@@ -142,7 +150,8 @@ class Division:
             )
         if layout.tensor:
             _check_updates(optimizers, self._asked_of_layers, state_format)
-            layers = TensorParallel(
+            kind = ExpertParallel if self.experts_alone > 1 else TensorParallel
+            layers = kind(
                 model,
                 self._plan_of_layers(model),
                 layout.tensor,

@@ -328,7 +328,7 @@ class GeminiPlugin:
         one rank's samples; `options` are DataLoader's. Checkpoints keep its position.
         """
         options |= {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
-        place = data_rank_and_size(self._division.ranks)
+        place = data_rank_and_size(self._division.ranks, self._division.experts_alone)
         return loader_of_rank(dataset, place, batch_size=batch_size, **options)
 
     def configure(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Engine:

@@ -27,9 +27,9 @@ class HybridParallelPlugin(GeminiPlugin):
     rank's part. Sequence parallelism (Jacobs et al. 2023, section 3): each rank computes some of
     the tokens, and in attention some of the heads for all tokens. Expert parallelism (Lepikhin et
     al. 2020, section 3.1): of the experts of each layer a rank has some, whole, and computes the
-    tokens that chose them, however many. Groups of max(tp_size, ep_size) * sp_size * pp_size ranks
-    train with other data, and share optimizer states (ZeRO) as with GeminiPlugin. All ranks of a
-    group take the same whole batches, which prepare_dataloader sees to.
+    tokens that chose them, however many, of all ranks. Groups of tp_size * sp_size * pp_size ranks
+    train with other data, and take the same whole batches, which prepare_dataloader sees to; ranks
+    with the same part of the model share optimizer states (ZeRO) as with GeminiPlugin.
 
     Args:
         plan: A file of `castor plan`, whose sizes, sequence_parallelism_mode, schedule and
@@ -39,8 +39,9 @@ class HybridParallelPlugin(GeminiPlugin):
             model is computed of each rank's part of the vocabulary, and nobody has all logits:
             outputs of forwards with labels have none. False: every rank has them.
         ep_size: Ranks among which the experts of transformers' mixtures are divided: those of
-            tp_size where that is more than 1, and otherwise ranks that have, and compute, all that
-            is no expert. Experts need not be a multiple of it.
+            tp_size where that is more than 1, and otherwise ranks with data of their own, which
+            have all that is no expert and exchange tokens at the experts. Experts need not be a
+            multiple of it.
         sp_size: Ranks among which sequences are divided while there are gradients; without, each
             computes whole ones. It divides sequences. For decoders of transformers whose attention
             goes through its registry. A loss is that of all tokens; beside it there are no logits.

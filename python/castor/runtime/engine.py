@@ -275,6 +275,9 @@ class Engine(Together):
         """The figures so far."""
         figures: dict[str, Any] = dict(self.session.report())
         figures |= asdict(self.logits) | asdict(self.blocks.figures())
+        if own := self.among:
+            rank, ranks = figures["rank"] * own.size + own.rank, figures["ranks"] * own.size
+            figures |= {"rank": rank, "ranks": ranks}
         return MemoryReport(
             **figures,
             skipped_steps=self.skipped_steps,

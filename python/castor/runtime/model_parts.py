@@ -8,6 +8,9 @@ from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import nn
+
+from castor import _C
 
 Result = TypeVar("Result")
 
@@ -66,7 +69,7 @@ class ModelParts(Protocol):
 
     @property
     def whole_model(self) -> WholeModel | None: ...  # noqa: D102
-    def settle_gradients(self) -> None: ...  # noqa: D102
+    def settle_gradients(self, session: _C.Session, params: Sequence[nn.Parameter]) -> None: ...  # noqa: D102
     def norm(self, params: Sequence[torch.Tensor], squares: Sequence[float]) -> float: ...  # noqa: D102
     def whole_shape(self, param: torch.Tensor) -> tuple[int, ...] | None: ...  # noqa: D102
     def own(self, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor: ...  # noqa: D102

@@ -8,7 +8,7 @@ from typing import Any
 
 from castor import _C
 from castor.runtime.model_parts import ModelParts, OwnParts
-from castor.runtime.ranks import Ranks, Result
+from castor.runtime.ranks import Peers, Ranks, Result
 
 
 class Together:
@@ -18,6 +18,8 @@ class Together:
     parts: ModelParts | None
     ranks: Ranks | None
     """Those that share the model; None: this process is alone."""
+    among: Peers | None = None
+    """Those that have its other experts, and other data; None: there are none."""
 
     @property
     def shared(self) -> bool:
