@@ -93,6 +93,14 @@ def boost(
     return Boosted(booster, model, optimizer)
 
 
+def device_of(model: Any) -> torch.device:
+    """Where a model computes, boosted or not."""
+    try:
+        return engine_of(model).device
+    except castor.UsageError:
+        return next(model.parameters()).device  # type: ignore[no-any-return]
+
+
 def on_device_of(boosted: Boosted, batch: Batch) -> Batch:
     """The batch where the model computes."""
     device = engine_of(boosted.model).device

@@ -12,8 +12,7 @@ from transformers import StaticCache
 
 import castor
 import pipeline_cases
-from castor.runtime.engine import engine_of
-from helpers import Boosted
+from helpers import Boosted, device_of
 from pipeline_cases import (
     DEEP,
     FAMILIES_WITH_STAGES,
@@ -51,8 +50,7 @@ def generate(model: Any, case: Case, **how: Any) -> list[list[int]]:
     """Some tokens; they do not end early."""
     torch.manual_seed(3)
     settings = {"do_sample": False, "min_new_tokens": 7, "max_new_tokens": 7, "pad_token_id": 0}
-    device = engine_of(model).device
-    given = {name: of.to(device) for name, of in prompts(case).items()}
+    given = {name: of.to(device_of(model)) for name, of in prompts(case).items()}
     tokens: torch.Tensor = model.generate(**given, **settings | how)
     return tokens.tolist()
 

@@ -11,7 +11,7 @@ import torch
 
 import castor
 import pipeline_cases
-from helpers import GIB, Boosted
+from helpers import GIB, Boosted, equal
 from pages import ROOT
 from pipeline_cases import DEEP, FAMILIES_WITH_STAGES, OF_A_V, SCHEDULES, batch, plain
 from rank_processes import found, found_by_each, run
@@ -169,7 +169,7 @@ def test_what_stages_save_is_what_one_process_saves(name: str, saved: Any, tmp_p
     assert losses == pytest.approx(later[name], rel=1e-3 if name == "llama" else LOSS)
     model = type(boosted.model).from_pretrained(directory / f"{name}-model")
     for mine, other in zip(weights, model.parameters(), strict=True):
-        assert torch.equal(mine, other.detach())
+        assert equal(mine, other.detach())
 
 
 def _accumulated(case: Case, boosted: Boosted, seed: int) -> float:

@@ -13,6 +13,7 @@ import castor
 import tensor_cases
 from castor.distributed import TensorRanks
 from castor.distributed.inputs import by_name
+from helpers import equal
 from rank_processes import found, found_by_each, of_sizes, run
 from tensor_cases import FAMILIES, LOSS, SIZES, STEPS, boost, padded, plain, train
 from zoo import LENGTH, VOCABULARY
@@ -93,7 +94,7 @@ def test_what_ranks_save_is_what_one_process_saves(name: str, saved: Any, tmp_pa
     # transformers reads it.
     model = type(boosted.model).from_pretrained(directory / f"{name}-model")
     for mine, other in zip(weights, model.parameters(), strict=True):
-        assert torch.equal(mine, other.detach())
+        assert equal(mine, other.detach())
 
 
 def test_a_run_of_one_process_goes_on_on_two(tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_a_divided_model_generates_and_evaluates(tmp_path: Path) -> None:
     assert seen["generated"] == generated.tolist()
     with torch.no_grad():
         logits = boosted.model(input_ids=ids).logits
-    assert torch.allclose(torch.tensor(seen["logits"]), logits, atol=1e-5)
+    assert torch.allclose(torch.tensor(seen["logits"]), logits.cpu(), atol=1e-5)
     for seed in range(2):
         batch = case.batch(seed)
         boosted.booster.backward(case.loss(boosted.model(**batch), batch) / 2, boosted.optimizer)
