@@ -217,7 +217,10 @@ def branches(directory: Path) -> None:
 
 
 def accumulated(directory: Path) -> None:
-    """Two micro-batches a rank, of which the first is not synchronised; and frozen routers."""
+    """Two micro-batches a rank, of which the first is not synchronised.
+
+    Of all parameters, of all but routers and embeddings, and with blocks that torch runs again.
+    """
     case, found = EXPERTS["mixtral"], {}
     who, of = place(2)
 
@@ -230,7 +233,8 @@ def accumulated(directory: Path) -> None:
         return model
 
     frozen = Case("frozen", lambda: trained(case.model()), case.batch)
-    for name, kind in {"all": case, "frozen": frozen}.items():
+    checkpointed = Case("again", lambda: case.model(checkpointing=True), case.batch)
+    for name, kind in {"all": case, "frozen": frozen, "checkpointed": checkpointed}.items():
         boosted, losses = boost(kind, ep_size=2), []
         for step in range(STEPS):
             first, second = micro(step, who, 0), micro(step, who, 1)
@@ -307,6 +311,24 @@ def staged(directory: Path) -> None:
         optimizer.zero_grad()
     found["plain"] = plain
     write(directory, "staged", found)
+
+
+def pipelines_apart(directory: Path) -> None:
+    """One pipeline has more micro-batches than the other."""
+    who, _ = place(2, 2)
+    boosted = pipeline_cases.boost(STAGED, ep_size=2, num_microbatches=None, microbatch_size=2)
+    data = iter([pipeline_cases.batch(STAGED, 0, 8 if who else 4)])
+
+    def work() -> None:
+        boosted.booster.execute_pipeline(data, boosted.model, None, boosted.optimizer)
+        boosted.optimizer.step()
+
+    distributed.barrier()
+    start = time.monotonic()
+    found = [said(work), time.monotonic() - start]
+    write_own(directory, "pipelines_apart", found)
+    sys.stdout.flush()
+    os._exit(0)  # the stages have let go of each other
 
 
 def exchanged_bytes(directory: Path) -> None:
@@ -390,8 +412,13 @@ def apart(directory: Path) -> None:
         found[name] = [said(works[rank]), time.monotonic() - start]
         boosted.optimizer.zero_grad()
         boosted = boost(case, ep_size=2)
-    backward()
-    found["works"] = ["", 0.0]
+    reduced = boost(case, ep_size=2, precision="fp16", initial_scale=4.0)
+    loss = reduced.model(**batch).loss
+    if rank:
+        reduced.booster.backward(loss, reduced.optimizer)
+    else:
+        loss.backward()
+    found["scales"] = [said(reduced.optimizer.step), 0.0]
     write_own(directory, "apart", found)
 
 

@@ -109,6 +109,14 @@ def test_stages_have_other_micro_batches_on_each_rank(tmp_path: Path) -> None:
     assert seen["generated"] == [3, 7, 3, 7]
 
 
+def test_pipelines_of_other_lengths_are_named(tmp_path: Path) -> None:
+    heard = found_by_each(expert_cases.pipelines_apart, 4, tmp_path)
+    for message, seconds in heard:
+        assert message != "nothing"
+        assert seconds < 5
+    assert any("give all as many batches and micro-batches" in message for message, _ in heard)
+
+
 def test_rows_alone_go_to_the_ranks_whose_experts_they_chose(tmp_path: Path) -> None:
     sent, expected, exchanges, most = found(expert_cases.exchanged_bytes, 2, tmp_path)
     assert sent == expected
@@ -138,6 +146,8 @@ def test_a_rank_that_does_something_else_is_named(tmp_path: Path) -> None:
             assert message.startswith("UsageError: rank 0 is at"), message
             assert all(part in message for part in there)
             assert seconds < 1
+        scales = "UsageError: the ranks' gradients carry the loss scales [1.0, 4.0]"
+        assert of_rank["scales"][0].startswith(scales)
 
 
 @pytest.mark.parametrize("phase", ["forward", "generate"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -104,7 +104,3 @@ class _Generate:
         generated = type(model).generate(model, *args, **kwargs)
         self._exchange.serve()
         return generated
-
-    def __deepcopy__(self, _: dict[int, Any]) -> NoReturn:
-        """Refused, as copies of divided modules are."""
-        raise UsageError("a copy of a model whose experts ranks divide would be no model")
