@@ -641,6 +641,13 @@ void Session::end_reads_of_parts() {
   cut_homes_.parts()->await_exchanges();
 }
 
+void Session::scale_gradients(double factor) {
+  if (ranks_) {
+    ranks_->gradients().writing_all();
+  }
+  gradients_->scale(factor);
+}
+
 void Session::finish_step() {
   check_process();
   own_device_.follow_stream();

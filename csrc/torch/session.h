@@ -82,8 +82,8 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   /// Brings every parameter home and every gradient into its payload. `optimizer`: which steps, of
   /// several. Throws as GradientSink does.
   GradientSummary collect_gradients(bool with_norm, std::optional<std::size_t> optimizer);
-  /// As GradientSink's.
-  void scale_gradients(double factor) { gradients_->scale(factor); }
+  /// As GradientSink's. Throws OutOfMemory before any is scaled.
+  void scale_gradients(double factor);
   /// One step over the parameters that have a gradient. With Overlap::kForward it may still be
   /// under way on return: torch's operators wait for what they read, anything else calls settle
   /// first. If it throws, nothing has moved, or the run counts as broken.
