@@ -648,6 +648,12 @@ void Session::scale_gradients(double factor) {
   gradients_->scale(factor);
 }
 
+void Session::weights_updated(std::vector<WeightDigest> digests) {
+  if (ranks_) {
+    ranks_->weights_updated(std::move(digests));
+  }
+}
+
 void Session::finish_step() {
   check_process();
   own_device_.follow_stream();

@@ -90,6 +90,8 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   void update(const GroupOptions& options, double grad_scale) {
     updater_->step(options, grad_scale);
   }
+  /// An optimizer's own step has updated these: as RankMeeting's, where there are several ranks.
+  void weights_updated(std::vector<WeightDigest> digests);
   void finish_step();
   /// As Updater's.
   void arm_updates(GroupOptions options) { updater_->arm(std::move(options)); }
