@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "core/error.h"
 
@@ -53,6 +54,14 @@ LayoutFacts facts_of(const ChunkLayout& layout) {
           .digest = digest.value()};
 }
 
+std::uint64_t digest_of(std::span<const WeightDigest> weights) {
+  Digest digest;
+  for (const WeightDigest& weight : weights) {
+    digest.add(weight.value);
+  }
+  return digest.value();
+}
+
 std::string describe(const LayoutFacts& facts) {
   return std::to_string(facts.num_params) + " parameters in " + std::to_string(facts.num_chunks) +
          " chunks of " + std::to_string(facts.chunk_bytes) + " bytes";
@@ -75,6 +84,7 @@ struct RankMeeting::Header {
   std::uint64_t steps = 0;
   std::uint64_t backwards = 0;
   double scale = kNoGradients;
+  std::uint64_t weights = 0;  // a digest of all that this rank has updated by itself
 
   [[nodiscard]] bool of_states() const noexcept { return point >= Point::kRead; }
   [[nodiscard]] bool agrees_with(const Header& other) const noexcept {
@@ -146,13 +156,47 @@ void RankMeeting::check_same(const std::vector<Header>& headers) const {
   }
 }
 
+// All ranks see the same headers: where two differ all say which parameters they have updated.
+void RankMeeting::check_weights(const std::vector<Header>& headers) {
+  const auto other = std::find_if(headers.begin(), headers.end(), [&](const Header& header) {
+    return header.weights != headers[0].weights;
+  });
+  if (other == headers.end()) {
+    return;
+  }
+  std::vector<WeightDigest> all(weights_.size() * ranks_.size());
+  ranks_.all_gather(std::as_bytes(std::span(weights_)), std::as_writable_bytes(std::span(all)));
+  const auto rank = static_cast<std::size_t>(other - headers.begin());
+  const std::span first = std::span(all).first(weights_.size());
+  const std::span theirs = std::span(all).subspan(rank * weights_.size(), weights_.size());
+  const auto found = std::mismatch(first.begin(), first.end(), theirs.begin()).first;
+  throw UsageError(
+      "the ranks' weights have drifted apart: after step " + std::to_string(steps_) +
+      " rank 0 and rank " + std::to_string(rank) + " have different values of parameter '" +
+      layout_.param(found->param).name +
+      "', which its optimizer's own step updates on every rank by itself. Such a step has to "
+      "compute the same on all of them: draw random numbers from a generator that every rank has "
+      "seeded alike, use nothing that one rank alone knows (its number, its losses, the time), and "
+      "give all the same torch, number of threads and kind of processor; then start again from "
+      "the last checkpoint");
+}
+
+void RankMeeting::weights_updated(std::vector<WeightDigest> digests) {
+  weights_ = std::move(digests);
+}
+
 std::vector<RankMeeting::Header> RankMeeting::arrive(const Header& own) {
   if (!diverged_.empty()) {
     throw UsageError(diverged_);
   }
-  std::vector<Header> headers = gather(ranks_, own);
+  Header told = own;
+  told.weights = digest_of(weights_);
+  std::vector<Header> headers = gather(ranks_, told);
   try {
     check_same(headers);
+    if (own.point != Header::Point::kLoad) {
+      check_weights(headers);
+    }
   } catch (const UsageError& error) {
     diverged_ = error.what();
     throw;
@@ -214,6 +258,7 @@ GradientMarks RankMeeting::meet(MeetingPoint point, const GradientMarks& own,
 
 void RankMeeting::meet_to_load() {
   arrive({.point = Header::Point::kLoad, .steps = steps_, .backwards = backwards_});
+  weights_.clear();
 }
 
 void RankMeeting::meet_to_read(StateRequest own) {

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,14 @@ struct StateRequest {
   PayloadKind kind{};
 
   bool operator==(const StateRequest&) const = default;
+};
+
+/// Of a parameter that every rank has whole and updates by itself: what it has come to.
+struct WeightDigest {
+  ParamId param{};
+  std::uint64_t value = 0;
+
+  bool operator==(const WeightDigest&) const = default;
 };
 
 /// Which gradients a rank has, or all of them together.
@@ -47,6 +56,10 @@ class RankMeeting {
   /// which steps, where the model has several.
   [[nodiscard]] GradientMarks meet(MeetingPoint point, const GradientMarks& own,
                                    std::optional<std::size_t> optimizer = {});
+  /// This rank has updated weights by itself, as the others have: they are compared where ranks
+  /// meet next, which throws UsageError on every rank where they differ. As many of the same
+  /// parameters on each, in one order.
+  void weights_updated(std::vector<WeightDigest> digests);
   /// The step is over.
   void end_step() noexcept;
   /// Weights are about to be replaced by every rank, or have been. Throws UsageError, on every
@@ -65,14 +78,16 @@ class RankMeeting {
   struct Header;
   std::vector<Header> arrive(const Header& own);
   void check_same(const std::vector<Header>& headers) const;
+  void check_weights(const std::vector<Header>& headers);
   [[nodiscard]] std::string place_of(const Header& header) const;
   [[nodiscard]] static std::optional<double> common_scale(const std::vector<Header>& headers);
 
   Collectives& ranks_;
   const ChunkLayout& layout_;
   std::uint64_t steps_ = 0;
-  std::uint64_t backwards_ = 0;  // in this step
-  std::string diverged_;         // what every rank was told: they cannot meet again
+  std::uint64_t backwards_ = 0;        // in this step
+  std::vector<WeightDigest> weights_;  // of the last update by itself
+  std::string diverged_;               // what every rank was told: they cannot meet again
 };
 
 }  // namespace castor

@@ -166,6 +166,15 @@ void arm_updates(Session& session, const std::vector<py::dict>& groups,
   session.arm_updates(std::move(options));
 }
 
+void weights_updated(Session& session,
+                     const std::vector<std::pair<std::uint32_t, std::uint64_t>>& digests) {
+  std::vector<WeightDigest> updated;
+  for (const auto& [param, value] : digests) {
+    updated.push_back({.param = ParamId{param}, .value = value});
+  }
+  session.weights_updated(std::move(updated));
+}
+
 void update(Session& session, const std::vector<py::dict>& groups,
             std::vector<std::int64_t> group_of, double grad_scale) {
   const GroupOptions options = group_options(session, groups, std::move(group_of));
@@ -378,6 +387,7 @@ PYBIND11_MODULE(_C, m) {
              self.cast<Session&>().stay_with_parent();
            })
       .def("await_updates", &Session::await_updates, released)
+      .def("weights_updated", &castor::weights_updated, py::arg("digests"))
       .def("finish_step", &Session::finish_step, released)
       .def("settle", py::overload_cast<>(&Session::settle), released)
       .def("send_home", &Session::send_home, released)

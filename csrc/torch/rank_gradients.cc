@@ -111,9 +111,32 @@ void RankGradients::take_copy(ChunkId chunk) {
   const MutexLock lock(mutex_);
   Reservation& copy = copies_[index(chunk)];
   if (copy.bytes() == 0) {
-    copy = host_.ledger().reserve(
-        SharedHomes::size_of(layout_.chunk(chunk).used_bytes),
-        "a rank has gradients of its own until all ranks have theirs; raise host_memory");
+    copy = pay_for_copy(chunk);
+  }
+}
+
+Reservation RankGradients::pay_for_copy(ChunkId chunk) {
+  return host_.ledger().reserve(
+      SharedHomes::size_of(layout_.chunk(chunk).used_bytes),
+      "a rank has gradients of its own until all ranks have theirs; raise host_memory");
+}
+
+void RankGradients::writing_all() {
+  const MutexLock lock(mutex_);
+  std::vector<Reservation> taken(copies_.size());  // given back where one finds no room
+  for (std::size_t i = 0; i < copies_.size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    const auto& params = layout_.chunk(chunk).params;
+    const bool any = std::any_of(params.begin(), params.end(),
+                                 [this](ParamId param) { return gradients_.present(param); });
+    if (any && at_shared_home(chunk) && copies_[i].bytes() == 0) {
+      taken[i] = pay_for_copy(chunk);
+    }
+  }
+  for (std::size_t i = 0; i < copies_.size(); ++i) {
+    if (taken[i].bytes() > 0) {
+      copies_[i] = std::move(taken[i]);
+    }
   }
 }
 

@@ -60,6 +60,9 @@ class RankGradients {
       take_copy(chunk);
     }
   }
+  /// This rank is about to write all gradients there are. Throws OutOfMemory, and has taken nothing
+  /// then.
+  void writing_all();
   /// Whether this rank has a copy of the chunk's gradients as soon as somebody writes them.
   [[nodiscard]] bool at_shared_home(ChunkId chunk) const;
   /// The pass under way brings no more gradients of the chunk, which has all of them.
@@ -87,6 +90,7 @@ class RankGradients {
   [[nodiscard]] bool copied(ChunkId chunk) const { return cut(chunk) || at_shared_home(chunk); }
   // Of a chunk's gradients, by this rank.
   void take_copy(ChunkId chunk);
+  [[nodiscard]] Reservation pay_for_copy(ChunkId chunk);
   void drop_copy(ChunkId chunk);
   void forget_last_step(TensorGate& gate);
   void reduce(ChunkId chunk);

@@ -655,6 +655,19 @@ void Session::end_reads_of_parts() {
   cut_homes_.parts()->await_exchanges();
 }
 
+void Session::scale_gradients(double factor) {
+  if (ranks_) {
+    ranks_->gradients().writing_all();
+  }
+  gradients_->scale(factor);
+}
+
+void Session::weights_updated(std::vector<WeightDigest> digests) {
+  if (ranks_) {
+    ranks_->weights_updated(std::move(digests));
+  }
+}
+
 void Session::finish_step() {
   check_process();
   own_device_.follow_stream();

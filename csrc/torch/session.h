@@ -89,14 +89,16 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   void make_gradient_present(ParamId param, double scale);
   /// Brings every parameter home and every gradient into its payload. Throws as GradientSink does.
   GradientSummary collect_gradients(bool with_norm);
-  /// As GradientSink's.
-  void scale_gradients(double factor) { gradients_->scale(factor); }
+  /// As GradientSink's. Throws OutOfMemory before any is scaled.
+  void scale_gradients(double factor);
   /// One step over the parameters that have a gradient. With Overlap::kForward it may still be
   /// under way on return: torch's operators wait for what they read, anything else calls settle
   /// first. If it throws, nothing has moved, or the run counts as broken.
   void update(const GroupOptions& options, double grad_scale) {
     updater_->step(options, grad_scale);
   }
+  /// An optimizer's own step has updated these: as RankMeeting's, where there are several ranks.
+  void weights_updated(std::vector<WeightDigest> digests);
   void finish_step();
   /// As Updater's.
   void arm_updates(GroupOptions options) { updater_->arm(std::move(options)); }

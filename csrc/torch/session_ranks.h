@@ -59,6 +59,11 @@ class SessionRanks {
   /// Returns when every rank is here, which is known to come.
   void meet() { castor::meet(*passes_); }
 
+  /// As RankMeeting's.
+  void weights_updated(std::vector<WeightDigest> digests) {
+    meeting_.weights_updated(std::move(digests));
+  }
+
   // Around the replacing of weights, which every rank does. Throw as RankMeeting.
   /// From now on no rank reads them.
   void begin_load() { meeting_.meet_to_load(); }

@@ -12,9 +12,11 @@ from torch._dynamo.utils import counters
 import castor
 from castor.runtime.blocks import find_blocks
 from helpers import GIB, LR, losses_of_plain
-from zoo import CASES
+from zoo import CASES, Case, llama
 
 LLAMA, STEPS = CASES["llama"], 3
+DEEP = Case("llama4", lambda: llama(layers=4), LLAMA.batch)
+SCHEDULES = ("interleaved", "zbv", "interleaved again")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {},
     "stages": {"pp_size": 2, "num_microbatches": 2},
@@ -29,9 +31,9 @@ def loss_of(model: Any, seed: int) -> torch.Tensor:
     return LLAMA.loss(model(**batch), batch)
 
 
-def train(layout: dict[str, Any], *, fullgraph: bool) -> list[float]:
+def train(layout: dict[str, Any], *, fullgraph: bool, case: Case = LLAMA) -> list[float]:
     """Losses, the same batch on every rank."""
-    model: Any = LLAMA.model()
+    model: Any = case.model()
     model.config.use_cache = False
     for block in find_blocks(model).values():
         block.compile(fullgraph=fullgraph, backend="aot_eager")
@@ -70,6 +72,17 @@ def layouts(directory: Path) -> None:
         found[name] = [losses, breaks, raised]
     if distributed.get_rank() == 0:
         (directory / "layouts.json").write_text(json.dumps(found))
+
+
+def schedules(directory: Path) -> None:
+    """Losses by schedule, where what was compiled for the first serves the others."""
+    found: dict[str, Any] = {"plain": losses_of_plain(DEEP.model(), loss_of, STEPS)}
+    two_each = {"pp_size": 2, "num_microbatches": 2, "num_model_chunks": 2}
+    for name in SCHEDULES:
+        layout = two_each | {"pp_style": name.split()[0]}
+        found[name] = train(layout, fullgraph=True, case=DEEP)
+    if distributed.get_rank() == 0:
+        (directory / "schedules.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

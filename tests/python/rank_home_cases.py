@@ -12,7 +12,7 @@ import torch
 from torch import distributed, nn
 
 import castor
-from helpers import Boosted
+from helpers import Boosted, plugin
 from rank_cases import RankCase, _of_rank, _refused, boost
 from zoo import tower, tower_batch
 
@@ -196,15 +196,19 @@ def _deep_loss(model: nn.Module, seed: int, _: int) -> torch.Tensor:
 
 
 def _boost_deep(room: int = 8) -> Boosted:
-    """With room for the ranks' shares, their window and so many layers' gradients of one rank."""
-    states = 2 * DEEP * WIDE_LAYER // 2
-    shared = 2 * DEEP * WIDE_LAYER // 2
     return boost(
         RankCase(_deep, _deep_loss),
         chunk_bytes=WIDE_LAYER,
         memory=3 * WIDE_LAYER,
-        host_memory=states + shared + (room + 2) * WIDE_LAYER,
+        host_memory=_room_of_deep(room),
     )
+
+
+def _room_of_deep(room: int) -> int:
+    """For the ranks' shares, their window and so many layers' gradients of one rank."""
+    states = 2 * DEEP * WIDE_LAYER // 2
+    shared = 2 * DEEP * WIDE_LAYER // 2
+    return states + shared + (room + 2) * WIDE_LAYER
 
 
 def staged(_: Path) -> None:
@@ -261,6 +265,27 @@ def clips_without_room(_: Path) -> None:
         booster, model, optimizer = _boost_deep()
         booster.backward(_deep_loss(model, rank, rank), optimizer)
         print(_refused(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e-3)))
+
+
+def steps_without_room(_: Path) -> None:
+    """Clips in a step in which one optimizer reads p.grad; prints what gradients have become."""
+    with _of_rank() as rank:
+        model = _deep()
+        head = list(model[-1].parameters())
+        others = [param for layer in model[:-1] for param in layer.parameters()]
+        optimizers = [torch.optim.Adafactor(head, lr=1e-2), castor.HybridAdam(others)]
+        booster = castor.Booster(
+            plugin=plugin(
+                3 * WIDE_LAYER, chunk_bytes=WIDE_LAYER, host_memory=_room_of_deep(8), max_norm=1e-12
+            )
+        )
+        booster.boost(model, optimizers)
+        booster.backward(_deep_loss(model, rank, rank), optimizers[0])
+        paid = booster.report(model).host_bytes
+        before = [param.grad.clone() for param in model.parameters()]
+        print(_refused(optimizers[0].step))
+        same = (torch.equal(p.grad, old) for p, old in zip(model.parameters(), before, strict=True))
+        print(all(same), booster.report(model).host_bytes - paid)
 
 
 def one_loads(directory: Path) -> None:

@@ -73,6 +73,10 @@ def _all(step: int) -> tuple[int, ...]:
     return (0, 1)
 
 
+def _the_first(step: int) -> tuple[int, ...]:
+    return (0,)
+
+
 def _in_turn(step: int) -> tuple[int, ...]:
     """As a generator and its critic."""
     return (step % 2,)
@@ -387,6 +391,56 @@ def one_steps_more(_: Path) -> None:
             print(
                 _refused(lambda: run.booster.backward(tower_loss(run.model, 2), run.optimizers[0]))
             )
+
+
+class Noisy(Optimizer):
+    """Gradient descent with noise; one weight of rank 1 may be wrong once."""
+
+    def __init__(self, params: Any, *, noise: float, wrong_at: int | None = None) -> None:
+        self._steps, self._wrong_at = 0, wrong_at
+        super().__init__(params, {"noise": noise})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        wrong = self._steps == self._wrong_at and distributed.get_rank() == 1
+        self._steps += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                param -= 1e-3 * param.grad + group["noise"] * torch.randn_like(param)
+            if wrong:
+                group["params"][-1].view(-1)[-1] += 1e-3
+
+
+NOTHING = "nothing was raised"
+DRIFTS: dict[str, Any] = {
+    "alike": {"noise": 1e-4},
+    "seeded by rank": {"noise": 1e-4},
+    "wrong once": {"noise": 0.0, "wrong_at": 2},
+}
+
+
+def drifts(_: Path) -> None:
+    """Prints how many steps each took, of 12, and what it said then."""
+    with _of_rank() as rank:
+        for name, options in DRIFTS.items():
+            for settings in ({}, {"precision": "bf16"}, {"max_norm": 0.0}):
+                beside = "max_norm" in settings
+
+                def make(model: Any, options: Any = options, beside: bool = beside) -> Any:
+                    noisy = Noisy(model.layers[1].parameters() if beside else model.parameters(),
+                                  **options)  # fmt: skip
+                    taken = {id(p) for p in noisy.param_groups[0]["params"]}
+                    others = [p for p in model.parameters() if id(p) not in taken]
+                    return [noisy, castor.HybridAdam(others)] if others else [noisy]
+
+                stepping = _all if beside else _the_first
+                run = boost(_tower(make, stepping=stepping), **settings)
+                torch.manual_seed(rank if name == "seeded by rank" else 0)
+                steps, said = 0, NOTHING
+                while steps < 12 and said == NOTHING:
+                    said = _refused(lambda: run.step(steps, [10 * steps + rank]))  # noqa: B023
+                    steps += 1
+                print(name, "|", steps, "|", said)
 
 
 def kept(directory: Path) -> None:

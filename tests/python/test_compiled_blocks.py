@@ -399,3 +399,9 @@ def test_ranks_break_graphs_only_where_they_exchange_within_blocks(
     assert losses == pytest.approx(layouts["plain"], rel=1e-5)
     exchanges = layout in ("layers", "sequences", "ring")
     assert (num_breaks > 0, raised) == (exchanges, "Unsupported" if exchanges else None)
+
+
+def test_what_one_schedule_has_compiled_serves_the_zero_bubble(tmp_path: Path) -> None:
+    losses = found(compiled_cases.schedules, 2, tmp_path)
+    for schedule in compiled_cases.SCHEDULES:
+        assert losses[schedule] == pytest.approx(losses["plain"], rel=1e-5), schedule

@@ -101,6 +101,14 @@ def test_gradients_that_a_loop_writes_itself_without_room_are_named(tmp_path: Pa
         assert "out of host memory" in output
 
 
+def test_a_step_that_clips_without_room_scales_no_gradient(tmp_path: Path) -> None:
+    """Where an optimizer of several reads p.grad, gradients are scaled in place."""
+    for output in succeeded(run(rank_home_cases.steps_without_room, 2, tmp_path)):
+        said, left = output.splitlines()
+        assert "a rank has gradients of its own until all ranks have theirs" in said
+        assert left == "True 0"
+
+
 def test_a_load_that_one_rank_does_not_take_part_in_is_named(tmp_path: Path) -> None:
     for output in succeeded(run(rank_home_cases.one_loads, 2, tmp_path)):
         assert (

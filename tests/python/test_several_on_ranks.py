@@ -221,6 +221,25 @@ def test_two_that_run_fused_are_saved_beside_the_training(tmp_path: Path) -> Non
     assert contents(tmp_path / "beside") == contents(tmp_path / "at once")
 
 
+def test_own_steps_that_drift_apart_are_named_on_every_rank(tmp_path: Path) -> None:
+    """Within eight steps, in masters too."""
+    outputs = succeeded(run(several_rank_cases.drifts, 2, tmp_path))
+    assert outputs[0] == outputs[1]
+    found = [line.split(" | ") for line in outputs[0].splitlines()]
+    for name, steps, said in found:
+        drifted = re.search(
+            r"after step \d+ rank 0 and rank 1 have different values of parameter '\w+\.", said
+        )
+        assert bool(drifted) == (name != "alike"), name
+        if name == "alike":
+            assert int(steps) == 12
+        elif name == "wrong once":
+            assert 3 < int(steps) <= 11
+        else:
+            assert int(steps) <= 2
+    assert len(found) == 3 * len(several_rank_cases.DRIFTS)
+
+
 def test_what_does_not_go_with_them_is_refused_by_name(tmp_path: Path) -> None:
     for output in succeeded(run(several_rank_cases.refused, 2, tmp_path)):
         second, third, beside, low_level = output.splitlines()

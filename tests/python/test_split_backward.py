@@ -153,6 +153,30 @@ def test_a_function_of_pythons_runs_once() -> None:
     assert _Counted.backwards == 1
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of dynamo
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_what_was_compiled_for_whole_passes_is_used(backend: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x, w, bias: torch.sin(torch.exp(torch.tanh(x @ w)) * bias), backend=backend
+    )
+    stage = _Stage(lambda x, w0, w1, w2, bias: compiled(x @ w0, w1, bias) @ w2)
+    x, again = _input(), _input()
+    stage(x).square().sum().backward()
+    expected = {name: param.grad for name, param in stage.named_parameters()}
+    stage.zero_grad()
+    split = _split(stage, again)
+    torch.testing.assert_close(split.of_inputs()[0], x.grad)
+    split.of_weights(lambda _: None)
+    for name, param in stage.named_parameters():
+        torch.testing.assert_close(param.grad, expected[name], msg=name)
+    with pytest.raises(RuntimeError, match="donated buffers"):  # a graph of the user's, as before
+        stage(_input()).sum().backward(retain_graph=True)
+    torch._dynamo.reset()
+
+
 def test_what_fails_when_a_module_is_entered_is_raised() -> None:
     split = _split(_Stage(_beside), _input())
     split.of_inputs()

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._functorch import config as compiled_code
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
@@ -98,12 +99,15 @@ class SplitBackward:
             user.register_prehook(part.keep(user)) for part in self._parts for user in part.users
         ]
         try:
-            torch.autograd.backward(
-                self._outputs,
-                self._grads,
-                retain_graph=True,
-                inputs=[*self._wanted, *self._at_once],
-            )
+            # Compiled code that overwrites what it saved refuses a graph that is kept. It is a
+            # function of Python's, which this pass runs, and no other.
+            with compiled_code.patch(donated_buffer=False):
+                torch.autograd.backward(
+                    self._outputs,
+                    self._grads,
+                    retain_graph=True,
+                    inputs=[*self._wanted, *self._at_once],
+                )
         finally:
             for handle in handles:
                 handle.remove()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Muon, Optimizer
 
+from castor.optim.weight_digests import WeightDigests
 from castor.runtime.rules import MASTER
 
 _HOST = torch.device("cpu")
@@ -31,9 +32,15 @@ class OwnStep:
     one of n x n: its copies, and its state for as long, are where the parameter computes.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        """Of an optimizer that is about to be boosted, over the model's parameters."""
+    def __init__(self, optimizer: Optimizer, digests: WeightDigests | None) -> None:
+        """Of an optimizer that is about to be boosted, over the model's parameters.
+
+        Args:
+            optimizer: It.
+            digests: Of what its steps leave; None: there is one rank.
+        """
         self._optimizer = weakref.ref(optimizer)
+        self._digests = digests
         for param, entry in optimizer.state.items():  # as some begin, in the parameter's type
             optimizer.state[param] = {key: _in_float32(value) for key, value in entry.items()}
         self._on_device = type(optimizer) is Muon
@@ -116,6 +123,8 @@ class OwnStep:
             if entry:
                 state[param] = entry
             param.copy_(copy)
+            if self._digests:
+                self._digests.add(param, copy)
 
     def _copy_of(self, param: torch.Tensor, scale: float) -> nn.Parameter:
         device = param.device if self._on_device else _HOST

@@ -15,6 +15,7 @@ from castor.errors import OutOfMemoryError
 from castor.optim.loss_scaler import LossScaler
 from castor.optim.nonfinite import nonfinite_error, warn_of_skip
 from castor.optim.own_step import OwnStep
+from castor.optim.weight_digests import WeightDigests
 from castor.runtime.engine import Engine
 from castor.runtime.rules import FusedRule
 
@@ -162,7 +163,12 @@ class StepDriver:
         self.model_step = model_step
         self.rule = rule
         self.position = position
-        self.own_step = OwnStep(optimizer) if not rule and model_step.copies else None
+        self._digests: WeightDigests | None = None
+        """Of what its own steps leave on each of several ranks."""
+        if not rule and self.engine.ranks:
+            self._digests = WeightDigests(self.engine.session, self.engine.index_of)
+        copies = not rule and model_step.copies
+        self.own_step = OwnStep(optimizer, self._digests) if copies else None
         """Where the optimizer's own step cannot have the parameters themselves."""
         self.num_updated = 0
         """Parameters that it holds."""
@@ -219,7 +225,17 @@ class StepDriver:
                 self.own_step(generic_step, scale)
             else:
                 generic_step()
+                self._look_at(optimizer)
+            if self._digests:
+                self._digests.tell()
         self.model_step.taken_by(self, skipped=scale is None)
+
+    def _look_at(self, optimizer: Optimizer) -> None:
+        if self._digests:
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        self._digests.add(param, param)
 
     def arm(self, optimizer: Optimizer) -> None:
         """Before a forward whose backward may update chunks: tells the options of now."""

@@ -96,6 +96,36 @@ TEST_P(RankMeetingTest, OneRankThatIsAStepAheadIsNamed) {
   expect_everywhere(ranks, "pass 1 of step 1, while rank 1 ends backward pass 1 of step 2");
 }
 
+TEST_P(RankMeetingTest, WeightsThatDriftApartAreNamedOnEveryRankWhereTheyMeetNext) {
+  ThreadRanks ranks(GetParam());
+  const ChunkLayout layout = layout_of(4);
+  ranks.run([&](Collectives& own) {
+    RankMeeting meeting(own, layout);
+    for (const bool drifts : {false, true}) {
+      const bool last = own.rank() + 1 == own.size();
+      meeting.weights_updated({{.param = ParamId{2}, .value = 5},
+                               {.param = ParamId{3}, .value = drifts && last ? 8u : 7u}});
+      meeting.end_step();
+      static_cast<void>(meeting.meet(MeetingPoint::kBackwardEnd, GradientMarks(layout)));
+    }
+  });
+  expect_everywhere(ranks, "after step 2 rank 0 and rank " + std::to_string(GetParam() - 1) +
+                               " have different values of parameter 'p3'");
+}
+
+TEST_P(RankMeetingTest, WhatALoadReplacesIsComparedNoMore) {
+  ThreadRanks ranks(GetParam());
+  const ChunkLayout layout = layout_of(2);
+  ranks.run([&](Collectives& own) {
+    RankMeeting meeting(own, layout);
+    meeting.weights_updated({{.param = ParamId{0}, .value = own.rank()}});
+    meeting.end_step();
+    meeting.meet_to_load();
+    static_cast<void>(meeting.meet(MeetingPoint::kBackwardEnd, GradientMarks(layout)));
+  });
+  EXPECT_EQ(ranks.failures(), std::vector<std::string>(GetParam()));
+}
+
 TEST_P(RankMeetingTest, DifferentLossScalesAreNamed) {
   ThreadRanks ranks(GetParam());
   const ChunkLayout layout = layout_of(2);
