@@ -1,9 +1,11 @@
 """What tests of encoder-decoders in stages run on several ranks; as pipeline_cases.py."""
 
+import gc
 import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -262,6 +264,15 @@ def refused(directory: Path) -> None:
         "inputs": run(batch(T5, distributed.get_rank())),
         "works": train(T5, boosted, 0, 1),
     }  # fmt: skip
+    gc.collect()
+    gc.disable()
+    for given in (STYLES["1f1b"], STYLES["interleaved"], STYLES["zbv"]):
+        gone = boost(T5, **given)
+        train(T5, gone, 0, 1)
+        held = weakref.ref(gone.model)
+        del gone
+        assert held() is None
+    gc.enable()
     write_own(directory, "refused", found)
 
 
