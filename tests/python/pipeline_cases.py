@@ -263,9 +263,8 @@ def composed(directory: Path) -> None:
     found["odd"] = said(
         lambda: _train_on(one, {k: x[:, 2:] for k, x in batch(DEEP["gpt2"], 0).items()})
     )
-    found["shared"] = said(
-        lambda: boost(Case("shared", _with_shared_blocks, case.batch), pp_size=4)
-    )
+    shared = Case("shared", _with_shared_blocks, case.batch)
+    found["shared"] = train(shared, boost(shared, pp_size=4))
     write(directory, "composed", found)
 
 
@@ -457,7 +456,6 @@ def refused(directory: Path) -> None:
         "layers": said(lambda: boost(case, num_layers_per_stage=[1, 2])),
         "no block": said(lambda: boost(case, num_layers_per_stage=[2, 0])),
         "blocks": said(lambda: boost(case, **SCHEDULES["interleaved"])),
-        "t5": said(lambda: boost(FAMILIES["t5"])),
         "quantised": said(lambda: boost(Case("packed", quantised, case.batch))),
         "seed": said(lambda: _lazily_seeded(rank)),
         "state": said(lambda: boost(case, optimizer=_stepped)),

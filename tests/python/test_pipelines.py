@@ -11,6 +11,7 @@ import torch
 
 import castor
 import pipeline_cases
+from encoder_stage_cases import FAMILIES as ENCODER_DECODERS
 from helpers import GIB, Boosted, equal
 from pages import ROOT
 from pipeline_cases import DEEP, FAMILIES_WITH_STAGES, OF_A_V, SCHEDULES, batch, plain
@@ -80,9 +81,9 @@ def test_stages_of_divided_sequences_are_evaluated_whole(composed: Any) -> None:
     )
 
 
-def test_blocks_of_two_ranks_share_nothing(composed: Any) -> None:
-    assert composed["shared"].startswith("NotImplementedError: 'model.layers.1.mlp.gate_proj")
-    assert "shared by blocks of ranks [1, 2]" in composed["shared"]
+def test_blocks_of_any_ranks_share_parameters(composed: Any) -> None:
+    whole = plain(Case("shared", pipeline_cases._with_shared_blocks, DEEP["llama"].batch))
+    assert composed["shared"] == pytest.approx(whole, rel=LOSS)
 
 
 def test_ranks_of_a_pipeline_take_the_same_data(composed: Any) -> None:
@@ -260,7 +261,6 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("layers", "UsageError", "num_layers_per_stage=[1, 2] is of 2 stages and 3 blocks"),
         ("no block", "UsageError", "[2, 0] leaves a stage without a block"),
         ("blocks", "UsageError", "2 blocks, too few for 4 stages"),
-        ("t5", "NotImplementedError", "no way to cut a T5ForConditionalGeneration"),
         ("quantised", "UsageError", "q_proj.weight' is quantised"),
         ("seed", "UsageError", "differ in the random states"),
         ("state", "UsageError", "states of the whole model"),
@@ -384,7 +384,7 @@ def test_the_guides_table_is_of_what_is_tested() -> None:
     among_all = {*GATHERED} - {"windows", "eager", "three_heads", "sinks"} | {"gpt_oss"}
     tested = [set(SIZES[2]) - {"falcon_groups"}, {*EXPERTS} - {"router_loss", "grouped"},
               {*SEQUENCES} - {"windows", "eager"}, among_all, among_all,
-              set(FAMILIES_WITH_STAGES)]  # fmt: skip
+              {*FAMILIES_WITH_STAGES, *ENCODER_DECODERS} - {"untied"}]  # fmt: skip
     assert set(stated) == set().union(*tested)
     for family, cells in stated.items():
         assert cells == ["x" if family in those else "" for those in tested], family

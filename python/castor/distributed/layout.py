@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,8 @@ class RankLayout:
 
     stages: TensorRanks | None = None
     """Those with the other stages of this part of the model, for the same data; None: it is one."""
-    ends: TensorRanks | None = None
-    """Of these, the first and the last; None: this one is in between."""
+    lines: tuple[tuple[int, ...], ...] = ()
+    """The processes with the stages of each copy of the model, in the order of stages."""
     between_stages: distributed.ProcessGroup | None = None
     """What hidden states go through."""
 
@@ -67,17 +68,30 @@ class RankLayout:
             )
         ranks = torch.arange(size).view(-1, stages, sequence_size, tensor_size)
         lines = ranks.permute(0, 2, 3, 1).reshape(-1, stages).tolist()
-        ends = [[line[0], line[-1]] for line in lines]
-        ends += [[between] for line in lines for between in line[1:-1]]
         return cls(
             data=make_ranks(ranks.permute(1, 3, 0, 2).reshape(stages * tensor_size, -1).tolist()),
             tensor=_exchanging(ranks.reshape(-1, tensor_size).tolist(), rank),
             sequence=_exchanging(ranks.transpose(2, 3).reshape(-1, sequence_size).tolist(), rank),
             process=rank,
             stages=_exchanging(lines, rank),
-            ends=_exchanging(ends, rank) if stages > 1 else None,
+            lines=tuple(map(tuple, lines)),
             between_stages=own_group(lines) if stages > 1 else None,
         )
+
+    def among_stages(self, numbers: Sequence[int]) -> TensorRanks | None:
+        """Some of the ranks that have the stages of this part of the model.
+
+        Collective: every rank of the run calls it, with the same numbers.
+
+        Args:
+            numbers: Theirs in `stages`; ascending, two or more.
+
+        Returns:
+            None where this rank is none of them.
+        """
+        some = [[line[number] for number in numbers] for line in self.lines]
+        some += [[rank] for line in self.lines for n, rank in enumerate(line) if n not in numbers]
+        return _exchanging(some, self.process)
 
     def share_of_cores(self) -> int:
         """How many of the cores that this process may run on are its own: ranks share theirs.

@@ -1,7 +1,4 @@
-"""Stages of a model on several ranks: who has which modules, and what of them is common.
-
-Source: Narayanan et al. 2021 (Megatron-LM, section 2.2), for tied embeddings on two stages.
-"""
+"""Stages of a model on several ranks: who has which modules, and what of them is common."""
 
 from __future__ import annotations
 
@@ -20,9 +17,11 @@ from torch.optim import Optimizer
 from castor import _C
 from castor.distributed.generators import Generators
 from castor.distributed.inputs import asked_of
+from castor.distributed.passage import Passage
 from castor.distributed.pipeline_plan import PipelinePlan, cheapest_cuts
 from castor.distributed.sequence_parallel import SequenceParallel
-from castor.distributed.stages import Passage, StageModules, places_of
+from castor.distributed.shared_parameters import SharedCopy, SharedParameters
+from castor.distributed.stages import StageModules, places_of
 from castor.distributed.tensor_parallel import TensorParallel
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.errors import Error, UsageError
@@ -45,7 +44,7 @@ class PipelineParallel:
         plan: PipelinePlan,
         ranks: TensorRanks,
         *,
-        ends: TensorRanks | None,
+        among: Callable[[Sequence[int]], TensorRanks | None],
         group: distributed.ProcessGroup,
         chunks: int = 1,
         folded: bool = False,
@@ -57,7 +56,8 @@ class PipelineParallel:
             model: On the CPU, lazy or not; of transformers.
             plan: Of it.
             ranks: That have its stages.
-            ends: The first and the last of these; None: this one is in between.
+            among: Finds some of these, by number, where all ranks of the run call it alike; None
+                where this one is not among them.
             group: What tensors go through from one to another.
             chunks: Stages a rank has.
             folded: Whether every second row of stages goes back from the last rank to the first, as
@@ -68,7 +68,7 @@ class PipelineParallel:
             UsageError: There are too few blocks, or `layers` does not fit.
             NotImplementedError: See ask_for_router_logits.
         """
-        blocks = list(model.get_submodule(plan.blocks).children())
+        blocks = plan.blocks_of(model)
         stages = ranks.size * chunks
         if len(blocks) < stages:
             raise UsageError(
@@ -108,16 +108,14 @@ class PipelineParallel:
         self._passage = Passage.of(model, plan)
         self.ask_for_router_logits(model, {})
         self._cuts = [sum(layers[:stage]) for stage in range(stages + 1)]
-        self._ends = ends
+        self._among = among
         self.group = group
         self.device = torch.device("cpu")
         """Where this rank computes."""
         self.generators = Generators(self.device)
         self.whole_model: WholeModel | None = None
-        self._tied: list[nn.Parameter] = []
-        """This rank's copies of what the first and the last stage share."""
-        self._summed: bool | None = None
-        """Whether their gradients are those of both stages; None: they have none."""
+        self._shared = SharedParameters([])
+        """What other ranks' stages have as well."""
         self._modules: StageModules | None = None
 
     @property
@@ -131,6 +129,13 @@ class PipelineParallel:
         assert self._modules is not None
         return self._modules
 
+    @property
+    def encoder(self) -> nn.Module | None:
+        """What runs before the decoder of an encoder-decoder; None: the model is none."""
+        model, row = self._model(), self._plan.encoder
+        assert model is not None
+        return model.get_submodule(row.base) if row else None
+
     def apply(self, optimizers: Sequence[Optimizer]) -> None:
         """Leaves this rank's stages in the model, and their parameters in the optimizers.
 
@@ -138,23 +143,14 @@ class PipelineParallel:
 
         Raises:
             UsageError: Ranks would draw other values for lazy parameters; every rank raises it.
-            NotImplementedError: Blocks of several stages share a parameter.
         """
         model = self._model()
         assert model is not None
         places = places_of(model, self._plan, self._cuts, self._passage)
         owners: dict[nn.Parameter, set[int]] = {}
         for place in places:
-            for param in place.module.parameters():
-                owners.setdefault(param, set()).add(self._rank_of[place.stage])
-        ends = {self._rank_of[0], self._rank_of[-1]}
-        for name, param in model.named_parameters():
-            if len(owners[param]) > 1 and owners[param] != ends:
-                raise NotImplementedError(
-                    f"'{name}' of this {type(model).__name__} is shared by blocks of ranks "
-                    f"{sorted(owners[param])}, and only the first and the last stage may share a "
-                    "parameter; give another pp_size or num_layers_per_stage"
-                )
+            for param, stages in place.params():
+                owners.setdefault(param, set()).update(self._rank_of[stage] for stage in stages)
         what = "the random states that lazy parameters are drawn from (torch.manual_seed)"
         self.ranks.check_equal({what: random_states(model)})
         for tensor in (*model.parameters(), *model.buffers()):
@@ -164,7 +160,7 @@ class PipelineParallel:
         self.whole_model = _describe(model, optimizers)
         self._modules = StageModules(places, mine, self._cuts, self._passage)
         own = set(model.parameters())
-        self._tied = [param for param, of in owners.items() if len(of) > 1 and param in own]
+        self._shared = self._find_shared(owners)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 kept = [param in own for param in group["params"]]
@@ -184,7 +180,9 @@ class PipelineParallel:
         self.device, self.generators = device, Generators(device)
         self._passage.dtype = dtype
         self._passage.routers.start(model, self._plan, self.modules.own_blocks)
-        model.register_forward_pre_hook(ModuleHook(self._check_call), prepend=True)
+        for called in (model, self.encoder):
+            if called is not None:
+                called.register_forward_pre_hook(ModuleHook(self._check_call), prepend=True)
         for module in model.modules():
             module.register_state_dict_pre_hook(ModuleHook(self._check_reader))
 
@@ -202,25 +200,16 @@ class PipelineParallel:
 
     def begin(self) -> None:
         """Backward passes follow."""
-        if self._summed and self._rank > 0:  # a step has left the sum: it counts once
-            for param in self._tied:
-                if param.grad is not None:
-                    param.grad.data.zero_()
-        self._summed = False
+        self._shared.begin()
 
     def settle_gradients(self, session: _C.Session, params: Sequence[nn.Parameter]) -> None:
-        """Before a step: what two stages share has the gradient of both. Collective.
+        """Before a step: what several stages share has the gradient of all. Collective.
 
         Args:
             session: Of the stages.
             params: Theirs, in its order.
         """
-        if self._summed is False and self._ends is not None:
-            for param in self._tied:
-                if param.grad is not None:
-                    # Not as an edit of the user's, whom a loss scale would be hidden from.
-                    param.grad.data.copy_(self._ends.sum(param.grad))
-            self._summed = True
+        self._shared.settle()
         if self.tensor:
             self.tensor.settle_gradients(session, params)
 
@@ -253,11 +242,11 @@ class PipelineParallel:
 
     def norm(self, params: Sequence[torch.Tensor], squares: Sequence[float]) -> float:
         """See TensorParallel: of all stages' gradients. Collective."""
-        tied = set(self._tied) if self._rank > 0 else set()
+        elsewhere = self._shared.counted_elsewhere
         own = {
             param: square
             for param, square in zip(params, squares, strict=True)
-            if param not in tied
+            if param not in elsewhere
         }
         mine = [*own], [*own.values()]
         squared = self.tensor.squared_norm(*mine) if self.tensor else sum(mine[1])
@@ -338,6 +327,20 @@ class PipelineParallel:
         if self.tensor and cut and own.shape == param.shape:
             return self.tensor.whole(key, param, own)
         return own
+
+    def _find_shared(self, owners: Mapping[nn.Parameter, set[int]]) -> SharedParameters:
+        """Collective: of the ranks that have each parameter."""
+        groups: dict[tuple[int, ...], TensorRanks | None] = {}
+        copies = []
+        for param, ranks in owners.items():
+            if len(ranks) == 1:
+                continue
+            members = tuple(sorted(ranks))
+            if members not in groups:
+                groups[members] = self._among(members)
+            if group := groups[members]:
+                copies.append(SharedCopy(param=param, ranks=group))
+        return SharedParameters(copies)
 
     @property
     def _rank(self) -> int:

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -29,8 +29,56 @@ class PipelinePlan:
     """Whether the inputs are images, of which each patch is a token behind one of its own."""
     base: str = ""
     """The module whose forward all this is in; empty: the model."""
+    bias: str = ""
+    """In the first block, what makes the position bias that later blocks are given: compute_bias of
+    transformers' T5 attention. Empty: there is none."""
+    encoder: PipelinePlan | None = None
+    """Of another row, which runs before: its base's outputs are what all blocks take as well."""
+
+    @property
+    def rows(self) -> tuple[PipelinePlan, ...]:
+        """Of blocks, in the order in which they run."""
+        return (self.encoder, self) if self.encoder else (self,)
+
+    def blocks_of(self, model: nn.Module) -> list[nn.Module]:
+        """Those of all rows, in order."""
+        return [block for row in self.rows for block in row.blocks_of_row(model).values()]
+
+    def blocks_of_row(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Those of this one, by their names in it."""
+        return dict(model.get_submodule(self.blocks).named_children())
+
+    def within(self, base: nn.Module, prefix: str) -> PipelinePlan:
+        """This plan of a base model, with names as they are in the model around it.
+
+        Args:
+            base: Of which the names are; parts that it lacks are left out.
+            prefix: Of names.
+        """
+        return replace(
+            self,
+            before=_present(base, prefix, self.before),
+            blocks=prefix + self.blocks,
+            after=_present(base, prefix, self.after),
+            base=prefix + self.base if self.base else prefix[:-1],
+            encoder=self.encoder.within(base, prefix) if self.encoder else None,
+        )
 
 
+_UMT5 = PipelinePlan(
+    before=("decoder.embed_tokens",),
+    blocks="decoder.block",
+    after=("decoder.final_layer_norm", "lm_head"),
+    encoder=PipelinePlan(
+        before=("shared", "encoder.embed_tokens"),
+        blocks="encoder.block",
+        after=("encoder.final_layer_norm",),
+        base="encoder",
+    ),
+)
+"""T5 with a position bias in each block."""
+_BIAS = "layer.0.SelfAttention"
+_T5 = replace(_UMT5, bias=_BIAS, encoder=replace(_UMT5.rows[0], bias=_BIAS))
 _OURS = {
     "bert": PipelinePlan(before=("embeddings",), blocks="encoder.layer", after=("pooler",)),
     "bloom": PipelinePlan(
@@ -44,18 +92,23 @@ _OURS = {
     ),
     "gpt2": PipelinePlan(before=("wte", "wpe", "drop"), blocks="h", after=("ln_f",)),
     "gptj": PipelinePlan(before=("wte", "drop"), blocks="h", after=("ln_f",), in_tuples=True),
+    "mt5": _T5,
     "olmoe": PipelinePlan(before=("embed_tokens",), blocks="layers", after=("norm",)),
     "opt": PipelinePlan(
         before=("decoder.embed_tokens", "decoder.embed_positions", "decoder.project_in"),
         blocks="decoder.layers",
         after=("decoder.final_layer_norm", "decoder.project_out"),
     ),
+    "t5": _T5,
+    "umt5": _UMT5,
     "vit": PipelinePlan(
         before=("embeddings",), blocks="layers", after=("layernorm", "pooler"), images=True
     ),
 }
 """By model_type of the configuration; names in the base model."""
 _BLOCKS_OF_THEIRS = "layers"
+SHIFT = "prepare_decoder_input_ids_from_labels"
+"""What makes a decoder's inputs of labels, as transformers calls it."""
 
 
 def find_pipeline_plan(model: nn.Module) -> PipelinePlan:
@@ -77,24 +130,24 @@ def find_pipeline_plan(model: nn.Module) -> PipelinePlan:
             f"a {type(model).__name__} makes images again of its last hidden states, and castor "
             "divides image models whose loss is of labels only; give pp_size=1"
         )
-    prefix = _prefix_of(model, base)
+    if plan.encoder and not hasattr(model, SHIFT):
+        raise NotImplementedError(
+            f"castor cuts encoder-decoders that make tokens of tokens into stages "
+            f"(ForConditionalGeneration), and a {type(model).__name__} is none; give pp_size=1"
+        )
     outside = [
         name for name, part in model.named_children() if part is not base and _has_parameters(part)
     ]
-    found = PipelinePlan(
-        before=_present(base, prefix, plan.before),
-        blocks=prefix + plan.blocks,
-        after=(*_present(base, prefix, plan.after), *(outside if base is not model else ())),
-        in_tuples=plan.in_tuples,
-        images=plan.images,
-        base=prefix[:-1],
-    )
-    divided = tuple(f"{name}." for name in (*found.before, found.blocks, *found.after))
+    found = plan.within(base, _prefix_of(model, base))
+    if base is not model:
+        found = replace(found, after=(*found.after, *outside))
+    parts = [name for row in found.rows for name in (*row.before, row.blocks, *row.after)]
+    divided = tuple(f"{name}." for name in parts)
     for name, _ in model.named_parameters(remove_duplicate=False):
         if not name.startswith(divided):
             raise NotImplementedError(
                 f"parameter '{name}' of this {type(model).__name__} is in none of the parts that "
-                f"pp_size divides ({', '.join(part[:-1] for part in divided)}); give pp_size=1"
+                f"pp_size divides ({', '.join(parts)}); give pp_size=1"
             )
     return found
 
@@ -102,7 +155,8 @@ def find_pipeline_plan(model: nn.Module) -> PipelinePlan:
 def find_blocks(model: nn.Module) -> str | None:
     """The name of the row of blocks between which tokens are divided; None: castor knows none."""
     planned = _base_and_plan(model)
-    if planned is None or planned[1].images:  # patches and one more: no number divides these
+    # Patches and one more: no number divides these.
+    if planned is None or planned[1].images or planned[1].encoder:
         return None
     base, plan = planned
     return _prefix_of(model, base) + plan.blocks
@@ -158,8 +212,7 @@ def _has_parameters(module: nn.Module) -> bool:
 def cheapest_cuts(model: nn.Module, plan: PipelinePlan, stages: int) -> list[int]:
     """How many blocks each stage has; see even_cuts."""
     behind = sum(_cost(model.get_submodule(name)) for name in plan.after)
-    blocks = model.get_submodule(plan.blocks).children()
-    return even_cuts([_cost(block) for block in blocks], behind, stages)
+    return even_cuts([_cost(block) for block in plan.blocks_of(model)], behind, stages)
 
 
 def _cost(module: nn.Module) -> float:

@@ -19,6 +19,7 @@ from torch.distributed.pipelining import (
 
 from castor.config.names import PipelineStyle
 from castor.distributed.device_copies import brought_from_host, taken_to_host
+from castor.distributed.encoder_forward import EncoderForward, check_encodes, complete
 from castor.distributed.inputs import check_inputs
 from castor.distributed.microbatches import (
     NO_LOSS,
@@ -66,7 +67,10 @@ class PipelineSchedule:
         model = self._model()
         put_schedule(model, self)
         assert model is not None
-        model.forward = StagedForward(model, self._parallel)
+        forward = StagedForward(model, self._parallel)
+        model.forward = forward
+        if encoder := self._parallel.encoder:
+            encoder.forward = EncoderForward(encoder, self._parallel, forward.hand_over)
 
     def run(self, batch: Any, asked: Asked) -> Pass:
         """All micro-batches of a batch through all stages, and back if there are gradients.
@@ -79,14 +83,19 @@ class PipelineSchedule:
 
         Raises:
             TypeError: The batch is no mapping.
-            UsageError: It cannot be divided, there is no loss, or ranks were given different ones.
+            UsageError: It cannot be divided, inputs or a loss are missing, or ranks were given
+                different ones.
             Error: A rank with another stage is gone, or could not go on; nor can this one then.
             Exception: What the model or the criterion raised here.
         """
         parallel, model = self._parallel, self._model()
         parallel.check_connected()
         assert model is not None
-        parts = self._microbatches.of(named(batch), parallel.device)
+        batch = named(batch)
+        if parallel.encoder:
+            check_encodes(model, batch)
+            batch = complete(model, batch)
+        parts = self._microbatches.of(batch, parallel.device)
         check_inputs(parallel.ranks, model, (), dict(batch))
         check_outputs(model, batch)
         parallel.ask_for_router_logits(model, batch)
@@ -128,14 +137,18 @@ class PipelineSchedule:
         parallel, passage, model = self._parallel, self._parallel.modules.passage, self._model()
         assert model is not None
         rows, length = passage.size_of(parts[0])
+        cuts, count = parallel.modules.cuts, parallel.num_stages
+        behind = [passage.behind_encoder(parts[0], block) for block in cuts]
         if parallel.sequences and training:
             length = parallel.sequences.tokens_of_rank(length)
-        key = (rows, length, len(parts), training, passage.routers.asked)
+        key = (rows, length, behind[-1], len(parts), training, passage.routers.asked)
         if self._known and self._known[0] == key:
             return self._known[1], self._known[2]
         self._known = None  # its buffers
-        cuts, count = parallel.modules.cuts, parallel.num_stages
-        hidden = [passage.empty(rows, length, block, device="meta") for block in cuts]
+        hidden = [
+            passage.empty(rows, length + more, block, device="meta")
+            for block, more in zip(cuts, behind, strict=True)
+        ]
         loss = torch.empty(1, device="meta")
         enter = _entering(engine_of(model))
         stages, theirs = [], []

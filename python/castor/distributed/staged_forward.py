@@ -10,6 +10,7 @@ from torch import distributed, nn
 from torch.utils._pytree import tree_map
 
 from castor.distributed.device_copies import from_host, on_host
+from castor.distributed.encoder_forward import complete
 from castor.distributed.inputs import asked_of, by_name, check_inputs, find_cache
 from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.distributed.stage_runs import OF_THE_LAST_STAGE, run_together
@@ -56,6 +57,8 @@ class StagedForward(WrappedForward):
             return forward(*args, **kwargs)
         parallel.check_connected()
         kwargs = by_name(forward, args, kwargs)
+        if parallel.encoder:
+            kwargs = complete(model, kwargs)
         check_inputs(parallel.ranks, model, (), kwargs)
         check_outputs(model, kwargs)
         _check_cache(model, kwargs)
@@ -70,21 +73,22 @@ class StagedForward(WrappedForward):
         given: list[Any] = []
 
         def work() -> None:
-            with parallel.modules.together(self._hand_over):
+            with parallel.modules.together(self.hand_over):
                 own = forward(**kwargs)
             given.append(self._share(own))
 
         run_together(parallel, model, work)
         return given[0]
 
-    def _hand_over(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+    def hand_over(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """Where a block of another rank's was: hidden states that come from it, or go there."""
         parallel, rank = self._parallel, self._parallel.ranks.rank
         owners, passage = parallel.rank_of_block, parallel.modules.passage
-        if index > 0 and owners[index - 1] == rank:
+        decoder = passage.encoder_blocks  # its first block is given nothing of the block before
+        if index not in (0, decoder) and owners[index - 1] == rank:
             sent = on_host(passage.join(hidden, index).contiguous())
             distributed.send(sent, group=parallel.group, group_dst=owners[index])
-        if index + 1 < len(owners) and owners[index + 1] == rank:
+        if index + 1 not in (decoder, len(owners)) and owners[index + 1] == rank:
             rows, tokens = hidden.shape[:2]
             received = passage.empty(rows, tokens, index + 1)
             distributed.recv(received, group=parallel.group, group_src=owners[index])
@@ -134,7 +138,9 @@ def check_outputs(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
 def _check_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
     """Layers of other ranks only count the tokens in their cache."""
     cache = find_cache(kwargs.values())
-    kinds = {type(layer).__name__ for layer in getattr(cache, "layers", ())} - _CACHES
+    caches = [getattr(cache, f"{of}_attention_cache", cache) for of in ("self", "cross")]
+    layers = [layer for one in caches for layer in getattr(one, "layers", ())]
+    kinds = {type(layer).__name__ for layer in layers} - _CACHES
     if asked_of(model, kwargs, "use_cache"):
         kinds |= {*(getattr(model.config, "layer_types", None) or ())} - _ATTENTION
     if kinds:

@@ -7,184 +7,25 @@ keeps those that are to be sent; what is computed before and behind of stand-ins
 
 from __future__ import annotations
 
+import bisect
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from castor.distributed.inputs import find_cache
+from castor.distributed.passage import HandOver, Passage
 from castor.distributed.pipeline_plan import PipelinePlan
-from castor.distributed.router_logits import RouterLogits, find_routers
-from castor.errors import UsageError
-
-HandOver = Callable[[int, torch.Tensor], torch.Tensor]
-"""Of hidden states where the block of that number is another rank's."""
-
-
-@dataclass(eq=False)
-class Passage:
-    """Hidden states on their way into the stage that runs and out of it."""
-
-    width: int
-    """Of a hidden state."""
-    routers: RouterLogits
-    """What goes with them where somebody asks for it."""
-    patch: tuple[int, int] | None = None
-    """Height and width of what one is of, where the inputs are images."""
-    dtype: torch.dtype = torch.float32
-    """That models compute in."""
-    begin: int = 0
-    """The stage's first block."""
-    end: int = 0
-    """The block behind its last."""
-    received: torch.Tensor | None = None
-    sent: torch.Tensor | None = None
-    hand_over: HandOver | None = None
-    """What does it where all stages run in one call; then the other fields are of no use."""
-
-    @classmethod
-    def of(cls, model: nn.Module, plan: PipelinePlan) -> Passage:
-        """Of a whole model."""
-        config: Any = model.config
-        patch = None
-        if plan.images:
-            size = config.patch_size
-            patch = (size, size) if isinstance(size, int) else tuple(size)
-        return cls(config.hidden_size, find_routers(model, plan), patch)
-
-    def size_of(self, batch: Mapping[str, Any]) -> tuple[int, int]:
-        """Rows and tokens of the hidden states of a batch.
-
-        Raises:
-            UsageError: The model takes images, and there are none.
-        """
-        if self.patch:
-            images = batch.get("pixel_values")
-            if not isinstance(images, torch.Tensor) or images.ndim != 4:
-                raise UsageError(
-                    "the batch has no images: give pixel_values of shape (rows, channels, height, "
-                    "width)"
-                )
-            return self.size_of_images(images)
-        given = next(x for x in batch.values() if isinstance(x, torch.Tensor) and x.ndim > 1)
-        rows, tokens = given.shape[:2]
-        return rows, tokens
-
-    def size_of_images(self, images: torch.Tensor) -> tuple[int, int]:
-        """Rows and tokens of (rows, channels, height, width): whole patches, and one before all."""
-        assert self.patch is not None
-        height, width = (n // of for n, of in zip(images.shape[2:], self.patch, strict=True))
-        return len(images), 1 + height * width
-
-    def empty(self, rows: int, tokens: int, block: int, *, device: str = "cpu") -> torch.Tensor:
-        """As what goes to a block; no values."""
-        elements, dtype = self.routers.extent(self.width, self.dtype, block)
-        return torch.empty((rows, tokens, elements), dtype=dtype, device=device)
-
-    def join(self, hidden: torch.Tensor, block: int) -> torch.Tensor:
-        """What goes to a block, of the hidden states that go into it."""
-        return self.routers.join(hidden, block)
-
-    def split(self, received: torch.Tensor, block: int) -> torch.Tensor:
-        """The hidden states in what has come for a block."""
-        return self.routers.split(received, block, self.dtype)
-
-
-class _Other(nn.Module):
-    """Stands for a module of another rank."""
-
-    def __deepcopy__(self, _memo: Any) -> NoReturn:
-        self._refuse("copy")
-
-    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
-        self._refuse("pickle")
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise UsageError(
-            f"other ranks have some stages of this model, and a {what} would lack them: "
-            "booster.save_model on all ranks writes the whole one"
-        )
-
-
-class OtherBlock(_Other):
-    """Stands for a block of another stage."""
-
-    def __init__(self, index: int, passage: Passage, *, in_tuples: bool) -> None:
-        super().__init__()
-        self._index = index
-        self._passage = passage
-        self._in_tuples = in_tuples
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Hidden states in, hidden states out; of any shape."""
-        passage = self._passage
-        hidden = args[0] if args else kwargs["hidden_states"]
-        if passage.hand_over:
-            self._count_tokens(hidden, (*args, *kwargs.values()))
-            hidden = passage.hand_over(self._index, hidden)
-        else:
-            if self._index == passage.end:
-                passage.sent = passage.join(hidden, passage.end)
-            if self._index == passage.begin - 1 and passage.received is not None:
-                hidden = passage.split(passage.received, passage.begin)
-        return (hidden, None) if self._in_tuples else hidden
-
-    def _count_tokens(self, hidden: torch.Tensor, given: tuple[Any, ...]) -> None:
-        """A cache asks any layer how many tokens it has: one number each, for keys and values."""
-        cache = find_cache(given)
-        if cache is not None:
-            rows, tokens = hidden.shape[:2]
-            numbers = hidden.new_zeros((rows, 1, tokens, 1))
-            cache.update(numbers, numbers, self._index)
-
-
-class OtherEnd(_Other):
-    """Stands for embeddings of the first stage, or norms and heads of the last."""
-
-    def __init__(self, passage: Passage, *, embeds: bool, tokens: bool) -> None:
-        super().__init__()
-        self._passage = passage
-        self._embeds = embeds
-        self._tokens = tokens
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """For embeddings zeros, otherwise hidden states as they are.
-
-        Zeros of shape (rows, tokens, width) for tokens, and of (1, 1, width) for what is added to
-        them: OPT makes positions of a mask that is as long as all that is cached.
-        """
-        given = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-        if not self._embeds or given.ndim > 2:
-            return given
-        zero = torch.zeros((), dtype=self._passage.dtype, device=given.device)
-        shape = tuple(given.shape) if self._tokens else (1, 1)
-        return zero.expand(*shape, self._passage.width)
-
-
-class OtherImages(_Other):
-    """Stands for the embeddings of images of the first stage."""
-
-    def __init__(self, passage: Passage) -> None:
-        super().__init__()
-        self._passage = passage
-
-    @property
-    def patch_embeddings(self) -> Any:
-        """What a model asks for the type that it computes in: of the weights of its convolution."""
-        weight = torch.empty(0, dtype=self._passage.dtype)
-        return SimpleNamespace(projection=SimpleNamespace(weight=weight))
-
-    def forward(self, pixel_values: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Zeros of shape (rows, tokens, width)."""
-        passage = self._passage
-        zero = torch.zeros((), dtype=passage.dtype, device=pixel_values.device)
-        return zero.expand(*passage.size_of_images(pixel_values), passage.width)
+from castor.distributed.stand_ins import (
+    BIAS,
+    OtherBiasedBlock,
+    OtherBlock,
+    OtherEnd,
+    OtherImages,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,6 +38,16 @@ class Place:
     other: nn.Module
     """What stands there on other stages."""
     stage: int
+    common: nn.Module | None = None
+    """The part of it that other stages have as well ..."""
+    common_to: tuple[int, ...] = ()
+    """... which are these."""
+
+    def params(self) -> Iterator[tuple[nn.Parameter, tuple[int, ...]]]:
+        """Its parameters, and the stages that have each."""
+        common = set(self.common.parameters()) if self.common else set()
+        for param in self.module.parameters():
+            yield param, (self.stage, *(self.common_to if param in common else ()))
 
     def put(self, module: nn.Module) -> None:
         """Not as an attribute: a boosted model refuses those."""
@@ -222,6 +73,8 @@ class StageModules:
         self.passage = passage
         for place in places:
             if place.stage not in own:
+                if isinstance(place.other, OtherBiasedBlock) and set(own) & set(place.common_to):
+                    place.other.keep_bias()
                 place.put(place.other)
         # Of several stages those that do not run are out of the way meanwhile.
         self._own = [
@@ -254,7 +107,7 @@ class StageModules:
         finally:
             for place in resting:
                 place.put(place.module)
-            passage.received = passage.sent = None
+            passage.received = passage.sent = passage.encoded = None
 
     @contextmanager
     def together(self, hand_over: HandOver) -> Iterator[None]:
@@ -278,29 +131,46 @@ def places_of(
         cuts: As StageModules takes them.
         passage: For what stands where others' modules were.
     """
-    last = len(cuts) - 2
-    tokens = None if plan.images else model.get_input_embeddings()  # type: ignore[operator]
-    places = []
-    for names, stage in ((plan.before, 0), (plan.after, last)):
-        for name in names:
-            parent, _, short = name.rpartition(".")
-            module = model.get_submodule(name)
-            other: _Other
-            if plan.images and names is plan.before:
-                other = OtherImages(passage)
-            else:
-                parts = list(module.modules())
-                embeds = any(isinstance(part, nn.Embedding) for part in parts)
-                other = OtherEnd(passage, embeds=embeds, tokens=tokens in parts)
-            places.append(Place(model.get_submodule(parent), short, module, other, stage))
-    blocks = model.get_submodule(plan.blocks)
-    stage = 0
-    for index, (short, block) in enumerate(blocks.named_children()):
-        while index >= cuts[stage + 1]:
-            stage += 1
-        instead = OtherBlock(index, passage, in_tuples=plan.in_tuples and not _gives_tensor(block))
-        places.append(Place(blocks, short, block, instead, stage))
+    embeddings = None if plan.images else model.get_input_embeddings()  # type: ignore[operator]
+    places, first = [], 0
+    for row in plan.rows:
+        numbers = range(first, first + len(row.blocks_of_row(model)))
+        stages = [bisect.bisect_right(cuts, number) - 1 for number in numbers]
+        for names, stage in ((row.before, stages[0]), (row.after, stages[-1])):
+            for name in names:
+                parent, _, short = name.rpartition(".")
+                module = model.get_submodule(name)
+                other: OtherEnd | OtherImages
+                if plan.images and names is row.before:
+                    other = OtherImages(passage)
+                else:
+                    parts = list(module.modules())
+                    embeds = any(isinstance(part, nn.Embedding) for part in parts)
+                    tokens = embeddings in parts or plan.encoder is not None
+                    other = OtherEnd(passage, embeds=embeds, tokens=tokens)
+                places.append(Place(model.get_submodule(parent), short, module, other, stage))
+        places += _places_of_blocks(model, row, numbers, stages, passage)
+        first = numbers.stop
     return places
+
+
+def _places_of_blocks(
+    model: nn.Module, row: PipelinePlan, numbers: range, stages: Sequence[int], passage: Passage
+) -> Iterator[Place]:
+    parent, blocks = model.get_submodule(row.blocks), row.blocks_of_row(model)
+    for (short, block), number, stage in zip(blocks.items(), numbers, stages, strict=True):
+        if not row.bias:
+            in_tuples = row.in_tuples and not _gives_tensor(block)
+            other = OtherBlock(number, passage, in_tuples=in_tuples, first=numbers.start)
+            yield Place(parent, short, block, other, stage)
+            continue
+        first = next(iter(blocks.values()))
+        biased = OtherBiasedBlock(number, passage, numbers, block=block, first=first, path=row.bias)
+        if block is first:
+            bias, later = first.get_submodule(f"{row.bias}.{BIAS}"), {*stages} - {stage}
+            yield Place(parent, short, block, biased, stage, bias, tuple(later))
+        else:
+            yield Place(parent, short, block, biased, stage)
 
 
 def _gives_tensor(block: nn.Module) -> bool:

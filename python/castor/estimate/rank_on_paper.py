@@ -29,9 +29,10 @@ from castor.distributed import (
     with_whole_experts,
 )
 from castor.distributed.inputs import asked_of
+from castor.distributed.passage import Passage
 from castor.distributed.pipeline_plan import PipelinePlan, cheapest_cuts
 from castor.distributed.split_backward import SplitBackward
-from castor.distributed.stages import Passage, Place, StageModules, places_of
+from castor.distributed.stages import Place, StageModules, places_of
 from castor.estimate.activations import Logits, RecomputedBlocks
 from castor.estimate.balanced_experts import balance_experts, count_experts
 from castor.estimate.metatrace import Moment, Recorder, Sent, call, recording, run
@@ -164,6 +165,12 @@ class ModelOnPaper:
         """
         if self._plan is None:
             plan = find_pipeline_plan(self.model)
+            if plan.encoder:
+                raise NotImplementedError(
+                    f"castor knows no way to cut a {type(self.model).__name__} into stages on "
+                    "paper: what an encoder's stages send is not recorded yet; plan it without "
+                    "stages"
+                )
             self._passage(plan)
             self._plan = plan
         return self._plan

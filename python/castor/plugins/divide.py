@@ -171,7 +171,7 @@ class Division:
                 model,
                 find_pipeline_plan(model),
                 layout.stages,
-                ends=layout.ends,
+                among=layout.among_stages,
                 group=layout.between_stages,
                 chunks=self.stages.chunks,
                 folded=self.stages.style == "zbv",

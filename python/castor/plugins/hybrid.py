@@ -53,7 +53,8 @@ class HybridParallelPlugin(GeminiPlugin):
             residuals (Korthikanti et al. 2022, section 4.2.2), for models whose blocks castor
             knows; tp_size divides sequences. Default: "all_to_all".
         pp_size: Ranks among which the model is divided into stages (Narayanan et al. 2021), for
-            models of transformers whose hidden states go through a row of blocks. The loop calls
+            models of transformers whose hidden states go through a row of blocks, or two (T5: the
+            encoder's and the decoder's). The loop calls
             booster.execute_pipeline instead of the model; so it may with pp_size=1, which
             accumulates the micro-batches, where it is told how batches are divided.
         pp_style: "1f1b", "gpipe", "interleaved", where each rank has num_model_chunks stages, or
@@ -63,8 +64,8 @@ class HybridParallelPlugin(GeminiPlugin):
             least pp_size, with "interleaved" a multiple of it.
         microbatch_size: Rows of each instead.
         num_model_chunks: Stages of each rank; 2 with "zbv".
-        num_layers_per_stage: Blocks of each stage; None: so that the most expensive stage is as
-            cheap as it can be, by the elements of matrices.
+        num_layers_per_stage: Blocks of each stage, an encoder's before its decoder's; None: so that
+            the most expensive stage is as cheap as it can be, by the elements of matrices.
         tp_plan: How layers are divided, as names of modules and parameters (with * for numbers) and
             styles; see castor.distributed.tensor_plan. Default: castor's plan for the model's
             family (BERT, BLOOM, Falcon, GPT-2, GPT-J, OPT, T5, ViT), or transformers' tp_plan.

@@ -1,0 +1,124 @@
+"""An encoder in front of a decoder, where stages have blocks of the one, the other or both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from castor.distributed.device_copies import from_host, on_host
+from castor.distributed.inputs import by_name, check_inputs
+from castor.distributed.passage import HandOver, tokens_of
+from castor.distributed.pipeline_parallel import PipelineParallel
+from castor.distributed.pipeline_plan import SHIFT
+from castor.distributed.stage_runs import run_together
+from castor.errors import UsageError
+from castor.runtime.own_forward import WrappedForward
+
+
+class EncoderForward(WrappedForward):
+    """The forward of an encoder: what it gives is there on each stage that has decoder's blocks.
+
+    generate calls it by itself, on all ranks.
+    """
+
+    def __init__(self, encoder: nn.Module, parallel: PipelineParallel, hand_over: HandOver) -> None:
+        """Of the forward that the encoder has now.
+
+        Args:
+            encoder: Of a boosted model.
+            parallel: Stages of the model.
+            hand_over: Does it where all stages run in one call.
+        """
+        super().__init__(encoder)
+        self._parallel = parallel
+        self._hand_over = hand_over
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the forward gives; its last hidden states are the real ones, if they are known here.
+
+        Outside of the model's forward: collective, without gradients.
+
+        Raises:
+            UsageError: Ranks were given different arguments, or have let go of each other.
+            Error: A rank with another stage is gone, or could not go on; nor can this one then.
+            Exception: What the encoder raised here.
+        """
+        parallel, encoder = self._parallel, self.module
+        if parallel.running:
+            return self._in_model(args, kwargs)
+        parallel.check_connected()
+        named = by_name(self.wrapped, args, kwargs)
+        check_inputs(parallel.ranks, encoder, (), named)
+        given: list[Any] = []
+
+        def work() -> None:
+            with parallel.modules.together(self._hand_over):
+                given.append(self._in_model((), named))
+
+        run_together(parallel, encoder, work)
+        return given[0]
+
+    def _in_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        passage = self._parallel.modules.passage
+        outputs = self.wrapped(*args, **kwargs)
+        states = outputs.last_hidden_state
+        if passage.hand_over:
+            outputs.last_hidden_state = self._of_last(states)
+            return outputs
+        if passage.begin >= passage.encoder_blocks:
+            assert passage.received is not None
+            outputs.last_hidden_state = passage.received[:, : states.shape[1]].contiguous()
+        passage.encoded = outputs.last_hidden_state
+        if passage.end == passage.encoder_blocks:
+            passage.sent = passage.encoded
+        return outputs
+
+    def _of_last(self, states: torch.Tensor) -> torch.Tensor:
+        """Those of the rank with the encoder's last block, on all."""
+        parallel = self._parallel
+        owner = parallel.rank_of_block[parallel.modules.passage.encoder_blocks - 1]
+        own = owner == parallel.ranks.rank
+        if own:
+            shared = on_host(states.contiguous())
+        else:
+            shared = torch.empty(states.shape, dtype=states.dtype)
+        distributed.broadcast(shared, group=parallel.group, group_src=owner)
+        return states if own else from_host(shared, states.device)
+
+
+def complete(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What an encoder-decoder is called with, and its decoder's inputs where these come of labels.
+
+    All stages need them, and only the last has labels.
+
+    Args:
+        model: Of transformers.
+        kwargs: Of its forward, by name.
+
+    Raises:
+        UsageError: There is nothing to encode or to decode.
+    """
+    if kwargs.get("encoder_outputs") is None:
+        tokens_of(kwargs)
+    labels, found = kwargs.get("labels"), dict(kwargs)
+    named = ("decoder_input_ids", "decoder_inputs_embeds")
+    if labels is not None and all(kwargs.get(name) is None for name in named):
+        found["decoder_input_ids"] = getattr(model, SHIFT)(labels)
+    tokens_of(found, of="decoder_")
+    return found
+
+
+def check_encodes(model: nn.Module, batch: Mapping[str, Any]) -> None:
+    """A batch of a schedule has an encoder's inputs.
+
+    Raises:
+        UsageError: It has its outputs.
+    """
+    if batch.get("encoder_outputs") is not None:
+        raise UsageError(
+            f"the batch has encoder_outputs, and the stages of this {type(model).__name__} compute "
+            "them of input_ids; leave them out"
+        )

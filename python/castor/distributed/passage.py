@@ -1,0 +1,133 @@
+"""What goes from stage to stage: hidden states, and what later stages need beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from castor.distributed.pipeline_plan import PipelinePlan
+from castor.distributed.router_logits import RouterLogits, find_routers
+from castor.errors import UsageError
+
+HandOver = Callable[[int, torch.Tensor], torch.Tensor]
+"""Of hidden states where the block of that number is another rank's."""
+
+
+@dataclass(eq=False)
+class Passage:
+    """Hidden states on their way into the stage that runs and out of it."""
+
+    width: int
+    """Of a hidden state."""
+    routers: RouterLogits
+    """What goes with them where somebody asks for it."""
+    encoder_blocks: int = 0
+    """How many come before a decoder's; 0: there is one row."""
+    patch: tuple[int, int] | None = None
+    """Height and width of what one is of, where the inputs are images."""
+    dtype: torch.dtype = torch.float32
+    """That models compute in."""
+    begin: int = 0
+    """The stage's first block."""
+    end: int = 0
+    """The block behind its last."""
+    received: torch.Tensor | None = None
+    sent: torch.Tensor | None = None
+    encoded: torch.Tensor | None = None
+    """What the encoder gives, once it is over."""
+    hand_over: HandOver | None = None
+    """What does it where all stages run in one call; then the other fields are of no use."""
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: PipelinePlan) -> Passage:
+        """Of a whole model."""
+        config: Any = model.config
+        encoder_blocks, patch = 0, None
+        if plan.encoder:
+            encoder_blocks = len(plan.encoder.blocks_of(model))
+        if plan.images:
+            size = config.patch_size
+            patch = (size, size) if isinstance(size, int) else tuple(size)
+        return cls(config.hidden_size, find_routers(model, plan), encoder_blocks, patch)
+
+    def size_of(self, batch: Mapping[str, Any]) -> tuple[int, int]:
+        """Rows and tokens of the hidden states of a batch; of an encoder's.
+
+        Raises:
+            UsageError: The model takes images, or tokens for an encoder, and there are none.
+        """
+        if self.encoder_blocks:
+            rows, tokens = tokens_of(batch).shape[:2]
+            return rows, tokens
+        if self.patch:
+            images = batch.get("pixel_values")
+            if not isinstance(images, torch.Tensor) or images.ndim != 4:
+                raise UsageError(
+                    "the batch has no images: give pixel_values of shape (rows, channels, height, "
+                    "width)"
+                )
+            return self.size_of_images(images)
+        given = next(x for x in batch.values() if isinstance(x, torch.Tensor) and x.ndim > 1)
+        rows, tokens = given.shape[:2]
+        return rows, tokens
+
+    def behind_encoder(self, batch: Mapping[str, Any], block: int) -> int:
+        """How many tokens go to a block behind those of the encoder.
+
+        Raises:
+            UsageError: The model has a decoder, and the batch nothing for it.
+        """
+        if not self.encoder_blocks:
+            return 0
+        tokens: int = tokens_of(batch, of="decoder_").shape[1]
+        return tokens if block > self.encoder_blocks else 0
+
+    def size_of_images(self, images: torch.Tensor) -> tuple[int, int]:
+        """Rows and tokens of (rows, channels, height, width): whole patches, and one before all."""
+        assert self.patch is not None
+        height, width = (n // of for n, of in zip(images.shape[2:], self.patch, strict=True))
+        return len(images), 1 + height * width
+
+    def empty(self, rows: int, tokens: int, block: int, *, device: str = "cpu") -> torch.Tensor:
+        """As what goes to a block; no values."""
+        elements, dtype = self.routers.extent(self.width, self.dtype, block)
+        return torch.empty((rows, tokens, elements), dtype=dtype, device=device)
+
+    def join(self, hidden: torch.Tensor, block: int) -> torch.Tensor:
+        """What goes to a block, of the hidden states that go into it."""
+        return self.routers.join(hidden, block)
+
+    def split(self, received: torch.Tensor, block: int) -> torch.Tensor:
+        """The hidden states in what has come for a block."""
+        return self.routers.split(received, block, self.dtype)
+
+    def leave(self, hidden: torch.Tensor) -> None:
+        """The stage is over: what is sent is its hidden states, behind what the encoder gave."""
+        sent = self.join(hidden, self.end)
+        self.sent = sent if self.encoded is None else torch.cat([self.encoded, sent], 1)
+
+    def enter(self, received: torch.Tensor, tokens: int) -> torch.Tensor:
+        """The hidden states that the stage begins with: the last tokens of what was received."""
+        if self.encoded is not None:
+            received = received[:, -tokens:].clone()  # a block may write into what is no view
+        return self.split(received, self.begin)
+
+
+def tokens_of(batch: Mapping[str, Any], *, of: str = "") -> torch.Tensor:
+    """What an encoder is given, or with of="decoder_" a decoder: (rows, tokens), or embeddings.
+
+    Raises:
+        UsageError: There is nothing.
+    """
+    for name in (f"{of}input_ids", f"{of}inputs_embeds"):
+        given = batch.get(name)
+        if isinstance(given, torch.Tensor) and given.ndim > 1:
+            return given
+    raise UsageError(
+        f"the batch has no {of}input_ids: an encoder-decoder in stages takes input_ids of shape "
+        "(rows, tokens), and labels or decoder_input_ids"
+    )

@@ -1,0 +1,201 @@
+"""What stands where modules of other stages were, while the model's own forward runs."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from castor.distributed.inputs import find_cache
+from castor.distributed.passage import Passage
+from castor.errors import UsageError
+
+BIAS = "relative_attention_bias"
+"""The embedding that a position bias is made of, in an attention of transformers' T5."""
+
+
+class _Other(nn.Module):
+    """Stands for a module of another rank."""
+
+    def __deepcopy__(self, _memo: Any) -> NoReturn:
+        self._refuse("copy")
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        self._refuse("pickle")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UsageError(
+            f"other ranks have some stages of this model, and a {what} would lack them: "
+            "booster.save_model on all ranks writes the whole one"
+        )
+
+
+class OtherBlock(_Other):
+    """Stands for a block of another stage."""
+
+    def __init__(
+        self, index: int, passage: Passage, *, in_tuples: bool = False, first: int = 0
+    ) -> None:
+        super().__init__()
+        self._index = index
+        self._first = first
+        self._passage = passage
+        self._in_tuples = in_tuples
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Hidden states in, hidden states out; of any shape."""
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self._count_tokens(hidden, (*args, *kwargs.values()))
+        hidden = self._passed_on(hidden)
+        return (hidden, None) if self._in_tuples else hidden
+
+    def _passed_on(self, hidden: torch.Tensor) -> torch.Tensor:
+        passage = self._passage
+        if passage.hand_over:
+            return passage.hand_over(self._index, hidden)
+        at_encoders_end = passage.encoder_blocks  # EncoderForward hands over what it gives
+        if self._index == passage.end != at_encoders_end:
+            passage.leave(hidden)
+        if self._index == passage.begin - 1 != at_encoders_end - 1:
+            assert passage.received is not None
+            return passage.enter(passage.received, hidden.shape[1])
+        return hidden
+
+    def _count_tokens(self, hidden: torch.Tensor, given: tuple[Any, ...]) -> tuple[Any, int]:
+        """A cache asks any layer how many tokens it has: one number each, for keys and values.
+
+        Returns:
+            How many there were, and how many keys a query of this layer sees.
+        """
+        cache = find_cache(given)
+        rows, tokens = hidden.shape[:2]
+        if cache is None or not self._passage.hand_over:
+            return 0, tokens
+        cache = getattr(cache, "self_attention_cache", cache)
+        layer = self._index - self._first
+        seen = torch.as_tensor(cache.get_seq_length(layer)).clone()  # a static cache's own tensor
+        numbers = hidden.new_zeros((rows, 1, tokens, 1))
+        keys, _ = cache.update(numbers, numbers, layer)
+        return seen, keys.shape[-2]
+
+
+class OtherBiasedBlock(OtherBlock):
+    """Stands for a block of a row whose first one makes the position bias that all are given."""
+
+    def __init__(
+        self,
+        index: int,
+        passage: Passage,
+        row: range,
+        *,
+        block: nn.Module,
+        first: nn.Module,
+        path: str,
+    ) -> None:
+        """Nothing is computed.
+
+        Args:
+            index: The block's.
+            passage: On the way.
+            row: Numbers of the row's blocks.
+            block: What this stands for.
+            first: The row's first block.
+            path: In that one, of the attention that makes the bias.
+        """
+        super().__init__(index, passage, first=row.start)
+        self._row = row
+        self._names = list(inspect.signature(type(block).forward).parameters)[1:]
+        self._path = path
+        self._attention = weakref.ref(first.get_submodule(path))
+        self._kept = False
+
+    def keep_bias(self) -> None:
+        """Takes what the bias is computed of into this module, under the name that it has."""
+        attention = self._attention()
+        assert attention is not None
+        bare = _with_bias_only(attention)
+        parent: nn.Module = self
+        *around, last = self._path.split(".")
+        for name in around:
+            inner = nn.Module()
+            parent.add_module(name, inner)
+            parent = inner
+        parent.add_module(last, bare)
+        self._attention, self._kept = weakref.ref(bare), True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Hidden states and biases in, hidden states and biases out."""
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        hidden, bias = given["hidden_states"], given.get("position_bias")
+        seen, keys = self._count_tokens(hidden, tuple(given.values()))
+        if self._index == self._row.start and self._is_needed():
+            attention: Any = self._attention()
+            bias = attention.compute_bias(
+                hidden.shape[1], keys, device=hidden.device, past_seen_tokens=seen
+            )
+        return self._passed_on(hidden), bias, given.get("encoder_decoder_position_bias")
+
+    def _is_needed(self) -> bool:
+        """Whether a later block of the row runs here."""
+        passage = self._passage
+        if passage.hand_over:
+            return self._kept
+        return passage.begin in self._row[1:]
+
+
+def _with_bias_only(attention: nn.Module) -> nn.Module:
+    """The attention without its other modules; what is there is the same."""
+    kind = type(attention)
+    bare: nn.Module = kind.__new__(kind)
+    nn.Module.__init__(bare)
+    for name in vars(attention).keys() - vars(bare).keys():
+        setattr(bare, name, vars(attention)[name])
+    bare.add_module(BIAS, attention.get_submodule(BIAS))
+    return bare
+
+
+class OtherEnd(_Other):
+    """Stands for embeddings of the first stage, or norms and heads of the last."""
+
+    def __init__(self, passage: Passage, *, embeds: bool, tokens: bool) -> None:
+        super().__init__()
+        self._passage = passage
+        self._embeds = embeds
+        self._tokens = tokens
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """For embeddings zeros, otherwise hidden states as they are.
+
+        Zeros of shape (rows, tokens, width) for tokens, and of (1, 1, width) for what is added to
+        them: OPT makes positions of a mask that is as long as all that is cached.
+        """
+        given = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+        if not self._embeds or given.ndim > 2:
+            return given
+        zero = torch.zeros((), dtype=self._passage.dtype, device=given.device)
+        shape = tuple(given.shape) if self._tokens else (1, 1)
+        return zero.expand(*shape, self._passage.width)
+
+
+class OtherImages(_Other):
+    """Stands for the embeddings of images of the first stage."""
+
+    def __init__(self, passage: Passage) -> None:
+        super().__init__()
+        self._passage = passage
+
+    @property
+    def patch_embeddings(self) -> Any:
+        """What a model asks for the type that it computes in: of the weights of its convolution."""
+        weight = torch.empty(0, dtype=self._passage.dtype)
+        return SimpleNamespace(projection=SimpleNamespace(weight=weight))
+
+    def forward(self, pixel_values: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Zeros of shape (rows, tokens, width)."""
+        passage = self._passage
+        zero = torch.zeros((), dtype=passage.dtype, device=pixel_values.device)
+        return zero.expand(*passage.size_of_images(pixel_values), passage.width)

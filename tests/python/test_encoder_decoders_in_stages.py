@@ -1,0 +1,282 @@
+"""Encoder-decoders in stages: the encoder's blocks, then the decoder's, over several ranks."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import encoder_stage_cases
+from castor.estimate.layout_search import LayoutSearch
+from castor.estimate.workload import Workload
+from encoder_stage_cases import (
+    CUTS,
+    DROPPING,
+    FAMILIES,
+    SETTINGS,
+    STEPS,
+    STYLES,
+    T5,
+    TALKING,
+    TARGET,
+    UNEVEN,
+)
+from helpers import Boosted
+from pipeline_cases import MICROBATCHES, batch
+from pipeline_cases import plain as plain_of
+from rank_processes import found, found_by_each, run
+from tensor_cases import LOSS
+from tensor_cases import boost as boost_whole
+from test_layouts import cluster
+from zoo import Case
+
+
+@cache
+def plain(name: str) -> list[float]:
+    return plain_of(FAMILIES[name], STEPS)
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return found(encoder_stage_cases.families, 2, tmp_path_factory.mktemp("families"))
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_losses_are_plain_pytorchs(name: str, style: str, families: Any) -> None:
+    assert families[f"{name} {style}"] == pytest.approx(plain(name), rel=LOSS)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ranks_have_parts(name: str, families: Any) -> None:
+    """Beside these what is tied, and what position biases are made of."""
+    assert 1 < families[f"{name} shares"] < 1.1
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_stage_may_begin_anywhere(cut: str, families: Any) -> None:
+    assert families[f"t5 {cut}"] == pytest.approx(plain("t5"), rel=LOSS)
+
+
+def test_rows_may_differ_in_length(families: Any) -> None:
+    assert families["uneven"] == pytest.approx(plain_of(UNEVEN, STEPS), rel=LOSS)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return found(encoder_stage_cases.settings, 2, tmp_path_factory.mktemp("settings"))
+
+
+@pytest.mark.parametrize(
+    ("style", "setting"),
+    [("1f1b", setting) for setting in ("tight", "nvme", *SETTINGS)]
+    + [("zbv", setting) for setting in ("tight", "nvme", "lazy", "offload")],
+)
+def test_settings_change_nothing(style: str, setting: str, settings: Any) -> None:
+    assert settings[f"{style} {setting}"] == settings[style]
+    assert settings[style] == pytest.approx(plain("t5"), rel=LOSS)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_reduced_precisions_are_close(precision: str, settings: Any) -> None:
+    assert settings[precision] == pytest.approx(plain("t5"), rel=1e-2)
+
+
+def test_dropout_is_drawn(settings: Any) -> None:
+    without = plain("t5")[:3]
+    assert settings["dropping"] != pytest.approx(without, rel=1e-6)
+    assert settings["dropping"] == pytest.approx(plain_of(DROPPING, 3), rel=5e-2)
+
+
+@pytest.fixture(scope="module")
+def composed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return found(encoder_stage_cases.composed, 4, tmp_path_factory.mktemp("composed"))
+
+
+@pytest.mark.parametrize(
+    "kind", ["pp 4 1f1b", "pp 4 gpipe", *(f"tp 2 {style}" for style in STYLES), "dp 2"]
+)
+@pytest.mark.parametrize("name", ["t5", "untied"])
+def test_stages_go_with_parts_and_copies(name: str, kind: str, composed: Any) -> None:
+    assert composed[f"{name} {kind}"] == pytest.approx(plain(name), rel=LOSS)
+
+
+@pytest.mark.parametrize("kind", ["pp 4", "tp 2"])
+def test_what_some_stages_save_others_go_on_with(kind: str, composed: Any) -> None:
+    later, again = composed[f"{kind} later"]
+    assert again == pytest.approx(later, rel=LOSS)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("saved")
+    alone = boost_whole(T5, 1)
+    _steps(T5, alone, range(3))
+    alone.booster.save(directory / "alone", alone.model, alone.optimizer)
+    return directory, found(encoder_stage_cases.saved, 2, directory), _steps(T5, alone, range(3, 6))
+
+
+def _steps(case: Case, boosted: Boosted, seeds: range) -> list[float]:
+    """Of one process, which accumulates the micro-batches."""
+    losses = []
+    for seed in seeds:
+        whole, total = batch(case, seed), 0.0
+        for i in range(MICROBATCHES):
+            part = {name: value.chunk(MICROBATCHES)[i] for name, value in whole.items()}
+            loss = boosted.model(**part).loss / MICROBATCHES
+            boosted.booster.backward(loss, boosted.optimizer)
+            total += loss.item()
+        boosted.optimizer.step()
+        boosted.optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_stages_save_is_what_one_process_saves(name: str, saved: Any, tmp_path: Path) -> None:
+    directory, later, _ = saved
+    case = FAMILIES[name]
+    boosted = boost_whole(case, 1)
+    boosted.booster.save_model(boosted.model, tmp_path / "fresh")
+    theirs = directory / f"{name}-fresh" / "model.safetensors"
+    assert (tmp_path / "fresh" / "model.safetensors").read_bytes() == theirs.read_bytes()
+    assert boosted.booster.load(directory / name, boosted.model, boosted.optimizer).step == 3
+    boosted.booster.save(tmp_path / "again", boosted.model, boosted.optimizer)
+    again = tmp_path / "again" / "step-00000003"
+    for part in ("model/model.safetensors", "optimizer/optimizer.safetensors",
+                 "optimizer/optimizer.json"):  # fmt: skip
+        written = directory / name / "step-00000003" / part
+        assert (again / part).read_bytes() == written.read_bytes()
+    if name != "untied":  # transformers ties T5's output embedding whatever is in a file
+        model = type(boosted.model).from_pretrained(directory / f"{name}-model")
+        for mine, other in zip(boosted.model.parameters(), model.parameters(), strict=True):
+            assert torch.equal(mine.detach(), other.detach())
+    assert _steps(case, boosted, range(3, 6)) == pytest.approx(later[name], rel=LOSS)
+    assert later[f"{name} again"] == pytest.approx(later[name], rel=LOSS)
+
+
+def test_stages_go_on_with_what_one_process_saved(saved: Any) -> None:
+    _, found, later = saved
+    assert found["alone"] == pytest.approx(later, rel=LOSS)
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return found(encoder_stage_cases.calls, 2, tmp_path_factory.mktemp("calls"))
+
+
+@cache
+def outputs() -> Any:
+    with torch.no_grad():
+        return T5.model().eval()(**batch(T5, 0))
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_model_in_stages_is_evaluated(style: str, calls: Any) -> None:
+    # The mean of means of micro-batches, whose labels are as many in each.
+    assert calls[f"{style} evaluated"] == pytest.approx(outputs().loss.item(), rel=1e-6)
+    assert torch.allclose(torch.tensor(calls[f"{style} logits"]), outputs().logits, atol=1e-5)
+    assert calls[f"{style} trained"] == pytest.approx(plain("t5"), rel=LOSS)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_call_has_the_outputs_of_a_whole_model_on_every_rank(style: str, calls: Any) -> None:
+    with torch.no_grad():
+        encoder = T5.model().eval().get_encoder()
+        states = encoder(**encoder_stage_cases.prompts()).last_hidden_state
+    for loss, logits in calls[f"{style} called"]:
+        assert loss == pytest.approx(outputs().loss.item(), rel=1e-6)
+        assert torch.allclose(torch.tensor(logits), outputs().logits, atol=1e-5)
+    for encoded in calls[f"{style} encoded"]:
+        assert torch.allclose(torch.tensor(encoded), states, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", encoder_stage_cases.ways())
+@pytest.mark.parametrize("style", STYLES)
+def test_tokens_depend_on_no_way_and_no_schedule(style: str, way: str, calls: Any) -> None:
+    expected = encoder_stage_cases.generate(TALKING.model(), **encoder_stage_cases.ways()[way])
+    assert calls[f"{style} {way}"] == [expected] * 2
+
+
+def test_four_stages_generate(composed: Any) -> None:
+    assert composed["pp 4 tokens"] == [encoder_stage_cases.generate(TALKING.model())] * 4
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_what_is_shared_counts_once_in_the_norm(style: str, calls: Any) -> None:
+    boosted = boost_whole(T5, 1)
+    _steps(T5, boosted, range(STEPS))
+    for cut in (10, 8):
+        short = {key: value[:, :cut].contiguous() for key, value in batch(T5, STEPS).items()}
+        for i in range(MICROBATCHES):
+            part = {name: value.chunk(MICROBATCHES)[i] for name, value in short.items()}
+            loss = boosted.model(**part).loss / MICROBATCHES
+            boosted.booster.backward(loss, boosted.optimizer)
+    boosted.optimizer.step()
+    assert calls[f"{style} norm"] == pytest.approx(boosted.report().gradient_norm, rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return found_by_each(encoder_stage_cases.refused, 2, tmp_path_factory.mktemp("refused"))
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "part"),
+    [
+        ("longt5", "NotImplementedError", "no way to cut a LongT5ForConditionalGeneration into"),
+        ("bart", "NotImplementedError", "no way to cut a BartForConditionalGeneration into"),
+        ("encoder", "NotImplementedError", "no way to cut a T5EncoderModel into stages"),
+        ("model", "NotImplementedError", "make tokens of tokens into stages (ForConditionalGen"),
+        ("questions", "NotImplementedError", "and a T5ForQuestionAnswering is none"),
+        ("blocks", "UsageError", "[4, 5] is of 2 stages and 9 blocks, and there are 2 "),
+        ("sequences", "NotImplementedError", "does not go through transformers' registry"),
+        ("gradients", "UsageError", "cannot be called with gradients: use booster.execute_pipe"),
+        ("encoder gradients", "UsageError", "of this T5Stack, which cannot be called with grad"),
+        ("outputs", "UsageError", "the batch has encoder_outputs, and the stages"),
+        ("no inputs", "UsageError", "the batch has no input_ids"),
+        ("no decoder", "UsageError", "the batch has no decoder_input_ids"),
+        ("called without", "UsageError", "the batch has no decoder_input_ids"),
+        ("hidden", "NotImplementedError", "output_hidden_states=True asks for what all layers"),
+        ("inputs", "UsageError", "differ in the inputs of T5ForConditionalGeneration"),
+    ],
+)
+def test_what_does_not_go_with_stages_is_named_on_every_rank(
+    what: str, kind: str, part: str, refused: Any
+) -> None:
+    for of_rank in refused:
+        assert of_rank[what].startswith(kind)
+        assert part in of_rank[what]
+
+
+def test_the_model_works_after_each_refusal(refused: Any) -> None:
+    assert refused[0]["works"] == refused[1]["works"] == pytest.approx(plain("t5")[:1], rel=LOSS)
+
+
+@pytest.mark.parametrize(
+    ("phase", "size"), [("forward", 2), ("backward", 2), ("forward", 4), ("call", 2)]
+)
+def test_a_rank_that_dies_is_named(
+    phase: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHASE", phase)
+    outcomes = run(encoder_stage_cases.one_dies, size, tmp_path, timeout=60)
+    assert [outcome.code for outcome in outcomes] == [0, -9, *[0] * (size - 2)]
+    for rank in {*range(size)} - {1}:
+        message, seconds = json.loads((tmp_path / f"one_dies{rank}.json").read_text())
+        assert "rank 1 (process" in message
+        assert seconds < 20
+
+
+def test_a_plan_has_no_stages_of_encoder_decoders(tmp_path: Path) -> None:
+    config: Any = T5.model().config
+    config.architectures = ["T5ForConditionalGeneration"]
+    config.to_json_file(tmp_path / "config.json", use_diff=False)
+    workload = Workload(batch=4, sequence=TARGET, precision="bf16", state_format="fp32")
+    search = LayoutSearch(tmp_path / "config.json", workload)
+    assert "cut a T5ForConditionalGeneration into stages on paper" in search.refused["stages"]
+    layouts = search.layouts(cluster(ranks_per_node=2))
+    assert layouts
+    assert {layout.stages for layout in layouts} == {1}
