@@ -548,9 +548,38 @@ def test_no_layout_takes_less_than_its_bounds(
         layout = cost.layout
         for on, seconds in ((NARROW, cost.seconds), (slow, found.cost(layout, slow).seconds)):
             for like in (replace(layout, sequence=1, mode="all_to_all"), layout):
-                bounds = list(found._bound(like, layout, on))
+                bounds = [*found._bound(like, layout, on), *found._own_bound(layout, on)]
                 assert all(bound <= seconds for bound in bounds), layout
                 assert bounds or not cost.fits(on.machine)
+
+
+def test_bounds_have_copies_of_chunks_and_leave_out_no_layout_that_is_faster(
+    tmp_path: Path,
+) -> None:
+    """Where weights and gradients come and go, and blocks are larger than the largest chunk."""
+    file = config_file(tmp_path, hidden_size=4096, intermediate_size=16384, num_attention_heads=2,
+                       num_key_value_heads=2)  # fmt: skip
+    workload = Workload(batch=4, sequence=2048, precision="bf16")
+    found = LayoutSearch(file, workload)
+    on = cluster(ranks_per_node=2, device_memory="3GiB", flops="400T", device_bandwidth="3000GB/s")
+    best: dict[Layout, float] = {}
+    tightened = 0
+    for layout in found.layouts(on):
+        cost = found.cost(layout, on)
+        if not cost.fits(on.machine):
+            continue
+        (plain,), (own,) = found._bound(layout, layout, on), found._own_bound(layout, on)
+        assert plain <= own <= cost.seconds, layout
+        tightened += own > 1.02 * plain
+        division = layout.division()
+        best[division] = min(cost.seconds, best.get(division, cost.seconds))
+    assert tightened > 10
+    simulated: list[int] = []
+    again = LayoutSearch(file, workload)
+    shown = again.search(on, shown=2, told=lambda done, _: simulated.append(done))
+    assert [cost.seconds for cost in shown.fitting] == sorted(best.values())[:2]
+    assert shown.fitting == [found.cost(cost.layout, on) for cost in shown.fitting]
+    assert len(again._ranks) < len(found._ranks)
 
 
 def test_what_attention_refuses_is_said(tmp_path: Path) -> None:

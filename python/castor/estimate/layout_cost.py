@@ -60,12 +60,27 @@ class _Seconds:
     """Of these, in which nothing is sent."""
 
 
-class _End:
+class End:
     """The first or the last rank of the pipeline: its memory, and what its chunks cost."""
 
     def __init__(
-        self, recorded: RankOnPaper, layout: Layout, cluster: Cluster, rank: int, overlap: Overlap
+        self,
+        recorded: RankOnPaper,
+        layout: Layout,
+        cluster: Cluster,
+        rank: int,
+        *,
+        overlap: Overlap,
     ) -> None:
+        """Runs it on paper.
+
+        Args:
+            recorded: The rank.
+            layout: How ranks are divided.
+            cluster: Where.
+            rank: Its number in the pipeline.
+            overlap: As GeminiPlugin's.
+        """
         seconds = {
             stage: seconds_of(one, cluster, layout) for stage, one in recorded.passes.items()
         }
@@ -103,6 +118,18 @@ class _End:
         alone = sum(computing)
         self.slowdown: float = max(1.0, figures["passes_seconds"] / alone) if alone else 1.0
         self.update: float = figures["step_seconds"] - figures["passes_seconds"]
+        settled = cluster.between(layout.of_layers).collective(
+            "sum", recorded.settled_bytes, layout.experts_alone
+        )
+        whole_reduced = reduced(layout, cluster, recorded.param_bytes, recorded.element_bytes)
+        self.reduce = whole_reduced + settled
+        passes = layout.microbatches / count * alone * self.slowdown
+        self.least_seconds = (passes + self.reduce + self.update) * (1 - 1e-9)
+        """Of a step, whatever others do; less than by rounding."""
+
+    def fits(self, machine: Machine) -> bool:
+        """Whether its device and its part of the host have room."""
+        return self.device_bytes <= machine.device_bytes and self.host_bytes <= machine.host_bytes
 
 
 def _ranks_of_a_node(layout: Layout, cluster: Cluster) -> int:
@@ -160,12 +187,7 @@ def _exchanged(
 
 
 def cost_of(
-    layout: Layout,
-    stages: Sequence[StagePass],
-    ends: Sequence[RankOnPaper],
-    cluster: Cluster,
-    *,
-    overlap: Overlap,
+    layout: Layout, stages: Sequence[StagePass], ends: Sequence[End], cluster: Cluster
 ) -> LayoutCost:
     """What a step takes.
 
@@ -175,14 +197,8 @@ def cost_of(
         ends: The pipeline's first rank, which keeps most micro-batches under way, and its last,
             which has the logits; one where there is one.
         cluster: Where.
-        overlap: As GeminiPlugin's.
     """
-    places = (0, layout.stages - 1)
-    ranks = [
-        _End(recorded, layout, cluster, rank, overlap)
-        for rank, recorded in zip(places[: len(ends)], ends, strict=True)
-    ]
-    slowdown = max(rank.slowdown for rank in ranks)
+    slowdown = max(end.slowdown for end in ends)
     link = cluster.between(layout.of_layers * layout.sequence * layout.stages)
     seconds = [seconds_of(one, cluster, layout) for one in stages]
     each = [
@@ -206,14 +222,8 @@ def cost_of(
     exchange = layout.microbatches * sum(seconds[i].exchange for i in mine)
     working = layout.microbatches * sum(sum(each[i][:2]) for i in mine)
     copies = working - working / slowdown
-    reduce = max(
-        reduced(layout, cluster, end.param_bytes, end.element_bytes)
-        + cluster.between(layout.of_layers).collective(
-            "sum", end.settled_bytes, layout.experts_alone
-        )
-        for end in ends
-    )
-    update = max(rank.update for rank in ranks)
+    reduce = max(end.reduce for end in ends)
+    update = max(end.update for end in ends)
     seconds_alone = passes + reduce + update
     # Who waits leaves its processor to others: of all there is no more than they can do.
     busy_in_all = sum(sum(one[:2]) - own.waiting for one, own in zip(each, seconds, strict=True))
@@ -230,8 +240,8 @@ def cost_of(
     }
     return LayoutCost(
         layout=layout,
-        device_bytes=max(rank.device_bytes for rank in ranks),
-        host_bytes=max(rank.host_bytes for rank in ranks),
+        device_bytes=max(end.device_bytes for end in ends),
+        host_bytes=max(end.host_bytes for end in ends),
         seconds=max(seconds_alone, needed),
         busy=busy,
     )

@@ -6,13 +6,21 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from castor.errors import UsageError
 from castor.estimate.balanced_experts import count_experts
 from castor.estimate.cluster import Cluster
-from castor.estimate.layout_cost import LayoutCost, cost_of, reduced, seconds_of
+from castor.estimate.layout_bounds import (
+    Whole,
+    least_of_copies,
+    least_of_passes,
+    passing_bytes,
+    sends_all,
+)
+from castor.estimate.layout_cost import End, LayoutCost, cost_of, seconds_of
 from castor.estimate.layouts import Layout, layouts
 from castor.estimate.rank_on_paper import (
     ModelOnPaper,
@@ -33,25 +41,11 @@ class Found:
     fitting: list[LayoutCost]
     """Fastest first."""
     others: list[LayoutCost]
-    """For which there is no room, that which lacks least first."""
+    """Where none fits: that which lacks least first."""
     refused: dict[str, str]
     """Ways of dividing that the model does not take, and why."""
     compared: int
     """Layouts that there are."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Whole:
-    """A micro-batch through all of a model, alone."""
-
-    seconds: float
-    kept_bytes: int
-    block_seconds: float = 0.0
-    """Of these, in a block; 0: it has none that stages are cut from."""
-    block_kept_bytes: int = 0
-    """Likewise."""
-    block_bytes: int = 0
-    """Parameters of a block."""
 
 
 class LayoutSearch:
@@ -72,7 +66,7 @@ class LayoutSearch:
         self._models: dict[Layout, ModelOnPaper] = {}
         self._ranks: dict[Any, RankOnPaper] = {}
         self._passes: dict[Any, StagePass] = {}
-        self._wholes: dict[Any, tuple[_Whole, _Whole]] = {}
+        self._wholes: dict[Any, tuple[Whole, Whole]] = {}
         whole = self._model(_WHOLE)
         settings: Any = whole.model.config
         self._heads = int(getattr(settings, "num_attention_heads", 0) or 0)
@@ -121,9 +115,9 @@ class LayoutSearch:
     ) -> Found:
         """The fastest layouts of the workload.
 
-        All are bounded by what the whole model takes, divided evenly. Those that might be among the
-        fastest are recorded and simulated, in the order of their bounds; where sequences are
-        divided, by what that takes first.
+        All are bounded by what the whole model takes, divided evenly. In the order of these bounds
+        those that might be among the fastest get one of their own, with what divided sequences
+        and copies of chunks take, and in the order of that they are recorded and simulated.
 
         Args:
             cluster: Where.
@@ -141,7 +135,7 @@ class LayoutSearch:
                 f"{self.workload.batch} samples cannot be divided among {cluster.ranks} ranks; "
                 "give a batch that is a multiple of as many copies of the model as train"
             )
-        # Of each the least it takes: of any way to divide sequences, of its own, all of it.
+        # Of each the least it takes, and whether that is its own.
         queue = [(bound, n, False, layout) for n, layout in enumerate(every)
                  for bound in self._bound(_undivided(layout), layout, cluster)]  # fmt: skip
         heapify(queue)
@@ -156,17 +150,22 @@ class LayoutSearch:
             best = fitting.get(layout.division())
             if best and best.seconds <= seconds:
                 continue  # another schedule of these is faster
-            if layout.sequence > 1 and not own:
-                for bound in self._bound(layout, layout, cluster):
+            if not own:
+                for bound in self._own_bound(layout, cluster):
                     heappush(queue, (max(bound, seconds), n, True, layout))
                 continue
             told(done, possible)
             done += 1
-            for cost in self._known(layout, cluster):
+            limit = min(
+                [*(known[shown - 1 : shown]), *([best.seconds] if best else [])], default=inf
+            )
+            for cost in self._known(layout, cluster, limit):
                 if not cost.fits(cluster.machine):
                     others.append(cost)
                 elif best is None or cost.seconds < best.seconds:
                     fitting[layout.division()] = cost
+        if fitting:
+            others = []
         return Found(
             fitting=sorted(fitting.values(), key=lambda cost: cost.seconds)[:shown],
             others=sorted(others, key=lambda cost: _lacking(cost, cluster))[:shown],
@@ -187,42 +186,26 @@ class LayoutSearch:
         except (UsageError, NotImplementedError, ValueError) as error:
             self._refuse(like, _refusal(error, like))
             return
-        share = layout.sequence // like.sequence
-        # Causal attention in a ring leaves out what no token sees: less than half of anything.
-        least = 0.5 if share > 1 and layout.mode == "ring_attn" else 1.0
+        layers, element = self._layers_of(layout), WORKING_DTYPES[self.workload.precision].itemsize
+        bound = least_of_passes(layout, like, of_one, of_two, layers, cluster, element)
+        if bound is not None:
+            yield bound
 
-        def of_rows(measure: Callable[[_Whole], float]) -> float:
-            # What an operator takes is the larger of two that are in proportion to rows, and
-            # something that is not: from two rows on it grows at least as from one to two.
-            one, two = measure(of_one), measure(of_two)
-            return least * (one + (layout.rows - 1) * (two - one)) / share
+    def _own_bound(self, layout: Layout, cluster: Cluster) -> Iterator[float]:
+        """As _bound, of the layout itself, with what copies of chunks take at least."""
+        for bound in self._bound(layout, layout, cluster):
+            of_one, of_two = self._whole(layout, cluster)
+            layers = self._layers_of(layout)
+            yield max(
+                bound, least_of_copies(layout, of_one, of_two, layers, cluster, self.workload)
+            )
 
-        each = of_rows(lambda whole: whole.seconds)
-        block = of_rows(lambda whole: whole.block_seconds)
+    def _layers_of(self, layout: Layout) -> list[int]:
+        """Blocks of each stage."""
         count = layout.stages * layout.stages_per_rank
-        layers = self._model(_WHOLE).layers_of(count) if count > 1 else [self._blocks]
-        ranks = range(layout.stages)
-        blocks = [sum(layers[stage] for stage in layout.stages_of(rank)) for rank in ranks]
-        # Of the first rank, which has most micro-batches under way.
-        under_way = min(layout.microbatches, layout.stages) * blocks[0]
-        if layout.style == "zbv":  # when the first one is through the last stage
-            under_way = min(layout.microbatches, count - 1) * layers[0] + layers[-1]
-        held = max(
-            of_rows(lambda whole: whole.block_kept_bytes) * under_way,
-            of_rows(lambda whole: whole.kept_bytes) / layout.stages,
-        )
-        if held > cluster.machine.device_bytes:
-            return
-        working = layout.microbatches * max(each / layout.stages, block * max(blocks))
-        bubble = each * (layout.stages - 1) / count if layout.style != "zbv" else 0.0
-        params = of_one.block_bytes * max(blocks[0], blocks[-1])
-        yield (
-            working
-            + bubble
-            + reduced(layout, cluster, params, WORKING_DTYPES[self.workload.precision].itemsize)
-        )
+        return self._model(_WHOLE).layers_of(count) if count > 1 else [self._blocks]
 
-    def _whole(self, like: Layout, cluster: Cluster) -> tuple[_Whole, _Whole]:
+    def _whole(self, like: Layout, cluster: Cluster) -> tuple[Whole, Whole]:
         """The model with layers and sequences divided so, for one row and for two."""
         key = _of_model(like), cluster.machine, cluster.link
         if key not in self._wholes:
@@ -232,7 +215,7 @@ class LayoutSearch:
             self._wholes[key] = of_one, of_two
         return self._wholes[key]
 
-    def _whole_of(self, whole: Layout, cluster: Cluster) -> _Whole:
+    def _whole_of(self, whole: Layout, cluster: Cluster) -> Whole:
         tile = cluster.machine.device_bytes
         ends = [self._rank(whole, rank, tile) for rank in {0, whole.stages // 2, whole.stages - 1}]
         passes = self._stages(
@@ -242,19 +225,27 @@ class LayoutSearch:
         seconds = [sum(one.forward) + sum(one.backward) for one in of]
         kept = [one.kept_bytes for one in passes]
         if len(passes) < 3:
-            return _Whole(seconds=sum(seconds), kept_bytes=sum(kept))
-        return _Whole(
+            return Whole(seconds=sum(seconds), kept_bytes=sum(kept))
+        middle = whole.stages // 2
+        block = self._rank(whole, middle, tile)
+        return Whole(
             seconds=sum(seconds),
             kept_bytes=sum(kept),
             block_seconds=min(seconds),
             block_kept_bytes=min(kept),
-            block_bytes=self._rank(whole, whole.stages // 2, tile).param_bytes,
+            block_passing_bytes=min(map(passing_bytes, passes)),
+            block_bytes=block.param_bytes,
+            block_sends=sends_all(block, middle, cluster),
         )
 
-    def _known(self, layout: Layout, cluster: Cluster) -> Iterator[LayoutCost]:
-        """Its cost; none where the model refuses it."""
+    def _known(self, layout: Layout, cluster: Cluster, limit: float) -> Iterator[LayoutCost]:
+        """Its cost; none where the model refuses it, or an end shows that it is not below a limit.
+
+        Where there is a limit something else fits, and those that do not are of no interest.
+        """
         try:
-            yield self.cost(layout, cluster)
+            for ends in self._ends(layout, cluster, limit):
+                yield self._cost(layout, ends, cluster)
         except (UsageError, NotImplementedError, ValueError) as error:
             self._refuse(layout, _refusal(error, layout))
 
@@ -274,14 +265,29 @@ class LayoutSearch:
             UsageError, NotImplementedError: The model cannot be divided so.
             ValueError: Its step cannot be recorded on the meta device.
         """
-        tile = cluster.machine.device_bytes
-        last = layout.stages - 1
-        ends = [self._rank(layout, rank, tile) for rank in sorted({0, last})]
+        return next(self._cost(layout, ends, cluster) for ends in self._ends(layout, cluster, inf))
+
+    def _ends(
+        self, layout: Layout, cluster: Cluster, limit: float
+    ) -> Iterator[dict[int, tuple[RankOnPaper, End]]]:
+        """The first rank of the pipeline and the last; none where one is not below a limit."""
+        found = {}
+        for rank in sorted({0, layout.stages - 1}):
+            recorded = self._rank(layout, rank, cluster.machine.device_bytes)
+            end = End(recorded, layout, cluster, rank, overlap=self.workload.overlap)
+            if limit < inf and (end.least_seconds >= limit or not end.fits(cluster.machine)):
+                return
+            found[rank] = recorded, end
+        yield found
+
+    def _cost(
+        self, layout: Layout, ends: dict[int, tuple[RankOnPaper, End]], cluster: Cluster
+    ) -> LayoutCost:
         passes: dict[int, StagePass] = {}
-        for end in ends:
-            passes |= end.passes
-        stages = self._stages(layout, passes, tile)
-        return cost_of(layout, stages, ends, cluster, overlap=self.workload.overlap)
+        for recorded, _ in ends.values():
+            passes |= recorded.passes
+        stages = self._stages(layout, passes, cluster.machine.device_bytes)
+        return cost_of(layout, stages, [end for _, end in ends.values()], cluster)
 
     def _stages(self, layout: Layout, ends: dict[int, StagePass], tile: int) -> list[StagePass]:
         """A micro-batch in each stage. Of those in between, as many blocks take as much."""

@@ -98,7 +98,7 @@ def _bytes_of(tensors: list[torch.Tensor]) -> int:
 class Recorder(TorchDispatchMode):
     """Sees each operator: its work, and the storages that it makes."""
 
-    def __init__(self, held: list[torch.Tensor]) -> None:
+    def __init__(self, held: list[torch.Tensor], results: Results) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.moments: list[Moment] = []
         self.live_bytes = 0
@@ -106,7 +106,7 @@ class Recorder(TorchDispatchMode):
         """What is told of modules; while it records, since that holds this as well."""
         self._known: set[int] = set()  # keys of storages that are alive
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # that it has seen made
-        self._results = Results()
+        self._results = results
         for tensor in held:
             self._know(tensor.untyped_storage())
 
@@ -242,6 +242,7 @@ def recording(
     held: Iterable[torch.Tensor],
     *,
     device: str = "cuda",
+    results: Results | None = None,
 ) -> Iterator[Recorder]:
     """In it what a meta model computes is kept.
 
@@ -250,8 +251,9 @@ def recording(
         simulator: In which the model is laid out in chunks.
         held: Tensors that are there throughout, other than parameters.
         device: The type of that where it would compute.
+        results: Those of operators that earlier recordings have met; they are added to.
     """
-    recorder = Recorder([*spec.params])
+    recorder = Recorder([*spec.params], Results() if results is None else results)
     events = simulator.follow(spec.params, recorder.event)
     recorder.events = events
     for tensor in held:

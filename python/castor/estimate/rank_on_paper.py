@@ -37,6 +37,7 @@ from castor.estimate.activations import Logits, RecomputedBlocks
 from castor.estimate.balanced_experts import balance_experts, count_experts
 from castor.estimate.metatrace import Moment, Recorder, Sent, call, recording, run
 from castor.estimate.model import build, make_inputs, quiet
+from castor.estimate.operators import Results
 from castor.estimate.paper_ranks import PaperRanks
 from castor.estimate.simulator import lay_out
 from castor.runtime.engine import WORKING_DTYPES
@@ -127,6 +128,7 @@ class ModelOnPaper:
         self._experts: Container[torch.Tensor] | None = None
         self._sequence_size = sequence_size
         self._tell: Recorder | None = None
+        self._results = Results()
         self._plan: PipelinePlan | None = None
         self._layers: dict[int, list[int]] = {}
         self._sequences: SequenceParallel | None = None
@@ -251,7 +253,8 @@ class ModelOnPaper:
         splits: bool,
     ) -> StagePass:
         sent, received = None, None
-        with quiet(), recording(spec, simulator, self.model.buffers()) as recorder:
+        held, known = self.model.buffers(), self._results
+        with quiet(), recording(spec, simulator, held, results=known) as recorder:
             self._tell = recorder
             for tensor in inputs.values():
                 recorder.charge(tensor)

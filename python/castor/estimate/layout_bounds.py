@@ -1,0 +1,197 @@
+"""Less than which a layout does not take, before any of its stages is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from castor import _C
+from castor.config.names import SCALAR_TYPES
+from castor.estimate import simulator
+from castor.estimate.cluster import Cluster
+from castor.estimate.layout_cost import reduced
+from castor.estimate.layouts import Layout
+from castor.estimate.machine import Machine
+from castor.estimate.rank_on_paper import RankOnPaper, StagePass
+from castor.estimate.workload import Workload
+from castor.runtime.engine import WORKING_DTYPES
+
+_LARGEST_SHARED_CHUNK = 64 << 20
+"""Bytes of a chunk of several parameters (csrc/core/chunk_layout.h)."""
+_ELEMENTS = 1 << 20
+"""Of a parameter of which states are counted."""
+_NO_NVME = 2**62
+"""Host bytes, so that nothing goes elsewhere."""
+_ROUNDING = 1 - 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A micro-batch through all of a model, alone."""
+
+    seconds: float
+    kept_bytes: int
+    block_seconds: float = 0.0
+    """Of these, in a block; 0: it has none that stages are cut from."""
+    block_kept_bytes: int = 0
+    """Likewise."""
+    block_passing_bytes: int = 0
+    """That it has beside these, while its forward runs."""
+    block_bytes: int = 0
+    """Parameters of a block."""
+    block_sends: bool = False
+    """Whether all of them get a gradient."""
+
+
+def passing_bytes(one: StagePass) -> int:
+    """That a stage's forward has more than it keeps, while it runs."""
+    return max(moment.nonmodel_bytes for moment in one.forward) - one.kept_bytes
+
+
+def sends_all(block: RankOnPaper, stage: int, cluster: Cluster) -> bool:
+    """Whether a micro-batch gives each parameter of a stage a gradient.
+
+    Args:
+        block: A rank that has it alone.
+        stage: Its number.
+        cluster: Where.
+    """
+    one = block.passes[stage]
+    moments = [*one.forward, *one.backward]
+    events = [(moment.kind, moment.position, moment.nonmodel_bytes, 0) for moment in moments]
+    options = simulator.options(cluster.machine, overlap="none", on_host=cluster.on_host)
+    options |= {"device_bytes": 1, "host_bytes": _NO_NVME}
+    sent: int = block.simulator.run(events, [0.0] * len(events), options)["d2h_bytes"]
+    return sent >= block.param_bytes
+
+
+def least_of_passes(
+    layout: Layout,
+    like: Layout,
+    of_one: Whole,
+    of_two: Whole,
+    layers: Sequence[int],
+    cluster: Cluster,
+    element_bytes: int,
+) -> float | None:
+    """Seconds less than which a layout does not take; None: the device has no room for it.
+
+    Args:
+        layout: The layout.
+        like: The layout, or another that takes no less: one without divided sequences.
+        of_one: The whole model, layers and sequences divided as there, with one row.
+        of_two: With two.
+        layers: Blocks of each stage.
+        cluster: Where.
+        element_bytes: Of a parameter's element.
+    """
+    share = layout.sequence // like.sequence
+    # Causal attention in a ring leaves out what no token sees: less than half of anything.
+    least = 0.5 if share > 1 and layout.mode == "ring_attn" else 1.0
+
+    def of_rows(measure: Callable[[Whole], float]) -> float:
+        # What an operator takes is the larger of two that are in proportion to rows, and
+        # something that is not: from two rows on it grows at least as from one to two.
+        one, two = measure(of_one), measure(of_two)
+        return least * (one + (layout.rows - 1) * (two - one)) / share
+
+    each = of_rows(lambda whole: whole.seconds)
+    block = of_rows(lambda whole: whole.block_seconds)
+    count = len(layers)
+    ranks = range(layout.stages)
+    blocks = [sum(layers[stage] for stage in layout.stages_of(rank)) for rank in ranks]
+    # Of the first rank, which has most micro-batches under way.
+    under_way = min(layout.microbatches, layout.stages) * blocks[0]
+    if layout.style == "zbv":  # when the first one is through the last stage
+        under_way = min(layout.microbatches, count - 1) * layers[0] + layers[-1]
+    held = max(
+        of_rows(lambda whole: whole.block_kept_bytes) * under_way,
+        of_rows(lambda whole: whole.kept_bytes) / layout.stages,
+    )
+    if held > cluster.machine.device_bytes:
+        return None
+    working = layout.microbatches * max(each / layout.stages, block * max(blocks))
+    bubble = each * (layout.stages - 1) / count if layout.style != "zbv" else 0.0
+    params = of_one.block_bytes * max(blocks[0], blocks[-1])
+    return working + bubble + reduced(layout, cluster, params, element_bytes)
+
+
+def least_of_copies(
+    layout: Layout,
+    of_one: Whole,
+    of_two: Whole,
+    layers: Sequence[int],
+    cluster: Cluster,
+    workload: Workload,
+) -> float:
+    """Seconds of a step that the links between host and device are busy for, of the end with most.
+
+    Where a pass through a stage begins, the device has no more of its weights than what is left
+    beside what micro-batches under way keep: the others are fetched. Gradients go home, but for
+    those of weights that stay on the device for good, with their gradients and states.
+
+    Args:
+        layout: How ranks are divided.
+        of_one: The whole model, divided so, with one row.
+        of_two: With two.
+        layers: Blocks of each stage.
+        cluster: Where.
+        workload: Its precision, optimizer and states are read.
+    """
+    if not of_one.block_bytes:
+        return 0.0
+    kept = of_one.block_kept_bytes
+    kept += (layout.rows - 1) * (of_two.block_kept_bytes - kept)
+    part = _weights_of_what_stays(cluster.machine, workload, layout.replicas)
+    return max(
+        _of_rank(layout, of_one, kept, layers, cluster.machine, rank, part)
+        for rank in {0, layout.stages - 1}
+    )
+
+
+def _weights_of_what_stays(machine: Machine, workload: Workload, replicas: int) -> float:
+    """Of the bytes of weights on the device, their gradients and a rank's part of their states."""
+    one = _C.Simulator(
+        params=[("of all", _ELEMENTS, True)],
+        modules=[("of all", [0], -1)],
+        precision=SCALAR_TYPES[workload.precision],
+        chunk_bytes=0,
+        state_format=workload.state_format,
+        rule=workload.optimizer,
+    )
+    everywhere = simulator.places(machine) | {"host_bytes": _NO_NVME}
+    weights = _ELEMENTS * WORKING_DTYPES[workload.precision].itemsize
+    states = int(one.places(everywhere)["host_bytes"]) - 2 * weights
+    return weights / (2 * weights + states / replicas)
+
+
+def _of_rank(
+    layout: Layout,
+    block: Whole,
+    block_kept: int,
+    layers: Sequence[int],
+    machine: Machine,
+    rank: int,
+    part_of_what_stays: float,
+) -> float:
+    room = machine.device_bytes
+    count = min(layout.microbatches, 2 * layout.stages)  # as castor.estimate.layout_cost has it
+    order = _C.pipeline_order(layout.style, layout.stages, layout.stages_per_rank, count, rank)
+    held = most = fetched = 0
+    for stage, _, what in order:
+        if what == "of_weights":
+            continue
+        # Backward is through with some of a block when it first asks for weights.
+        beside = held if what == "forward" else held - block_kept
+        if what != "of_inputs" or stage:  # the first stage has none
+            fetched += max(0, layers[stage] * block.block_bytes - max(0, room - beside))
+        held += layers[stage] * (block_kept if what == "forward" else -block_kept)
+        most = max(most, held)
+    sent = 0.0
+    if block.block_sends:
+        # Of a chunk that it shares, on either side, no pass through a stage has all gradients.
+        for stage in layout.stages_of(rank):
+            sent += max(0, layers[stage] * block.block_bytes - 2 * _LARGEST_SHARED_CHUNK)
+        sent -= part_of_what_stays * max(0, room - most - block.block_passing_bytes)
+    seconds = max(fetched / machine.h2d, count * sent / machine.d2h)
+    return _ROUNDING * seconds * layout.microbatches / count
