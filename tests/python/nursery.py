@@ -2,21 +2,25 @@
 
 `python nursery.py DESCRIPTOR`: requests come over that socket, each with files for a process's
 standard output and errors and one for what becomes of it: its number, and then its exit code. The
-process is forked before torch starts a thread, runs one script, and ends as any other does.
+process is forked before torch starts a thread, runs one script, and ends as any other does, or with
+this one, which ends with whoever asked.
 """
 
+import ctypes
 import gc
 import importlib
 import json
 import os
 import runpy
 import selectors
+import signal
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 Request = dict[str, Any]
+_PR_SET_PDEATHSIG = 1
 
 
 def serve(channel: socket.socket) -> Request:
@@ -38,8 +42,10 @@ def serve(channel: socket.socket) -> Request:
                 if not message:
                     sys.exit()
                 output, errors, status = files
+                own = os.getpid()
                 pid = os.fork()
                 if pid == 0:
+                    _end_with(own)
                     for other, (_, written) in statuses.items():
                         os.close(other)
                         os.close(written)
@@ -53,6 +59,11 @@ def serve(channel: socket.socket) -> Request:
                 pidfd = os.pidfd_open(pid)
                 statuses[pidfd] = (pid, status)
                 ready.register(pidfd, selectors.EVENT_READ)
+
+
+def _end_with(parent: int) -> None:
+    if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0 or os.getppid() != parent:
+        os._exit(1)
 
 
 def _take(file: int, number: int) -> None:

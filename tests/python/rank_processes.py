@@ -137,11 +137,13 @@ def finish(ranks: list[Rank], *, timeout: float = 240) -> list[Outcome]:
     try:
         for rank in ranks:
             rank.wait(max(0, end - time.monotonic()))
-    except TimeoutError as error:
+    except BaseException as error:
         for rank in ranks:
             rank.kill()
         for rank in ranks:
             rank.wait()
+        if not isinstance(error, TimeoutError):
+            raise
         said = "\n".join(str(rank.outcome()) for rank in ranks)
         raise AssertionError(f"ranks are not over after {timeout} s: {said}") from error
     return [rank.outcome() for rank in ranks]
