@@ -72,7 +72,7 @@ std::byte* PinnedPages::map(std::size_t bytes, std::size_t alignment) noexcept {
 
 bool PinnedPages::add(std::byte* data, std::size_t bytes) noexcept {
   try {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     registrations_.emplace(data, Registration{.bytes = bytes, .live_bytes = bytes});
     return true;
   } catch (const std::bad_alloc&) {
@@ -86,7 +86,7 @@ bool PinnedPages::unmap(std::byte* data, std::size_t bytes) noexcept {
   while (data < end) {
     Registrations::node_type finished;
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       auto place = registrations_.upper_bound(data);
       assert(place != registrations_.begin() && "unmapped pages that map() did not give");
       if (place == registrations_.begin())
@@ -141,7 +141,7 @@ std::string PinnedPages::description() const {
 }
 
 std::size_t PinnedPages::registered_bytes() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   std::size_t bytes = 0;
   for (const auto& [data, registration] : registrations_)
     bytes += registration.bytes;
@@ -149,7 +149,7 @@ std::size_t PinnedPages::registered_bytes() const {
 }
 
 std::size_t PinnedPages::held_bytes() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   std::size_t bytes = 0;
   for (const auto& [data, registration] : registrations_)
     bytes += registration.bytes - registration.live_bytes;

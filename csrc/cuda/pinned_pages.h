@@ -6,9 +6,9 @@
 #include <cstddef>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 
+#include "core/mutex.h"
 #include "core/page_source.h"
 
 namespace castor::cuda {
@@ -62,8 +62,8 @@ class PinnedPages final : public PageSource {
 
   const std::unique_ptr<PageSource> upstream_;
   const int device_;
-  mutable std::mutex mutex_;
-  Registrations registrations_;  // guarded by mutex_; they do not overlap
+  mutable Mutex mutex_;
+  Registrations registrations_ CASTOR_GUARDED_BY(mutex_);  // they do not overlap
   // Relaxed: figures for reports.
   std::atomic<std::size_t> num_refusals_{0};
   std::atomic<std::size_t> stuck_bytes_{0};

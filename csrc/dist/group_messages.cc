@@ -42,9 +42,9 @@ class Message final : public RankMessage {
 };
 
 template <typename Begin>
-std::unique_ptr<RankMessage> begin(std::mutex& mutex, const Begin& start) {
+std::unique_ptr<RankMessage> begin(Mutex& mutex, const Begin& start) {
   try {
-    const std::lock_guard lock(mutex);
+    const MutexLock lock(mutex);
     return std::make_unique<Message>(start());
   } catch (const std::exception& error) {
     throw Error(without_places(error));
@@ -84,7 +84,7 @@ std::optional<std::size_t> GroupMessages::receive_any(std::uint32_t tag,
   c10::intrusive_ptr<c10d::Work> work;
   try {
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       if (stopped_) {
         return std::nullopt;
       }
@@ -101,7 +101,7 @@ std::optional<std::size_t> GroupMessages::receive_any(std::uint32_t tag,
 }
 
 void GroupMessages::stop() noexcept {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   stopped_ = true;
   if (any_) {
     any_->abort();

@@ -7,11 +7,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
 
+#include "core/mutex.h"
 #include "core/rank_messages.h"
 
 namespace castor {
@@ -35,9 +35,9 @@ class GroupMessages final : public RankMessages {
 
  private:
   const c10::intrusive_ptr<c10d::Backend> backend_;
-  std::mutex mutex_;  // gloo counts what is begun without one; guards any_ and stopped_ too
-  c10::intrusive_ptr<c10d::Work> any_;
-  bool stopped_ = false;
+  Mutex mutex_;  // gloo counts what is begun without one
+  c10::intrusive_ptr<c10d::Work> any_ CASTOR_GUARDED_BY(mutex_);
+  bool stopped_ CASTOR_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace castor

@@ -82,7 +82,7 @@ void ChunkStream::check_process() const {
   }
 }
 
-std::uint64_t ChunkStream::stored_bytes() const noexcept {
+std::uint64_t ChunkStream::stored_bytes() const noexcept CASTOR_NOT_ANALYZED {
   std::uint64_t bytes = 0;
   for (const StoredChunk& chunk : chunks_) {
     bytes += padded_bytes_of(chunk);
@@ -90,15 +90,15 @@ std::uint64_t ChunkStream::stored_bytes() const noexcept {
   return bytes;
 }
 
-std::size_t ChunkStream::num_slots() const noexcept { return slots_.size(); }
+std::size_t ChunkStream::num_slots() const noexcept CASTOR_NOT_ANALYZED { return slots_.size(); }
 
 // One slot is left for the write of the chunk before, if there are 3.
 std::size_t ChunkStream::max_ahead() const noexcept {
-  return slots_.size() <= 1 ? 0 : std::max<std::size_t>(1, slots_.size() - 2);
+  return num_slots() <= 1 ? 0 : std::max<std::size_t>(1, num_slots() - 2);
 }
 
 ChunkStream::Counts ChunkStream::counts() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return counts_;
 }
 
@@ -124,10 +124,11 @@ ChunkStream::Slot* ChunkStream::most_dispensable() {
 }
 
 bool ChunkStream::present(std::span<const std::size_t> chunks) {
-  return std::all_of(chunks.begin(), chunks.end(), [this](std::size_t chunk) {
-    const Slot* const slot = find(chunk);
-    return slot != nullptr && slot->chunk == chunk && !slot->coming;
-  });
+  return std::all_of(chunks.begin(), chunks.end(),
+                     [this](std::size_t chunk) CASTOR_REQUIRES(mutex_) {
+                       const Slot* const slot = find(chunk);
+                       return slot != nullptr && slot->chunk == chunk && !slot->coming;
+                     });
 }
 
 // Whether there is a slot for each. None may be on its way in or out: that is another thread's.
@@ -166,7 +167,7 @@ void ChunkStream::claim(std::span<const std::size_t> chunks, std::vector<Hold>& 
   }
 }
 
-void ChunkStream::bring_in(std::span<const Hold> holds, Lock& lock) {
+void ChunkStream::bring_in(std::span<const Hold> holds, MutexLock& lock) {
   try {
     for (const Hold& hold : holds) {
       if (hold.slot_->coming) {
@@ -184,18 +185,19 @@ void ChunkStream::bring_in(std::span<const Hold> holds, Lock& lock) {
 
 // Who holds chunks and waits for others may keep everybody waiting, unless somebody who holds what
 // it needs goes on.
-void ChunkStream::wait_for_slots(std::span<const std::size_t> chunks, Lock& lock) {
+void ChunkStream::wait_for_slots(std::span<const std::size_t> chunks, MutexLock& lock) {
   waiting_.push_back({std::this_thread::get_id(), chunks});
-  const auto goes_on = [this](std::thread::id holder) {
-    return std::none_of(waiting_.begin(), waiting_.end(), [&](const Waiting& waiting) {
-      return waiting.thread == holder && !can_claim(waiting.chunks);
-    });
+  const auto goes_on = [this](std::thread::id holder) CASTOR_REQUIRES(mutex_) {
+    return std::none_of(waiting_.begin(), waiting_.end(),
+                        [&](const Waiting& waiting) CASTOR_REQUIRES(mutex_) {
+                          return waiting.thread == holder && !can_claim(waiting.chunks);
+                        });
   };
   const bool progress = std::any_of(slots_.begin(), slots_.end(), [&](const Slot& slot) {
     return slot.busy || std::any_of(slot.holders.begin(), slot.holders.end(), goes_on);
   });
   if (progress) {
-    changed_.wait(lock);
+    changed_.wait(lock.native());
   }
   std::erase_if(waiting_, [](const Waiting& waiting) {
     return waiting.thread == std::this_thread::get_id();
@@ -207,7 +209,8 @@ void ChunkStream::wait_for_slots(std::span<const std::size_t> chunks, Lock& lock
 
 void ChunkStream::throw_no_slots(std::span<const std::size_t> chunks) {
   const auto absent =
-      std::find_if(chunks.begin(), chunks.end(), [this](auto chunk) { return !find(chunk); });
+      std::find_if(chunks.begin(), chunks.end(),
+                   [this](auto chunk) CASTOR_REQUIRES(mutex_) { return !find(chunk); });
   const StoredChunk& chunk = chunks_[absent == chunks.end() ? chunks.front() : *absent];
   const std::size_t window = slots_.size() * slots_.front().memory.size();
   throw OutOfMemory(TierKind::kHost, padded_bytes_of(chunk), 0, window,
@@ -223,8 +226,8 @@ void ChunkStream::throw_no_slots(std::span<const std::size_t> chunks) {
 std::vector<ChunkStream::Hold> ChunkStream::hold(std::span<const std::size_t> chunks) {
   check_process();
   std::vector<Hold> holds;  // before the locks: where it fails, they go first
-  Lock turn(turn_, std::defer_lock);
-  Lock lock(mutex_);
+  std::unique_lock turn(turn_, std::defer_lock);
+  MutexLock lock(mutex_);
   const auto self = std::this_thread::get_id();
   const bool holds_some = std::any_of(slots_.begin(), slots_.end(), [self](const Slot& slot) {
     return std::find(slot.holders.begin(), slot.holders.end(), self) != slot.holders.end();
@@ -250,7 +253,7 @@ ChunkStream::Hold ChunkStream::hold(std::size_t chunk) {
 }
 
 void ChunkStream::release(Slot& slot, std::thread::id holder) {
-  Lock lock(mutex_);
+  MutexLock lock(mutex_);
   slot.holders.erase(std::find(slot.holders.begin(), slot.holders.end(), holder));
   changed_.notify_all();
   // Whoever holds it by the time that others have done with it writes it instead.
@@ -277,7 +280,7 @@ std::span<const std::span<std::byte>> ChunkStream::Hold::payloads() const noexce
 }
 
 void ChunkStream::Hold::wait(StreamAccess access) {
-  Lock lock(stream_->mutex_);
+  MutexLock lock(stream_->mutex_);
   stream_->finish_read(*slot_, lock);
   if (access == StreamAccess::kRead) {
     return;
@@ -302,7 +305,7 @@ void ChunkStream::use(std::size_t chunk, StreamAccess access, const Work& work) 
 
 void ChunkStream::prefetch(std::size_t chunk) {
   check_process();
-  Lock lock(mutex_);
+  MutexLock lock(mutex_);
   if (Slot* const here = find(chunk)) {
     here->wanted = true;
     return;
@@ -316,7 +319,7 @@ void ChunkStream::prefetch(std::size_t chunk) {
 }
 
 void ChunkStream::forget_announced() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (Slot& slot : slots_) {
     slot.wanted = false;
   }
@@ -324,9 +327,9 @@ void ChunkStream::forget_announced() {
 
 void ChunkStream::flush() {
   check_process();
-  Lock lock(mutex_);
+  MutexLock lock(mutex_);
   std::exception_ptr first;
-  const auto attempt = [&](void (ChunkStream::*part)(Slot&, Lock&), Slot& slot) {
+  const auto attempt = [&](void (ChunkStream::*part)(Slot&, MutexLock&), Slot& slot) {
     try {
       (this->*part)(slot, lock);
     } catch (const Error&) {
@@ -355,7 +358,7 @@ void ChunkStream::flush() {
 
 void ChunkStream::forget(std::size_t chunk) {
   check_process();
-  Lock lock(mutex_);
+  MutexLock lock(mutex_);
   Slot* const slot = find(chunk);
   if (slot == nullptr) {
     return;
@@ -375,7 +378,7 @@ void ChunkStream::forget(std::size_t chunk) {
 }
 
 void ChunkStream::await_reads() {
-  Lock lock(mutex_);
+  MutexLock lock(mutex_);
   for (Slot& slot : slots_) {
     try {
       finish_read(slot, lock);
@@ -386,7 +389,7 @@ void ChunkStream::await_reads() {
 
 void ChunkStream::discard(std::size_t chunk) {
   check_process();
-  Lock lock(mutex_);
+  MutexLock lock(mutex_);
   if (Slot* const slot = find(chunk)) {
     wait_for_others(*slot, lock);
     if (slot->chunk == chunk) {
@@ -402,7 +405,13 @@ void ChunkStream::discard(std::size_t chunk) {
 }
 
 void ChunkStream::discard_all() {
-  for (std::size_t chunk = 0; chunk < chunks_.size(); ++chunk) {
+  check_process();
+  std::size_t num_chunks = 0;
+  {
+    const MutexLock lock(mutex_);
+    num_chunks = chunks_.size();
+  }
+  for (std::size_t chunk = 0; chunk < num_chunks; ++chunk) {
     discard(chunk);
   }
   torn_.store(false, std::memory_order_relaxed);

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/executor.h"
+#include "core/mutex.h"
 #include "io/stored_payload.h"
 #include "io/transfer_queue.h"
 
@@ -150,26 +151,25 @@ class ChunkStream {
   [[nodiscard]] Counts counts() const;
 
  private:
-  using Lock = std::unique_lock<std::mutex>;
-
   void check_process() const;
-  Slot* find(std::size_t chunk);
-  Slot* most_dispensable();
-  bool present(std::span<const std::size_t> chunks);
-  bool can_claim(std::span<const std::size_t> chunks);
-  void claim(std::span<const std::size_t> chunks, std::vector<Hold>& holds);
-  void bring_in(std::span<const Hold> holds, Lock& lock);
-  void wait_for_slots(std::span<const std::size_t> chunks, Lock& lock);
-  [[noreturn]] void throw_no_slots(std::span<const std::size_t> chunks);
+  Slot* find(std::size_t chunk) CASTOR_REQUIRES(mutex_);
+  Slot* most_dispensable() CASTOR_REQUIRES(mutex_);
+  bool present(std::span<const std::size_t> chunks) CASTOR_REQUIRES(mutex_);
+  bool can_claim(std::span<const std::size_t> chunks) CASTOR_REQUIRES(mutex_);
+  void claim(std::span<const std::size_t> chunks, std::vector<Hold>& holds) CASTOR_REQUIRES(mutex_);
+  void bring_in(std::span<const Hold> holds, MutexLock& lock) CASTOR_REQUIRES(mutex_);
+  void wait_for_slots(std::span<const std::size_t> chunks, MutexLock& lock) CASTOR_REQUIRES(mutex_);
+  [[noreturn]] void throw_no_slots(std::span<const std::size_t> chunks) CASTOR_REQUIRES(mutex_);
   void release(Slot& slot, std::thread::id holder);
-  void replace(Slot& slot, std::size_t chunk, Lock& lock);
-  void clear(Slot& slot, Lock& lock);
-  void wait_for_others(Slot& slot, Lock& lock);
-  void without_mutex(Slot& slot, Lock& lock, const std::function<void()>& part);
-  void finish_read(Slot& slot, Lock& lock);
-  void start_write(Slot& slot, Lock& lock);
-  void finish_write(Slot& slot, Lock& lock);
-  void lose(Slot& slot);
+  void replace(Slot& slot, std::size_t chunk, MutexLock& lock) CASTOR_REQUIRES(mutex_);
+  void clear(Slot& slot, MutexLock& lock) CASTOR_REQUIRES(mutex_);
+  void wait_for_others(Slot& slot, MutexLock& lock) CASTOR_REQUIRES(mutex_);
+  void without_mutex(Slot& slot, MutexLock& lock, const std::function<void()>& part)
+      CASTOR_REQUIRES(mutex_);
+  void finish_read(Slot& slot, MutexLock& lock) CASTOR_REQUIRES(mutex_);
+  void start_write(Slot& slot, MutexLock& lock) CASTOR_REQUIRES(mutex_);
+  void finish_write(Slot& slot, MutexLock& lock) CASTOR_REQUIRES(mutex_);
+  void lose(Slot& slot) CASTOR_REQUIRES(mutex_);
 
   ChunkStream(std::vector<StoredChunk> chunks, TransferQueue* queue, Executor& executor,
               std::span<std::byte> memory, std::size_t alignment, Verification verification,
@@ -180,20 +180,21 @@ class ChunkStream {
   const Verification verification_;
   const int process_;               // that the stream belongs to
   std::atomic<bool> torn_ = false;  // relaxed: orders nothing else
-  // Taken before mutex_: by who holds nothing and waits for slots, so that nobody else who holds
-  // nothing takes what it waits for.
+  // Guards nothing. Taken before mutex_: by who holds nothing and waits for slots, so that nobody
+  // else who holds nothing takes what it waits for.
   std::mutex turn_;
-  mutable std::mutex mutex_;         // guards everything below
+  mutable Mutex mutex_;
   std::condition_variable changed_;  // a slot is no longer busy or held
-  std::vector<StoredChunk> chunks_;  // before slots_, whose transfers end first
-  std::vector<Slot> slots_;
+  // As many of both as there were at first. Chunks before slots, whose transfers end first.
+  std::vector<StoredChunk> chunks_ CASTOR_GUARDED_BY(mutex_);
+  std::vector<Slot> slots_ CASTOR_GUARDED_BY(mutex_);
   struct Waiting {
     std::thread::id thread;
     std::span<const std::size_t> chunks;
   };
-  std::vector<Waiting> waiting_;  // for slots
-  std::uint64_t num_uses_ = 0;
-  Counts counts_;
+  std::vector<Waiting> waiting_ CASTOR_GUARDED_BY(mutex_);  // for slots
+  std::uint64_t num_uses_ CASTOR_GUARDED_BY(mutex_) = 0;
+  Counts counts_ CASTOR_GUARDED_BY(mutex_);
 };
 
 }  // namespace castor

@@ -9,7 +9,8 @@
 // The part of ChunkStream that moves a slot's chunk between memory and NVMe.
 namespace castor {
 
-void ChunkStream::without_mutex(Slot& slot, Lock& lock, const std::function<void()>& part) {
+void ChunkStream::without_mutex(Slot& slot, MutexLock& lock,
+                                const std::function<void()>& part) CASTOR_NOT_ANALYZED {
   slot.busy = true;
   lock.unlock();
   std::exception_ptr failure;
@@ -26,8 +27,8 @@ void ChunkStream::without_mutex(Slot& slot, Lock& lock, const std::function<void
   }
 }
 
-void ChunkStream::wait_for_others(Slot& slot, Lock& lock) {
-  changed_.wait(lock, [&slot] { return !slot.busy; });
+void ChunkStream::wait_for_others(Slot& slot, MutexLock& lock) {
+  changed_.wait(lock.native(), [&slot] { return !slot.busy; });
 }
 
 // Called as a write of the slot failed: its chunk is on NVMe in part, if at all.
@@ -40,7 +41,7 @@ void ChunkStream::lose(Slot& slot) {
 }
 
 /// Leaves the slot without a chunk, what it held on NVMe.
-void ChunkStream::clear(Slot& slot, Lock& lock) {
+void ChunkStream::clear(Slot& slot, MutexLock& lock) {
   if (slot.changed) {
     start_write(slot, lock);
   }
@@ -52,7 +53,7 @@ void ChunkStream::clear(Slot& slot, Lock& lock) {
   slot.due = false;
 }
 
-void ChunkStream::replace(Slot& slot, std::size_t chunk, Lock& lock) {
+void ChunkStream::replace(Slot& slot, std::size_t chunk, MutexLock& lock) {
   slot.coming = chunk;
   try {
     clear(slot, lock);
@@ -79,7 +80,7 @@ void ChunkStream::replace(Slot& slot, std::size_t chunk, Lock& lock) {
   slot.chunk = chunk;
 }
 
-void ChunkStream::finish_read(Slot& slot, Lock& lock) {
+void ChunkStream::finish_read(Slot& slot, MutexLock& lock) {
   wait_for_others(slot, lock);
   if (slot.failure) {
     std::rethrow_exception(slot.failure);
@@ -108,7 +109,7 @@ void ChunkStream::finish_read(Slot& slot, Lock& lock) {
   slot.reading.clear();
 }
 
-void ChunkStream::start_write(Slot& slot, Lock& lock) {
+void ChunkStream::start_write(Slot& slot, MutexLock& lock) {
   slot.changed = false;
   slot.due = false;
   StoredChunk& chunk = chunks_[*slot.chunk];
@@ -126,7 +127,7 @@ void ChunkStream::start_write(Slot& slot, Lock& lock) {
   counts_.written_bytes += padded_bytes_of(chunk);
 }
 
-void ChunkStream::finish_write(Slot& slot, Lock& lock) {
+void ChunkStream::finish_write(Slot& slot, MutexLock& lock) {
   wait_for_others(slot, lock);
   if (slot.writing.empty()) {
     return;

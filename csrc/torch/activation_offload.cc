@@ -77,7 +77,7 @@ void ActivationOffload::for_each(const Pass& pass, Function&& function) {
 std::shared_ptr<ActivationOffload::Pass> ActivationOffload::begin() {
   const bool beside = session_->copies().asynchronous();
   Dropped dropped;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (const auto leaving = leaving_.lock()) {
     let_go(*leaving, dropped);
   }
@@ -110,7 +110,7 @@ std::shared_ptr<ActivationOffload::Saved> ActivationOffload::save(const std::sha
   saved->type_ = tensor.scalar_type();
   saved->offset_ = static_cast<std::size_t>(tensor.storage_offset());
   saved->geometry_ = {tensor.sizes().vec(), tensor.strides().vec()};
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   std::weak_ptr<Moved>& known = pass->by_storage_[tensor.storage().unsafeGetStorageImpl()];
   saved->moved_ = known.lock();
   if (!saved->moved_) {
@@ -135,7 +135,7 @@ at::Tensor ActivationOffload::restore(const Saved& saved) {
   const at::NoGradGuard no_graph;
   const bool beside = session_->copies().asynchronous();
   Dropped dropped;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto before = in_backward_.lock();
   in_backward_ = saved.pass_;
   if (before != saved.pass_) {
@@ -179,7 +179,7 @@ void ActivationOffload::send(Pass& pass) {
                                            .direction = CopyDirection::kDeviceToHost,
                                            .behind = session_->device().stream(),
                                            .await_source = {}});
-    const std::lock_guard lock(homes_mutex_);
+    const MutexLock lock(homes_mutex_);
     bytes_offloaded_ += moved.bytes;
   });
 }
@@ -279,7 +279,7 @@ void ActivationOffload::write(Moved& moved) {
     throw;
   }
   moved.pages = std::move(*pages);
-  const std::lock_guard lock(homes_mutex_);
+  const MutexLock lock(homes_mutex_);
   bytes_offloaded_ += moved.bytes;
 }
 
@@ -297,7 +297,7 @@ void ActivationOffload::read(Moved& moved, const c10::Storage& storage) {
 
 Block ActivationOffload::home(std::size_t bytes) {
   {
-    const std::lock_guard lock(homes_mutex_);
+    const MutexLock lock(homes_mutex_);
     if (const auto free = free_homes_.find(bytes); free != free_homes_.end()) {
       Block block = std::move(free->second);
       free_homes_.erase(free);
@@ -314,7 +314,7 @@ Block ActivationOffload::home(std::size_t bytes) {
     return allocate();
   } catch (const OutOfMemory&) {
     std::multimap<std::size_t, Block> other_sizes;
-    const std::lock_guard lock(homes_mutex_);
+    const MutexLock lock(homes_mutex_);
     if (free_homes_.empty()) {
       throw;
     }
@@ -332,7 +332,7 @@ void ActivationOffload::forget(Moved& moved) noexcept {
     }
   }
   if (moved.home.data() != nullptr) {
-    const std::lock_guard lock(homes_mutex_);
+    const MutexLock lock(homes_mutex_);
     free_homes_.emplace(moved.bytes, std::move(moved.home));
   }
   if (!moved.pages.empty()) {
@@ -341,7 +341,7 @@ void ActivationOffload::forget(Moved& moved) noexcept {
 }
 
 ActivationOffload::Figures ActivationOffload::figures() const {
-  const std::lock_guard lock(homes_mutex_);
+  const MutexLock lock(homes_mutex_);
   Figures figures{.bytes_offloaded = bytes_offloaded_};
   for (const auto& [bytes, home] : free_homes_) {
     figures.ready_host_bytes += bytes;

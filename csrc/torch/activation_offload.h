@@ -8,12 +8,12 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <unordered_map>
 #include <vector>
 
 #include "core/memory_tier.h"
+#include "core/mutex.h"
 #include "torch/activation_pages.h"
 #include "torch/chunk_storages.h"
 #include "torch/session.h"
@@ -98,14 +98,16 @@ class ActivationOffload : public std::enable_shared_from_this<ActivationOffload>
   void forget(Moved& moved) noexcept;
 
   const std::shared_ptr<Session> session_;
-  std::optional<ActivationPages> pages_;          // nullopt: none on NVMe
-  std::mutex mutex_;                              // guards passes, what they moved, and:
-  std::weak_ptr<Pass> latest_;                    // its forward runs, or was the last to
-  std::weak_ptr<Pass> leaving_;                   // on its way to the host
-  std::weak_ptr<Pass> in_backward_;               // restored from last
-  mutable std::mutex homes_mutex_;                // a leaf, taken where graphs are dropped; guards:
-  std::multimap<std::size_t, Block> free_homes_;  // by size: the next step needs the same ones
-  std::uint64_t bytes_offloaded_ = 0;
+  std::optional<ActivationPages> pages_;  // nullopt: none on NVMe
+  Mutex mutex_;                           // guards passes, and what they moved, too
+  // Its forward runs, or was the last to; on its way to the host; restored from last.
+  std::weak_ptr<Pass> latest_ CASTOR_GUARDED_BY(mutex_);
+  std::weak_ptr<Pass> leaving_ CASTOR_GUARDED_BY(mutex_);
+  std::weak_ptr<Pass> in_backward_ CASTOR_GUARDED_BY(mutex_);
+  mutable Mutex homes_mutex_;  // a leaf, taken where graphs are dropped
+  // By size: the next step needs the same ones.
+  std::multimap<std::size_t, Block> free_homes_ CASTOR_GUARDED_BY(homes_mutex_);
+  std::uint64_t bytes_offloaded_ CASTOR_GUARDED_BY(homes_mutex_) = 0;
 };
 
 }  // namespace castor

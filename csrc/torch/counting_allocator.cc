@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <mutex>
 #include <utility>
 #include <vector>
 
+#include "core/mutex.h"
 #include "torch/gil.h"
 #include "torch/torch_error.h"
 
@@ -114,21 +114,21 @@ class ChargedAllocations {
 
   void add(void* data, Charge charge) {
     Shard& shard = shard_of(data);
-    const std::lock_guard lock(shard.mutex);
+    const MutexLock lock(shard.mutex);
     shard.charges.insert(data, std::move(charge));
   }
 
   /// Removes and returns the charge of `data`; one without account when nobody paid.
   Charge take(void* data) noexcept {
     Shard& shard = shard_of(data);
-    const std::lock_guard lock(shard.mutex);
+    const MutexLock lock(shard.mutex);
     return shard.charges.take(data);
   }
 
  private:
   struct Shard {
-    std::mutex mutex;  // guards charges
-    AddressTable charges;
+    Mutex mutex;
+    AddressTable charges CASTOR_GUARDED_BY(mutex);
   };
 
   Shard& shard_of(void* data) { return shards_[mixed(data) % kNumShards]; }

@@ -6,11 +6,43 @@
 #include <utility>
 
 #include "core/error.h"
+#include "torch/rank_homes.h"
 
 namespace castor {
 namespace {
 
 constexpr std::size_t kSlotAlignment = 64;
+
+/// Throws UsageError, on every rank, unless ranks keep as many copies of the weights as were asked
+/// for.
+void check_copies(const SessionOptions& options, const RankHomes& common) {
+  const std::size_t asked = options.extra_dp_size;
+  const bool shared = common.weights().homes != nullptr;
+  if (asked == 1 || !options.ranks || (shared && asked == common.nodes())) {
+    return;
+  }
+  if (!shared && options.ranks->reads != nullptr && options.zero_stage == 3) {
+    return;
+  }
+  const std::string ranks = std::to_string(options.ranks->passes->size());
+  const std::string extra = "extra_dp_size=" + std::to_string(asked);
+  if (shared) {
+    const std::string nodes = std::to_string(common.nodes());
+    throw UsageError(extra + " asks for as many copies of the weights, and these " + ranks +
+                     " ranks keep " + nodes +
+                     ": one on each machine, whose ranks share its "
+                     "memory; give extra_dp_size=1" +
+                     (common.nodes() > 1 ? " or " + nodes +
+                                               ", or zero_stage=3, which cuts weights over ranks "
+                                               "of all machines"
+                                         : ""));
+  }
+  throw UsageError(extra + " says how many copies of the weights " + ranks +
+                   " ranks keep in parts, and with this zero_stage each of them has whole weights "
+                   "here (" +
+                   options.ranks->link + (common.refusal().empty() ? "" : "; " + common.refusal()) +
+                   "); give zero_stage=3, or extra_dp_size=1");
+}
 
 }  // namespace
 
@@ -86,6 +118,25 @@ void CutHomes::make_window(const ChunkLayout& layout, MemoryTier& host, Executor
   stream_ = std::make_unique<ChunkStream>(std::move(chunks), executor,
                                           std::span(window_.data(), window_.bytes()),
                                           kSlotAlignment, kSlots);
+}
+
+CutHomes make_cut_homes(const ChunkLayout& layout, std::span<const Placement> placements,
+                        const SessionOptions& options, const RankHomes& common, MemoryTier& host,
+                        Executor& executor) {
+  check_copies(options, common);
+  if (!options.ranks || common.weights().homes) {
+    return {};
+  }
+  if (options.ranks->reads == nullptr) {
+    if (options.zero_stage > 1) {
+      throw UsageError("zero_stage=" + std::to_string(options.zero_stage) +
+                       " goes with ranks that share their homes here, and these do not (" +
+                       options.ranks->link + "; " + common.refusal() + "); give zero_stage=1");
+    }
+    return {};
+  }
+  return CutHomes(layout, placements, *options.ranks, options.zero_stage, options.extra_dp_size,
+                  host, executor);
 }
 
 }  // namespace castor

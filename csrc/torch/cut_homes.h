@@ -15,6 +15,8 @@
 
 namespace castor {
 
+class RankHomes;
+
 /// The homes of gradients of a session of which each rank keeps its part of every chunk (ZeRO-2),
 /// and those of weights (ZeRO-3), with the window through which it sees whole ones. None where
 /// nobody asked for it, or where ranks keep whole homes together (RankHomes). What lives on the
@@ -65,5 +67,13 @@ class CutHomes {
   std::unique_ptr<WeightParts> parts_;
   std::unique_ptr<ChunkStream> stream_;  // first to go: reads may be under way
 };
+
+/// A session's: none where ranks keep them together (`common`), or it is alone. Throws as CutHomes;
+/// UsageError, on every rank, where they are not kept by the stage that was asked for, or in as
+/// many copies.
+[[nodiscard]] CutHomes make_cut_homes(const ChunkLayout& layout,
+                                      std::span<const Placement> placements,
+                                      const SessionOptions& options, const RankHomes& common,
+                                      MemoryTier& host, Executor& executor);
 
 }  // namespace castor

@@ -30,7 +30,7 @@ GradientCopies::~GradientCopies() {
 bool GradientCopies::submit(ChunkId chunk, const at::Tensor& gradient, const at::Tensor& like,
                             std::span<std::byte> target) {
   std::vector<Copy> arrived;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   rethrow_failure();
   const std::size_t bytes = gradient.nbytes();
   const bool whole = gradient.storage_offset() == 0 && gradient.storage().nbytes() == bytes;
@@ -81,7 +81,7 @@ void GradientCopies::rethrow_failure() const {
 }
 
 CopyTicket GradientCopies::last_of(ChunkId chunk) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   CopyTicket last = CopyTicket::kNone;
   for (const Copy& copy : copies_) {
     last = copy.chunk == chunk ? copy.ticket : last;
@@ -92,7 +92,7 @@ CopyTicket GradientCopies::last_of(ChunkId chunk) const {
 // Copies of one direction complete in order: what was sent before the chunk's last has arrived too.
 void GradientCopies::wait(ChunkId chunk) {
   std::vector<Copy> arrived;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   rethrow_failure();
   const auto is_of_chunk = [chunk](const Copy& copy) { return copy.chunk == chunk; };
   const auto last = std::find_if(copies_.rbegin(), copies_.rend(), is_of_chunk);

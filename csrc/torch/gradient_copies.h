@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <deque>
 #include <exception>
-#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -13,6 +12,7 @@
 #include "core/chunk_layout.h"
 #include "core/copy_engine.h"
 #include "core/memory_tier.h"
+#include "core/mutex.h"
 #include "core/nonmodel_memory.h"
 #include "torch/device_backend.h"
 
@@ -58,18 +58,18 @@ class GradientCopies {
 
   /// The copy goes to `arrived`, for its gradient to be dropped without the mutex: one that Python
   /// knows takes Python's global lock.
-  void complete_first(std::vector<Copy>& arrived);
-  void rethrow_failure() const;
+  void complete_first(std::vector<Copy>& arrived) CASTOR_REQUIRES(mutex_);
+  void rethrow_failure() const CASTOR_REQUIRES(mutex_);
 
   CopyEngine& engine_;
   const MemoryTier& device_;
   DeviceBackend& backend_;
   NonModelMemory& account_;
   Reservation window_;
-  mutable std::mutex mutex_;    // guards everything below; held while a copy is waited for
-  std::size_t used_bytes_ = 0;  // of the window
-  std::deque<Copy> copies_;     // in the order of submission
-  std::exception_ptr failure_;
+  mutable Mutex mutex_;                                   // held while a copy is waited for
+  std::size_t used_bytes_ CASTOR_GUARDED_BY(mutex_) = 0;  // of the window
+  std::deque<Copy> copies_ CASTOR_GUARDED_BY(mutex_);     // in the order of submission
+  std::exception_ptr failure_ CASTOR_GUARDED_BY(mutex_);
 };
 
 }  // namespace castor

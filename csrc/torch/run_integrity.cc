@@ -15,7 +15,7 @@ void note(std::string& reason, const std::string& why) {
 
 void RunIntegrity::broke(const std::string& why) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     note(weights_lost_, why);
     note(states_lost_, why);
   }
@@ -25,7 +25,7 @@ void RunIntegrity::broke(const std::string& why) {
 }
 
 void RunIntegrity::loading(RunLoad load) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (load.weights != LoadedWeights::kNone) {
     note(weights_lost_, "a load of the weights did not come to its end");
   }
@@ -35,7 +35,7 @@ void RunIntegrity::loading(RunLoad load) {
 }
 
 void RunIntegrity::loaded(RunLoad load) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (load.weights != LoadedWeights::kNone) {
     weights_lost_.clear();
   }
@@ -45,12 +45,12 @@ void RunIntegrity::loaded(RunLoad load) {
 }
 
 bool RunIntegrity::whole() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return weights_lost_.empty() && states_lost_.empty();
 }
 
 void RunIntegrity::check() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (weights_lost_.empty() && states_lost_.empty()) {
     return;
   }

@@ -1,10 +1,10 @@
 #pragma once
 
 #include <functional>
-#include <mutex>
 #include <string>
 #include <utility>
 
+#include "core/mutex.h"
 #include "core/run_load.h"
 
 namespace castor {
@@ -28,9 +28,9 @@ class RunIntegrity {
 
  private:
   std::function<void()> then_;
-  mutable std::mutex mutex_;  // guards everything below
-  std::string weights_lost_;  // why; empty: they are whole
-  std::string states_lost_;
+  mutable Mutex mutex_;
+  std::string weights_lost_ CASTOR_GUARDED_BY(mutex_);  // why; empty: they are whole
+  std::string states_lost_ CASTOR_GUARDED_BY(mutex_);
 };
 
 }  // namespace castor

@@ -11,6 +11,8 @@
 #include "parallel/make_executor.h"
 #include "torch/chunk_holds.h"
 #include "torch/gil.h"
+#include "torch/param_specs.h"
+#include "torch/session_nvme.h"
 
 namespace castor {
 namespace {
@@ -36,121 +38,6 @@ struct OperatorVisit {
   std::unique_ptr<StoredWeights::Visit> home;
   std::vector<std::shared_ptr<void>> gradients;  // that are in parts
 };
-
-ScalarType own_type(const at::Tensor& param) {
-  for (const ScalarType type :
-       {ScalarType::kFloat32, ScalarType::kBFloat16, ScalarType::kFloat16, ScalarType::kUInt8}) {
-    if (to_torch(type) == param.scalar_type()) {
-      return type;
-    }
-  }
-  throw InvalidArgument(std::string("chunks hold no elements of type ") +
-                        toString(param.scalar_type()));
-}
-
-std::vector<ParamSpec> describe(const std::vector<at::Tensor>& params,
-                                std::vector<std::string> names, const std::vector<bool>& trained,
-                                const std::vector<bool>& ruled, const std::vector<bool>& packed,
-                                ScalarType precision) {
-  if (params.size() != names.size() || params.size() != trained.size() ||
-      (!packed.empty() && params.size() != packed.size()) ||
-      (!ruled.empty() && params.size() != ruled.size())) {
-    throw InvalidArgument("there are " + std::to_string(params.size()) + " parameters but " +
-                          std::to_string(names.size()) + " names and " +
-                          std::to_string(trained.size()) + " marks of what is trained");
-  }
-  std::vector<ParamSpec> specs;
-  specs.reserve(params.size());
-  for (std::size_t i = 0; i < params.size(); ++i) {
-    specs.push_back({.name = std::move(names[i]),
-                     .numel = static_cast<std::size_t>(params[i].numel()),
-                     .type = packed.empty() || !packed[i] ? precision : own_type(params[i]),
-                     .trainable = trained[i],
-                     .has_state = ruled.empty() || ruled[i]});
-  }
-  return specs;
-}
-
-std::shared_ptr<Ledger> nvme_ledger(const SessionOptions& options, const std::string& owner) {
-  return options.state.nvme ? std::make_shared<Ledger>(options.budgets->nvme(), owner) : nullptr;
-}
-
-/// `taken`: of what the sessions may take there together.
-std::unique_ptr<NvmeTier> make_nvme(const HostPlaces& places, const SessionOptions& options,
-                                    MemoryTier& host, Executor& executor, Ledger* ledger,
-                                    std::size_t number, Reservation& taken) {
-  const std::uint64_t bytes = places.nvme_bytes();
-  if (bytes == 0) {
-    return nullptr;
-  }
-  try {
-    NvmeOptions nvme = options.state.nvme.value();
-    if (number > 1) {  // each model has files of its own
-      nvme.file_name = "castor-" + std::to_string(number) + ".scratch";
-    }
-    auto tier = std::make_unique<NvmeTier>(nvme, places.nvme, host, executor);
-    taken = ledger->reserve(bytes, "another model has taken it meanwhile; raise nvme_memory");
-    return tier;
-  } catch (const OutOfMemory& error) {
-    throw error.tier() == TierKind::kNvme ? error.with(options.budgets->nvme()->shares()) : error;
-  }
-}
-
-/// nullptr: nothing of that content is on NVMe.
-ChunkStream* stream_of(const std::unique_ptr<NvmeTier>& nvme, std::size_t content) {
-  return nvme ? nvme->stream(content) : nullptr;
-}
-
-/// Throws UsageError, on every rank, unless ranks keep as many copies of the weights as were asked
-/// for.
-void check_copies(const SessionOptions& options, const RankHomes& common) {
-  const std::size_t asked = options.extra_dp_size;
-  const bool shared = common.weights().homes != nullptr;
-  if (asked == 1 || !options.ranks || (shared && asked == common.nodes())) {
-    return;
-  }
-  if (!shared && options.ranks->reads != nullptr && options.zero_stage == 3) {
-    return;
-  }
-  const std::string ranks = std::to_string(options.ranks->passes->size());
-  const std::string extra = "extra_dp_size=" + std::to_string(asked);
-  if (shared) {
-    const std::string nodes = std::to_string(common.nodes());
-    throw UsageError(extra + " asks for as many copies of the weights, and these " + ranks +
-                     " ranks keep " + nodes +
-                     ": one on each machine, whose ranks share its "
-                     "memory; give extra_dp_size=1" +
-                     (common.nodes() > 1 ? " or " + nodes +
-                                               ", or zero_stage=3, which cuts weights over ranks "
-                                               "of all machines"
-                                         : ""));
-  }
-  throw UsageError(extra + " says how many copies of the weights " + ranks +
-                   " ranks keep in parts, and with this zero_stage each of them has whole weights "
-                   "here (" +
-                   options.ranks->link + (common.refusal().empty() ? "" : "; " + common.refusal()) +
-                   "); give zero_stage=3, or extra_dp_size=1");
-}
-
-/// None where ranks keep them together.
-CutHomes make_cut_homes(const ChunkLayout& layout, std::span<const Placement> placements,
-                        const SessionOptions& options, const RankHomes& common, MemoryTier& host,
-                        Executor& executor) {
-  check_copies(options, common);
-  if (!options.ranks || common.weights().homes) {
-    return {};
-  }
-  if (options.ranks->reads == nullptr) {
-    if (options.zero_stage > 1) {
-      throw UsageError("zero_stage=" + std::to_string(options.zero_stage) +
-                       " goes with ranks that share their homes here, and these do not (" +
-                       options.ranks->link + "; " + common.refusal() + "); give zero_stage=1");
-    }
-    return {};
-  }
-  return CutHomes(layout, placements, *options.ranks, options.zero_stage, options.extra_dp_size,
-                  host, executor);
-}
 
 HomesPaid payer(const RankHomes& common, const CutHomes& cut) {
   return common.weights().homes ? HomesPaid::kByRanks

@@ -7,13 +7,13 @@
 
 #include <algorithm>
 #include <atomic>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
 
 #include "core/error.h"
+#include "core/mutex.h"
 
 namespace castor {
 
@@ -24,15 +24,15 @@ class WatchedWrites {
     static WatchedWrites& watched = *new WatchedWrites;  // tensors may outlive static objects
     return watched;
   }
-  [[nodiscard]] std::mutex& mutex() noexcept { return mutex_; }
+  [[nodiscard]] Mutex& mutex() noexcept { return mutex_; }
   void add(StorageWrites& writes) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     for (const c10::StorageImpl* const storage : writes.storages_) {
       by_storage_[storage] = &writes;
     }
   }
   void remove(const StorageWrites& writes) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     for (const c10::StorageImpl* const storage : writes.storages_) {
       by_storage_.erase(storage);
     }
@@ -45,26 +45,27 @@ class WatchedWrites {
     if (!may_hold(tensor)) {
       return;
     }
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (StorageWrites* const writes = find(tensor.storage().unsafeGetStorageImpl())) {
       writes->follow_locked(tensor);
     }
   }
   void note(const c10::StorageImpl* storage) noexcept {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (StorageWrites* const writes = find(storage)) {
       writes->written_ = true;
     }
   }
 
  private:
-  [[nodiscard]] StorageWrites* find(const c10::StorageImpl* storage) noexcept {
+  [[nodiscard]] StorageWrites* find(const c10::StorageImpl* storage) noexcept
+      CASTOR_REQUIRES(mutex_) {
     const auto found = by_storage_.find(storage);
     return found == by_storage_.end() ? nullptr : found->second;
   }
 
-  std::mutex mutex_;  // guards by_storage_ and what it points at
-  std::unordered_map<const c10::StorageImpl*, StorageWrites*> by_storage_;
+  Mutex mutex_;  // guards what by_storage_ points at, too
+  std::unordered_map<const c10::StorageImpl*, StorageWrites*> by_storage_ CASTOR_GUARDED_BY(mutex_);
 };
 
 namespace {
@@ -248,7 +249,7 @@ class Operators final : public c10::OpRegistrationListener {
     }
     std::vector<c10::OperatorName> names;
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       names.swap(new_);
       any_new_.store(false, std::memory_order_relaxed);
     }
@@ -259,7 +260,7 @@ class Operators final : public c10::OpRegistrationListener {
 
   // The dispatcher is locked meanwhile: kernels cannot be given yet.
   void onOperatorRegistered(const c10::OperatorHandle& op) override {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     new_.push_back(op.operator_name());
     any_new_.store(true, std::memory_order_release);
   }
@@ -306,8 +307,8 @@ class Operators final : public c10::OpRegistrationListener {
         name, key, std::move(kernel), std::nullopt, nullptr, "castor: writes to chunks"));
   }
 
-  std::mutex mutex_;                    // guards new_
-  std::vector<c10::OperatorName> new_;  // since notice_new()
+  Mutex mutex_;
+  std::vector<c10::OperatorName> new_ CASTOR_GUARDED_BY(mutex_);  // since notice_new()
   std::atomic<bool> any_new_ = false;
 };
 
@@ -341,7 +342,7 @@ StorageWrites::StorageWrites(std::span<const c10::Storage> storages) {
 StorageWrites::~StorageWrites() { WatchedWrites::instance().remove(*this); }
 
 void StorageWrites::follow(const at::TensorBase& tensor) {
-  const std::lock_guard lock(WatchedWrites::instance().mutex());
+  const MutexLock lock(WatchedWrites::instance().mutex());
   follow_locked(tensor);
 }
 
@@ -369,7 +370,7 @@ void StorageWrites::prune() noexcept {
 }
 
 void StorageWrites::snapshot() noexcept {
-  const std::lock_guard lock(WatchedWrites::instance().mutex());
+  const MutexLock lock(WatchedWrites::instance().mutex());
   prune();
   for (Counter& counter : counters_) {
     counter.at_snapshot = counter.version.current_version();
@@ -378,7 +379,7 @@ void StorageWrites::snapshot() noexcept {
 }
 
 bool StorageWrites::since_snapshot() const noexcept {
-  const std::lock_guard lock(WatchedWrites::instance().mutex());
+  const MutexLock lock(WatchedWrites::instance().mutex());
   return written_ || !uncounted_.empty() ||
          std::any_of(counters_.begin(), counters_.end(),
                      [](const Counter& counter) { return counter.changed(); });

@@ -150,7 +150,7 @@ void StoredWeights::announce(std::span<const ChunkId> chunks) {
 }
 
 void StoredWeights::moved_out(ChunkId chunk) noexcept {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   parts_[parameters_of(chunk)].bound = false;
 }
 
@@ -163,7 +163,7 @@ std::unique_ptr<StoredWeights::Visit> StoredWeights::visit(std::span<const Weigh
   for (std::size_t i = 0; i < uses.size(); ++i) {
     holds[i].wait(uses[i].writes ? StreamAccess::kEdit : StreamAccess::kRead);
   }
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (std::size_t i = 0; i < uses.size(); ++i) {
     Part& part = parts_[parts[i]];
     ++part.num_visits;
@@ -182,7 +182,7 @@ void StoredWeights::await_operators() const noexcept {
 }
 
 void StoredWeights::unbind(std::span<const std::size_t> parts) noexcept {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (const std::size_t i : parts) {
     Part& part = parts_[i];
     if (--part.num_visits == 0 && std::exchange(part.bound, false)) {

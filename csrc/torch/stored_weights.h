@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <utility>
@@ -13,6 +12,7 @@
 
 #include "core/chunk_layout.h"
 #include "core/home_store.h"
+#include "core/mutex.h"
 #include "io/chunk_stream.h"
 #include "io/nvme_tier.h"
 #include "torch/chunk_storages.h"
@@ -154,8 +154,8 @@ class StoredWeights final : public HomeStore {
   ChunkStream& stream_;
   const SessionDevice& device_;
   std::vector<c10::Storage> gradients_;  // per chunk
-  std::mutex mutex_;                     // guards parts_; nothing else is taken while it is held
-  std::vector<Part> parts_;
+  Mutex mutex_;                          // nothing else is taken while it is held
+  std::vector<Part> parts_ CASTOR_GUARDED_BY(mutex_);
 };
 
 }  // namespace castor

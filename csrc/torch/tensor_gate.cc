@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -58,18 +57,18 @@ class WatchedStorages {
     return storages;
   }
   void add(const at::Tensor& tensor, Watcher watcher) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     watchers_.insert_or_assign(tensor.storage().unsafeGetStorageImpl(), std::move(watcher));
   }
   void remove(const at::Tensor& tensor) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     watchers_.erase(tensor.storage().unsafeGetStorageImpl());
   }
   /// Of a marked tensor's storage. The mark goes where nobody watches it: an alias has kept it, or
   /// the storage was opened just now. Under the mutex, so that whoever watches it next marks it
   /// after.
   [[nodiscard]] Watcher find(const at::TensorBase& tensor) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto found = watchers_.find(tensor.storage().unsafeGetStorageImpl());
     if (found == watchers_.end()) {
       unmark(tensor);
@@ -79,8 +78,8 @@ class WatchedStorages {
   }
 
  private:
-  std::mutex mutex_;  // guards watchers_
-  std::unordered_map<const c10::StorageImpl*, Watcher> watchers_;
+  Mutex mutex_;
+  std::unordered_map<const c10::StorageImpl*, Watcher> watchers_ CASTOR_GUARDED_BY(mutex_);
 };
 
 /// Groups that the operators under way on this thread visit. The operators which those call use
@@ -291,12 +290,12 @@ void TensorGate::let_go(std::size_t group) {
 }
 
 void TensorGate::guard(std::size_t group, Guard guard) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   groups_[group].guard = guard;
 }
 
 void TensorGate::watch(std::size_t group, at::Tensor tensor) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (held_back(group)) {
     hold_back(group, tensor);
   }
@@ -307,7 +306,7 @@ void TensorGate::watch(std::size_t group, at::Tensor tensor) {
 }
 
 void TensorGate::close(std::size_t group) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (std::exchange(groups_[group].closed, true)) {
     return;
   }
@@ -330,12 +329,12 @@ void TensorGate::open_locked(std::size_t group) {
 }
 
 void TensorGate::open(std::size_t group) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   open_locked(group);
 }
 
 void TensorGate::share(std::size_t group) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   groups_[group].shared = true;
   for (const at::Tensor& tensor : groups_[group].tensors) {
     hold_back(group, tensor);
@@ -350,7 +349,7 @@ void TensorGate::pass_locked(std::size_t group) {
 }
 
 void TensorGate::pass(std::size_t group) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   pass_locked(group);
 }
 
@@ -358,7 +357,7 @@ TensorGate::Guard TensorGate::pass(std::size_t group, const at::Tensor& tensor, 
   if (writes) {
     reader_.await(group);
   }
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   pass_locked(group);
   if (groups_[group].shared && !reader_.reads(group)) {
     groups_[group].shared = false;
@@ -371,7 +370,7 @@ TensorGate::Guard TensorGate::pass(std::size_t group, const at::Tensor& tensor, 
 }
 
 void TensorGate::pass_all() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (std::size_t group = 0; group < groups_.size() && num_closed_ > 0; ++group) {
     pass_locked(group);
   }

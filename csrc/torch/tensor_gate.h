@@ -6,9 +6,10 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <vector>
+
+#include "core/mutex.h"
 
 namespace castor {
 
@@ -92,14 +93,14 @@ class TensorGate : public std::enable_shared_from_this<TensorGate> {
     Guard guard = Guard::kNone;
   };
   void hold_back(std::size_t group, const at::Tensor& tensor);
-  [[nodiscard]] bool held_back(std::size_t group) const;
-  void let_go(std::size_t group);
-  void open_locked(std::size_t group);
-  void pass_locked(std::size_t group);
+  [[nodiscard]] bool held_back(std::size_t group) const CASTOR_REQUIRES(mutex_);
+  void let_go(std::size_t group) CASTOR_REQUIRES(mutex_);
+  void open_locked(std::size_t group) CASTOR_REQUIRES(mutex_);
+  void pass_locked(std::size_t group) CASTOR_REQUIRES(mutex_);
 
-  std::mutex mutex_;  // guards groups_; held while settle runs, so that nobody closes meanwhile
-  std::vector<Group> groups_;
-  std::size_t num_closed_ = 0;
+  Mutex mutex_;  // held while settle runs, so that nobody closes meanwhile
+  std::vector<Group> groups_ CASTOR_GUARDED_BY(mutex_);
+  std::size_t num_closed_ CASTOR_GUARDED_BY(mutex_) = 0;
   const Settle settle_;
   const Reader reader_;
   const Visit visit_;

@@ -6,7 +6,6 @@
 #include <array>
 #include <atomic>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -42,13 +41,13 @@ class Accounts {
     return *accounts;
   }
   void add(c10::DeviceIndex device, const std::shared_ptr<DeviceAccount>& account) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     auto& accounts = of_device(device);
     std::erase_if(accounts, [](const auto& other) { return other.expired(); });
     accounts.push_back(account);
   }
   [[nodiscard]] Pointers find(c10::DeviceIndex device) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     Pointers alive;
     for (const auto& account : of_device(device)) {
       if (auto pointer = account.lock())
@@ -58,12 +57,14 @@ class Accounts {
   }
 
  private:
-  [[nodiscard]] std::vector<std::weak_ptr<DeviceAccount>>& of_device(c10::DeviceIndex device) {
+  [[nodiscard]] std::vector<std::weak_ptr<DeviceAccount>>& of_device(c10::DeviceIndex device)
+      CASTOR_REQUIRES(mutex_) {
     return accounts_[static_cast<std::size_t>(device)];
   }
 
-  std::mutex mutex_;  // guards accounts_
-  std::array<std::vector<std::weak_ptr<DeviceAccount>>, kMaxDevices> accounts_;
+  Mutex mutex_;
+  std::array<std::vector<std::weak_ptr<DeviceAccount>>, kMaxDevices> accounts_
+      CASTOR_GUARDED_BY(mutex_);
 };
 
 #if CASTOR_KNOWS_TORCH_ALLOCATOR
