@@ -373,6 +373,7 @@ PYBIND11_MODULE(_C, m) {
           py::arg("param"), py::arg("scale"), released)
       .def("collect_gradients", &Session::collect_gradients, py::arg("with_norm"), released)
       .def("scale_gradients", &Session::scale_gradients, released)
+      .def("refuse_gradient_edits", &Session::refuse_gradient_edits)
       .def("update", &castor::update, py::arg("groups"), py::arg("group_of"), py::arg("grad_scale"))
       .def("arm_updates", &castor::arm_updates, py::arg("groups"), py::arg("group_of"))
       .def("begin_load", castor::with_run_load(&Session::begin_load), py::kw_only(),

@@ -286,6 +286,12 @@ GradientSummary GradientSink::collect(bool with_norm, const Measure& measure_par
                        "' was edited while it carries the loss scale " +
                        std::to_string(gradient.scale) +
                        "; clip with GeminiPlugin(max_norm=...), which knows the scale");
+    } else if (refuses_edits_ && !untouched(param) && gradient.view.any().item<bool>()) {
+      throw UsageError("the gradient of parameter '" + layout_.param(param).name +
+                       "' was edited in place, and ranks divide this model: "
+                       "clip_grad_norm_ takes the norm of this rank's part for the model's; clip "
+                       "with the plugin's max_norm, which counts all parts, and edit gradients in "
+                       "hooks (param.register_hook) or assign them");
     }
     if (summary.num_gradients++ == 0) {
       summary.scale = gradient.scale;

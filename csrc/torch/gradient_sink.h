@@ -62,6 +62,9 @@ class GradientSink {
   [[nodiscard]] bool in_parts(ChunkId chunk) const { return in_parts_[index(chunk)]; }
   /// The scale of the loss that the coming backward passes differentiate (fp16), 1 without scaling.
   void set_loss_scale(double scale);
+  /// Ranks divide the model: from now on gradients that were edited in place are refused, by whom a
+  /// norm of this rank's alone was taken for the model's.
+  void refuse_edits() { refuses_edits_ = true; }
 
   // Of several ranks, whose gradients RankGradients brings together.
   /// What this rank has.
@@ -80,7 +83,8 @@ class GradientSink {
   }
 
   /// Closes the step: every gradient is in its payload, also those that users assigned. Throws
-  /// UsageError for gradients that were scaled differently, or edited while scaled.
+  /// UsageError for gradients that were scaled differently, edited while scaled, or edited where
+  /// ranks divide the model.
   /// `measure_parts`: adds the squares of gradients that are in parts; see GradientSummary.
   using Measure = std::function<void(std::span<double> squares)>;
   [[nodiscard]] GradientSummary collect(bool with_norm, const Measure& measure_parts);
@@ -143,6 +147,7 @@ class GradientSink {
   std::vector<bool> in_parts_;     // per chunk
   std::vector<bool> fresh_;        // per chunk: see GradientMarks
   double loss_scale_ = 1.0;
+  bool refuses_edits_ = false;
   std::atomic<std::uint64_t> bytes_moved_ = 0;
 };
 

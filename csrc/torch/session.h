@@ -91,6 +91,8 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   GradientSummary collect_gradients(bool with_norm);
   /// As GradientSink's. Throws OutOfMemory before any is scaled.
   void scale_gradients(double factor);
+  /// As GradientSink's.
+  void refuse_gradient_edits() { gradients_->refuse_edits(); }
   /// One step over the parameters that have a gradient. With Overlap::kForward it may still be
   /// under way on return: torch's operators wait for what they read, anything else calls settle
   /// first. If it throws, nothing has moved, or the run counts as broken.

@@ -368,6 +368,32 @@ def refused(directory: Path) -> None:
     write_own(directory, "refused", found)
 
 
+def edits(directory: Path) -> None:
+    """What a step says to gradients that were edited before it, and to those that may be."""
+    found = {}
+    for name, size, settings in (("llama", 2, {}), ("mixtral", 1, {"ep_size": 2})):
+        case = FAMILIES[name]
+        boosted = boost(case, size, max_norm=0.0, **settings)
+        batch = case.batch(0)
+        for param in boosted.model.parameters():
+            param.register_hook(lambda grad: 0.5 * grad)
+        boosted.booster.backward(boosted.model(**batch).loss, boosted.optimizer)
+        for param in boosted.model.parameters():
+            param.grad = 2 * param.grad
+        boosted.optimizer.step()
+        boosted.model.zero_grad(set_to_none=False)
+        boosted.booster.backward(boosted.model(**batch).loss, boosted.optimizer)
+        nn.utils.clip_grad_norm_(boosted.model.parameters(), MAX_NORM)
+        found[f"clipped {name}"] = said(boosted.optimizer.step)
+        boosted.optimizer.zero_grad()
+        boosted.step(boosted.model(**batch).loss)
+    boosted = boost(FAMILIES["llama"], max_norm=0.0, sp_size=2)
+    boosted.booster.backward(boosted.model(**FAMILIES["llama"].batch(0)).loss, boosted.optimizer)
+    nn.utils.clip_grad_norm_(boosted.model.parameters(), MAX_NORM)
+    found["clipped whole gradients"] = said(boosted.optimizer.step)
+    write_own(directory, "edits", found)
+
+
 def padded(case: Case, seed: int) -> dict[str, torch.Tensor]:
     """A batch whose second row ends early, and whose first tokens have no labels."""
     batch = case.batch(seed)

@@ -44,6 +44,8 @@ class Divided:
     def start(self, engine: Engine) -> None:
         """After boost. Collective."""
         engine.parts = self.stages or self.layers
+        if engine.parts:
+            engine.session.refuse_gradient_edits()
         if isinstance(self.layers, ExpertParallel):
             engine.among = self.layers.ranks
         if self.layers:
