@@ -17,7 +17,7 @@ from castor.estimate.workload import Workload
 from castor.runtime.engine import WORKING_DTYPES
 
 _LARGEST_SHARED_CHUNK = 64 << 20
-"""Bytes of a chunk of several parameters (csrc/core/chunk_layout.h)."""
+"""Bytes of a chunk of several parameters (kMaxSearchedBytes in csrc/core/chunk_layout.cc)."""
 _ELEMENTS = 1 << 20
 """Of a parameter of which states are counted."""
 _NO_NVME = 2**62
