@@ -75,6 +75,8 @@ class Ranks:
     name: str
     processes: list[Any]
     pipes: list[Connection]
+    port: int
+    """At which they meet."""
     seconds: list[list[float]] = field(default_factory=list)
     """Of each round, of each step; the slowest rank's."""
     cpu_seconds: list[float] = field(default_factory=list)
@@ -91,7 +93,7 @@ class Ranks:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
         context = processes()
-        ranks = cls(name=name, processes=[], pipes=[])
+        ranks = cls(name=name, processes=[], pipes=[], port=port)
         for rank in range(size):
             environment = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
@@ -142,6 +144,8 @@ class Ranks:
             pipe.send(None)
         for process in self.processes:
             process.join(30)
+        for left in Path("/dev/shm").glob(f"deepspeed_*_{self.port}_*"):
+            left.unlink()  # DeepSpeed does not, and each is 69 MB
 
     @property
     def medians(self) -> list[float]:
