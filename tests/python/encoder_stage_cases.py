@@ -2,9 +2,7 @@
 
 import gc
 import os
-import signal
 import sys
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,7 @@ from torch import distributed, nn
 import castor
 from pipeline_cases import SCHEDULES, ZERO_BUBBLE, _train_on, batch, boost, train
 from stage_call_cases import WAYS
-from tensor_cases import of_all, said, write, write_own
+from tensor_cases import die, of_all, said, say_who_died, write, write_own
 from zoo import VOCABULARY, Batch, Case
 
 STEPS = 10
@@ -281,10 +279,6 @@ def one_dies(directory: Path) -> None:
     phase, rank = os.environ["PHASE"], distributed.get_rank()
     boosted = boost(T5, pp_size=distributed.get_world_size())
     train(T5, boosted, 0, 1)
-
-    def die(*_: Any, **__: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
     if rank == 1:
         blocks = (one for one in boosted.model.modules() if type(one).__name__ == "T5Block")
         block = next(blocks)
@@ -294,15 +288,13 @@ def one_dies(directory: Path) -> None:
             block.register_full_backward_hook(die)
         else:
             boosted.model.get_submodule("decoder").register_forward_pre_hook(die)
-    start = time.monotonic()
-    try:
+
+    def work() -> None:
         if phase == "call":
             generate(boosted.model)
         train(T5, boosted, 1, 1)
-    except castor.Error as error:
-        write_own(directory, "one_dies", [str(error), time.monotonic() - start])
-    sys.stdout.flush()
-    os._exit(0)
+
+    say_who_died(directory, work)
 
 
 if __name__ == "__main__":

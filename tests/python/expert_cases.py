@@ -4,7 +4,6 @@ As in tensor_cases: a scenario is a function of the directory that the ranks sha
 """
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -27,8 +26,10 @@ from tensor_cases import (
     STEPS,
     boost,
     decoder,
+    die,
     of_all,
     said,
+    say_who_died,
     write,
     write_own,
 )
@@ -428,23 +429,17 @@ def one_dies(directory: Path) -> None:
     boosted = boost(case, ep_size=2)
     rank = distributed.get_rank()
     train(case, boosted, rank, 2, 0, 1)
-
-    def die(*_: Any, **__: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
     if rank == 1:
         cast("Any", boosted.model).model.layers[1].register_forward_pre_hook(die)
-    start = time.monotonic()
     ids = case.batch(rank)["input_ids"]
-    try:
+
+    def work() -> None:
         if os.environ["PHASE"] == "generate":
             cast("Any", boosted.model).generate(ids, max_new_tokens=2, pad_token_id=0)
         else:
             boosted.model(input_ids=ids)
-    except castor.Error as error:
-        write(directory, "one_dies", [str(error), time.monotonic() - start])
-    sys.stdout.flush()
-    os._exit(0)  # there is nobody to meet at the end
+
+    say_who_died(directory, work)
 
 
 def experts_refused(directory: Path) -> None:

@@ -7,7 +7,6 @@ import copy
 import gc
 import os
 import pickle
-import signal
 import sys
 import time
 import weakref
@@ -34,9 +33,11 @@ from tensor_cases import (
     STEPS,
     _stepped,
     decoder,
+    die,
     of_all,
     quantised,
     said,
+    say_who_died,
     write,
     write_own,
 )
@@ -492,10 +493,6 @@ def one_dies(directory: Path) -> None:
     given = ZERO_BUBBLE if phase == "weights" else {}
     boosted = boost(case, pp_size=distributed.get_world_size(), **given)
     train(case, boosted, 0, 1)
-
-    def die(*_: Any, **__: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
     if rank == 1:
         block = next(
             module for module in boosted.model.modules() if "DecoderLayer" in type(module).__name__
@@ -510,14 +507,12 @@ def one_dies(directory: Path) -> None:
             boosted.optimizer.step = die  # type: ignore[method-assign]
         else:
             boosted.booster.save_model = die  # type: ignore[method-assign]
-    start = time.monotonic()
-    try:
+
+    def work() -> None:
         train(case, boosted, 1, 1)
         boosted.booster.save_model(boosted.model, directory / "model")
-    except castor.Error as error:
-        write_own(directory, "one_dies", [str(error), time.monotonic() - start])
-    sys.stdout.flush()
-    os._exit(0)
+
+    say_who_died(directory, work)
 
 
 def one_fails(directory: Path) -> None:

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import torch
 import transformers as hf
@@ -730,9 +730,6 @@ def one_dies(directory: Path) -> None:
     boosted = boost(case, **sizes[kind])
     train(case, boosted, 0, 1)
 
-    def die(*_: Any, **__: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
     if distributed.get_rank() == 1:
         layer = boosted.model.model.layers[1]  # type: ignore[union-attr, index]
         if phase == "forward":
@@ -743,12 +740,26 @@ def one_dies(directory: Path) -> None:
             boosted.optimizer.step = die  # type: ignore[method-assign]
         else:
             boosted.booster.save_model = die  # type: ignore[method-assign]
-    start = time.monotonic()
-    try:
+
+    def work() -> None:
         train(case, boosted, 1, 1)
         boosted.booster.save_model(boosted.model, directory / "model")
+
+    say_who_died(directory, work)
+
+
+def die(*_: Any, **__: Any) -> None:
+    """Where this rank is killed."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def say_who_died(directory: Path, work: Callable[[], Any]) -> NoReturn:
+    """What a rank hears of another that dies meanwhile, and after how many seconds: its end."""
+    start = time.monotonic()
+    try:
+        work()
     except castor.Error as error:
-        write(directory, "one_dies", [str(error), time.monotonic() - start])
+        write_own(directory, "one_dies", [str(error), time.monotonic() - start])
     sys.stdout.flush()
     os._exit(0)  # there is nobody to meet at the end
 

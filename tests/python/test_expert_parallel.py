@@ -154,7 +154,7 @@ def test_a_rank_that_does_something_else_is_named(tmp_path: Path) -> None:
 def test_a_dead_rank_is_named(phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHASE", phase)
     run(expert_cases.one_dies, 2, tmp_path)
-    message, seconds = json.loads((tmp_path / "one_dies.json").read_text())
+    message, seconds = json.loads((tmp_path / "one_dies0.json").read_text())
     assert "rank 1" in message
     assert seconds < 2
 

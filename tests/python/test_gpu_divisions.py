@@ -132,7 +132,7 @@ def test_a_rank_that_is_killed_is_named(
     scenario = pipeline_cases.one_dies if staged else tensor_cases.one_dies
     first, second = run(scenario, 2, tmp_path, timeout=100)
     assert (first.code, second.code) == (0, -9), first.errors
-    said = tmp_path / ("one_dies0.json" if staged else "one_dies.json")
+    said = tmp_path / "one_dies0.json"
     assert "rank 1 (process" in json.loads(said.read_text())[0]
 
 

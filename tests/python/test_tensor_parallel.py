@@ -257,6 +257,6 @@ def test_a_rank_that_dies_is_named(
     monkeypatch.setenv("PHASE", phase)
     first, second = run(tensor_cases.one_dies, 2, tmp_path, timeout=60)
     assert (first.code, second.code) == (0, -9), first.errors
-    message, seconds = json.loads((tmp_path / "one_dies.json").read_text())
+    message, seconds = json.loads((tmp_path / "one_dies0.json").read_text())
     assert "rank 1 (process" in message
     assert seconds < 20

@@ -5,9 +5,11 @@ In order with the calling thread's stream. What the host addresses is given back
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+from torch import distributed
 
 _OF_THE_HOST = ("cpu", "meta")
 """meta: a model on paper."""
@@ -29,6 +31,30 @@ def from_host(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     if values.device == device:
         return values
     return values.to(device, non_blocking=values.is_pinned())
+
+
+def broadcast(
+    own: torch.Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    group: distributed.ProcessGroup,
+    source: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """What one rank has, on all. Collective.
+
+    Args:
+        own: The values, where this rank has them; else None.
+        shape: Of them.
+        dtype: Likewise.
+        group: That goes through memory of the host.
+        source: Who has them, by its number in the group.
+        device: Where the others want them.
+    """
+    sent = torch.empty(tuple(shape), dtype=dtype) if own is None else on_host(own.contiguous())
+    distributed.broadcast(sent, group=group, group_src=source)
+    return from_host(sent, device) if own is None else own
 
 
 def taken_to_host(x: torch.Tensor) -> torch.Tensor:

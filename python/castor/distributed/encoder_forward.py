@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
-from castor.distributed.device_copies import from_host, on_host
+from castor.distributed.device_copies import broadcast
 from castor.distributed.inputs import by_name, check_inputs
 from castor.distributed.passage import HandOver, tokens_of
 from castor.distributed.pipeline_parallel import PipelineParallel
@@ -80,13 +80,14 @@ class EncoderForward(WrappedForward):
         """Those of the rank with the encoder's last block, on all."""
         parallel = self._parallel
         owner = parallel.rank_of_block[parallel.modules.passage.encoder_blocks - 1]
-        own = owner == parallel.ranks.rank
-        if own:
-            shared = on_host(states.contiguous())
-        else:
-            shared = torch.empty(states.shape, dtype=states.dtype)
-        distributed.broadcast(shared, group=parallel.group, group_src=owner)
-        return states if own else from_host(shared, states.device)
+        return broadcast(
+            states if owner == parallel.ranks.rank else None,
+            states.shape,
+            states.dtype,
+            group=parallel.group,
+            source=owner,
+            device=states.device,
+        )
 
 
 def complete(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import distributed, nn
 from torch.utils._pytree import tree_map
 
-from castor.distributed.device_copies import from_host, on_host
+from castor.distributed.device_copies import broadcast, from_host, on_host
 from castor.distributed.encoder_forward import complete
 from castor.distributed.inputs import asked_of, by_name, check_inputs, find_cache
 from castor.distributed.pipeline_parallel import PipelineParallel
@@ -103,12 +103,8 @@ class StagedForward(WrappedForward):
         distributed.broadcast_object_list(said, group=group, group_src=last)
 
         def share(like: torch.Tensor, mine: torch.Tensor | None) -> torch.Tensor:
-            if mine is None:
-                shared = torch.empty_like(like, device="cpu")
-            else:
-                shared = on_host(mine.contiguous())
-            distributed.broadcast(shared, group=group, group_src=last)
-            return from_host(shared, self._parallel.device) if mine is None else mine
+            device = self._parallel.device
+            return broadcast(mine, like.shape, like.dtype, group=group, source=last, device=device)
 
         fields = {name: x for name, x in own.items() if name not in tensors}
         for name, like in said[0].items():

@@ -9,7 +9,7 @@ from castor import _C
 from castor.config.names import SCALAR_TYPES
 from castor.estimate import simulator
 from castor.estimate.cluster import Cluster
-from castor.estimate.layout_cost import reduced
+from castor.estimate.layout_cost import NO_NVME, ROUNDING, reduced
 from castor.estimate.layouts import Layout
 from castor.estimate.machine import Machine
 from castor.estimate.rank_on_paper import RankOnPaper, StagePass
@@ -20,9 +20,6 @@ _LARGEST_SHARED_CHUNK = 64 << 20
 """Bytes of a chunk of several parameters (kMaxSearchedBytes in csrc/core/chunk_layout.cc)."""
 _ELEMENTS = 1 << 20
 """Of a parameter of which states are counted."""
-_NO_NVME = 2**62
-"""Host bytes, so that nothing goes elsewhere."""
-_ROUNDING = 1 - 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +57,7 @@ def sends_all(block: RankOnPaper, stage: int, cluster: Cluster) -> bool:
     moments = [*one.forward, *one.backward]
     events = [(moment.kind, moment.position, moment.nonmodel_bytes, 0) for moment in moments]
     options = simulator.options(cluster.machine, overlap="none", on_host=cluster.on_host)
-    options |= {"device_bytes": 1, "host_bytes": _NO_NVME}
+    options |= {"device_bytes": 1, "host_bytes": NO_NVME}
     sent: int = block.simulator.run(events, [0.0] * len(events), options)["d2h_bytes"]
     return sent >= block.param_bytes
 
@@ -159,7 +156,7 @@ def _weights_of_what_stays(machine: Machine, workload: Workload, replicas: int) 
         state_format=workload.state_format,
         rule=workload.optimizer,
     )
-    everywhere = simulator.places(machine) | {"host_bytes": _NO_NVME}
+    everywhere = simulator.places(machine) | {"host_bytes": NO_NVME}
     weights = _ELEMENTS * WORKING_DTYPES[workload.precision].itemsize
     states = int(one.places(everywhere)["host_bytes"]) - 2 * weights
     return weights / (2 * weights + states / replicas)
@@ -175,7 +172,7 @@ def _of_rank(
     part_of_what_stays: float,
 ) -> float:
     room = machine.device_bytes
-    count = min(layout.microbatches, 2 * layout.stages)  # as castor.estimate.layout_cost has it
+    count = layout.simulated_microbatches
     order = _C.pipeline_order(layout.style, layout.stages, layout.stages_per_rank, count, rank)
     held = most = fetched = 0
     for stage, _, what in order:
@@ -194,4 +191,4 @@ def _of_rank(
             sent += max(0, layers[stage] * block.block_bytes - 2 * _LARGEST_SHARED_CHUNK)
         sent -= part_of_what_stays * max(0, room - most - block.block_passing_bytes)
     seconds = max(fetched / machine.h2d, count * sent / machine.d2h)
-    return _ROUNDING * seconds * layout.microbatches / count
+    return ROUNDING * seconds * layout.microbatches / count

@@ -20,12 +20,25 @@ from castor.estimate.metatrace import Moment
 from castor.estimate.rank_on_paper import SEQUENCE, RankOnPaper, StagePass
 from castor.estimate.workload import Overlap
 
-_NO_NVME = 2**62
+NO_NVME = 2**62
 """Host bytes, so that nothing goes elsewhere: whether all fits is asked afterwards."""
+ROUNDING = 1 - 1e-9
+"""What bounds of seconds are multiplied with."""
+
+
+class _Needs:
+    """Of the memory of a machine."""
+
+    device_bytes: int
+    host_bytes: int
+
+    def fits(self, machine: Machine) -> bool:
+        """Whether a rank's device and its part of the host have room."""
+        return self.device_bytes <= machine.device_bytes and self.host_bytes <= machine.host_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayoutCost:
+class LayoutCost(_Needs):
     """Of a step. Bytes and seconds of the rank that takes most."""
 
     layout: Layout
@@ -43,10 +56,6 @@ class LayoutCost:
         """What takes longest."""
         return max(self.busy, key=lambda name: self.busy[name])
 
-    def fits(self, machine: Machine) -> bool:
-        """Whether a rank's device and its part of the host have room."""
-        return self.device_bytes <= machine.device_bytes and self.host_bytes <= machine.host_bytes
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Seconds:
@@ -60,7 +69,7 @@ class _Seconds:
     """Of these, in which nothing is sent."""
 
 
-class End:
+class End(_Needs):
     """The first or the last rank of the pipeline: its memory, and what its chunks cost."""
 
     def __init__(
@@ -84,8 +93,7 @@ class End:
         seconds = {
             stage: seconds_of(one, cluster, layout) for stage, one in recorded.passes.items()
         }
-        # Memory and copies repeat when all micro-batches that are ever under way have been.
-        count = min(layout.microbatches, 2 * layout.stages)
+        count = layout.simulated_microbatches
         order = _C.pipeline_order(layout.style, layout.stages, layout.stages_per_rank, count, rank)
         events: Events = []
         computing: list[float] = []
@@ -108,9 +116,9 @@ class End:
         options = simulator.options(
             cluster.machine, overlap=overlap, num_ranks=layout.replicas, on_host=cluster.on_host
         )
-        options["host_bytes"] = _NO_NVME
+        options["host_bytes"] = NO_NVME
         figures = recorded.simulator.run(events, computing, options)
-        self.device_bytes: int = figures["smallest_budget_bytes"]
+        self.device_bytes = figures["smallest_budget_bytes"]
         whole = int(figures["host_bytes"])
         homes = 2 * recorded.param_bytes  # and gradients
         sharing = _ranks_of_a_node(layout, cluster) if cluster.on_host else 1
@@ -124,12 +132,8 @@ class End:
         whole_reduced = reduced(layout, cluster, recorded.param_bytes, recorded.element_bytes)
         self.reduce = whole_reduced + settled
         passes = layout.microbatches / count * alone * self.slowdown
-        self.least_seconds = (passes + self.reduce + self.update) * (1 - 1e-9)
+        self.least_seconds = (passes + self.reduce + self.update) * ROUNDING
         """Of a step, whatever others do; less than by rounding."""
-
-    def fits(self, machine: Machine) -> bool:
-        """Whether its device and its part of the host have room."""
-        return self.device_bytes <= machine.device_bytes and self.host_bytes <= machine.host_bytes
 
 
 def _ranks_of_a_node(layout: Layout, cluster: Cluster) -> int:

@@ -55,6 +55,11 @@ class Layout:
         return self.experts if self.tensor == 1 else 1
 
     @property
+    def simulated_microbatches(self) -> int:
+        """Memory and copies repeat when all that are ever under way have been."""
+        return min(self.microbatches, 2 * self.stages)
+
+    @property
     def replicas(self) -> int:
         """Ranks that have the same parameters."""
         return self.sequence * self.data
