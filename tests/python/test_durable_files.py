@@ -62,7 +62,7 @@ def test_a_descriptor_that_stays_as_it_is_says_what_it_refuses(
     monkeypatch.setattr(fcntl, "fcntl", only_direct)
     monkeypatch.setattr(os, "pwrite", refuse)
     with pytest.raises(OSError, match="Invalid argument"):
-        write_file(tmp_path / "f", [bytes(2 * 4096)])
+        write_file(tmp_path / "f", [bytes(2**17)])
     assert not list(tmp_path.iterdir())
 
 
