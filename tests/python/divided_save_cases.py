@@ -110,7 +110,7 @@ CASES: dict[int, dict[str, Division]] = {
     },
     4: {
         "layers, copies": Division(GPT2, LAYERS),
-        "layers, copies, stage 3": Division(LLAMA, LAYERS, {"zero_stage": 3}),
+        "layers, copies, nvme": Division(LLAMA, LAYERS, NVME),
         "layers on four ranks": Division(FAMILIES["gpt2"], {"tp_size": 4}),
         "layers and sequences": Division(LLAMA, LAYERS | {"sp_size": 2}),
         "layers and stages": Division(GPT2, LAYERS | STAGES),
