@@ -133,8 +133,8 @@ class Checkpoints:
         Raises:
             CheckpointError: The state holds something else; the message names it.
             IoError: As in save_model.
-            UsageError: Nothing tells the parameters' names, or use_async=True of an optimizer
-                whose states are not castor's.
+            UsageError: Nothing tells the parameters' names; use_async=True of an optimizer whose
+                states are not castor's; or ranks have parts of the model, and it is not boosted.
             NotImplementedError: An argument asks for what this version lacks.
         """
         check_only(prefix=(prefix, None))

@@ -160,7 +160,8 @@ def beside(directory: Path) -> None:
             booster.save_model(model, path / f"model {how}", use_async=later)
             booster.save_optimizer(optimizer, path / f"optimizer {how}", use_async=later)
         case.train(boosted, 4, 1)
-        booster.wait_for_saves()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        booster.save_lr_scheduler(scheduler, path / "scheduler.json")  # waits for the save before
 
 
 def over_gloo(directory: Path) -> None:

@@ -1,12 +1,15 @@
 """Checkpoints of models of which ranks have parts: one process's bytes, whoever writes when."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
+import torch
 
 import castor
 import divided_save_cases
+from castor.distributed.parts import Cut
 from divided_save_cases import CASES, DIVIDED
 from rank_processes import found_by_each, run, succeeded
 from test_async_saves import contents
@@ -28,6 +31,7 @@ def _check(size: int, name: str, path: Path, again: Path) -> None:
     assert contents(path / "beside") == contents(path / "together")
     for part in ("model", "optimizer"):
         assert contents(path / f"{part} later") == contents(path / f"{part} at once")
+    assert (path / "scheduler.json").is_file()
     alone = CASES[size][name].boost_whole()
     assert alone.booster.load(path / "together", alone.model, alone.optimizer).step == 2
     alone.booster.save(again, alone.model, alone.optimizer, size_per_shard="40KB")
@@ -52,6 +56,26 @@ def test_so_do_ranks_that_share_no_memory(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("CASTOR_RANK_LINK", "group")
     succeeded(run(divided_save_cases.over_gloo, 4, tmp_path))
     _check(4, "layers and stages", tmp_path / "layers and stages", tmp_path / "again")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("shape", "dim", "pieces"),
+    [((7, 3), 0, 1), ((3, 7), 1, 1), ((2, 7, 3), 1, 1), ((2, 12), 1, 3), ((12, 2), 0, 3),
+     ((7,), 0, 1)],
+)  # fmt: skip
+def test_runs_are_where_a_part_lies(
+    shape: tuple[int, ...], dim: int, pieces: int, size: int
+) -> None:
+    cut = Cut(dim=dim, shape=shape, pieces=pieces)
+    whole = torch.arange(math.prod(shape)).view(shape)
+    extents = torch.arange(cut.length_of_piece).tensor_split(size)
+    for rank, own in enumerate(extents):
+        runs = cut.runs(range(int(own[0]), int(own[-1]) + 1))
+        part = cut.own(whole, rank, size).flatten().tolist()
+        for begin, end in ((0, len(part)), (1, len(part) - 1), (0, 0)):
+            found = [i for at, count in runs.of(begin, end) for i in range(at, at + count)]
+            assert found == part[begin:end]
 
 
 def test_what_one_rank_cannot_write_all_say(tmp_path: Path) -> None:

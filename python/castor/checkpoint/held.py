@@ -19,8 +19,7 @@ from castor.runtime.engine import Engine
 from castor.runtime.model_parts import Runs
 
 Part = tuple[int, torch.Tensor]
-"""What a rank keeps of its tensor: where it begins, in elements in the order of memory, and those.
-"""
+"""What a rank keeps of a tensor: where it begins, in elements in the order of memory, and those."""
 
 
 @dataclass(frozen=True, kw_only=True)
