@@ -14,8 +14,10 @@ from pathlib import Path
 
 import xxhash
 
+from castor import _C
 from castor.checkpoint.names import temporary_name
 from castor.errors import IoError
+from castor.runtime.model_parts import Runs
 
 PIECE_BYTES = 4 * 2**20
 """What is read, hashed or written at once; no buffer of a save or a check is larger."""
@@ -162,7 +164,7 @@ class Writer:
     Pages of a checkpoint would take the memory of others, and filling them takes the kernel longer
     than all else of a save takes a core: time that a step beside it has not. Only whole blocks go
     this way: others may write what is left of a block meanwhile, also past the same descriptor.
-    Runs that are shorter than 64 KiB go through it (columns of a matrix that ranks divide).
+    Runs that are shorter than 64 KiB go through it.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -198,6 +200,33 @@ class Writer:
             piece = piece[count:]
             if self._end == PIECE_BYTES:
                 self.flush()
+
+    def append_runs(self, piece: memoryview, begin: int, runs: Runs) -> None:
+        """Bytes of several places: it is not used afterwards.
+
+        Args:
+            piece: Bytes of a part.
+            begin: Which of the part's is the first.
+            runs: Where the part lies in the file, in bytes.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+        if runs.length >= min(_DIRECT_BYTES, len(piece)):
+            for offset, count in runs.of(begin, begin + len(piece)):
+                self.seek(offset)
+                self.append(piece[:count])
+                piece = piece[count:]
+            return
+        self.flush()
+        if self._direct:
+            self._set_direct(False)
+        # Of columns of a matrix there may be millions, and training beside it needs Python's lock.
+        where = {"first": runs.first, "length": runs.length, "stride": runs.stride}
+        try:
+            _C.write_runs(self._descriptor, piece, begin=begin, **where)
+        except IoError as error:
+            raise OSError(error.errno, os.strerror(error.errno or 0)) from error
 
     def flush(self) -> None:
         """Writes what has come, also what is no whole block.

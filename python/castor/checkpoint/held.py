@@ -37,23 +37,15 @@ class HeldTensor(ComputedTensor):
     """Whether its elements are of the parameter's memory, as scales are of blocks of it."""
 
     def own(self) -> Iterator[tuple[int, memoryview]]:
-        """(byte of the saved tensor, bytes that go there) of what this rank writes.
+        """(byte of this rank's tensor, bytes that are there) of what it writes, in row-major order.
 
         A piece is valid until the next one is asked for.
         """
-        size = self.element_size()
         for first, part in self._in_row_major(*self.part()):
-            at = first
+            at = first * self.element_size()
             for piece in pieces(part):
-                end = at + len(piece) // size
-                if self.runs is None:
-                    yield at * size, piece
-                else:
-                    done = 0
-                    for place, count in self.runs.of(at, end):
-                        yield place * size, piece[done : done + count * size]
-                        done += count * size
-                at = end
+                yield at, piece
+                at += len(piece)
 
     def _in_row_major(self, first: int, part: torch.Tensor) -> Iterator[Part]:
         """A part of memory, in runs of the parameter's elements in row-major order."""

@@ -120,9 +120,13 @@ class Share:
             for name, (start, _) in places.items():
                 tensor = tensors[name]
                 if isinstance(tensor, HeldTensor):
+                    runs = tensor.runs and tensor.runs.in_bytes(tensor.element_size(), start)
                     for at, piece in tensor.own():
-                        writer.seek(start + at)
-                        writer.append(piece)
+                        if runs is None:
+                            writer.seek(start + at)
+                            writer.append(piece)
+                        else:
+                            writer.append_runs(piece, at, runs)
                     if tensor.written is not None:
                         tensor.written()
                 elif self.writes_whole and isinstance(tensor, torch.Tensor) and not tensor.is_meta:

@@ -44,18 +44,24 @@ class WholeModel:
 class Runs:
     """Where a part of a tensor lies in the whole: in runs of one length, evenly apart.
 
-    In elements, in the row-major orders of the part and of the whole.
+    In elements, or bytes, in the row-major orders of the part and of the whole.
     """
 
     first: int
     """Where the first run begins in the whole."""
     length: int
-    """Of each, one element or more."""
+    """Of each; 1 or more."""
     stride: int
     """From the beginning of a run to that of the next one."""
 
+    def in_bytes(self, size: int, start: int) -> Runs:
+        """Of a whole that begins at byte `start`, with elements of `size` bytes."""
+        return Runs(
+            first=start + self.first * size, length=self.length * size, stride=self.stride * size
+        )
+
     def of(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """Those of the part's elements [begin, end): (place in the whole, how many elements)."""
+        """Of [begin, end) of the part: (place in the whole, how many lie there)."""
         while begin < end:
             run, within = divmod(begin, self.length)
             count = min(self.length - within, end - begin)
