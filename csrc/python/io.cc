@@ -1,13 +1,15 @@
-// What `castor io-bench` measures with, and what faults were injected into I/O.
+// What `castor io-bench` measures with, what faults were injected into I/O, runs of a file.
 #include <pybind11/pybind11.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <span>
 #include <string>
 #include <tuple>
 
 #include "core/error.h"
+#include "io/file_runs.h"
 #include "io/io_engines.h"
 #include "io/io_measure.h"
 #include "io/scratch_file.h"
@@ -70,6 +72,19 @@ void bind_io(py::module_& module) {
       .def("measure", &IoBench::measure, py::arg("mix"), py::arg("block_bytes"), py::arg("depth"),
            py::arg("seconds"), released)
       .def("close", &IoBench::close, released);
+  module.def(
+      "write_runs",
+      [](int descriptor, const py::buffer& data, std::uint64_t begin, std::uint64_t first,
+         std::uint64_t length, std::uint64_t stride) {
+        const py::buffer_info bytes = data.request();
+        const py::gil_scoped_release others_go_on;
+        write_runs({.descriptor = descriptor, .path = "a checkpoint's file"},
+                   {static_cast<const std::byte*>(bytes.ptr),
+                    static_cast<std::size_t>(bytes.size * bytes.itemsize)},
+                   begin, {.first = first, .length = length, .stride = stride});
+      },
+      py::arg("descriptor"), py::arg("data"), py::kw_only(), py::arg("begin"), py::arg("first"),
+      py::arg("length"), py::arg("stride"));
   module.def("why_no_io_uring", &why_no_io_uring);
   module.def("io_fault_counts", [] {
     const IoFaultCounts counts = io_fault_counts();

@@ -17,7 +17,7 @@ from castor.optim.torch_step import torch_step_of
 from castor.plugins.protocol import list_of_optimizers
 from castor.runtime.boosted_model import BoostedModel, boosted_models_holding, compiled_from
 from castor.runtime.engine import Engine, engines_holding
-from castor.runtime.ranks import Ranks
+from castor.runtime.ranks import Peers
 
 Result = TypeVar("Result")
 
@@ -133,8 +133,8 @@ class Checkpoints:
         Raises:
             CheckpointError: The state holds something else; the message names it.
             IoError: As in save_model.
-            UsageError: Nothing tells the parameters' names, or use_async=True of an optimizer
-                whose states are not castor's.
+            UsageError: Nothing tells the parameters' names; use_async=True of an optimizer whose
+                states are not castor's; or ranks have parts of the model, and it is not boosted.
             NotImplementedError: An argument asks for what this version lacks.
         """
         check_only(prefix=(prefix, None))
@@ -311,41 +311,38 @@ class Checkpoints:
     ) -> Path:
         checkpoint.wait()
         shared = self._shared(model)
-        ranks = _ranks_that_divide(shared, optimizers)
-        if not use_async and ranks is None:
+        savers = _savers(shared, optimizers)
+        if not use_async and savers is None:
             return self._once(model, lambda: checkpoint.at_once(save(None)), optimizers)
-        engines = self._held_engines(model, optimizers)
+        engines = self._engines(model, optimizers, held=use_async)
         share = None
-        if shared is not None:
-            if ranks is None:
-                raise NotImplementedError(
-                    "use_async=True is not supported where ranks have parts of layers, or a "
-                    "parameter is not contiguous on several; save with use_async=False"
-                )
-            shared.gather(None)  # all save, or it says who does not
-            share = checkpoint.Share(ranks.saves)
+        if isinstance(shared, Engine) and savers is not None:
+            shared.meet()  # all save, or it says who does not
+            first = shared.ranks is None or shared.ranks.rank == 0
+            share = checkpoint.Share(savers, writes_whole=first)
         return checkpoint.save_reading(engines, share, save, later=use_async)
 
-    def _held_engines(
-        self, model: nn.Module | None, optimizers: Sequence[Optimizer]
+    def _engines(
+        self, model: nn.Module | None, optimizers: Sequence[Optimizer], *, held: bool
     ) -> Sequence[Engine]:
-        """The engines that can hold all of it while training goes on.
+        """The engines of what is saved; `held`: they hold all of it while training goes on.
 
         Raises:
-            UsageError: Something is kept by others than castor.
+            UsageError: Something is kept by others than castor, and it is to be held.
         """
         engines: list[Engine] = []
         for optimizer in optimizers:
             driver = checkpoint.driver_of(optimizer)
-            if driver is None or not driver.fused:
+            if held and (driver is None or not driver.fused):
                 raise UsageError(
                     f"use_async=True of a {type(optimizer).__name__} whose states are not castor's "
                     "to hold while it steps; save with use_async=False"
                 )
-            engines.append(driver.engine)
+            if driver is not None:
+                engines.append(driver.engine)
         if model is not None:
             engines += engines_holding(compiled_from(model))
-        if not engines:
+        if held and not engines:
             raise UsageError(
                 f"use_async=True of a {type(model).__name__} that is not in chunks: nothing would "
                 "hold its next update back; boost it with GeminiPlugin, or save with "
@@ -371,12 +368,10 @@ def _model_of(optimizer: Optimizer, model: nn.Module | None) -> nn.Module | None
     return step.model() if model is None and step is not None else model
 
 
-def _ranks_that_divide(
-    shared: BoostedModel | None, optimizers: Sequence[Optimizer]
-) -> Ranks | None:
-    """Those that write a checkpoint together: each has a run of elements of every tensor."""
-    if not isinstance(shared, Engine) or shared.parts is not None:
+def _savers(shared: BoostedModel | None, optimizers: Sequence[Optimizer]) -> Peers | None:
+    """Those that write a checkpoint together; None: rank 0 has or asks for all, and writes."""
+    if not isinstance(shared, Engine):
         return None
     drivers = [checkpoint.driver_of(optimizer) for optimizer in optimizers]
-    whole = all(driver is not None and driver.fused for driver in drivers)
-    return shared.ranks if whole and all(p.is_contiguous() for p in shared.params) else None
+    fused = all(driver is not None and driver.fused for driver in drivers)
+    return shared.savers if fused or shared.parts is not None else None

@@ -16,6 +16,17 @@ from castor import booster_checkpoints
 from rank_cases import RankCase, _frozen, _of_rank, _refused, _tower_loss, _zoo, boost
 from zoo import tower
 
+
+def _channels_last(**settings: Any) -> RankCase:
+    """A weight is not in row-major order, and a rank keeps a run of its memory."""
+    vit = _zoo("vit", **settings)
+
+    def build() -> Any:
+        return vit.build().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    return RankCase(build, vit.loss, vit.settings)
+
+
 CASES = {
     "fp32": RankCase(tower, _tower_loss),
     "small chunks": RankCase(tower, _tower_loss, {"chunk_bytes": "2KiB"}),
@@ -24,6 +35,8 @@ CASES = {
         f"bf16 {state_format}": _zoo("llama", precision="bf16", optim_state_format=state_format)
         for state_format in ("fp32", "split", "split_bf16", "split_int8")
     },
+    "channels last": _channels_last(),
+    "channels last, bf16": _channels_last(precision="bf16", optim_state_format="split_int8"),
     "nvme states": RankCase(
         tower, _tower_loss, {"nvme_path": "build", "nvme_offload_fraction": 1.0}
     ),
@@ -34,7 +47,7 @@ CASES = {
 def _by_rank_0() -> Iterator[None]:
     """Saves as where the files cannot be divided."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(booster_checkpoints, "_ranks_that_divide", lambda *_: None)
+        patch.setattr(booster_checkpoints, "_savers", lambda *_: None)
         yield
 
 

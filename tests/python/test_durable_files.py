@@ -13,6 +13,7 @@ import torch
 from xxhash import xxh3_128_hexdigest
 
 from castor.checkpoint.files import PIECE_BYTES, Writer, read_pieces, write_file
+from castor.runtime.model_parts import Runs
 
 
 @pytest.mark.parametrize("directory", ["", "/dev/shm"])
@@ -62,7 +63,7 @@ def test_a_descriptor_that_stays_as_it_is_says_what_it_refuses(
     monkeypatch.setattr(fcntl, "fcntl", only_direct)
     monkeypatch.setattr(os, "pwrite", refuse)
     with pytest.raises(OSError, match="Invalid argument"):
-        write_file(tmp_path / "f", [bytes(2 * 4096)])
+        write_file(tmp_path / "f", [bytes(2**17)])
     assert not list(tmp_path.iterdir())
 
 
@@ -95,3 +96,32 @@ def test_several_write_runs_of_one_file_at_once(directory: str, tmp_path: Path) 
             read = b"".join(bytes(piece) for piece in read_pieces(path, direct=direct))
             assert read == whole
         assert b"".join(map(bytes, read_pieces(path, 4096, 9001, direct=True))) == whole[4096:9001]
+
+
+@pytest.mark.parametrize("length", [1, 3000, 2**16, PIECE_BYTES + 5])
+def test_a_part_lies_in_runs_evenly_apart(length: int, tmp_path: Path) -> None:
+    """As columns do of a matrix that ranks divide; pieces begin and end within runs."""
+    runs = Runs(first=3, length=length, stride=2 * length + 1)
+    count = 3 * length // 2 + 700
+    part = torch.randint(256, (count,), dtype=torch.uint8).numpy().tobytes()
+    expected = bytearray(runs.first + (count // length + 1) * runs.stride)
+    for at in range(count):
+        expected[runs.first + at // length * runs.stride + at % length] = part[at]
+    path = tmp_path / "f"
+    path.write_bytes(bytes(len(expected)))
+    descriptor = os.open(path, os.O_WRONLY)
+    writer, pieces = Writer(descriptor), [0, count // 3, count // 2, count]
+    for begin, end in pairwise(pieces):
+        writer.append_runs(memoryview(part)[begin:end], begin, runs)
+    writer.flush()
+    os.close(descriptor)
+    assert path.read_bytes() == expected
+
+
+def test_what_the_disk_refuses_of_runs_is_an_oserror(tmp_path: Path) -> None:
+    (tmp_path / "f").touch()
+    descriptor = os.open(tmp_path / "f", os.O_RDONLY)
+    with pytest.raises(OSError, match="Bad file descriptor") as raised:
+        Writer(descriptor).append_runs(memoryview(bytes(9)), 0, Runs(first=0, length=2, stride=4))
+    assert raised.value.errno == errno.EBADF
+    os.close(descriptor)

@@ -87,7 +87,7 @@ def save_reading(
             reading.end()
 
     with heard():
-        reading = Reading(engines, share)
+        reading = Reading(engines, share, later=later)
     try:
         with heard():
             saving = save(reading)

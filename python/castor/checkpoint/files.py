@@ -14,14 +14,19 @@ from pathlib import Path
 
 import xxhash
 
+from castor import _C
 from castor.checkpoint.names import temporary_name
 from castor.errors import IoError
+from castor.runtime.model_parts import Runs
 
 PIECE_BYTES = 4 * 2**20
 """What is read, hashed or written at once; no buffer of a save or a check is larger."""
 
 _BLOCK_BYTES = 4096
 """A page, and of a disk a block at most; see Writer."""
+
+_DIRECT_BYTES = 16 * _BLOCK_BYTES
+"""Of shorter runs the page cache takes less time: one write instead of three, and two switches."""
 
 OVERHEAD_BYTES = 2**20
 """Asked of the disk beyond the tensors: headers, JSON, directories."""
@@ -147,12 +152,19 @@ def fsync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def let_go_of_pages(path: Path) -> None:
+    """A durable file is not read again soon: its pages in the page cache are others' to have."""
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 class Writer:
     """Writes a file past the page cache (O_DIRECT) where the file system allows it.
 
     Pages of a checkpoint would take the memory of others, and filling them takes the kernel longer
     than all else of a save takes a core: time that a step beside it has not. Only whole blocks go
     this way: others may write what is left of a block meanwhile, also past the same descriptor.
+    Runs that are shorter than 64 KiB go through it.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -189,6 +201,33 @@ class Writer:
             if self._end == PIECE_BYTES:
                 self.flush()
 
+    def append_runs(self, piece: memoryview, begin: int, runs: Runs) -> None:
+        """Bytes of several places: it is not used afterwards.
+
+        Args:
+            piece: Bytes of a part.
+            begin: Which of the part's is the first.
+            runs: Where the part lies in the file, in bytes.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+        if runs.length >= min(_DIRECT_BYTES, len(piece)):
+            for offset, count in runs.of(begin, begin + len(piece)):
+                self.seek(offset)
+                self.append(piece[:count])
+                piece = piece[count:]
+            return
+        self.flush()
+        if self._direct:
+            self._set_direct(False)
+        # Of columns of a matrix there may be millions, and training beside it needs Python's lock.
+        where = {"first": runs.first, "length": runs.length, "stride": runs.stride}
+        try:
+            _C.write_runs(self._descriptor, piece, begin=begin, **where)
+        except IoError as error:
+            raise OSError(error.errno, os.strerror(error.errno or 0)) from error
+
     def flush(self) -> None:
         """Writes what has come, also what is no whole block.
 
@@ -198,7 +237,7 @@ class Writer:
         begin, end = self._begin, self._end
         inner = -(-begin // _BLOCK_BYTES) * _BLOCK_BYTES
         behind = end // _BLOCK_BYTES * _BLOCK_BYTES
-        if inner < behind and self._allowed:
+        if behind - inner >= _DIRECT_BYTES and self._allowed:
             self._write(begin, inner)
             self._write(inner, behind, direct=True)
             self._write(behind, end)

@@ -6,7 +6,7 @@ of torch would wait for updates, which may wait for the save.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from castor.checkpoint.container import ComputedTensor
+from castor.checkpoint.tensor_bytes import pieces
 from castor.runtime.engine import Engine
+from castor.runtime.model_parts import Runs
 
 Part = tuple[int, torch.Tensor]
-"""What a rank keeps of a tensor: where it begins, in elements in row-major order, and those."""
+"""What a rank keeps of a tensor: where it begins, in elements in the order of memory, and those."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +30,37 @@ class HeldTensor(ComputedTensor):
     index: int
     """Of the parameter."""
     part: Callable[[], Part]
-    """Makes this rank's, without asking others."""
+    """Makes what this rank keeps of its tensor, without asking others."""
+    runs: Runs | None = None
+    """Where its tensor lies in the one that is saved; None: it is that."""
+    in_order_of_memory: bool = False
+    """Whether its elements are of the parameter's memory, as scales are of blocks of it."""
+
+    def own(self) -> Iterator[tuple[int, memoryview]]:
+        """(byte of this rank's tensor, bytes that are there) of what it writes, in row-major order.
+
+        A piece is valid until the next one is asked for.
+        """
+        for first, part in self._in_row_major(*self.part()):
+            at = first * self.element_size()
+            for piece in pieces(part):
+                yield at, piece
+                at += len(piece)
+
+    def _in_row_major(self, first: int, part: torch.Tensor) -> Iterator[Part]:
+        """A part of memory, in runs of the parameter's elements in row-major order."""
+        param = self.engine.params[self.index]
+        if self.engine.ranks is None or param.is_contiguous() or self.in_order_of_memory:
+            yield first, part
+            return
+        numbers = torch.empty_strided(param.shape, param.stride(), dtype=torch.int64)
+        numbers.copy_(torch.arange(param.numel()).view(param.shape))
+        own, order = numbers.as_strided((part.numel(),), (1,), first).sort()
+        ends = ((own.diff() != 1).nonzero().flatten() + 1).tolist()
+        runs = part.reshape(-1)[order].tensor_split(ends)
+        for begin, run in zip([0, *ends], runs, strict=True):
+            if run.numel() > 0:
+                yield int(own[begin]), run
 
 
 def held(
@@ -40,10 +72,24 @@ def held(
     dtype: torch.dtype = torch.float32,
     shape: Sequence[int] | None = None,
 ) -> HeldTensor:
-    """What is made of parameter `index`; `shape`: None for the parameter's."""
-    shape = engine.params[index].shape if shape is None else shape
+    """What is made of parameter `index`.
+
+    Args:
+        engine: Whose parameter it is.
+        index: Of the parameter.
+        compute: Makes all of it; alone a rank keeps that.
+        part: Of several ranks: see HeldTensor.
+        dtype: Of its elements.
+        shape: None for the parameter's; other tensors have the order of its memory.
+    """
     return HeldTensor(
-        dtype=dtype, shape=tuple(shape), compute=compute, part=part, engine=engine, index=index
+        dtype=dtype,
+        shape=tuple(engine.params[index].shape if shape is None else shape),
+        compute=compute,
+        part=(lambda: (0, compute())) if engine.ranks is None else part,
+        engine=engine,
+        index=index,
+        in_order_of_memory=shape is not None,
     )
 
 

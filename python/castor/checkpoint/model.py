@@ -37,8 +37,9 @@ from castor.checkpoint.files import (
 from castor.checkpoint.held import held_weights
 from castor.checkpoint.manifest import PART_MANIFEST, read_manifest, write_manifest
 from castor.checkpoint.parts import model_in_whole, shards_in_whole
-from castor.checkpoint.reading import Reading, Saving, taken, write_of
+from castor.checkpoint.reading import Reading, Saving, share_of, taken, write_of
 from castor.checkpoint.sealed_json import canonical
+from castor.checkpoint.shares import Share
 from castor.checkpoint.staging import carry_over, staged
 from castor.errors import CheckpointError
 from castor.runtime.boosted_model import compiled_from, name_before_compile
@@ -74,14 +75,11 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-def without_ties(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Each tensor once: under the key that transformers ties the others to, or its first."""
-    kept = _kept_keys(model, {key: id(tensor) for key, tensor in state.items()})
-    return {key: tensor for key, tensor in state.items() if key in kept}
-
-
 def _kept_keys(model: nn.Module, tensors: Mapping[str, int]) -> set[str]:
-    """Of keys with the number of their tensor, one for each."""
+    """Of keys with the number of their tensor, one for each.
+
+    The one that transformers ties the others to, or the first.
+    """
     tied_to_others = set(getattr(model, "all_tied_weights_keys", None) or ())
     key_of: dict[int, str] = {}
     for key, tensor in tensors.items():
@@ -97,21 +95,34 @@ def tied_keys(model: nn.Module) -> dict[str, str]:
     Of a model whose layers are divided among ranks: of the whole.
     """
     model = compiled_from(model)
-    numbers = {key: id(tensor) for key, tensor in state_of(model).items()}
-    for engine in engines_holding(model):
-        if engine.parts and engine.parts.whole_model:
-            whole = engine.parts.whole_model.tensors
-            numbers = {key: number for key, (number, _) in whole.items()}
+    numbers = _numbers(model, state_of(model))
     kept = {numbers[key]: key for key in _kept_keys(model, numbers)}
     return {key: kept[number] for key, number in numbers.items() if kept[number] != key}
 
 
-def tensors_of(model: nn.Module) -> dict[str, SavedTensor]:
-    """What is written of a model, by key; what boosted models hold is at home."""
+def _numbers(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Of the tensors by key: of a model in stages, those of all its ranks."""
+    for engine in engines_holding(model):
+        if engine.parts and engine.parts.whole_model:
+            whole = engine.parts.whole_model.tensors
+            return {key: number for key, (number, _) in whole.items()}
+    return {key: id(tensor) for key, tensor in state.items()}
+
+
+def tensors_of(model: nn.Module, share: Share | None) -> dict[str, SavedTensor]:
+    """What is written of a model, by key; what boosted models hold is at home.
+
+    Args:
+        model: Boosted or not.
+        share: See save_model's reading. Where ranks have parts of the model it is collective.
+    """
     model = compiled_from(model)
     for engine in engines_holding(model):
         engine.session.send_home()
-    return _in_turn(model, without_ties(model, state_of(model)))
+    state = state_of(model)
+    kept = _kept_keys(model, _numbers(model, state))
+    saved = _in_turn(model, state, share)
+    return {key: tensor for key, tensor in saved.items() if key in kept}
 
 
 def save_model(
@@ -140,7 +151,7 @@ def save_model(
     if is_peft_model(model):
         yield from _save_adapters(model, directory, tokenizer, reading)
         return
-    tensors, tied = taken(reading, tensors_of(model)), tied_keys(model)
+    tensors, tied = taken(reading, tensors_of(model, share_of(reading))), tied_keys(model)
     files, needed = split(tensors, "model", max_bytes), bytes_of(tensors) + OVERHEAD_BYTES
     if reading is not None and reading.follows:
         yield directory
@@ -162,7 +173,7 @@ def _save_adapters(
     for engine in engines_holding(model):
         engine.session.send_home()
     adapters = {
-        adapter: taken(reading, _in_turn(model, of_adapter))
+        adapter: taken(reading, _in_turn(model, of_adapter, share_of(reading)))
         for adapter, of_adapter in found.items()
     }
     files = {str(Path(folder_of(name), WEIGHTS)): tensors for name, tensors in adapters.items()}
@@ -218,18 +229,18 @@ def _is_ours(name: str) -> bool:
     return _OURS.fullmatch(name) is not None
 
 
-def _in_turn(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, SavedTensor]:
+def _in_turn(
+    model: nn.Module, state: dict[str, torch.Tensor], share: Share | None
+) -> dict[str, SavedTensor]:
     """What is read when it is written: parameters of boosted models, wholes of ranks' parts."""
     saved = shards_in_whole(model, state, "model")
     for engine in engines_holding(model):
         for key, tensor in state.items():
             if isinstance(tensor, nn.Parameter) and tensor in engine.index_of:
                 saved[key] = held_weights(engine, tensor)
-        saved = model_in_whole(engine, saved, state.get)
-        whole = engine.parts.whole_model if engine.parts else None
-        if whole:  # other ranks have what is tied to this one's
-            kept = _kept_keys(model, {key: number for key, (number, _) in whole.tensors.items()})
-            saved = {key: tensor for key, tensor in saved.items() if key in kept}
+        if engine.parts is not None:
+            assert share is not None
+            saved = model_in_whole(engine, saved, state.get, share)
     return saved
 
 

@@ -26,8 +26,9 @@ from castor.checkpoint.files import OVERHEAD_BYTES, PIECE_BYTES, FileEntry, writ
 from castor.checkpoint.held import Part, held, part_of_weights
 from castor.checkpoint.model import seal_part
 from castor.checkpoint.parts import names_in_whole, optimizer_in_whole, shards_in_whole
-from castor.checkpoint.reading import Reading, Saving, taken, write_of
+from castor.checkpoint.reading import Reading, Saving, share_of, taken, write_of
 from castor.checkpoint.sealed_json import canonical
+from castor.checkpoint.shares import Share
 from castor.checkpoint.staging import staged
 from castor.checkpoint.values import encode
 from castor.errors import CheckpointError, UsageError
@@ -127,7 +128,9 @@ class OptimizerState:
         return split(self.tensors, "optimizer", max_bytes)
 
 
-def state_of_optimizer(optimizer: Optimizer, model: nn.Module | None) -> OptimizerState:
+def state_of_optimizer(
+    optimizer: Optimizer, model: nn.Module | None, share: Share | None = None
+) -> OptimizerState:
     """Collects what a save writes: of boosted models, what is read in its turn.
 
     Of split formats the float32 tensors are made when they are written, one at a time; of a
@@ -136,22 +139,35 @@ def state_of_optimizer(optimizer: Optimizer, model: nn.Module | None) -> Optimiz
     In 16-bit precisions the masters come along ("<parameter>.master"), after edits of the weights
     have reached them.
 
+    Args:
+        optimizer: Boosted or not.
+        model: Names the parameters of an optimizer that is not boosted.
+        share: See save_optimizer's reading. Where ranks have parts of the model it is collective.
+
     Raises:
         CheckpointError: The state holds something other than tensors, numbers and strings.
-        UsageError: See names_of.
+        UsageError: See names_of; or ranks have parts of the model, and it is not boosted.
     """
     driver = driver_of(optimizer)
+    if driver is None and share is not None:
+        raise UsageError(
+            f"this {type(optimizer).__name__} is not boosted, and ranks with parts of a model "
+            "write states of optimizers that booster.boost was given with it; where it trains "
+            "another model, give that as model="
+        )
     names = names_of(optimizer, model)
     own, numbers = tensors_and_numbers(optimizer, model)
     tensors = shards_in_whole(model, own, "optimizer")
     groups: Sequence[Sequence[str]] = [
         [names[param] for param in group["params"]] for group in optimizer.param_groups
     ]
-    if driver is not None:
+    if driver is not None and driver.engine.parts is not None:
+        assert share is not None
         params = {name: param for param, name in names.items()}
         tensors, numbers, groups = optimizer_in_whole(
             *(driver.engine, tensors, numbers, groups),
             lambda key: params[key.rpartition(".")[0]],
+            share,
         )
     description = {
         "format": FORMAT,
@@ -315,7 +331,7 @@ def save_optimizer(
         IoError: The disk refuses; what was there before is untouched.
         UsageError: See names_of.
     """
-    state = state_of_optimizer(optimizer, model)
+    state = state_of_optimizer(optimizer, model, share_of(reading))
     state = replace(state, tensors=taken(reading, state.tensors))
     shards = state.files(max_bytes)
     if reading is not None and reading.follows:

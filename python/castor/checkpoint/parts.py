@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,34 +12,45 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from castor.checkpoint.container import ComputedTensor, SavedTensor
+from castor.checkpoint.held import HeldTensor
+from castor.checkpoint.shares import Share
 from castor.runtime import shards
 from castor.runtime.engine import Engine
-from castor.runtime.model_parts import Described, ModelParts
+from castor.runtime.model_parts import ModelParts
+
+ParamOf = Callable[[str], torch.Tensor | None]
+"""The parameter that a key is of, if there is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Described:
+    """What ranks with some stages have, without values."""
+
+    stage: int
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    """By key, in their order; shapes are those of whole tensors."""
+    numbers: Mapping[str, dict[str, Any]]
+    """What else there is, by parameter."""
 
 
 def model_in_whole(
-    engine: Engine,
-    tensors: Mapping[str, SavedTensor],
-    param_of: Callable[[str], torch.Tensor | None],
+    engine: Engine, tensors: Mapping[str, SavedTensor], param_of: ParamOf, share: Share
 ) -> dict[str, SavedTensor]:
-    """What a save writes: where this rank has a part or nothing, the whole, made in its turn.
+    """What ranks with parts of a model write together: whole tensors. Collective.
 
     Args:
         engine: Of the model.
         tensors: This rank's, by key.
-        param_of: The parameter of a key, if it is one.
+        param_of: See ParamOf.
+        share: This rank's of the work.
 
     Returns:
-        In the order of a model in one process; under all keys of what is tied.
+        In the order of a model in one process; under all keys of what is tied. Tensors of which
+        this rank writes nothing are on the meta device.
     """
-    parts = engine.parts
-    if parts is None:
-        return dict(tensors)
-    own = _cut_in_whole(parts, tensors, param_of, "model")
-    if parts.whole_model is None:
-        return own
-    found = own | _of_others(parts, parts.described("model"), "model")
-    return {key: found[key] for key in parts.whole_model.tensors if key in found}
+    found, _ = _of_all(engine, tensors, {}, param_of, share)
+    whole = engine.parts.whole_model if engine.parts else None
+    return found if whole is None else {key: found[key] for key in whole.tensors if key in found}
 
 
 def optimizer_in_whole(
@@ -46,35 +58,28 @@ def optimizer_in_whole(
     tensors: Mapping[str, SavedTensor],
     numbers: Mapping[str, dict[str, Any]],
     groups: Sequence[Sequence[str]],
-    param_of: Callable[[str], torch.Tensor | None],
+    param_of: ParamOf,
+    share: Share,
 ) -> tuple[dict[str, SavedTensor], dict[str, dict[str, Any]], Sequence[Sequence[str]]]:
     """As model_in_whole, of (tensors, other entries of the state, names by group)."""
-    parts = engine.parts
-    if parts is None:
-        return dict(tensors), dict(numbers), groups
-    own = _cut_in_whole(parts, tensors, param_of, "optimizer")
-    if parts.whole_model is None:
-        return own, dict(numbers), groups
-    described = parts.described("optimizer")
-    # What two ranks have is the first's, under the name that both know.
-    found = _of_others(parts, described, "optimizer") | own
-    others = {name: entry for rank in described for name, entry in rank.numbers.items()}
-    others |= numbers
-    groups = parts.whole_model.groups
-    names = [name for group in groups for name in group]
+    found, others = _of_all(engine, tensors, numbers, param_of, share)
+    whole = engine.parts.whole_model if engine.parts else None
+    if whole is None:
+        return found, others, groups
+    names = [name for group in whole.groups for name in group]
     place = {name: i for i, name in enumerate(names)}
     keys = sorted(found, key=lambda key: place[key.rpartition(".")[0]])
     return (
         {key: found[key] for key in keys},
         {name: others[name] for name in names if name in others},
-        groups,
+        whole.groups,
     )
 
 
 def shards_in_whole(
     model: nn.Module | None, tensors: Mapping[str, SavedTensor], kind: str
 ) -> dict[str, SavedTensor]:
-    """As model_in_whole, where torch divides tensors; `kind`: where other ranks look keys up."""
+    """Where torch divides tensors, wholes made in their turn; `kind`: where ranks look keys up."""
     saved = dict(tensors)
     for key, tensor in tensors.items():
         if isinstance(tensor, DTensor):
@@ -85,40 +90,57 @@ def shards_in_whole(
     return saved
 
 
-def _cut_in_whole(
-    parts: ModelParts,
+def _of_all(
+    engine: Engine,
     tensors: Mapping[str, SavedTensor],
-    param_of: Callable[[str], torch.Tensor | None],
-    kind: str,
+    numbers: Mapping[str, dict[str, Any]],
+    param_of: ParamOf,
+    share: Share,
+) -> tuple[dict[str, SavedTensor], dict[str, dict[str, Any]]]:
+    """(tensors, other entries) of all stages; what several have is the first's to write."""
+    parts = engine.parts
+    assert parts is not None
+    own = _own(parts, tensors, param_of)
+    described = _Described(
+        stage=parts.stage,
+        tensors={key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in own.items()},
+        numbers=numbers,
+    )
+    # One rank of each stage speaks for those that have the same keys.
+    everyone = share.gather(described if share.writes_whole and parts.has_first_part else None)
+    found: dict[str, SavedTensor] = {}
+    others: dict[str, dict[str, Any]] = {}
+    for of_stage in sorted(filter(None, everyone), key=lambda one: one.stage):
+        for key, (dtype, shape) in of_stage.tensors.items():
+            if key not in found:
+                mine = of_stage.stage == parts.stage
+                found[key] = own[key] if mine else _without_values(dtype, shape)
+        others = {**of_stage.numbers, **others}
+    return found, others
+
+
+def _own(
+    parts: ModelParts, tensors: Mapping[str, SavedTensor], param_of: ParamOf
 ) -> dict[str, SavedTensor]:
-    """Of what this rank has a part of, the whole; `kind`: where other ranks look keys up."""
-    saved = dict(tensors)
+    """What this rank writes of its tensors, as parts of wholes."""
+    own: dict[str, SavedTensor] = {}
     for key, tensor in tensors.items():
         param = param_of(key)
-        shape = None if param is None else parts.whole_shape(param)
-        # Step counts have a shape of their own, and are the same on every rank.
-        if param is None or shape is None or tuple(tensor.shape) != tuple(param.shape):
-            continue
-        compute = partial(_whole, parts, f"{kind}:{key}", param, tensor)
-        saved[key] = ComputedTensor(dtype=tensor.dtype, shape=shape, compute=compute)
-    return saved
+        runs = None if param is None else parts.runs(param)
+        if param is not None and runs and isinstance(tensor, HeldTensor):
+            shape = parts.whole_shape(param)
+            assert shape is not None
+            own[key] = replace(tensor, shape=shape, runs=runs)
+        elif parts.has_first_part:
+            own[key] = tensor
+        else:  # step counts and what no layer's part is are the same on all of these ranks
+            own[key] = _without_values(tensor.dtype, tuple(tensor.shape))
+    return own
 
 
-def _of_others(
-    parts: ModelParts, described: Sequence[Described], kind: str
-) -> dict[str, SavedTensor]:
-    """What ranks with other layers have, from rank 1 on."""
-    found: dict[str, SavedTensor] = {}
-    for rank, of_rank in enumerate(described, start=1):
-        for key, (dtype, shape) in of_rank.tensors.items():
-            like = torch.empty(shape, dtype=dtype, device="meta")
-            compute = partial(parts.fetch, f"{kind}:{key}", rank, like)
-            found.setdefault(key, ComputedTensor(dtype=dtype, shape=shape, compute=compute))
-    return found
-
-
-def _whole(parts: ModelParts, key: str, param: torch.Tensor, tensor: SavedTensor) -> torch.Tensor:
-    return parts.whole(key, param, values_of(tensor))
+def _without_values(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """What stands for a tensor that other ranks write."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def values_of(tensor: SavedTensor) -> torch.Tensor:

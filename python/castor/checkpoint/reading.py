@@ -14,7 +14,6 @@ from castor.checkpoint.container import SavedTensor, Tensors, write_files
 from castor.checkpoint.files import FileEntry, os_errors
 from castor.checkpoint.held import HeldTensor
 from castor.checkpoint.shares import Share
-from castor.errors import CheckpointError
 from castor.runtime.engine import Engine
 
 Saving = Iterator[Path]
@@ -32,17 +31,19 @@ class Reading:
     torch's operators.
     """
 
-    def __init__(self, engines: Sequence[Engine], share: Share | None = None) -> None:
+    def __init__(self, engines: Sequence[Engine], share: Share | None, *, later: bool) -> None:
         """Begins: weights and states stay as they are now.
 
         Args:
             engines: Of what is saved.
             share: This rank's part of the work; None: this process does it all.
+            later: Whether training goes on meanwhile.
 
         Raises:
             UsageError: The weights are between two steps, or a step has failed.
         """
         self.share = share
+        self._later = later
         self._chunks: dict[Engine, Counter[int]] = {}
         self._not_held: dict[Engine, list[int]] = {}
         try:
@@ -56,23 +57,16 @@ class Reading:
     def take(self, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
         """The tensors, to be written later: each chunk is let go behind its last.
 
-        What no session holds is copied (buffers, step counts).
-
-        Raises:
-            CheckpointError: A tensor is made of what other ranks have.
+        What no session holds is copied (buffers, step counts), if training goes on meanwhile.
         """
-        taken: dict[str, SavedTensor] = {}
+        taken = dict(tensors)
         for key, tensor in tensors.items():
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, HeldTensor):
+                chunk = tensor.engine.session.chunk_of(tensor.index)
+                self._chunks[tensor.engine][chunk] += 1
+                taken[key] = replace(tensor, written=partial(self._written, tensor.engine, chunk))
+            elif isinstance(tensor, torch.Tensor) and self._later and not tensor.is_meta:
                 taken[key] = tensor.detach().to("cpu", copy=True)
-                continue
-            if not isinstance(tensor, HeldTensor):
-                raise CheckpointError(
-                    f"'{key}' is made of what other ranks have; save with use_async=False"
-                )
-            chunk = tensor.engine.session.chunk_of(tensor.index)
-            self._chunks[tensor.engine][chunk] += 1
-            taken[key] = replace(tensor, written=partial(self._written, tensor.engine, chunk))
         return taken
 
     @property
@@ -124,9 +118,15 @@ def taken(reading: Reading | None, tensors: Mapping[str, SavedTensor]) -> dict[s
     return dict(tensors) if reading is None else reading.take(tensors)
 
 
+def share_of(reading: Reading | None) -> Share | None:
+    """This rank's part of the work, where several write."""
+    return None if reading is None else reading.share
+
+
 def write_of(reading: Reading | None) -> Write:
     """How the save writes its files: by itself, or with other ranks."""
-    return write_files if reading is None or reading.share is None else reading.share.write
+    share = share_of(reading)
+    return write_files if share is None else share.write
 
 
 def at_once(saving: Saving) -> Path:

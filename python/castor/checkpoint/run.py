@@ -31,7 +31,7 @@ from castor.checkpoint.optimizer import (
     write_optimizer,
 )
 from castor.checkpoint.optimizer_load import prepare_optimizer
-from castor.checkpoint.reading import Reading, Saving, taken, write_of
+from castor.checkpoint.reading import Reading, Saving, share_of, taken, write_of
 from castor.checkpoint.scheduler import scheduler_document, scheduler_state
 from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.staging import carry_over, delete, recover, recover_all, staged
@@ -87,9 +87,10 @@ def save(
     if keep is not None:
         _check_count("keep", keep, 1)
     check_all_given(optimizers)
-    states = [state_of_optimizer(optimizer, model) for optimizer in optimizers]
+    share = share_of(reading)
+    states = [state_of_optimizer(optimizer, model, share) for optimizer in optimizers]
     states = [replace(state, tensors=taken(reading, state.tensors)) for state in states]
-    weights, tied = taken(reading, tensors_of(model)), tied_keys(model)
+    weights, tied = taken(reading, tensors_of(model, share)), tied_keys(model)
     trainer = {
         "format": TRAINER_FORMAT,
         "step": number,

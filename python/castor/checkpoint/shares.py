@@ -12,7 +12,13 @@ import torch
 import xxhash
 
 from castor.checkpoint.container import Tensors, layout_of
-from castor.checkpoint.files import FileEntry, Writer, fsync_file, read_pieces
+from castor.checkpoint.files import (
+    FileEntry,
+    Writer,
+    fsync_file,
+    let_go_of_pages,
+    read_pieces,
+)
 from castor.checkpoint.held import HeldTensor
 from castor.checkpoint.tensor_bytes import pieces
 from castor.runtime.ranks import Peers, sendable
@@ -22,22 +28,25 @@ class Share:
     """One rank's of a save that all ranks of a model make together.
 
     The ranks' parts of every tensor are disjoint runs of bytes, in files whose size is known before
-    anything is written; rank 0 does all that is not divided. What one rank raises every rank does,
-    at its next call.
+    anything is written; rank 0 does all that is no tensor. What one rank raises every rank does, at
+    its next call.
     """
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, *, writes_whole: bool) -> None:
         """Every rank makes one, for the same save.
 
         Args:
             peers: The ranks, in a group that nothing else uses meanwhile.
+            writes_whole: Whether this rank writes what it has alike with those that have the same
+                part of the model: buffers, step counts, states of an optimizer's own step.
         """
         self._peers = peers
+        self.writes_whole = writes_whole
         self._over = False
 
     @property
     def first(self) -> bool:
-        """Whether this rank does what is not divided."""
+        """Whether this rank does what is no tensor."""
         return self._peers.rank == 0
 
     @contextmanager
@@ -69,7 +78,8 @@ class Share:
 
         Args:
             directory: Where, on rank 0, which tells the others.
-            files: Tensors by file name; the same on every rank, but for values.
+            files: Tensors by file name; the same on every rank, but for values. Those on the meta
+                device are other ranks'.
 
         Returns:
             Size and checksums of each.
@@ -89,6 +99,7 @@ class Share:
             self._write_own(directory / name, tensors)
         for name in files:
             fsync_file(directory / name)
+            let_go_of_pages(directory / name)
         self.gather()
         own = {
             name: _entry(directory / name, tensors)
@@ -107,19 +118,21 @@ class Share:
         try:
             writer = Writer(descriptor)
             for name, (start, _) in places.items():
-                tensor, written = tensors[name], None
+                tensor = tensors[name]
                 if isinstance(tensor, HeldTensor):
-                    (first, part), written = tensor.part(), tensor.written
-                elif self.first:
-                    assert isinstance(tensor, torch.Tensor)
-                    first, part = 0, tensor
-                else:
-                    continue
-                writer.seek(start + first * part.element_size())
-                for piece in pieces(part):
-                    writer.append(piece)
-                if written is not None:
-                    written()
+                    runs = tensor.runs and tensor.runs.in_bytes(tensor.element_size(), start)
+                    for at, piece in tensor.own():
+                        if runs is None:
+                            writer.seek(start + at)
+                            writer.append(piece)
+                        else:
+                            writer.append_runs(piece, at, runs)
+                    if tensor.written is not None:
+                        tensor.written()
+                elif self.writes_whole and isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                    writer.seek(start)
+                    for piece in pieces(tensor):
+                        writer.append(piece)
             writer.flush()
         finally:
             os.close(descriptor)

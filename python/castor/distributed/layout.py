@@ -13,7 +13,15 @@ from torch import distributed
 
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.errors import UsageError
-from castor.runtime.ranks import Peers, Ranks, make_ranks, own_group, own_groups, rank_and_size
+from castor.runtime.ranks import (
+    Peers,
+    Ranks,
+    make_ranks,
+    make_savers,
+    own_group,
+    own_groups,
+    rank_and_size,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +44,8 @@ class RankLayout:
     """The processes with the stages of each copy of the model, in the order of stages."""
     between_stages: distributed.ProcessGroup | None = None
     """What hidden states go through."""
+    everyone: Peers | None = None
+    """All ranks, for checkpoints; None: each has the whole model, and `data` are all."""
 
     @property
     def groups(self) -> tuple[Peers, ...]:
@@ -76,6 +86,7 @@ class RankLayout:
             stages=_exchanging(lines, rank),
             lines=tuple(map(tuple, lines)),
             between_stages=own_group(lines) if stages > 1 else None,
+            everyone=make_savers() if tensor_size * stages > 1 else None,
         )
 
     def among_stages(self, numbers: Sequence[int]) -> TensorRanks | None:

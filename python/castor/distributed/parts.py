@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from castor.distributed.tensor_ranks import TensorRanks
+from castor.runtime.model_parts import Runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +30,18 @@ class Cut:
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
 
-    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole of what the ranks have, in rank order."""
-        pieces = [part.chunk(self.pieces, dim=self.dim) for part in parts]
-        return torch.cat(
-            [of_rank[piece] for piece in range(self.pieces) for of_rank in pieces], dim=self.dim
+    @property
+    def length_of_piece(self) -> int:
+        """In the dimension that is cut."""
+        return self.shape[self.dim] // self.pieces
+
+    def runs(self, own: range) -> Runs:
+        """Where a rank's part lies in the whole; `own`: what it has of the length of a piece."""
+        behind = math.prod(self.shape[self.dim + 1 :])
+        return Runs(
+            first=own.start * behind,
+            length=len(own) * behind,
+            stride=self.length_of_piece * behind,
         )
 
     def shape_of(self, rank: int, size: int) -> tuple[int, ...]:

@@ -24,12 +24,11 @@ from castor.distributed.shared_parameters import SharedCopy, SharedParameters
 from castor.distributed.stages import StageModules, places_of
 from castor.distributed.tensor_parallel import TensorParallel
 from castor.distributed.tensor_ranks import TensorRanks
-from castor.errors import Error, UsageError
+from castor.errors import UsageError
 from castor.lazy import is_lazy, random_states
 from castor.runtime.hooks import ModuleHook
-from castor.runtime.model_parts import Described, OwnParts, WholeModel
+from castor.runtime.model_parts import Runs, WholeModel
 from castor.runtime.packed import is_packed
-from castor.runtime.ranks import Result
 
 _NOBODY_SENDS = 1 << 20
 """A tag; torch's schedules use none."""
@@ -261,72 +260,30 @@ class PipelineParallel:
         assert self.tensor is not None
         return self.tensor.own(param, whole)
 
-    def whole(self, key: str, param: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    def runs(self, param: torch.Tensor) -> Runs | None:
         """See TensorParallel."""
-        assert self.tensor is not None
-        return self.tensor.whole(key, param, own)
+        return self.tensor.runs(param) if self.tensor else None
 
-    def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
-        """See TensorParallel: on the first rank of the first stage."""
+    @property
+    def stage(self) -> int:
+        """Of this part of the model, among those of other ranks."""
+        return self._rank
+
+    @property
+    def has_first_part(self) -> bool:
+        """See TensorParallel: of this rank's stages."""
+        return self.tensor is None or self.tensor.has_first_part
+
+    def meet(self) -> None:
+        """See TensorParallel: of all stages too.
+
+        Raises:
+            UsageError: A step has failed, and the ranks have let go of each other.
+        """
         self.check_connected()
-
-        def among_stages() -> Result:
-            return self.ranks.on_first(
-                work, serve=lambda: self._serve(parts_of), end_service=lambda: self._ask(None)
-            )
-
-        return self.tensor.on_first(among_stages, parts_of) if self.tensor else among_stages()
-
-    def described(self, kind: str) -> list[Described]:
-        """What the other ranks have, in order: where `work` of on_first runs.
-
-        Raises:
-            Error: One cannot tell.
-        """
-        self._ask(("describe", kind, 0))
-        return [_checked(answer, kind) for answer in self.ranks.gather(None)[1:]]
-
-    def fetch(self, key: str, owner: int, like: torch.Tensor) -> torch.Tensor:
-        """A whole tensor that another rank has, where `work` of on_first runs.
-
-        Args:
-            key: By which it finds the tensor.
-            owner: The rank.
-            like: Of the same shape and dtype; no values.
-
-        Raises:
-            Error: It cannot read it.
-        """
-        self._ask(("fetch", key, owner))
-        _checked(self.ranks.gather(None)[owner], key)
-        values = torch.empty_like(like, device="cpu")
-        distributed.recv(_bytes_of(values), group=self.group, group_src=owner)
-        return values
-
-    def _ask(self, request: tuple[str, str, int] | None) -> Any:
-        return self.ranks.gather(request)[0]
-
-    def _serve(self, parts_of: OwnParts) -> None:
-        while (request := self._ask(None)) is not None:
-            what, key, owner = request
-            answer: Any = None
-            values: torch.Tensor | None = None
-            try:
-                if what == "describe":
-                    answer = parts_of.describe(key)
-                elif owner == self._rank:
-                    values = self._whole_of(key, *parts_of.find(key))
-            except Exception as error:
-                answer = f"rank {self._rank}: {type(error).__name__}: {error}"
-            self.ranks.gather(answer)
-            if values is not None:
-                distributed.send(_bytes_of(values.contiguous()), group=self.group, group_dst=0)
-
-    def _whole_of(self, key: str, param: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        cut = self.tensor and self.tensor.whole_shape(param) is not None
-        if self.tensor and cut and own.shape == param.shape:
-            return self.tensor.whole(key, param, own)
-        return own
+        if self.tensor:
+            self.tensor.meet()
+        self.ranks.gather(None)
 
     def _find_shared(self, owners: Mapping[nn.Parameter, set[int]]) -> SharedParameters:
         """Collective: of the ranks that have each parameter."""
@@ -386,13 +343,3 @@ def _describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> WholeModel:
         tensors=tensors,
         groups=[[names[param] for param in group["params"]] for group in groups],
     )
-
-
-def _checked(answer: Any, what: str) -> Any:
-    if isinstance(answer, str):
-        raise Error(f"'{what}' cannot be read: {answer}")
-    return answer
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -26,11 +25,10 @@ from castor.distributed.parts import Cut, own_part
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.distributed.token_parts import TokenParts
 from castor.distributed.vocabulary_loss import VocabularyLoss
-from castor.errors import Error, UsageError
+from castor.errors import UsageError
 from castor.runtime.hooks import ModuleHook
-from castor.runtime.model_parts import Described, OwnParts
+from castor.runtime.model_parts import Runs
 from castor.runtime.packed import is_packed
-from castor.runtime.ranks import Result
 
 _PARTIAL = "replicated_with_grad_allreduce"
 
@@ -150,17 +148,25 @@ class TensorParallel:
 
     whole_model = None
     """No rank has layers that another lacks."""
+    stage = 0
+    """The model is one."""
+
+    @property
+    def has_first_part(self) -> bool:
+        """Of the ranks that have whole parameters alike, whether this is the first."""
+        return self.ranks.rank == 0
 
     def settle_gradients(self, session: _C.Session, params: Sequence[nn.Parameter]) -> None:
         """Before a step: backward has left them as they are to be."""
 
-    def described(self, kind: str) -> list[Described]:
-        """See PipelineParallel: no rank has other keys."""
-        return []
+    def meet(self) -> None:
+        """Returns when every rank with a part of the layers is here. Collective.
 
-    def fetch(self, key: str, owner: int, like: torch.Tensor) -> NoReturn:
-        """See PipelineParallel: no rank has other keys."""
-        raise AssertionError(key)
+        Raises:
+            UsageError: One is within a pass; every rank raises it.
+            Error: One is gone.
+        """
+        self.ranks.gather(None)
 
     def whole_shape(self, param: torch.Tensor) -> tuple[int, ...] | None:
         """Of a parameter that is cut; None for one that is not."""
@@ -171,55 +177,10 @@ class TensorParallel:
         """This rank's part of what belongs to a parameter that is cut."""
         return self.cuts[param].own(whole, self.ranks.rank, self.ranks.size)
 
-    def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
-        """Runs `work` on rank 0, for all, which may ask for whole tensors meanwhile. Collective.
-
-        Args:
-            work: What is done once.
-            parts_of: Of every rank: finds this rank's part of a tensor.
-        """
-        return self.ranks.on_first(work, serve=lambda: self._serve(parts_of), end_service=self._end)
-
-    def whole(self, key: str, param: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """The whole of a tensor that belongs to a parameter, on the rank that `work` runs on.
-
-        Args:
-            key: By which the other ranks find their parts.
-            param: This rank's.
-            own: This rank's part of the tensor; on the CPU, the parameter's shape.
-
-        Raises:
-            Error: Another rank cannot read its part.
-        """
-        self._ask(key)
-        return self._join(key, param, own, None)
-
-    def _ask(self, key: str | None) -> str | None:
-        asked: str | None = self.ranks.gather(key)[0]
-        return asked
-
-    def _end(self) -> None:
-        self._ask(None)
-
-    def _join(
-        self, key: str, param: torch.Tensor | None, own: torch.Tensor | None, failed: str | None
-    ) -> torch.Tensor:
-        failures = [one for one in self.ranks.gather(failed) if one]
-        if failures or param is None or own is None:
-            raise Error(f"'{key}' cannot be put together: {failures[0]}")
-        cut, size = self.cuts[param], self.ranks.size
-        shapes = [cut.shape_of(rank, size) for rank in range(size)]
-        return cut.joined(self.ranks.gather_parts(own, shapes))
-
-    def _serve(self, parts_of: OwnParts) -> None:
-        while (key := self._ask(None)) is not None:
-            param, own, failed = None, None, None
-            try:
-                param, own = parts_of.find(key)
-            except Exception as error:
-                failed = f"rank {self.ranks.rank}: {type(error).__name__}: {error}"
-            with suppress(Error):  # rank 0 raises it
-                self._join(key, param, own, failed)
+    def runs(self, param: torch.Tensor) -> Runs | None:
+        """Where this rank's part of a parameter lies; None of one that is not cut."""
+        cut = self.cuts.get(param)
+        return None if cut is None else cut.runs(self.ranks.own_range(cut.length_of_piece))
 
     def _cut_bare(self, name: str, param: nn.Parameter, kind: str) -> None:
         """A parameter that is named itself."""

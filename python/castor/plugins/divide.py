@@ -29,6 +29,7 @@ from castor.distributed import (
 from castor.errors import UsageError
 from castor.optim.rules import rules_of
 from castor.runtime.engine import WORKING_DTYPES, Engine
+from castor.runtime.ranks import Peers
 from castor.runtime.rules import CLASSES
 
 
@@ -40,11 +41,14 @@ class Divided:
     sequences: SequenceParallel | None = None
     stages: PipelineParallel | None = None
     schedule: Schedule | None = None
+    everyone: Peers | None = None
+    """All ranks, where they have parts of the model."""
 
     def start(self, engine: Engine) -> None:
         """After boost. Collective."""
         engine.parts = self.stages or self.layers
         if engine.parts:
+            engine.everyone = self.everyone
             engine.session.refuse_gradient_edits()
         if isinstance(self.layers, ExpertParallel):
             engine.among = self.layers.ranks
@@ -186,7 +190,13 @@ class Division:
             schedule = Accumulation(model, self.stages.microbatches, sequences)
         if layers:
             layers.apply()
-        return Divided(layers=layers, sequences=sequences, stages=stages, schedule=schedule)
+        return Divided(
+            layers=layers,
+            sequences=sequences,
+            stages=stages,
+            schedule=schedule,
+            everyone=layout.everyone,
+        )
 
     @property
     def _asked_of_layers(self) -> str:

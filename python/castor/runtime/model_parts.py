@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from castor import _C
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +41,32 @@ class WholeModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Described:
-    """What another rank has, without values."""
+class Runs:
+    """Where a part of a tensor lies in the whole: in runs of one length, evenly apart.
 
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-    """By key, in its order; shapes are those of whole tensors."""
-    numbers: Mapping[str, Any]
-    """What else there is, by parameter."""
+    In elements, or bytes, in the row-major orders of the part and of the whole.
+    """
+
+    first: int
+    """Where the first run begins in the whole."""
+    length: int
+    """Of each; 1 or more."""
+    stride: int
+    """From the beginning of a run to that of the next one."""
+
+    def in_bytes(self, size: int, start: int) -> Runs:
+        """Of a whole that begins at byte `start`, with elements of `size` bytes."""
+        return Runs(
+            first=start + self.first * size, length=self.length * size, stride=self.stride * size
+        )
+
+    def of(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Of [begin, end) of the part: (place in the whole, how many lie there)."""
+        while begin < end:
+            run, within = divmod(begin, self.length)
+            count = min(self.length - within, end - begin)
+            yield self.first + run * self.stride + within, count
+            begin += count
 
 
 class OwnParts(Protocol):
@@ -59,21 +76,19 @@ class OwnParts(Protocol):
         """(parameter, this process's part of a tensor of it)."""
         ...
 
-    def describe(self, kind: str) -> Described:
-        """All that this process has: of the "model" or of the "optimizer"."""
-        ...
-
 
 class ModelParts(Protocol):
     """Parts of layers, or some layers: castor.distributed's TensorParallel and PipelineParallel."""
 
     @property
     def whole_model(self) -> WholeModel | None: ...  # noqa: D102
+    @property
+    def stage(self) -> int: ...  # noqa: D102
+    @property
+    def has_first_part(self) -> bool: ...  # noqa: D102
     def settle_gradients(self, session: _C.Session, params: Sequence[nn.Parameter]) -> None: ...  # noqa: D102
     def norm(self, params: Sequence[torch.Tensor], squares: Sequence[float]) -> float: ...  # noqa: D102
     def whole_shape(self, param: torch.Tensor) -> tuple[int, ...] | None: ...  # noqa: D102
     def own(self, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
-    def whole(self, key: str, param: torch.Tensor, own: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
-    def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result: ...  # noqa: D102
-    def described(self, kind: str) -> list[Described]: ...  # noqa: D102
-    def fetch(self, key: str, owner: int, like: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
+    def runs(self, param: torch.Tensor) -> Runs | None: ...  # noqa: D102
+    def meet(self) -> None: ...  # noqa: D102

@@ -210,14 +210,29 @@ def make_ranks(parts: Sequence[Sequence[int]]) -> Ranks | None:
         rank=own,
         size=size,
         names=(passes, gradients, updates),
-        saves=LinkedPeers(
-            rank=own,
-            size=size,
-            group=_C.RankGroup(saves),
-            link=_C.RankTensors(saves, memory_mark=mark),
-        ),
+        saves=_linked(saves, own, size, mark),
         memory_mark=mark,
         group=_C.RankGroup(passes),
+    )
+
+
+def make_savers() -> Peers:
+    """All ranks, in a group for checkpoints that they write beside the training.
+
+    Collective: every rank calls it. rank_and_size comes before it.
+    """
+    rank, size = rank_and_size()
+    (name,) = own_groups([range(size)], 1)
+    mark = common_memory_mark(Peers(rank=rank, size=size, group=_C.RankGroup(name)))
+    return _linked(name, rank, size, mark)
+
+
+def _linked(name: str, rank: int, size: int, mark: str | None) -> LinkedPeers:
+    return LinkedPeers(
+        rank=rank,
+        size=size,
+        group=_C.RankGroup(name),
+        link=_C.RankTensors(name, memory_mark=mark),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from castor import _C
@@ -18,6 +17,8 @@ class Together:
     parts: ModelParts | None
     ranks: Ranks | None
     """Those that share the model; None: this process is alone."""
+    everyone: Peers | None = None
+    """All ranks, where they have parts of the model; None: it is whole."""
     among: Peers | None = None
     """Those that have its other experts, and other data; None: there are none."""
 
@@ -25,6 +26,22 @@ class Together:
     def shared(self) -> bool:
         """Whether other ranks have a part in the model: they train it too, or have layers of it."""
         return self.ranks is not None or self.parts is not None
+
+    @property
+    def savers(self) -> Peers | None:
+        """Those that write checkpoints together: all that have a part in it; None: it is alone."""
+        return self.everyone or (self.ranks.saves if self.ranks else None)
+
+    def meet(self) -> None:
+        """Returns when every rank that has a part in the model is here, between passes.
+
+        Raises:
+            Error: A rank is gone.
+            UsageError: A rank does something else; every rank that waits for it raises it.
+        """
+        if self.parts is not None:
+            self.parts.meet()
+        self.gather(None)
 
     def answer_first(self) -> None:
         """Gives what rank 0 has read, or reads, of optimizer states alone, until it is here too.
@@ -58,8 +75,8 @@ class Together:
         """Runs `work` on rank 0, for all; the others give what it reads of their optimizer states.
 
         Args:
-            work: What is done once.
-            parts_of: Where ranks have parts of the model: this one's.
+            work: What is done once. Where ranks have parts of the model, it reads nothing of it.
+            parts_of: See BoostedModel.
 
         Returns:
             What `work` returned, on every rank.
@@ -68,10 +85,17 @@ class Together:
             Exception: What `work` raised on rank 0.
             UsageError: A rank does something else; every rank raises it.
         """
-        once = work if self.parts is None else partial(self.parts.on_first, work, parts_of)
+        del parts_of
+        if self.everyone is not None:
+            self.meet()
+            return self.everyone.on_first(work, serve=_nothing, end_service=_nothing)
         if self.ranks is None:
-            return once()
+            return work()
         session = self.session
         return self.ranks.on_first(
-            once, serve=session.serve_states, end_service=session.end_service
+            work, serve=session.serve_states, end_service=session.end_service
         )
+
+
+def _nothing() -> None:
+    """Nobody is asked meanwhile."""
