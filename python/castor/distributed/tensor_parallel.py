@@ -62,7 +62,7 @@ class TensorParallel:
         """
         self.ranks = ranks
         self.exchange = ExpertExchange(model, ranks)
-        self._loss = VocabularyLoss(model, ranks) if divide_loss else None
+        self.loss = VocabularyLoss(model, ranks) if divide_loss else None
         self._tokens = TokenParts(model, plan, ranks) if divide_tokens else None
         self.cuts: dict[torch.Tensor, Cut] = {}
         self._model = weakref.ref(model)
@@ -78,8 +78,8 @@ class TensorParallel:
                     self._cut_bare(name, params[name], kind)
                 else:
                     self._plan_module(name, modules[name], kind, argument)
-        if self._loss:
-            self._divide_head(model, self._loss)
+        if self.loss:
+            self._divide_head(model, self.loss)
 
     @property
     def model(self) -> Any:
@@ -119,8 +119,8 @@ class TensorParallel:
         generators.share(self.ranks)  # dropout of what every rank has has to be the same
         model.register_forward_pre_hook(ModuleHook(check_inputs, self.ranks), with_kwargs=True)
         model.register_forward_hook(ModuleHook(_end_pass, self.ranks), always_call=True)
-        if self._loss:
-            self._loss.start()
+        if self.loss:
+            self.loss.start()
         if self._tokens:
             self._tokens.start(stages, generators)
         else:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
+from castor.activations import DeferringForward, defer_logits, tiled_divided_loss
+from castor.config import GeminiConfig
 from castor.config.names import PipelineStyle, StateFormat
 from castor.distributed import (
     Accumulation,
@@ -58,6 +60,14 @@ class Divided:
             self.stages.start(WORKING_DTYPES[engine.settings.precision], engine.device)
         if self.schedule:
             self.schedule.start()
+
+    def defer_logits(self, engine: Engine, head: nn.Linear, config: GeminiConfig) -> None:
+        """Leaves the logits of training forwards to the loss; see castor.activations."""
+        if self.layers and self.layers.loss:
+            forward = DeferringForward(engine, head, config)
+            self.layers.loss.leave_logits(forward.deferred, tiled_divided_loss)
+        else:
+            defer_logits(engine, head, config)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,8 @@ class HybridParallelPlugin(GeminiPlugin):
         tp_size: Ranks among which layers are divided. It divides the numbers of heads.
         parallel_output: Only with tp_size > 1: whether transformers' loss of a causal language
             model is computed of each rank's part of the vocabulary, and nobody has all logits:
-            outputs of forwards with labels have none. False: every rank has them.
+            outputs of forwards with labels have none. False: every rank has them, and tile_logits
+            is off.
         ep_size: Ranks among which the experts of transformers' mixtures are divided: those of
             tp_size where that is more than 1, and otherwise ranks with data of their own, which
             have all that is no expert and exchange tokens at the experts. Experts need not be a
@@ -148,8 +149,9 @@ class HybridParallelPlugin(GeminiPlugin):
                 "sequences have to compute the same; give 'keep', 'recompute' or 'offload'"
             )
         if tp_size > 1:
-            _check_divided_layers(gemini, tp_size)
-            gemini["tile_logits"] = False
+            _check_divided_layers(gemini, tp_size, divides_loss=parallel_output)
+            if not parallel_output:
+                gemini["tile_logits"] = False
         super().__init__(**gemini)
         if pp_size > 1 and pp_style == "zbv":
             _check_kept(gemini.get("activations", "keep"))
@@ -278,11 +280,12 @@ def _check_kept(activations: Activations) -> None:
             )
 
 
-def _check_divided_layers(gemini: Mapping[str, Any], size: int) -> None:
-    if gemini.get("tile_logits", "auto") not in ("auto", False):
+def _check_divided_layers(gemini: Mapping[str, Any], size: int, *, divides_loss: bool) -> None:
+    if gemini.get("tile_logits", "auto") not in ("auto", False) and not divides_loss:
         raise NotImplementedError(
-            f"tile_logits={gemini['tile_logits']!r} needs whole output embeddings, and tp_size="
-            f"{size} ranks divide them; leave it out"
+            f"tile_logits={gemini['tile_logits']!r} leaves logits to the loss, and each of tp_size="
+            f"{size} ranks has some columns of them: give parallel_output=True, which divides the "
+            "loss as well, or leave it out"
         )
     if gemini.get("gather_embeddings"):
         raise NotImplementedError(
