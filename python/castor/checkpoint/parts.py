@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from castor import _C
 from castor.checkpoint.container import ComputedTensor, SavedTensor
 from castor.runtime import shards
 from castor.runtime.engine import Engine
@@ -96,12 +98,25 @@ def _cut_in_whole(
     for key, tensor in tensors.items():
         param = param_of(key)
         shape = None if param is None else parts.whole_shape(param)
-        # Step counts have a shape of their own, and are the same on every rank.
-        if param is None or shape is None or tuple(tensor.shape) != tuple(param.shape):
+        if param is None or shape is None:
             continue
+        if tuple(tensor.shape) != tuple(param.shape):
+            if not of_blocks(kind, key):
+                continue  # step counts are the same on every rank
+            shape = shape_of_scales(shape)
         compute = partial(_whole, parts, f"{kind}:{key}", param, tensor)
         saved[key] = ComputedTensor(dtype=tensor.dtype, shape=shape, compute=compute)
     return saved
+
+
+def of_blocks(kind: str, key: str) -> bool:
+    """Whether a tensor has a row for each block of its parameter's moments."""
+    return kind == "optimizer" and key.rpartition(".")[2] == "scales"
+
+
+def shape_of_scales(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of the scales that moments of a shape have where they are rounded in blocks."""
+    return -(-math.prod(shape) // _C.MOMENT_BLOCK), 2
 
 
 def _of_others(
@@ -137,12 +152,13 @@ def whole_shape(engines: list[Engine], tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def own_part(engine: Engine, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """What this rank keeps of a tensor of the parameter's whole shape; any other as it is."""
+    """What this rank keeps of a tensor of the whole parameter, or of its blocks; else all."""
     parts = engine.parts
     shape = parts.whole_shape(param) if parts else None
-    if parts is None or shape is None or tuple(whole.shape) != shape:
+    if parts is None or shape is None:
         return whole
-    return parts.own(param, whole)
+    divided = tuple(whole.shape) in (shape, shape_of_scales(shape))
+    return parts.own(param, whole) if divided else whole
 
 
 def names_in_whole(engine: Engine) -> list[str]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from castor.checkpoint.container import SavedTensor
 from castor.checkpoint.model import state_of
 from castor.checkpoint.optimizer import names_of, tensors_and_numbers
-from castor.checkpoint.parts import values_of, whole_shape
+from castor.checkpoint.parts import of_blocks, shape_of_scales, values_of, whole_shape
 from castor.runtime.boosted_model import compiled_from
 from castor.runtime.engine import engines_holding
 from castor.runtime.model_parts import Described
@@ -46,6 +46,8 @@ class PartsOf:
             shape = tuple(tensor.shape)
             if shape == tuple(param.shape):
                 shape = whole_shape(engines, param)
+            elif of_blocks(kind, key):
+                shape = shape_of_scales(whole_shape(engines, param))
             tensors[key] = tensor.dtype, shape
         numbers = self._of_optimizers[1] if kind == "optimizer" else {}
         return Described(tensors=tensors, numbers=numbers)

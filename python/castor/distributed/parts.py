@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from castor import _C
 from castor.distributed.tensor_ranks import TensorRanks
 
 
@@ -39,6 +42,70 @@ class Cut:
     def shape_of(self, rank: int, size: int) -> tuple[int, ...]:
         """Of a rank's part."""
         return tuple(self.own(torch.empty(self.shape, device="meta"), rank, size).shape)
+
+    def own_of(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+        """A rank's part of a tensor of the parameter's shape, or with a row for each block.
+
+        Of the latter it is all where a block of moments lies in two parts.
+        """
+        if tuple(whole.shape) == self.shape:
+            return self.own(whole, rank, size)
+        blocks = self.blocks_of(rank, size)
+        return whole if blocks is None else whole[blocks]
+
+    def joined_blocks(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole of what the ranks have, in rank order, a row for each block of moments."""
+        numbers = [self.blocks_of(rank, len(parts)) for rank in range(len(parts))]
+        order = torch.cat([blocks for blocks in numbers if blocks is not None]).argsort()
+        return torch.cat([*parts])[order]
+
+    def blocks_of(self, rank: int, size: int) -> torch.Tensor | None:
+        """Numbers of the blocks of moments that a rank's part is made of, in its order.
+
+        Blocks lie one behind the other in the whole, as in the part.
+
+        Returns:
+            None where a block lies in two parts.
+        """
+        each, inner = self.shape[self.dim] // self.pieces, math.prod(self.shape[self.dim + 1 :])
+        # Where the part of each piece begins, and its length, in elements of the whole.
+        first = rank * (each // size) + min(rank, each % size)
+        length = (each // size + (rank < each % size)) * inner
+        num_pieces = math.prod(self.shape[: self.dim]) * self.pieces
+        begin = (torch.arange(num_pieces) * each + first) * inner
+        end = begin + length
+        split = (end % _C.MOMENT_BLOCK != 0) & (end != math.prod(self.shape))
+        if (begin % _C.MOMENT_BLOCK != 0).any() or split.any():
+            return None
+        return (begin[:, None] // _C.MOMENT_BLOCK + torch.arange(num_blocks((length,)))).flatten()
+
+
+def num_blocks(shape: Sequence[int]) -> int:
+    """Of the moments of a parameter."""
+    return -(-math.prod(shape) // _C.MOMENT_BLOCK)
+
+
+def check_blocks(model: nn.Module, cuts: Mapping[torch.Tensor, Cut], size: int) -> None:
+    """Every rank's part has whole blocks of moments, as a format that rounds them there needs.
+
+    Args:
+        model: The whole.
+        cuts: Of its parameters.
+        size: Ranks that have the parts.
+
+    Raises:
+        NotImplementedError: A block lies in two parts.
+    """
+    for name, param in model.named_parameters():
+        cut = cuts.get(param)
+        if not cut or not param.requires_grad:
+            continue
+        if any(cut.blocks_of(rank, size) is None for rank in range(size)):
+            raise NotImplementedError(
+                f"optim_state_format='split_int8' rounds moments in blocks of {_C.MOMENT_BLOCK} "
+                f"elements, and the parts of '{name}' on {size} ranks, {cut.shape_of(0, size)} of "
+                f"{cut.shape}, are no whole blocks: give 'split' or 'split_bf16', or fewer ranks"
+            )
 
 
 _ranks: weakref.WeakValueDictionary[str, TensorRanks] = weakref.WeakValueDictionary()

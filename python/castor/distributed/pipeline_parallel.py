@@ -324,7 +324,7 @@ class PipelineParallel:
 
     def _whole_of(self, key: str, param: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         cut = self.tensor and self.tensor.whole_shape(param) is not None
-        if self.tensor and cut and own.shape == param.shape:
+        if self.tensor and cut and own.dim():  # a step count is the same on every rank
             return self.tensor.whole(key, param, own)
         return own
 

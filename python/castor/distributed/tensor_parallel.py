@@ -22,7 +22,7 @@ from castor.distributed.expert_exchange import ExpertExchange
 from castor.distributed.generators import Generators
 from castor.distributed.inputs import check_inputs
 from castor.distributed.own_numbers import draw_own
-from castor.distributed.parts import Cut, own_part
+from castor.distributed.parts import Cut, num_blocks, own_part
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.distributed.token_parts import TokenParts
 from castor.distributed.vocabulary_loss import VocabularyLoss
@@ -169,7 +169,7 @@ class TensorParallel:
 
     def own(self, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of what belongs to a parameter that is cut."""
-        return self.cuts[param].own(whole, self.ranks.rank, self.ranks.size)
+        return self.cuts[param].own_of(whole, self.ranks.rank, self.ranks.size)
 
     def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
         """Runs `work` on rank 0, for all, which may ask for whole tensors meanwhile. Collective.
@@ -186,7 +186,8 @@ class TensorParallel:
         Args:
             key: By which the other ranks find their parts.
             param: This rank's.
-            own: This rank's part of the tensor; on the CPU, the parameter's shape.
+            own: This rank's part of the tensor; on the CPU, of the parameter's shape, or a row for
+                each of its blocks of moments.
 
         Raises:
             Error: Another rank cannot read its part.
@@ -209,7 +210,10 @@ class TensorParallel:
             raise Error(f"'{key}' cannot be put together: {failures[0]}")
         cut, size = self.cuts[param], self.ranks.size
         shapes = [cut.shape_of(rank, size) for rank in range(size)]
-        return cut.joined(self.ranks.gather_parts(own, shapes))
+        if own.shape == param.shape:
+            return cut.joined(self.ranks.gather_parts(own, shapes))
+        shapes = [(num_blocks(shape), *own.shape[1:]) for shape in shapes]
+        return cut.joined_blocks(self.ranks.gather_parts(own, shapes))
 
     def _serve(self, parts_of: OwnParts) -> None:
         while (key := self._ask(None)) is not None:

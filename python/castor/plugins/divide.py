@@ -24,6 +24,7 @@ from castor.distributed import (
     Schedule,
     SequenceParallel,
     TensorParallel,
+    check_blocks,
     find_pipeline_plan,
     find_plan,
     with_whole_experts,
@@ -161,7 +162,7 @@ class Division:
                 model, layout.sequence, tensor_size=self.tensor_size, mode=self.sequence_mode
             )
         if layout.tensor:
-            _check_updates(optimizers, self._asked_of_layers, state_format)
+            _check_updates(optimizers, self._asked_of_layers)
             kind = ExpertParallel if self.experts_alone > 1 else TensorParallel
             layers = kind(
                 model,
@@ -170,6 +171,8 @@ class Division:
                 divide_loss=self.loss,
                 divide_tokens=self.tokens_between_layers,
             )
+            if state_format == "split_int8":
+                check_blocks(model, layers.cuts, layout.tensor.size)
         if layout.stages and layout.between_stages and self.stages:
             if len(optimizers) > 1:
                 names = ", ".join(type(one).__name__ for one in optimizers)
@@ -208,12 +211,7 @@ class Division:
         return with_whole_experts(model, plan, self.expert_size) if self.expert_size > 1 else plan
 
 
-def _check_updates(optimizers: Sequence[Optimizer], asked: str, state_format: StateFormat) -> None:
-    if state_format == "split_int8":
-        raise NotImplementedError(
-            f"optim_state_format='split_int8' keeps moments in blocks that {asked} ranks would "
-            "cut; give 'split' or 'split_bf16'"
-        )
+def _check_updates(optimizers: Sequence[Optimizer], asked: str) -> None:
     for optimizer, rule in zip(optimizers, rules_of(optimizers, "cpu"), strict=True):
         if rule is None:
             raise NotImplementedError(
