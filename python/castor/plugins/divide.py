@@ -24,6 +24,7 @@ from castor.distributed import (
     Schedule,
     SequenceParallel,
     TensorParallel,
+    TensorRanks,
     check_blocks,
     find_pipeline_plan,
     find_plan,
@@ -43,6 +44,16 @@ class Divided:
     sequences: SequenceParallel | None = None
     stages: PipelineParallel | None = None
     schedule: Schedule | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank has all of the model, and whole sequences."""
+        return not (self.layers or self.sequences or self.stages)
+
+    @property
+    def sharing(self) -> list[TensorRanks]:
+        """Groups of ranks that exchange something within blocks."""
+        return [divided.ranks for divided in (self.layers, self.sequences) if divided]
 
     def start(self, engine: Engine) -> None:
         """After boost. Collective."""

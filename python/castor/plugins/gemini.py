@@ -380,7 +380,7 @@ class GeminiPlugin:
             updated=held,
         )
         divided.start(engine)
-        blocks.apply(model, engine, StepsOnPaper)
+        blocks.apply(model, engine, StepsOnPaper if divided.whole else None, divided.sharing)
         if head is not None and head in engine.positions:  # else another stage has it
             divided.defer_logits(engine, head, config)
         model_step = ModelStep(engine, config, optimizers, own=None in rules, seed=choice.seed)

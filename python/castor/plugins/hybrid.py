@@ -70,8 +70,8 @@ class HybridParallelPlugin(GeminiPlugin):
         tp_plan: How layers are divided, as names of modules and parameters (with * for numbers) and
             styles; see castor.distributed.tensor_plan. Default: castor's plan for the model's
             family (BERT, BLOOM, Falcon, GPT-2, GPT-J, OPT, T5, ViT), or transformers' tp_plan.
-        **gemini: GeminiPlugin's arguments; budgets are one rank's. activations may not be "auto";
-            with tp_size > 1 tile_logits is off.
+        **gemini: GeminiPlugin's arguments; budgets are one rank's. With activations="auto" ranks of
+            tp_size, ep_size and sp_size decide alike.
 
     Raises:
         NotImplementedError: A setting does not go with the sizes; the message names it.
@@ -142,11 +142,6 @@ class HybridParallelPlugin(GeminiPlugin):
             raise NotImplementedError(
                 f"ep_size={ep_size} does not go with tp_size={tp_size}: the ranks that divide "
                 f"layers are those that divide experts; give ep_size={tp_size}, or tp_size=1"
-            )
-        if max(sizes.values()) > 1 and gemini.get("activations") == "auto":
-            raise NotImplementedError(
-                "activations='auto' decides on each rank alone, and ranks that share a model or "
-                "sequences have to compute the same; give 'keep', 'recompute' or 'offload'"
             )
         if tp_size > 1:
             _check_divided_layers(gemini, tp_size, divides_loss=parallel_output)
@@ -271,7 +266,7 @@ def _check_kept(activations: Activations) -> None:
     """Raises NotImplementedError where backward would run forwards again."""
     chosen = [activations] if isinstance(activations, str) else activations.values()
     for text in chosen:
-        choice = BlockChoice.parse(text)
+        choice = BlockChoice.parse("recompute" if text == "auto" else text)  # as "auto" begins
         if choice.kind == "recompute" or choice.tiles:
             raise NotImplementedError(
                 f"activations={text!r} does not go with pp_style='zbv', whose weights' gradients "
