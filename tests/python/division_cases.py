@@ -4,6 +4,7 @@ As in tensor_cases: a scenario is a function of the directory that the ranks sha
 """
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ from tensor_cases import (
     padded,
     said,
     write,
+    write_own,
 )
 from zoo import Batch, Case, gpt2, llama
 
@@ -326,6 +328,23 @@ def auto_apart(directory: Path) -> None:
             states.append(figures(boosted))
         found[f"{name}, larger"] = of_all(states)
     write(directory, "auto_apart", found)
+
+
+def auto_fails(directory: Path) -> None:
+    """On rank 1 an allocation fails within a block that is kept; it ends, and rank 0 hears it."""
+    _without_offload()
+    way, budget = WAYS["layers"], 64 << 20
+    boosted = way.boost(adam, activations="auto", device_memory=budget)
+    way.train(boosted, 0, 2)
+    assert figures(boosted) == [2, 0, 0]
+    if distributed.get_rank() == 1:
+        model: Any = boosted.model
+        model.model.layers[1].mlp.register_forward_hook(lambda *_: torch.zeros(budget))
+    given = way.batches(2)[0]
+    heard = said(lambda: boosted.step(boosted.model(**given).loss))
+    write_own(directory, "auto_fails", heard)
+    sys.stdout.flush()
+    os._exit(0)  # there is nobody to meet at the end
 
 
 WIDE = decoder("wide", hf.LlamaConfig, hidden_size=512, intermediate_size=1024)

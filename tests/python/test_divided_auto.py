@@ -1,12 +1,13 @@
 """activations="auto" where ranks divide layers, experts, sequences and stages."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import division_cases
 from division_cases import WAYS
-from rank_processes import found, of_sizes
+from rank_processes import found, found_by_each, of_sizes
 from tensor_cases import LOSS
 
 SETTINGS = ("ample", "tight", "least", "nvme", "lazy")
@@ -67,3 +68,10 @@ def test_a_larger_batch_of_one_rank_is_a_profile_of_all(name: str, apart: Any) -
     blocks = first[0][0]
     # Recomputed where it comes, and the next step is the profile.
     assert [recomputed for _, recomputed, _ in first] == [blocks, 0, 0]
+
+
+def test_an_allocation_that_fails_within_a_block_is_an_error(tmp_path: Path) -> None:
+    """Another rank has gone on into exchanges that a second forward would make again."""
+    first, second = found_by_each(division_cases.auto_fails, 2, tmp_path)
+    assert second.startswith("OutOfMemoryError")
+    assert first.startswith("Error: rank 0 of 2 lost the others: rank 1 (process")
