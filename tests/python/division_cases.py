@@ -337,6 +337,34 @@ def auto_apart(directory: Path) -> None:
     write(directory, "auto_apart", found)
 
 
+def auto_copies(directory: Path) -> None:
+    """Two copies of a model on four ranks, of which the second has little room."""
+    _with_memory_at_hand()
+    _without_offload()
+    rank, found = distributed.get_rank(), {}
+    for name, sizes in (("layers", {"tp_size": 2}), ("sequences", {"sp_size": 2})):
+        rows = Case("rows", FAMILIES["llama"].build, lambda seed: _rows(seed, rank // 2))
+        way = Way(rows, sizes)
+
+        def losses_of(boosted: Boosted, case: Case = rows) -> list[float]:
+            return [boosted.step(boosted.model(**case.batch(seed)).loss) for seed in range(STEPS)]
+
+        kept, least = way.boost(adam), way.boost(adam, activations="recompute")
+        losses = losses_of(kept)
+        assert losses_of(least) == losses
+        own = sum(param.nbytes for param in kept.model.parameters())
+        small = int(least.report().peak_nonmodel_bytes + 0.3 * own)
+        boosted = way.boost(adam, activations="auto", device_memory=small if rank > 1 else GIB)
+        assert losses_of(boosted) == losses
+        found[name] = of_all(figures(boosted))
+    write(directory, "auto_copies", found)
+
+
+def _rows(seed: int, share: int) -> Batch:
+    """A half of a batch."""
+    return {name: value[share::2] for name, value in FAMILIES["llama"].batch(seed).items()}
+
+
 def auto_fails(directory: Path) -> None:
     """On rank 1 an allocation fails within a block that is kept; it ends, and rank 0 hears it."""
     _with_memory_at_hand()

@@ -70,6 +70,13 @@ def test_a_larger_batch_of_one_rank_is_a_profile_of_all(name: str, apart: Any) -
     assert [recomputed for _, recomputed, _ in first] == [blocks, 0, 0]
 
 
+def test_copies_of_the_model_decide_by_themselves(tmp_path: Path) -> None:
+    decided = found(division_cases.auto_copies, 4, tmp_path)
+    for first, too, second, as_well in decided.values():
+        assert first == too == [2, 0, 0]
+        assert second == as_well == [2, 2, 0]
+
+
 def test_an_allocation_that_fails_within_a_block_is_an_error(tmp_path: Path) -> None:
     """Another rank has gone on into exchanges that a second forward would make again."""
     first, second = found_by_each(division_cases.auto_fails, 2, tmp_path)
