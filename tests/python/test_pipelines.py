@@ -300,8 +300,8 @@ def test_the_model_works_after_each_refusal(refused: Any) -> None:
         ({"pp_size": 2, "num_microbatches": 2, "num_model_chunks": 2}, ValueError, "contradict"),
         ({"num_model_chunks": 2}, ValueError, "num_model_chunks divides stages"),
         ({"num_layers_per_stage": [2]}, ValueError, "num_layers_per_stage divides stages"),
-        ({"pp_size": 2, "num_microbatches": 2, "activations": "auto"}, NotImplementedError,
-         "activations='auto'"),
+        ({"pp_size": 2, "num_microbatches": 2, "pp_style": "zbv", "num_model_chunks": 2,
+          "activations": "auto"}, NotImplementedError, "activations='auto'"),
     ],
 )  # fmt: skip
 def test_arguments_are_checked(given: dict[str, Any], error: type[Exception], part: str) -> None:

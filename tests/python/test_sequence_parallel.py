@@ -185,7 +185,6 @@ def test_the_model_works_after_each_refusal(refused: Any) -> None:
     [
         ({"sp_size": 0}, ValueError, "sp_size is 0"),
         ({"sp_size": None}, TypeError, "sp_size is None"),
-        ({"sp_size": 2, "activations": "auto"}, NotImplementedError, "on each rank alone"),
     ],
 )
 def test_arguments_are_checked(given: dict[str, Any], error: type[Exception], part: str) -> None:

@@ -198,7 +198,6 @@ def test_one_process_is_told_how_to_start_more() -> None:
         ({"tp_size": 2, "tp_plan": ["colwise"]}, TypeError, "tp_plan is a list"),
         ({"parallel_output": True}, ValueError, "parallel_output=True .* with tp_size=1"),
         ({"sp_size": 2, "parallel_output": True}, ValueError, "with tp_size=1 there are none"),
-        ({"tp_size": 2, "activations": "auto"}, NotImplementedError, "activations='auto'"),
         ({"tp_size": 2, "tile_logits": True}, NotImplementedError, "tile_logits=True"),
         ({"tp_size": 2, "gather_embeddings": True}, NotImplementedError, "gather_embeddings"),
         ({"tp_size": 2, "colour": "red"}, TypeError, "HybridParallelPlugin has no argument"),

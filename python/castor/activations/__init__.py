@@ -1,6 +1,13 @@
 """What a step keeps on the device beside the chunks, and how it is made less."""
 
 from castor.activations.blocks import Blocks
-from castor.activations.output_embedding import defer_logits, output_embedding
+from castor.activations.functions import tiled_divided_loss
+from castor.activations.output_embedding import DeferringForward, defer_logits, output_embedding
 
-__all__ = ["Blocks", "defer_logits", "output_embedding"]
+__all__ = [
+    "Blocks",
+    "DeferringForward",
+    "defer_logits",
+    "output_embedding",
+    "tiled_divided_loss",
+]

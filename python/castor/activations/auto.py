@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from castor import _C
+from castor.activations.agreement import Agreement
 from castor.activations.block_profile import (
     BlockProfile,
     BlockRun,
@@ -23,7 +24,7 @@ from castor.activations.block_profile import (
     spans_of,
     without_copies,
 )
-from castor.activations.choices import Choice, Decisions, search
+from castor.activations.choices import Choice, Decisions, best_for_all, search
 from castor.activations.offload import offloading
 from castor.config import SCALAR_TYPES, GeminiConfig
 from castor.runtime.engine import Engine
@@ -34,6 +35,7 @@ _PROBE_BYTES = 1 << 22
 _PROBE_SHARE = 64
 _FAULTED_BYTES = 1 << 25
 """Of fresh memory that is written to see what that takes."""
+_STEP_ENDS = "the end of a step, where ranks decide which blocks run again"
 _Size = tuple[int, int]
 """Of a block's inputs: most elements, and most rows of a sample."""
 
@@ -53,6 +55,10 @@ class AutoKeep:
     stands in the device's memory than the profile saw, and than the budget has to spare, blocks
     that come are recomputed too, so that the step goes on; and so is a block in which an allocation
     fails.
+
+    Ranks that compute a block together decide alike: of what each would choose the one that fits on
+    all and takes the slowest of them the least; and a block that is not to be recomputed is, where
+    one of them says so. Where an allocation fails all the same, the error comes.
     """
 
     def __init__(
@@ -62,8 +68,10 @@ class AutoKeep:
         config: GeminiConfig,
         num_blocks: int,
         offload: _C.ActivationOffload,
+        agreement: Agreement,
     ) -> None:
         self._session = engine.session
+        self._agreement = agreement
         self._options = functools.partial(
             _options, config, engine.device, engine.ranks.size if engine.ranks else 1
         )
@@ -109,12 +117,21 @@ class AutoKeep:
             seen = self._seen.get(block, (0, 0))
             self._seen[block] = (max(size[0], seen[0]), max(size[1], seen[1]))
             return "recompute"
-        if not any(_within(size, sizes.get(block, (0, 0))) for sizes in self._sizes):
-            self._grown = True
+        grown = not any(_within(size, sizes.get(block, (0, 0))) for sizes in self._sizes)
+        self._grown |= grown
+        if self.recomputes(block):
             return "recompute"
-        if self._fell_short or not self._has_room():
-            return "recompute"
-        return self._decisions[block]
+        careful = grown or self._fell_short or not self._has_room()
+        careful = any(self._agreement.of_all(f"the forward of block {block}", careful))
+        return "recompute" if careful else self._decisions[block]
+
+    @property
+    def may_run_again(self) -> bool:
+        """Whether a block that was to be kept may be recomputed when its forward has begun.
+
+        Other ranks would wait in exchanges that this one repeats.
+        """
+        return self._agreement.alone
 
     def cut(self, number: int) -> None:
         """From now on MLPs run in so many pieces; what was profiled before is another step."""
@@ -156,17 +173,18 @@ class AutoKeep:
         """Decides after a step that was a profile."""
         runs = self._profile.take()
         if self._profiling:
-            if runs:
-                self._decide(runs)
-        elif self._grown or self._fell_short:
+            timeline = self._session.timeline() if runs else None
+            complete = timeline is not None and timeline["complete"]
+            everyone = self._agreement.of_all(_STEP_ENDS, (bool(runs), complete))
+            self._profiling = not all(ran for ran, _ in everyone)
+            # A step of so many moments that the timeline lacks some has no plan either.
+            if timeline and not self._profiling and all(whole for _, whole in everyone):
+                self._decide(runs, timeline)
+        elif any(self._agreement.of_all(_STEP_ENDS, self._grown or self._fell_short)):
             self._profiling, self._decisions = True, self._all_recomputed
         self._seen, self._grown, self._fell_short = {}, False, False
 
-    def _decide(self, runs: list[BlockRun]) -> None:
-        timeline = self._session.timeline()
-        self._profiling = False
-        if timeline is None or not timeline["complete"]:
-            return  # a step of so many moments has no plan either
+    def _decide(self, runs: list[BlockRun], timeline: dict[str, Any]) -> None:
         events = without_copies([(m[0], m[1], m[4], m[2]) for m in timeline["moments"]], runs)
         seconds = compute_seconds(timeline)
         options = self._options()
@@ -180,7 +198,8 @@ class AutoKeep:
             host_room=self._session.free_host_bytes + ready["ready_host_bytes"],
             nvme_bytes_per_second=options["nvme_bytes_per_second"] or math.inf,
         )
-        nvme_room = self._nvme_share * ready["ready_nvme_bytes"]
+        # How much of it a tensor takes is found out by failing, which ranks cannot do together.
+        nvme_room = self._nvme_share * ready["ready_nvme_bytes"] if self.may_run_again else 0
 
         def choice(decisions: Decisions) -> Choice:
             spans = spans_of(runs, decisions, link, seconds)
@@ -197,6 +216,8 @@ class AutoKeep:
             )
 
         best = search(choice, len(self._decisions), self._most_kept)
+        if not self._agreement.alone:
+            best = best_for_all(choice, best, self._all_recomputed, self._agreement)
         self._most_kept = best.kept
         self._decisions = best.decisions
         self._sizes = [s for s in self._sizes if not _covers(self._seen, s)] + [self._seen]

@@ -110,6 +110,11 @@ class Decisions(Protocol):
         """In which a forward of a block runs that was decided to be offloaded."""
         ...
 
+    @property
+    def may_run_again(self) -> bool:
+        """Whether a block that was to be kept may be recomputed when its forward has begun."""
+        ...
+
     def fell_short(self, tier: str) -> None:
         """A block that was to be kept or offloaded has found no room in a tier: is recomputed."""
         ...

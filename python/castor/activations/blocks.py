@@ -6,7 +6,7 @@ import fnmatch
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from castor import _C
+from castor.activations.agreement import Agreement, Sharing
 from castor.activations.auto import AutoKeep
 from castor.activations.caches import refuse_filled_caches
 from castor.activations.offload import OffloadingCall
@@ -89,7 +90,11 @@ class Blocks(BlockPolicy):
             )
 
     def apply(
-        self, model: nn.Module, engine: Engine, paper: Callable[..., Paper] | None = None
+        self,
+        model: nn.Module,
+        engine: Engine,
+        paper: Callable[..., Paper] | None = None,
+        sharing: Sequence[Sharing] = (),
     ) -> None:
         """From now on forwards in training do what was decided. Called once, of a boosted model.
 
@@ -98,6 +103,8 @@ class Blocks(BlockPolicy):
             engine: Its.
             paper: Makes steps that are not run (castor.estimate.boosted.StepsOnPaper); None: what
                 a small budget has room for is not looked for.
+            sharing: Groups of ranks that compute each block together with this one, which "auto"
+                decides for alike.
         """
         engine.blocks = self
         own = set(model.modules())  # another rank may have the others
@@ -107,7 +114,9 @@ class Blocks(BlockPolicy):
             self._offload = _C.ActivationOffload(engine.session)
         if self._offload and self._config.activations == "auto":
             num_blocks = len(self._decisions)
-            self._auto = AutoKeep(model, engine, self._config, num_blocks, self._offload)
+            self._auto = AutoKeep(
+                *(model, engine, self._config, num_blocks, self._offload, Agreement(sharing))
+            )
             self._replaced = engine.replaced
             if paper:
                 self._look_at(model, paper, engine.device.type)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from castor.activations.agreement import Agreement
 from castor.activations.block_profile import Decided, Events
 
 _GRID = 8
@@ -85,6 +86,32 @@ def search(choice: Callable[[Decisions], Choice], num_blocks: int, most_kept: in
             best = near
     found = _best(tried.values())
     return found if found.fits else tries(_ordered(("recompute",), 0, num_blocks))
+
+
+def best_for_all(
+    choice: Callable[[Decisions], Choice],
+    own: Choice,
+    all_recomputed: Decisions,
+    agreement: Agreement,
+) -> Choice:
+    """Of what the ranks have found each, what fits on all and takes the slowest the least.
+
+    Collective.
+
+    Args:
+        choice: Of decisions, on this rank.
+        own: What this rank has found.
+        all_recomputed: Where nothing fits on all.
+        agreement: Of the ranks.
+    """
+    found = agreement.of_all("the choice of which blocks run again", own.decisions)
+    proposed = sorted({*found, all_recomputed})
+    choices = [choice(decisions) for decisions in proposed]
+    ranks = agreement.of_all("the comparison of these choices", [one.rank for one in choices])
+    worst = [max(of_all) for of_all in zip(*ranks, strict=True)]
+    chosen = min(range(len(proposed)), key=lambda i: worst[i])
+    fits = worst[chosen][0] == 0
+    return choices[chosen if fits else proposed.index(all_recomputed)]
 
 
 def _best(choices: Iterable[Choice]) -> Choice:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from castor.activations.deferred import DeferredLogits, Uncomputed
+from castor.activations.divided_loss import DividedLoss, OwnColumns
 from castor.activations.lazy_logits import Head, LazyLogits, Source
-from castor.activations.tiled_loss import DeferredGradient, LazyGradient, Loss, tiled_backward
+from castor.activations.tiled_loss import (
+    ALL_ROWS,
+    DeferredGradient,
+    LazyGradient,
+    Loss,
+    tiled_backward,
+)
 
 
 class HeadFunction(torch.autograd.Function):
@@ -75,7 +84,7 @@ class _SameLogits(torch.autograd.Function):
 
 
 class _LossFunction(torch.autograd.Function):
-    """F.cross_entropy, whose gradient is left for later."""
+    """A loss over logits, whose gradient is left for later."""
 
     @staticmethod
     def forward(
@@ -83,14 +92,14 @@ class _LossFunction(torch.autograd.Function):
         logits: DeferredLogits,
         target: torch.Tensor,
         weight: torch.Tensor | None,
-        settings: dict[str, Any],
+        make: Callable[..., Loss],
     ) -> torch.Tensor:
-        """Gives the loss."""
+        """Gives the loss, which `make` describes."""
         ctx.save_for_backward(logits, target, weight)
-        ctx.settings = settings
+        ctx.make = make
         source = logits.logits.source
         source.check()
-        loss = Loss(logits=logits.logits, target=target, weight=weight, **settings)
+        loss = make(logits=logits.logits, target=target, weight=weight)
         with source.head.running(source.module):
             value = loss.value()
         source.head.engine.logits.note(
@@ -104,10 +113,10 @@ class _LossFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         """Gives a gradient without values."""
         logits, target, weight = ctx.saved_tensors
-        loss = Loss(logits=logits.logits, target=target, weight=weight, **ctx.settings)
+        loss = ctx.make(logits=logits.logits, target=target, weight=weight)
         if torch.is_grad_enabled():  # create_graph=True: by operators that can be differentiated
             with torch._C.DisableTorchFunctionSubclass():
-                value = loss.of(logits, target, loss.reduction)
+                value = loss.of(logits, ALL_ROWS, loss.reduction)
             of_logits = torch.autograd.grad(value, logits, grad, create_graph=True)[0]
             return of_logits, None, None, None
         gradient = LazyGradient(loss, grad.detach(), loss.logits)
@@ -126,34 +135,60 @@ def tiled_cross_entropy(
 ) -> torch.Tensor | None:
     """F.cross_entropy; None where torch's own has to run, on the values."""
     if not (
-        isinstance(input, DeferredLogits)
-        and input.requires_grad
-        and torch.is_grad_enabled()
-        and not torch.is_autocast_enabled(input.device.type)
-        and input.logits.clean
-        and input.dim() == 2
-        and type(target) in (torch.Tensor, nn.Parameter)
-        and target.dtype in (torch.int64, torch.uint8)
-        and target.shape == input.shape[:1]
-        and target.numel() > 0
-        and target.device == input.device
+        _runs_in_tiles(input, target)
         and (weight is None or (type(weight) is torch.Tensor and not weight.requires_grad))
         and size_average is None
         and reduce is None
         and reduction in ("mean", "sum", "none")
-        and plain_torch()
     ):
         return None
     if weight is not None and (weight.shape != input.shape[-1:] or weight.dtype != input.dtype):
         return None
-    settings = {
-        "ignore_index": ignore_index,
-        "reduction": reduction,
-        "label_smoothing": label_smoothing,
-    }
+    make = functools.partial(
+        Loss, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+    )
     same = _SameLogits.apply(input)  # type: ignore[no-untyped-call]
-    loss: torch.Tensor = _LossFunction.apply(same, target, weight, settings)  # type: ignore[no-untyped-call]
+    loss: torch.Tensor = _LossFunction.apply(same, target, weight, make)  # type: ignore[no-untyped-call]
     return loss
+
+
+def tiled_divided_loss(logits: Any, target: torch.Tensor, own: OwnColumns) -> torch.Tensor | None:
+    """The sum of the rows' losses over logits of which this rank has some columns.
+
+    Args:
+        logits: (rows, own columns).
+        target: (rows,), numbers of classes among all columns.
+        own: What the loss is of.
+
+    Returns:
+        None where logits have values, or are to be given some.
+    """
+    if not _runs_in_tiles(logits, target):
+        return None
+    make = functools.partial(
+        DividedLoss, ignore_index=-1, reduction="sum", label_smoothing=0.0, own=own
+    )
+    same = _SameLogits.apply(logits)  # type: ignore[no-untyped-call]
+    loss: torch.Tensor = _LossFunction.apply(same, target, None, make)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def _runs_in_tiles(logits: Any, target: Any) -> bool:
+    """Whether a loss over these may be computed in tiles of rows."""
+    return (
+        isinstance(logits, DeferredLogits)
+        and logits.requires_grad
+        and torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(logits.device.type)
+        and logits.logits.clean
+        and logits.dim() == 2
+        and type(target) in (torch.Tensor, nn.Parameter)
+        and target.dtype in (torch.int64, torch.uint8)
+        and target.shape == logits.shape[:1]
+        and target.numel() > 0
+        and target.device == logits.device
+        and plain_torch()
+    )
 
 
 def plain_torch() -> bool:

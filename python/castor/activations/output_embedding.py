@@ -75,10 +75,10 @@ def defer_logits(engine: Engine, head: nn.Linear, config: GeminiConfig) -> None:
         head: What output_embedding gave.
         config: The plugin's.
     """
-    engine.replaced.put(head, "forward", _DeferringForward(engine, head, config))
+    engine.replaced.put(head, "forward", DeferringForward(engine, head, config))
 
 
-class _DeferringForward(OwnForward):
+class DeferringForward(OwnForward):
     """The forward of a boosted model's output embedding."""
 
     def __init__(self, engine: Engine, module: nn.Linear, config: GeminiConfig) -> None:
@@ -94,6 +94,15 @@ class _DeferringForward(OwnForward):
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Gives logits of (..., vocabulary) for hidden states of (..., width)."""
+        deferred = self.deferred(hidden)
+        if deferred is not None:
+            return deferred
+        module = self.module
+        assert isinstance(module, nn.Linear)
+        return nn.Linear.forward(module, hidden)
+
+    def deferred(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Logits without values; None: they are to be computed now."""
         module = self.module
         assert isinstance(module, nn.Linear)
         if _defers(module, hidden):
@@ -107,7 +116,7 @@ class _DeferringForward(OwnForward):
                     hidden, module.weight, module.bias, self._head, module, rows
                 )
                 return logits
-        return nn.Linear.forward(module, hidden)
+        return None
 
 
 def rows_per_tile(rows: int, head: nn.Linear, tile_logits: TileLogits, device_bytes: int) -> int:

@@ -118,6 +118,9 @@ class Recomputation:
         """(the tier in which there was no room for it, or ""; what the function gives).
 
         Where there was none, it is as if the function had not been called: buffers it writes none.
+
+        Raises:
+            OutOfMemoryError: There was none, and others compute the block together with this rank.
         """
         assert self._auto is not None
         states = RandomStates(*args, *kwargs.values())
@@ -125,6 +128,8 @@ class Recomputation:
             with self._auto.offloading() if offload else nullcontext():
                 return "", function(*args, **kwargs)
         except torch.OutOfMemoryError as error:  # castor's are such
+            if not self._auto.may_run_again:
+                raise
             tier: str = getattr(error, "tier", "device")
             _drop_tensors(error)
         states.restore()

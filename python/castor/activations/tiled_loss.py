@@ -14,6 +14,8 @@ from castor.activations import operators
 from castor.activations.deferred import DeferredLogits, Uncomputed
 from castor.activations.lazy_logits import LazyLogits
 
+ALL_ROWS = slice(None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
@@ -31,11 +33,11 @@ class Loss:
         """Parts that the rows are computed in."""
         return -(-self.target.numel() // self.logits.source.rows_per_tile)
 
-    def of(self, logits: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
-        """The loss of some rows, or of all."""
+    def of(self, logits: torch.Tensor, rows: slice, reduction: str) -> torch.Tensor:
+        """The loss of some rows, whose logits are given, or of all."""
         return F.cross_entropy(
             logits,
-            target,
+            self.target[rows],
             self.weight,
             ignore_index=self.ignore_index,
             reduction=reduction,
@@ -71,11 +73,11 @@ class Loss:
         """The loss. The head's weights must be at hand."""
         if self.num_tiles <= 1:
             logits = self.logits.original(keep=False)
-            return self.of(logits, self.target, self.reduction)
+            return self.of(logits, ALL_ROWS, self.reduction)
         losses = self.target.new_empty(self.target.shape, dtype=self.logits.like.dtype)
         for rows, hidden in self.tiles():
             logits = self.changed_by_element(self.logits.source.project(hidden))
-            losses[rows] = self.of(logits, self.target[rows], "none")
+            losses[rows] = self.of(logits, rows, "none")
             del logits  # before the next tile
         if self.reduction == "none":
             return losses
@@ -94,7 +96,7 @@ class Loss:
         with torch.enable_grad():
             for step in logits.steps_to(self.logits):
                 start = step(start)
-            loss = self.of(start, self.target, self.reduction)
+            loss = self.of(start, ALL_ROWS, self.reduction)
         del start
         return torch.autograd.grad(loss, edge, grad)[0]
 
@@ -221,7 +223,7 @@ def tiled_backward(
     for rows, hidden in loss.tiles():
         logits, edge = _begin_graph(source.project(hidden))
         with torch.enable_grad():
-            losses = loss.of(loss.changed_by_element(logits), loss.target[rows], "none")
+            losses = loss.of(loss.changed_by_element(logits), rows, "none")
         del logits
         of_logits = torch.autograd.grad(losses, edge, grad[rows])[0]
         del losses

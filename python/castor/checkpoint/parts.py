@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from castor import _C
 from castor.checkpoint.container import ComputedTensor, SavedTensor
 from castor.checkpoint.held import HeldTensor
 from castor.checkpoint.shares import Share
@@ -130,12 +132,20 @@ def _own(
         if param is not None and runs and isinstance(tensor, HeldTensor):
             shape = parts.whole_shape(param)
             assert shape is not None
+            if tensor.in_order_of_memory:
+                shape = shape_of_scales(shape)
+                runs = runs.in_blocks(_C.MOMENT_BLOCK, width=shape[1])
             own[key] = replace(tensor, shape=shape, runs=runs)
         elif parts.has_first_part:
             own[key] = tensor
         else:  # step counts and what no layer's part is are the same on all of these ranks
             own[key] = _without_values(tensor.dtype, tuple(tensor.shape))
     return own
+
+
+def shape_of_scales(shape: Sequence[int]) -> tuple[int, int]:
+    """Of the scales that moments of a shape have where they are rounded in blocks."""
+    return -(-math.prod(shape) // _C.MOMENT_BLOCK), 2
 
 
 def _without_values(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -159,12 +169,13 @@ def whole_shape(engines: list[Engine], tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def own_part(engine: Engine, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """What this rank keeps of a tensor of the parameter's whole shape; any other as it is."""
+    """What this rank keeps of a tensor of the whole parameter, or of its blocks; else all."""
     parts = engine.parts
     shape = parts.whole_shape(param) if parts else None
-    if parts is None or shape is None or tuple(whole.shape) != shape:
+    if parts is None or shape is None:
         return whole
-    return parts.own(param, whole)
+    divided = tuple(whole.shape) in (shape, shape_of_scales(shape))
+    return parts.own(param, whole) if divided else whole
 
 
 def names_in_whole(engine: Engine) -> list[str]:

@@ -11,6 +11,7 @@ from castor.distributed.microbatches import (
     Schedule,
     schedule_of,
 )
+from castor.distributed.parts import check_blocks
 from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.distributed.pipeline_plan import find_pipeline_plan
 from castor.distributed.pipeline_schedule import PipelineSchedule
@@ -36,6 +37,7 @@ __all__ = [
     "SequenceParallel",
     "TensorParallel",
     "TensorRanks",
+    "check_blocks",
     "data_rank_and_size",
     "find_pipeline_plan",
     "find_plan",

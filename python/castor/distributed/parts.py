@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from castor import _C
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.runtime.model_parts import Runs
 
@@ -47,6 +50,62 @@ class Cut:
     def shape_of(self, rank: int, size: int) -> tuple[int, ...]:
         """Of a rank's part."""
         return tuple(self.own(torch.empty(self.shape, device="meta"), rank, size).shape)
+
+    def own_of(self, whole: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
+        """This rank's part of a tensor of the parameter's shape, or with a row for each block.
+
+        Of the latter it is all where a block of moments lies in two parts.
+        """
+        if tuple(whole.shape) == self.shape:
+            return self.own(whole, ranks.rank, ranks.size)
+        blocks = self.blocks_of(ranks.own_range(self.length_of_piece))
+        return whole if blocks is None else whole[blocks]
+
+    def blocks_of(self, own: range) -> torch.Tensor | None:
+        """Numbers of the blocks of moments that a rank's part is made of, in its order.
+
+        Blocks lie one behind the other in the whole, as in the part.
+
+        Args:
+            own: See runs.
+
+        Returns:
+            None where a block lies in two parts.
+        """
+        runs, block = self.runs(own), _C.MOMENT_BLOCK
+        begin = runs.first + runs.stride * torch.arange(
+            math.prod(self.shape[: self.dim]) * self.pieces
+        )
+        end = begin + runs.length
+        split = (end % block != 0) & (end != math.prod(self.shape))
+        if (begin % block != 0).any() or split.any():
+            return None
+        return (begin[:, None] // block + torch.arange(-(-runs.length // block))).flatten()
+
+
+def check_blocks(model: nn.Module, cuts: Mapping[torch.Tensor, Cut], ranks: TensorRanks) -> None:
+    """Every rank's part has whole blocks of moments, as a format that rounds them there needs.
+
+    Args:
+        model: The whole.
+        cuts: Of its parameters.
+        ranks: Those that have the parts.
+
+    Raises:
+        NotImplementedError: A block lies in two parts.
+    """
+    for name, param in model.named_parameters():
+        cut = cuts.get(param)
+        if not cut or not param.requires_grad:
+            continue
+        own = [ranks.own_range(cut.length_of_piece, rank) for rank in range(ranks.size)]
+        if any(cut.blocks_of(one) is None for one in own):
+            raise NotImplementedError(
+                f"optim_state_format='split_int8' rounds moments in blocks of {_C.MOMENT_BLOCK} "
+                f"elements, and the parts of '{name}' on {ranks.size} ranks, "
+                f"{cut.shape_of(0, ranks.size)} of {cut.shape}, are no whole blocks: give 'split' "
+                "or 'split_bf16', or fewer ranks"
+            )
 
 
 _ranks: weakref.WeakValueDictionary[str, TensorRanks] = weakref.WeakValueDictionary()

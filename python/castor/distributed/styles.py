@@ -67,7 +67,10 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def columns(m: nn.Module, ranks: TensorRanks, _: int, x: torch.Tensor) -> torch.Tensor:
     """A linear layer of which this rank has some outputs."""
-    x = ranks.enter(x)
+    return _of_entered(m, ranks.enter(x))
+
+
+def _of_entered(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     with keeping(x):
         result: torch.Tensor = _whole(m)(x)
     return result
@@ -83,7 +86,11 @@ def head(
 ) -> torch.Tensor:
     """The output embedding, whose logits stay divided where the loss is."""
     width, loss = given
-    return columns(m, ranks, width, x) if loss.local else gathered_columns(m, ranks, width, x)
+    if not loss.local:
+        return gathered_columns(m, ranks, width, x)
+    x = ranks.enter(x)
+    logits = loss.deferred(x) if loss.deferred else None
+    return _of_entered(m, x) if logits is None else logits
 
 
 def rows(m: Any, _: TensorRanks, reduce: Reduce, x: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ class TensorParallel:
         """
         self.ranks = ranks
         self.exchange = ExpertExchange(model, ranks)
-        self._loss = VocabularyLoss(model, ranks) if divide_loss else None
+        self.loss = VocabularyLoss(model, ranks) if divide_loss else None
         self._tokens = TokenParts(model, plan, ranks) if divide_tokens else None
         self.cuts: dict[torch.Tensor, Cut] = {}
         self._model = weakref.ref(model)
@@ -76,8 +76,8 @@ class TensorParallel:
                     self._cut_bare(name, params[name], kind)
                 else:
                     self._plan_module(name, modules[name], kind, argument)
-        if self._loss:
-            self._divide_head(model, self._loss)
+        if self.loss:
+            self._divide_head(model, self.loss)
 
     @property
     def model(self) -> Any:
@@ -117,8 +117,8 @@ class TensorParallel:
         generators.share(self.ranks)  # dropout of what every rank has has to be the same
         model.register_forward_pre_hook(ModuleHook(check_inputs, self.ranks), with_kwargs=True)
         model.register_forward_hook(ModuleHook(_end_pass, self.ranks), always_call=True)
-        if self._loss:
-            self._loss.start()
+        if self.loss:
+            self.loss.start()
         if self._tokens:
             self._tokens.start(stages, generators)
         else:
@@ -175,7 +175,7 @@ class TensorParallel:
 
     def own(self, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of what belongs to a parameter that is cut."""
-        return self.cuts[param].own(whole, self.ranks.rank, self.ranks.size)
+        return self.cuts[param].own_of(whole, self.ranks)
 
     def runs(self, param: torch.Tensor) -> Runs | None:
         """Where this rank's part of a parameter lies; None of one that is not cut."""

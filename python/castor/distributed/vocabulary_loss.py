@@ -6,10 +6,12 @@ Source: Shoeybi et al. 2019 (Megatron-LM, section 3: the output embedding).
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from castor.distributed.inputs import by_name
 from castor.distributed.tensor_ranks import TensorRanks
@@ -17,6 +19,10 @@ from castor.errors import UsageError
 from castor.runtime.hooks import ModuleHook
 
 _IGNORED = -100
+_ALL = slice(None)
+
+Deferred = Callable[[torch.Tensor], torch.Tensor | None]
+InTiles = Callable[[torch.Tensor, torch.Tensor, "Columns"], torch.Tensor | None]
 
 
 class VocabularyLoss:
@@ -45,6 +51,9 @@ class VocabularyLoss:
         """Whether the output embedding leaves its logits divided in the forward under way."""
         self.width = 0
         """Of all of them; TensorParallel knows it."""
+        self.deferred: Deferred | None = None
+        """Makes logits without values of what the output embedding is given, where that pays."""
+        self._in_tiles: InTiles | None = None
 
     def start(self) -> None:
         """Divides the loss of the forwards that are given labels from now on."""
@@ -52,6 +61,16 @@ class VocabularyLoss:
         model.loss_function = self._of_parts
         model.register_forward_pre_hook(ModuleHook(self._begin), with_kwargs=True)
         model.register_forward_hook(ModuleHook(self._end), always_call=True)
+
+    def leave_logits(self, deferred: Deferred, in_tiles: InTiles) -> None:
+        """From now on logits of this rank's columns are left to the loss.
+
+        Args:
+            deferred: Makes them; None: they are to be computed.
+            in_tiles: The loss of (logits, targets, what is its own of it); None: logits have
+                values.
+        """
+        self.deferred, self._in_tiles = deferred, in_tiles
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.local = by_name(model.forward, args, kwargs).get("labels") is not None
@@ -82,44 +101,95 @@ class VocabularyLoss:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         target = shift_labels.reshape(-1)
         rows = logits.reshape(-1, logits.shape[-1])
-        apply: Any = _SumOfLosses.apply
-        total: torch.Tensor = apply(rows, target, self._ranks, self.width, ignore_index)
+        own = Columns(target, self._ranks, self.width, ignore_index)
+        total = self._in_tiles(rows, target, own) if self._in_tiles else None
+        if total is None:
+            apply: Any = _SumOfLosses.apply
+            total = apply(rows, own)
         count = num_items_in_batch
         if count is None:
             count = (target != ignore_index).sum()
-        return total.div(count)
+        return cast("torch.Tensor", total).div(count)
+
+
+class Columns:
+    """Cross-entropy in float32 of rows of logits, of which this rank has some columns.
+
+    The sum of the rows that have a target: each rank finds the largest logit and the sum of
+    exponentials of its columns, and one exchange makes those of all columns. Rows may come some at
+    a time.
+    """
+
+    def __init__(
+        self, target: torch.Tensor, ranks: TensorRanks, vocabulary: int, ignored: int
+    ) -> None:
+        """Of one loss.
+
+        Args:
+            target: (rows,), columns among all, or `ignored`.
+            ranks: That have the columns.
+            vocabulary: How many there are.
+            ignored: The target of a row that does not count.
+        """
+        own = ranks.own_range(vocabulary)
+        self._ranks = ranks
+        self._here = (target >= own.start) & (target < own.stop)
+        self._column = (target - own.start).clamp(0, len(own) - 1)
+        self._counts = target != ignored
+        self._log_sum: torch.Tensor | None = None
+
+    def seen(self, logits: torch.Tensor, rows: slice = _ALL) -> torch.Tensor:
+        """Of each of these rows the largest logit, the sum of exponentials above it, the target's.
+
+        Args:
+            logits: (rows, own columns).
+            rows: Which these are.
+
+        Returns:
+            (3, rows), float32.
+        """
+        values = logits.detach().float()
+        # Where all are -inf, the difference to the largest is none.
+        largest = values.max(dim=-1).values.clamp_(min=torch.finfo(torch.float32).min)
+        chosen = values.gather(1, self._column[rows, None])[:, 0]
+        chosen = chosen.masked_fill(~self._here[rows], 0.0)
+        return torch.stack([largest, (values - largest[:, None]).exp_().sum(dim=-1), chosen])
+
+    def total(self, seen: torch.Tensor) -> torch.Tensor:
+        """The sum of the losses, of what `seen` gave of all rows. Collective."""
+        everyone = torch.stack(
+            self._ranks.gather_parts(seen, [tuple(seen.shape)] * self._ranks.size)
+        )
+        largest = everyone[:, 0].max(dim=0).values
+        total = (everyone[:, 1] * (everyone[:, 0] - largest).exp_()).sum(dim=0)
+        self._log_sum = total.log_() + largest
+        return ((self._log_sum - everyone[:, 2].sum(dim=0)) * self._counts).sum()
+
+    def gradient(
+        self, logits: torch.Tensor, rows: slice = _ALL, grad: torch.Tensor | float = 1.0
+    ) -> torch.Tensor:
+        """Of logits, after `total`.
+
+        Args:
+            logits: (rows, own columns).
+            rows: Which these are.
+            grad: Of the rows' losses.
+        """
+        assert self._log_sum is not None
+        result = (logits.detach().float() - self._log_sum[rows, None]).exp_()
+        result.scatter_add_(1, self._column[rows, None], -self._here[rows, None].float())
+        return result.mul_((grad * self._counts[rows])[:, None]).to(logits.dtype)
 
 
 class _SumOfLosses(torch.autograd.Function):
-    """Cross-entropy in float32, summed over the rows that have a target."""
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, own: Columns) -> torch.Tensor:
+        ctx.save_for_backward(logits)
+        ctx.own = own
+        return own.total(own.seen(logits))
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        target: torch.Tensor,
-        ranks: TensorRanks,
-        vocabulary: int,
-        ignored: int,
-    ) -> torch.Tensor:
-        values = logits.detach().float()
-        own = ranks.own_range(vocabulary)
-        here = (target >= own.start) & (target < own.stop)
-        column = (target - own.start).clamp(0, len(own) - 1)
-        largest = values.max(dim=-1).values
-        shapes = [tuple(largest.shape)] * ranks.size
-        largest = torch.stack(ranks.gather_parts(largest, shapes)).max(dim=0).values
-        values = (values - largest[:, None]).exp_()
-        chosen = logits.detach().gather(1, column[:, None])[:, 0].float() * here
-        total, chosen = ranks.sum(torch.stack([values.sum(dim=-1), chosen])).unbind()
-        counts = target != ignored
-        ctx.save_for_backward(values.div_(total[:, None]), column, here, counts)
-        ctx.dtype = logits.dtype
-        return ((total.log() + largest - chosen) * counts).sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        probabilities, column, here, counts = ctx.saved_tensors
-        result = probabilities.clone()
-        result.scatter_add_(1, column[:, None], -here.float()[:, None])
-        return (result * (grad * counts)[:, None]).to(ctx.dtype), None, None, None, None
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (logits,) = ctx.saved_tensors
+        return ctx.own.gradient(logits, grad=grad), None

@@ -68,6 +68,11 @@ class RecomputedBlocks:
         """As Decisions: all are."""
         return "recompute"
 
+    @property
+    def may_run_again(self) -> bool:
+        """As Decisions: none has to."""
+        return True
+
     def offloading(self) -> AbstractContextManager[None]:
         """As Decisions: none is."""
         return nullcontext()

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
+from castor.activations import DeferringForward, defer_logits, tiled_divided_loss
+from castor.config import GeminiConfig
 from castor.config.names import PipelineStyle, StateFormat
 from castor.distributed import (
     Accumulation,
@@ -22,6 +24,8 @@ from castor.distributed import (
     Schedule,
     SequenceParallel,
     TensorParallel,
+    TensorRanks,
+    check_blocks,
     find_pipeline_plan,
     find_plan,
     with_whole_experts,
@@ -44,6 +48,16 @@ class Divided:
     everyone: Peers | None = None
     """All ranks, where they have parts of the model."""
 
+    @property
+    def whole(self) -> bool:
+        """Whether every rank has all of the model, and whole sequences."""
+        return not (self.layers or self.sequences or self.stages)
+
+    @property
+    def sharing(self) -> list[TensorRanks]:
+        """Groups of ranks that exchange something within blocks."""
+        return [divided.ranks for divided in (self.layers, self.sequences) if divided]
+
     def start(self, engine: Engine) -> None:
         """After boost. Collective."""
         engine.parts = self.stages or self.layers
@@ -62,6 +76,14 @@ class Divided:
             self.stages.start(WORKING_DTYPES[engine.settings.precision], engine.device)
         if self.schedule:
             self.schedule.start()
+
+    def defer_logits(self, engine: Engine, head: nn.Linear, config: GeminiConfig) -> None:
+        """Leaves the logits of training forwards to the loss; see castor.activations."""
+        if self.layers and self.layers.loss:
+            forward = DeferringForward(engine, head, config)
+            self.layers.loss.leave_logits(forward.deferred, tiled_divided_loss)
+        else:
+            defer_logits(engine, head, config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +177,7 @@ class Division:
                 model, layout.sequence, tensor_size=self.tensor_size, mode=self.sequence_mode
             )
         if layout.tensor:
-            _check_updates(optimizers, self._asked_of_layers, state_format)
+            _check_updates(optimizers, self._asked_of_layers)
             kind = ExpertParallel if self.experts_alone > 1 else TensorParallel
             layers = kind(
                 model,
@@ -164,6 +186,8 @@ class Division:
                 divide_loss=self.loss,
                 divide_tokens=self.tokens_between_layers,
             )
+            if state_format == "split_int8":
+                check_blocks(model, layers.cuts, layout.tensor)
         if layout.stages and layout.between_stages and self.stages:
             if len(optimizers) > 1:
                 names = ", ".join(type(one).__name__ for one in optimizers)
@@ -208,12 +232,7 @@ class Division:
         return with_whole_experts(model, plan, self.expert_size) if self.expert_size > 1 else plan
 
 
-def _check_updates(optimizers: Sequence[Optimizer], asked: str, state_format: StateFormat) -> None:
-    if state_format == "split_int8":
-        raise NotImplementedError(
-            f"optim_state_format='split_int8' keeps moments in blocks that {asked} ranks would "
-            "cut; give 'split' or 'split_bf16'"
-        )
+def _check_updates(optimizers: Sequence[Optimizer], asked: str) -> None:
     for optimizer, rule in zip(optimizers, rules_of(optimizers, "cpu"), strict=True):
         if rule is None:
             raise NotImplementedError(

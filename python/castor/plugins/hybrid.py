@@ -37,7 +37,8 @@ class HybridParallelPlugin(GeminiPlugin):
         tp_size: Ranks among which layers are divided. It divides the numbers of heads.
         parallel_output: Only with tp_size > 1: whether transformers' loss of a causal language
             model is computed of each rank's part of the vocabulary, and nobody has all logits:
-            outputs of forwards with labels have none. False: every rank has them.
+            outputs of forwards with labels have none. False: every rank has them, and tile_logits
+            is off.
         ep_size: Ranks among which the experts of transformers' mixtures are divided: those of
             tp_size where that is more than 1, and otherwise ranks with data of their own, which
             have all that is no expert and exchange tokens at the experts. Experts need not be a
@@ -69,8 +70,8 @@ class HybridParallelPlugin(GeminiPlugin):
         tp_plan: How layers are divided, as names of modules and parameters (with * for numbers) and
             styles; see castor.distributed.tensor_plan. Default: castor's plan for the model's
             family (BERT, BLOOM, Falcon, GPT-2, GPT-J, OPT, T5, ViT), or transformers' tp_plan.
-        **gemini: GeminiPlugin's arguments; budgets are one rank's. activations may not be "auto";
-            with tp_size > 1 tile_logits is off.
+        **gemini: GeminiPlugin's arguments; budgets are one rank's. With activations="auto" ranks of
+            tp_size, ep_size and sp_size decide alike.
 
     Raises:
         NotImplementedError: A setting does not go with the sizes; the message names it.
@@ -142,14 +143,10 @@ class HybridParallelPlugin(GeminiPlugin):
                 f"ep_size={ep_size} does not go with tp_size={tp_size}: the ranks that divide "
                 f"layers are those that divide experts; give ep_size={tp_size}, or tp_size=1"
             )
-        if max(sizes.values()) > 1 and gemini.get("activations") == "auto":
-            raise NotImplementedError(
-                "activations='auto' decides on each rank alone, and ranks that share a model or "
-                "sequences have to compute the same; give 'keep', 'recompute' or 'offload'"
-            )
         if tp_size > 1:
-            _check_divided_layers(gemini, tp_size)
-            gemini["tile_logits"] = False
+            _check_divided_layers(gemini, tp_size, divides_loss=parallel_output)
+            if not parallel_output:
+                gemini["tile_logits"] = False
         super().__init__(**gemini)
         if pp_size > 1 and pp_style == "zbv":
             _check_kept(gemini.get("activations", "keep"))
@@ -269,7 +266,7 @@ def _check_kept(activations: Activations) -> None:
     """Raises NotImplementedError where backward would run forwards again."""
     chosen = [activations] if isinstance(activations, str) else activations.values()
     for text in chosen:
-        choice = BlockChoice.parse(text)
+        choice = BlockChoice.parse("recompute" if text == "auto" else text)  # as "auto" begins
         if choice.kind == "recompute" or choice.tiles:
             raise NotImplementedError(
                 f"activations={text!r} does not go with pp_style='zbv', whose weights' gradients "
@@ -278,11 +275,12 @@ def _check_kept(activations: Activations) -> None:
             )
 
 
-def _check_divided_layers(gemini: Mapping[str, Any], size: int) -> None:
-    if gemini.get("tile_logits", "auto") not in ("auto", False):
+def _check_divided_layers(gemini: Mapping[str, Any], size: int, *, divides_loss: bool) -> None:
+    if gemini.get("tile_logits", "auto") not in ("auto", False) and not divides_loss:
         raise NotImplementedError(
-            f"tile_logits={gemini['tile_logits']!r} needs whole output embeddings, and tp_size="
-            f"{size} ranks divide them; leave it out"
+            f"tile_logits={gemini['tile_logits']!r} leaves logits to the loss, and each of tp_size="
+            f"{size} ranks has some columns of them: give parallel_output=True, which divides the "
+            "loss as well, or leave it out"
         )
     if gemini.get("gather_embeddings"):
         raise NotImplementedError(

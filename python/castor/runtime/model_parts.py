@@ -60,6 +60,14 @@ class Runs:
             first=start + self.first * size, length=self.length * size, stride=self.stride * size
         )
 
+    def in_blocks(self, size: int, *, width: int) -> Runs:
+        """Of what has `width` elements for each block of `size`, of which runs are made."""
+        return Runs(
+            first=self.first // size * width,
+            length=-(-self.length // size) * width,
+            stride=self.stride // size * width,
+        )
+
     def of(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """Of [begin, end) of the part: (place in the whole, how many lie there)."""
         while begin < end:

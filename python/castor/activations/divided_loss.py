@@ -1,0 +1,67 @@
+"""A loss in tiles of rows, over logits of which this rank has some columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from castor.activations.tiled_loss import Loss
+
+
+class OwnColumns(Protocol):
+    """What this rank computes of a loss, for rows whose logits it has (castor.distributed)."""
+
+    def seen(self, logits: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Of each row what the other ranks need, (values, rows) in float32.
+
+        Args:
+            logits: (rows, own columns).
+            rows: Which these are.
+        """
+        ...
+
+    def total(self, seen: torch.Tensor) -> torch.Tensor:
+        """The sum of all rows' losses, of what was seen of all. Collective."""
+        ...
+
+    def gradient(self, logits: torch.Tensor, rows: slice, grad: torch.Tensor) -> torch.Tensor:
+        """Of these logits, where the rows' losses have `grad`; after `total`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DividedLoss(Loss):
+    """One whose rows are put together over ranks, once for all tiles: these may differ by rank."""
+
+    own: OwnColumns
+
+    def of(self, logits: torch.Tensor, rows: slice, reduction: str) -> torch.Tensor:
+        """What has the gradient of some rows' losses. It has not their values."""
+        losses: torch.Tensor = _OfColumns.apply(logits, self.own, rows)  # type: ignore[no-untyped-call]
+        return losses if reduction == "none" else losses.sum()
+
+    def value(self) -> torch.Tensor:
+        """The sum of the losses. The head's weights must be at hand. Collective."""
+        seen = []
+        for rows, hidden in self.tiles():
+            logits = self.changed_by_element(self.logits.source.project(hidden))
+            seen.append(self.own.seen(logits, rows))
+            del logits  # before the next tile
+        return self.own.total(torch.cat(seen, dim=1))
+
+
+class _OfColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, own: OwnColumns, rows: slice) -> torch.Tensor:
+        ctx.save_for_backward(logits)
+        ctx.own, ctx.rows = own, rows
+        return logits.new_zeros(logits.shape[0], dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (logits,) = ctx.saved_tensors
+        return ctx.own.gradient(logits, ctx.rows, grad), None, None

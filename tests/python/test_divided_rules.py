@@ -1,0 +1,69 @@
+"""SGD and Lion where ranks divide layers, experts, sequences and stages."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import division_cases
+from division_cases import RULED, RULES, STEPS, WAYS
+from rank_processes import found
+from tensor_cases import LOSS
+
+FILES = ("model/model", "optimizer/optimizer")
+CASES = [(way, rule) for way in RULED for rule in RULES]
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    directories = {size: tmp_path_factory.mktemp(f"rules{size}") for size in (2, 4)}
+    return {
+        size: (directory, found(division_cases.rules, size, directory))
+        for size, directory in directories.items()
+    }
+
+
+@pytest.mark.parametrize(("name", "rule"), CASES)
+def test_losses_are_plain_pytorchs(name: str, rule: str, divided: dict[int, Any]) -> None:
+    losses, expected = divided[WAYS[name].ranks][1][f"{name}: {rule}"]
+    # Lion steps by signs: a sum in another order moves a weight the other way.
+    assert losses == pytest.approx(expected, rel=1e-4 if rule == "lion" else LOSS)
+
+
+@pytest.mark.parametrize("name", RULED)
+def test_files_are_those_of_one_process(name: str, divided: dict[int, Any], tmp_path: Path) -> None:
+    way = WAYS[name]
+    directory, _ = divided[way.ranks]
+    for rule in ("momentum", "lion"):
+        alone = way.boost(RULES[rule], whole=True)
+        run = directory / f"{name}-{rule}"
+        assert alone.booster.load(run, alone.model, alone.optimizer).step == STEPS
+        alone.booster.save(tmp_path / rule, alone.model, alone.optimizer)
+        assert_same_files(tmp_path / rule, run)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_run_of_one_process_goes_on_divided(size: int, tmp_path: Path) -> None:
+    ways = {name: WAYS[name] for name in RULED if WAYS[name].ranks == size}
+    for name, way in ways.items():
+        for rule in ("momentum", "lion"):
+            alone = way.boost(RULES[rule], whole=True)
+            for step in range(STEPS):
+                for part in way.batches(step)[:1]:
+                    alone.step(way.case.loss(alone.model(**part), part))
+            alone.booster.save(tmp_path / f"one-{name}-{rule}", alone.model, alone.optimizer)
+    losses = found(division_cases.rules_loaded, size, tmp_path)
+    for name in ways:
+        for rule in ("momentum", "lion"):
+            assert len(losses[f"{name}: {rule}"]) == 2
+            first, again = (tmp_path / f"{of}-{name}-{rule}" for of in ("one", "again"))
+            assert_same_files(again, first)
+
+
+def assert_same_files(written: Path, expected: Path) -> None:
+    for part in FILES:
+        first, second = (
+            (run / f"step-{STEPS:08d}" / f"{part}.safetensors").read_bytes()
+            for run in (written, expected)
+        )
+        assert first == second
