@@ -450,10 +450,15 @@ def refused(directory: Path) -> None:
         "copy": said(lambda: copy.deepcopy(boosted.model)),
         "pickle": said(lambda: pickle.dumps(boosted.model)),
         "rows": run({name: value[:3] for name, value in whole.items()}),
+        "no rows": run({name: value[:0] for name, value in whole.items()}),
         "no mapping": run(whole["input_ids"]),
         "empty": run({}),
         "inputs": run(batch(case, rank)),
         "no loss": run({"input_ids": whole["input_ids"]}),
+        "gradients": _in_no_grad_on_one(run, whole),
+        "criterion": run(whole, _own_loss if rank else None),
+        "part": said(lambda: boosted.model.model(input_ids=whole["input_ids"])),
+        "part, evaluated": _evaluated(lambda: boosted.model.model(input_ids=whole["input_ids"])),
         "layers": said(lambda: boost(case, num_layers_per_stage=[1, 2])),
         "no block": said(lambda: boost(case, num_layers_per_stage=[2, 0])),
         "blocks": said(lambda: boost(case, **SCHEDULES["interleaved"])),
@@ -466,6 +471,16 @@ def refused(directory: Path) -> None:
     found["whole"] = said(lambda: plain_booster.execute_pipeline(iter([whole]), case.model()))
     found["works"] = train(case, boosted, 0, 1)
     write_own(directory, "refused", found)
+
+
+def _in_no_grad_on_one(run: Callable[[Any], str], whole: Any) -> str:
+    with torch.set_grad_enabled(distributed.get_rank() == 0):
+        return run(whole)
+
+
+def _evaluated(work: Callable[[], Any]) -> str:
+    with torch.no_grad():
+        return said(work)
 
 
 def _named_optimizer(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
@@ -529,7 +544,10 @@ def one_fails(directory: Path) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise ValueError("no more")
 
-    criterion = None
+    def own_loss(outputs: Any, _part: Any) -> Any:
+        return outputs.loss
+
+    criterion = own_loss if phase == "criterion" else None
     if rank == 1:
         block = next(
             module for module in boosted.model.modules() if "DecoderLayer" in type(module).__name__

@@ -158,6 +158,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("pickle", "UsageError", "has a part of this model only"),
         ("state_dict", "UsageError", "booster.save_model, or booster.save, on all ranks"),
         ("inputs", "UsageError", "differ in the inputs of LlamaForCausalLM"),
+        ("places", "UsageError", "rank 1 at what ranks tell each other in a step, a save"),
         ("ranks", "UsageError", "tp_size=3 needs a multiple of 3 ranks, and 2 ranks"),
         ("heads", "UsageError", "1 num_key_value_heads"),
         ("multi_query", "UsageError", "num_kv_heads of 'transformer.h.0.self_attention' is 1"),

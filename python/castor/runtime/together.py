@@ -20,11 +20,28 @@ class Together:
     """Those that share the model; None: this process is alone."""
     among: Peers | None = None
     """Those that have its other experts, and other data; None: there are none."""
+    beside: Peers | None = None
+    """Those that compute other tokens of its batches; None: there are none."""
 
     @property
     def shared(self) -> bool:
         """Whether other ranks have a part in the model: they train it too, or have layers of it."""
         return self.ranks is not None or self.parts is not None
+
+    def meet_beside(self, place: str) -> None:
+        """Before what all ranks do together: those that share batches are here, not in a pass.
+
+        They wait for each other in passes, where they would not hear of what others do here.
+
+        Args:
+            place: Where this one is, for a message.
+
+        Raises:
+            Error: A rank is gone.
+            UsageError: One is in a pass; every rank raises it.
+        """
+        if self.beside:
+            self.beside.gather_at(place, None)
 
     def answer_first(self) -> None:
         """Gives what rank 0 has read, or reads, of optimizer states alone, until it is here too.
@@ -49,6 +66,7 @@ class Together:
             Error: A rank is gone.
             UsageError: A rank does something else; every rank raises it.
         """
+        self.meet_beside("a save")
         if self.ranks is None:
             return [value]
         self.answer_first()
@@ -68,6 +86,7 @@ class Together:
             Exception: What `work` raised on rank 0.
             UsageError: A rank does something else; every rank raises it.
         """
+        self.meet_beside("a save or a load")
         once = work if self.parts is None else partial(self.parts.on_first, work, parts_of)
         if self.ranks is None:
             return once()
