@@ -468,6 +468,14 @@ def refused(directory: Path) -> None:
         "ranks": said(lambda: boost(case, pp_size=3)),
     }
     plain_booster = castor.Booster(castor.GeminiPlugin(device="cpu", device_memory=GIB))
+    for name, criterion in {
+        "no scalar": lambda outputs, _: outputs.logits.mean(-1),
+        "number": lambda outputs, _: outputs.loss.item(),
+        "detached": lambda outputs, _: outputs.loss.detach(),
+    }.items():
+        boosted = boost(case)
+        found[name] = run(whole, criterion)
+    boosted = boost(case)
     found["whole"] = said(lambda: plain_booster.execute_pipeline(iter([whole]), case.model()))
     found["works"] = train(case, boosted, 0, 1)
     write_own(directory, "refused", found)

@@ -348,6 +348,9 @@ def refused(directory: Path) -> None:
         "state_dict": said(lambda: boosted.model.state_dict()),
         "inputs": said(lambda: boosted.model(**batch)),
         "places": said(_one_saves(boosted, directory)),
+        "tokens": said(lambda: boosted.model(input_ids=case.batch(0)["input_ids"] + VOCABULARY)),
+        "no token": said(lambda: boosted.model(input_ids=case.batch(0)["input_ids"] - VOCABULARY)),
+        "labels": said(lambda: _with_labels_of_others(case)),
         "ranks": said(lambda: boost(case, 3)),
         "heads": said(lambda: boost(decoder("odd", hf.LlamaConfig, num_key_value_heads=1), 2)),
         "multi_query": said(lambda: boost(_without_kv(hf.FalconConfig, "mq", multi_query=True), 2)),
@@ -367,6 +370,13 @@ def refused(directory: Path) -> None:
     # The model works on after each of them.
     found["works"] = train(case, boosted, 0, 1)
     write_own(directory, "refused", found)
+
+
+def _with_labels_of_others(case: Case) -> None:
+    labels = case.batch(0)["labels"].clone()
+    labels[0, 5] = VOCABULARY
+    divided = boost(case, 2, parallel_output=True)
+    divided.model(input_ids=case.batch(0)["input_ids"], labels=labels)
 
 
 def _one_saves(boosted: Boosted, directory: Path) -> Callable[[], Any]:

@@ -281,6 +281,22 @@ def test_what_does_not_go_with_stages_is_named_on_every_rank(
         assert part in of_rank[what]
 
 
+@pytest.mark.parametrize(
+    ("what", "kind", "part"),
+    [
+        ("no scalar", "TypeError", "the criterion gave a loss of shape (2, 24); let it give"),
+        ("number", "TypeError", "the criterion gave a loss float; let it give a tensor"),
+        ("detached", "UsageError", "the loss has no gradient: compute it of the outputs"),
+    ],
+)
+def test_what_a_criterion_gives_is_checked(what: str, kind: str, part: str, refused: Any) -> None:
+    first, last = (of_rank[what] for of_rank in refused)
+    assert last.startswith(kind)
+    assert part in last
+    assert part in first
+    assert first.startswith("Error: rank 1 of 2 of the pipeline has failed")
+
+
 def test_the_model_works_after_each_refusal(refused: Any) -> None:
     assert refused[0]["works"] == refused[1]["works"]
 

@@ -74,6 +74,27 @@ def check_inputs(
     ranks.check_equal({what: f"{digest:08x}"} | dict(asked or {}))
 
 
+def check_numbers(numbers: torch.Tensor, count: int, what: str) -> None:
+    """All are of a vocabulary: of another one no rank has a row, and zeros would be computed with.
+
+    Args:
+        numbers: Of tokens.
+        count: How many there are.
+        what: They are, for a message.
+
+    Raises:
+        IndexError: As where the vocabulary is whole.
+    """
+    if numbers.is_meta or not numbers.numel():  # a model on paper
+        return
+    least, most = (int(x) for x in numbers.aminmax())
+    if least < 0 or most >= count:
+        raise IndexError(
+            f"{what} from {least} to {most} are not all of a vocabulary of {count} tokens; give "
+            f"numbers from 0 to {count - 1}"
+        )
+
+
 def find_cache(given: Iterable[Any]) -> Any:
     """Transformers' cache of keys and values among arguments; None: there is none."""
     return next(filter(_is_cache, given), None)

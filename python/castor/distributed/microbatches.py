@@ -100,13 +100,26 @@ class Asked:
         """Of a micro-batch.
 
         Raises:
-            UsageError: There is neither a criterion nor a loss of the model's.
+            UsageError: There is neither a criterion nor a loss of the model's, or it has no
+                gradient.
+            TypeError: It is no scalar.
         """
+        given: Any = getattr(outputs, "loss", None)
         if self.criterion:
-            return self.criterion(outputs, part)
-        loss = getattr(outputs, "loss", None)
-        if not isinstance(loss, torch.Tensor):
+            given = self.criterion(outputs, part)
+        elif given is None:
             raise UsageError(NO_LOSS)
+        is_tensor = isinstance(given, torch.Tensor)
+        if not is_tensor or given.numel() != 1:
+            who = "the criterion" if self.criterion else "the model"
+            what = f"of shape {tuple(given.shape)}" if is_tensor else type(given).__name__
+            raise TypeError(f"{who} gave a loss {what}; let it give a tensor with one element")
+        loss: torch.Tensor = given
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise UsageError(
+                "the loss has no gradient: compute it of the outputs, without detach() and item(), "
+                "or evaluate under torch.no_grad()"
+            )
         return loss
 
 

@@ -53,7 +53,7 @@ class TensorRanks(Peers):
         Raises:
             UsageError: A rank is within a pass; every rank raises it.
         """
-        return self.gather_at("what ranks tell each other in a step, a save or a load", value)
+        return self.gather_at("what ranks tell each other between passes (a step, a save)", value)
 
     def gather_at(self, place: str, value: Any) -> list[Any]:
         """See gather; UsageError names the places of two ranks that are at different ones."""
