@@ -62,6 +62,13 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "named": {"optimizer": lambda params: _named_optimizer(params)},
 }
 ZERO_BUBBLE: dict[str, Any] = {"pp_style": "zbv", "num_model_chunks": 2}
+STYLES: dict[str, dict[str, Any]] = {
+    "gpipe": SCHEDULES["gpipe"],
+    "interleaved": SCHEDULES["interleaved"],
+    "zbv": ZERO_BUBBLE,
+}
+SCHEDULED = ("qwen3", "mistral", "gemma2", "opt", "bloom", "bert", "falcon", "glm", "mixtral")
+"""Families that go through each; GPT-2, Llama and T5 do so elsewhere, with more settings."""
 WITH_SEQUENCES: dict[str, dict[str, Any]] = {
     "all_to_all": {"pp_style": "interleaved", "num_model_chunks": 2},
     "all_gather": {"sequence_parallelism_mode": "all_gather"} | ZERO_BUBBLE,
@@ -161,6 +168,33 @@ def families(directory: Path) -> None:
         found[name] = [mine, plain(case), [share / whole for share in shares]]
         assert of_all(mine) == [mine] * distributed.get_world_size()
     write(directory, "families", found)
+
+
+def of_four_blocks(case: Case) -> Case:
+    """A deeper one."""
+
+    def build() -> nn.Module:
+        model: Any = case.model()
+        config = copy.deepcopy(model.config)
+        config.num_hidden_layers = 4
+        if kinds := getattr(config, "layer_types", None):
+            config.layer_types = [*kinds, *kinds]
+        torch.manual_seed(1234)
+        deeper: nn.Module = type(model)._from_config(config)
+        return deeper
+
+    return Case(f"{case.name}4", build, case.batch, case.loss)
+
+
+def schedules(directory: Path) -> None:
+    """Losses of families of four blocks in the schedules that `families` does not run."""
+    found = {}
+    for name in SCHEDULED:
+        case = of_four_blocks(STAGED[name])
+        found[name] = plain(case)
+        for style, given in STYLES.items():
+            found[f"{name} {style}"] = train(case, boost(case, **given))
+    write(directory, "schedules", found)
 
 
 def settings(directory: Path) -> None:

@@ -14,7 +14,16 @@ import pipeline_cases
 from encoder_stage_cases import FAMILIES as ENCODER_DECODERS
 from helpers import GIB, Boosted, equal
 from pages import ROOT
-from pipeline_cases import DEEP, FAMILIES_WITH_STAGES, OF_A_V, SCHEDULES, batch, plain
+from pipeline_cases import (
+    DEEP,
+    FAMILIES_WITH_STAGES,
+    OF_A_V,
+    SCHEDULED,
+    SCHEDULES,
+    STYLES,
+    batch,
+    plain,
+)
 from rank_processes import found, found_by_each, run
 from tensor_cases import EXPERTS, FAMILIES, GATHERED, LOSS, LR, MAX_NORM, SEQUENCES, SIZES
 from tensor_cases import boost as boost_whole
@@ -32,6 +41,17 @@ def test_losses_are_plain_pytorchs(name: str, families: Any) -> None:
     assert losses == pytest.approx(expected, rel=LOSS)
     assert max(shares) < 0.75
     assert 1 <= sum(shares) < 1.25  # what is tied is on both
+
+
+@pytest.fixture(scope="module")
+def schedules(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return found(pipeline_cases.schedules, 2, tmp_path_factory.mktemp("schedules"))
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+@pytest.mark.parametrize("style", STYLES)
+def test_losses_of_each_schedule_are_plain_pytorchs(style: str, name: str, schedules: Any) -> None:
+    assert schedules[f"{name} {style}"] == pytest.approx(schedules[name], rel=LOSS)
 
 
 @pytest.fixture(scope="module")
