@@ -62,6 +62,13 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "named": {"optimizer": lambda params: _named_optimizer(params)},
 }
 ZERO_BUBBLE: dict[str, Any] = {"pp_style": "zbv", "num_model_chunks": 2}
+STYLES: dict[str, dict[str, Any]] = {
+    "gpipe": SCHEDULES["gpipe"],
+    "interleaved": SCHEDULES["interleaved"],
+    "zbv": ZERO_BUBBLE,
+}
+SCHEDULED = ("qwen3", "mistral", "gemma2", "opt", "bloom", "bert", "falcon", "glm", "mixtral")
+"""Families that go through each; GPT-2, Llama and T5 do so elsewhere, with more settings."""
 WITH_SEQUENCES: dict[str, dict[str, Any]] = {
     "all_to_all": {"pp_style": "interleaved", "num_model_chunks": 2},
     "all_gather": {"sequence_parallelism_mode": "all_gather"} | ZERO_BUBBLE,
@@ -161,6 +168,33 @@ def families(directory: Path) -> None:
         found[name] = [mine, plain(case), [share / whole for share in shares]]
         assert of_all(mine) == [mine] * distributed.get_world_size()
     write(directory, "families", found)
+
+
+def of_four_blocks(case: Case) -> Case:
+    """A deeper one."""
+
+    def build() -> nn.Module:
+        model: Any = case.model()
+        config = copy.deepcopy(model.config)
+        config.num_hidden_layers = 4
+        if kinds := getattr(config, "layer_types", None):
+            config.layer_types = [*kinds, *kinds]
+        torch.manual_seed(1234)
+        deeper: nn.Module = type(model)._from_config(config)
+        return deeper
+
+    return Case(f"{case.name}4", build, case.batch, case.loss)
+
+
+def schedules(directory: Path) -> None:
+    """Losses of families of four blocks in the schedules that `families` does not run."""
+    found = {}
+    for name in SCHEDULED:
+        case = of_four_blocks(STAGED[name])
+        found[name] = plain(case)
+        for style, given in STYLES.items():
+            found[f"{name} {style}"] = train(case, boost(case, **given))
+    write(directory, "schedules", found)
 
 
 def settings(directory: Path) -> None:
@@ -450,10 +484,15 @@ def refused(directory: Path) -> None:
         "copy": said(lambda: copy.deepcopy(boosted.model)),
         "pickle": said(lambda: pickle.dumps(boosted.model)),
         "rows": run({name: value[:3] for name, value in whole.items()}),
+        "no rows": run({name: value[:0] for name, value in whole.items()}),
         "no mapping": run(whole["input_ids"]),
         "empty": run({}),
         "inputs": run(batch(case, rank)),
         "no loss": run({"input_ids": whole["input_ids"]}),
+        "gradients": _in_no_grad_on_one(run, whole),
+        "criterion": run(whole, _own_loss if rank else None),
+        "part": said(lambda: boosted.model.model(input_ids=whole["input_ids"])),
+        "part, evaluated": _evaluated(lambda: boosted.model.model(input_ids=whole["input_ids"])),
         "layers": said(lambda: boost(case, num_layers_per_stage=[1, 2])),
         "no block": said(lambda: boost(case, num_layers_per_stage=[2, 0])),
         "blocks": said(lambda: boost(case, **SCHEDULES["interleaved"])),
@@ -463,9 +502,27 @@ def refused(directory: Path) -> None:
         "ranks": said(lambda: boost(case, pp_size=3)),
     }
     plain_booster = castor.Booster(castor.GeminiPlugin(device="cpu", device_memory=GIB))
+    for name, criterion in {
+        "no scalar": lambda outputs, _: outputs.logits.mean(-1),
+        "number": lambda outputs, _: outputs.loss.item(),
+        "detached": lambda outputs, _: outputs.loss.detach(),
+    }.items():
+        boosted = boost(case)
+        found[name] = run(whole, criterion)
+    boosted = boost(case)
     found["whole"] = said(lambda: plain_booster.execute_pipeline(iter([whole]), case.model()))
     found["works"] = train(case, boosted, 0, 1)
     write_own(directory, "refused", found)
+
+
+def _in_no_grad_on_one(run: Callable[[Any], str], whole: Any) -> str:
+    with torch.set_grad_enabled(distributed.get_rank() == 0):
+        return run(whole)
+
+
+def _evaluated(work: Callable[[], Any]) -> str:
+    with torch.no_grad():
+        return said(work)
 
 
 def _named_optimizer(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
@@ -529,7 +586,10 @@ def one_fails(directory: Path) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise ValueError("no more")
 
-    criterion = None
+    def own_loss(outputs: Any, _part: Any) -> Any:
+        return outputs.loss
+
+    criterion = own_loss if phase == "criterion" else None
     if rank == 1:
         block = next(
             module for module in boosted.model.modules() if "DecoderLayer" in type(module).__name__

@@ -347,6 +347,10 @@ def refused(directory: Path) -> None:
         "pickle": said(lambda: pickle.dumps(boosted.model)),
         "state_dict": said(lambda: boosted.model.state_dict()),
         "inputs": said(lambda: boosted.model(**batch)),
+        "places": said(_one_saves(boosted, directory)),
+        "tokens": said(lambda: boosted.model(input_ids=case.batch(0)["input_ids"] + VOCABULARY)),
+        "no token": said(lambda: boosted.model(input_ids=case.batch(0)["input_ids"] - VOCABULARY)),
+        "labels": said(lambda: _with_labels_of_others(case)),
         "ranks": said(lambda: boost(case, 3)),
         "heads": said(lambda: boost(decoder("odd", hf.LlamaConfig, num_key_value_heads=1), 2)),
         "multi_query": said(lambda: boost(_without_kv(hf.FalconConfig, "mq", multi_query=True), 2)),
@@ -366,6 +370,20 @@ def refused(directory: Path) -> None:
     # The model works on after each of them.
     found["works"] = train(case, boosted, 0, 1)
     write_own(directory, "refused", found)
+
+
+def _with_labels_of_others(case: Case) -> None:
+    labels = case.batch(0)["labels"].clone()
+    labels[0, 5] = VOCABULARY
+    divided = boost(case, 2, parallel_output=True)
+    divided.model(input_ids=case.batch(0)["input_ids"], labels=labels)
+
+
+def _one_saves(boosted: Boosted, directory: Path) -> Callable[[], Any]:
+    """Rank 1 is out of batches, and saves; rank 0 goes on."""
+    if distributed.get_rank():
+        return lambda: boosted.booster.save_model(boosted.model, directory / "early")
+    return lambda: boosted.model(**FAMILIES["llama"].batch(0))
 
 
 def edits(directory: Path) -> None:
@@ -672,11 +690,17 @@ def sequences_refused(directory: Path) -> None:
         "mask": said(lambda: boosted.model(**batch, attention_mask=ids[:, None, None] > 0)),
         "argument": said(lambda: boosted.model(**batch, output_hidden_states=True)),
         "inputs": said(lambda: boosted.model(**llama.batch(rank))),
+        "part": said(lambda: boosted.model.model(input_ids=ids)),
+        "saves": said(_one_saves(boosted, directory)),
+        "steps": said(
+            boosted.optimizer.step if rank else lambda: boosted.model(**llama.batch(0))
+        ),
         "heads": said(
             lambda: boost(
                 decoder("three", hf.LlamaConfig, num_attention_heads=3, num_key_value_heads=3,
                          hidden_size=48), sp_size=2)
         ),
+        "of a part": _of_a_part(boosted, ids),
         "conv": said(
             lambda: boost(
                 decoder("conv", hf.Lfm2Config, layer_types=["conv", "full_attention"]), sp_size=2)
@@ -688,6 +712,7 @@ def sequences_refused(directory: Path) -> None:
         "works": [boosted.step(boosted.model(**batch).loss)],
     }  # fmt: skip
     boosted = boost(llama, sp_size=2, **RING)
+    found["of a part, ring"] = _of_a_part(boosted, ids)
     found["pieces"] = said(lambda: boosted.model(**{name: x[:, 2:] for name, x in batch.items()}))
     attention: Any = boosted.model.model.layers[1].self_attn  # type: ignore[union-attr, index]
     with _extra(attention, position_bias=ids):
@@ -705,6 +730,11 @@ def sequences_refused(directory: Path) -> None:
     boosted = boost(flex, sp_size=2)
     found["other attention"] = [boosted.step(boosted.model(**batch).loss)]
     write_own(directory, "sequences_refused", found)
+
+
+def _of_a_part(boosted: Boosted, ids: torch.Tensor) -> list[Any]:
+    with torch.no_grad():
+        return boosted.model.model(input_ids=ids).last_hidden_state.tolist()
 
 
 @contextmanager

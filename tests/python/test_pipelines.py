@@ -14,7 +14,16 @@ import pipeline_cases
 from encoder_stage_cases import FAMILIES as ENCODER_DECODERS
 from helpers import GIB, Boosted, equal
 from pages import ROOT
-from pipeline_cases import DEEP, FAMILIES_WITH_STAGES, OF_A_V, SCHEDULES, batch, plain
+from pipeline_cases import (
+    DEEP,
+    FAMILIES_WITH_STAGES,
+    OF_A_V,
+    SCHEDULED,
+    SCHEDULES,
+    STYLES,
+    batch,
+    plain,
+)
 from rank_processes import found, found_by_each, run
 from tensor_cases import EXPERTS, FAMILIES, GATHERED, LOSS, LR, MAX_NORM, SEQUENCES, SIZES
 from tensor_cases import boost as boost_whole
@@ -32,6 +41,17 @@ def test_losses_are_plain_pytorchs(name: str, families: Any) -> None:
     assert losses == pytest.approx(expected, rel=LOSS)
     assert max(shares) < 0.75
     assert 1 <= sum(shares) < 1.25  # what is tied is on both
+
+
+@pytest.fixture(scope="module")
+def schedules(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return found(pipeline_cases.schedules, 2, tmp_path_factory.mktemp("schedules"))
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+@pytest.mark.parametrize("style", STYLES)
+def test_losses_of_each_schedule_are_plain_pytorchs(style: str, name: str, schedules: Any) -> None:
+    assert schedules[f"{name} {style}"] == pytest.approx(schedules[name], rel=LOSS)
 
 
 @pytest.fixture(scope="module")
@@ -254,9 +274,14 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("copy", "UsageError", "a copy would lack them"),
         ("pickle", "UsageError", "a pickle would lack them"),
         ("rows", "UsageError", "3 rows cannot be divided evenly by num_microbatches=4"),
+        ("no rows", "UsageError", "a batch of 0 rows cannot be divided"),
         ("no mapping", "TypeError", "the batch is a Tensor"),
         ("empty", "UsageError", "holds no tensor"),
         ("inputs", "UsageError", "differ in the inputs of LlamaForCausalLM"),
+        ("gradients", "UsageError", "differ in whether there are gradients: True and False"),
+        ("criterion", "UsageError", "differ in whether there is a criterion: False and True"),
+        ("part", "UsageError", "this LlamaModel is a part of, and it was called by itself"),
+        ("part, evaluated", "UsageError", "call the model under torch.no_grad() on all ranks"),
         ("no loss", "UsageError", "there is no loss"),
         ("layers", "UsageError", "num_layers_per_stage=[1, 2] is of 2 stages and 3 blocks"),
         ("no block", "UsageError", "[2, 0] leaves a stage without a block"),
@@ -274,6 +299,22 @@ def test_what_does_not_go_with_stages_is_named_on_every_rank(
     for of_rank in refused:
         assert of_rank[what].startswith(kind)
         assert part in of_rank[what]
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "part"),
+    [
+        ("no scalar", "TypeError", "the criterion gave a loss of shape (2, 24); let it give"),
+        ("number", "TypeError", "the criterion gave a loss float; let it give a tensor"),
+        ("detached", "UsageError", "the loss has no gradient: compute it of the outputs"),
+    ],
+)
+def test_what_a_criterion_gives_is_checked(what: str, kind: str, part: str, refused: Any) -> None:
+    first, last = (of_rank[what] for of_rank in refused)
+    assert last.startswith(kind)
+    assert part in last
+    assert part in first
+    assert first.startswith("Error: rank 1 of 2 of the pipeline has failed")
 
 
 def test_the_model_works_after_each_refusal(refused: Any) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 import castor
@@ -151,6 +152,9 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("mask", "NotImplementedError", "attention_mask of shape (batch, tokens)"),
         ("argument", "NotImplementedError", "'output_hidden_states'"),
         ("inputs", "UsageError", "differ in the inputs of LlamaForCausalLM"),
+        ("saves", "UsageError", "rank 1 at a save"),
+        ("steps", "UsageError", "rank 1 at a step: ranks with parts"),
+        ("part", "UsageError", "LlamaModel was called by itself: call the model, or this under"),
         ("heads", "NotImplementedError", "3 attention heads"),
         ("attention", "NotImplementedError", "its attn_implementation is 'flex_attention'"),
         ("conv", "NotImplementedError", "layers of type 'conv' mix tokens outside of attention"),
@@ -168,6 +172,15 @@ def test_what_cannot_be_divided_is_named_on_every_rank(
     for of_rank in refused:
         assert of_rank[what].startswith(kind)
         assert part in of_rank[what]
+
+
+def test_a_part_called_without_gradients_computes_whole_sequences(refused: Any) -> None:
+    model: Any = FAMILIES["llama"].model()
+    with torch.no_grad():
+        whole = model.model(input_ids=FAMILIES["llama"].batch(0)["input_ids"]).last_hidden_state
+    for of_rank in refused:
+        for name in ("of a part", "of a part, ring"):
+            assert torch.allclose(torch.tensor(of_rank[name]), whole, atol=1e-5), name
 
 
 def test_the_model_works_after_each_refusal(refused: Any) -> None:

@@ -39,11 +39,23 @@ def asked_of(model: nn.Module, kwargs: Mapping[str, Any], name: str, default: An
 
 
 def check_inputs(
-    ranks: Peers, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ranks: Peers,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    asked: Mapping[str, Any] | None = None,
 ) -> None:
     """Ranks that share layers or sequences compute one batch. Collective; a pre-hook of the model.
 
     Caches are left out, of which each has its part.
+
+    Args:
+        ranks: Those that do.
+        model: That is called.
+        args: Of the call.
+        kwargs: Of the call.
+        asked: What else has to be the same, by its name in a message.
 
     Raises:
         UsageError: They were given different ones; every rank raises it.
@@ -59,7 +71,28 @@ def check_inputs(
         if values.numel() and not values.is_meta:  # meta: a model on paper
             digest = zlib.crc32(values.view(torch.uint8).cpu().numpy().data, digest)
     what = f"the inputs of {type(model).__name__} (ranks that divide it take one batch)"
-    ranks.check_equal({what: f"{digest:08x}"})
+    ranks.check_equal({what: f"{digest:08x}"} | dict(asked or {}))
+
+
+def check_numbers(numbers: torch.Tensor, count: int, what: str) -> None:
+    """All are of a vocabulary: of another one no rank has a row, and zeros would be computed with.
+
+    Args:
+        numbers: Of tokens.
+        count: How many there are.
+        what: They are, for a message.
+
+    Raises:
+        IndexError: As where the vocabulary is whole.
+    """
+    if numbers.is_meta or not numbers.numel():  # a model on paper
+        return
+    least, most = (int(x) for x in numbers.aminmax())
+    if least < 0 or most >= count:
+        raise IndexError(
+            f"{what} from {least} to {most} are not all of a vocabulary of {count} tokens; give "
+            f"numbers from 0 to {count - 1}"
+        )
 
 
 def find_cache(given: Iterable[Any]) -> Any:

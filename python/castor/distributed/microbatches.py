@@ -25,6 +25,11 @@ NO_LOSS = (
 )
 
 
+_INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
+"""Arguments of a model, one of which has the rows that a batch is divided by."""
+_ITEMS = "num_items_in_batch"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Microbatches:
     """Into how many a batch is divided, or how many rows one has; the other one is None."""
@@ -35,6 +40,9 @@ class Microbatches:
     def of(self, batch: Mapping[str, Any], device: torch.device) -> list[dict[str, Any]]:
         """Divides the rows of a batch. Tensors of another first dimension go to each as they are.
 
+        A micro-batch's num_items_in_batch is its share of the batch's, since the mean of the
+        micro-batches' losses is taken.
+
         Args:
             batch: Tensors by name, and what else there is.
             device: Tensors come there.
@@ -42,13 +50,16 @@ class Microbatches:
         Raises:
             UsageError: There are no rows, or they cannot be divided evenly.
         """
-        tensors = [x for x in batch.values() if isinstance(x, torch.Tensor) and x.ndim > 0]
+        tensors = {
+            name: x for name, x in batch.items() if isinstance(x, torch.Tensor) and x.ndim > 0
+        }
         if not tensors:
             raise UsageError("the batch holds no tensor, so nothing can be divided")
-        rows = len(tensors[0])
+        inputs = next((name for name in _INPUTS if name in tensors), next(iter(tensors)))
+        rows = len(tensors[inputs])
         count = rows // self.size if self.size else self.count
         asked = f"microbatch_size={self.size}" if self.size else f"num_microbatches={self.count}"
-        if not count or rows % count or (self.size and rows % self.size):
+        if not (rows and count) or rows % count or (self.size and rows % self.size):
             raise UsageError(
                 f"a batch of {rows} rows cannot be divided evenly by {asked}; give another batch "
                 "size (drop_last=True leaves a smaller last batch out)"
@@ -57,6 +68,8 @@ class Microbatches:
             name: value.to(device) if isinstance(value, torch.Tensor) else value
             for name, value in batch.items()
         }
+        if brought.get(_ITEMS) is not None:
+            brought[_ITEMS] = brought[_ITEMS] / count
         parts = [dict(brought) for _ in range(count)]
         for name, value in brought.items():
             if isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == rows:
@@ -87,13 +100,26 @@ class Asked:
         """Of a micro-batch.
 
         Raises:
-            UsageError: There is neither a criterion nor a loss of the model's.
+            UsageError: There is neither a criterion nor a loss of the model's, or it has no
+                gradient.
+            TypeError: It is no scalar.
         """
+        given: Any = getattr(outputs, "loss", None)
         if self.criterion:
-            return self.criterion(outputs, part)
-        loss = getattr(outputs, "loss", None)
-        if not isinstance(loss, torch.Tensor):
+            given = self.criterion(outputs, part)
+        elif given is None:
             raise UsageError(NO_LOSS)
+        is_tensor = isinstance(given, torch.Tensor)
+        if not is_tensor or given.numel() != 1:
+            who = "the criterion" if self.criterion else "the model"
+            what = f"of shape {tuple(given.shape)}" if is_tensor else type(given).__name__
+            raise TypeError(f"{who} gave a loss {what}; let it give a tensor with one element")
+        loss: torch.Tensor = given
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise UsageError(
+                "the loss has no gradient: compute it of the outputs, without detach() and item(), "
+                "or evaluate under torch.no_grad()"
+            )
         return loss
 
 

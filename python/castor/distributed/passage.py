@@ -16,6 +16,8 @@ from castor.errors import UsageError
 HandOver = Callable[[int, torch.Tensor], torch.Tensor]
 """Of hidden states where the block of that number is another rank's."""
 
+_INPUTS = ("input_ids", "inputs_embeds")
+
 
 @dataclass(eq=False)
 class Passage:
@@ -71,8 +73,10 @@ class Passage:
                     "width)"
                 )
             return self.size_of_images(images)
-        given = next(x for x in batch.values() if isinstance(x, torch.Tensor) and x.ndim > 1)
-        rows, tokens = given.shape[:2]
+        inputs = next((name for name in _INPUTS if batch.get(name) is not None), None)
+        given = batch[inputs] if inputs else next(x for x in batch.values() if _is_of_tokens(x))
+        # Of several choices for a row (input_ids of three dimensions) each is a row to the blocks.
+        rows, tokens = given.shape[:2] if inputs != "input_ids" else given.flatten(0, -2).shape
         return rows, tokens
 
     def behind_encoder(self, batch: Mapping[str, Any], block: int) -> int:
@@ -115,6 +119,10 @@ class Passage:
         if self.encoded is not None:
             received = received[:, -tokens:].clone()  # a block may write into what is no view
         return self.split(received, self.begin)
+
+
+def _is_of_tokens(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.ndim > 1
 
 
 def tokens_of(batch: Mapping[str, Any], *, of: str = "") -> torch.Tensor:

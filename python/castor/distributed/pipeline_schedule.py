@@ -33,7 +33,7 @@ from castor.distributed.microbatches import (
 from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.distributed.split_backward import Enter, SplitBackward
 from castor.distributed.stage_runs import FOR_THE_LOSS, OF_THE_LAST_STAGE, run_together
-from castor.distributed.staged_forward import StagedForward, check_outputs
+from castor.distributed.staged_forward import StagedForward, check_outputs, refuse_parts
 from castor.errors import UsageError
 from castor.runtime.engine import Engine, engine_of
 
@@ -69,6 +69,7 @@ class PipelineSchedule:
         assert model is not None
         forward = StagedForward(model, self._parallel)
         model.forward = forward
+        refuse_parts(model, self._parallel)
         if encoder := self._parallel.encoder:
             encoder.forward = EncoderForward(encoder, self._parallel, forward.hand_over)
 
@@ -84,22 +85,26 @@ class PipelineSchedule:
         Raises:
             TypeError: The batch is no mapping.
             UsageError: It cannot be divided, inputs or a loss are missing, or ranks were given
-                different ones.
+                different ones, or asked for different things.
             Error: A rank with another stage is gone, or could not go on; nor can this one then.
             Exception: What the model or the criterion raised here.
         """
         parallel, model = self._parallel, self._model()
         parallel.check_connected()
         assert model is not None
-        batch = named(batch)
+        batch, training = named(batch), torch.is_grad_enabled()
+        alike = {
+            "whether there are gradients": training,
+            "whether there is a criterion": asked.criterion is not None,
+            "return_loss": asked.loss,
+        }
+        check_inputs(parallel.ranks, model, (), dict(batch), asked=alike)
         if parallel.encoder:
             check_encodes(model, batch)
             batch = complete(model, batch)
         parts = self._microbatches.of(batch, parallel.device)
-        check_inputs(parallel.ranks, model, (), dict(batch))
         check_outputs(model, batch)
         parallel.ask_for_router_logits(model, batch)
-        training = torch.is_grad_enabled()
         if parallel.sequences and training:
             check_inputs(parallel.sequences.ranks, model, (), dict(batch))
         if asked.needs_loss and asked.criterion is None and FOR_THE_LOSS.isdisjoint(batch):

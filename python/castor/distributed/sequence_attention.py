@@ -90,6 +90,8 @@ class Meeting:
         """Through which keys travel; None: they do not."""
         self.whole = False
         """Whether a forward is under way that every rank computes whole."""
+        self.entered = False
+        """Whether one is that is divided."""
         self.documents: Documents | None = None
         """Of the forward that is under way."""
 
@@ -106,11 +108,12 @@ class Meeting:
     def enter(self) -> None:
         """A divided forward begins: masks are those of its tokens."""
         _running.meeting = self
+        self.entered = True
 
     def leave(self) -> None:
         """A forward is over, divided or not."""
         _running.meeting = self.documents = None
-        self.whole = False
+        self.whole = self.entered = False
 
     @property
     def num_pieces(self) -> int:

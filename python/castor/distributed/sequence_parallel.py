@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from castor.distributed.inputs import by_name, check_inputs
+from castor.distributed.part_calls import parts_around_blocks
 from castor.distributed.sequence_attention import Documents, Meeting, Mode
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.errors import UsageError
@@ -91,6 +92,8 @@ class SequenceParallel:
         self.gives_logits = False
         """Whether outputs that have a loss have logits of all tokens beside it."""
         self._meeting = Meeting(ranks, mode)
+        self._called: int | None = None
+        """The id of the part of the model that was called by itself, in such a call."""
 
     def start(self) -> None:
         """Divides what forward is given from now on."""
@@ -98,6 +101,9 @@ class SequenceParallel:
         self._meeting.start(model)
         model.register_forward_pre_hook(ModuleHook(self._divide), with_kwargs=True)
         model.register_forward_hook(ModuleHook(self._join), always_call=True, with_kwargs=True)
+        for part in parts_around_blocks(model):
+            part.register_forward_pre_hook(ModuleHook(self._enter_part))
+            part.register_forward_hook(ModuleHook(self._leave_part), always_call=True)
 
     def _divide(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -155,6 +161,27 @@ class SequenceParallel:
                 "num_items_in_batch": torch.as_tensor(count) / ranks.size,
             }
         return (), own
+
+    def _enter_part(self, part: nn.Module, _args: tuple[Any, ...]) -> None:
+        """A pre-hook: called by itself, without gradients, it computes whole sequences.
+
+        Raises:
+            UsageError: There are gradients.
+        """
+        meeting = self._meeting
+        if meeting.whole or meeting.entered:
+            return
+        if torch.is_grad_enabled():
+            raise UsageError(
+                f"sp_size={self.ranks.size} divides what a call of the whole model is given, and "
+                f"this {type(part).__name__} was called by itself: call the model, or this under "
+                "torch.no_grad(), where every rank computes whole sequences"
+            )
+        meeting.whole, self._called = True, id(part)
+
+    def _leave_part(self, part: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
+        if self._called == id(part):
+            self._meeting.whole, self._called = False, None
 
     def tokens_of_rank(self, length: int) -> int:
         """How many of `length` tokens each rank has.

@@ -12,8 +12,11 @@ from torch.utils._pytree import tree_map
 from castor.distributed.device_copies import broadcast, from_host, on_host
 from castor.distributed.encoder_forward import complete
 from castor.distributed.inputs import asked_of, by_name, check_inputs, find_cache
+from castor.distributed.part_calls import parts_around_blocks
 from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.distributed.stage_runs import OF_THE_LAST_STAGE, run_together
+from castor.errors import UsageError
+from castor.runtime.hooks import ModuleHook
 from castor.runtime.own_forward import WrappedForward
 
 _CACHES = frozenset(
@@ -111,6 +114,28 @@ class StagedForward(WrappedForward):
             mine = tensors[name] if self._parallel.has_last else tree_map(lambda _: None, like)
             fields[name] = tree_map(share, like, mine)
         return type(own)(**fields)
+
+
+def refuse_parts(model: nn.Module, parallel: PipelineParallel) -> None:
+    """From now on only the model calls the modules around its blocks, of which ranks have stages.
+
+    Args:
+        model: Boosted.
+        parallel: Its stages; an encoder is a whole of its own.
+    """
+    for part in parts_around_blocks(model):
+        if part is not parallel.encoder:
+            part.register_forward_pre_hook(ModuleHook(_check_caller, parallel), prepend=True)
+
+
+def _check_caller(parallel: PipelineParallel, part: nn.Module, _args: tuple[Any, ...]) -> None:
+    if not parallel.running:
+        raise UsageError(
+            f"rank {parallel.ranks.rank} of {parallel.ranks.size} has some stages of the model that"
+            f" this {type(part).__name__} is a part of, and it was called by itself: use "
+            "booster.execute_pipeline(data_iter, model, criterion, optimizer), or call the model "
+            "under torch.no_grad() on all ranks"
+        )
 
 
 def check_outputs(model: nn.Module, kwargs: Mapping[str, Any]) -> None:

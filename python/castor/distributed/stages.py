@@ -147,7 +147,8 @@ def places_of(
                     parts = list(module.modules())
                     embeds = any(isinstance(part, nn.Embedding) for part in parts)
                     tokens = embeddings in parts or plan.encoder is not None
-                    other = OtherEnd(passage, embeds=embeds, tokens=tokens)
+                    width = module.out_features if isinstance(module, nn.Linear) else None
+                    other = OtherEnd(passage, embeds=embeds, tokens=tokens, width=width)
                 places.append(Place(model.get_submodule(parent), short, module, other, stage))
         places += _places_of_blocks(model, row, numbers, stages, passage)
         first = numbers.stop

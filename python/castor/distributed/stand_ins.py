@@ -161,21 +161,32 @@ def _with_bias_only(attention: nn.Module) -> nn.Module:
 class OtherEnd(_Other):
     """Stands for embeddings of the first stage, or norms and heads of the last."""
 
-    def __init__(self, passage: Passage, *, embeds: bool, tokens: bool) -> None:
+    def __init__(
+        self, passage: Passage, *, embeds: bool, tokens: bool, width: int | None = None
+    ) -> None:
+        """Nothing is computed.
+
+        Args:
+            passage: On the way.
+            embeds: Whether it stands for embeddings ...
+            tokens: ... of tokens.
+            width: How many columns the other gives; None: as many as it is given.
+        """
         super().__init__()
         self._passage = passage
         self._embeds = embeds
         self._tokens = tokens
+        self._width = width
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """For embeddings zeros, otherwise hidden states as they are.
+        """For embeddings zeros, otherwise hidden states as they are, of fewer columns if these are.
 
         Zeros of shape (rows, tokens, width) for tokens, and of (1, 1, width) for what is added to
         them: OPT makes positions of a mask that is as long as all that is cached.
         """
         given = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
         if not self._embeds or given.ndim > 2:
-            return given
+            return given[..., : self._width]  # a view: of more columns nothing is made
         zero = torch.zeros((), dtype=self._passage.dtype, device=given.device)
         shape = tuple(given.shape) if self._tokens else (1, 1)
         return zero.expand(*shape, self._passage.width)

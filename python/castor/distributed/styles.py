@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from castor.distributed.expert_exchange import ExpertExchange
-from castor.distributed.inputs import by_name
+from castor.distributed.inputs import by_name, check_numbers
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.distributed.token_exchange import keeping
 from castor.distributed.vocabulary_loss import VocabularyLoss
@@ -113,8 +113,14 @@ def split_rows(m: Any, ranks: TensorRanks, reduce: Reduce, x: torch.Tensor) -> t
     return rows(m, ranks, reduce, ranks.split(x))
 
 
-def vocabulary(m: Any, ranks: TensorRanks, first: int, ids: torch.Tensor) -> torch.Tensor:
-    """An embedding of which this rank has some rows, from `first` on."""
+def vocabulary(m: Any, ranks: TensorRanks, given: tuple[int, int], ids: torch.Tensor) -> Any:
+    """An embedding of which this rank has some rows, from the first of `given` on, of so many.
+
+    Raises:
+        IndexError: Nobody has a row.
+    """
+    first, rows = given
+    check_numbers(ids, rows, "input_ids")
     own = (ids >= first) & (ids < first + m.num_embeddings)
     found = _whole(m)((ids - first).clamp(0, m.num_embeddings - 1))
     return ranks.reduce(found.masked_fill(~own.unsqueeze(-1), 0.0))

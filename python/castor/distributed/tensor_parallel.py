@@ -274,7 +274,7 @@ class TensorParallel:
             padding = padding - rows.start if padding in rows else None
         self._attributes.append((module, "num_embeddings", len(rows)))
         self._attributes.append((module, "padding_idx", padding))
-        self._replace(module, styles.vocabulary, rows.start)
+        self._replace(module, styles.vocabulary, (rows.start, module.num_embeddings))
 
     def _divide_experts(self, name: str, module: nn.Module, *, exchanged: bool) -> None:
         count, params = getattr(module, "num_experts", None), dict(module.named_parameters())

@@ -53,7 +53,11 @@ class TensorRanks(Peers):
         Raises:
             UsageError: A rank is within a pass; every rank raises it.
         """
-        return [given for _, given in self.hear("what ranks tell each other between passes", value)]
+        return self.gather_at("what ranks tell each other between passes (a step, a save)", value)
+
+    def gather_at(self, place: str, value: Any) -> list[Any]:
+        """See gather; UsageError names the places of two ranks that are at different ones."""
+        return [given for _, given in self.hear(place, value)]
 
     def hear(
         self, place: str, value: Any, *, unless: Callable[[str, str], bool] = _never

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from castor.distributed.inputs import by_name
+from castor.distributed.inputs import by_name, check_numbers
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.errors import UsageError
 from castor.runtime.hooks import ModuleHook
@@ -91,7 +91,11 @@ class VocabularyLoss:
         shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """As transformers' ForCausalLMLoss (transformers.loss.loss_utils)."""
+        """As transformers' ForCausalLMLoss (transformers.loss.loss_utils).
+
+        Raises:
+            IndexError: A label is of another vocabulary.
+        """
         if not self.local:  # somebody else's call, over logits of their own
             raise UsageError(
                 "parallel_output=True computes the loss of forwards that are given labels; compute "
@@ -100,6 +104,7 @@ class VocabularyLoss:
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         target = shift_labels.reshape(-1)
+        check_numbers(target[target != ignore_index], self.width, "labels")
         rows = logits.reshape(-1, logits.shape[-1])
         own = Columns(target, self._ranks, self.width, ignore_index)
         total = self._in_tiles(rows, target, own) if self._in_tiles else None

@@ -90,6 +90,7 @@ class ModelStep:
         check = config.nonfinite != "ignore" or self.scaler is not None
         measures = check or config.max_norm > 0
         session = self.engine.session
+        self.engine.meet_beside("a step")
         session.bring_together(position)
         if self.engine.parts:
             self.engine.parts.settle_gradients(session, self.engine.params)

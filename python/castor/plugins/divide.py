@@ -71,6 +71,7 @@ class Divided:
                 Generators(engine.device), self.stages.modules.own_blocks if self.stages else None
             )
         if self.sequences:
+            engine.beside = self.sequences.ranks
             self.sequences.start()
         if self.stages:
             self.stages.start(WORKING_DTYPES[engine.settings.precision], engine.device)

@@ -90,6 +90,10 @@ class Peers:
         """What every rank gives, in rank order; picklable."""
         return [pickle.loads(one) for one in self.group.gather(pickle.dumps(value))]
 
+    def gather_at(self, place: str, value: Any) -> list[Any]:
+        """As gather; `place` says what for, where ranks tell each other."""
+        return self.gather(value)
+
     def meet(self) -> None:
         """Returns when every rank is here."""
         self.group.meet()
@@ -116,7 +120,8 @@ class Peers:
         Raises:
             UsageError: Two ranks differ; every rank raises it.
         """
-        everyone = self.gather({name: repr(value) for name, value in facts.items()})
+        place = f"the check that all were given the same: {next(iter(facts))}"
+        everyone = self.gather_at(place, {name: repr(value) for name, value in facts.items()})
         for rank, theirs in enumerate(everyone):
             for name, first in everyone[0].items():
                 if theirs[name] != first:

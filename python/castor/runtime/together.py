@@ -21,6 +21,8 @@ class Together:
     """All ranks, where they have parts of the model; None: it is whole."""
     among: Peers | None = None
     """Those that have its other experts, and other data; None: there are none."""
+    beside: Peers | None = None
+    """Those that compute other tokens of its batches; None: there are none."""
 
     @property
     def shared(self) -> bool:
@@ -42,6 +44,21 @@ class Together:
         if self.parts is not None:
             self.parts.meet()
         self.gather(None)
+
+    def meet_beside(self, place: str) -> None:
+        """Before what all ranks do together: those that share batches are here, not in a pass.
+
+        They wait for each other in passes, where they would not hear of what others do here.
+
+        Args:
+            place: Where this one is, for a message.
+
+        Raises:
+            Error: A rank is gone.
+            UsageError: One is in a pass; every rank raises it.
+        """
+        if self.beside:
+            self.beside.gather_at(place, None)
 
     def answer_first(self) -> None:
         """Gives what rank 0 has read, or reads, of optimizer states alone, until it is here too.
@@ -66,6 +83,7 @@ class Together:
             Error: A rank is gone.
             UsageError: A rank does something else; every rank raises it.
         """
+        self.meet_beside("a save")
         if self.ranks is None:
             return [value]
         self.answer_first()
@@ -89,6 +107,7 @@ class Together:
         if self.everyone is not None:
             self.meet()
             return self.everyone.on_first(work, serve=_nothing, end_service=_nothing)
+        self.meet_beside("a save or a load")
         if self.ranks is None:
             return work()
         session = self.session
