@@ -337,7 +337,8 @@ def test_a_script_as_it_is_trains_under_castor_run(ranks: int, tmp_path: Path) -
     settings = ("--device-memory", "300KiB", "--set", "host_memory=64MiB")
     launch = ("-m", "castor", "run", "--nproc", str(ranks), *settings)
     output = run_script(tmp_path, *launch, "train.py", "own", "2")
-    assert f"done on {ranks} LlamaForCausalLM" in output
+    kind = "LlamaForCausalLM" if ranks == 1 else "DistributedDataParallel"
+    assert f"done on {ranks} {kind}" in output
     assert (tmp_path / "own" / "castor.json").exists()
     losses = torch.load(tmp_path / "own" / "losses.pt")
     assert losses == pytest.approx(torch.load(tmp_path / "plain" / "losses.pt"), rel=1e-5)
