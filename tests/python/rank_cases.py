@@ -245,6 +245,26 @@ def one_passes_more(_: Path) -> None:
             print(_refused(optimizer.step))
 
 
+def steps_differently(_: Path) -> None:
+    """With a learning rate of the rank's own, then with gradients that rank 0 has changed."""
+    with _of_rank() as rank:
+        booster, model, optimizer = boost(TOWER)
+        first = next(iter(model.parameters()))
+
+        def step(change: Callable[[], Any]) -> None:
+            optimizer.zero_grad()
+            booster.backward(_tower_loss(model, rank, rank), optimizer)
+            change()
+            print(_refused(optimizer.step))
+
+        for own in (1e-2 * (1 + rank), 1e-2):
+            step(lambda own=own: optimizer.param_groups[0].__setitem__("lr", own))
+        step(lambda: first.grad.fill_(float("nan")) if rank == 0 else None)
+        step(lambda: setattr(first, "grad", None) if rank == 0 else None)
+        step(lambda: nn.utils.clip_grad_value_(model.parameters(), 1e-3))
+        print(booster.report(model).steps)
+
+
 def one_saves(directory: Path) -> None:
     """Rank 0 saves where rank 1 runs another backward."""
     with _of_rank() as rank:

@@ -198,6 +198,21 @@ def test_ranks_that_do_different_things_are_both_named_at_once(tmp_path: Path) -
         )
 
 
+def test_ranks_that_would_update_their_parts_differently_say_so(tmp_path: Path) -> None:
+    """Without it each part of a weight took another step, or one rank waited for the others."""
+    for output in succeeded(run(rank_cases.steps_differently, 2, tmp_path)):
+        rate, same, not_finite, none, clipped, steps = output.splitlines()
+        assert (
+            "rank 0 and rank 1 step with different options: param_groups[0]['lr'] is 0.01 and 0.02"
+            in rate
+        )
+        assert same == clipped == "nothing was raised"
+        differ = "the ranks' gradients differ in a step: their norm is"
+        assert f"{differ} nan on rank 0 and" in not_finite
+        assert differ in none
+        assert steps == "2"
+
+
 def test_a_save_that_one_rank_does_not_take_part_in_is_named(tmp_path: Path) -> None:
     for output in succeeded(run(rank_cases.one_saves, 2, tmp_path)):
         assert (
