@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import castor
 import helpers
 from castor import checkpoint
 from castor.optim import Lion
+from castor.runtime import ranks as castor_ranks
 from enduring_run import FAULTS_VARIABLE
 from packed_layers import tower_4bit, tower_4bit_loss
 from simulated import compute_as_asked
@@ -245,6 +247,26 @@ def one_passes_more(_: Path) -> None:
             print(_refused(optimizer.step))
 
 
+def steps_differently(_: Path) -> None:
+    """With a learning rate of the rank's own, then with gradients that rank 0 has changed."""
+    with _of_rank() as rank:
+        booster, model, optimizer = boost(TOWER)
+        first = next(iter(model.parameters()))
+
+        def step(change: Callable[[], Any]) -> None:
+            optimizer.zero_grad()
+            booster.backward(_tower_loss(model, rank, rank), optimizer)
+            change()
+            print(_refused(optimizer.step))
+
+        for own in (1e-2 * (1 + rank), 1e-2):
+            step(lambda own=own: optimizer.param_groups[0].__setitem__("lr", own))
+        step(lambda: first.grad.fill_(float("nan")) if rank == 0 else None)
+        step(lambda: setattr(first, "grad", None) if rank == 0 else None)
+        step(lambda: nn.utils.clip_grad_value_(model.parameters(), 1e-3))
+        print(booster.report(model).steps)
+
+
 def one_saves(directory: Path) -> None:
     """Rank 0 saves where rank 1 runs another backward."""
     with _of_rank() as rank:
@@ -253,6 +275,21 @@ def one_saves(directory: Path) -> None:
             print(_refused(lambda: booster.save(directory / "run", model, optimizer)))
         else:
             print(_refused(lambda: booster.backward(_tower_loss(model, 1, rank), optimizer)))
+
+
+def waits_alone(directory: Path) -> None:
+    """Rank 1 comes late to a save, and to a read of states."""
+    castor_ranks.PATIENCE_SECONDS = 0.3
+    with _of_rank() as rank, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        booster, model, optimizer = boosted = boost(TOWER)
+        boosted.step(_tower_loss(model, rank, rank))
+        for call in (
+            lambda: booster.save(directory / "run", model, optimizer), optimizer.state_dict,
+        ):  # fmt: skip
+            time.sleep(rank)
+            call()
+        print(*(one.message for one in said), sep="\n")
 
 
 def nothing_of_pythons(directory: Path) -> None:

@@ -198,11 +198,34 @@ def test_ranks_that_do_different_things_are_both_named_at_once(tmp_path: Path) -
         )
 
 
+def test_ranks_that_would_update_their_parts_differently_say_so(tmp_path: Path) -> None:
+    """Without it each part of a weight took another step, or one rank waited for the others."""
+    for output in succeeded(run(rank_cases.steps_differently, 2, tmp_path)):
+        rate, same, not_finite, none, clipped, steps = output.splitlines()
+        assert (
+            "rank 0 and rank 1 step with different options: param_groups[0]['lr'] is 0.01 and 0.02"
+            in rate
+        )
+        assert same == clipped == "nothing was raised"
+        differ = "the ranks' gradients differ in a step: their norm is"
+        assert f"{differ} nan on rank 0 and" in not_finite
+        assert differ in none
+        assert steps == "2"
+
+
 def test_a_save_that_one_rank_does_not_take_part_in_is_named(tmp_path: Path) -> None:
     for output in succeeded(run(rank_cases.one_saves, 2, tmp_path)):
         assert (
             "rank 0 ends a save after step 0, while rank 1 ends backward pass 1 of step 1" in output
         )
+
+
+def test_a_rank_that_waits_alone_in_a_call_of_all_says_so(tmp_path: Path) -> None:
+    first, last = succeeded(run(rank_cases.waits_alone, 2, tmp_path))
+    saves, reads = first.splitlines()
+    assert "rank 0 of 2 has waited 0.3 s for another to save, and goes on waiting" in saves
+    assert "for another to read an optimizer state" in reads
+    assert not last.strip()
 
 
 def test_nothing_that_castor_sends_is_a_tensor_of_pythons(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from torch import nn
+from torch.nn import parallel
 from torch.optim import Optimizer
 
 from castor.booster import Booster
@@ -27,6 +28,7 @@ from castor.integrations.common import (
     plugin_of,
     unwrapped,
 )
+from castor.integrations.data_parallel import DistributedDataParallel, wrapper_of
 from castor.plugins import GeminiPlugin
 
 AnyAccelerator = TypeVar("AnyAccelerator", bound=Accelerator)
@@ -37,7 +39,6 @@ _OVERRIDDEN = (
     "prepare",
     "prepare_model",
     "prepare_optimizer",
-    "no_sync",
     "save_state",
     "load_state",
 )
@@ -53,9 +54,9 @@ def accelerator(base: type[AnyAccelerator], plugin: GeminiPlugin) -> type[AnyAcc
     the Booster. Loops accumulate, clip (`clip_grad_norm_`), gather, save and load as ever;
     `save_state` writes the optimizer to `castor_optimizer`, and a run that loads it goes on bitwise
     in every state format. Of `mixed_precision="bf16"` castor makes bf16 weights with fp32 masters,
-    without autocast. On several ranks castor averages gradients and shards optimizer states;
-    nothing is wrapped in DDP. Models of which no parameter requires a gradient are left to
-    accelerate.
+    without autocast. On several ranks castor averages gradients and shards optimizer states, and
+    what `prepare` returns is a DistributedDataParallel of castor's around the model. Models of
+    which no parameter requires a gradient are left to accelerate.
 
     Args:
         base: Accelerator or a class derived from it.
@@ -128,16 +129,16 @@ def check_unsharded(kind: DistributedType, who: str, arguments: str) -> None:
 
 
 @contextmanager
-def wrapping_nothing(accelerator: Any) -> Iterator[None]:
-    """What is prepared stays where it is, and is not wrapped in DDP."""
-    placing, kind = accelerator.device_placement, accelerator.state.distributed_type
+def wrapping_as_castor(accelerator: Any) -> Iterator[None]:
+    """What is prepared stays where it is; on several ranks castor's DDP is around it."""
+    placing, torchs = accelerator.device_placement, parallel.DistributedDataParallel
     accelerator.device_placement = False
-    accelerator.state.distributed_type = DistributedType.NO
+    vars(parallel)["DistributedDataParallel"] = DistributedDataParallel
     try:
         yield
     finally:
         accelerator.device_placement = placing
-        accelerator.state.distributed_type = kind
+        vars(parallel)["DistributedDataParallel"] = torchs
 
 
 class _OnCastor(OnCastor):
@@ -187,10 +188,10 @@ class _OnCastor(OnCastor):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Accelerate's, but one that trains stays where it is, and is wrapped in nothing."""
+        """Accelerate's, but one that trains stays where it is, and its DDP is castor's."""
         if evaluation_mode or not any(param.requires_grad for param in model.parameters()):
             return self._super.prepare_model(model, device_placement, evaluation_mode)
-        with wrapping_nothing(self):
+        with wrapping_as_castor(self):
             return self._super.prepare_model(model, False, evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
@@ -211,16 +212,17 @@ class _OnCastor(OnCastor):
             )
         self._super.backward(loss, **keywords)
 
+    @classmethod
     @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Backward passes in it leave each rank its own gradients."""
-        ours = any(model is of for of, _ in self._trained())
-        with self.castor.no_sync(model) if ours else self._super.no_sync(model):
+    def trigger_sync_in_backward(cls, model: nn.Module) -> Iterator[None]:
+        """Accelerate's."""
+        wrapper = wrapper_of(model)
+        with wrapper.synchronising() if wrapper else super().trigger_sync_in_backward(model):  # type: ignore[misc]
             yield
 
     def save_state(self, *arguments: Any, **keywords: Any) -> Any:
         """Accelerate's, with the boosted optimizers in castor_optimizer; every rank calls it."""
-        with self._others_only():
+        with self._without_castors():
             location = self._super.save_state(*arguments, **keywords)
         for directory, model, optimizer in self._checkpoints(location):
             self.castor.save_optimizer(optimizer, directory, model=model)
@@ -232,7 +234,7 @@ class _OnCastor(OnCastor):
         if not (directory / _OPTIMIZER).is_dir():  # one that plain PyTorch saved
             self._super.load_state(str(directory), *arguments, **keywords)
             return
-        with self._others_only():
+        with self._without_castors():
             self._super.load_state(str(directory), *arguments, **keywords)
         for part, model, optimizer in self._checkpoints(directory):
             self.castor.load_optimizer(optimizer, part, model=model)
@@ -264,14 +266,18 @@ class _OnCastor(OnCastor):
             yield Path(location) / (f"{_OPTIMIZER}_{i}" if i else _OPTIMIZER), model, optimizer
 
     @contextmanager
-    def _others_only(self) -> Iterator[None]:
-        """Accelerate knows no optimizers but those that are not boosted."""
-        everyone = self._optimizers
-        self._optimizers = [one for one in everyone if not boosted(one)]
+    def _without_castors(self) -> Iterator[None]:
+        """Accelerate knows neither optimizers that are boosted nor what is around models.
+
+        So parameters have the same names in files of any number of ranks.
+        """
+        optimizers, models = self._optimizers, self._models
+        self._optimizers = [one for one in optimizers if not boosted(one)]
+        self._models = [_inner(model) for model in models]
         try:
             yield
         finally:
-            self._optimizers = everyone
+            self._optimizers, self._models = optimizers, models
 
     def _newest(self) -> Path:
         """Of the directories that save_state has named itself; as accelerate finds it."""
@@ -285,7 +291,14 @@ class _OnCastor(OnCastor):
         return max(folder.iterdir(), key=lambda path: int(path.name.rpartition("_")[2]))
 
 
+def _inner(model: nn.Module) -> nn.Module:
+    """What prepare was given, of what it returned."""
+    wrapper = wrapper_of(model)
+    return model if wrapper is None else wrapper.module
+
+
 def _model_of(optimizer: Optimizer, models: list[nn.Module]) -> nn.Module | None:
     """The one whose parameters it holds."""
     held = {param for group in optimizer.param_groups for param in group["params"]}
-    return next((model for model in models if held.intersection(model.parameters())), None)
+    found = (model for model in models if held.intersection(model.parameters()))
+    return next(map(_inner, found), None)

@@ -156,6 +156,16 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         )
 
     @contextmanager
+    def synchronising(self) -> Iterator[None]:
+        """A backward in it is synchronised, also one whose forward was under no_sync."""
+        session = _engine(self.module).session
+        before = session.synchronise(True)
+        try:
+            yield
+        finally:
+            session.synchronise(before)
+
+    @contextmanager
     def keeping_its_buffers(self) -> Iterator[None]:
         """What castor shares at boost and torch's class would not stays each rank's own."""
         shared = set(self._shared_buffers()) if self.broadcast_buffers else ()
@@ -214,8 +224,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 def _refuses(name: str) -> Any:
     def refused(self: Any, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(
-            f"the script calls DistributedDataParallel.{name}, and under castor run gradients are "
-            "castor's to bring together: leave it out"
+            f"the script calls DistributedDataParallel.{name}, and gradients are castor's to bring "
+            "together: leave it out"
         )
 
     return refused

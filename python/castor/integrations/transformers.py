@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from castor.booster import Booster
 from castor.errors import UsageError
-from castor.integrations.accelerate import check_unsharded, wrapping_nothing
+from castor.integrations.accelerate import check_unsharded, wrapping_as_castor
 from castor.integrations.common import (
     OnCastor,
     boosted,
@@ -52,7 +52,8 @@ def trainer(base: type[AnyTrainer], plugin: GeminiPlugin) -> type[AnyTrainer]:
     (`max_grad_norm`), accumulate, evaluate, save and resume as ever; a resume goes on bitwise in
     every state format, with the optimizer in the checkpoint's `castor_optimizer`. Of `bf16=True`
     castor makes bf16 weights with fp32 masters, without autocast. On several ranks castor averages
-    gradients and shards optimizer states; nothing is wrapped in DDP.
+    gradients and shards optimizer states, and the DDP that the Trainer puts around its model
+    (`model_wrapped`) is castor's.
 
     Args:
         base: Trainer or a class derived from it.
@@ -139,8 +140,6 @@ class _OnCastor(OnCastor):
         """As the Trainer's; nothing else shards the model."""
         self._super.create_accelerator_and_postprocess()
         check_unsharded(self.accelerator.distributed_type, "the Trainer", "its arguments")
-        # Around all but the last micro-batch of a step.
-        self.accelerator.no_sync = lambda model: self.castor.no_sync(self.model)
 
     def create_optimizer(self, model: Any = None) -> Any:
         """The Trainer's optimizer, boosted with its model."""
@@ -151,7 +150,7 @@ class _OnCastor(OnCastor):
         return optimizer
 
     def _prepare_for_training(self, *arguments: Any, **keywords: Any) -> Any:
-        with wrapping_nothing(self.accelerator):
+        with wrapping_as_castor(self.accelerator):
             return self._super._prepare_for_training(*arguments, **keywords)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

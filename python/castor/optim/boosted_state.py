@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from castor.config import GeminiConfig, Precision, StateFormat, check_format_of_precision
 from castor.optim.state_formats import ROUNDING_FORMATS, fill_rounded, to_portable
 from castor.runtime.engine import Engine
+from castor.runtime.ranks import telling_who_waits
 from castor.runtime.rules import FusedRule
 
 _DEFAULT_FORMATS: dict[Precision, StateFormat] = {"fp32": "fp32", "bf16": "split", "fp16": "fp32"}
@@ -141,7 +142,8 @@ class StoredState(dict[str, Any]):
     def loaded(self) -> dict[str, Any]:
         """A state as a dict of its own, in memory."""
         session = self._engine.session
-        states = session.read_states(self._index)
+        with telling_who_waits(self._engine.ranks, "read an optimizer state"):
+            states = session.read_states(self._index)
         stored = dict(zip(session.state_names, states, strict=True))
         return {**self.held(), **stored, **self.held()}
 

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from castor.config import GeminiConfig
-from castor.errors import OutOfMemoryError
+from castor.errors import OutOfMemoryError, UsageError
 from castor.optim.loss_scaler import LossScaler
 from castor.optim.nonfinite import nonfinite_error, warn_of_skip
 from castor.optim.own_step import OwnStep
@@ -72,20 +72,25 @@ class ModelStep:
         self._seed = seed
         self.engine.session.set_rounding(seed, self._streams)
 
-    def scale_for(self, driver: StepDriver) -> float | None:
-        """What the driver's update multiplies each gradient with; None: the step is skipped."""
+    def scale_for(self, driver: StepDriver, optimizer: Optimizer) -> float | None:
+        """What the driver's update multiplies each gradient with; None: the step is skipped.
+
+        Raises:
+            UsageError: Ranks step with different options, or have changed gradients differently.
+        """
         session = self.engine.session
         passes_since, _ = session.moment()
         if not self._taken_by or driver in self._taken_by or passes_since:
             self._taken_by.clear()
-            self._scale = self._collect(driver.position)
+            self._scale = self._collect(driver.position, optimizer)
         else:
             # p.grad may be another tensor now.
             session.bring_together(driver.position)
+            self._agreed(0.0, optimizer)
             session.collect_gradients(with_norm=False)
         return self._scale
 
-    def _collect(self, position: int | None) -> float | None:
+    def _collect(self, position: int | None, optimizer: Optimizer) -> float | None:
         config = self.config
         check = config.nonfinite != "ignore" or self.scaler is not None
         measures = check or config.max_norm > 0
@@ -98,6 +103,7 @@ class ModelStep:
         norm = gradients.norm / gradients.scale
         if self.engine.parts and measures:
             norm = self.engine.parts.norm(self.engine.params, gradients.squares) / gradients.scale
+        norm = self._agreed(norm if measures else 0.0, optimizer)
         self.engine.gradient_norm = norm if measures else None
         overflow = check and not math.isfinite(norm)
         if self.scaler and gradients.num_gradients:
@@ -111,6 +117,31 @@ class ModelStep:
             self.engine.session.scale_gradients(scale)
             return 1.0
         return scale
+
+    def _agreed(self, norm: float, optimizer: Optimizer) -> float:
+        """The norm that ranks step by, which is rank 0's; collective, where all are at this step.
+
+        Sums of ranks that compute on other devices may differ in their last bits.
+
+        Raises:
+            UsageError: Another has other options, or a norm that is not of the same gradients.
+        """
+        if (ranks := self.engine.ranks) is None:
+            return norm
+        everyone = ranks.gather((norm, _options_of(optimizer)))
+        first, options = everyone[0]
+        for rank, (theirs, their_options) in enumerate(everyone):
+            if their_options != options:
+                raise _options_differ(rank, options, their_options)
+            if not _same_norm(first, theirs):
+                raise UsageError(
+                    f"the ranks' gradients differ in a step: their norm is {first:g} on rank 0 and "
+                    f"{theirs:g} on rank {rank}. After backward all ranks have one mean, and one "
+                    "of them has changed p.grad since: change it alike on every rank (noise from a "
+                    "generator that all have seeded alike), or under booster.no_sync, before ranks "
+                    "bring them together"
+                )
+        return float(first)
 
     def taken_by(self, driver: StepDriver, *, skipped: bool) -> None:
         """The driver has updated its parameters, or left the update out."""
@@ -218,7 +249,7 @@ class StepDriver:
         moved, and it may be called again, or the run is broken.
         """
         groups = self.rule.checked(optimizer.param_groups) if self.rule else []
-        scale = self.model_step.scale_for(self)
+        scale = self.model_step.scale_for(self, optimizer)
         if scale is not None:
             if self.rule:
                 self.engine.session.update(groups, self.group_of, scale)
@@ -244,6 +275,38 @@ class StepDriver:
             groups = self.rule.checked(optimizer.param_groups)
             self.engine.session.arm_updates(groups, self.group_of)
 
+
+def _options_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Those that are numbers or flags, by how a loop writes them."""
+    options = {}
+    for g, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            told = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            if isinstance(told, int | float | tuple):
+                options[f"param_groups[{g}]['{name}']"] = told
+    return options
+
+
+def _options_differ(rank: int, first: dict[str, Any], theirs: dict[str, Any]) -> UsageError:
+    """What rank 0 and another step with."""
+    names = [*first, *theirs]
+    name = next(name for name in names if first.get(name) != theirs.get(name))
+    return UsageError(
+        f"rank 0 and rank {rank} step with different options: {name} is {first.get(name)} and "
+        f"{theirs.get(name)}. Each updates a part of every weight by its own: change them alike on "
+        "all ranks, and give a scheduler that looks at a metric (ReduceLROnPlateau) the mean of "
+        "all ranks', not each its own"
+    )
+
+
+def _same_norm(one: float, other: float) -> bool:
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return math.isfinite(one) == math.isfinite(other)
+    return math.isclose(one, other, rel_tol=_SAME_NORM)
+
+
+_SAME_NORM = 1e-4
+"""What other orders of a norm's sums may come to, and more."""
 
 _NO_GROUP = -1
 """Of a parameter that another optimizer updates, or none, in castor._C."""

@@ -6,7 +6,10 @@ import atexit
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -185,6 +188,35 @@ class Ranks(Peers):
     """The same ranks, for checkpoints that are written beside the training."""
     memory_mark: str | None
     """See memory_mark()."""
+
+
+PATIENCE_SECONDS = 10.0
+"""After which a rank that waits for others in a call of the user's says so."""
+
+
+@contextmanager
+def telling_who_waits(ranks: Peers | None, what: str) -> Iterator[None]:
+    """Warns where the other ranks do not come to what all do; whether they will is not known.
+
+    Args:
+        ranks: Those that share the model; None: nobody is waited for.
+        what: All do, for the message.
+    """
+    if ranks is None:
+        yield
+        return
+    told = (
+        f"rank {ranks.rank} of {ranks.size} has waited {PATIENCE_SECONDS:g} s for another to {what}"
+        ", and goes on waiting: saves and reads of optimizer states (booster.save, save_model, "
+        "optimizer.state_dict()) are calls of every rank, and not for rank 0 alone"
+    )
+    timer = threading.Timer(PATIENCE_SECONDS, warnings.warn, (told, RuntimeWarning))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def sendable(error: Exception) -> Exception:

@@ -7,7 +7,7 @@ from typing import Any
 
 from castor import _C
 from castor.runtime.model_parts import ModelParts, OwnParts
-from castor.runtime.ranks import Peers, Ranks, Result
+from castor.runtime.ranks import Peers, Ranks, Result, telling_who_waits
 
 
 class Together:
@@ -86,8 +86,9 @@ class Together:
         self.meet_beside("a save")
         if self.ranks is None:
             return [value]
-        self.answer_first()
-        return self.ranks.gather(value)
+        with telling_who_waits(self.ranks, "save"):
+            self.answer_first()
+            return self.ranks.gather(value)
 
     def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
         """Runs `work` on rank 0, for all; the others give what it reads of their optimizer states.
