@@ -57,7 +57,8 @@ class Together:
             Error: A rank is gone.
             UsageError: One is in a pass; every rank raises it.
         """
-        if self.beside:
+        # Stages that have let go of each other say why themselves.
+        if self.beside and not getattr(self.parts, "broken", ""):
             self.beside.gather_at(place, None)
 
     def answer_first(self) -> None:
