@@ -24,6 +24,21 @@ hwloc_topology_t new_topology() {
   return topology;
 }
 
+std::size_t bytes_of_last_caches(hwloc_topology_t topology) {
+  for (const hwloc_obj_type_t level : {HWLOC_OBJ_L5CACHE, HWLOC_OBJ_L4CACHE, HWLOC_OBJ_L3CACHE,
+                                       HWLOC_OBJ_L2CACHE, HWLOC_OBJ_L1CACHE}) {
+    std::size_t bytes = 0;
+    hwloc_obj_t cache = nullptr;
+    while ((cache = hwloc_get_next_obj_by_type(topology, level, cache)) != nullptr) {
+      bytes += cache->attr->cache.size;
+    }
+    if (bytes > 0) {
+      return bytes;
+    }
+  }
+  return 0;
+}
+
 }  // namespace
 
 bool NumaTopology::available() noexcept { return true; }
@@ -32,16 +47,16 @@ void NumaTopology::Destroy::operator()(hwloc_topology* topology) const noexcept 
   hwloc_topology_destroy(topology);
 }
 
-NumaTopology::NumaTopology() : topology_(new_topology()) { read_nodes(); }
+NumaTopology::NumaTopology() : topology_(new_topology()) { read(); }
 
 NumaTopology::NumaTopology(const std::string& synthetic) : topology_(new_topology()) {
   if (hwloc_topology_set_synthetic(topology_.get(), synthetic.c_str()) != 0) {
     throw InvalidArgument("hwloc does not understand the topology \"" + synthetic + "\"");
   }
-  read_nodes();
+  read();
 }
 
-void NumaTopology::read_nodes() {
+void NumaTopology::read() {
   if (hwloc_topology_load(topology_.get()) != 0) {
     throw Error("hwloc could not read the topology of this machine");
   }
@@ -58,6 +73,7 @@ void NumaTopology::read_nodes() {
   }
   std::sort(nodes_.begin(), nodes_.end(),
             [](const NumaNode& a, const NumaNode& b) { return a.os_index < b.os_index; });
+  cache_bytes_ = bytes_of_last_caches(topology_.get());
 }
 
 bool NumaTopology::bind(std::span<std::byte> range, unsigned os_index) const noexcept {
@@ -80,11 +96,11 @@ bool NumaTopology::available() noexcept { return false; }
 
 void NumaTopology::Destroy::operator()(hwloc_topology* /*topology*/) const noexcept {}
 
-NumaTopology::NumaTopology() { read_nodes(); }
+NumaTopology::NumaTopology() { read(); }
 
-NumaTopology::NumaTopology(const std::string& /*synthetic*/) { read_nodes(); }
+NumaTopology::NumaTopology(const std::string& /*synthetic*/) { read(); }
 
-void NumaTopology::read_nodes() {
+void NumaTopology::read() {
   throw Error(
       "castor was built without hwloc, which names NUMA nodes; install libhwloc-dev and rebuild");
 }

@@ -20,7 +20,8 @@ struct NumaNode {
   std::size_t num_pus = 0;
 };
 
-/// The NUMA nodes of a machine, as hwloc sees them. Immutable after construction, so thread-safe.
+/// The NUMA nodes and caches of a machine, as hwloc sees them. Immutable after construction, so
+/// thread-safe.
 class NumaTopology {
  public:
   /// Whether castor was built with hwloc; without it the constructors throw Error.
@@ -35,6 +36,9 @@ class NumaTopology {
   /// At least one, ordered by os_index.
   [[nodiscard]] const std::vector<NumaNode>& nodes() const noexcept { return nodes_; }
 
+  /// Of all caches of the last level together; 0 where hwloc knows of none.
+  [[nodiscard]] std::size_t cache_bytes() const noexcept { return cache_bytes_; }
+
   /// Places the pages of `range` on a node when they are first touched; when the node is full, the
   /// kernel takes another. False when there is no such node or the system refuses; errno says why.
   [[nodiscard]] bool bind(std::span<std::byte> range, unsigned os_index) const noexcept;
@@ -44,10 +48,11 @@ class NumaTopology {
     void operator()(hwloc_topology* topology) const noexcept;
   };
 
-  void read_nodes();
+  void read();
 
   std::unique_ptr<hwloc_topology, Destroy> topology_;
   std::vector<NumaNode> nodes_;
+  std::size_t cache_bytes_ = 0;
 };
 
 /// Adaptor: the pages of another source, bound to one NUMA node. A refused binding is tolerated,

@@ -38,6 +38,9 @@ std::optional<std::vector<std::tuple<unsigned, std::size_t, std::size_t>>> numa_
   return nodes;
 }
 
+/// Of all caches of the last level together; 0 where that is not known.
+std::size_t cache_bytes() { return NumaTopology::available() ? NumaTopology().cache_bytes() : 0; }
+
 double in_place(std::size_t num_floats, std::size_t repetitions) {
   MemoryTier host(TierKind::kHost, num_floats * sizeof(float), make_host_arena());
   const Block block = host.allocate(num_floats * sizeof(float), "");
@@ -79,6 +82,7 @@ double copy_bandwidth(std::size_t num_bytes, std::size_t repetitions) {
 void bind_machine(py::module_& module) {
   const auto released = py::call_guard<py::gil_scoped_release>();
   module.def("numa_nodes", &numa_nodes);
+  module.def("cache_bytes", &cache_bytes);
   module.def("host_arena", [] { return make_host_arena()->description(); });
   module.def("in_place_bandwidth", &in_place, py::arg("num_floats"), py::arg("repetitions"),
              released);

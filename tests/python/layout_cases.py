@@ -4,7 +4,9 @@ The directory has folders, each with a plan.json and the config.json of the mode
 """
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed
@@ -12,42 +14,106 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import castor
 from castor.config.layout_plan import read_plan
+from castor.runtime.engine import engine_of
 from helpers import GIB
 from tensor_cases import LR, MAX_NORM, write
+
+
+@dataclass
+class Planned:
+    """A model that is divided by a plan."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    booster: castor.Booster
+    plan: dict[str, Any]
+    data: dict[str, torch.Tensor]
+    """A batch."""
+    expected: float
+    """Its loss in one process."""
+
+
+def boosted_by(file: Path) -> Planned:
+    """The model beside a plan."""
+    plan = read_plan(file)
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(file.with_name("config.json"))
+    model = AutoModelForCausalLM.from_config(config)
+    ids = torch.randint(config.vocab_size, (plan["batch_size"], plan["workload"]["sequence"]))
+    data = {"input_ids": ids, "labels": ids}
+    with torch.no_grad():
+        expected = model(**data).loss.item()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    plugin = castor.HybridParallelPlugin(
+        file, device="cpu", device_memory=GIB, host_memory=GIB, precision="fp32", max_norm=MAX_NORM
+    )
+    booster = castor.Booster(plugin=plugin)
+    booster.boost(model, optimizer)
+    return Planned(model, optimizer, booster, plan, data, expected)
 
 
 def train_by_plan(directory: Path) -> None:
     """The loss of a step by each plan, and that of the same samples without ranks."""
     found = {}
     for file in sorted(directory.glob("*/plan.json")):
-        plan = read_plan(file)
-        torch.manual_seed(0)
-        config = AutoConfig.from_pretrained(file.with_name("config.json"))
-        model = AutoModelForCausalLM.from_config(config)
-        ids = torch.randint(config.vocab_size, (plan["batch_size"], plan["workload"]["sequence"]))
-        data = {"input_ids": ids, "labels": ids}
-        with torch.no_grad():
-            expected = model(**data).loss.item()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-        plugin = castor.HybridParallelPlugin(
-            file, device="cpu", device_memory=GIB, host_memory=GIB, precision="fp32",
-            max_norm=MAX_NORM,
-        )  # fmt: skip
-        booster = castor.Booster(plugin=plugin)
-        booster.boost(model, optimizer)
+        planned = boosted_by(file)
+        model, optimizer, booster = planned.model, planned.optimizer, planned.booster
         losses = []
         for _ in range(2):
-            if "num_microbatches" in plan["layout"]:
-                done = booster.execute_pipeline(iter([data]), model, None, optimizer)
+            if "num_microbatches" in planned.plan["layout"]:
+                done = booster.execute_pipeline(iter([planned.data]), model, None, optimizer)
                 losses.append(done["loss"].item())
             else:
-                loss = model(**data).loss
+                loss = model(**planned.data).loss
                 booster.backward(loss, optimizer)
                 losses.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
-        found[file.parent.name] = [*losses, expected]
+        found[file.parent.name] = [*losses, planned.expected]
     write(directory, "train_by_plan", found)
+
+
+class Noted:
+    """What a rank sends others, as castor.estimate.metatrace.Sent has it."""
+
+    def __init__(self, tensors: Any) -> None:
+        """`tensors`: A rank's _C.RankTensors."""
+        self._tensors = tensors
+        self.sent: list[tuple[str, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensors, name)
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        self.sent.append(("sum", tensor.nbytes))
+        self._tensors.sum(tensor)
+
+    def gather(self, own: torch.Tensor, parts: torch.Tensor) -> None:
+        self.sent.append(("gather", own.nbytes))
+        self._tensors.gather(own, parts)
+
+    def exchange(self, parts: torch.Tensor, received: torch.Tensor) -> None:
+        self.sent.append(("exchange", parts.nbytes))
+        self._tensors.exchange(parts, received)
+
+
+def exchange_by_plan(directory: Path) -> None:
+    """What ranks that share layers exchange in a pass by each plan, and keep between its halves."""
+    found = {}
+    for file in sorted(directory.glob("*/plan.json")):
+        planned = boosted_by(file)
+        ranks = engine_of(planned.model).parts.ranks
+        noted = Noted(ranks.tensors)
+        object.__setattr__(ranks, "tensors", noted)
+        for _ in range(2):  # in the first step blocks that run again are compared
+            noted.sent.clear()
+            loss = planned.model(**planned.data).loss
+            kept = planned.booster.memory(planned.model).nonmodel_bytes
+            planned.booster.backward(loss, planned.optimizer)
+            found[file.parent.name] = {"sent": [*noted.sent], "kept": kept}
+            planned.optimizer.step()
+            planned.optimizer.zero_grad()
+    write(directory, "exchange_by_plan", found)
 
 
 if __name__ == "__main__":

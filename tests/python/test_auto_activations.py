@@ -683,3 +683,26 @@ def test_deep_gpt2_with_dropout() -> None:
         torch.manual_seed(7)
         runs.append(train_on(boosted, case))
     assert runs[0] == runs[1]
+
+
+@pytest.mark.cpu_device("a GPU's link is not the host's memory")
+def test_the_hosts_memory_is_measured_once_with_what_no_cache_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied: list[int] = []
+    measure = auto._C.copy_bandwidth
+
+    def measured(num_bytes: int, repetitions: int) -> float:
+        copied.append(num_bytes)
+        return measure(num_bytes, repetitions)
+
+    monkeypatch.setattr(auto._C, "copy_bandwidth", measured)
+    auto._copy_of.cache_clear()
+    for _ in range(2):
+        boosted = boost(DEEP.model(), activations="auto")
+        step(boosted, DEEP.batch(0), DEEP)
+    (num_bytes,) = copied
+    assert num_bytes >= 64 << 20
+    assert 2 * num_bytes > auto._C.cache_bytes()
+    # Where budgets are less than caches, chunks stay in these.
+    assert auto._copied_bytes(8 << 20) == 1 << 20

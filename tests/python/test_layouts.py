@@ -12,13 +12,13 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from transformers import GptOssConfig, LlamaConfig, LlamaForCausalLM, MixtralConfig
+from transformers import GptOssConfig, LlamaConfig, LlamaForCausalLM, MixtralConfig, T5Config
 from typer.testing import CliRunner
 
 from castor import _C, HybridParallelPlugin
 from castor.cli import app
 from castor.config.layout_plan import ENVIRONMENT, read_plan
-from castor.config.names import GRAD_READY
+from castor.config.names import BETWEEN_LAYERS, GRAD_READY
 from castor.distributed import Mode
 from castor.errors import UsageError
 from castor.estimate.cluster import Cluster, Link
@@ -148,11 +148,65 @@ def test_stages_of_divided_sequences_are_the_model(config: Path, mode: Any) -> N
     passes = [one for rank in range(2) for one in recorded(model, rank, 2).passes.values()]
     assert sum(one.flops for one in passes) == whole.flops
     assert [one.sent_bytes for one in passes] == [2 * TOKENS // 2 * WIDTH * 4, 0]
+    assert sum(len(exchanges(one)) for one in passes) == len(exchanges(whole))
 
-    def sent(one: StagePass) -> list[Sent]:
-        return [sent for moment in (*one.forward, *one.backward) for sent in moment.sent]
 
-    assert sum(len(sent(one)) for one in passes) == len(sent(whole))
+def exchanges(one: StagePass) -> list[Sent]:
+    return [sent for moment in (*one.forward, *one.backward) for sent in moment.sent]
+
+
+def two_blocks(model: ModelOnPaper) -> tuple[StagePass, StagePass]:
+    """The third block of the model, and it with the fourth, each a stage with others around."""
+    return tuple(  # type: ignore[return-value]
+        model.record((2,), len(layers), rows=2, sequence=TOKENS, tile=0, layers=layers).passes[2]
+        for layers in ([1, 1, 1, 3], [1, 1, 2, 2])
+    )
+
+
+@pytest.mark.parametrize(("recomputes", "more"), [(False, 5 / 4), (True, 11 / 10)])
+def test_ranks_that_share_layers_may_have_their_tokens_of_what_lies_between(
+    config: Path, recomputes: bool, more: float
+) -> None:
+    """A block keeps half. What it exchanges is five quarters (0048-tokens-between-layers.md).
+
+    Where it runs again, its last sum does not; what it keeps is its input, which is gathered then.
+    """
+    link = Link(bytes_per_second=1e9)
+
+    def of_a_block(**divided: int) -> tuple[int, float]:
+        """What it keeps, and seconds of what it exchanges but for gradients of norms."""
+        seconds = []
+        one, two = two_blocks(on_paper(config, recomputes=recomputes, **divided))
+        for passed in (one, two):
+            sent = [sent for sent in exchanges(passed) if sent.num_bytes > WIDTH * 4]
+            seconds.append(sum(link.collective(of.operation, of.num_bytes, 2) for of in sent))
+        return two.kept_bytes - one.kept_bytes, seconds[1] - seconds[0]
+
+    kept, _ = of_a_block()
+    kept_of_layers, exchanged = of_a_block(tensor_size=2)
+    kept_of_tokens, exchanged_of_tokens = of_a_block(tensor_size=2, divide_tokens=True)
+    random_state = 0 if recomputes else 16  # which attention keeps
+    assert kept_of_tokens - random_state == (kept - random_state) / 2
+    assert kept_of_layers > kept_of_tokens
+    assert exchanged_of_tokens == pytest.approx(more * exchanged)
+
+
+def test_stages_of_tokens_between_layers_are_the_model(config: Path) -> None:
+    """All tokens go from stage to stage, whichever stages of the model were recorded before."""
+    model = on_paper(config, tensor_size=2, divide_tokens=True)
+    whole = recorded(model).passes[0]
+    for each in (1, 3):
+        ranks = [recorded(model, rank, 2, each) for rank in range(2)]
+        passes = [one for rank in ranks for one in rank.passes.values()]
+        assert sum(one.flops for one in passes) == whole.flops
+        sent = sorted(one.sent_bytes for one in passes)
+        assert sent == [0] + [2 * TOKENS * WIDTH * 4] * (2 * each - 1)
+        # Where a stage begins and ends tokens are gathered, in forward or backward.
+        more = sum(len(exchanges(one)) for one in passes) - len(exchanges(whole))
+        assert more == 2 * (2 * each - 1)
+    again = recorded(model).passes[0]
+    assert exchanges(again) == exchanges(whole)
+    assert again.kept_bytes == whole.kept_bytes
 
 
 def test_halves_of_a_backward_are_the_whole(config: Path) -> None:
@@ -387,6 +441,15 @@ def test_heads_that_do_not_divide_are_not_divided(heads: int) -> None:
     assert modes == ({"all_gather", "ring_attn"} if heads else set())
 
 
+def test_tokens_between_layers_are_divided_evenly_by_ranks_that_divide_nothing_else() -> None:
+    for sequence, sizes in ((TOKENS, {2, 4}), (30, {2}), (31, set())):
+        found = layouts(cluster(), batch=8, sequence=sequence, blocks=BLOCKS, heads=4, experts=4)
+        of = [one for one in found if one.tokens_between_layers]
+        assert {one.tensor for one in of} == sizes
+        assert {one.sequence for one in of} <= {1}
+        assert {one.experts == one.tensor for one in of} == ({True, False} if of else set())
+
+
 def test_rings_need_two_pieces_of_a_sequence_each() -> None:
     found = list(layouts(cluster(), batch=8, sequence=20, blocks=BLOCKS, heads=4))
     of = {(one.sequence, one.mode) for one in found if one.sequence > 1}
@@ -536,6 +599,7 @@ def test_the_search_finds_what_comparing_all_does(
     assert [cost.seconds for cost in shown.fitting] == sorted(best.values())[:4]
     assert any(not cost.fits(NARROW.machine) for cost in every)
     assert {cost.layout.mode for cost in every} == set(get_args(Mode))
+    assert any(cost.layout.tokens_between_layers for cost in every)
     assert {cost.layout.style for cost in every} >= {"1f1b", "interleaved", "zbv"}
 
 
@@ -600,6 +664,20 @@ def test_what_attention_refuses_is_said(tmp_path: Path) -> None:
     assert modes == {"all_gather", "ring_attn"}
 
 
+def test_models_whose_blocks_castor_does_not_know_have_no_tokens_between_layers(
+    tmp_path: Path,
+) -> None:
+    sizes = {"d_model": WIDTH, "d_kv": 16, "d_ff": WIDTH, "num_layers": 2, "num_heads": 4}
+    path = tmp_path / "config.json"
+    T5Config(**sizes, vocab_size=VOCAB, architectures=["T5ForConditionalGeneration"]).to_json_file(
+        path, use_diff=False
+    )
+    found = search(path, batch=1).search(cluster(ranks_per_node=2), shown=9)
+    assert "no row of blocks of a T5" in found.refused["layers among 2 (split_gather)"]
+    assert any(cost.layout.tensor == 2 for cost in found.fitting)
+    assert not any(cost.layout.tokens_between_layers for cost in found.fitting)
+
+
 def test_what_a_model_does_not_take_is_said(tmp_path: Path) -> None:
     path = config_file(tmp_path, num_attention_heads=4, num_key_value_heads=1)
     found = search(path).search(cluster())
@@ -659,13 +737,15 @@ def test_how_ranks_that_divide_sequences_meet_is_shown(tmp_path: Path) -> None:
     path = config_file(tmp_path, num_hidden_layers=2)
     done = run_plan(path, tmp_path, "--shown", "20", ranks_per_node=2)
     assert done.exit_code == 0, done.output
-    assert all(mode in done.output for mode in get_args(Mode))
+    assert all(mode in done.output for mode in (*get_args(Mode), BETWEEN_LAYERS))
     figures = json.loads(
         run_plan(path, tmp_path, "--shown", "20", "--json", ranks_per_node=2).output
     )
     arguments = [one["arguments"] for one in figures["fitting"]]
     of_modes = [one.get("sequence_parallelism_mode") for one in arguments if one["sp_size"] > 1]
     assert set(of_modes) == set(get_args(Mode))
+    tokens = [one for one in arguments if one.get("sequence_parallelism_mode") == BETWEEN_LAYERS]
+    assert {(one["tp_size"], one["sp_size"]) for one in tokens} == {(2, 1)}
 
 
 def test_auto_without_a_plan_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:

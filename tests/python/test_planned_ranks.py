@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaConfig, MixtralConfig, PretrainedConfig
 
 import layout_cases
@@ -29,6 +33,7 @@ LLAMA = LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"])
 MIXTRAL = MixtralConfig(
     **SIZES, num_local_experts=3, num_experts_per_tok=2, architectures=["MixtralForCausalLM"]
 )
+TOKENS = Layout(tensor=2, tokens_between_layers=True, rows=4)
 LAYOUTS: dict[str, tuple[PretrainedConfig, Layout]] = {
     "all_to_all": (LLAMA, Layout(sequence=2, rows=4)),
     "all_gather": (LLAMA, Layout(sequence=2, mode="all_gather", rows=4)),
@@ -42,23 +47,39 @@ LAYOUTS: dict[str, tuple[PretrainedConfig, Layout]] = {
     ),
     "experts": (MIXTRAL, Layout(experts=2, rows=2)),
     "layers and experts": (MIXTRAL, Layout(tensor=2, experts=2, rows=4)),
+    "tokens": (LLAMA, TOKENS),
+    "tokens and experts": (MIXTRAL, replace(TOKENS, experts=2, activations="recompute")),
+    "tokens and stages": (LLAMA, replace(TOKENS, stages=2, microbatches=4, rows=1)),
 }
 """Of two ranks, or four, and steps of four samples, which ranks that divide experts alone share."""
+PASSES: dict[str, Layout] = {
+    "layers": Layout(tensor=2, rows=4),
+    "layers, recomputed": Layout(tensor=2, rows=4, activations="recompute"),
+    "tokens": TOKENS,
+    "tokens, recomputed": replace(TOKENS, activations="recompute"),
+}
+WORKLOAD = Workload(batch=4, sequence=16, precision="fp32", state_format="fp32")
+
+
+def plan(
+    folder: Path, model: PretrainedConfig, layout: Layout, workload: Workload = WORKLOAD
+) -> LayoutSearch:
+    """Writes the model and its plan; gives what the plan comes from."""
+    folder.mkdir(parents=True)
+    on = Cluster.of(CLUSTER | {"ranks_per_node": layout.ranks}, "fp32")
+    config = folder / "config.json"
+    model.to_json_file(config, use_diff=False)
+    search = LayoutSearch(config, workload)
+    assert layout in search.layouts(on)
+    write_plan(folder / "plan.json", plan_of(search.cost(layout, on), on, workload))
+    return search
 
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = tmp_path_factory.mktemp("plans")
-    workload = Workload(batch=4, sequence=16, precision="fp32", state_format="fp32")
     for name, (model, layout) in LAYOUTS.items():
-        folder = directory / str(layout.ranks) / name
-        folder.mkdir(parents=True)
-        on = Cluster.of(CLUSTER | {"ranks_per_node": layout.ranks}, "fp32")
-        config = folder / "config.json"
-        model.to_json_file(config, use_diff=False)
-        search = LayoutSearch(config, workload)
-        assert layout in search.layouts(on)
-        write_plan(folder / "plan.json", plan_of(search.cost(layout, on), on, workload))
+        plan(directory / str(layout.ranks) / name, model, layout)
     return {
         name: losses
         for ranks in (2, 4)
@@ -71,3 +92,36 @@ def test_a_layout_trains_as_it_is_planned(name: str, losses: Any) -> None:
     first, second, expected = losses[name]
     assert first == pytest.approx(expected, rel=LOSS)
     assert second < first
+
+
+@pytest.fixture(scope="module")
+def passes(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("passes")
+    # As on GPUs, for which plans are: keys of fewer heads are repeated there, and what attention
+    # keeps of a row has a multiple of 32 tokens.
+    config = SIZES | {"num_key_value_heads": 4}
+    model = LlamaConfig(**config, architectures=["LlamaForCausalLM"])
+    workload, planned = replace(WORKLOAD, sequence=32), {}
+    for name, layout in PASSES.items():
+        search = plan(directory / name, model, layout, workload)
+        planned[name] = search._rank(layout, 0, 2**30).passes[0]
+    return planned, found(layout_cases.exchange_by_plan, 2, directory)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_ranks_exchange_and_keep_what_is_planned(name: str, passes: Any) -> None:
+    planned, measured = (of[name] for of in passes)
+    sent = [s for moment in (*planned.forward, *planned.backward) for s in moment.sent]
+    expected = [(one.operation, one.num_bytes) for one in sent]
+    exchanged = [tuple(one) for one in measured["sent"]]
+    if "recomputed" in name:  # the first block, whose output was compared, runs again to its end
+        (last,) = Counter(exchanged) - Counter(expected)
+        assert last == ("exchange" if "tokens" in name else "sum", 4 * 32 * 32 * 4)
+        exchanged.remove(last)
+        expected, exchanged = sorted(expected), sorted(exchanged)
+    assert exchanged == expected
+    inputs = 2 * 4 * 32 * 8  # which the script has
+    # Attention keeps one on GPUs, which is not kept here; who runs again keeps the CPU's.
+    states = -torch.get_rng_state().nbytes if "recomputed" in name else 16
+    states *= SIZES["num_hidden_layers"]
+    assert planned.kept_bytes - inputs - states == measured["kept"]

@@ -31,8 +31,13 @@ from castor.runtime.engine import Engine
 from castor.runtime.spec import ModelSpec
 
 _PROBE_BYTES = 1 << 22
-"""Of a copy that measures a link; at most this share of the device budget:"""
+"""Of a copy that measures a GPU's link; at most this share of the device budget:"""
 _PROBE_SHARE = 64
+_LEAST_COPIED = 1 << 26
+"""Bytes of a copy within the host, or what all its caches hold; at most this share of its budget,
+chunks of which stay in caches where that is less:"""
+_COPIED_SHARE = 8
+_REPETITIONS = 3
 _FAULTED_BYTES = 1 << 25
 """Of fresh memory that is written to see what that takes."""
 _STEP_ENDS = "the end of a step, where ranks decide which blocks run again"
@@ -294,9 +299,10 @@ def _options(
     on_gpu = device.type != "cpu"
     dram, link = 1e9, float(config.link_bytes_per_second or 1e9)
     if measured:
-        dram = _C.in_place_bandwidth(_PROBE_BYTES, 3)
+        num_bytes = _copied_bytes(config.host_bytes)
+        dram = _dram_of(num_bytes)
         link = config.link_bytes_per_second or (
-            _link_of(device, config) if on_gpu else _C.copy_bandwidth(_PROBE_BYTES, 3)
+            _link_of(device, config) if on_gpu else _copy_of(num_bytes)
         )
     copies = "overlapped" if on_gpu or config.link_bytes_per_second else "synchronous"
     margin = config.gpu_margin_mem_ratio
@@ -335,3 +341,19 @@ def _link_of(device: torch.device, config: GeminiConfig) -> float:
         return time.perf_counter() - start
 
     return num_bytes / min(seconds() for _ in range(4))
+
+
+def _copied_bytes(host_bytes: int) -> int:
+    """Of a copy within the host, whose source and target no cache holds together."""
+    most = max(1 << 12, host_bytes // _COPIED_SHARE)
+    return min(max(_LEAST_COPIED, _C.cache_bytes()), most)
+
+
+@functools.cache  # of each profile the same: a machine does not change
+def _dram_of(num_bytes: int) -> float:
+    return _C.in_place_bandwidth(2 * num_bytes // 4, _REPETITIONS)  # as much as a copy touches
+
+
+@functools.cache
+def _copy_of(num_bytes: int) -> float:
+    return _C.copy_bandwidth(num_bytes, _REPETITIONS)

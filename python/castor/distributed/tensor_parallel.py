@@ -125,6 +125,11 @@ class TensorParallel:
             draw_own(model, self._plan, self.ranks.rank, generators)
         self.refuse_readers(model)
 
+    def divide_in(self, stages: Sequence[range] | None) -> None:
+        """After start: where other stages begin tokens are divided, if they are; see TokenParts."""
+        if self._tokens:
+            self._tokens.divide_in(stages)
+
     def refuse_readers(self, model: nn.Module) -> None:
         """From now on parts of parameters are not taken for parameters."""
         for module in model.modules():

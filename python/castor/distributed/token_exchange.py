@@ -77,9 +77,11 @@ def keeping(entered: torch.Tensor) -> AbstractContextManager[Any]:
     is offloaded has it elsewhere.
     """
     parts = InParts.of(entered)
-    if not parts or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        return nullcontext()
-    return parts.kept.keeping(entered)
+    return nullcontext() if not parts or _others_save() else parts.kept.keeping(entered)
+
+
+def _others_save() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 class _KeptPart:
@@ -93,13 +95,16 @@ class _KeptPart:
         self._again: torch.Tensor | None = None
 
     def gathered(self) -> torch.Tensor:
-        return _gathered(self._part, self.ranks, self.dim)
+        whole = _gathered(self._part, self.ranks, self.dim)
+        if _others_save():  # nobody will ask for the part
+            self._part = self._part.new_empty(0)
+        return whole
 
     def keeping(self, whole: torch.Tensor) -> saved_tensors_hooks:
-        storage = whole.untyped_storage().data_ptr()
+        storage = whole.untyped_storage()._cdata
 
         def pack(tensor: torch.Tensor) -> Any:
-            if tensor.untyped_storage().data_ptr() != storage:
+            if tensor.untyped_storage()._cdata != storage:
                 return tensor
             return tensor.size(), tensor.stride(), tensor.storage_offset()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from castor.distributed.generators import Generators, States
 from castor.distributed.inputs import asked_of, by_name
@@ -67,6 +68,7 @@ class TokenParts:
         self._blocks = blocks
         self._forward_divides = False
         self._num_own = 0
+        self._ends: list[RemovableHandle] = []  # hooks where a stage begins, and where it ends
         self._kinds = {
             name: of for name, of in kinds_of(plan).items() if name.startswith(f"{blocks}.")
         }
@@ -88,20 +90,36 @@ class TokenParts:
         """
         model = self._model()
         assert model is not None
+        self.divide_in(stages)  # first: only where it has begun blocks draw their own numbers
         blocks = list(model.get_submodule(self._blocks).named_children())
         started = set()
         for stage in stages or [range(len(blocks))]:
-            own = blocks[stage.start : stage.stop]
-            (_, first), (_, last) = own[0], own[-1]
-            first.register_forward_pre_hook(ModuleHook(self._divide), with_kwargs=True)
-            last.register_forward_hook(ModuleHook(self._join))
-            for number, block in own:
+            for number, block in blocks[stage.start : stage.stop]:
                 OwnNumbers(self._ranks.rank, generators, lambda: self.divides).start(block)
                 started.add(f"{self._blocks}.{number}")
         for name, sums in self._regions.items():
             if _around(name, started):
                 self._start_region(model.get_submodule(name), name, generators if sums else None)
         model.register_forward_pre_hook(ModuleHook(_check_outputs), with_kwargs=True)
+
+    def divide_in(self, stages: Sequence[range] | None) -> None:
+        """Divides tokens where these rows of blocks begin, and nowhere else from now on.
+
+        Args:
+            stages: Numbers of each one's blocks; None: all are in one.
+        """
+        model = self._model()
+        assert model is not None
+        for handle in self._ends:
+            handle.remove()
+        self._ends.clear()
+        blocks = list(model.get_submodule(self._blocks).children())
+        for stage in stages or [range(len(blocks))]:
+            first, last = blocks[stage.start], blocks[stage.stop - 1]
+            self._ends += (
+                first.register_forward_pre_hook(ModuleHook(self._divide), with_kwargs=True),
+                last.register_forward_hook(ModuleHook(self._join)),
+            )
 
     def _start_region(self, module: nn.Module, name: str, of_sums: Generators | None) -> None:
         """`of_sums`: where it gives sums, the model's generators."""

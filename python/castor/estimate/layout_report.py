@@ -127,8 +127,7 @@ def ranks_of(layout: Layout) -> str:
     sizes = {"tp": layout.tensor, "ep": layout.experts, "sp": layout.sequence}
     sizes |= {"pp": layout.stages, "dp": layout.data}
     found = [f"{name} {of}" for name, of in sizes.items() if of > 1]
-    found += [layout.mode] if layout.sequence > 1 else []
-    return ", ".join(found) or "one"
+    return ", ".join([*found, *filter(None, [layout.sequence_parallelism])]) or "one"
 
 
 def schedule_of(layout: Layout) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -209,34 +209,47 @@ class LayoutSearch:
         """The model with layers and sequences divided so, for one row and for two."""
         key = _of_model(like), cluster.machine, cluster.link
         if key not in self._wholes:
-            # A stage for each block is recorded soonest: those in between take as much as others.
-            whole = replace(like.division(), stages=max(1, self._blocks), data=1)
+            # A stage for each block is recorded soonest: those in between take as much as others,
+            # of which there are two.
+            stages = self._blocks if self._blocks > 3 else 1
+            whole = replace(like.division(), stages=stages, data=1)
             of_one, of_two = (self._whole_of(replace(whole, rows=rows), cluster) for rows in (1, 2))
             self._wholes[key] = of_one, of_two
         return self._wholes[key]
 
     def _whole_of(self, whole: Layout, cluster: Cluster) -> Whole:
         tile = cluster.machine.device_bytes
-        ends = [self._rank(whole, rank, tile) for rank in {0, whole.stages // 2, whole.stages - 1}]
-        passes = self._stages(
-            whole, {n: one for end in ends for n, one in end.passes.items()}, tile
-        )
-        of = [seconds_of(one, cluster, whole) for one in passes]
-        seconds = [sum(one.forward) + sum(one.backward) for one in of]
-        kept = [one.kept_bytes for one in passes]
-        if len(passes) < 3:
-            return Whole(seconds=sum(seconds), kept_bytes=sum(kept))
-        middle = whole.stages // 2
-        block = self._rank(whole, middle, tile)
+        middle, last = whole.stages // 2, whole.stages - 1
+        ranks = {number: self._rank(whole, number, tile) for number in {0, middle, last}}
+        ends = {number: rank.passes[number] for number, rank in ranks.items()}
+        passes = self._stages(whole, ends, tile)
+
+        def seconds_in(one: StagePass) -> float:
+            own = seconds_of(one, cluster, whole)
+            return sum(own.forward) + sum(own.backward)
+
+        seconds, kept = sum(map(seconds_in, passes)), sum(one.kept_bytes for one in passes)
+        if whole.stages == 1:
+            return Whole(seconds=seconds, kept_bytes=kept)
+        # What a stage takes beside its blocks is what a block more takes less.
+        one, two = passes[middle], self._two_blocks(whole, tile)
+        block_seconds = seconds_in(two) - seconds_in(one)
+        block_kept = two.kept_bytes - one.kept_bytes
         return Whole(
-            seconds=sum(seconds),
-            kept_bytes=sum(kept),
-            block_seconds=min(seconds),
-            block_kept_bytes=min(kept),
+            seconds=seconds - last * (seconds_in(one) - block_seconds),
+            kept_bytes=kept - last * (one.kept_bytes - block_kept),
+            block_seconds=block_seconds,
+            block_kept_bytes=block_kept,
             block_passing_bytes=min(map(passing_bytes, passes)),
-            block_bytes=block.param_bytes,
-            block_sends=sends_all(block, middle, cluster),
+            block_bytes=ranks[middle].param_bytes,
+            block_sends=sends_all(ranks[middle], middle, cluster),
         )
+
+    def _two_blocks(self, whole: Layout, tile: int) -> StagePass:
+        """A stage of two, the second in the middle of the model."""
+        number, layers = whole.stages // 2 - 1, [1] * (whole.stages - 1)
+        layers[number] = 2
+        return self._record(whole, (number,), tile, layers).passes[number]
 
     def _known(self, layout: Layout, cluster: Cluster, limit: float) -> Iterator[LayoutCost]:
         """Its cost; none where the model refuses it, or an end shows that it is not below a limit.
@@ -253,8 +266,8 @@ class LayoutSearch:
         names = {"layers": layout.tensor, "experts": layout.experts}
         names |= {"sequences": layout.sequence, "stages": layout.stages}
         what = ", ".join(f"{name} among {of}" for name, of in names.items() if of > 1)
-        if layout.sequence > 1:
-            what += f" ({layout.mode})"
+        if mode := layout.sequence_parallelism:
+            what += f" ({mode})"
         if str(error) not in self.refused.values():
             self.refused.setdefault(what or "one rank", str(error))
 
@@ -312,6 +325,7 @@ class LayoutSearch:
                 expert_size=division.experts,
                 sequence_size=division.sequence,
                 sequence_mode=division.mode,
+                divide_tokens=division.tokens_between_layers,
                 recomputes=division.activations == "recompute",
             )
         return self._models[division]
@@ -334,14 +348,18 @@ class LayoutSearch:
             self._ranks[key] = self._record(layout, own, tile)
         return self._ranks[key]
 
-    def _record(self, layout: Layout, own: tuple[int, ...], tile: int) -> RankOnPaper:
+    def _record(
+        self, layout: Layout, own: tuple[int, ...], tile: int, layers: Sequence[int] | None = None
+    ) -> RankOnPaper:
+        """`layers`: blocks of each stage; None: as training divides them."""
         return self._model(layout).record(
             own,
-            layout.stages * layout.stages_per_rank,
+            len(layers) if layers else layout.stages * layout.stages_per_rank,
             rows=layout.rows,
             sequence=self.workload.sequence,
             tile=tile,
             splits=layout.style == "zbv",
+            layers=layers,
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from castor.config.names import PipelineStyle
+from castor.config.names import BETWEEN_LAYERS, PipelineStyle
 from castor.distributed import Mode
 from castor.estimate.cluster import Cluster
 
@@ -27,6 +27,8 @@ class Layout:
     """... sequences."""
     mode: Mode = "all_to_all"
     """How these meet in attention."""
+    tokens_between_layers: bool = False
+    """Whether the ranks that share layers have their tokens of what lies between."""
     stages: int = 1
     """... the blocks of the model."""
     data: int = 1
@@ -64,6 +66,13 @@ class Layout:
         """Ranks that have the same parameters."""
         return self.sequence * self.data
 
+    @property
+    def sequence_parallelism(self) -> str | None:
+        """HybridParallelPlugin's sequence_parallelism_mode; None: nobody has some tokens only."""
+        if self.tokens_between_layers:
+            return BETWEEN_LAYERS
+        return self.mode if self.sequence > 1 else None
+
     def stages_of(self, rank: int) -> list[int]:
         """Numbers of the stages that a rank of a pipeline has."""
         if self.style == "zbv":
@@ -84,8 +93,8 @@ class Layout:
         }
         if self.experts > 1:
             found["ep_size"] = self.experts
-        if self.sequence > 1:
-            found["sequence_parallelism_mode"] = self.mode
+        if mode := self.sequence_parallelism:
+            found["sequence_parallelism_mode"] = mode
         if self.stages > 1 or self.microbatches > 1:
             found |= {"pp_style": self.style, "num_microbatches": self.microbatches}
         if self.stages_per_rank > 1:
@@ -118,18 +127,17 @@ def layouts(
                 if stages > 1 and stages > blocks:
                     continue
                 for tensor, of_experts in _parts_of_layers(layers, heads, experts):
-                    for mode in _modes(tensor, divided, sequence, heads):
-                        whole = Layout(
-                            tensor=tensor,
-                            experts=of_experts,
-                            sequence=divided,
-                            mode=mode,
-                            stages=stages,
-                            data=data,
-                        )
-                        samples, rest = divmod(batch, data * whole.experts_alone)
-                        if not rest:
-                            yield from _schedules(whole, samples, blocks)
+                    whole = Layout(
+                        tensor=tensor,
+                        experts=of_experts,
+                        sequence=divided,
+                        stages=stages,
+                        data=data,
+                    )
+                    samples, rest = divmod(batch, data * whole.experts_alone)
+                    if not rest:
+                        for one in _by_tokens(whole, sequence, heads):
+                            yield from _schedules(one, samples, blocks)
 
 
 def _parts_of_layers(ranks: int, heads: int, experts: int) -> list[tuple[int, int]]:
@@ -155,6 +163,14 @@ def _modes(tensor: int, divided: int, sequence: int, heads: int) -> list[Mode]:
         for mode in get_args(Mode)
         if not sequence % pieces[mode] and (mode != "all_to_all" or not heads % (tensor * divided))
     ]
+
+
+def _by_tokens(layout: Layout, sequence: int, heads: int) -> Iterator[Layout]:
+    """How its ranks may divide tokens."""
+    for mode in _modes(layout.tensor, layout.sequence, sequence, heads):
+        yield replace(layout, mode=mode)
+    if layout.tensor > 1 and layout.sequence == 1 and not sequence % layout.tensor:
+        yield replace(layout, tokens_between_layers=True)
 
 
 def _schedules(layout: Layout, samples: int, blocks: int) -> Iterator[Layout]:

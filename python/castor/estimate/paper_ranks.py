@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from castor import _C
-from castor.distributed import TensorRanks
+from castor.distributed import Generators, TensorRanks
 from castor.estimate.metatrace import Sent
 
 
@@ -66,3 +66,21 @@ class _Sends:
 
     def _note(self, operation: str, tensor: torch.Tensor) -> None:
         self._tell(Sent(self._name, operation, tensor.numel() * tensor.element_size()))
+
+
+class PaperGenerators(Generators):
+    """Nothing is drawn of them: tensors on paper have no values."""
+
+    def __init__(self) -> None:
+        """Of a model on the meta device."""
+        super().__init__(torch.device("cpu"))
+
+    def states(self) -> tuple[torch.Tensor, ...]:
+        """There are none."""
+        return ()
+
+    def restore(self, states: tuple[torch.Tensor, ...]) -> None:
+        """Nothing has changed."""
+
+    def seed(self, seed: int) -> None:
+        """Nothing begins."""

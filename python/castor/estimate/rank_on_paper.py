@@ -20,7 +20,6 @@ from torch import nn
 from castor import _C
 from castor.config import Precision, StateFormat
 from castor.distributed import (
-    Generators,
     Mode,
     SequenceParallel,
     TensorParallel,
@@ -38,7 +37,7 @@ from castor.estimate.balanced_experts import balance_experts, count_experts
 from castor.estimate.metatrace import Moment, Recorder, Sent, call, recording, run
 from castor.estimate.model import build, make_inputs, quiet
 from castor.estimate.operators import Results
-from castor.estimate.paper_ranks import PaperRanks
+from castor.estimate.paper_ranks import PaperGenerators, PaperRanks
 from castor.estimate.simulator import lay_out
 from castor.runtime.engine import WORKING_DTYPES
 from castor.runtime.spec import ModelSpec
@@ -100,6 +99,7 @@ class ModelOnPaper:
         expert_size: int = 1,
         sequence_size: int = 1,
         sequence_mode: Mode = "all_to_all",
+        divide_tokens: bool = False,
         recomputes: bool,
     ) -> None:
         """Builds the model and divides it.
@@ -113,6 +113,7 @@ class ModelOnPaper:
             expert_size: ... experts: as many, or tensor_size is 1. All are chosen alike.
             sequence_size: Ranks that share sequences.
             sequence_mode: How they meet in attention.
+            divide_tokens: Whether those that share layers have their tokens of what lies between.
             recomputes: Whether all blocks are recomputed in backward.
 
         Raises:
@@ -124,7 +125,7 @@ class ModelOnPaper:
         self._precision, self._state_format, self._rule = precision, state_format, rule
         self._dtype = WORKING_DTYPES[precision]
         self.model: Any = build(config, dtype=self._dtype)
-        self._divided = tensor_size > 1
+        self._parallel: TensorParallel | None = None
         self._experts: Container[torch.Tensor] | None = None
         self._sequence_size = sequence_size
         self._tell: Recorder | None = None
@@ -140,21 +141,22 @@ class ModelOnPaper:
                 self.model, among, tensor_size=tensor_size, mode=sequence_mode
             )
         if max(tensor_size, expert_size) > 1:
-            self._divide_layers(tensor_size, expert_size)
+            self._divide_layers(tensor_size, expert_size, divide_tokens=divide_tokens)
         if self._sequences:
             self._sequences.start()
         self._blocks = RecomputedBlocks(self.model) if recomputes else None
 
-    def _divide_layers(self, tensor_size: int, expert_size: int) -> None:
+    def _divide_layers(self, tensor_size: int, expert_size: int, *, divide_tokens: bool) -> None:
         counts = count_experts(self.model) if expert_size > 1 else {}
         plan = find_plan(self.model, tensor_size, None) if tensor_size > 1 else {}
         if expert_size > 1:
             plan = with_whole_experts(self.model, plan, expert_size)
         among = PaperRanks.alike(TENSOR, max(tensor_size, expert_size), self._note)
-        layers = TensorParallel(self.model, plan, among)
+        layers = TensorParallel(self.model, plan, among, divide_tokens=divide_tokens)
         layers.apply()
         if tensor_size > 1:
-            layers.start(Generators(torch.device("cpu")))
+            layers.start(PaperGenerators())
+            self._parallel = layers
         else:
             self._experts = layers.cuts
         balance_experts(self.model, counts)
@@ -185,7 +187,7 @@ class ModelOnPaper:
 
     def record(
         self, own: Sequence[int], stages: int, *, rows: int, sequence: int, tile: int,
-        splits: bool = False,
+        splits: bool = False, layers: Sequence[int] | None = None,
     ) -> RankOnPaper:  # fmt: skip
         """What a rank's stages do with a micro-batch.
 
@@ -196,6 +198,7 @@ class ModelOnPaper:
             sequence: Tokens in a sample.
             tile: Device memory that decides whether logits are computed in tiles.
             splits: Whether weights' gradients come later than those of hidden states.
+            layers: Blocks of each stage; None: as training divides them.
 
         Raises:
             ValueError: The model cannot run on the meta device.
@@ -203,16 +206,22 @@ class ModelOnPaper:
         """
         inputs = make_inputs(self.model, batch=rows, sequence=sequence)
         if stages == 1:
+            self._divide_tokens_in(None)
             return self._recorded(inputs, None, own, tile, splits=False)
         plan = self.plan()
-        cuts = [0, *itertools.accumulate(self.layers_of(stages))]
+        cuts = [0, *itertools.accumulate(layers or self.layers_of(stages))]
         passage = self._passage(plan)
         places = places_of(self.model, plan, cuts, passage)
         with ExitStack() as undo:
             undo.callback(_restore, places)
             modules = StageModules(places, own, cuts, passage)
+            self._divide_tokens_in(modules.own_blocks)
             undo.enter_context(passage.routers.start(self.model, plan, modules.own_blocks))
             return self._recorded(inputs, modules, own, tile, splits=splits)
+
+    def _divide_tokens_in(self, stages: Sequence[range] | None) -> None:
+        if self._parallel:
+            self._parallel.divide_in(stages)
 
     def _passage(self, plan: PipelinePlan) -> Passage:
         passage = Passage.of(self.model, plan)
@@ -314,7 +323,7 @@ class ModelOnPaper:
     ) -> list[Moment]:
         logits = Logits(self.model, spec)
         rows = inputs["input_ids"].numel() if "input_ids" in inputs else 0
-        each = 0 if self._divided else logits.rows_per_tile(rows, tile)
+        each = 0 if self._parallel else logits.rows_per_tile(rows, tile)
         return logits.tiled(moments, rows, each) if each else moments
 
     def _note(self, sent: Sent) -> None:

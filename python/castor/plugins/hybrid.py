@@ -9,14 +9,13 @@ from typing import Any, cast, get_args
 
 from castor.config.block_choice import BlockChoice
 from castor.config.layout_plan import planned_layout
-from castor.config.names import Activations, PipelineStyle
+from castor.config.names import BETWEEN_LAYERS, Activations, PipelineStyle
 from castor.distributed import Microbatches, Mode, Plan
 from castor.plugins.divide import Division, Stages
 from castor.plugins.gemini import GeminiPlugin
 
 _STYLES: tuple[str, ...] = get_args(PipelineStyle)
-_BETWEEN_LAYERS = "split_gather"
-_MODES: tuple[str, ...] = (*get_args(Mode), _BETWEEN_LAYERS)
+_MODES: tuple[str, ...] = (*get_args(Mode), BETWEEN_LAYERS)
 
 
 class HybridParallelPlugin(GeminiPlugin):
@@ -125,7 +124,7 @@ class HybridParallelPlugin(GeminiPlugin):
                 f"sequence_parallelism_mode={sequence_parallelism_mode!r} is not supported; "
                 f"{known} are{ring if sequence_parallelism_mode == 'ring' else ''}"
             )
-        between_layers = sequence_parallelism_mode == _BETWEEN_LAYERS
+        between_layers = sequence_parallelism_mode == BETWEEN_LAYERS
         mode: Mode = "all_to_all" if between_layers else cast("Mode", sequence_parallelism_mode)
         if between_layers:
             _check_between_layers(tp_size, sp_size)
@@ -185,7 +184,7 @@ def _layout_of(
 
 def _check_between_layers(tp_size: int, sp_size: int) -> None:
     """Raises ValueError or NotImplementedError where nothing lies between divided layers."""
-    asked = f"sequence_parallelism_mode={_BETWEEN_LAYERS!r}"
+    asked = f"sequence_parallelism_mode={BETWEEN_LAYERS!r}"
     if tp_size == 1:
         raise ValueError(
             f"{asked} divides tokens between the layers that tp_size ranks divide, and with "

@@ -38,6 +38,14 @@ TEST_F(NumaTest, SyntheticNodesAreReadInOrder) {
   }
 }
 
+TEST_F(NumaTest, CachesOfTheLastLevelCountTogether) {
+  EXPECT_EQ(
+      NumaTopology("package:2 l3:1(size=8388608) l2:2(size=1048576) core:1 pu:1").cache_bytes(),
+      16 * kMiB);
+  EXPECT_EQ(NumaTopology("package:2 l2:2(size=1048576) core:1 pu:1").cache_bytes(), 4 * kMiB);
+  EXPECT_EQ(NumaTopology("core:2 pu:1").cache_bytes(), 0U);
+}
+
 TEST_F(NumaTest, NonsenseTopologiesAreRefused) {
   EXPECT_THROW(NumaTopology("three cabbages"), InvalidArgument);
 }
