@@ -1,5 +1,6 @@
 """Layers, experts, sequences and stages that several ranks divide among themselves."""
 
+from castor.distributed.adapters import beneath_adapters, with_adapters
 from castor.distributed.expert_parallel import ExpertParallel
 from castor.distributed.generators import Generators
 from castor.distributed.layout import RankLayout, data_rank_and_size
@@ -37,10 +38,12 @@ __all__ = [
     "SequenceParallel",
     "TensorParallel",
     "TensorRanks",
+    "beneath_adapters",
     "check_blocks",
     "data_rank_and_size",
     "find_pipeline_plan",
     "find_plan",
     "schedule_of",
+    "with_adapters",
     "with_whole_experts",
 ]

@@ -25,9 +25,11 @@ from castor.distributed import (
     SequenceParallel,
     TensorParallel,
     TensorRanks,
+    beneath_adapters,
     check_blocks,
     find_pipeline_plan,
     find_plan,
+    with_adapters,
     with_whole_experts,
 )
 from castor.errors import UsageError
@@ -173,6 +175,11 @@ class Division:
         """
         sequences, layers, stages = None, None, None
         schedule: Schedule | None = None
+        called = model
+        if self.ranks > 1 or self.expert_size > 1:
+            model = beneath_adapters(called)
+            if called is not model:
+                self._check_adapters(called)
         if layout.sequence:
             sequences = SequenceParallel(
                 model, layout.sequence, tensor_size=self.tensor_size, mode=self.sequence_mode
@@ -212,7 +219,7 @@ class Division:
             stages.apply(optimizers)
             schedule = PipelineSchedule(model, stages, self.stages.style, self.stages.microbatches)
         elif self.stages:
-            schedule = Accumulation(model, self.stages.microbatches, sequences)
+            schedule = Accumulation(called, self.stages.microbatches, sequences)
         if layers:
             layers.apply()
         return Divided(
@@ -230,7 +237,21 @@ class Division:
 
     def _plan_of_layers(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
         plan = find_plan(model, self.tensor_size, self.plan) if self.tensor_size > 1 else {}
-        return with_whole_experts(model, plan, self.expert_size) if self.expert_size > 1 else plan
+        if self.expert_size > 1:
+            plan = with_whole_experts(model, plan, self.expert_size)
+        return with_adapters(model, plan, self._asked_of_layers)
+
+    def _check_adapters(self, model: nn.Module) -> None:
+        """Raises NotImplementedError where ranks do not train adapters."""
+        asked = f"pp_size={self.num_ranks_of_stages}" if self.num_ranks_of_stages > 1 else ""
+        if self.tokens_between_layers:
+            asked = "sequence_parallelism_mode='split_gather'"
+        if asked:
+            raise NotImplementedError(
+                f"adapters of PEFT are not trained with {asked}, and this is a "
+                f"{type(model).__name__}: divide its layers (tp_size), experts (ep_size) or "
+                "sequences (sp_size), or train the model without adapters"
+            )
 
 
 def _check_updates(optimizers: Sequence[Optimizer], asked: str) -> None:

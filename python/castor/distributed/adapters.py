@@ -1,0 +1,94 @@
+"""Adapters of PEFT (LoRA, Hu et al. 2021) in layers that several ranks divide."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+_OUTPUTS = frozenset({"colwise", "packed_colwise", "colwise_gather_output", "colwise_rep"})
+_INPUTS = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep"})
+
+
+def beneath_adapters(model: nn.Module) -> nn.Module:
+    """The model that a PeftModel is around, which it calls; any other model as it is.
+
+    Raises:
+        NotImplementedError: What PEFT trains is no part of the model's layers (prompts).
+    """
+    peft: Any = sys.modules.get("peft")  # whoever has a PeftModel has imported it
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return model
+    prompts = [name for name, config in model.peft_config.items() if config.is_prompt_learning]
+    if prompts:
+        raise NotImplementedError(
+            f"adapter '{prompts[0]}' of this {type(model).__name__} is made of prompts, and ranks "
+            "that divide a model train LoRA"
+        )
+    base: nn.Module = model.get_base_model()
+    return base
+
+
+def with_adapters(
+    model: nn.Module, plan: Mapping[str, tuple[str, ...]], asked: str
+) -> dict[str, tuple[str, ...]]:
+    """The plan of layers, with the adapters that PEFT has put beside them.
+
+    Beside a layer of which a rank has some outputs, it has those of B, and all of A; beside one of
+    which it has some inputs, it has those of A, and all of B. So B A x is added as W x is computed.
+
+    Args:
+        model: Beneath PEFT's.
+        plan: Styles by name; see castor.distributed.tensor_plan.
+        asked: For messages, the argument that divides the layers.
+
+    Raises:
+        NotImplementedError: An adapter is of another kind, or drops out what a rank has a part of.
+    """
+    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is None:
+        return dict(plan)
+    wrappers = tuners.BaseTunerLayer, sys.modules["peft.utils.other"].AuxiliaryTrainingWrapper
+    modules, found = dict(model.named_modules()), dict[str, tuple[str, ...]]()
+    for name, styles in plan.items():
+        layer = modules.get(name)
+        kinds = {style.partition(":")[0] for style in styles}
+        if not isinstance(layer, wrappers) or not (kinds & (_OUTPUTS | _INPUTS) or _is_cut(kinds)):
+            found[name] = styles
+            continue
+        _check(name, layer, kinds, asked)
+        part = "lora_B" if kinds <= _OUTPUTS else "lora_A"
+        found[f"{name}.base_layer"] = styles
+        found |= {f"{name}.{part}.{adapter}": styles for adapter in getattr(layer, part)}
+    return found
+
+
+def _is_cut(kinds: set[str]) -> bool:
+    return not kinds.isdisjoint(
+        {"embedding_rowwise", "heads", "moe_tp_experts", "whole_experts", "exchanged_experts"}
+    )
+
+
+def _check(name: str, layer: Any, kinds: set[str], asked: str) -> None:
+    """Raises NotImplementedError unless its adapters are LoRA beside a linear layer."""
+    lora: Any = sys.modules.get("peft.tuners.lora.layer")
+    linear = lora is not None and isinstance(layer, lora.Linear)
+    if not linear or not (kinds <= _OUTPUTS or kinds <= _INPUTS):
+        what = type(getattr(layer, "base_layer", layer)).__name__
+        raise NotImplementedError(
+            f"with {asked} '{name}' is a {type(layer).__name__} of PEFT over a {what}, and ranks "
+            "divide LoRA of linear layers: leave it out of target_modules and modules_to_save"
+        )
+    if layer.lora_variant:
+        variant = type(next(iter(layer.lora_variant.values()))).__name__
+        raise NotImplementedError(
+            f"with {asked} '{name}' has a {variant}, which needs the whole weight: give plain LoRA "
+            "(use_dora=False)"
+        )
+    if any(getattr(dropout, "p", 0.0) > 0 for dropout in layer.lora_dropout.values()):
+        raise NotImplementedError(
+            f"with {asked} '{name}' has lora_dropout, and ranks would drop out different inputs: "
+            "give lora_dropout=0"
+        )
