@@ -15,6 +15,7 @@ from torch import distributed, nn
 
 import castor
 from division_cases import BETWEEN, STAGES, Way, in_little, plain
+from own_number_cases import dropped
 from tensor_cases import EXPERTS, FAMILIES, RING, STEPS, of_all, said, write
 from zoo import Case
 
@@ -88,6 +89,28 @@ def trained(directory: Path) -> None:
     write(directory, "trained", found)
 
 
+def masks(directory: Path) -> None:
+    """What ranks drop out in front of adapters, and whether blocks that run again do it alike."""
+    case = adapted(FAMILIES["llama"], lora_dropout=0.3)
+    way = Way(case, {"tp_size": 2})
+    boosted = way.boost(adam)
+    with dropped() as drawn:
+        boosted.model(**case.batch(0))
+    first, second = of_all([mask.tolist() for mask in drawn])
+    states = of_all(torch.get_rng_state().tolist())
+    found = {
+        "alike": [one == other for one, other in zip(first, second, strict=True)],
+        "widths": [mask.shape[-1] for mask in drawn],
+        "same state": states[0] == states[1],
+        "losses": [],
+    }
+    for activations in ("keep", "recompute"):
+        boosted = way.boost(adam, activations=activations)
+        torch.manual_seed(5)
+        found["losses"].append(way.train(boosted))
+    write(directory, "masks", found)
+
+
 def refused(directory: Path) -> None:
     """What is said of adapters that ranks cannot divide."""
     llama = FAMILIES["llama"]
@@ -95,7 +118,6 @@ def refused(directory: Path) -> None:
     ways = {
         "stages": Way(adapted(llama), STAGES),
         "tokens": Way(adapted(llama), two | BETWEEN),
-        "dropout": Way(adapted(llama, lora_dropout=0.1), two),
         "dora": Way(adapted(llama, use_dora=True), two),
         "embedding": Way(adapted(llama, target_modules=["embed_tokens"]), two),
         "copied": Way(adapted(llama, modules_to_save=["lm_head"]), two),

@@ -53,10 +53,20 @@ def test_files_are_those_of_one_process(name: str, divided: dict[int, Any], tmp_
             assert (mine / file).read_bytes() == (theirs / file).read_bytes()
 
 
+def test_ranks_drop_out_alike_what_all_have_and_their_own_parts_apart(tmp_path: Path) -> None:
+    seen = found(adapter_cases.masks, 2, tmp_path)
+    width, own_heads, own_units = 48, 24, 48
+    # In front of q, k, v and o, gate, up and down of each of two blocks.
+    assert seen["widths"] == 2 * [width, width, width, own_heads, width, width, own_units]
+    assert seen["alike"] == 2 * [True, True, True, False, True, True, False]
+    assert seen["same state"]
+    kept, recomputed = seen["losses"]
+    assert kept == recomputed
+
+
 REFUSED = {
     "stages": "pp_size=2",
     "tokens": "split_gather",
-    "dropout": "lora_dropout=0",
     "dora": "use_dora=False",
     "embedding": "target_modules",
     "copied": "modules_to_save",

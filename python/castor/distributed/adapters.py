@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-_OUTPUTS = frozenset({"colwise", "packed_colwise", "colwise_gather_output", "colwise_rep"})
-_INPUTS = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep"})
+from castor.distributed.layer_regions import COLUMNS, GATHERED_COLUMNS, ROWS
+
+_OUTPUTS = COLUMNS | GATHERED_COLUMNS
+_LAYER = ".base_layer"
+_OF_ADAPTER = re.compile(r"\.lora_[AB]\.[^.]+$")
 
 
 def beneath_adapters(model: nn.Module) -> nn.Module:
@@ -45,7 +49,7 @@ def with_adapters(
         asked: For messages, the argument that divides the layers.
 
     Raises:
-        NotImplementedError: An adapter is of another kind, or drops out what a rank has a part of.
+        NotImplementedError: An adapter is of another kind.
     """
     tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
     if tuners is None:
@@ -55,14 +59,36 @@ def with_adapters(
     for name, styles in plan.items():
         layer = modules.get(name)
         kinds = {style.partition(":")[0] for style in styles}
-        if not isinstance(layer, wrappers) or not (kinds & (_OUTPUTS | _INPUTS) or _is_cut(kinds)):
+        if not isinstance(layer, wrappers) or not (kinds & (_OUTPUTS | ROWS) or _is_cut(kinds)):
             found[name] = styles
             continue
         _check(name, layer, kinds, asked)
         part = "lora_B" if kinds <= _OUTPUTS else "lora_A"
-        found[f"{name}.base_layer"] = styles
+        found[name + _LAYER] = styles
         found |= {f"{name}.{part}.{adapter}": styles for adapter in getattr(layer, part)}
     return found
+
+
+def without_adapters(plan: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
+    """The plan as it was before with_adapters: of layers, by the names of what is around them."""
+    return {
+        name.removesuffix(_LAYER): styles
+        for name, styles in plan.items()
+        if not _OF_ADAPTER.search(name)
+    }
+
+
+def dropouts_of_adapters(region: nn.Module, sums: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """In a part of a model of which ranks have parts, those that drop out what all have alike.
+
+    Args:
+        region: The part of the model.
+        sums: Its layers of which a rank has some inputs, where each drops out its own.
+    """
+    for module in region.modules():
+        dropouts = getattr(module, "lora_dropout", None)
+        if isinstance(dropouts, nn.ModuleDict) and module not in sums:
+            yield from (one for one in dropouts.values() if isinstance(one, nn.Dropout))
 
 
 def _is_cut(kinds: set[str]) -> bool:
@@ -75,7 +101,7 @@ def _check(name: str, layer: Any, kinds: set[str], asked: str) -> None:
     """Raises NotImplementedError unless its adapters are LoRA beside a linear layer."""
     lora: Any = sys.modules.get("peft.tuners.lora.layer")
     linear = lora is not None and isinstance(layer, lora.Linear)
-    if not linear or not (kinds <= _OUTPUTS or kinds <= _INPUTS):
+    if not linear or not (kinds <= _OUTPUTS or kinds <= ROWS):
         what = type(getattr(layer, "base_layer", layer)).__name__
         raise NotImplementedError(
             f"with {asked} '{name}' is a {type(layer).__name__} of PEFT over a {what}, and ranks "
@@ -86,9 +112,4 @@ def _check(name: str, layer: Any, kinds: set[str], asked: str) -> None:
         raise NotImplementedError(
             f"with {asked} '{name}' has a {variant}, which needs the whole weight: give plain LoRA "
             "(use_dora=False)"
-        )
-    if any(getattr(dropout, "p", 0.0) > 0 for dropout in layer.lora_dropout.values()):
-        raise NotImplementedError(
-            f"with {asked} '{name}' has lora_dropout, and ranks would drop out different inputs: "
-            "give lora_dropout=0"
         )

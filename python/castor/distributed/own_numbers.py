@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from castor.distributed.adapters import dropouts_of_adapters, without_adapters
 from castor.distributed.generators import Generators, States
 from castor.distributed.layer_regions import COLUMNS, ROWS, kinds_of, region_of, upwards
 from castor.runtime.hooks import ModuleHook
@@ -36,6 +37,8 @@ class OwnNumbers:
         self._when = when
         self._states: tuple[States, States] | None = None
         """The common one, and this rank's as it began."""
+        self._kept: States | None = None
+        """This rank's, while the common ones are drawn."""
 
     def start(self, module: nn.Module) -> None:
         """From now on."""
@@ -45,6 +48,22 @@ class OwnNumbers:
     def end_at(self, module: nn.Module) -> None:
         """From now on, behind a module within the other."""
         module.register_forward_hook(ModuleHook(self._end))
+
+    def leave_common(self, module: nn.Module) -> None:
+        """From now on, in a module within the other, ranks draw the common numbers all the same."""
+        module.register_forward_pre_hook(ModuleHook(self._begin_common))
+        module.register_forward_hook(ModuleHook(self._end_common), always_call=True)
+
+    def _begin_common(self, _module: nn.Module, _args: tuple[Any, ...]) -> None:
+        if self._states is not None:
+            self._kept = self._generators.states()
+            self._generators.restore(self._states[0])
+
+    def _end_common(self, _module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
+        if self._states is not None and self._kept is not None:
+            self._states = self._generators.states(), self._states[1]
+            self._generators.restore(self._kept)
+        self._kept = None
 
     def _end(self, _module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
         if self._states is None:
@@ -76,11 +95,14 @@ def draw_own(
         rank: This one's.
         generators: Of the model.
     """
+    plan = without_adapters(plan)
     for region, sums in _dropping_regions(model, plan).items():
         numbers = OwnNumbers(rank, generators)
         numbers.start(region)
         for layer in sums:
             numbers.end_at(layer)
+        for dropout in dropouts_of_adapters(region, sums):
+            numbers.leave_common(dropout)
 
 
 def _dropping_regions(
