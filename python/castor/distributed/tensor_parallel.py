@@ -153,8 +153,8 @@ class TensorParallel:
 
     whole_model = None
     """No rank has layers that another lacks."""
-    stage = 0
-    """The model is one."""
+    stage, broken = 0, ""
+    """The model is one, and nobody lets go of the others."""
 
     @property
     def has_first_part(self) -> bool:

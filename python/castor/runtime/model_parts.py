@@ -93,6 +93,8 @@ class ModelParts(Protocol):
     @property
     def stage(self) -> int: ...  # noqa: D102
     @property
+    def broken(self) -> str: ...  # noqa: D102
+    @property
     def has_first_part(self) -> bool: ...  # noqa: D102
     def settle_gradients(self, session: _C.Session, params: Sequence[nn.Parameter]) -> None: ...  # noqa: D102
     def norm(self, params: Sequence[torch.Tensor], squares: Sequence[float]) -> float: ...  # noqa: D102

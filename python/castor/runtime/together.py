@@ -58,7 +58,7 @@ class Together:
             UsageError: One is in a pass; every rank raises it.
         """
         # Stages that have let go of each other say why themselves.
-        if self.beside and not getattr(self.parts, "broken", ""):
+        if self.beside and not (self.parts and self.parts.broken):
             self.beside.gather_at(place, None)
 
     def answer_first(self) -> None:
