@@ -1,4 +1,4 @@
-"""LoRA of PEFT where ranks divide layers, experts and sequences."""
+"""LoRA of PEFT where ranks divide layers, experts, sequences and stages."""
 
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,6 @@ def test_ranks_drop_out_alike_what_all_have_and_their_own_parts_apart(tmp_path: 
 
 
 REFUSED = {
-    "stages": "pp_size=2",
     "tokens": "split_gather",
     "dora": "use_dora=False",
     "embedding": "target_modules",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,29 @@ def adapter_tensors(
     }
 
 
+def keys_in_files(model: Any, keys: Iterable[str]) -> dict[str, dict[str, str]]:
+    """By adapter, what its file has of a state dict: keys there, in order, and here.
+
+    Of LoRA, in the state dict of a model of which this process may have some modules: PEFT itself
+    looks at these.
+
+    Args:
+        model: A PeftModel.
+        keys: Of the state dict.
+    """
+    of_lora = [key for key in keys if ".lora_" in key]
+    found: dict[str, dict[str, str]] = {}
+    for adapter in model.peft_config:
+        name = re.compile(rf"\.{re.escape(adapter)}(\.\w+)?$")
+        found[adapter] = {name.sub(r"\1", key): key for key in of_lora if name.search(key)}
+    return found
+
+
+def prefix_of(adapter: str) -> str:
+    """Of its keys, where those of several adapters are together."""
+    return "" if adapter == "default" else f"{adapter}/"
+
+
 def folder_of(adapter: str) -> str:
     """Where PEFT puts an adapter, below the model's directory."""
     return "." if adapter == "default" else adapter
@@ -133,7 +157,7 @@ def read_adapters(
     targets: dict[str, torch.Tensor] = {}
     for adapter, tensors in adapter_tensors(model, state).items():
         _check_config(model.peft_config[adapter], adapter, directory / folder_of(adapter) / CONFIG)
-        prefix = "" if adapter == "default" else f"{adapter}/"
+        prefix = prefix_of(adapter)
         for key, entry in read_header(directory / folder_of(adapter) / WEIGHTS).items():
             stored[prefix + key] = entry
         for key, tensor in tensors.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from castor.checkpoint.adapters import (
     check_no_loose_adapters,
     folder_of,
     is_peft_model,
+    keys_in_files,
     write_adapter_config,
 )
 from castor.checkpoint.container import (
@@ -36,7 +37,7 @@ from castor.checkpoint.files import (
 )
 from castor.checkpoint.held import held_weights
 from castor.checkpoint.manifest import PART_MANIFEST, read_manifest, write_manifest
-from castor.checkpoint.parts import model_in_whole, shards_in_whole
+from castor.checkpoint.parts import keys_in_whole, model_in_whole, shards_in_whole
 from castor.checkpoint.reading import Reading, Saving, share_of, taken, write_of
 from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.shares import Share
@@ -172,8 +173,16 @@ def _save_adapters(
         check_savable(of_adapter)
     for engine in engines_holding(model):
         engine.session.send_home()
+    keys = [key for engine in engines_holding(model) for key in keys_in_whole(engine)]
+    order = keys_in_files(model, keys)
+    for adapter, of_adapter in found.items():
+        if keys and (unknown := of_adapter.keys() - order[adapter].keys()):
+            raise CheckpointError(
+                f"'{min(unknown)}' of adapter '{adapter}' is no part of LoRA, and ranks with "
+                "stages of a model write LoRA's files: save the run (booster.save)"
+            )
     adapters = {
-        adapter: taken(reading, _in_turn(model, of_adapter, share_of(reading)))
+        adapter: taken(reading, _in_turn(model, of_adapter, share_of(reading), order[adapter]))
         for adapter, of_adapter in found.items()
     }
     files = {str(Path(folder_of(name), WEIGHTS)): tensors for name, tensors in adapters.items()}
@@ -230,9 +239,19 @@ def _is_ours(name: str) -> bool:
 
 
 def _in_turn(
-    model: nn.Module, state: dict[str, torch.Tensor], share: Share | None
+    model: nn.Module,
+    state: dict[str, torch.Tensor],
+    share: Share | None,
+    order: Iterable[str] | None = None,
 ) -> dict[str, SavedTensor]:
-    """What is read when it is written: parameters of boosted models, wholes of ranks' parts."""
+    """What is read when it is written: parameters of boosted models, wholes of ranks' parts.
+
+    Args:
+        model: That has the tensors.
+        state: These, by the keys in the file.
+        share: This rank's of the work.
+        order: All keys in the file, where ranks have some; None: those of the model.
+    """
     saved = shards_in_whole(model, state, "model")
     for engine in engines_holding(model):
         for key, tensor in state.items():
@@ -240,7 +259,8 @@ def _in_turn(
                 saved[key] = held_weights(engine, tensor)
         if engine.parts is not None:
             assert share is not None
-            saved = model_in_whole(engine, saved, state.get, share)
+            keys = keys_in_whole(engine) if order is None else order
+            saved = model_in_whole(engine, saved, state.get, share, keys)
     return saved
 
 

@@ -137,6 +137,11 @@ def prepare_model(model: nn.Module, directory: Path, *, strict: bool) -> ModelLo
     of_peft = adapters.is_peft_model(model)
     if of_peft and not any((directory / name).exists() for name in (SINGLE_FILE, INDEX)):
         stored, targets = adapters.read_adapters(model, directory, targets)
+        others = {
+            adapters.prefix_of(adapter) + key: others[of]
+            for adapter, keys in adapters.keys_in_files(model, others).items()
+            for key, of in keys.items()
+        }
         sources: Sources = partial(adapters.stored_adapters, stored, targets, directory)
     else:
         stored = _check_packed(packed, read_headers(weight_files(directory)), targets)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,7 +36,11 @@ class _Described:
 
 
 def model_in_whole(
-    engine: Engine, tensors: Mapping[str, SavedTensor], param_of: ParamOf, share: Share
+    engine: Engine,
+    tensors: Mapping[str, SavedTensor],
+    param_of: ParamOf,
+    share: Share,
+    order: Iterable[str],
 ) -> dict[str, SavedTensor]:
     """What ranks with parts of a model write together: whole tensors. Collective.
 
@@ -45,14 +49,14 @@ def model_in_whole(
         tensors: This rank's, by key.
         param_of: See ParamOf.
         share: This rank's of the work.
+        order: All keys, as one process has them; empty: those of this rank.
 
     Returns:
-        In the order of a model in one process; under all keys of what is tied. Tensors of which
+        In that order; under all keys of what is tied. Tensors of which
         this rank writes nothing are on the meta device.
     """
     found, _ = _of_all(engine, tensors, {}, param_of, share)
-    whole = engine.parts.whole_model if engine.parts else None
-    return found if whole is None else {key: found[key] for key in whole.tensors if key in found}
+    return {key: found[key] for key in order or found if key in found}
 
 
 def optimizer_in_whole(
@@ -176,6 +180,12 @@ def own_part(engine: Engine, param: torch.Tensor, whole: torch.Tensor) -> torch.
         return whole
     divided = tuple(whole.shape) in (shape, shape_of_scales(shape))
     return parts.own(param, whole) if divided else whole
+
+
+def keys_in_whole(engine: Engine) -> Iterable[str]:
+    """All keys of a model of which this rank has some; empty: it has all of them."""
+    whole = engine.parts.whole_model if engine.parts else None
+    return () if whole is None else whole.tensors
 
 
 def names_in_whole(engine: Engine) -> list[str]:

@@ -11,9 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from castor.distributed.adapters import beneath_adapters
 from castor.distributed.sequence_parallel import SequenceParallel
 from castor.errors import UsageError
-from castor.runtime.engine import engine_of
+from castor.runtime.engine import engines_holding
 
 Criterion = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 """(the model's outputs, the micro-batch) -> loss, a scalar"""
@@ -173,7 +174,8 @@ class Accumulation:
         """See PipelineSchedule."""
         model = self._model()
         assert model is not None
-        parts = self._microbatches.of(named(batch), engine_of(model).device)
+        (engine,) = engines_holding(model)
+        parts = self._microbatches.of(named(batch), engine.device)
         losses, kept = [], []
         for part in parts:
             with giving_logits(self._sequences, asked):
@@ -234,7 +236,7 @@ def schedule_of(model: nn.Module) -> Schedule:
     Raises:
         UsageError: There is none.
     """
-    found = _schedules.get(model)
+    found = _schedules.get(model) or _schedules.get(beneath_adapters(model))
     if found is None:
         raise UsageError(
             f"nothing says how batches of this {type(model).__name__} are divided: boost it with "

@@ -135,10 +135,14 @@ class PipelineParallel:
         assert model is not None
         return model.get_submodule(row.base) if row else None
 
-    def apply(self, optimizers: Sequence[Optimizer]) -> None:
+    def apply(self, optimizers: Sequence[Optimizer], named: nn.Module) -> None:
         """Leaves this rank's stages in the model, and their parameters in the optimizers.
 
         Parameters are rank 0's values. Collective.
+
+        Args:
+            optimizers: Of the model.
+            named: What names its tensors: the model, or PEFT's around it.
 
         Raises:
             UsageError: Ranks would draw other values for lazy parameters; every rank raises it.
@@ -156,7 +160,7 @@ class PipelineParallel:
             if not is_lazy(tensor):
                 self.ranks.share(tensor)
         mine = [stage for stage in range(self.num_stages) if self._rank_of[stage] == self._rank]
-        self.whole_model = _describe(model, optimizers)
+        self.whole_model = _describe(named, optimizers)
         self._modules = StageModules(places, mine, self._cuts, self._passage)
         own = set(model.parameters())
         self._shared = self._find_shared(owners)

@@ -35,7 +35,7 @@ from castor.distributed.split_backward import Enter, SplitBackward
 from castor.distributed.stage_runs import FOR_THE_LOSS, OF_THE_LAST_STAGE, run_together
 from castor.distributed.staged_forward import StagedForward, check_outputs, refuse_parts
 from castor.errors import UsageError
-from castor.runtime.engine import Engine, engine_of
+from castor.runtime.engine import Engine, engines_holding
 
 
 class PipelineSchedule:
@@ -155,7 +155,8 @@ class PipelineSchedule:
             for block, more in zip(cuts, behind, strict=True)
         ]
         loss = torch.empty(1, device="meta")
-        enter = _entering(engine_of(model))
+        (engine,) = engines_holding(model)
+        enter = _entering(engine)
         stages, theirs = [], []
         for number in parallel.modules.own:
             stage = _Stage(self._model, parallel, number)

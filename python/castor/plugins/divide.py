@@ -178,8 +178,12 @@ class Division:
         called = model
         if self.ranks > 1 or self.expert_size > 1:
             model = beneath_adapters(called)
-            if called is not model:
-                self._check_adapters(called)
+            if called is not model and self.tokens_between_layers:
+                raise NotImplementedError(
+                    "adapters of PEFT are not trained with "
+                    "sequence_parallelism_mode='split_gather', and this is a "
+                    f"{type(called).__name__}: leave it out, or train the model without adapters"
+                )
         if layout.sequence:
             sequences = SequenceParallel(
                 model, layout.sequence, tensor_size=self.tensor_size, mode=self.sequence_mode
@@ -216,10 +220,10 @@ class Division:
                 layers=self.stages.layers,
             )
             stages.tensor, stages.sequences = layers, sequences
-            stages.apply(optimizers)
+            stages.apply(optimizers, called)
             schedule = PipelineSchedule(model, stages, self.stages.style, self.stages.microbatches)
         elif self.stages:
-            schedule = Accumulation(called, self.stages.microbatches, sequences)
+            schedule = Accumulation(model, self.stages.microbatches, sequences)
         if layers:
             layers.apply()
         return Divided(
@@ -240,18 +244,6 @@ class Division:
         if self.expert_size > 1:
             plan = with_whole_experts(model, plan, self.expert_size)
         return with_adapters(model, plan, self._asked_of_layers)
-
-    def _check_adapters(self, model: nn.Module) -> None:
-        """Raises NotImplementedError where ranks do not train adapters."""
-        asked = f"pp_size={self.num_ranks_of_stages}" if self.num_ranks_of_stages > 1 else ""
-        if self.tokens_between_layers:
-            asked = "sequence_parallelism_mode='split_gather'"
-        if asked:
-            raise NotImplementedError(
-                f"adapters of PEFT are not trained with {asked}, and this is a "
-                f"{type(model).__name__}: divide its layers (tp_size), experts (ep_size) or "
-                "sequences (sp_size), or train the model without adapters"
-            )
 
 
 def _check_updates(optimizers: Sequence[Optimizer], asked: str) -> None:
