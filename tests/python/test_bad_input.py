@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -205,3 +206,17 @@ def test_plugin_serves_several_boosters() -> None:
         booster = Booster(plugin=shared)
         booster.boost(model, optimizer)
         assert_close_losses(plain_steps(model, optimizer, steps=6), expected)
+
+
+class _Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+def test_data_that_ranks_cannot_be_given_parts_of_is_named() -> None:
+    gemini = plugin()
+    with pytest.raises(TypeError, match="a _Stream has none: let it yield this rank's samples"):
+        gemini.prepare_dataloader(_Stream(), batch_size=2)
+    samples = torch.utils.data.SequentialSampler(range(4))
+    with pytest.raises(TypeError, match="was given sampler=: leave it out"):
+        gemini.prepare_dataloader(range(4), batch_size=2, sampler=samples)

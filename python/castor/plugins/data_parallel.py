@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from castor.checkpoint import make_resumable
 from castor.checkpoint.rank_sampler import RankSampler
@@ -81,7 +81,22 @@ def loader_of_rank(
     drop_last: bool,
     **options: Any,
 ) -> DataLoader[Any]:
-    """A loader of a part of the data, (which, of how many); see GeminiPlugin.prepare_dataloader."""
+    """A loader of a part of the data, (which, of how many); see GeminiPlugin.prepare_dataloader.
+
+    Raises:
+        TypeError: The dataset has no length, or the options say which samples there are.
+    """
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"prepare_dataloader divides datasets with a length, and a {type(dataset).__name__} "
+            "has none: let it yield this rank's samples (torch.distributed.get_rank()), as many on "
+            "every rank, and give it to a DataLoader of your own"
+        )
+    if given := sorted(options.keys() & {"sampler", "batch_sampler"}):
+        raise TypeError(
+            f"prepare_dataloader divides the samples itself, and was given {given[0]}=: leave it "
+            "out (shuffle, seed and drop_last say the order), or use a DataLoader of your own"
+        )
     rank, size = place
     sampler = RankSampler(
         dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last

@@ -325,7 +325,8 @@ class GeminiPlugin:
         """A loader of this rank's part of `dataset`, as long on every rank; alone, of all of it.
 
         Call `loader.sampler.set_epoch(epoch)` for another order in each epoch. `batch_size` counts
-        one rank's samples; `options` are DataLoader's. Checkpoints keep its position.
+        one rank's samples; `options` are DataLoader's. Checkpoints keep its position. TypeError of
+        datasets without a length, and of a sampler.
         """
         options |= {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
         place = data_rank_and_size(self._division.ranks, self._division.experts_alone)
