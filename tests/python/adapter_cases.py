@@ -17,6 +17,7 @@ import castor
 from division_cases import BETWEEN, DEEP, INTERLEAVED, STAGES, Way, in_little, plain
 from helpers import assert_equal, copies
 from own_number_cases import dropped
+from pipeline_cases import ZERO_BUBBLE
 from tensor_cases import EXPERTS, FAMILIES, RING, STEPS, of_all, said, write
 from zoo import Case
 
@@ -63,6 +64,7 @@ WAYS = {
     "ring": Way(adapted(FAMILIES["gpt2"]), {"sp_size": 2} | RING),
     "stages": Way(adapted(FAMILIES["gpt2"]), STAGES),
     "interleaved": Way(adapted(DEEP), STAGES | INTERLEAVED),
+    "zbv": Way(adapted(DEEP), STAGES | ZERO_BUBBLE),
     "layers, stages": Way(adapted(DEEP), STAGES | INTERLEAVED | {"tp_size": 2}, ranks=4),
     "layers, sequences": Way(adapted(FAMILIES["llama"]), {"tp_size": 2, "sp_size": 2}, ranks=4),
 }  # fmt: skip
