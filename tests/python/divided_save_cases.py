@@ -18,12 +18,11 @@ import pytest
 import torch
 from torch import distributed
 
-import castor
+import as_rank
 import pipeline_cases
 import tensor_cases
 from helpers import Boosted
 from pipeline_cases import DEEP, ZERO_BUBBLE
-from simulated import compute_as_asked
 from tensor_cases import EXPERTS, FAMILIES, die, said, write_own
 from zoo import Case
 
@@ -239,8 +238,4 @@ def refused(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    compute_as_asked()
-    castor.launch_from_torch()
-    globals()[sys.argv[1]](Path(sys.argv[2]))
-    distributed.barrier()
+    as_rank.run(globals())

@@ -15,20 +15,21 @@ import torch
 import transformers as hf
 from torch import distributed, nn
 
+import as_rank
 import castor
 from castor.activations import auto as auto_activations
 from castor.activations.choices import Choice, Decisions
 from castor.optim import Lion
 from castor.runtime.engine import engine_of
 from helpers import GIB, Boosted
-from pipeline_cases import MICROBATCHES, ZERO_BUBBLE, batch
-from simulated import compute_as_asked
+from pipeline_cases import MICROBATCHES, ZERO_BUBBLE, batch, in_parts
 from tensor_cases import (
     EXPERTS,
     FAMILIES,
     MAX_NORM,
     RING,
     STEPS,
+    accumulated,
     decoder,
     of_all,
     padded,
@@ -66,10 +67,7 @@ class Way:
         """Of all ranks in a step, as one process accumulates them."""
         if self.micro:
             whole = batch(self.case, step)
-            return [
-                {name: value.chunk(MICROBATCHES)[i] for name, value in whole.items()}
-                for i in range(MICROBATCHES)
-            ]
+            return in_parts(whole)
         of = self.ranks if self.own_data else 1
         return [self.case.batch(step * of + who) for who in range(of)]
 
@@ -118,20 +116,8 @@ class Way:
 def plain(way: Way, optimizer: Optimizers, steps: int = STEPS) -> list[float]:
     """Losses of plain PyTorch in one process."""
     model = way.case.model()
-    made = optimizer(model.parameters())
-    losses = []
-    for step in range(steps):
-        parts = way.batches(step)
-        total = 0.0
-        for part in parts:
-            loss = way.case.loss(model(**part), part) / len(parts)
-            loss.backward()
-            total += loss.item()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        made.step()
-        made.zero_grad()
-        losses.append(total)
-    return losses
+    steps_of_all = (way.batches(step) for step in range(steps))
+    return accumulated(model, optimizer(model.parameters()), steps_of_all, way.case.loss)
 
 
 BETWEEN = {"sequence_parallelism_mode": "split_gather"}
@@ -476,8 +462,4 @@ def tiles(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    compute_as_asked()
-    castor.launch_from_torch()
-    globals()[sys.argv[1]](Path(sys.argv[2]))
-    distributed.barrier()
+    as_rank.run(globals())

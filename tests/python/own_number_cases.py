@@ -1,6 +1,5 @@
 """What test_own_numbers.py runs on several ranks: `python own_number_cases.py NAME DIRECTORY`."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,8 +10,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
-import castor
-from simulated import compute_as_asked
+import as_rank
 from tensor_cases import FAMILIES, boost, of_all, train, write
 from zoo import Case
 
@@ -97,8 +95,4 @@ def _losses(case: Case, **settings: Any) -> list[float]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    compute_as_asked()
-    castor.launch_from_torch()
-    globals()[sys.argv[1]](Path(sys.argv[2]))
-    distributed.barrier()
+    as_rank.run(globals())

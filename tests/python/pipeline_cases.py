@@ -7,7 +7,6 @@ import copy
 import gc
 import os
 import pickle
-import sys
 import time
 import weakref
 from collections import Counter
@@ -19,11 +18,11 @@ import torch
 import transformers as hf
 from torch import distributed, nn
 
+import as_rank
 import castor
 from castor.config.names import BACKWARD_ENTER
 from castor.runtime.engine import engine_of
 from helpers import GIB, Boosted, equal
-from simulated import compute_as_asked
 from tensor_cases import (
     EXPERTS,
     FAMILIES,
@@ -32,6 +31,7 @@ from tensor_cases import (
     RING,
     STEPS,
     _stepped,
+    accumulated,
     decoder,
     die,
     of_all,
@@ -139,20 +139,15 @@ def plain(case: Case, steps: int = STEPS) -> list[float]:
     """Losses of plain PyTorch, which accumulates the gradients of as many micro-batches."""
     model = case.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    losses = []
-    for seed in range(steps):
-        whole = batch(case, seed)
-        total = 0.0
-        for i in range(MICROBATCHES):
-            part = {name: value.chunk(MICROBATCHES)[i] for name, value in whole.items()}
-            loss = model(**part).loss / MICROBATCHES
-            loss.backward()
-            total += loss.item()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses
+    return accumulated(model, optimizer, (in_parts(batch(case, seed)) for seed in range(steps)))
+
+
+def in_parts(whole: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """The micro-batches of a batch."""
+    return [
+        {name: value.chunk(MICROBATCHES)[i] for name, value in whole.items()}
+        for i in range(MICROBATCHES)
+    ]
 
 
 def families(directory: Path) -> None:
@@ -618,8 +613,4 @@ def one_fails(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    compute_as_asked()
-    castor.launch_from_torch()
-    globals()[sys.argv[1]](Path(sys.argv[2]))
-    distributed.barrier()
+    as_rank.run(globals())

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 import transformers as hf
-from torch import distributed, nn
+from torch import distributed
 
 import castor
 import pipeline_cases
 from helpers import Boosted
-from pipeline_cases import MICROBATCHES, SCHEDULES, ZERO_BUBBLE, batch, boost
+from pipeline_cases import SCHEDULES, ZERO_BUBBLE, batch, boost, in_parts
 from stage_call_cases import generate
-from tensor_cases import EXPERTS, FAMILIES, LR, MAX_NORM, decoder, of_all, said, write, write_own
+from tensor_cases import EXPERTS, FAMILIES, LR, accumulated, decoder, of_all, said, write, write_own
 from zoo import Batch, Case
 
 STEPS = 10
@@ -71,18 +71,7 @@ def plain(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     case = MIXTURES[name]
     model = case.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    losses = []
-    for seed in range(STEPS):
-        whole, total = batch(case, seed), 0.0
-        for i in range(MICROBATCHES):
-            part = {key: value.chunk(MICROBATCHES)[i] for key, value in whole.items()}
-            loss = model(**part).loss / MICROBATCHES
-            loss.backward()
-            total += loss.item()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
+    losses = accumulated(model, optimizer, (in_parts(batch(case, seed)) for seed in range(STEPS)))
     return losses, model.state_dict()
 
 

@@ -3,7 +3,6 @@
 As in pipeline_cases.py, whose models these are.
 """
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,9 @@ import torch
 import transformers as hf
 from torch import nn
 
-import castor
+import as_rank
 from pipeline_cases import DEEP, MICROBATCHES, ZERO_BUBBLE, boost
-from simulated import compute_as_asked
-from tensor_cases import LR, MAX_NORM, write
+from tensor_cases import LR, accumulated, write
 from zoo import LENGTH, Batch, Case
 
 ROWS = 2 * MICROBATCHES
@@ -88,23 +86,17 @@ def plain(case: Case) -> list[float]:
     """Losses of plain PyTorch; of micro-batches unless the loss is that of all."""
     model = case.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    count, losses = 1 if case.name in WHOLE else MICROBATCHES, []
-    for seed in range(STEPS):
-        parts = [dict(case.batch(seed)) for _ in range(count)]
-        for name, value in case.batch(seed).items():
-            if value.ndim > 0 and len(value) == ROWS:
-                for part, own in zip(parts, value.chunk(count), strict=True):
-                    part[name] = own
-        total = 0.0
-        for part in parts:
-            loss = model(**part).loss / count
-            loss.backward()
-            total += loss.item()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses
+    count = 1 if case.name in WHOLE else MICROBATCHES
+    return accumulated(model, optimizer, (_parts(case, seed, count) for seed in range(STEPS)))
+
+
+def _parts(case: Case, seed: int, count: int) -> list[Batch]:
+    parts = [dict(case.batch(seed)) for _ in range(count)]
+    for name, value in case.batch(seed).items():
+        if value.ndim > 0 and len(value) == ROWS:
+            for part, own in zip(parts, value.chunk(count), strict=True):
+                part[name] = own
+    return parts
 
 
 def execute(boosted: Any, case: Case) -> list[float]:
@@ -129,8 +121,4 @@ def forms(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    compute_as_asked()
-    castor.launch_from_torch()
-    globals()[sys.argv[1]](Path(sys.argv[2]))
-    torch.distributed.barrier()
+    as_rank.run(globals())

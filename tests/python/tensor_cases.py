@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -24,13 +24,13 @@ from torch import distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import as_rank
 import castor
 from castor.distributed import TensorRanks
 from castor.runtime.engine import engine_of
 from helpers import GIB, Boosted, equal, on_device_of
 from packed_layers import Linear4bit
-from simulated import compute_as_asked
-from zoo import CASES, LENGTH, VOCABULARY, Case, gpt2_with_dropout, tower
+from zoo import CASES, LENGTH, VOCABULARY, Batch, Case, gpt2_with_dropout, tower
 
 LR, MAX_NORM, STEPS = 1e-3, 0.5, 10
 LOSS = 1e-5
@@ -168,6 +168,27 @@ def plain(case: Case, steps: int = STEPS, *, batch: Batches | None = None) -> li
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    return losses
+
+
+def accumulated(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: Iterable[Sequence[Batch]],
+    loss_of: Callable[[Any, Batch], torch.Tensor] = lambda outputs, _: outputs.loss,
+) -> list[float]:
+    """Losses of plain PyTorch, which accumulates the gradients of each step's micro-batches."""
+    losses = []
+    for parts in steps:
+        total = 0.0
+        for part in parts:
+            loss = loss_of(model(**part), part) / len(parts)
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
     return losses
 
 
@@ -845,8 +866,4 @@ def write_own(directory: Path, name: str, found: Any) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    compute_as_asked()
-    castor.launch_from_torch()
-    globals()[sys.argv[1]](Path(sys.argv[2]))
-    distributed.barrier()
+    as_rank.run(globals())

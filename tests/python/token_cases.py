@@ -1,6 +1,5 @@
 """What tests of tokens between divided layers run on several ranks; see tensor_cases."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +7,10 @@ import torch
 import transformers as hf
 from torch import distributed, nn
 
+import as_rank
 import castor
 import pipeline_cases
 from helpers import Boosted, on_device_of
-from simulated import compute_as_asked
 from tensor_cases import (
     EXPERTS,
     FAMILIES,
@@ -249,8 +248,4 @@ def write_to(x: torch.Tensor) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    compute_as_asked()
-    castor.launch_from_torch()
-    globals()[sys.argv[1]](Path(sys.argv[2]))
-    distributed.barrier()
+    as_rank.run(globals())

@@ -17,18 +17,13 @@ from torch import nn
 from castor.checkpoint.container import StoredTensor, read_header
 from castor.errors import CheckpointError, UsageError
 from castor.runtime.boosted_model import boosted_models_holding
+from castor.runtime.peft_model import is_peft_model
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 
 _SCALES = ("peft_type", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out")
 """What decides, beside names and shapes, over what an adapter's weights mean."""
-
-
-def is_peft_model(model: nn.Module) -> bool:
-    """Whether it is a peft.PeftModel."""
-    peft: Any = sys.modules.get("peft")  # whoever has one has imported it
-    return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def with_adapters(model: nn.Module, directory: Path | None, config: Any) -> Any:

@@ -17,7 +17,6 @@ from castor.checkpoint.adapters import (
     adapter_tensors,
     check_no_loose_adapters,
     folder_of,
-    is_peft_model,
     keys_in_files,
     write_adapter_config,
 )
@@ -45,6 +44,7 @@ from castor.checkpoint.staging import carry_over, staged
 from castor.errors import CheckpointError
 from castor.runtime.boosted_model import compiled_from, name_before_compile
 from castor.runtime.engine import engines_holding
+from castor.runtime.peft_model import is_peft_model
 from castor.runtime.shards import own_class
 
 INDEX = "model.safetensors.index.json"

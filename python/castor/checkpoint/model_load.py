@@ -25,6 +25,7 @@ from castor.errors import CheckpointError
 from castor.runtime.boosted_model import compiled_from
 from castor.runtime.engine import Engine, being_loaded, engines_holding
 from castor.runtime.packed import is_packed
+from castor.runtime.peft_model import is_peft_model
 from castor.runtime.shards import fill, own_class
 
 Sources = Callable[[], Iterator[tuple[str, torch.Tensor]]]
@@ -134,7 +135,7 @@ def prepare_model(model: nn.Module, directory: Path, *, strict: bool) -> ModelLo
     others: dict[str, tuple[int, tuple[int, ...]]] = {}
     for engine in engines:
         targets, others = own_targets(engine, targets)
-    of_peft = adapters.is_peft_model(model)
+    of_peft = is_peft_model(model)
     if of_peft and not any((directory / name).exists() for name in (SINGLE_FILE, INDEX)):
         stored, targets = adapters.read_adapters(model, directory, targets)
         others = {

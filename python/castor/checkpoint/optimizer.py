@@ -25,7 +25,12 @@ from castor.checkpoint.container import (
 from castor.checkpoint.files import OVERHEAD_BYTES, PIECE_BYTES, FileEntry, write_file
 from castor.checkpoint.held import Part, held, part_of_weights
 from castor.checkpoint.model import seal_part
-from castor.checkpoint.parts import names_in_whole, optimizer_in_whole, shards_in_whole
+from castor.checkpoint.parts import (
+    names_in_whole,
+    optimizer_in_whole,
+    shape_of_scales,
+    shards_in_whole,
+)
 from castor.checkpoint.reading import Reading, Saving, share_of, taken, write_of
 from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.shares import Share
@@ -248,7 +253,7 @@ def _portable(driver: Driver, param: torch.Tensor, entry: dict[Any, Any]) -> dic
     # Keys alone: what a stored entry gives for one is read from NVMe.
     portable: dict[Any, Any] = {key: entry[key] for key in entry if key not in names}
     for name in names:
-        shape = (-(-param.numel() // _C.MOMENT_BLOCK), 2) if name == "scales" else None
+        shape = shape_of_scales(param.shape) if name == "scales" else None
         portable[name] = held(engine, index, partial(whole, name), partial(part, name), shape=shape)
     return portable
 

@@ -1,6 +1,6 @@
 """Layers, experts, sequences and stages that several ranks divide among themselves."""
 
-from castor.distributed.adapters import beneath_adapters, with_adapters
+from castor.distributed.adapters import beneath_adapters
 from castor.distributed.expert_parallel import ExpertParallel
 from castor.distributed.generators import Generators
 from castor.distributed.layout import RankLayout, data_rank_and_size
@@ -44,6 +44,5 @@ __all__ = [
     "find_pipeline_plan",
     "find_plan",
     "schedule_of",
-    "with_adapters",
     "with_whole_experts",
 ]

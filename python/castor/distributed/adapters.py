@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 from torch import nn
 
 from castor.distributed.layer_regions import COLUMNS, GATHERED_COLUMNS, ROWS
+from castor.runtime.peft_model import is_peft_model
 
 _OUTPUTS = COLUMNS | GATHERED_COLUMNS
-_LAYER = ".base_layer"
-_OF_ADAPTER = re.compile(r"\.lora_[AB]\.[^.]+$")
 
 
 def beneath_adapters(model: nn.Module) -> nn.Module:
@@ -22,22 +20,22 @@ def beneath_adapters(model: nn.Module) -> nn.Module:
     Raises:
         NotImplementedError: What PEFT trains is no part of the model's layers (prompts).
     """
-    peft: Any = sys.modules.get("peft")  # whoever has a PeftModel has imported it
-    if peft is None or not isinstance(model, peft.PeftModel):
+    if not is_peft_model(model):
         return model
-    prompts = [name for name, config in model.peft_config.items() if config.is_prompt_learning]
+    of_peft: Any = model
+    prompts = [name for name, config in of_peft.peft_config.items() if config.is_prompt_learning]
     if prompts:
         raise NotImplementedError(
             f"adapter '{prompts[0]}' of this {type(model).__name__} is made of prompts, and ranks "
             "that divide a model train LoRA"
         )
-    base: nn.Module = model.get_base_model()
+    base: nn.Module = of_peft.get_base_model()
     return base
 
 
 def with_adapters(
-    model: nn.Module, plan: Mapping[str, tuple[str, ...]], asked: str
-) -> dict[str, tuple[str, ...]]:
+    model: nn.Module, plan: Mapping[str, Sequence[str]]
+) -> Mapping[str, Sequence[str]]:
     """The plan of layers, with the adapters that PEFT has put beside them.
 
     Beside a layer of which a rank has some outputs, it has those of B, and all of A; beside one of
@@ -46,36 +44,26 @@ def with_adapters(
     Args:
         model: Beneath PEFT's.
         plan: Styles by name; see castor.distributed.tensor_plan.
-        asked: For messages, the argument that divides the layers.
 
     Raises:
         NotImplementedError: An adapter is of another kind.
     """
     tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
     if tuners is None:
-        return dict(plan)
+        return plan
     wrappers = tuners.BaseTunerLayer, sys.modules["peft.utils.other"].AuxiliaryTrainingWrapper
-    modules, found = dict(model.named_modules()), dict[str, tuple[str, ...]]()
+    modules, found = dict(model.named_modules()), dict[str, Sequence[str]]()
     for name, styles in plan.items():
         layer = modules.get(name)
         kinds = {style.partition(":")[0] for style in styles}
         if not isinstance(layer, wrappers) or not (kinds & (_OUTPUTS | ROWS) or _is_cut(kinds)):
             found[name] = styles
             continue
-        _check(name, layer, kinds, asked)
+        _check(name, layer, kinds)
         part = "lora_B" if kinds <= _OUTPUTS else "lora_A"
-        found[name + _LAYER] = styles
+        found[f"{name}.base_layer"] = styles
         found |= {f"{name}.{part}.{adapter}": styles for adapter in getattr(layer, part)}
     return found
-
-
-def without_adapters(plan: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
-    """The plan as it was before with_adapters: of layers, by the names of what is around them."""
-    return {
-        name.removesuffix(_LAYER): styles
-        for name, styles in plan.items()
-        if not _OF_ADAPTER.search(name)
-    }
 
 
 def dropouts_of_adapters(region: nn.Module, sums: Sequence[nn.Module]) -> Iterator[nn.Module]:
@@ -97,19 +85,19 @@ def _is_cut(kinds: set[str]) -> bool:
     )
 
 
-def _check(name: str, layer: Any, kinds: set[str], asked: str) -> None:
+def _check(name: str, layer: Any, kinds: set[str]) -> None:
     """Raises NotImplementedError unless its adapters are LoRA beside a linear layer."""
     lora: Any = sys.modules.get("peft.tuners.lora.layer")
     linear = lora is not None and isinstance(layer, lora.Linear)
     if not linear or not (kinds <= _OUTPUTS or kinds <= ROWS):
         what = type(getattr(layer, "base_layer", layer)).__name__
         raise NotImplementedError(
-            f"with {asked} '{name}' is a {type(layer).__name__} of PEFT over a {what}, and ranks "
-            "divide LoRA of linear layers: leave it out of target_modules and modules_to_save"
+            f"'{name}' is a {type(layer).__name__} of PEFT over a {what}, and ranks divide LoRA of "
+            "linear layers: leave it out of target_modules and modules_to_save"
         )
     if layer.lora_variant:
         variant = type(next(iter(layer.lora_variant.values()))).__name__
         raise NotImplementedError(
-            f"with {asked} '{name}' has a {variant}, which needs the whole weight: give plain LoRA "
-            "(use_dora=False)"
+            f"'{name}', which ranks divide, has a {variant} of PEFT, which needs the whole weight: "
+            "give plain LoRA (use_dora=False)"
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from castor.distributed.adapters import dropouts_of_adapters, without_adapters
+from castor.distributed.adapters import dropouts_of_adapters
 from castor.distributed.generators import Generators, States
 from castor.distributed.layer_regions import COLUMNS, ROWS, kinds_of, region_of, upwards
 from castor.runtime.hooks import ModuleHook
@@ -95,7 +95,6 @@ def draw_own(
         rank: This one's.
         generators: Of the model.
     """
-    plan = without_adapters(plan)
     for region, sums in _dropping_regions(model, plan).items():
         numbers = OwnNumbers(rank, generators)
         numbers.start(region)

@@ -17,6 +17,7 @@ from torch import nn
 
 from castor import _C
 from castor.distributed import styles
+from castor.distributed.adapters import with_adapters
 from castor.distributed.expert_exchange import ExpertExchange
 from castor.distributed.generators import Generators
 from castor.distributed.inputs import check_inputs
@@ -69,7 +70,7 @@ class TensorParallel:
         self._attributes: list[tuple[nn.Module, str, Any]] = []
         self._partial = self._tokens.partial() if self._tokens else []
         modules, params = dict(model.named_modules()), dict(model.named_parameters())
-        for name, given in plan.items():
+        for name, given in with_adapters(model, plan).items():
             for style in given:
                 kind, _, argument = style.partition(":")
                 if name in params:

@@ -29,7 +29,6 @@ from castor.distributed import (
     check_blocks,
     find_pipeline_plan,
     find_plan,
-    with_adapters,
     with_whole_experts,
 )
 from castor.errors import UsageError
@@ -241,9 +240,7 @@ class Division:
 
     def _plan_of_layers(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
         plan = find_plan(model, self.tensor_size, self.plan) if self.tensor_size > 1 else {}
-        if self.expert_size > 1:
-            plan = with_whole_experts(model, plan, self.expert_size)
-        return with_adapters(model, plan, self._asked_of_layers)
+        return with_whole_experts(model, plan, self.expert_size) if self.expert_size > 1 else plan
 
 
 def _check_updates(optimizers: Sequence[Optimizer], asked: str) -> None:

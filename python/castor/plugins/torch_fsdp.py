@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
-from castor.checkpoint.adapters import is_peft_model
+from castor.runtime.peft_model import is_peft_model
 from castor.optim.held_params import held_params
 from castor.optim.hybrid_adam import HybridAdam
 from castor.optim.torch_step import TorchStep
