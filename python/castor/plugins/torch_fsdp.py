@@ -16,13 +16,13 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
-from castor.runtime.peft_model import is_peft_model
 from castor.optim.held_params import held_params
 from castor.optim.hybrid_adam import HybridAdam
 from castor.optim.torch_step import TorchStep
 from castor.plugins.divide import check_states
 from castor.plugins.sharded import ShardedModel, check_divisible, groups_of, repoint
 from castor.plugins.torch_settings import TorchPlugin
+from castor.runtime.peft_model import is_peft_model
 from castor.runtime.ranks import be_alone, own_group
 
 _NEUTRAL: dict[str, tuple[object, str]] = {
