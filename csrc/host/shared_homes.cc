@@ -13,8 +13,10 @@
 #include <cstring>
 #include <string>
 #include <system_error>
+#include <unordered_set>
 
 #include "core/error.h"
+#include "core/mutex.h"
 #include "core/units.h"
 #include "host/page_source.h"
 
@@ -44,24 +46,23 @@ std::size_t page_bytes() {
 /// The mapping in which what this process writes is its own; processes that it forks do not get it.
 class SharedHomes::View {
  public:
-  View(int file, std::size_t bytes) : bytes_(bytes), process_(::getpid()) {
+  View(int file, std::size_t bytes)
+      : bytes_(bytes), process_(::getpid()), file_(::fcntl(file, F_DUPFD_CLOEXEC, 0)) {
     void* const data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE,
-                              file, /*offset=*/0);
+                              file_, /*offset=*/0);
     if (data == MAP_FAILED) {
-      fail("mapping the ranks' homes");
+      close_and_fail("mapping the ranks' homes");
     }
     data_ = static_cast<std::byte*>(data);
     ::madvise(data_, bytes_, MADV_DONTFORK);
     page_map_ = ::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
     if (page_map_ < 0) {
-      const int reason = errno;
-      ::munmap(data_, bytes_);
-      errno = reason;
-      fail("opening /proc/self/pagemap");
+      close_and_fail("opening /proc/self/pagemap");
     }
   }
   ~View() {
     ::close(page_map_);
+    ::close(file_);
     if (!in_child()) {
       ::munmap(data_, bytes_);
     }
@@ -103,16 +104,64 @@ class SharedHomes::View {
       ::mmap(block, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
              /*fd=*/-1, /*offset=*/0);
     }
+    const MutexLock lock(mutex_);
+    begun_.erase(block);
+    children_have_.erase(block);
   }
   void advise(std::byte* block, std::size_t bytes, int advice) noexcept {
     if (!in_child()) {
       ::madvise(block, bytes, advice);
     }
   }
+  void share_with_children(std::byte* block, std::size_t bytes) {
+    const MutexLock lock(mutex_);
+    children_have_.insert(block);
+    advise(block, bytes, MADV_DOFORK);
+  }
+  void begin_copy(std::byte* block, std::size_t bytes) {
+    const MutexLock lock(mutex_);
+    begun_.reserve(begun_.size() + 1);
+    map_at(block, bytes, MAP_ANONYMOUS, /*file=*/-1, "taking memory for a rank's own gradients");
+    OsPages().advise_huge(block, bytes, bytes);
+    begun_.insert(block);
+  }
+  /// Whether there was a begun one.
+  bool end_copy(std::byte* block, std::size_t bytes) {
+    const MutexLock lock(mutex_);
+    if (!begun_.contains(block)) {
+      return false;
+    }
+    map_at(block, bytes, /*kind=*/0, file_, "forgetting copies of the ranks' homes");
+    begun_.erase(block);
+    return true;
+  }
 
  private:
   // What is withheld is not there, and something else may be.
   [[nodiscard]] bool in_child() const noexcept { return ::getpid() != process_; }
+  [[noreturn]] void close_and_fail(const std::string& what) {
+    const int reason = errno;
+    if (data_ != nullptr) {
+      ::munmap(data_, bytes_);
+    }
+    ::close(file_);
+    errno = reason;
+    fail(what);
+  }
+  // Instead of the pages that are there, whose copies go.
+  void map_at(std::byte* block, std::size_t bytes, int kind, int file, const char* what)
+      CASTOR_REQUIRES(mutex_) {
+    if (in_child()) {
+      return;
+    }
+    if (::mmap(block, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED | kind,
+               file, file < 0 ? 0 : block - data_) == MAP_FAILED) {
+      fail(what);
+    }
+    if (!children_have_.contains(block)) {
+      ::madvise(block, bytes, MADV_DONTFORK);
+    }
+  }
   void read_page_map(std::size_t first, std::span<std::uint64_t> entries) const {
     const std::size_t page = reinterpret_cast<std::uintptr_t>(data_) / page_bytes() + first;
     const auto read = ::pread(page_map_, entries.data(), entries.size_bytes(),
@@ -125,7 +174,11 @@ class SharedHomes::View {
   std::byte* data_ = nullptr;
   const std::size_t bytes_;
   const int process_;  // that made it
+  const int file_;
   int page_map_ = -1;
+  Mutex mutex_;
+  std::unordered_set<const std::byte*> begun_ CASTOR_GUARDED_BY(mutex_);  // blocks
+  std::unordered_set<const std::byte*> children_have_ CASTOR_GUARDED_BY(mutex_);
 };
 
 class SharedHomes::ViewArena final : public Arena {
@@ -148,7 +201,7 @@ class SharedHomes::ViewArena final : public Arena {
     view_->advise(data, size_of(bytes), MADV_DONTNEED);
   }
   void share_with_children(std::byte* data, std::size_t bytes) noexcept override {
-    view_->advise(data, size_of(bytes), MADV_DOFORK);
+    view_->share_with_children(data, size_of(bytes));
   }
   [[nodiscard]] std::string description() const override {
     return "memory that the ranks of this machine share";
@@ -183,6 +236,10 @@ std::byte* SharedHomes::common(const std::byte* in_view) const noexcept {
   return common_.data() + (in_view - view_->data());
 }
 
+void SharedHomes::begin_copy(std::span<std::byte> block) const {
+  view_->begin_copy(block.data(), size_of(block.size()));
+}
+
 void SharedHomes::publish(std::span<const std::byte> bytes) const {
   view_->for_each_copied(bytes, [&](std::span<const std::byte> pages) {
     const std::byte* const begin = std::max(pages.data(), bytes.data());
@@ -202,6 +259,9 @@ void SharedHomes::forget_within(std::span<std::byte> bytes) const {
 }
 
 void SharedHomes::forget(std::span<std::byte> block) const {
+  if (view_->end_copy(block.data(), size_of(block.size()))) {
+    return;
+  }
   view_->for_each_copied(block, [](std::span<std::byte> pages) {
     if (::madvise(pages.data(), pages.size(), MADV_DONTNEED) != 0) {
       fail("forgetting copies of the ranks' homes");

@@ -36,9 +36,14 @@ class SharedHomes {
   [[nodiscard]] bool contains(const std::byte* in_view) const noexcept;
   /// The common memory of a byte of the view.
   [[nodiscard]] std::byte* common(const std::byte* in_view) const noexcept;
+  /// This rank's copy of all pages of a block is there, of zeros: a page that is only written need
+  /// not be copied from the common one before. Ends when the block is forgotten. Throws Error where
+  /// the system refuses, and nothing has changed.
+  void begin_copy(std::span<std::byte> block) const;
   /// What this rank has in copies of its own of these bytes of the view becomes the common.
   void publish(std::span<const std::byte> bytes) const;
-  /// Forgets this rank's copies of pages that lie wholly in these bytes of the view; ...
+  /// Forgets this rank's copies of pages that lie wholly in these bytes of the view, of a block
+  /// whose copy was not begun; ...
   void forget_within(std::span<std::byte> bytes) const;
   /// ... of all pages of a block.
   void forget(std::span<std::byte> block) const;

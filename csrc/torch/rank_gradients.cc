@@ -81,10 +81,14 @@ void RankGradients::arriving(ChunkId chunk, TensorGate& gate) {
     progress = reductions_->wait_for_others(kPatience);
     patient_ = progress != Progress::kNone;
   }
-  if (cut(chunk)) {
-    gate.pass(gradients_.group(chunk));  // the last update may still read what it will hide
+  if (!cut(chunk) && has_copy(chunk)) {
+    return;
   }
+  gate.pass(gradients_.group(chunk));  // the last update may still read what it will hide
   take_copy(chunk);
+  if (!cut(chunk) && !gradients_.seen(chunk)) {
+    homes_->begin_copy({gradients_.payload(chunk)->home(), gradients_.payload(chunk)->bytes()});
+  }
 }
 
 // What was written between backward and step, and nobody can see any more.
@@ -101,6 +105,11 @@ void RankGradients::forget_last_step(TensorGate& gate) {
     }
     drop_copy(chunk);
   }
+}
+
+bool RankGradients::has_copy(ChunkId chunk) {
+  const MutexLock lock(mutex_);
+  return copies_[index(chunk)].bytes() > 0;
 }
 
 void RankGradients::take_copy(ChunkId chunk) {

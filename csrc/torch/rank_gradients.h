@@ -90,6 +90,7 @@ class RankGradients {
   [[nodiscard]] bool copied(ChunkId chunk) const { return cut(chunk) || at_shared_home(chunk); }
   // Of a chunk's gradients, by this rank.
   void take_copy(ChunkId chunk);
+  [[nodiscard]] bool has_copy(ChunkId chunk);  // that is whole, not a part
   [[nodiscard]] Reservation pay_for_copy(ChunkId chunk);
   void drop_copy(ChunkId chunk);
   void forget_last_step(TensorGate& gate);

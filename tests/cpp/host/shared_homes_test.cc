@@ -116,6 +116,30 @@ TEST_F(SharedHomesTest, ForgetsWholePagesWithin) {
   EXPECT_TRUE(all(first.block.first(page()), 1));
 }
 
+TEST_F(SharedHomesTest, ACopyThatIsBegunIsOfZerosUntilItIsForgotten) {
+  take(6 * page());
+  auto& [first, second] = ranks_;
+  const std::span<std::byte> block = first.block.subspan(0, 6 * page());
+  fill({first.homes->common(block.data()), block.size()}, 1);
+  fill(block.first(page()), 2);
+  for (int times = 0; times < 2; ++times) {
+    first.homes->begin_copy(block);
+    EXPECT_TRUE(all(block, 0));
+    fill(block.subspan(page(), page()), 3);
+    EXPECT_TRUE(all(second.block, 1));
+  }
+  first.homes->publish(block.subspan(page(), page()));
+  first.homes->forget(block);
+  for (const Rank& rank : ranks_) {
+    EXPECT_TRUE(all(rank.block.first(page()), 1));
+    EXPECT_TRUE(all(rank.block.subspan(page(), page()), 3));
+    EXPECT_TRUE(all(rank.block.subspan(2 * page()), 1));
+  }
+  fill(block, 4);  // as ever after that
+  first.homes->forget(block);
+  EXPECT_TRUE(all(block.subspan(page(), page()), 3));
+}
+
 // Two ranks' edits, each rank's updates of its half in common memory, and their meetings, against
 // what each should see.
 TEST_F(SharedHomesTest, RandomEditsAndUpdatesAreThoseOfTwoCopies) {
@@ -132,6 +156,15 @@ TEST_F(SharedHomesTest, RandomEditsAndUpdatesAreThoseOfTwoCopies) {
       fill(std::span(expected).subspan(begin, count), value);
       for (Rank& rank : ranks_) {
         fill(rank.block.subspan(begin, count), value);
+      }
+    }
+    if (step % 3 == 0) {  // all of it anew, on one rank or both
+      std::fill(expected.begin(), expected.end(), static_cast<std::byte>(step));
+      for (std::size_t i = 0; i < 2; ++i) {
+        if (step % 2 == 0 || i == 0) {
+          ranks_[i].homes->begin_copy(ranks_[i].block);
+        }
+        fill(ranks_[i].block, step);
       }
     }
     for (const Rank& rank : ranks_) {
@@ -159,10 +192,15 @@ TEST_F(SharedHomesTest, CopiesGiveTheirMemoryBack) {
   fill({first.homes->common(first.block.data()), first.block.size()}, 1);
   EXPECT_TRUE(all(first.block, 1));
   const std::size_t before = testing::process_resident_bytes();
-  fill(first.block, 2);
-  first.homes->publish(first.block);
-  first.homes->forget(first.block);
-  EXPECT_TRUE(all(first.block, 2));
+  for (const bool begun : {false, true}) {
+    if (begun) {
+      first.homes->begin_copy(first.block);
+    }
+    fill(first.block, 2);
+    first.homes->publish(first.block);
+    first.homes->forget(first.block);
+    EXPECT_TRUE(all(first.block, 2));
+  }
   EXPECT_LT(testing::process_resident_bytes(), before + 100 * page());
 }
 
@@ -186,7 +224,15 @@ TEST_F(SharedHomesTest, ChildrenDoNotGetThemUnlessTheyAreGiven) {
   if (testing::kMappingsTell) {
     EXPECT_FALSE(child_has());
   }
+  ranks_[0].homes->begin_copy(ranks_[0].block);
+  if (testing::kMappingsTell) {
+    EXPECT_FALSE(child_has());
+  }
   ranks_[0].arena->share_with_children(ranks_[0].block.data(), ranks_[0].block.size());
+  EXPECT_TRUE(child_has());
+  ranks_[0].homes->forget(ranks_[0].block);
+  EXPECT_TRUE(child_has());
+  ranks_[0].homes->begin_copy(ranks_[0].block);
   EXPECT_TRUE(child_has());
 }
 
