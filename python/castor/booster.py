@@ -23,6 +23,7 @@ from castor.optim.torch_step import step_of
 from castor.plugins.protocol import Plugin, list_of_optimizers
 from castor.runtime.boosted_model import BoostedStep, boosted_model_of, compiled_from
 from castor.runtime.engine import Engine, engine_of
+from castor.runtime.ranks import forget_groups
 from castor.runtime.release import release_model
 from castor.runtime.report import MemoryReport, MemoryUse, TorchReport
 
@@ -79,7 +80,10 @@ class Booster(Checkpoints):
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
-        self.plugin.configure(model, list_of_optimizers(optimizer))
+        try:
+            self.plugin.configure(model, list_of_optimizers(optimizer))
+        finally:
+            forget_groups()
         self._latest = weakref.ref(model)
         _boosters[model] = self
         checkpoint.make_resumable(dataloader)

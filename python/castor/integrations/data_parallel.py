@@ -16,7 +16,7 @@ from castor import _C
 from castor.errors import UsageError
 from castor.runtime.boosted_model import boosted_models_holding, compiled_from
 from castor.runtime.engine import Engine, engine_of
-from castor.runtime.ranks import Peers, describe_parameters, own_group
+from castor.runtime.ranks import Peers, describe_parameters, forget_groups, own_groups
 
 _ARGUMENTS = inspect.signature(parallel.DistributedDataParallel.__init__)
 _HONOURED = ("module", "device_ids", "output_device", "broadcast_buffers", "init_sync")
@@ -193,8 +193,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         size = distributed.get_world_size()
         if size == 1:
             return
-        group = own_group([range(size)])  # of CPU tensors, whatever the script's is for
-        peers = Peers(rank=distributed.get_rank(), size=size, group=_C.RankGroup(group.group_name))
+        (name,) = own_groups([range(size)], 1)  # of CPU tensors, whatever the script's is for
+        peers = Peers(rank=distributed.get_rank(), size=size, group=_C.RankGroup(name))
+        forget_groups()
         peers.check_equal(describe_parameters(self.module))
         buffers = self._shared_buffers().values() if self.broadcast_buffers else ()
         for tensor in (*self.module.parameters(), *buffers):

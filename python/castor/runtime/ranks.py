@@ -124,14 +124,7 @@ class Peers:
             UsageError: Two ranks differ; every rank raises it.
         """
         place = f"the check that all were given the same: {next(iter(facts))}"
-        everyone = self.gather_at(place, {name: repr(value) for name, value in facts.items()})
-        for rank, theirs in enumerate(everyone):
-            for name, first in everyone[0].items():
-                if theirs[name] != first:
-                    raise UsageError(
-                        f"rank 0 and rank {rank} differ in {name}: {first} and {theirs[name]}; "
-                        "all ranks train one model, and are given the same"
-                    )
+        check_alike(self.gather_at(place, {name: repr(value) for name, value in facts.items()}))
 
     def on_first(
         self,
@@ -188,6 +181,21 @@ class Ranks(Peers):
     """The same ranks, for checkpoints that are written beside the training."""
     memory_mark: str | None
     """See memory_mark()."""
+
+
+def check_alike(everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Raises UsageError of the first rank that was given something else than rank 0.
+
+    Args:
+        everyone: What each was given, by its name in a message, in rank order.
+    """
+    for rank, theirs in enumerate(everyone):
+        for name, first in everyone[0].items():
+            if theirs[name] != first:
+                raise UsageError(
+                    f"rank 0 and rank {rank} differ in {name}: {first} and {theirs[name]}; "
+                    "all ranks train one model, and are given the same"
+                )
 
 
 PATIENCE_SECONDS = 10.0
@@ -276,10 +284,20 @@ def _linked(name: str, rank: int, size: int, mark: str | None) -> LinkedPeers:
 def own_groups(parts: Sequence[Sequence[int]], count: int) -> list[str]:
     """Names of `count` new process groups of this process's part of all ranks.
 
-    Of its own: what the user sends between ranks meanwhile does not come between. Collective: every
-    rank calls it, with the same parts.
+    Of its own: what the user sends meanwhile does not come between. Collective: every rank calls
+    it, with the same parts. castor._C finds them by name, until forget_groups.
     """
-    return [own_group(parts).group_name for _ in range(count)]
+    _known_to_torch.extend(made := [own_group(parts) for _ in range(count)])
+    return [group.group_name for group in made]
+
+
+_known_to_torch: list[distributed.ProcessGroup] = []
+
+
+def forget_groups() -> None:
+    """Has torch forget own_groups' groups: each then ends with what uses it in castor._C."""
+    while _known_to_torch:
+        distributed.destroy_process_group(_known_to_torch.pop())
 
 
 def own_group(parts: Sequence[Sequence[int]]) -> distributed.ProcessGroup:
