@@ -67,6 +67,34 @@ std::string describe(const LayoutFacts& facts) {
          " chunks of " + std::to_string(facts.chunk_bytes) + " bytes";
 }
 
+// Of a chunk that was handed over nothing is fresh, unless its pass failed and another one ran.
+void check_repeated(std::span<const std::byte> flags, std::size_t num_ranks,
+                    std::size_t num_chunks) {
+  const std::size_t each = flags.size() / num_ranks;
+  const auto flag = [&](std::size_t rank, std::size_t i) {
+    return flags[rank * each + i] != std::byte{0};
+  };
+  for (std::size_t i = 0; i < num_chunks; ++i) {
+    std::optional<std::size_t> once, again;
+    for (std::size_t rank = 0; rank < num_ranks; ++rank) {
+      if (flag(rank, num_chunks + i)) {
+        (flag(rank, i) ? again : once) = rank;
+      }
+    }
+    if (once && again) {
+      throw UsageError(
+          "a backward pass has failed on rank " + std::to_string(*again) + " and not on rank " +
+          std::to_string(*once) +
+          ", which had a part of its gradients by then: they cannot be taken back, and a second "
+          "pass of rank " +
+          std::to_string(*again) +
+          " would count twice. Start again from the last checkpoint; a pass that may fail (a batch "
+          "without room) runs under booster.no_sync, behind which ranks tell each other "
+          "(torch.distributed.all_reduce) whether all run it again");
+    }
+  }
+}
+
 }  // namespace
 
 GradientMarks::GradientMarks(const ChunkLayout& layout)
@@ -251,6 +279,7 @@ GradientMarks RankMeeting::meet(MeetingPoint point, const GradientMarks& own,
       marks.present[i] = marks.present[i] || theirs[2 * num_chunks + i] != std::byte{0};
     }
   }
+  check_repeated(all, ranks_.size(), num_chunks);
   marks.scale = common_scale(headers);
   backwards_ += at_step ? 0 : 1;
   return marks;

@@ -52,8 +52,8 @@ class RankMeeting {
   RankMeeting(Collectives& ranks, const ChunkLayout& layout);
 
   /// Tells the others what this rank has, and returns what any has. Throws UsageError, on every
-  /// rank, where they are at different points or have scaled their losses differently. `optimizer`:
-  /// which steps, where the model has several.
+  /// rank, where they are at different points, have scaled their losses differently, or some have
+  /// run a pass again that failed there and not on others. `optimizer`: which steps, of several.
   [[nodiscard]] GradientMarks meet(MeetingPoint point, const GradientMarks& own,
                                    std::optional<std::size_t> optimizer = {});
   /// This rank has updated weights by itself, as the others have: they are compared where ranks

@@ -127,6 +127,11 @@ CutHomes make_cut_homes(const ChunkLayout& layout, std::span<const Placement> pl
   if (!options.ranks || common.weights().homes) {
     return {};
   }
+  const bool trains = std::any_of(layout.chunks().begin(), layout.chunks().end(),
+                                  [](const ChunkSpec& chunk) { return chunk.trainable; });
+  if (options.zero_stage == 2 && !trains) {
+    return {};  // there are no gradients to cut
+  }
   if (options.ranks->reads == nullptr) {
     if (options.zero_stage > 1) {
       throw UsageError("zero_stage=" + std::to_string(options.zero_stage) +

@@ -617,6 +617,14 @@ void Session::check_whole() {
   integrity_.check();
 }
 
+void Session::meet_to_load() {
+  check_process();
+  if (ranks_) {
+    ranks_->check_there();
+    ranks_->begin_load();
+  }
+}
+
 void Session::begin_load(RunLoad load) {
   own_device_.follow_stream();
   reads_.wait_for_all();

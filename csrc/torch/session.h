@@ -104,6 +104,8 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   void finish_step();
   /// As Updater's.
   void arm_updates(GroupOptions options) { updater_->arm(std::move(options)); }
+  /// Every rank is about to load; nothing has been changed. Throws as RankMeeting::meet_to_load.
+  void meet_to_load();
   /// A checkpoint comes: forgets a step that stopped in the middle and sends the parameters home.
   /// The run counts as broken until end_load; states on NVMe that it replaces, or lost, are zeros.
   void begin_load(RunLoad load);

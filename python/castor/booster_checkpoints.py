@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,7 +75,8 @@ class Checkpoints:
                 model, path, max_bytes=max_bytes, tokenizer=tokenizer, reading=reading
             )
 
-        self._save(save, model, use_async=use_async)
+        facts = {"the directory of a model that is saved": str(path), "size_per_shard": max_bytes}
+        self._save(save, model, use_async=use_async, facts=facts)
 
     def load_model(self, model: nn.Module, directory: str | Path, *, strict: bool = True) -> Any:
         """Reads a checkpoint of this architecture, castor's or any in Hugging Face's layout.
@@ -103,7 +104,10 @@ class Checkpoints:
                 the words of torch's load_state_dict; the model was not changed.
         """
         checkpoint.wait()
-        return checkpoint.load_model(model, absolute(directory), strict=strict)
+        path = absolute(directory)
+        return checkpoint.ready_on_all(
+            self._shared(model), lambda: checkpoint.prepare_load_model(model, path, strict=strict)
+        ).apply()
 
     def save_optimizer(
         self,
@@ -146,7 +150,8 @@ class Checkpoints:
                 optimizer, path, model=model, max_bytes=max_bytes, reading=reading
             )
 
-        self._save(save, model, [optimizer], use_async=use_async)
+        facts = {"the directory of states that are saved": str(path), "size_per_shard": max_bytes}
+        self._save(save, model, [optimizer], use_async=use_async, facts=facts)
 
     def load_optimizer(
         self, optimizer: Optimizer, directory: str | Path, *, model: nn.Module | None = None
@@ -166,8 +171,11 @@ class Checkpoints:
             UsageError: Nothing tells the parameters' names.
         """
         checkpoint.wait()
-        model = _model_of(optimizer, model)
-        checkpoint.load_optimizer(optimizer, absolute(directory), model)
+        model, path = _model_of(optimizer, model), absolute(directory)
+        checkpoint.ready_on_all(
+            self._shared(model),
+            lambda: checkpoint.prepare_load_optimizer(optimizer, path, model),
+        ).apply()
 
     def save_lr_scheduler(self, lr_scheduler: Any, path: str | Path) -> None:
         """Writes a scheduler's state as one JSON file, with a checksum in it.
@@ -238,7 +246,15 @@ class Checkpoints:
                 step=step, extra=extra, keep=keep, max_bytes=max_bytes, reading=reading,
             )  # fmt: skip
 
-        return self._save(save, model, optimizers, use_async=use_async)
+        facts = {
+            "the directory of a run that is saved": str(path),
+            "step": step,
+            "keep": keep,
+            "size_per_shard": max_bytes,
+            "the optimizers that are saved": [type(one).__name__ for one in optimizers],
+            "whether a dataloader is saved": dataloader is not None,
+        }
+        return self._save(save, model, optimizers, use_async=use_async, facts=facts)
 
     def load(
         self,
@@ -271,7 +287,12 @@ class Checkpoints:
         shared, path = self._shared(model), absolute(directory)
         rank = shared.ranks.rank if shared and shared.ranks else 0
         optimizers = list_of_optimizers(optimizer)
-        return checkpoint.load(path, model, optimizers, lr_scheduler, dataloader, rank=rank)
+        return checkpoint.ready_on_all(
+            shared,
+            lambda: checkpoint.prepare_load(
+                path, model, optimizers, lr_scheduler, dataloader, rank=rank
+            ),
+        ).apply()
 
     def latest(self, directory: str | Path) -> Path | None:
         """The whole checkpoint of the highest step in a run's directory, None without one."""
@@ -308,16 +329,18 @@ class Checkpoints:
         optimizers: Sequence[Optimizer] = (),
         *,
         use_async: bool,
+        facts: Mapping[str, Any],
     ) -> Path:
         checkpoint.wait()
         shared = self._shared(model)
         savers = _savers(shared, optimizers)
+        if shared is not None:
+            checkpoint.check_saved_alike(shared, savers, {**facts, "use_async": use_async})
         if not use_async and savers is None:
             return self._once(model, lambda: checkpoint.at_once(save(None)), optimizers)
         engines = self._engines(model, optimizers, held=use_async)
         share = None
         if isinstance(shared, Engine) and savers is not None:
-            shared.meet()  # all save, or it says who does not
             first = shared.ranks is None or shared.ranks.rank == 0
             share = checkpoint.Share(savers, writes_whole=first)
         return checkpoint.save_reading(engines, share, save, later=use_async)

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -65,7 +65,7 @@ def run(
 
     Returns:
         0, or the exit status for the shell: that of the rank that failed first, 128 and the signal
-        for a killed one.
+        for a killed one, or for this process (Ctrl-C), which ends all ranks.
 
     Raises:
         UsageError: A number does not make sense, or is not the plan's, or the script is not there.
@@ -112,13 +112,18 @@ def run(
     # Each attempt has a store of its own: in torch's, a rank may find the address of a dead one.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    status = 0
     try:
         elastic_launch(config, sys.executable)("-u", *target, *arguments)
     except ChildFailedError as error:
         return _tell(*error.get_first_failure(), logs)
+    except SignalException as error:  # when it comes all ranks have been ended
+        name = signal.Signals(error.sigval).name
+        Console(stderr=True).print(f"[red]castor run:[/red] {name}: all ranks have been ended")
+        status = 128 + int(error.sigval)
     if log_dir is None:
         shutil.rmtree(logs, ignore_errors=True)
-    return 0
+    return status
 
 
 def _counts_of(path: Path, nproc: int | None, nodes: int) -> tuple[int, int]:

@@ -300,7 +300,7 @@ def one_loads(directory: Path) -> None:
 
 
 def outlives(_: Path) -> None:
-    """What a model's parameters say when nothing of castor is left."""
+    """What a model's parameters say when nothing of castor is left, its threads included."""
     with _of_rank() as rank:
         boosted = _boost("tight", 0)
         boosted.step(_loss(boosted.model, rank, rank))
@@ -313,6 +313,12 @@ def outlives(_: Path) -> None:
             params[0].fill_(rank)
         distributed.barrier()
         print(params[0].unique().item() == rank)
+        threads = len(os.listdir("/proc/self/task"))
+        for _ in range(3):
+            boosted = _boost("tight", 0)
+            distributed.barrier()
+            del boosted
+        print(len(os.listdir("/proc/self/task")) == threads)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 import errno
 import os
+import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from castor import booster_checkpoints
+from helpers import copies
 from rank_cases import RankCase, _frozen, _of_rank, _refused, _tower_loss, _zoo, boost
 from zoo import tower
 
@@ -108,6 +110,50 @@ def fails(directory: Path) -> None:
         booster.wait_for_saves()
         print(any(thread.name == "castor save" for thread in threading.enumerate()))
         print(booster.load(directory / "run", model, optimizer).step)
+
+
+def differ(directory: Path) -> None:
+    """Ranks are asked for different saves and loads; between, they train on."""
+    with _of_rank() as rank:
+        boosted = boost(CASES["fp32"])
+        booster, model, optimizer = boosted
+        run, own = directory / "run", directory / f"run{rank}"
+
+        def refused(call: Callable[..., Any], path: Path, *args: Any, **options: Any) -> None:
+            """And the ranks go on together, from the weights that they had."""
+            before = copies(model.parameters())
+            said = _refused(lambda: call(path, *args, **options))
+            same = all(map(torch.equal, model.parameters(), before))
+            boosted.step(_tower_loss(model, rank, rank))
+            print(same, said)
+
+        def load_model(path: Path) -> None:
+            booster.load_model(model, path)
+
+        def load_optimizer(path: Path) -> None:
+            booster.load_optimizer(optimizer, path)
+
+        boosted.step(_tower_loss(model, rank, rank))
+        refused(booster.save, own, model, optimizer)
+        refused(booster.save, run, model, optimizer, step=rank)
+        refused(booster.save, run, model, optimizer, size_per_shard=20_000 + rank)
+        refused(booster.save, run, model, optimizer if rank == 0 else None)
+        refused(booster.save, run, model, optimizer, use_async=rank == 1)
+        for _ in range(2):
+            booster.save(run, model, optimizer)
+            boosted.step(_tower_loss(model, rank, rank))
+        steps = sorted(run.iterdir())
+        refused(booster.load, steps[rank], model, optimizer)
+        refused(booster.load, run, model, optimizer if rank == 0 else None)
+        refused(load_model, steps[rank] / "model")
+        shutil.copytree(run, own)
+        if rank == 1:
+            os.truncate(own / steps[1].name / "model" / "model.safetensors", 4000)
+            os.truncate(own / steps[1].name / "optimizer" / "optimizer.safetensors", 4000)
+        refused(booster.load, own / steps[1].name, model, optimizer)
+        refused(load_model, own / steps[1].name / "model")
+        refused(load_optimizer, own / steps[1].name / "optimizer")
+        print(booster.load(own / steps[0].name, model, optimizer).step)  # each its own copy
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """`castor run`: a script on several ranks."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 SCRIPT = """
 import os
 import sys
+import time
+from pathlib import Path
 
 import torch
 from torch import distributed
@@ -22,6 +25,11 @@ total = torch.ones(1)
 distributed.all_reduce(total)
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 print("rank", rank, "of", int(total), sys.argv[1:], "OMP_NUM_THREADS" in os.environ)
+if "waits" in sys.argv:
+    Path(f"process{rank}").write_text(str(os.getpid()))
+    distributed.barrier()
+    print("all wait")
+    time.sleep(600)
 if "fails" in sys.argv and rank == 1 and attempt == 0:
     raise ValueError("[what] went wrong on rank 1")
 if "is-killed" in sys.argv and rank == 1:
@@ -81,6 +89,31 @@ def test_ranks_begin_again_as_often_as_asked(tmp_path: Path) -> None:
     done = castor_run(tmp_path, "--nproc", "2", "--max-restarts", "1", "script.py", "fails")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["rank 0 of 2 ['fails'] True"] * 2
+
+
+def test_a_signal_ends_all_ranks_and_is_the_exit_status(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with subprocess.Popen(
+        [sys.executable, "-m", "castor", "run", "--nproc", "2", "script.py", "waits"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    ) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stderr is not None
+        while launcher.stdout.readline() not in ("all wait\n", ""):
+            pass
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(timeout=120) == 128 + signal.SIGTERM
+        said = launcher.stderr.read()
+    assert said.endswith("castor run: SIGTERM: all ranks have been ended\n")
+    assert "Traceback" not in said
+    assert list(tmp_path.glob("castor-run-*")) == []
+    for rank in range(2):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / f"process{rank}").read_text()), 0)
 
 
 @pytest.mark.parametrize(

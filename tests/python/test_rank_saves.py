@@ -39,3 +39,33 @@ def test_what_one_rank_cannot_write_all_say(tmp_path: Path) -> None:
         assert (under_way, step) == ("False", "1")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["model", "run"]
     assert [one.name for one in (tmp_path / "run").iterdir()] == ["step-00000001"]
+
+
+def test_ranks_that_save_or_load_different_things_say_so_and_change_nothing(
+    tmp_path: Path,
+) -> None:
+    outputs = succeeded(run(rank_save_cases.differ, 2, tmp_path))
+    differing = (
+        f"the directory of a run that is saved: {tmp_path}/run0 and {tmp_path}/run1",
+        "step: 0 and 1",
+        "size_per_shard: 20000 and 20001",
+        "the optimizers that are saved: ['HybridAdam'] and []",
+        "use_async: False and True",
+        "the checkpoint that is loaded: step-00000006 of contents ",
+        "the number of optimizers that are loaded: 1 and 0",
+        "the model that is loaded: model of contents ",
+    )
+    for rank, output in enumerate(outputs):
+        *lines, step = output.splitlines()
+        for line, what in zip(lines[: len(differing)], differing, strict=True):
+            assert line.startswith(f"True UsageError: rank 0 and rank 1 differ in {what}")
+        cut = f"{tmp_path}/run1/step-00000007"
+        for line, part in zip(
+            lines[len(differing) :], ("model", "model", "optimizer"), strict=True
+        ):
+            what = f"{cut}/{part}/{part}.safetensors was cut short"
+            of_other = "rank 1 cannot load this checkpoint, and no rank has changed anything: "
+            told = f"{of_other}CheckpointError: " if rank == 0 else ""
+            assert line.startswith(f"True CheckpointError: {told}{what}")
+        assert step == "6"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["run", "run0", "run1"]

@@ -15,6 +15,7 @@ import rank_cases
 import zero_stage_cases
 from rank_processes import run, succeeded
 from zero_stage_cases import AT_STAGE_TWO, ON_FOUR, ON_THREE, ROUNDED, SAVED, STREAMED, steps_of
+from zoo import tower, tower_loss
 
 Result = tuple[list[torch.Tensor], list[float], dict[str, Any]]
 
@@ -138,6 +139,25 @@ def test_a_rank_that_runs_more_than_the_others_is_told(tmp_path: Path) -> None:
     assert "UsageError" in first
     assert "UsageError" in second
     assert time.time() - begun < 60
+
+
+def test_a_pass_that_failed_is_run_again_by_all_ranks_or_none(tmp_path: Path) -> None:
+    """What the others have of it on one rank alone would count twice."""
+    told = (
+        "UsageError: a backward pass has failed on rank 1 and not on rank 0, which had a part of "
+        "its gradients by then"
+    )
+    for output in succeeded(run(zero_stage_cases.fails_in_backward, 2, tmp_path)):
+        over_the_group, same, shared, same_shared = output.splitlines()
+        assert over_the_group.startswith(told)
+        assert shared.startswith(told)
+        assert same == same_shared == "True"
+
+
+def test_a_model_that_nobody_trains_has_no_gradients_to_cut(tmp_path: Path) -> None:
+    expected = tower_loss(tower(), 0).item()
+    for output in succeeded(run(zero_stage_cases.frozen_alone, 2, tmp_path)):
+        assert output.splitlines() == [f"{expected} 1", f"{expected} 3"]
 
 
 def test_one_rank_alone_reads_weights(tmp_path: Path) -> None:

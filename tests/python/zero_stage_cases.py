@@ -9,16 +9,18 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed, nn
 
+import castor
 from castor.runtime.engine import engine_of
-from helpers import copies
+from helpers import Boosted, copies, plugin
 from rank_cases import (
     CLOSE,
     EXACT,
@@ -96,6 +98,47 @@ def on_three(directory: Path) -> None:
 
 def on_four(directory: Path) -> None:
     _train_all({name: STREAMED[name] for name in ON_FOUR}, directory)
+
+
+def fails_in_backward(_: Path) -> None:
+    """A pass fails on all ranks, then on rank 1 alone, and is run again."""
+    with _over_the_group() as rank:
+        for link in ("group", "auto"):
+            os.environ["CASTOR_RANK_LINK"] = link
+            found = []
+            for failing in ((), (0, 1), (1,)):
+                boosted = boost(staged(TIGHT, 2), placement_policy="cpu")
+                _, model, optimizer = boosted
+                boosted.step(_tower_loss(model, rank, rank))
+                if rank in failing:
+                    hook = model.layers[0].weight.register_hook(lambda _: 1 / 0)
+                    with suppress(ZeroDivisionError):
+                        _tower_loss(model, 2 + rank, rank).backward()
+                    hook.remove()
+                    optimizer.zero_grad()
+                again = partial(_step_on, boosted, 2 + rank, rank)
+                if failing == (1,):
+                    print(_refused(again))
+                else:
+                    again()
+                    found.append(copies(model.parameters()))
+                distributed.barrier()
+            print(all(map(torch.equal, *found)))
+
+
+def _step_on(boosted: Boosted, seed: int, rank: int) -> None:
+    boosted.step(_tower_loss(boosted.model, seed, rank))
+
+
+def frozen_alone(_: Path) -> None:
+    """A model that nobody trains has no gradients to cut."""
+    with _over_the_group():
+        for stage in (2, 3):
+            model = tower().requires_grad_(False)
+            booster = castor.Booster(plugin(zero_stage=stage))
+            booster.boost(model)
+            print(tower_loss(model, 0).item(), booster.report(model).zero_stage)
+            distributed.barrier()
 
 
 def memory(_: Path) -> None:

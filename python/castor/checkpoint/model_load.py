@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from castor.checkpoint import adapters
+from castor.checkpoint.agreement import ReadyLoad, contents_of
 from castor.checkpoint.container import StoredTensor, read_headers
 from castor.checkpoint.manifest import PART_MANIFEST, verify
 from castor.checkpoint.model import INDEX, SINGLE_FILE, state_of, weight_files
@@ -108,8 +109,10 @@ class ModelLoad:
         fill(target, source)
 
 
-def load_model(model: nn.Module, directory: Path, *, strict: bool) -> _IncompatibleKeys:
-    """Reads a model's directory; see Booster.load_model.
+def prepare_load_model(
+    model: nn.Module, directory: Path, *, strict: bool
+) -> ReadyLoad[_IncompatibleKeys]:
+    """A load of a model's directory, checked; see Booster.load_model.
 
     Raises:
         CheckpointError: It is damaged or does not fit; the model was not changed.
@@ -117,7 +120,8 @@ def load_model(model: nn.Module, directory: Path, *, strict: bool) -> _Incompati
     recover(directory)
     if (directory / PART_MANIFEST).exists():
         verify(directory, PART_MANIFEST)
-    return prepare_model(model, directory, strict=strict).apply()
+    facts = {"the model that is loaded": contents_of(directory, PART_MANIFEST)}
+    return ReadyLoad(facts=facts, apply=prepare_model(model, directory, strict=strict).apply)
 
 
 def prepare_model(model: nn.Module, directory: Path, *, strict: bool) -> ModelLoad:

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.optim import Optimizer
 
+from castor.checkpoint.agreement import ReadyLoad, contents_of
 from castor.checkpoint.container import StoredTensor, read_headers
 from castor.checkpoint.manifest import PART_MANIFEST, verify
 from castor.checkpoint.optimizer import DESCRIPTION, FORMAT, driver_of, names_of
@@ -124,8 +125,10 @@ def _keeps_masters(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "keeps_masters", False))
 
 
-def load_optimizer(optimizer: Optimizer, directory: Path, model: nn.Module | None) -> None:
-    """Reads an optimizer's directory; see Booster.load_optimizer.
+def prepare_load_optimizer(
+    optimizer: Optimizer, directory: Path, model: nn.Module | None
+) -> ReadyLoad[None]:
+    """A load of an optimizer's directory, checked; see Booster.load_optimizer.
 
     Raises:
         CheckpointError: It is damaged, or of another optimizer; nothing was changed.
@@ -139,7 +142,8 @@ def load_optimizer(optimizer: Optimizer, directory: Path, model: nn.Module | Non
         )
     recover(directory)
     verify(directory, PART_MANIFEST)
-    prepare_optimizer(optimizer, directory, model).apply()
+    facts = {"the optimizer's state that is loaded": contents_of(directory, PART_MANIFEST)}
+    return ReadyLoad(facts=facts, apply=prepare_optimizer(optimizer, directory, model).apply)
 
 
 def prepare_optimizer(

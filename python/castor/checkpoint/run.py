@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castor.checkpoint import rng
+from castor.checkpoint.agreement import ReadyLoad, contents_of
 from castor.checkpoint.container import SavedTensor, bytes_of, split
 from castor.checkpoint.files import OVERHEAD_BYTES, FileEntry, os_errors, write_file
 from castor.checkpoint.manifest import (
@@ -250,7 +251,7 @@ def latest(root: Path) -> Path | None:
     return steps[-1][1] if steps else None
 
 
-def load(
+def prepare_load(
     path: Path,
     model: nn.Module,
     optimizers: Sequence[Optimizer],
@@ -258,13 +259,12 @@ def load(
     dataloader: Any,
     *,
     rank: int,
-) -> CheckpointInfo:
-    """Reads a run's checkpoint; see Booster.load."""
+) -> ReadyLoad[CheckpointInfo]:
+    """A load of a run's checkpoint, checked; see Booster.load."""
     directory = find(path)
     verify(directory, RUN_MANIFEST)
     trainer = read_trainer(directory)
     file = directory / "trainer.json"
-    # All checks, then all changes.
     check_all_given(optimizers)
     model_load = prepare_model(model, directory / "model", strict=True)
     parts = _parts_of(optimizers)
@@ -293,19 +293,28 @@ def load(
         rng.check(states)
     info = CheckpointInfo(step=trainer["step"], extra=decode(trainer["extra"]), path=directory)
 
-    model_load.apply(with_optimizer=bool(optimizer_loads))
-    for optimizer_load in optimizer_loads:
-        optimizer_load.apply()
-    if scheduler is not None:
-        lr_scheduler.load_state_dict(scheduler)
-    for boosted in boosted_models_holding(model):
-        boosted.num_steps = info.step
-        boosted.skipped_steps = trainer["skipped_steps"]
-    if states is not None:
-        rng.restore(states)
-    if position is not None:
-        dataloader.load_state_dict(position)  # after rng: it returns to these random states
-    return info
+    def apply() -> CheckpointInfo:
+        model_load.apply(with_optimizer=bool(optimizer_loads))
+        for optimizer_load in optimizer_loads:
+            optimizer_load.apply()
+        if scheduler is not None:
+            lr_scheduler.load_state_dict(scheduler)
+        for boosted in boosted_models_holding(model):
+            boosted.num_steps = info.step
+            boosted.skipped_steps = trainer["skipped_steps"]
+        if states is not None:
+            rng.restore(states)
+        if position is not None:
+            dataloader.load_state_dict(position)  # after rng: it returns to these random states
+        return info
+
+    facts = {
+        "the checkpoint that is loaded": contents_of(directory, RUN_MANIFEST),
+        "the number of optimizers that are loaded": len(optimizers),
+        "whether a scheduler is loaded": lr_scheduler is not None,
+        "whether a dataloader is loaded": dataloader is not None,
+    }
+    return ReadyLoad(facts=facts, apply=apply)
 
 
 def read_trainer(directory: Path) -> dict[str, Any]:

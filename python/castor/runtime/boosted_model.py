@@ -56,6 +56,10 @@ class BoostedModel(Protocol):
         """What every rank gives, in rank order; picklable. Collective."""
         ...
 
+    def gather_to_load(self, value: Any) -> list[Any]:
+        """As gather, before a load of every rank."""
+        ...
+
     def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
         """Runs `work` on rank 0, for all; the others give what it reads of their parts. Collective.
 

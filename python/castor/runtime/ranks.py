@@ -124,14 +124,7 @@ class Peers:
             UsageError: Two ranks differ; every rank raises it.
         """
         place = f"the check that all were given the same: {next(iter(facts))}"
-        everyone = self.gather_at(place, {name: repr(value) for name, value in facts.items()})
-        for rank, theirs in enumerate(everyone):
-            for name, first in everyone[0].items():
-                if theirs[name] != first:
-                    raise UsageError(
-                        f"rank 0 and rank {rank} differ in {name}: {first} and {theirs[name]}; "
-                        "all ranks train one model, and are given the same"
-                    )
+        check_alike(self.gather_at(place, {name: repr(value) for name, value in facts.items()}))
 
     def on_first(
         self,
@@ -188,6 +181,21 @@ class Ranks(Peers):
     """The same ranks, for checkpoints that are written beside the training."""
     memory_mark: str | None
     """See memory_mark()."""
+
+
+def check_alike(everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Raises UsageError of the first rank that was given something else than rank 0.
+
+    Args:
+        everyone: What each was given, by its name in a message, in rank order.
+    """
+    for rank, theirs in enumerate(everyone):
+        for name, first in everyone[0].items():
+            if theirs[name] != first:
+                raise UsageError(
+                    f"rank 0 and rank {rank} differ in {name}: {first} and {theirs[name]}; "
+                    "all ranks train one model, and are given the same"
+                )
 
 
 PATIENCE_SECONDS = 10.0

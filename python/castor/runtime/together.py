@@ -91,6 +91,22 @@ class Together:
             self.answer_first()
             return self.ranks.gather(value)
 
+    def gather_to_load(self, value: Any) -> list[Any]:
+        """As gather, where every rank is about to load, and nothing has been changed.
+
+        Raises:
+            Error: A rank is gone.
+            UsageError: A rank does something else; every rank raises it.
+        """
+        if self.everyone is not None:
+            self.meet()
+            return self.everyone.gather(value)
+        self.meet_beside("a load")
+        if self.ranks is None:
+            return [value]
+        self.session.meet_to_load()
+        return self.ranks.gather(value)
+
     def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
         """Runs `work` on rank 0, for all; the others give what it reads of their optimizer states.
 

@@ -103,6 +103,10 @@ class TorchModel:
         """See BoostedModel."""
         return [value] if self.ranks is None else self.ranks.gather(value)
 
+    def gather_to_load(self, value: Any) -> list[Any]:
+        """See BoostedModel."""
+        return self.gather(value)
+
     def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
         """See BoostedModel; every rank has the whole model."""
         del parts_of
