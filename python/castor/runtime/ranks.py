@@ -6,11 +6,9 @@ import atexit
 import hashlib
 import os
 import pickle
-import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from castor import _C
 from castor.errors import Error, UsageError
+from castor.runtime.waits import served_by_another, waiting, watch
 
 Result = TypeVar("Result")
 
@@ -91,15 +90,16 @@ class Peers:
 
     def gather(self, value: Any) -> list[Any]:
         """What every rank gives, in rank order; picklable."""
-        return [pickle.loads(one) for one in self.group.gather(pickle.dumps(value))]
+        return self.gather_at("what ranks tell each other outside passes", value)
 
     def gather_at(self, place: str, value: Any) -> list[Any]:
-        """As gather; `place` says what for, where ranks tell each other."""
-        return self.gather(value)
+        """As gather; `place` says what for, where ranks tell each other, or wait."""
+        given = self.group.gather(pickle.dumps(value), f"is at {place}")
+        return [pickle.loads(one) for one in given]
 
     def meet(self) -> None:
-        """Returns when every rank is here."""
-        self.group.meet()
+        """Returns when every rank is here, with the values of a lazy parameter."""
+        self.group.meet("takes the values of a lazy parameter")
 
     def share(self, tensor: torch.Tensor) -> None:
         """Rank 0's values become every rank's, in place."""
@@ -150,6 +150,7 @@ class Peers:
         Raises:
             Exception: What `work` raised on rank 0.
         """
+        self.gather_at("a save or a load", None)  # from here on all wait for what rank 0 does
         outcome: tuple[Any, Exception | None] = None, None
         if self.rank == 0:
             try:
@@ -158,8 +159,10 @@ class Peers:
                 outcome = None, sendable(error)
             end_service()
         else:
-            serve()
-        returned, raised = self.gather(outcome)[0]
+            with served_by_another():
+                serve()
+        with served_by_another():
+            returned, raised = self.gather(outcome)[0]
         if raised is not None:
             raise raised
         result: Result = returned
@@ -172,13 +175,14 @@ class LinkedPeers(Peers):
 
     link: _C.RankTensors
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather_at(self, place: str, value: Any) -> list[Any]:
         """See Peers."""
-        return [pickle.loads(one) for one in self.link.gather_bytes(pickle.dumps(value))]
+        given = self.link.gather_bytes(pickle.dumps(value), f"is at {place}")
+        return [pickle.loads(one) for one in given]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Ranks(Peers):
+class Ranks(LinkedPeers):
     """The ranks that share one boosted model, and have other data."""
 
     names: tuple[str, str, str]
@@ -188,35 +192,6 @@ class Ranks(Peers):
     """The same ranks, for checkpoints that are written beside the training."""
     memory_mark: str | None
     """See memory_mark()."""
-
-
-PATIENCE_SECONDS = 10.0
-"""After which a rank that waits for others in a call of the user's says so."""
-
-
-@contextmanager
-def telling_who_waits(ranks: Peers | None, what: str) -> Iterator[None]:
-    """Warns where the other ranks do not come to what all do; whether they will is not known.
-
-    Args:
-        ranks: Those that share the model; None: nobody is waited for.
-        what: All do, for the message.
-    """
-    if ranks is None:
-        yield
-        return
-    told = (
-        f"rank {ranks.rank} of {ranks.size} has waited {PATIENCE_SECONDS:g} s for another to {what}"
-        ", and goes on waiting: saves and reads of optimizer states (booster.save, save_model, "
-        "optimizer.state_dict()) are calls of every rank, and not for rank 0 alone"
-    )
-    timer = threading.Timer(PATIENCE_SECONDS, warnings.warn, (told, RuntimeWarning))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def sendable(error: Exception) -> Exception:
@@ -250,6 +225,7 @@ def make_ranks(parts: Sequence[Sequence[int]]) -> Ranks | None:
         saves=_linked(saves, own, size, mark),
         memory_mark=mark,
         group=_C.RankGroup(passes),
+        link=_C.RankTensors(passes, memory_mark=mark),
     )
 
 
@@ -284,11 +260,30 @@ def own_groups(parts: Sequence[Sequence[int]], count: int) -> list[str]:
 
 def own_group(parts: Sequence[Sequence[int]]) -> distributed.ProcessGroup:
     """A new process group of this process's part; see own_groups."""
-    groups = [distributed.new_group(list(part), backend="gloo") for part in parts]
+    watch()
+    rank, size = rank_and_size()
+    with waiting(rank, size, place="makes process groups", awaited="another rank"):
+        groups = [
+            distributed.new_group(list(part), backend="gloo", timeout=timeout_of_all())
+            for part in parts
+        ]
     mine: distributed.ProcessGroup = next(
         group for group in groups if group is not GroupMember.NON_GROUP_MEMBER
     )
     return mine
+
+
+def timeout_of_all() -> timedelta | None:
+    """How long ranks wait for each other: what torch.distributed's default group was given.
+
+    None: its backend has no such option, and torch's own default counts.
+    """
+    group = distributed.group.WORLD
+    assert group is not None
+    devices = sorted(group._device_types, key=lambda device: device.type != "cpu")
+    options = getattr(group._get_backend(devices[0]), "options", None) if devices else None
+    found: timedelta | None = getattr(options, "_timeout", None)
+    return found
 
 
 def common_memory_mark(ranks: Peers) -> str | None:
