@@ -25,7 +25,7 @@ from simulated import compute_as_asked
 
 PATIENCE = 0.5
 LATE = 8 * PATIENCE
-TIMEOUT = 4
+TIMEOUT = 15
 
 
 @contextmanager
