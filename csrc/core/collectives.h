@@ -43,6 +43,10 @@ class Collectives {
   [[nodiscard]] virtual Collectives* node() noexcept { return nullptr; }
   /// Between ranks of several such machines, by their place among all; nullptr elsewhere.
   [[nodiscard]] virtual RankMessages* messages() noexcept { return nullptr; }
+
+  /// What this rank does from now on, to be told where it waits for the others: "ends backward pass
+  /// 2 of step 1"; "": nothing, another thread of it tells. From any thread.
+  virtual void set_place(std::string place) = 0;
 };
 
 /// The ranks that train a model together, as groups whose collectives do not wait for each other.

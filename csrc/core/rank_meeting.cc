@@ -217,6 +217,7 @@ std::vector<RankMeeting::Header> RankMeeting::arrive(const Header& own) {
   if (!diverged_.empty()) {
     throw UsageError(diverged_);
   }
+  ranks_.set_place(place_of(own));
   Header told = own;
   told.weights = digest_of(weights_);
   std::vector<Header> headers = gather(ranks_, told);

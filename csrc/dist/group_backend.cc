@@ -18,6 +18,10 @@ std::string without_places(const std::exception& error) {
   return end == std::string::npos ? line : line.substr(end + 2);
 }
 
+std::chrono::milliseconds timeout_of(c10d::Backend& backend) {
+  return backend.getBackendOptions()->timeout;
+}
+
 c10::intrusive_ptr<c10d::Backend> host_backend(const std::string& group) {
   try {
     return c10d::resolve_process_group(group)->getBackend(c10::DeviceType::CPU);

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <exception>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/error.h"
@@ -15,7 +16,13 @@ constexpr int kPassed = 0;  // tag of messages; collectives have none
 
 }  // namespace
 
-GroupCollectives::GroupCollectives(const std::string& group) : backend_(host_backend(group)) {}
+GroupCollectives::GroupCollectives(const std::string& group, std::shared_ptr<RankWaits> waits)
+    : backend_(host_backend(group)),
+      place_(std::make_shared<RankPlace>(std::move(waits), rank(), size())) {}
+
+RankPatience GroupCollectives::patience() const {
+  return {.place = place_, .timeout = timeout_of(*backend_)};
+}
 
 std::size_t GroupCollectives::rank() const noexcept {
   return static_cast<std::size_t>(backend_->getRank());
@@ -63,7 +70,9 @@ void GroupCollectives::complete(const Begin& begin) {
     if (left_) {
       throw Error("it has let go of the model itself");
     }
+    const RankWaits::Wait wait = place_->wait([] { return std::string("another rank"); });
     begin()->wait();
+    place_->met();
   } catch (const std::exception& error) {
     throw lost_ranks(*this, without_places(error));
   }

@@ -5,10 +5,13 @@
 
 #include <atomic>
 #include <cstddef>
+#include <memory>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "core/collectives.h"
+#include "dist/rank_waits.h"
 
 namespace castor {
 
@@ -17,9 +20,9 @@ namespace castor {
 /// where others need it to arrive.
 class GroupCollectives final : public Collectives {
  public:
-  /// By its name in torch.distributed. Throws UsageError where there is no such group, or no such
-  /// backend.
-  explicit GroupCollectives(const std::string& group);
+  /// By its name in torch.distributed; `waits`: where it says that it waits. Throws UsageError
+  /// where there is no such group, or no such backend.
+  GroupCollectives(const std::string& group, std::shared_ptr<RankWaits> waits);
 
   [[nodiscard]] std::size_t rank() const noexcept override;
   [[nodiscard]] std::size_t size() const noexcept override;
@@ -31,12 +34,16 @@ class GroupCollectives final : public Collectives {
   void broadcast(std::span<std::byte> values);
   /// gloo has no way to break a connection but to end: others hear of it then, or at their timeout.
   void leave() noexcept override { left_ = true; }
+  void set_place(std::string place) override { place_->set(std::move(place)); }
+  /// Also of what else waits for the same ranks.
+  [[nodiscard]] RankPatience patience() const;
 
  private:
   template <typename Begin>
   void complete(const Begin& begin);
 
   const c10::intrusive_ptr<c10d::Backend> backend_;
+  const std::shared_ptr<RankPlace> place_;
   std::atomic<bool> left_ = false;
 };
 

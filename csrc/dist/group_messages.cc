@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <exception>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -17,10 +18,12 @@ constexpr std::chrono::hours kAsLongAsItTakes{24 * 365};
 
 class Message final : public RankMessage {
  public:
-  explicit Message(c10::intrusive_ptr<c10d::Work> work) : work_(std::move(work)) {}
+  Message(c10::intrusive_ptr<c10d::Work> work, std::size_t other, std::shared_ptr<RankPlace> place)
+      : work_(std::move(work)), other_(other), place_(std::move(place)) {}
 
   void wait() override {
     bool done = false;
+    const RankWaits::Wait wait = place_->wait([this] { return "rank " + std::to_string(other_); });
     try {
       done = work_->wait();
     } catch (const std::exception& error) {
@@ -39,13 +42,16 @@ class Message final : public RankMessage {
 
  private:
   const c10::intrusive_ptr<c10d::Work> work_;
+  const std::size_t other_;
+  const std::shared_ptr<RankPlace> place_;
 };
 
 template <typename Begin>
-std::unique_ptr<RankMessage> begin(Mutex& mutex, const Begin& start) {
+std::unique_ptr<RankMessage> begin(Mutex& mutex, std::size_t other,
+                                   const std::shared_ptr<RankPlace>& place, const Begin& start) {
   try {
     const MutexLock lock(mutex);
-    return std::make_unique<Message>(start());
+    return std::make_unique<Message>(start(), other, place);
   } catch (const std::exception& error) {
     throw Error(without_places(error));
   }
@@ -53,7 +59,8 @@ std::unique_ptr<RankMessage> begin(Mutex& mutex, const Begin& start) {
 
 }  // namespace
 
-GroupMessages::GroupMessages(const std::string& group) : backend_(host_backend(group)) {}
+GroupMessages::GroupMessages(const std::string& group, std::shared_ptr<RankPlace> place)
+    : backend_(host_backend(group)), place_(std::move(place)) {}
 
 std::size_t GroupMessages::rank() const noexcept {
   return static_cast<std::size_t>(backend_->getRank());
@@ -66,14 +73,15 @@ std::size_t GroupMessages::size() const noexcept {
 std::unique_ptr<RankMessage> GroupMessages::send(std::size_t to, std::uint32_t tag,
                                                  std::span<const std::byte> bytes) {
   std::vector<at::Tensor> tensors = {tensor_over(bytes)};
-  return begin(
-      mutex_, [&] { return backend_->send(tensors, static_cast<int>(to), static_cast<int>(tag)); });
+  return begin(mutex_, to, place_, [&] {
+    return backend_->send(tensors, static_cast<int>(to), static_cast<int>(tag));
+  });
 }
 
 std::unique_ptr<RankMessage> GroupMessages::receive(std::size_t from, std::uint32_t tag,
                                                     std::span<std::byte> bytes) {
   std::vector<at::Tensor> tensors = {tensor_over(bytes)};
-  return begin(mutex_, [&] {
+  return begin(mutex_, from, place_, [&] {
     return backend_->recv(tensors, static_cast<int>(from), static_cast<int>(tag));
   });
 }

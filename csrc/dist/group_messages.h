@@ -13,6 +13,7 @@
 
 #include "core/mutex.h"
 #include "core/rank_messages.h"
+#include "dist/rank_waits.h"
 
 namespace castor {
 
@@ -20,8 +21,8 @@ namespace castor {
 /// May be used with or without Python's lock, which must not be held where it waits.
 class GroupMessages final : public RankMessages {
  public:
-  /// As GroupCollectives. The group is for nothing else.
-  explicit GroupMessages(const std::string& group);
+  /// As GroupCollectives. The group is for nothing else. `place`: of who waits for a message.
+  GroupMessages(const std::string& group, std::shared_ptr<RankPlace> place);
 
   [[nodiscard]] std::size_t rank() const noexcept override;
   [[nodiscard]] std::size_t size() const noexcept override;
@@ -35,6 +36,7 @@ class GroupMessages final : public RankMessages {
 
  private:
   const c10::intrusive_ptr<c10d::Backend> backend_;
+  const std::shared_ptr<RankPlace> place_;
   Mutex mutex_;  // gloo counts what is begun without one
   c10::intrusive_ptr<c10d::Work> any_ CASTOR_GUARDED_BY(mutex_);
   bool stopped_ CASTOR_GUARDED_BY(mutex_) = false;

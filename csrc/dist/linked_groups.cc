@@ -8,22 +8,27 @@
 
 namespace castor {
 
-LinkedGroups link_groups(std::span<const std::string> names,
-                         const std::optional<std::string>& mark) {
+LinkedGroups link_groups(std::span<const std::string> names, const std::optional<std::string>& mark,
+                         const std::shared_ptr<RankWaits>& waits) {
   LinkedGroups linked;
+  std::vector<RankPatience> patience;
   for (const std::string& name : names) {
-    linked.groups.push_back(std::make_shared<GroupCollectives>(name));
+    auto group = std::make_shared<GroupCollectives>(name, waits);
+    group->set_place("boosts a model");
+    patience.push_back(group->patience());
+    linked.groups.push_back(std::move(group));
   }
   const Nodes nodes = mark ? find_nodes(*linked.groups[0], *mark) : Nodes{1, "as asked for"};
   std::string why = nodes.refusal;
   std::vector<std::shared_ptr<Collectives>> in_memory;
   for (std::size_t i = 0; i < names.size() && why.empty(); ++i) {
     const std::shared_ptr<Collectives>& group = linked.groups[i];
-    SharedCollectives shared = share_memory(*group, nodes.size);
+    SharedCollectives shared = share_memory(*group, nodes.size, patience[i]);
     why = shared.refusal;
     if (shared.ranks && shared.ranks->size() < group->size()) {
-      shared.ranks = std::make_shared<NodeCollectives>(group, std::move(shared.ranks),
-                                                       std::make_shared<GroupMessages>(names[i]));
+      shared.ranks = std::make_shared<NodeCollectives>(
+          group, std::move(shared.ranks),
+          std::make_shared<GroupMessages>(names[i], patience[i].place));
     }
     in_memory.push_back(std::move(shared.ranks));
   }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/collectives.h"
+#include "dist/rank_waits.h"
 
 namespace castor {
 
@@ -18,9 +19,10 @@ struct LinkedGroups {
 
 /// Of process groups that torch.distributed has made, by name, at least one: through memory of
 /// their machines where that can be, all of them (Collectives::node), else over the groups. `mark`:
-/// only ranks that give the same share memory; nullopt: none do. Every rank calls it. Throws
-/// UsageError as GroupCollectives, Error where another rank is gone.
+/// only ranks that give the same share memory; nullopt: none do. `waits`: as GroupCollectives.
+/// Every rank calls it. Throws UsageError as GroupCollectives, Error where another rank is gone.
 [[nodiscard]] LinkedGroups link_groups(std::span<const std::string> names,
-                                       const std::optional<std::string>& mark);
+                                       const std::optional<std::string>& mark,
+                                       const std::shared_ptr<RankWaits>& waits);
 
 }  // namespace castor

@@ -34,7 +34,9 @@ class RankWeights {
   /// of weights.
   RankWeights(std::shared_ptr<Collectives> ranks, const SharedHomes* homes,
               DeviceStaging staging = {})
-      : ranks_(std::move(ranks)), homes_(homes), staging_(std::move(staging)) {}
+      : ranks_(std::move(ranks)), homes_(homes), staging_(std::move(staging)) {
+    ranks_->set_place("brings together weights that an update, or a load, has changed");
+  }
 
   /// Where this rank's part of the weights is updated, as an address of all of them. What others
   /// than updates have written there counts.

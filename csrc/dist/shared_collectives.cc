@@ -9,6 +9,7 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <ctime>
@@ -31,11 +32,11 @@ namespace {
 constexpr std::size_t kBufferBytes = std::size_t{512} << 10;
 constexpr std::size_t kNumBuffers = 2;
 constexpr int kYields = 500;
-constexpr std::int64_t kTickNanoseconds = 200'000'000;
+constexpr std::chrono::milliseconds kTick{200};
 /// Ticks, not time: while all are stopped together none passes.
 constexpr int kTicksToStopped = 50;
-constexpr int kTicksToGiveUp = 9000;  // half an hour, as process groups
 constexpr std::size_t kMaxRanks = 512;
+constexpr std::size_t kMostNamed = 4;
 
 /// At the beginning of the memory; the ranks' buffers follow.
 struct Header {
@@ -57,13 +58,15 @@ class MemoryRanks final : public Collectives {
  public:
   /// `rank`: among `all`, of which those from `first` on are this machine's.
   MemoryRanks(std::size_t rank, std::size_t first, std::size_t all, SharedMapping memory,
-              std::vector<Peer> peers)
+              std::vector<Peer> peers, RankPatience patience)
       : rank_(rank - first),
         size_(peers.size()),
         first_(first),
         all_(all),
         memory_(std::move(memory)),
-        peers_(std::move(peers)) {}
+        peers_(std::move(peers)),
+        place_(std::move(patience.place)),
+        timeout_(patience.timeout) {}
   ~MemoryRanks() override { leave(); }
   MemoryRanks(const MemoryRanks&) = delete;
   MemoryRanks& operator=(const MemoryRanks&) = delete;
@@ -117,6 +120,8 @@ class MemoryRanks final : public Collectives {
     }
   }
 
+  void set_place(std::string place) override { place_->set(std::move(place)); }
+
   void leave() noexcept final {
     header().left[rank_] = true;
     wake_all();
@@ -138,6 +143,11 @@ class MemoryRanks final : public Collectives {
       throw Error(lost_);
     }
     check_here();
+    arrive();
+    place_->met();
+  }
+
+  void arrive() {
     const std::uint32_t round = header().round.load(std::memory_order_acquire);
     header().met[rank_].store(round + 1, std::memory_order_relaxed);
     if (header().arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
@@ -150,7 +160,11 @@ class MemoryRanks final : public Collectives {
     for (int i = 0; i < kYields && waiting(); ++i) {
       std::this_thread::yield();
     }
-    const timespec tick{.tv_sec = 0, .tv_nsec = kTickNanoseconds};
+    if (!waiting()) {
+      return;
+    }
+    const RankWaits::Wait wait = place_->wait([this, round] { return missing(round); });
+    const timespec tick{.tv_sec = 0, .tv_nsec = std::chrono::nanoseconds(kTick).count()};
     for (int ticks = 0; waiting();) {
       const long result =
           ::syscall(SYS_futex, &header().round, FUTEX_WAIT, round, &tick, nullptr, 0);
@@ -182,26 +196,52 @@ class MemoryRanks final : public Collectives {
     ::syscall(SYS_futex, &header().round, FUTEX_WAKE, static_cast<int>(size_), nullptr, nullptr, 0);
   }
 
+  [[nodiscard]] bool here(std::size_t rank, std::uint32_t round) const {
+    return header().met[rank].load(std::memory_order_relaxed) == round + 1;
+  }
+  [[nodiscard]] std::string name_of(std::size_t rank) const {
+    return "rank " + std::to_string(first_ + rank) + " (process " +
+           std::to_string(peers_[rank].process) + ")";
+  }
+
+  /// Those that are not here.
+  [[nodiscard]] std::string missing(std::uint32_t round) const {
+    std::string names;
+    std::size_t more = 0;
+    for (std::size_t rank = 0, named = 0; rank < peers_.size(); ++rank) {
+      if (here(rank, round)) {
+        continue;
+      }
+      if (named == kMostNamed) {
+        ++more;
+        continue;
+      }
+      names += (named++ == 0 ? "" : ", ") + name_of(rank);
+    }
+    return more == 0 ? names : names + " and " + std::to_string(more) + " more";
+  }
+
   /// "" while all that are not here can still come.
   [[nodiscard]] std::string find_loss(std::uint32_t round, int ticks) const {
     for (std::size_t rank = 0; rank < peers_.size(); ++rank) {
-      if (header().met[rank].load(std::memory_order_relaxed) == round + 1) {
+      if (here(rank, round)) {
         continue;
       }
-      const std::string name = "rank " + std::to_string(first_ + rank) + " (process " +
-                               std::to_string(peers_[rank].process);
+      const std::string name = name_of(rank);
       pollfd ended{.fd = peers_[rank].ended.get(), .events = POLLIN, .revents = 0};
       if (::poll(&ended, 1, 0) > 0) {
-        return name + ") has ended";
+        return name + " has ended";
       }
       if (header().left[rank]) {
-        return name + ") has let go of the model";
+        return name + " has let go of the model";
       }
       if (ticks >= kTicksToStopped && stopped(peers_[rank].process)) {
-        return name + ") is stopped";
+        return name + " is stopped";
       }
-      if (ticks >= kTicksToGiveUp) {
-        return name + ") has not come for half an hour";
+      if (ticks * kTick >= timeout_) {
+        return name + " has not come for " +
+               std::to_string(std::chrono::ceil<std::chrono::seconds>(timeout_).count()) +
+               " s, the timeout of torch.distributed's process group";
       }
     }
     return "";
@@ -221,13 +261,15 @@ class MemoryRanks final : public Collectives {
   const std::size_t all_;
   const SharedMapping memory_;
   const std::vector<Peer> peers_;
+  const std::shared_ptr<RankPlace> place_;
+  const std::chrono::milliseconds timeout_;
   std::size_t buffer_ = 0;
   std::string lost_;
 };
 
 }  // namespace
 
-SharedCollectives share_memory(Collectives& group, std::size_t node) {
+SharedCollectives share_memory(Collectives& group, std::size_t node, RankPatience patience) {
   const std::size_t bytes = kHeaderBytes + node * kNumBuffers * kBufferBytes;
   std::string refusal;
   if (node > kMaxRanks) {
@@ -255,9 +297,10 @@ SharedCollectives share_memory(Collectives& group, std::size_t node) {
     return {.ranks = nullptr, .refusal = std::move(refusal)};
   }
   const std::size_t first = group.rank() / node * node;
-  return {.ranks = std::make_shared<MemoryRanks>(group.rank(), first, group.size(),
-                                                 std::move(memory), std::move(peers)),
-          .refusal = ""};
+  return {
+      .ranks = std::make_shared<MemoryRanks>(group.rank(), first, group.size(), std::move(memory),
+                                             std::move(peers), std::move(patience)),
+      .refusal = ""};
 }
 
 }  // namespace castor

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "core/collectives.h"
+#include "dist/rank_waits.h"
 
 namespace castor {
 
@@ -20,8 +21,9 @@ struct SharedCollectives {
 /// The memory has no name and goes with the last process that has it, however that ends.
 ///
 /// A call that waits for others throws Error, which names the rank, where a process has ended or
-/// let go of its collectives, within a quarter of a minute where one is stopped, and after half an
-/// hour. Later calls then throw the same at once.
-[[nodiscard]] SharedCollectives share_memory(Collectives& group, std::size_t node);
+/// let go of its collectives, within a quarter of a minute where one is stopped, and after
+/// `patience`'s timeout. Later calls then throw the same at once.
+[[nodiscard]] SharedCollectives share_memory(Collectives& group, std::size_t node,
+                                             RankPatience patience = {});
 
 }  // namespace castor

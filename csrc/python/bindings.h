@@ -55,11 +55,15 @@ void bind_io(pybind11::module_& module);
 /// castor._C.Simulator: plans and simulates steps of a model that is not built.
 void bind_simulator(pybind11::module_& module);
 
-/// castor._C.RankGroup: what Python's side of the ranks tells the others.
+/// castor._C.RankGroup: what Python's side of the ranks tells the others; RankWait and long_wait.
 void bind_rank_group(pybind11::module_& module);
 
 /// castor._C.ActivationOffload and what it hands out.
 void bind_activation_offload(pybind11::module_& module);
+
+class RankWaits;
+/// Where this process waits for other ranks, through any of its process groups.
+[[nodiscard]] const std::shared_ptr<RankWaits>& waits_of_process();
 
 class Session;
 class StepEvents;

@@ -17,6 +17,7 @@
 
 #include "dist/group_messages.h"
 #include "dist/linked_groups.h"
+#include "dist/rank_waits.h"
 #include "python/backend_capsule.h"
 #include "python/bindings.h"
 #include "python/module_hooks.h"
@@ -116,11 +117,15 @@ std::shared_ptr<DeviceBackend> device_backend(const py::object& backend) {
 /// the name of one for reads of weights that are cut, where they cannot; "": none are.
 RankGroups rank_groups(const std::array<std::string, 3>& names,
                        const std::optional<std::string>& mark, const std::string& reads) {
-  LinkedGroups linked = link_groups(names, mark);
+  LinkedGroups linked = link_groups(names, mark, waits_of_process());
+  const std::size_t rank = linked.groups[0]->rank();
+  const std::size_t size = linked.groups[0]->size();
+  auto reading = std::make_shared<RankPlace>(waits_of_process(), rank, size);
+  reading->set("reads weights that other ranks keep");
   return {.passes = linked.groups[0],
           .gradients = linked.groups[1],
           .updates = linked.groups[2],
-          .reads = reads.empty() ? nullptr : std::make_shared<GroupMessages>(reads),
+          .reads = reads.empty() ? nullptr : std::make_shared<GroupMessages>(reads, reading),
           .link = std::move(linked.link)};
 }
 

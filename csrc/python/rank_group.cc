@@ -6,9 +6,11 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/collectives.h"
@@ -17,6 +19,7 @@
 #include "dist/linked_groups.h"
 #include "dist/on_host.h"
 #include "dist/rank_sums.h"
+#include "dist/rank_waits.h"
 #include "python/bindings.h"
 #include "python/state_tensors.h"
 
@@ -26,12 +29,13 @@ namespace castor {
 namespace {
 
 /// What each rank gives, in rank order; of any size each.
-std::vector<py::bytes> gather_bytes(Collectives& ranks, const std::string& own) {
+std::vector<py::bytes> gather_bytes(Collectives& ranks, const std::string& own, std::string place) {
   std::vector<std::uint64_t> sizes;
   std::size_t longest = 0;
   std::string all;
   {
     const py::gil_scoped_release released;
+    ranks.set_place(std::move(place));
     sizes = gather(ranks, std::uint64_t{own.size()});
     longest = *std::max_element(sizes.begin(), sizes.end());
     std::string padded = own;
@@ -52,6 +56,7 @@ void broadcast(GroupCollectives& ranks, const at::Tensor& values) {
   if (!values.is_cpu() || !values.is_contiguous()) {
     throw InvalidArgument("a group sends contiguous tensors in memory of the host");
   }
+  ranks.set_place("takes rank 0's weights");
   if (values.numel() > 0) {
     ranks.broadcast(OnHost::values_of(values).bytes());
   }
@@ -62,11 +67,12 @@ void broadcast(GroupCollectives& ranks, const at::Tensor& values) {
 class RankTensors {
  public:
   RankTensors(const std::string& group, const std::optional<std::string>& memory_mark)
-      : linked_(link_groups({&group, 1}, memory_mark)), sums_(ranks()) {}
+      : linked_(link_groups({&group, 1}, memory_mark, waits_of_process())), sums_(ranks()) {}
 
   [[nodiscard]] const std::string& link() const noexcept { return linked_.link; }
   [[nodiscard]] Collectives& ranks() const noexcept { return *linked_.groups[0]; }
   void sum(const at::Tensor& values) {
+    ranks().set_place("sums what parts of a layer give");
     const OnHost host = OnHost::values_of(values);
     sums_.sum(host.bytes(), scalar_type_of(values));
     host.send();
@@ -75,6 +81,7 @@ class RankTensors {
     if (into.nbytes() != own.nbytes() * ranks().size()) {
       throw InvalidArgument("what is gathered has another size than what the ranks give");
     }
+    ranks().set_place("gathers what parts of a layer, or of sequences, give");
     if (own.nbytes() > 0) {
       const OnHost received = OnHost::room_for(into);
       ranks().all_gather(OnHost::values_of(own).bytes(), received.bytes());
@@ -85,6 +92,7 @@ class RankTensors {
     if (sent.nbytes() != into.nbytes() || sent.nbytes() % ranks().size() != 0) {
       throw InvalidArgument("what is exchanged is no equal part for each rank");
     }
+    ranks().set_place("exchanges tokens, or heads, of a layer");
     if (sent.nbytes() > 0) {
       const OnHost received = OnHost::room_for(into);
       ranks().all_to_all(OnHost::values_of(sent).bytes(), received.bytes());
@@ -95,6 +103,7 @@ class RankTensors {
     if (sent.nbytes() != into.nbytes()) {
       throw InvalidArgument("what is passed on has another size than what comes for it");
     }
+    ranks().set_place("passes keys and values on in an attention");
     if (sent.nbytes() > 0) {
       const OnHost received = OnHost::room_for(into);
       ranks().pass_on(OnHost::values_of(sent).bytes(), received.bytes());
@@ -107,21 +116,54 @@ class RankTensors {
   RankSums sums_;
 };
 
+/// Python waits for other ranks, through what is not castor's.
+class PythonWait {
+ public:
+  PythonWait(std::size_t rank, std::size_t size, std::string place, std::string awaited)
+      : place_(waits_of_process(), rank, size), awaited_(std::move(awaited)) {
+    place_.set(std::move(place));
+  }
+  void enter() {
+    wait_.emplace(place_.wait([this] { return awaited_; }));
+  }
+  void exit() noexcept { wait_.reset(); }
+
+ private:
+  RankPlace place_;
+  const std::string awaited_;
+  std::optional<RankWaits::Wait> wait_;
+};
+
 }  // namespace
+
+const std::shared_ptr<RankWaits>& waits_of_process() {
+  static const auto waits = std::make_shared<RankWaits>();
+  return waits;
+}
 
 // Not torch.distributed's own functions: gloo's threads would release the Python objects of their
 // tensors some time after the call, and a process that ends just then is aborted.
 void bind_rank_group(py::module_& module) {
   using Released = py::call_guard<py::gil_scoped_release>;
   py::class_<GroupCollectives>(module, "RankGroup")
-      .def(py::init<const std::string&>(), py::arg("group"))
+      .def(py::init([](const std::string& group) {
+             return std::make_unique<GroupCollectives>(group, waits_of_process());
+           }),
+           py::arg("group"))
       .def(
           "gather",
-          [](GroupCollectives& ranks, const std::string& own) { return gather_bytes(ranks, own); },
-          py::arg("own"))
+          [](GroupCollectives& ranks, const std::string& own, std::string place) {
+            return gather_bytes(ranks, own, std::move(place));
+          },
+          py::arg("own"), py::arg("place"))
       .def("broadcast", &broadcast, py::arg("values"), Released())
       .def(
-          "meet", [](GroupCollectives& ranks) { meet(ranks); }, Released());
+          "meet",
+          [](GroupCollectives& ranks, std::string place) {
+            ranks.set_place(std::move(place));
+            meet(ranks);
+          },
+          py::arg("place"), Released());
   py::class_<RankTensors>(module, "RankTensors")
       .def(py::init<const std::string&, const std::optional<std::string>&>(), py::arg("group"),
            py::kw_only(), py::arg("memory_mark"), Released())
@@ -130,14 +172,33 @@ void bind_rank_group(py::module_& module) {
       .def("gather", &RankTensors::gather, py::arg("own"), py::arg("into"), Released())
       .def(
           "gather_bytes",
-          [](const RankTensors& tensors, const std::string& own) {
-            return gather_bytes(tensors.ranks(), own);
+          [](const RankTensors& tensors, const std::string& own, std::string place) {
+            return gather_bytes(tensors.ranks(), own, std::move(place));
           },
-          py::arg("own"))
+          py::arg("own"), py::arg("place"))
       .def("exchange", &RankTensors::exchange, py::arg("sent"), py::arg("into"), Released())
       .def("pass_on", &RankTensors::pass_on, py::arg("sent"), py::arg("into"), Released())
       .def(
           "leave", [](RankTensors& tensors) { tensors.ranks().leave(); }, Released());
+  py::class_<PythonWait>(module, "RankWait")
+      .def(py::init<std::size_t, std::size_t, std::string, std::string>(), py::arg("rank"),
+           py::arg("size"), py::kw_only(), py::arg("place"), py::arg("awaited"))
+      .def("__enter__", &PythonWait::enter, Released())
+      .def("__exit__",
+           [](PythonWait& wait, const py::args&) { without_gil([&] { wait.exit(); }); });
+  module.def(
+      "long_wait",
+      [](int looks, const std::vector<std::uint64_t>& served) -> std::optional<py::tuple> {
+        // With Python's lock: a daemon thread that asks for it when Python ends is ended itself,
+        // here within destructors. Nobody who holds a mutex that is waited for needs it.
+        const std::optional<LongWait> told = waits_of_process()->look(looks, served);
+        if (!told) {
+          return std::nullopt;
+        }
+        return py::make_tuple(told->rank, told->size, told->place, told->awaited, told->last,
+                              told->thread);
+      },
+      py::arg("looks"), py::kw_only(), py::arg("served"));
 }
 
 }  // namespace castor

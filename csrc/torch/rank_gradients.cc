@@ -45,6 +45,7 @@ RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, RankMeeting& me
           figures_, std::move(places.staging)),
       handed_(layout.chunks().size(), false),
       copies_(layout.chunks().size()) {
+  ranks_->set_place("");  // beside a pass, at whose end ranks meet
   if (homes_ == nullptr && parts_ == nullptr) {
     return;
   }
@@ -168,7 +169,9 @@ void RankGradients::completed(ChunkId chunk, TensorGate& gate) {
 
 void RankGradients::wait(ChunkId chunk) {
   if (reductions_) {
+    ranks_->set_place("is in a backward pass that reads the mean of gradients");
     reductions_->wait(chunk);
+    ranks_->set_place("");
   }
 }
 

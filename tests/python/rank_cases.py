@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -22,7 +21,6 @@ import castor
 import helpers
 from castor import checkpoint
 from castor.optim import Lion
-from castor.runtime import ranks as castor_ranks
 from enduring_run import FAULTS_VARIABLE
 from packed_layers import tower_4bit, tower_4bit_loss
 from simulated import compute_as_asked
@@ -275,21 +273,6 @@ def one_saves(directory: Path) -> None:
             print(_refused(lambda: booster.save(directory / "run", model, optimizer)))
         else:
             print(_refused(lambda: booster.backward(_tower_loss(model, 1, rank), optimizer)))
-
-
-def waits_alone(directory: Path) -> None:
-    """Rank 1 comes late to a save, and to a read of states."""
-    castor_ranks.PATIENCE_SECONDS = 0.3
-    with _of_rank() as rank, warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        booster, model, optimizer = boosted = boost(TOWER)
-        boosted.step(_tower_loss(model, rank, rank))
-        for call in (
-            lambda: booster.save(directory / "run", model, optimizer), optimizer.state_dict,
-        ):  # fmt: skip
-            time.sleep(rank)
-            call()
-        print(*(one.message for one in said), sep="\n")
 
 
 def nothing_of_pythons(directory: Path) -> None:

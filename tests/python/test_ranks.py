@@ -220,14 +220,6 @@ def test_a_save_that_one_rank_does_not_take_part_in_is_named(tmp_path: Path) -> 
         )
 
 
-def test_a_rank_that_waits_alone_in_a_call_of_all_says_so(tmp_path: Path) -> None:
-    first, last = succeeded(run(rank_cases.waits_alone, 2, tmp_path))
-    saves, reads = first.splitlines()
-    assert "rank 0 of 2 has waited 0.3 s for another to save, and goes on waiting" in saves
-    assert "for another to read an optimizer state" in reads
-    assert not last.strip()
-
-
 def test_nothing_that_castor_sends_is_a_tensor_of_pythons(tmp_path: Path) -> None:
     for output in succeeded(run(rank_cases.nothing_of_pythons, 2, tmp_path)):
         assert output.split() == ["1", "True"]

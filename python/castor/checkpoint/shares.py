@@ -22,6 +22,7 @@ from castor.checkpoint.files import (
 from castor.checkpoint.held import HeldTensor
 from castor.checkpoint.tensor_bytes import pieces
 from castor.runtime.ranks import Peers, sendable
+from castor.runtime.waits import served_by_another
 
 
 class Share:
@@ -66,7 +67,8 @@ class Share:
         Raises:
             Exception: What the first of those that failed has raised.
         """
-        everyone = self._peers.gather((value, None))
+        with served_by_another():  # all have come to the save
+            everyone = self._peers.gather((value, None))
         for _, error in everyone:
             if error is not None:
                 self._over = True

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +29,7 @@ from castor.lazy import is_lazy, random_states
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.model_parts import Runs, WholeModel
 from castor.runtime.packed import is_packed
+from castor.runtime.waits import waiting
 
 _NOBODY_SENDS = 1 << 20
 """A tag; torch's schedules use none."""
@@ -102,6 +103,11 @@ class PipelineParallel:
         """Whether a schedule is under way, which calls the model."""
         self.broken = ""
         """Why the ranks are no longer connected."""
+        self._idle = waiting(
+            ranks.rank, ranks.size,
+            place="is in a pass through all stages",
+            awaited="a rank with another stage",
+        )  # fmt: skip
         self._model = weakref.ref(model)
         self._plan = plan
         self._passage = Passage.of(model, plan)
@@ -227,6 +233,21 @@ class PipelineParallel:
                 "the stages of this model have let go of each other when a step failed "
                 f"({self.broken}): start all again, from the last checkpoint"
             )
+
+    @contextmanager
+    def awaiting(self) -> Iterator[None]:
+        """Within it, but for what is computing(), this rank waits for other stages, and says so."""
+        with self._idle:
+            yield
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """See awaiting(), in which it is."""
+        self._idle.__exit__()
+        try:
+            yield
+        finally:
+            self._idle.__enter__()
 
     def disconnect(self) -> None:
         """This rank cannot go on: whoever waits for it, in a schedule or a layer, raises."""

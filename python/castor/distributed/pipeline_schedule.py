@@ -119,7 +119,8 @@ class PipelineSchedule:
             # Each micro-batch by its number: stages know them.
             numbers = torch.arange(len(parts))
             run = schedule.step if training else schedule.eval
-            run(number=numbers, target=numbers, return_outputs=False)
+            with parallel.awaiting():
+                run(number=numbers, target=numbers, return_outputs=False)
             return sum(one / len(parts) for one in last.losses) if last and last.losses else None
 
         last = next((stage for stage in stages if stage.is_last), None)
@@ -189,9 +190,10 @@ class _PipelineStage(PipelineStage):
     What goes in and out is memory of the host, wherever the stage computes.
     """
 
-    def __init__(self, enter: Enter, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, enter: Enter, stage: _Stage, *args: Any, **kwargs: Any) -> None:
+        super().__init__(stage, *args, **kwargs)
         self._enter = enter
+        self._stage = stage
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         return []  # for NCCL; a stage whose neighbour is on its own rank would send to itself
@@ -200,15 +202,18 @@ class _PipelineStage(PipelineStage):
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[Any, Any]:
         """A backward pass, or half of one: torch's halves pass AccumulateGrad by (0034)."""
-        if backward_type == "input":
-            split = SplitBackward(
-                bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]
-            )
-            return split.of_inputs(), split
-        if backward_type == "weight":
-            bwd_kwargs["param_groups"].of_weights(self._enter)
-            return (), None
-        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        with self._stage.parallel.computing():
+            if backward_type == "input":
+                split = SplitBackward(
+                    bwd_kwargs["stage_output"],
+                    bwd_kwargs["output_grads"],
+                    bwd_kwargs["input_values"],
+                )
+                return split.of_inputs(), split
+            if backward_type == "weight":
+                bwd_kwargs["param_groups"].of_weights(self._enter)
+                return (), None
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     # Without gradients torch's schedule of a V asks for those between two stages of a rank.
     def get_local_bwd_output(self, mb_index: int) -> Any:
@@ -230,7 +235,7 @@ class _Stage(nn.Module):
     ) -> None:
         super().__init__()
         self._model = model
-        self._parallel = parallel
+        self.parallel = parallel
         self._number = number
         forward = model().forward  # type: ignore[union-attr]
         self._takes_cache = "use_cache" in inspect.signature(forward).parameters
@@ -262,21 +267,25 @@ class _Stage(nn.Module):
             received: See Passage.join; none: this is the first stage.
             number: The micro-batch's, of shape (1,).
         """
+        with self.parallel.computing():
+            return self._computed(received, int(number))
+
+    def _computed(self, received: tuple[torch.Tensor, ...], number: int) -> torch.Tensor:
         model, asked = self._model(), self._asked
         assert model is not None
         assert asked is not None
-        part = self._parts[int(number)]
+        part = self._parts[number]
         own = dict(part)
         if not self.is_last:
             own = {name: value for name, value in part.items() if name not in OF_THE_LAST_STAGE}
         if self._takes_cache:
             own.setdefault("use_cache", False)
-        if self._parallel.sequences:
-            self._parallel.sequences.joins = self.is_last
-        with self._parallel.modules.running(self._number) as passage:
+        if self.parallel.sequences:
+            self.parallel.sequences.joins = self.is_last
+        with self.parallel.modules.running(self._number) as passage:
             if received:
-                passage.received = brought_from_host(received[0], self._parallel.device)
-            with giving_logits(self._parallel.sequences, asked):
+                passage.received = brought_from_host(received[0], self.parallel.device)
+            with giving_logits(self.parallel.sequences, asked):
                 outputs = model(**own)
             sent = passage.sent
         if not self.is_last:

@@ -78,7 +78,8 @@ class StagedForward(WrappedForward):
         def work() -> None:
             with parallel.modules.together(self.hand_over):
                 own = forward(**kwargs)
-            given.append(self._share(own))
+            with parallel.awaiting():
+                given.append(self._share(own))
 
         run_together(parallel, model, work)
         return given[0]
@@ -90,11 +91,13 @@ class StagedForward(WrappedForward):
         decoder = passage.encoder_blocks  # its first block is given nothing of the block before
         if index not in (0, decoder) and owners[index - 1] == rank:
             sent = on_host(passage.join(hidden, index).contiguous())
-            distributed.send(sent, group=parallel.group, group_dst=owners[index])
+            with parallel.awaiting():
+                distributed.send(sent, group=parallel.group, group_dst=owners[index])
         if index + 1 not in (decoder, len(owners)) and owners[index + 1] == rank:
             rows, tokens = hidden.shape[:2]
             received = passage.empty(rows, tokens, index + 1)
-            distributed.recv(received, group=parallel.group, group_src=owners[index])
+            with parallel.awaiting():
+                distributed.recv(received, group=parallel.group, group_src=owners[index])
             hidden = passage.split(from_host(received, hidden.device), index + 1)
         return hidden
 

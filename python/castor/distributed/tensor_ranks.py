@@ -74,7 +74,7 @@ class TensorRanks(Peers):
         Raises:
             UsageError: Two are at different places; every rank raises it.
         """
-        given = self.tensors.gather_bytes(pickle.dumps((place, value)))
+        given = self.tensors.gather_bytes(pickle.dumps((place, value)), f"is at {place}")
         everyone: list[tuple[str, Any]] = [pickle.loads(one) for one in given]
         for rank, (other, _) in enumerate(everyone):
             if other != everyone[0][0] and not unless(everyone[0][0], other):

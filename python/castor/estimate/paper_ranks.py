@@ -61,7 +61,7 @@ class _Sends:
     def pass_on(self, sent: torch.Tensor, _received: torch.Tensor) -> None:
         self._note("pass", sent)
 
-    def gather_bytes(self, own: bytes) -> list[bytes]:
+    def gather_bytes(self, own: bytes, _place: str) -> list[bytes]:
         return [own] * self._size
 
     def _note(self, operation: str, tensor: torch.Tensor) -> None:

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from castor.config import GeminiConfig, Precision, StateFormat, check_format_of_precision
 from castor.optim.state_formats import ROUNDING_FORMATS, fill_rounded, to_portable
 from castor.runtime.engine import Engine
-from castor.runtime.ranks import telling_who_waits
 from castor.runtime.rules import FusedRule
 
 _DEFAULT_FORMATS: dict[Precision, StateFormat] = {"fp32": "fp32", "bf16": "split", "fp16": "fp32"}
@@ -142,8 +141,7 @@ class StoredState(dict[str, Any]):
     def loaded(self) -> dict[str, Any]:
         """A state as a dict of its own, in memory."""
         session = self._engine.session
-        with telling_who_waits(self._engine.ranks, "read an optimizer state"):
-            states = session.read_states(self._index)
+        states = session.read_states(self._index)
         stored = dict(zip(session.state_names, states, strict=True))
         return {**self.held(), **stored, **self.held()}
 

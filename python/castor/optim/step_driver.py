@@ -128,7 +128,7 @@ class ModelStep:
         """
         if (ranks := self.engine.ranks) is None:
             return norm
-        everyone = ranks.gather((norm, _options_of(optimizer)))
+        everyone = ranks.gather_at("a step", (norm, _options_of(optimizer)))
         first, options = everyone[0]
         for rank, (theirs, their_options) in enumerate(everyone):
             if their_options != options:

@@ -7,9 +7,12 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from datetime import timedelta
 
 from torch import distributed
 from torch.distributed.distributed_c10d import GroupMember, _world
+
+from castor.runtime.waits import waiting, watch
 
 ProcessGroups = list[distributed.ProcessGroup]
 _lasting: distributed.ProcessGroup | None = None
@@ -66,7 +69,13 @@ def own_groups(parts: Sequence[Sequence[int]], count: int) -> list[str]:
 
 def own_group(parts: Sequence[Sequence[int]]) -> distributed.ProcessGroup:
     """A new process group of this process's part; see own_groups."""
-    groups = [distributed.new_group(list(part), backend="gloo") for part in parts]
+    watch()
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    with waiting(rank, size, place="makes process groups", awaited="another rank"):
+        groups = [
+            distributed.new_group(list(part), backend="gloo", timeout=timeout_of_all())
+            for part in parts
+        ]
     mine: distributed.ProcessGroup = next(
         group for group in groups if group is not GroupMember.NON_GROUP_MEMBER
     )
@@ -84,5 +93,18 @@ def lasting_group() -> distributed.ProcessGroup:
     """
     global _lasting
     if _lasting is None or _lasting not in _world.pg_map:
-        _lasting = distributed.new_group(backend="gloo")
+        _lasting = distributed.new_group(backend="gloo", timeout=timeout_of_all())
     return _lasting
+
+
+def timeout_of_all() -> timedelta | None:
+    """How long ranks wait for each other: what torch.distributed's default group was given.
+
+    None: its backend has no such option, and torch's own default counts.
+    """
+    group = distributed.group.WORLD
+    assert group is not None
+    devices = sorted(group._device_types, key=lambda device: device.type != "cpu")
+    options = getattr(group._get_backend(devices[0]), "options", None) if devices else None
+    found: timedelta | None = getattr(options, "_timeout", None)
+    return found

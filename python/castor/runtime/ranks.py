@@ -6,10 +6,7 @@ import atexit
 import hashlib
 import os
 import pickle
-import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from castor import _C
 from castor.errors import Error, UsageError
 from castor.runtime.process_groups import own_groups
+from castor.runtime.waits import served_by_another
 
 Result = TypeVar("Result")
 
@@ -91,15 +89,16 @@ class Peers:
 
     def gather(self, value: Any) -> list[Any]:
         """What every rank gives, in rank order; picklable."""
-        return [pickle.loads(one) for one in self.group.gather(pickle.dumps(value))]
+        return self.gather_at("what ranks tell each other outside passes", value)
 
     def gather_at(self, place: str, value: Any) -> list[Any]:
-        """As gather; `place` says what for, where ranks tell each other."""
-        return self.gather(value)
+        """As gather; `place` says what for, where ranks tell each other, or wait."""
+        given = self.group.gather(pickle.dumps(value), f"is at {place}")
+        return [pickle.loads(one) for one in given]
 
     def meet(self) -> None:
-        """Returns when every rank is here."""
-        self.group.meet()
+        """Returns when every rank is here, with the values of a lazy parameter."""
+        self.group.meet("takes the values of a lazy parameter")
 
     def share(self, tensor: torch.Tensor) -> None:
         """Rank 0's values become every rank's, in place."""
@@ -143,6 +142,7 @@ class Peers:
         Raises:
             Exception: What `work` raised on rank 0.
         """
+        self.gather_at("a save or a load", None)  # from here on all wait for what rank 0 does
         outcome: tuple[Any, Exception | None] = None, None
         if self.rank == 0:
             try:
@@ -151,8 +151,10 @@ class Peers:
                 outcome = None, sendable(error)
             end_service()
         else:
-            serve()
-        returned, raised = self.gather(outcome)[0]
+            with served_by_another():
+                serve()
+        with served_by_another():
+            returned, raised = self.gather(outcome)[0]
         if raised is not None:
             raise raised
         result: Result = returned
@@ -165,13 +167,14 @@ class LinkedPeers(Peers):
 
     link: _C.RankTensors
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather_at(self, place: str, value: Any) -> list[Any]:
         """See Peers."""
-        return [pickle.loads(one) for one in self.link.gather_bytes(pickle.dumps(value))]
+        given = self.link.gather_bytes(pickle.dumps(value), f"is at {place}")
+        return [pickle.loads(one) for one in given]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Ranks(Peers):
+class Ranks(LinkedPeers):
     """The ranks that share one boosted model, and have other data."""
 
     names: tuple[str, str, str]
@@ -196,35 +199,6 @@ def check_alike(everyone: Sequence[Mapping[str, Any]]) -> None:
                     f"rank 0 and rank {rank} differ in {name}: {first} and {theirs[name]}; "
                     "all ranks train one model, and are given the same"
                 )
-
-
-PATIENCE_SECONDS = 10.0
-"""After which a rank that waits for others in a call of the user's says so."""
-
-
-@contextmanager
-def telling_who_waits(ranks: Peers | None, what: str) -> Iterator[None]:
-    """Warns where the other ranks do not come to what all do; whether they will is not known.
-
-    Args:
-        ranks: Those that share the model; None: nobody is waited for.
-        what: All do, for the message.
-    """
-    if ranks is None:
-        yield
-        return
-    told = (
-        f"rank {ranks.rank} of {ranks.size} has waited {PATIENCE_SECONDS:g} s for another to {what}"
-        ", and goes on waiting: saves and reads of optimizer states (booster.save, save_model, "
-        "optimizer.state_dict()) are calls of every rank, and not for rank 0 alone"
-    )
-    timer = threading.Timer(PATIENCE_SECONDS, warnings.warn, (told, RuntimeWarning))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def sendable(error: Exception) -> Exception:
@@ -258,6 +232,7 @@ def make_ranks(parts: Sequence[Sequence[int]]) -> Ranks | None:
         saves=_linked(saves, own, size, mark),
         memory_mark=mark,
         group=_C.RankGroup(passes),
+        link=_C.RankTensors(passes, memory_mark=mark),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from castor import _C
 from castor.runtime.model_parts import ModelParts, OwnParts
-from castor.runtime.ranks import Peers, Ranks, Result, telling_who_waits
+from castor.runtime.ranks import Peers, Ranks, Result
 
 
 class Together:
@@ -87,9 +87,8 @@ class Together:
         self.meet_beside("a save")
         if self.ranks is None:
             return [value]
-        with telling_who_waits(self.ranks, "save"):
-            self.answer_first()
-            return self.ranks.gather(value)
+        self.answer_first()
+        return self.ranks.gather_at("a save", value)
 
     def gather_to_load(self, value: Any) -> list[Any]:
         """As gather, where every rank is about to load, and nothing has been changed.
@@ -128,6 +127,7 @@ class Together:
         self.meet_beside("a save or a load")
         if self.ranks is None:
             return work()
+        self.answer_first()  # all save, or it says who does not
         session = self.session
         return self.ranks.on_first(
             work, serve=session.serve_states, end_service=session.end_service

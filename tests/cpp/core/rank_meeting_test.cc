@@ -69,6 +69,19 @@ TEST_P(RankMeetingTest, RanksAtDifferentPointsAreBothNamedOnEveryRank) {
                                " calls optimizer.step() after 1 backward passes, for step 1");
 }
 
+TEST_P(RankMeetingTest, RanksSayWhereTheyAre) {
+  ThreadRanks ranks(GetParam());
+  const ChunkLayout layout = layout_of(2);
+  ranks.run([&](Collectives& own) {
+    RankMeeting meeting(own, layout);
+    static_cast<void>(meeting.meet(MeetingPoint::kBackwardEnd, GradientMarks(layout)));
+    static_cast<void>(meeting.meet(MeetingPoint::kStep, GradientMarks(layout)));
+  });
+  for (const std::string& place : ranks.places()) {
+    EXPECT_EQ(place, "calls optimizer.step() after 1 backward passes, for step 1");
+  }
+}
+
 TEST_P(RankMeetingTest, RanksThatStepDifferentOptimizersAreBothNamed) {
   ThreadRanks ranks(GetParam());
   const ChunkLayout layout = layout_of(2);

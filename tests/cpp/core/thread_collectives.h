@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "core/collectives.h"
@@ -22,7 +23,11 @@ namespace castor {
 class ThreadRanks {
  public:
   explicit ThreadRanks(std::size_t size, unsigned seed = 0)
-      : size_(size), seed_(seed), sent_(size), meet_(static_cast<std::ptrdiff_t>(size)) {}
+      : size_(size),
+        seed_(seed),
+        sent_(size),
+        meet_(static_cast<std::ptrdiff_t>(size)),
+        places_(size) {}
 
   /// Runs `work` on every rank. What a rank throws ends it alone: see failures().
   void run(const std::function<void(Collectives&)>& work) {
@@ -42,6 +47,8 @@ class ThreadRanks {
   }
   /// What each rank threw in run(); "": nothing.
   [[nodiscard]] const std::vector<std::string>& failures() const noexcept { return failures_; }
+  /// What each rank said last that it does.
+  [[nodiscard]] const std::vector<std::string>& places() const noexcept { return places_; }
 
  private:
   class Rank final : public Collectives {
@@ -75,6 +82,7 @@ class ThreadRanks {
       });
     }
 
+    void set_place(std::string place) override { ranks_.places_[rank_] = std::move(place); }
     void leave() noexcept override {
       ranks_.left_ = true;
       end();
@@ -118,6 +126,7 @@ class ThreadRanks {
   std::barrier<> meet_;
   std::atomic<bool> left_ = false;
   std::vector<std::string> failures_;
+  std::vector<std::string> places_;
 };
 
 }  // namespace castor
