@@ -49,7 +49,7 @@ def copies_of(way: str) -> int:
 
 
 def own_rows(whole: Batch, copy: int, copies: int) -> Batch:
-    return {name: value[copy::copies] for name, value in whole.items()}
+    return {name: value[copy::copies].contiguous() for name, value in whole.items()}
 
 
 def expected(case: Case, way: str) -> list[float]:

@@ -333,6 +333,9 @@ def uses(directory: Path) -> None:
     booster.boost(model, optimizer)
     losses = train(dropping, Boosted(booster, model, optimizer), 0, 3)
     assert of_all(losses) == [losses, losses]
+    torch.rand(1 + distributed.get_rank())  # as by a loader that one rank has for itself
+    losses = train(dropping, Boosted(booster, model, optimizer), 3, 3)
+    assert of_all(losses) == [losses, losses]
     write(directory, "uses", found)
 
 

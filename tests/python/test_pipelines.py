@@ -270,6 +270,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ("what", "kind", "part"),
     [
         ("call", "UsageError", "use booster.execute_pipeline(data_iter, model, criterion"),
+        ("block before", "NotImplementedError", "takes 'prev_topk_indices' of the one before"),
         ("state_dict", "UsageError", "booster.save_model, or booster.save, on all ranks"),
         ("copy", "UsageError", "a copy would lack them"),
         ("pickle", "UsageError", "a pickle would lack them"),

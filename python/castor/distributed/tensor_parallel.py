@@ -116,7 +116,9 @@ class TensorParallel:
                 param.register_hook(self.ranks.sum)
         self._partial.clear()
         generators.share(self.ranks)  # dropout of what every rank has has to be the same
-        model.register_forward_pre_hook(ModuleHook(check_inputs, self.ranks), with_kwargs=True)
+        model.register_forward_pre_hook(
+            ModuleHook(_begin_pass, self.ranks, generators), with_kwargs=True
+        )
         model.register_forward_hook(ModuleHook(_end_pass, self.ranks), always_call=True)
         if self.loss:
             self.loss.start()
@@ -338,6 +340,23 @@ class TensorParallel:
             f"the plan cuts '{name}' by '{kind}', which castor does not know; give a tp_plan of "
             "your own (castor.distributed.tensor_plan lists its styles)"
         )
+
+
+def _begin_pass(
+    ranks: TensorRanks,
+    generators: Generators,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """A pre-hook of the model: one batch, and one dropout of what every rank has. Collective.
+
+    Raises:
+        UsageError: See check_inputs.
+    """
+    drawn_from = generators.digest() if model.training else None
+    if len(set(check_inputs(ranks, model, args, kwargs, beside=drawn_from))) > 1:
+        generators.share(ranks)  # one has drawn for itself, as a loader that it has alone does
 
 
 def _end_pass(ranks: TensorRanks, *_: Any) -> None:

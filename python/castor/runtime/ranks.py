@@ -114,24 +114,30 @@ class Peers:
         for tensor in (*model.parameters(), *model.buffers()):
             self.share(tensor)
 
-    def check_equal(self, facts: Mapping[str, Any]) -> None:
+    def check_equal(self, facts: Mapping[str, Any], *, beside: Any = None) -> list[Any]:
         """Every rank was given the same.
 
         Args:
             facts: What by its name in a message; values with a repr that tells them apart.
+            beside: What ranks tell each other besides, and may differ; picklable.
+
+        Returns:
+            What every rank gives `beside`, in rank order.
 
         Raises:
             UsageError: Two ranks differ; every rank raises it.
         """
         place = f"the check that all were given the same: {next(iter(facts))}"
-        everyone = self.gather_at(place, {name: repr(value) for name, value in facts.items()})
-        for rank, theirs in enumerate(everyone):
-            for name, first in everyone[0].items():
+        mine = {name: repr(value) for name, value in facts.items()}
+        everyone = self.gather_at(place, (mine, beside))
+        for rank, (theirs, _) in enumerate(everyone):
+            for name, first in everyone[0][0].items():
                 if theirs[name] != first:
                     raise UsageError(
                         f"rank 0 and rank {rank} differ in {name}: {first} and {theirs[name]}; "
                         "all ranks train one model, and are given the same"
                     )
+        return [other for _, other in everyone]
 
     def on_first(
         self,
