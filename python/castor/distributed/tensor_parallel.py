@@ -30,6 +30,7 @@ from castor.errors import UsageError
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.model_parts import Runs
 from castor.runtime.packed import is_packed
+from castor.runtime.ranks import Peers
 
 _PARTIAL = "replicated_with_grad_allreduce"
 
@@ -153,6 +154,11 @@ class TensorParallel:
         whole = sum(s for param, s in zip(params, squares, strict=True) if param not in self.cuts)
         parts = self.ranks.gather((cut, whole))
         return float(parts[0][1] + sum(of_rank for of_rank, _ in parts))
+
+    @property
+    def peers(self) -> Sequence[Peers]:
+        """Groups of ranks with the other parts of this model, this one in each."""
+        return (self.ranks,)
 
     whole_model = None
     """No rank has layers that another lacks."""
