@@ -463,6 +463,13 @@ def _own_loss(outputs: Any, part: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(logits, labels)
 
 
+_SPARSE = decoder(
+    "sparse", hf.GlmMoeDsaConfig, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16,
+    qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12, index_topk=4, index_n_heads=2,
+    index_head_dim=12, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
+)  # fmt: skip
+
+
 def refused(directory: Path) -> None:
     """What a rank says to what does not go with stages."""
     case, rank = FAMILIES["llama"], distributed.get_rank()
@@ -475,6 +482,7 @@ def refused(directory: Path) -> None:
 
     found = {
         "call": said(lambda: boosted.model(**whole)),
+        "block before": said(lambda: boost(_SPARSE)),
         "state_dict": said(lambda: boosted.model.state_dict()),
         "copy": said(lambda: copy.deepcopy(boosted.model)),
         "pickle": said(lambda: pickle.dumps(boosted.model)),

@@ -106,6 +106,9 @@ GATHERED = {name: FAMILIES[name] for name in SEQUENCES} | {
     "three_heads": decoder("three_heads", hf.LlamaConfig, num_attention_heads=3,
                             num_key_value_heads=3),
     "sinks": EXPERTS["gpt_oss"],
+    # Attention is given its mask by name, and a view is taken of what it gives.
+    "mask_by_name": decoder("mask_by_name", hf.AfmoeConfig, head_dim=12, num_experts=4,
+                             num_experts_per_tok=2, moe_intermediate_size=48, num_dense_layers=1),
 }  # fmt: skip
 """Families whose ranks gather keys and values, or pass them on."""
 RING: dict[str, Any] = {"sequence_parallelism_mode": "ring_attn"}
@@ -330,6 +333,9 @@ def uses(directory: Path) -> None:
     booster.boost(model, optimizer)
     losses = train(dropping, Boosted(booster, model, optimizer), 0, 3)
     assert of_all(losses) == [losses, losses]
+    torch.rand(1 + distributed.get_rank())  # as by a loader that one rank has for itself
+    losses = train(dropping, Boosted(booster, model, optimizer), 3, 3)
+    assert of_all(losses) == [losses, losses]
     write(directory, "uses", found)
 
 
@@ -378,6 +384,7 @@ def refused(directory: Path) -> None:
         "alibi": said(
             lambda: boost(_without_kv(hf.FalconConfig, "a", multi_query=False, alibi=True), 2)
         ),
+        "masks": said(lambda: boost(decoder("doge", hf.DogeConfig), 2)),
         "no plan": said(lambda: boost(Case("tower", tower, case.batch), 2)),
         "unknown name": said(lambda: boost(case, 2, tp_plan={"model.layer.*": "colwise"})),
         "unknown style": said(lambda: boost(case, 2, tp_plan={"lm_head": "diagonal"})),
@@ -451,6 +458,13 @@ def padded_in_front(case: Case, seed: int) -> dict[str, torch.Tensor]:
     mask[1, : 5 + seed % 3] = 0
     labels = batch["input_ids"].masked_fill(mask == 0, -100)
     return {"input_ids": batch["input_ids"], "attention_mask": mask, "labels": labels}
+
+
+def begun_behind_padding(case: Case, seed: int) -> dict[str, torch.Tensor]:
+    """... whose first token is no label of the padding before it."""
+    batch = padded_in_front(case, seed)
+    labels = batch["labels"].masked_fill(batch["attention_mask"].roll(1, 1) == 0, -100)
+    return batch | {"labels": labels}
 
 
 def sequences(directory: Path) -> None:
@@ -729,6 +743,7 @@ def sequences_refused(directory: Path) -> None:
         "roberta": said(
             lambda: boost(_without_kv(hf.RobertaConfig, "roberta", is_decoder=True), sp_size=2)
         ),
+        "values": said(lambda: boost(decoder("doge", hf.DogeConfig), sp_size=2)),
         "mode": said(lambda: boost(llama, sp_size=2, sequence_parallelism_mode="ring")),
         "works": [boosted.step(boosted.model(**batch).loss)],
     }  # fmt: skip
@@ -743,6 +758,12 @@ def sequences_refused(directory: Path) -> None:
     with _extra(attention, attention_mask=torch.zeros(2, 1, 12, 12)):
         found["own mask"] = said(lambda: boosted.model(**batch))
     found["ring works"] = [boosted.step(boosted.model(**batch).loss)]
+    eager = boost(FAMILIES["eager"], sp_size=2, **RING)
+    found["blind"] = said(lambda: eager.model(**padded_in_front(llama, 0)))
+    found["blind, own loss"] = said(
+        lambda: eager.model(**padded_in_front(llama, 0) | {"labels": None})
+    )
+    found["blind, ignored"] = [eager.step(eager.model(**begun_behind_padding(llama, 0)).loss)]
     # Its model is what it was: with other attention it is boosted.
     model: Any = decoder("flex", hf.LlamaConfig, attn_implementation="flex_attention").model()
     flex = Case("flex", lambda: model, llama.batch)

@@ -270,6 +270,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ("what", "kind", "part"),
     [
         ("call", "UsageError", "use booster.execute_pipeline(data_iter, model, criterion"),
+        ("block before", "NotImplementedError", "takes 'prev_topk_indices' of the one before"),
         ("state_dict", "UsageError", "booster.save_model, or booster.save, on all ranks"),
         ("copy", "UsageError", "a copy would lack them"),
         ("pickle", "UsageError", "a pickle would lack them"),
@@ -422,7 +423,8 @@ def test_the_guides_table_is_of_what_is_tested() -> None:
     text = (ROOT / "docs" / "guides" / "hybrid-parallel.md").read_text()
     lines = [line.split("|")[1:-1] for line in text.splitlines() if line.count("|") == 8]
     stated = {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines[2:]}
-    among_all = {*GATHERED} - {"windows", "eager", "three_heads", "sinks"} | {"gpt_oss"}
+    among_all = {*GATHERED} - {"windows", "eager", "three_heads", "sinks", "mask_by_name"}
+    among_all |= {"gpt_oss"}
     tested = [set(SIZES[2]) - {"falcon_groups"}, {*EXPERTS} - {"router_loss", "grouped"},
               {*SEQUENCES} - {"windows", "eager"}, among_all, among_all,
               {*FAMILIES_WITH_STAGES, *ENCODER_DECODERS} - {"untied"}]  # fmt: skip

@@ -18,6 +18,7 @@ from tensor_cases import (
     LOSS,
     SEQUENCE_SETTINGS,
     SEQUENCES,
+    begun_behind_padding,
     packed,
     padded,
     padded_in_front,
@@ -159,10 +160,13 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("attention", "NotImplementedError", "its attn_implementation is 'flex_attention'"),
         ("conv", "NotImplementedError", "layers of type 'conv' mix tokens outside of attention"),
         ("roberta", "NotImplementedError", "from where its input_ids are no padding"),
+        ("values", "NotImplementedError", "makes attention masks of the values of all tokens"),
         ("mode", "NotImplementedError", "'ring'"),
         ("pieces", "UsageError", "sequences of 22 tokens into 4 pieces; pad them to 24"),
         ("bias", "NotImplementedError", "position_bias"),
         ("option", "NotImplementedError", "LlamaAttention gives its attention 'tilt'"),
+        ("blind", "UsageError", "token 1 of row 0 is padding that sees no token"),
+        ("blind, own loss", "UsageError", "token 0 of row 0 is padding that sees no token"),
         ("own mask", "NotImplementedError", "a mask that transformers has not made"),
     ],
 )
@@ -191,6 +195,9 @@ def test_the_model_works_after_each_refusal(refused: Any) -> None:
     again = plain(FAMILIES["eager"], 1)
     for of_rank in refused:
         assert of_rank["other attention"] == pytest.approx(again, rel=LOSS)
+    behind = plain(FAMILIES["eager"], 1, batch=begun_behind_padding)
+    for of_rank in refused:
+        assert of_rank["blind, ignored"] == pytest.approx(behind, rel=LOSS)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -49,6 +50,13 @@ class Generators:
         torch.rand(())
         if self._of_device:
             torch.rand((), device=self.device)
+
+    def digest(self) -> int:
+        """Of the states."""
+        found = 0
+        for state in self.states():
+            found = zlib.crc32(state.numpy().data, found)
+        return found
 
     def share(self, ranks: Peers) -> None:
         """Rank 0's states become every rank's. Collective."""

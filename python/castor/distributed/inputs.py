@@ -45,7 +45,8 @@ def check_inputs(
     kwargs: dict[str, Any],
     *,
     asked: Mapping[str, Any] | None = None,
-) -> None:
+    beside: Any = None,
+) -> list[Any]:
     """Ranks that share layers or sequences compute one batch. Collective; a pre-hook of the model.
 
     Caches are left out, of which each has its part.
@@ -56,6 +57,10 @@ def check_inputs(
         args: Of the call.
         kwargs: Of the call.
         asked: What else has to be the same, by its name in a message.
+        beside: See Peers.check_equal.
+
+    Returns:
+        What every rank gives `beside`, in rank order.
 
     Raises:
         UsageError: They were given different ones; every rank raises it.
@@ -71,7 +76,12 @@ def check_inputs(
         if values.numel() and not values.is_meta:  # meta: a model on paper
             digest = zlib.crc32(values.view(torch.uint8).cpu().numpy().data, digest)
     what = f"the inputs of {type(model).__name__} (ranks that divide it take one batch)"
-    ranks.check_equal({what: f"{digest:08x}"} | dict(asked or {}))
+    return ranks.check_equal({what: f"{digest:08x}"} | dict(asked or {}), beside=beside)
+
+
+def makes_masks_of_values(model: nn.Module) -> bool:
+    """Whether a model of transformers is one as Doge, whose values of a head say what it sees."""
+    return any(hasattr(part, "prepare_dynamic_mask") for part in model.modules())
 
 
 def check_numbers(numbers: torch.Tensor, count: int, what: str) -> None:

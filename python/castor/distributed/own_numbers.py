@@ -7,7 +7,6 @@ on behind. It is a function of the common state, so what runs again in backward 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -76,10 +75,7 @@ class OwnNumbers:
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if module.training and self._when():
-            common = self._generators.states()
-            seed = 0
-            for state in common:
-                seed = zlib.crc32(state.numpy().data, seed)
+            common, seed = self._generators.states(), self._generators.digest()
             self._generators.seed(seed + self._rank)
             self._states = common, self._generators.states()
 

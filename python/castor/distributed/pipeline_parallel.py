@@ -29,6 +29,7 @@ from castor.lazy import is_lazy, random_states
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.model_parts import Runs, WholeModel
 from castor.runtime.packed import is_packed
+from castor.runtime.ranks import Peers
 from castor.runtime.waits import waiting
 
 _NOBODY_SENDS = 1 << 20
@@ -288,6 +289,11 @@ class PipelineParallel:
     def runs(self, param: torch.Tensor) -> Runs | None:
         """See TensorParallel."""
         return self.tensor.runs(param) if self.tensor else None
+
+    @property
+    def peers(self) -> Sequence[Peers]:
+        """See TensorParallel."""
+        return (*(self.tensor.peers if self.tensor else ()), self.ranks)
 
     @property
     def stage(self) -> int:

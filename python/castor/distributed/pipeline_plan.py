@@ -135,6 +135,11 @@ def find_pipeline_plan(model: nn.Module) -> PipelinePlan:
             f"castor cuts encoder-decoders that make tokens of tokens into stages "
             f"(ForConditionalGeneration), and a {type(model).__name__} is none; give pp_size=1"
         )
+    if taken := [name for block in plan.blocks_of(base) for name in _of_the_block_before(block)]:
+        raise NotImplementedError(
+            f"each block of this {type(model).__name__} takes '{taken[0]}' of the one before, and "
+            "castor passes hidden states alone from stage to stage; give pp_size=1"
+        )
     outside = [
         name for name, part in model.named_children() if part is not base and _has_parameters(part)
     ]
@@ -171,6 +176,11 @@ def _base_and_plan(model: nn.Module) -> tuple[nn.Module, PipelinePlan] | None:
     if base is None or plan is None or not isinstance(_child(base, plan.blocks), nn.ModuleList):
         return None
     return base, plan
+
+
+def _of_the_block_before(block: nn.Module) -> list[str]:
+    """Arguments besides hidden states, as transformers names them (GLM's chosen tokens)."""
+    return [name for name in inspect.signature(block.forward).parameters if name[:5] == "prev_"]
 
 
 def _takes_masks(model: nn.Module) -> bool:

@@ -247,7 +247,7 @@ def ring_attention(
     """
     apply: Any = _RingAttention.apply
     output: torch.Tensor = apply(query, key, value, sinks, how)
-    return output.transpose(1, 2)
+    return output.transpose(1, 2).contiguous()  # models take a view of it
 
 
 class _RingAttention(torch.autograd.Function):

@@ -145,14 +145,17 @@ def _register(implementation: str, mode: Mode) -> str:
     mask_of_whole: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
     mask_of_pieces: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
-    def attention(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+    # Named as transformers' own: some models give the mask by name.
+    def attention(
+        module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any
+    ) -> Any:
         compute = _attention_of(module, implementation)
         # Of the module, not of a table: compiled attention reads it, and guards what it reads.
         meeting: Meeting | Apart | None = getattr(module, "_castor_meeting", None)
         # Without a forward: a block is recomputed in backward, which whole forwards have not.
         if not isinstance(meeting, Meeting) or meeting.whole:
-            return compute(module, q, k, v, mask, **options)
-        return meet(compute, meeting, module, (q, k, v), mask, options)
+            return compute(module, query, key, value, attention_mask, **options)
+        return meet(compute, meeting, module, (query, key, value), attention_mask, options)
 
     def mask(*, q_length: int, kv_length: int, q_offset: Any = 0, **options: Any) -> Any:
         meeting: Meeting | None = getattr(_running, "meeting", None)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from castor.distributed.inputs import by_name, check_inputs
+from castor.distributed.inputs import by_name, check_inputs, makes_masks_of_values
 from castor.distributed.part_calls import parts_around_blocks
 from castor.distributed.sequence_attention import Documents, Meeting, Mode
 from castor.distributed.tensor_ranks import TensorRanks
@@ -72,6 +73,8 @@ class SequenceParallel:
             why = f"its layers of type '{min(mixing)}' mix tokens outside of attention"
         elif any(hasattr(part, _OF_PADDING) for part in model.modules()):
             why = f"its positions come from where its input_ids are no padding ({_OF_PADDING})"
+        elif makes_masks_of_values(model):
+            why = "it makes attention masks of the values of all tokens"
         elif config._attn_implementation not in ("eager", "sdpa"):
             given = config._attn_implementation
             why = f"its attn_implementation is {given!r}, and 'sdpa' and 'eager' can be divided"
@@ -85,6 +88,10 @@ class SequenceParallel:
             )
         self._model = weakref.ref(model)
         self._counts_by_mask = any(map(_takes_mask, model.modules()))
+        # Transformers' eager attention gives a token that sees none the mean of all; a sink has it.
+        self._sees_some = mode == "ring_attn" and config._attn_implementation == "eager"
+        self._sees_some &= not any(hasattr(part, "sinks") for part in model.modules())
+        self._window: int | None = getattr(config, "sliding_window", None)
         self.ranks = ranks
         self.joins = True
         """Whether outputs become those of all tokens; nobody asks for those of a stage before the
@@ -143,14 +150,13 @@ class SequenceParallel:
             )
         elif self._counts_by_mask and "position_ids" not in given:
             positions = (mask.cumsum(1) * mask - 1).long()  # as OPT does of all tokens
+        if self._sees_some:
+            self._check_tokens_see(mask, given)
         part = meeting.own_tokens(length, tokens.device)
         own = given | {name: given[name][:, part] for name in _ALONG_TOKENS if name in given}
         own |= {"attention_mask": mask, "position_ids": positions[:, part], "use_cache": False}
         if "labels" in given:
-            labels = given["labels"]
-            following = given.get("shift_labels")
-            if following is None:
-                following = nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+            labels, following = given["labels"], _following(given)
             count = given.get("num_items_in_batch")
             if count is None:
                 count = (following != _IGNORED).sum()
@@ -198,6 +204,23 @@ class SequenceParallel:
             )
         return length // self.ranks.size
 
+    def _check_tokens_see(self, mask: torch.Tensor, given: Mapping[str, Any]) -> None:
+        """Raises UsageError of a token that sees none, itself included, and counts."""
+        seen = mask.ne(0).cumsum(1)
+        if self._window is not None:
+            seen = seen - nn.functional.pad(seen, (self._window, 0))[:, : seen.shape[1]]
+        blind = seen == 0
+        if "labels" in given:
+            blind &= _following(given) != _IGNORED
+        if blind.any():
+            row, token = blind.nonzero()[0].tolist()
+            raise UsageError(
+                f"token {token} of row {row} is padding that sees no token: "
+                "attn_implementation='eager' gives it the mean of all tokens, and "
+                "sequence_parallelism_mode='ring_attn' nothing; give attn_implementation='sdpa', "
+                "its next token a label of -100, or padding behind a row's tokens"
+            )
+
     def _positions(self, given: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
         """position_ids as (batch, tokens); `counted` are 0, 1, 2, ... of each row."""
         if given.dim() != 2 or given.shape[1] != counted.shape[1]:
@@ -240,6 +263,14 @@ class SequenceParallel:
             ring = self._meeting.ring
             output.logits = ring.in_order(logits) if ring else logits
         return output
+
+
+def _following(given: Mapping[str, Any]) -> torch.Tensor:
+    """The label of each token's next one, (batch, tokens)."""
+    following: torch.Tensor | None = given.get("shift_labels")
+    if following is None:
+        following = nn.functional.pad(given["labels"], (0, 1), value=_IGNORED)[:, 1:]
+    return following
 
 
 def _is_causal_model(model: nn.Module) -> bool:

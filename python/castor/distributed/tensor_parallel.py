@@ -30,6 +30,7 @@ from castor.errors import UsageError
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.model_parts import Runs
 from castor.runtime.packed import is_packed
+from castor.runtime.ranks import Peers
 
 _PARTIAL = "replicated_with_grad_allreduce"
 
@@ -116,7 +117,9 @@ class TensorParallel:
                 param.register_hook(self.ranks.sum)
         self._partial.clear()
         generators.share(self.ranks)  # dropout of what every rank has has to be the same
-        model.register_forward_pre_hook(ModuleHook(check_inputs, self.ranks), with_kwargs=True)
+        model.register_forward_pre_hook(
+            ModuleHook(_begin_pass, self.ranks, generators), with_kwargs=True
+        )
         model.register_forward_hook(ModuleHook(_end_pass, self.ranks), always_call=True)
         if self.loss:
             self.loss.start()
@@ -151,6 +154,11 @@ class TensorParallel:
         whole = sum(s for param, s in zip(params, squares, strict=True) if param not in self.cuts)
         parts = self.ranks.gather((cut, whole))
         return float(parts[0][1] + sum(of_rank for of_rank, _ in parts))
+
+    @property
+    def peers(self) -> Sequence[Peers]:
+        """Groups of ranks with the other parts of this model, this one in each."""
+        return (self.ranks,)
 
     whole_model = None
     """No rank has layers that another lacks."""
@@ -338,6 +346,23 @@ class TensorParallel:
             f"the plan cuts '{name}' by '{kind}', which castor does not know; give a tp_plan of "
             "your own (castor.distributed.tensor_plan lists its styles)"
         )
+
+
+def _begin_pass(
+    ranks: TensorRanks,
+    generators: Generators,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """A pre-hook of the model: one batch, and one dropout of what every rank has. Collective.
+
+    Raises:
+        UsageError: See check_inputs.
+    """
+    drawn_from = generators.digest() if model.training else None
+    if len(set(check_inputs(ranks, model, args, kwargs, beside=drawn_from))) > 1:
+        generators.share(ranks)  # one has drawn for itself, as a loader that it has alone does
 
 
 def _end_pass(ranks: TensorRanks, *_: Any) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 
 from torch import nn
 
+from castor.distributed.inputs import makes_masks_of_values
 from castor.errors import UsageError
 
 Plan = Mapping[str, str | tuple[str, ...]]
@@ -219,6 +220,11 @@ def _own_plan(model: nn.Module, config: Any) -> Plan:
         raise NotImplementedError(
             f"this {type(model).__name__} has ALiBi in its attention masks, of whose heads castor "
             "knows no part: give tp_size=1"
+        )
+    if makes_masks_of_values(model):
+        raise NotImplementedError(
+            f"this {type(model).__name__} makes its attention masks of values, of whose heads "
+            "castor knows no part: give tp_size=1"
         )
     ours = _OURS.get(str(getattr(config, "model_type", "")))
     if ours is not None:

@@ -126,22 +126,25 @@ class ModelStep:
         Raises:
             UsageError: Another has other options, or a norm that is not of the same gradients.
         """
-        if (ranks := self.engine.ranks) is None:
-            return norm
-        everyone = ranks.gather_at("a step", (norm, _options_of(optimizer)))
-        first, options = everyone[0]
-        for rank, (theirs, their_options) in enumerate(everyone):
-            if their_options != options:
-                raise _options_differ(rank, options, their_options)
-            if not _same_norm(first, theirs):
-                raise UsageError(
-                    f"the ranks' gradients differ in a step: their norm is {first:g} on rank 0 and "
-                    f"{theirs:g} on rank {rank}. After backward all ranks have one mean, and one "
-                    "of them has changed p.grad since: change it alike on every rank (noise from a "
-                    "generator that all have seeded alike), or under booster.no_sync, before ranks "
-                    "bring them together"
-                )
-        return float(first)
+        engine, options = self.engine, _options_of(optimizer)
+        for ranks in (*(engine.parts.peers if engine.parts else ()), engine.ranks):
+            if ranks is None:
+                continue
+            everyone = ranks.gather_at("a step", (norm, options))
+            for rank, (theirs, their_options) in enumerate(everyone):
+                first, of_first = everyone[0]
+                if their_options != of_first:
+                    raise _options_differ(rank, of_first, their_options)
+                if not _same_norm(first, theirs):
+                    raise UsageError(
+                        f"the ranks' gradients differ in a step: their norm is {first:g} on rank 0 "
+                        f"and {theirs:g} on rank {rank}. After backward all ranks have one mean, "
+                        "and one of them has changed p.grad since: change it alike on every rank "
+                        "(noise from a generator that all have seeded alike), or under "
+                        "booster.no_sync, before ranks bring them together"
+                    )
+            norm = float(everyone[0][0])
+        return norm
 
     def taken_by(self, driver: StepDriver, *, skipped: bool) -> None:
         """The driver has updated its parameters, or left the update out."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from castor import _C
+from castor.runtime.ranks import Peers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,8 @@ class OwnParts(Protocol):
 class ModelParts(Protocol):
     """Parts of layers, or some layers: castor.distributed's TensorParallel and PipelineParallel."""
 
+    @property
+    def peers(self) -> Sequence[Peers]: ...  # noqa: D102
     @property
     def whole_model(self) -> WholeModel | None: ...  # noqa: D102
     @property

@@ -113,17 +113,24 @@ class Peers:
         for tensor in (*model.parameters(), *model.buffers()):
             self.share(tensor)
 
-    def check_equal(self, facts: Mapping[str, Any]) -> None:
+    def check_equal(self, facts: Mapping[str, Any], *, beside: Any = None) -> list[Any]:
         """Every rank was given the same.
 
         Args:
             facts: What by its name in a message; values with a repr that tells them apart.
+            beside: What ranks tell each other besides, and may differ; picklable.
+
+        Returns:
+            What every rank gives `beside`, in rank order.
 
         Raises:
             UsageError: Two ranks differ; every rank raises it.
         """
         place = f"the check that all were given the same: {next(iter(facts))}"
-        check_alike(self.gather_at(place, {name: repr(value) for name, value in facts.items()}))
+        mine = {name: repr(value) for name, value in facts.items()}
+        everyone = self.gather_at(place, (mine, beside))
+        check_alike([theirs for theirs, _ in everyone])
+        return [other for _, other in everyone]
 
     def on_first(
         self,
