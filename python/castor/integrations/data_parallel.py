@@ -137,11 +137,16 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _after_forward(self) -> None:
         """What a backward does is said when its forward is over, as torch's class has it."""
-        synchronises = self.require_backward_grad_sync
+        self.synchronise_as_asked()
+        self.require_forward_param_sync = (
+            torch.is_grad_enabled() and self.require_backward_grad_sync
+        )
+
+    def synchronise_as_asked(self) -> None:
+        """Whether the backward that follows is synchronised is said now."""
         if self._trains_with_others():
-            _engine(self.module).session.synchronise(synchronises)
-            self._synchronised = synchronises
-        self.require_forward_param_sync = torch.is_grad_enabled() and synchronises
+            _engine(self.module).session.synchronise(self.require_backward_grad_sync)
+            self._synchronised = self.require_backward_grad_sync
 
     def _trains_with_others(self) -> bool:
         return torch.is_grad_enabled() and distributed.get_world_size() > 1
