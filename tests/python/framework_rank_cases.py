@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DDPCommunicationHookType, set_seed
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -173,6 +174,7 @@ def as_for_ddp(directory: Path) -> None:
             "inner": type(model.module).__name__, "own": own, "mean": gradients(model),
             "names": list(model.state_dict()), "saved": list(run.get_state_dict(model)),
         }  # fmt: skip
+    found["stepped alone"] = _in_local_sgd()
     hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
     *_, (_, run) = of_each(kwargs_handlers=[hook])
     model = Normed()
@@ -181,6 +183,24 @@ def as_for_ddp(directory: Path) -> None:
     except NotImplementedError as error:
         found["refused"] = str(error)
     torch.save(found, directory / f"as_for_ddp.{os.environ['RANK']}.pt")
+
+
+def _in_local_sgd() -> list[str]:
+    """What is said in accelerate's LocalSGD, and in one that is not enabled."""
+    said = []
+    for enabled in (True, False):
+        *_, (_, run) = of_each()
+        model: Any = Normed()
+        model, optimizer = run.prepare(model, SGD(model.parameters(), lr=0.1))
+        sgd = LocalSGD(accelerator=run, model=model, local_sgd_steps=2, enabled=enabled)
+        sgd.__enter__()  # its end would average weights
+        run.backward(model(torch.ones(4, WIDTH), torch.arange(4))["loss"])
+        try:
+            optimizer.step()
+            said.append("nothing")
+        except NotImplementedError as error:
+            said.append(str(error))
+    return said
 
 
 def gradients(model: nn.Module) -> torch.Tensor:

@@ -71,3 +71,6 @@ def test_what_scripts_do_with_ddp_works_on_castors(tmp_path: Path) -> None:
             assert (mine[name] - theirs[name]).norm() <= 1e-5 * theirs[name].norm()
         assert (mine["own"] - mine["mean"]).norm() > 0.1 * mine["own"].norm()
         assert "calls DistributedDataParallel.register_comm_hook" in all_found["refused"]
+        enabled, disabled = all_found["stepped alone"]
+        assert "leave LocalSGD out, or give it enabled=False" in enabled
+        assert disabled == "nothing"

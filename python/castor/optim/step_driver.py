@@ -95,6 +95,8 @@ class ModelStep:
         check = config.nonfinite != "ignore" or self.scaler is not None
         measures = check or config.max_norm > 0
         session = self.engine.session
+        if self.engine.check_step:
+            self.engine.check_step()
         self.engine.meet_beside("a step")
         session.bring_together(position)
         if self.engine.parts:
@@ -121,6 +123,8 @@ class ModelStep:
     def _agreed(self, norm: float, optimizer: Optimizer) -> float:
         """The norm that ranks step by, which is rank 0's; collective, where all are at this step.
 
+        Buffers that forwards have written become rank 0's here, too.
+
         Sums of ranks that compute on other devices may differ in their last bits.
 
         Raises:
@@ -128,9 +132,10 @@ class ModelStep:
         """
         if (ranks := self.engine.ranks) is None:
             return norm
-        everyone = ranks.gather((norm, _options_of(optimizer)))
-        first, options = everyone[0]
-        for rank, (theirs, their_options) in enumerate(everyone):
+        buffers = self.engine.buffers
+        everyone = ranks.gather((norm, _options_of(optimizer), buffers.written()))
+        first, options, _ = everyone[0]
+        for rank, (theirs, their_options, _) in enumerate(everyone):
             if their_options != options:
                 raise _options_differ(rank, options, their_options)
             if not _same_norm(first, theirs):
@@ -141,6 +146,7 @@ class ModelStep:
                     "generator that all have seeded alike), or under booster.no_sync, before ranks "
                     "bring them together"
                 )
+        buffers.share({number for *_, written in everyone for number in written})
         return float(first)
 
     def taken_by(self, driver: StepDriver, *, skipped: bool) -> None:
