@@ -367,6 +367,7 @@ def refused(directory: Path) -> None:
         "copy": said(lambda: copy.deepcopy(boosted.model)),
         "pickle": said(lambda: pickle.dumps(boosted.model)),
         "state_dict": said(lambda: boosted.model.state_dict()),
+        "resize": said(lambda: boosted.model.resize_token_embeddings(300)),  # type: ignore[operator]
         "inputs": said(lambda: boosted.model(**batch)),
         "places": said(_one_saves(boosted, directory)),
         "tokens": said(lambda: boosted.model(input_ids=case.batch(0)["input_ids"] + VOCABULARY)),

@@ -272,6 +272,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("call", "UsageError", "use booster.execute_pipeline(data_iter, model, criterion"),
         ("state_dict", "UsageError", "booster.save_model, or booster.save, on all ranks"),
         ("copy", "UsageError", "a copy would lack them"),
+        ("resize", "UsageError", "resize_token_embeddings() would change a LlamaForCausalLM"),
         ("pickle", "UsageError", "a pickle would lack them"),
         ("rows", "UsageError", "3 rows cannot be divided evenly by num_microbatches=4"),
         ("no rows", "UsageError", "a batch of 0 rows cannot be divided"),

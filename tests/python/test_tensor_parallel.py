@@ -157,6 +157,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("copy", "UsageError", "booster.save_model writes the whole one"),
         ("pickle", "UsageError", "has a part of this model only"),
         ("state_dict", "UsageError", "booster.save_model, or booster.save, on all ranks"),
+        ("resize", "UsageError", "resize_token_embeddings() would change a LlamaForCausalLM"),
         ("inputs", "UsageError", "differ in the inputs of LlamaForCausalLM"),
         (
             "places",
