@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ _MEET_IN_ATTENTION = frozenset(
 """Types of layers, as transformers calls them, in which tokens meet in attention only, or not."""
 
 
+_ROUTER_LOSS = "its router loss needs all tokens (output_router_logits)"
 _OF_PADDING = "create_position_ids_from_input_ids"
 """What RoBERTa and its like make positions with."""
 
@@ -58,7 +59,6 @@ class SequenceParallel:
             NotImplementedError: They cannot; the message says why.
         """
         config: Any = getattr(model, "config", None)
-        name = type(model).__name__
         why = None
         if not getattr(model, "_supports_attention_backend", False):
             why = "its attention does not go through transformers' registry (AttentionInterface)"
@@ -67,7 +67,7 @@ class SequenceParallel:
         elif "position_ids" not in inspect.signature(model.forward).parameters:
             why = "its forward takes no position_ids"
         elif getattr(config, "output_router_logits", False):
-            why = "its router loss needs all tokens (output_router_logits)"
+            why = _ROUTER_LOSS
         elif mixing := set(getattr(config, "layer_types", None) or ()) - _MEET_IN_ATTENTION:
             why = f"its layers of type '{min(mixing)}' mix tokens outside of attention"
         elif any(hasattr(part, _OF_PADDING) for part in model.modules()):
@@ -80,9 +80,7 @@ class SequenceParallel:
             needed = f"tp_size={tensor_size} x sp_size={ranks.size}"
             why = f"its {config.num_attention_heads} attention heads are no multiple of {needed}"
         if why is not None:
-            raise NotImplementedError(
-                f"sp_size={ranks.size} cannot divide the sequences of this {name}: {why}"
-            )
+            _refuse(model, ranks, why)
         self._model = weakref.ref(model)
         self._counts_by_mask = any(map(_takes_mask, model.modules()))
         self.ranks = ranks
@@ -113,6 +111,9 @@ class SequenceParallel:
         meeting.whole = not torch.is_grad_enabled()
         if meeting.whole:
             return args, kwargs
+        meeting.check(model)
+        if getattr(model.config, "output_router_logits", False):
+            _refuse(model, ranks, _ROUTER_LOSS)
         meeting.enter()
         check_inputs(ranks, model, args, kwargs)
         kwargs = by_name(model.forward, args, kwargs)
@@ -240,6 +241,12 @@ class SequenceParallel:
             ring = self._meeting.ring
             output.logits = ring.in_order(logits) if ring else logits
         return output
+
+
+def _refuse(model: nn.Module, ranks: TensorRanks, why: str) -> NoReturn:
+    raise NotImplementedError(
+        f"sp_size={ranks.size} cannot divide the sequences of this {type(model).__name__}: {why}"
+    )
 
 
 def _is_causal_model(model: nn.Module) -> bool:
