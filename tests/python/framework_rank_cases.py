@@ -21,6 +21,7 @@ from transformers import Trainer, TrainingArguments
 import castor
 from castor.integrations.accelerate import accelerator
 from castor.integrations.transformers import trainer
+from zoo import VOCABULARY, llama
 
 WIDTH = 16
 
@@ -97,6 +98,40 @@ def trainers(directory: Path) -> None:
                 "state": state_of(own.model), "around": type(own.model_wrapped).__module__,
             }  # fmt: skip
         torch.save(found, directory / f"trainers.{name}.{os.environ['RANK']}.pt")
+
+
+class Tokens(Dataset[dict[str, Any]]):
+    """As long, with other numbers of labels: means of tokens are none of rows."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        noise = torch.Generator().manual_seed(index)
+        ids = torch.randint(3, VOCABULARY, (12,), generator=noise)
+        labels = ids.clone()
+        labels[: index % 9] = -100
+        return {"input_ids": ids, "labels": labels}
+
+
+def token_means(directory: Path) -> None:
+    """Losses and weights of a language model, whose tokens are counted on all ranks, or on each."""
+    for name in ("plain", "castor"):
+        kind = Trainer if name == "plain" else trainer(Trainer, plugin())
+        found: dict[str, Any] = {}
+        for averaged in (True, False):
+            settings = {
+                "output_dir": str(directory / name / str(averaged)), "use_cpu": True, "seed": 5,
+                "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+                "max_steps": 4, "learning_rate": 1e-2, "logging_steps": 1, "report_to": [],
+                "disable_tqdm": True, "average_tokens_across_devices": averaged,
+                "save_strategy": "no", "optim": "sgd",
+            }  # fmt: skip
+            torch.manual_seed(7)
+            own = kind(model=llama(), args=TrainingArguments(**settings), train_dataset=Tokens())
+            own.train()
+            found[str(averaged)] = {"log": own.state.log_history, "state": state_of(own.model)}
+        torch.save(found, directory / f"token_means.{name}.{os.environ['RANK']}.pt")
 
 
 def of_each(**settings: Any) -> Iterator[tuple[str, Any]]:
