@@ -17,6 +17,7 @@ import castor
 
 WIDTH, STEPS, ROWS = 16, 4, 8
 OWN = "body.1.running_mean"
+PLUGINS = ("castor", "torch")
 KINDS = ("plain", "accumulated", "twice", "checkpointed", "own")
 
 
@@ -59,7 +60,10 @@ def made(name: str, kind: str) -> Trained:
         wrapped = DistributedDataParallel(model)
         return Trained(wrapped, optimizer, wrapped.no_sync, model)
     settings: dict[str, Any] = {"device_memory": "1MiB", "host_memory": "64MiB"}
-    booster = castor.Booster(castor.GeminiPlugin(device="cpu", precision="fp32", **settings))
+    plugin: Any = castor.TorchDDPPlugin(device="cpu", precision="fp32")
+    if name == "castor":
+        plugin = castor.GeminiPlugin(device="cpu", precision="fp32", **settings)
+    booster = castor.Booster(plugin)
     booster.boost(model, optimizer)
     return Trained(model, optimizer, lambda: booster.no_sync(model), model)
 
@@ -73,8 +77,8 @@ def batches(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def buffers(directory: Path) -> None:
-    """What each rank computes and has, of each kind of loop, in plain DDP and on castor."""
-    for name in ("plain", "castor"):
+    """What each rank computes and has, of each kind of loop, in plain DDP and with plugins."""
+    for name in ("plain", *PLUGINS):
         found = {kind: _train(made(name, kind), kind) for kind in KINDS}
         torch.save(found, directory / f"{name}.{os.environ['RANK']}.pt")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import rank_buffer_cases
-from rank_buffer_cases import KINDS, OWN
+from rank_buffer_cases import KINDS, OWN, PLUGINS
 from rank_processes import kept
 
 SIZE = 2
@@ -18,12 +18,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     return kept(rank_buffer_cases.buffers, SIZE, tmp_path_factory, timeout=240)
 
 
+@pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_evaluations_and_buffers_are_those_of_ddp(
-    kind: str, found: Callable[..., Any]
+    kind: str, plugin: str, found: Callable[..., Any]
 ) -> None:
     for rank in range(SIZE):
-        mine, theirs = (found(name, rank)[kind] for name in ("castor", "plain"))
+        mine, theirs = (found(name, rank)[kind] for name in (plugin, "plain"))
         for name in ("losses", "evaluated"):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-5)
         for own, expected in zip(mine["buffers"], theirs["buffers"], strict=True):
