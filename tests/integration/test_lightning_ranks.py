@@ -65,6 +65,21 @@ def test_a_trainer_computes_what_ddp_does_and_goes_on(
     assert ("castor.json" in names) == (not own)
 
 
+def test_a_module_that_steps_by_itself_has_the_buffers_that_ddp_leaves_it(tmp_path: Path) -> None:
+    run(tmp_path / "plain", TORCHRUN, "lightning_manual.py")
+    run(tmp_path / "own", (*CASTOR_RUN, "--nproc", "2"), "lightning_manual.py")
+    means = []
+    for rank in range(2):
+        (found, states), (expected, theirs) = (
+            trained(tmp_path / name, rank) for name in ("own", "plain")
+        )
+        for name in ("losses", "norms", "seen"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-5), name
+        assert_weights_close(states[0], theirs[0])
+        means.append(states[0]["body.1.running_mean"])
+    assert not torch.equal(*means)  # Lightning has DDP share no more
+
+
 def test_fabric_computes_what_ddp_does(tmp_path: Path) -> None:
     run(tmp_path / "plain", TORCHRUN, "fabric_ranks.py")
     run(tmp_path / "own", (*CASTOR_RUN, "--nproc", "2"), "fabric_ranks.py")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DDPCommunicationHookType, set_seed
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -20,6 +21,7 @@ from transformers import Trainer, TrainingArguments
 import castor
 from castor.integrations.accelerate import accelerator
 from castor.integrations.transformers import trainer
+from zoo import VOCABULARY, llama
 
 WIDTH = 16
 
@@ -98,6 +100,40 @@ def trainers(directory: Path) -> None:
         torch.save(found, directory / f"trainers.{name}.{os.environ['RANK']}.pt")
 
 
+class Tokens(Dataset[dict[str, Any]]):
+    """As long, with other numbers of labels: means of tokens are none of rows."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        noise = torch.Generator().manual_seed(index)
+        ids = torch.randint(3, VOCABULARY, (12,), generator=noise)
+        labels = ids.clone()
+        labels[: index % 9] = -100
+        return {"input_ids": ids, "labels": labels}
+
+
+def token_means(directory: Path) -> None:
+    """Losses and weights of a language model, whose tokens are counted on all ranks, or on each."""
+    for name in ("plain", "castor"):
+        kind = Trainer if name == "plain" else trainer(Trainer, plugin())
+        found: dict[str, Any] = {}
+        for averaged in (True, False):
+            settings = {
+                "output_dir": str(directory / name / str(averaged)), "use_cpu": True, "seed": 5,
+                "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+                "max_steps": 4, "learning_rate": 1e-2, "logging_steps": 1, "report_to": [],
+                "disable_tqdm": True, "average_tokens_across_devices": averaged,
+                "save_strategy": "no", "optim": "sgd",
+            }  # fmt: skip
+            torch.manual_seed(7)
+            own = kind(model=llama(), args=TrainingArguments(**settings), train_dataset=Tokens())
+            own.train()
+            found[str(averaged)] = {"log": own.state.log_history, "state": state_of(own.model)}
+        torch.save(found, directory / f"token_means.{name}.{os.environ['RANK']}.pt")
+
+
 def of_each(**settings: Any) -> Iterator[tuple[str, Any]]:
     """An Accelerator of accelerate's, then one on castor."""
     yield "plain", Accelerator(cpu=True, **settings)
@@ -173,6 +209,7 @@ def as_for_ddp(directory: Path) -> None:
             "inner": type(model.module).__name__, "own": own, "mean": gradients(model),
             "names": list(model.state_dict()), "saved": list(run.get_state_dict(model)),
         }  # fmt: skip
+    found["stepped alone"] = _in_local_sgd()
     hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
     *_, (_, run) = of_each(kwargs_handlers=[hook])
     model = Normed()
@@ -181,6 +218,24 @@ def as_for_ddp(directory: Path) -> None:
     except NotImplementedError as error:
         found["refused"] = str(error)
     torch.save(found, directory / f"as_for_ddp.{os.environ['RANK']}.pt")
+
+
+def _in_local_sgd() -> list[str]:
+    """What is said in accelerate's LocalSGD, and in one that is not enabled."""
+    said = []
+    for enabled in (True, False):
+        *_, (_, run) = of_each()
+        model: Any = Normed()
+        model, optimizer = run.prepare(model, SGD(model.parameters(), lr=0.1))
+        sgd = LocalSGD(accelerator=run, model=model, local_sgd_steps=2, enabled=enabled)
+        sgd.__enter__()  # its end would average weights
+        run.backward(model(torch.ones(4, WIDTH), torch.arange(4))["loss"])
+        try:
+            optimizer.step()
+            said.append("nothing")
+        except NotImplementedError as error:
+            said.append(str(error))
+    return said
 
 
 def gradients(model: nn.Module) -> torch.Tensor:

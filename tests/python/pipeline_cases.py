@@ -486,6 +486,7 @@ def refused(directory: Path) -> None:
         "state_dict": said(lambda: boosted.model.state_dict()),
         "copy": said(lambda: copy.deepcopy(boosted.model)),
         "pickle": said(lambda: pickle.dumps(boosted.model)),
+        "resize": said(lambda: boosted.model.resize_token_embeddings(300)),  # type: ignore[operator]
         "rows": run({name: value[:3] for name, value in whole.items()}),
         "no rows": run({name: value[:0] for name, value in whole.items()}),
         "no mapping": run(whole["input_ids"]),

@@ -373,6 +373,7 @@ def refused(directory: Path) -> None:
         "copy": said(lambda: copy.deepcopy(boosted.model)),
         "pickle": said(lambda: pickle.dumps(boosted.model)),
         "state_dict": said(lambda: boosted.model.state_dict()),
+        "resize": said(lambda: boosted.model.resize_token_embeddings(300)),  # type: ignore[operator]
         "inputs": said(lambda: boosted.model(**batch)),
         "places": said(_one_saves(boosted, directory)),
         "tokens": said(lambda: boosted.model(input_ids=case.batch(0)["input_ids"] + VOCABULARY)),
@@ -384,7 +385,6 @@ def refused(directory: Path) -> None:
         "alibi": said(
             lambda: boost(_without_kv(hf.FalconConfig, "a", multi_query=False, alibi=True), 2)
         ),
-        "masks": said(lambda: boost(decoder("doge", hf.DogeConfig), 2)),
         "no plan": said(lambda: boost(Case("tower", tower, case.batch), 2)),
         "unknown name": said(lambda: boost(case, 2, tp_plan={"model.layer.*": "colwise"})),
         "unknown style": said(lambda: boost(case, 2, tp_plan={"lm_head": "diagonal"})),
@@ -743,7 +743,6 @@ def sequences_refused(directory: Path) -> None:
         "roberta": said(
             lambda: boost(_without_kv(hf.RobertaConfig, "roberta", is_decoder=True), sp_size=2)
         ),
-        "values": said(lambda: boost(decoder("doge", hf.DogeConfig), sp_size=2)),
         "mode": said(lambda: boost(llama, sp_size=2, sequence_parallelism_mode="ring")),
         "works": [boosted.step(boosted.model(**batch).loss)],
     }  # fmt: skip

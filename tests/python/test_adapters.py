@@ -189,6 +189,8 @@ def test_prompts_are_written_and_refused_when_they_are_to_be_read(tmp_path: Path
 
 def test_the_merged_model_is_that_of_a_copy(tmp_path: Path) -> None:
     boosted = trained(adapted())
+    with pytest.raises(castor.UsageError, match=r"merge_and_unload\(\) would change a LoraModel"):
+        boosted.model.merge_and_unload()
     merged = copy.deepcopy(boosted.model).merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import resource
 import weakref
 from collections.abc import Callable
@@ -206,6 +207,25 @@ def test_refused_change_leaves_the_model_training() -> None:
             change(boosted.model)
     losses += [boosted.step(tower_loss(boosted.model, i)) for i in range(3, 6)]
     assert_close_losses(losses, expected)
+
+
+def test_methods_that_would_change_half_a_model_are_refused() -> None:
+    def loss(model: Any, seed: int) -> torch.Tensor:
+        result: torch.Tensor = model(**CASES["gpt2"].batch(seed)).loss
+        return result
+
+    boosted, size = boost(CASES["gpt2"].model()), 300
+    expected = losses_of_plain(CASES["gpt2"].model(), loss)
+    with pytest.raises(castor.UsageError, match=r"resize_token_embeddings\(\) would change a GPT2"):
+        boosted.model.resize_token_embeddings(size)
+    with pytest.raises(castor.UsageError, match=r"resize_token_embeddings\(\) would change a GPT2"):
+        boosted.model.transformer.resize_token_embeddings(size)
+    assert_close_losses(losses_of_boosted(boosted, loss), expected)
+    # Copies are ordinary models, and so is one that was boosted.
+    twins = copy.deepcopy(boosted.model), pickle.loads(pickle.dumps(boosted.model))
+    boosted.booster.release(boosted.model)
+    for model in (*twins, boosted.model):
+        assert model.resize_token_embeddings(size).num_embeddings == size
 
 
 def test_dropping_a_parameter_trains_as_plain() -> None:

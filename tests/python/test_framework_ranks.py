@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from framework_rank_cases import accelerators, as_for_ddp, trainers
+from framework_rank_cases import accelerators, as_for_ddp, token_means, trainers
 from rank_processes import run, succeeded
 
 SIZE = 2
@@ -42,6 +42,22 @@ def test_a_trainer_computes_what_it_does_on_ddp_and_goes_on(tmp_path: Path) -> N
         assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
 
 
+def test_a_trainer_takes_means_of_tokens_as_on_ddp(tmp_path: Path) -> None:
+    succeeded(run(token_means, SIZE, tmp_path))
+    for rank in range(SIZE):
+        plain, own = (found(tmp_path, "token_means", name, rank) for name in ("plain", "castor"))
+        for averaged, theirs in plain.items():
+            mine = own[averaged]
+            assert_states_close(mine["state"], theirs["state"])
+            for name in ("loss", "grad_norm"):
+                logged, expected = (
+                    [entry[name] for entry in one["log"] if name in entry] for one in (mine, theirs)
+                )
+                assert logged == pytest.approx(expected, rel=1e-4)
+        weights = [one["state"]["lm_head.weight"] for one in plain.values()]
+        assert not torch.equal(*weights)  # they are different means
+
+
 def test_a_loop_over_accelerate_computes_what_it_does_on_ddp_and_goes_on(tmp_path: Path) -> None:
     succeeded(run(accelerators, SIZE, tmp_path))
     for rank in range(SIZE):
@@ -71,3 +87,6 @@ def test_what_scripts_do_with_ddp_works_on_castors(tmp_path: Path) -> None:
             assert (mine[name] - theirs[name]).norm() <= 1e-5 * theirs[name].norm()
         assert (mine["own"] - mine["mean"]).norm() > 0.1 * mine["own"].norm()
         assert "calls DistributedDataParallel.register_comm_hook" in all_found["refused"]
+        enabled, disabled = all_found["stepped alone"]
+        assert "leave LocalSGD out, or give it enabled=False" in enabled
+        assert disabled == "nothing"

@@ -273,6 +273,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("block before", "NotImplementedError", "takes 'prev_topk_indices' of the one before"),
         ("state_dict", "UsageError", "booster.save_model, or booster.save, on all ranks"),
         ("copy", "UsageError", "a copy would lack them"),
+        ("resize", "UsageError", "resize_token_embeddings() would change a LlamaForCausalLM"),
         ("pickle", "UsageError", "a pickle would lack them"),
         ("rows", "UsageError", "3 rows cannot be divided evenly by num_microbatches=4"),
         ("no rows", "UsageError", "a batch of 0 rows cannot be divided"),

@@ -160,7 +160,6 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("attention", "NotImplementedError", "its attn_implementation is 'flex_attention'"),
         ("conv", "NotImplementedError", "layers of type 'conv' mix tokens outside of attention"),
         ("roberta", "NotImplementedError", "from where its input_ids are no padding"),
-        ("values", "NotImplementedError", "makes attention masks of the values of all tokens"),
         ("mode", "NotImplementedError", "'ring'"),
         ("pieces", "UsageError", "sequences of 22 tokens into 4 pieces; pad them to 24"),
         ("bias", "NotImplementedError", "position_bias"),

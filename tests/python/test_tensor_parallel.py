@@ -157,6 +157,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("copy", "UsageError", "booster.save_model writes the whole one"),
         ("pickle", "UsageError", "has a part of this model only"),
         ("state_dict", "UsageError", "booster.save_model, or booster.save, on all ranks"),
+        ("resize", "UsageError", "resize_token_embeddings() would change a LlamaForCausalLM"),
         ("inputs", "UsageError", "differ in the inputs of LlamaForCausalLM"),
         (
             "places",
@@ -170,7 +171,6 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("heads", "UsageError", "1 num_key_value_heads"),
         ("multi_query", "UsageError", "num_kv_heads of 'transformer.h.0.self_attention' is 1"),
         ("alibi", "NotImplementedError", "ALiBi"),
-        ("masks", "NotImplementedError", "DogeForCausalLM makes its attention masks of values"),
         ("no plan", "NotImplementedError", "no way to cut a Tower"),
         ("unknown name", "UsageError", "'model.layer.*'"),
         ("unknown style", "NotImplementedError", "'diagonal'"),

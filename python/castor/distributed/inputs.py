@@ -79,11 +79,6 @@ def check_inputs(
     return ranks.check_equal({what: f"{digest:08x}"} | dict(asked or {}), beside=beside)
 
 
-def makes_masks_of_values(model: nn.Module) -> bool:
-    """Whether a model of transformers is one as Doge, whose values of a head say what it sees."""
-    return any(hasattr(part, "prepare_dynamic_mask") for part in model.modules())
-
-
 def check_numbers(numbers: torch.Tensor, count: int, what: str) -> None:
     """All are of a vocabulary: of another one no rank has a row, and zeros would be computed with.
 

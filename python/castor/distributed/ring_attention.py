@@ -21,6 +21,7 @@ import torch
 
 from castor.distributed.blockwise_attention import Block, Scores, merge
 from castor.distributed.device_copies import from_host, on_host
+from castor.distributed.opaque_mask import OpaqueMask
 from castor.distributed.tensor_ranks import TensorRanks
 
 _Gradients = tuple[torch.Tensor, torch.Tensor]
@@ -109,7 +110,7 @@ class _Seen(Enum):
     ALL = 2
 
 
-class PieceMasks:
+class PieceMasks(OpaqueMask):
     """The mask of a divided forward, made by pieces of the sequence as they are needed.
 
     Models hand it from where transformers makes masks to where attention is computed.
@@ -247,7 +248,7 @@ def ring_attention(
     """
     apply: Any = _RingAttention.apply
     output: torch.Tensor = apply(query, key, value, sinks, how)
-    return output.transpose(1, 2).contiguous()  # models take a view of it
+    return output.transpose(1, 2).contiguous()  # as transformers' functions give it
 
 
 class _RingAttention(torch.autograd.Function):

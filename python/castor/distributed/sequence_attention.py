@@ -11,14 +11,16 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
 
 from castor.distributed.blockwise_attention import Scores
+from castor.distributed.opaque_mask import WholeMask
 from castor.distributed.ring_attention import PieceMasks, Ring, RingPass, ring_attention
 from castor.distributed.tensor_ranks import TensorRanks
+from castor.errors import UsageError
 
 Mode = Literal["all_to_all", "all_gather", "ring_attn"]
 """How ranks meet in attention: they exchange heads for tokens, gather keys and values, or pass
@@ -98,12 +100,27 @@ class Meeting:
     def start(self, model: Any) -> None:
         """In the attention of a model of transformers."""
         self._implementation = model.config._attn_implementation
-        model.set_attn_implementation(_register(self._implementation, self.mode))
+        self._name = _register(self._implementation, self.mode)
+        model.set_attn_implementation(self._name)
         for module in model.modules():
             module._castor_meeting = self
 
     def __reduce__(self) -> tuple[type[Apart], tuple[str, Mode]]:
         return Apart, (self._implementation, self.mode)
+
+    def check(self, model: Any) -> None:
+        """Before a divided forward: the attention of a model is still where ranks meet.
+
+        Raises:
+            UsageError: It is not.
+        """
+        given = model.config._attn_implementation
+        if given != self._name:
+            raise UsageError(
+                f"the attention of this {type(model).__name__} was set to {given!r} after "
+                f"booster.boost, which has put {self._name!r} there, where sp_size="
+                f"{self.ranks.size} ranks meet: call set_attn_implementation before boost"
+            )
 
     def enter(self) -> None:
         """A divided forward begins: masks are those of its tokens."""
@@ -145,8 +162,7 @@ def _register(implementation: str, mode: Mode) -> str:
     mask_of_whole: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
     mask_of_pieces: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
-    # Named as transformers' own: some models give the mask by name.
-    def attention(
+    def attention(  # names of arguments are transformers'
         module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any
     ) -> Any:
         compute = _attention_of(module, implementation)
@@ -170,7 +186,8 @@ def _register(implementation: str, mode: Mode) -> str:
                 q_length = kv_length = q_length * ranks.size
             else:
                 kv_length, q_offset = q_length * ranks.size, q_length * ranks.rank
-        return mask_of_whole(q_length=q_length, kv_length=kv_length, q_offset=q_offset, **options)
+        made = mask_of_whole(q_length=q_length, kv_length=kv_length, q_offset=q_offset, **options)
+        return WholeMask(made) if meeting and made is not None else made
 
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
@@ -193,7 +210,7 @@ def _exchanged(
     meeting: Meeting,
     module: Any,
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    mask: torch.Tensor | None,
+    mask: Any,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
     """Attention of some heads over all tokens; `states` are of all heads and some tokens.
@@ -203,6 +220,7 @@ def _exchanged(
     """
     ranks = meeting.ranks
     _refuse_values_by_head(module, ranks, options, ("s_aux", "position_bias"))
+    mask = _tensor_of(mask, module, meeting)
     query, key, value = states
     # Of grouped heads each rank needs one at least.
     repeats = ranks.size // math.gcd(key.shape[1], ranks.size)
@@ -225,12 +243,13 @@ def _gathered(
     meeting: Meeting,
     module: Any,
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    mask: torch.Tensor | None,
+    mask: Any,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
     """Attention of all heads, from some tokens to all; shapes as for _exchanged."""
     ranks = meeting.ranks
     _refuse_values_by_head(module, ranks, options, ("position_bias",))  # is of tokens as well
+    mask = _tensor_of(mask, module, meeting)
     query, key, value = states
     key, value = ranks.all_parts(key, 2), ranks.all_parts(value, 2)
     # Without a mask a token sees those before it, counted from the first of all: rank 0's own.
@@ -259,12 +278,13 @@ def _passed_on(
     # Switches are the model's own, which it gives to all its parts.
     asked = {name for name, of in options.items() if of is not None and not isinstance(of, bool)}
     unknown = asked - _KNOWN_TO_RINGS - _OF_MASKS_AND_LOSSES
-    if unknown or not (mask is None or isinstance(mask, PieceMasks)):
-        what = f"'{min(unknown)}'" if unknown else "a mask that transformers has not made"
+    if unknown:
         raise NotImplementedError(
-            f"{type(module).__name__} gives its attention {what}, which "
+            f"{type(module).__name__} gives its attention '{min(unknown)}', which "
             "sequence_parallelism_mode='ring_attn' does not know; give 'all_gather' or 'all_to_all'"
         )
+    if not (mask is None or isinstance(mask, PieceMasks)):
+        _refuse_own_mask(module, meeting)
     query, key, value = states
     assert meeting.ring
     dropout = options.get("dropout") or 0.0
@@ -279,6 +299,21 @@ def _passed_on(
         causal = getattr(module, "is_causal", True)
     how = RingPass(ring=meeting.ring, scores=scores, masks=mask, causal=causal)
     return ring_attention(query, key, value, options.get("s_aux"), how), None
+
+
+def _tensor_of(mask: Any, module: nn.Module, meeting: Meeting) -> torch.Tensor | None:
+    """What attention takes of what transformers has made of a mask."""
+    if not (mask is None or isinstance(mask, WholeMask)):
+        _refuse_own_mask(module, meeting)
+    return None if mask is None else mask.tensor
+
+
+def _refuse_own_mask(module: nn.Module, meeting: Meeting) -> NoReturn:
+    raise NotImplementedError(
+        f"{type(module).__name__} gives its attention a mask that transformers has not made, and "
+        f"castor knows no other where sp_size={meeting.ranks.size} ranks divide sequences; train "
+        "with sp_size=1"
+    )
 
 
 def _refuse_values_by_head(

@@ -12,12 +12,12 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from castor.distributed.inputs import by_name, check_inputs, makes_masks_of_values
+from castor.distributed.inputs import by_name, check_inputs
 from castor.distributed.part_calls import parts_around_blocks
 from castor.distributed.sequence_attention import Documents, Meeting, Mode
 from castor.distributed.tensor_ranks import TensorRanks
@@ -34,6 +34,7 @@ _MEET_IN_ATTENTION = frozenset(
 """Types of layers, as transformers calls them, in which tokens meet in attention only, or not."""
 
 
+_ROUTER_LOSS = "its router loss needs all tokens (output_router_logits)"
 _OF_PADDING = "create_position_ids_from_input_ids"
 """What RoBERTa and its like make positions with."""
 
@@ -59,7 +60,6 @@ class SequenceParallel:
             NotImplementedError: They cannot; the message says why.
         """
         config: Any = getattr(model, "config", None)
-        name = type(model).__name__
         why = None
         if not getattr(model, "_supports_attention_backend", False):
             why = "its attention does not go through transformers' registry (AttentionInterface)"
@@ -68,13 +68,11 @@ class SequenceParallel:
         elif "position_ids" not in inspect.signature(model.forward).parameters:
             why = "its forward takes no position_ids"
         elif getattr(config, "output_router_logits", False):
-            why = "its router loss needs all tokens (output_router_logits)"
+            why = _ROUTER_LOSS
         elif mixing := set(getattr(config, "layer_types", None) or ()) - _MEET_IN_ATTENTION:
             why = f"its layers of type '{min(mixing)}' mix tokens outside of attention"
         elif any(hasattr(part, _OF_PADDING) for part in model.modules()):
             why = f"its positions come from where its input_ids are no padding ({_OF_PADDING})"
-        elif makes_masks_of_values(model):
-            why = "it makes attention masks of the values of all tokens"
         elif config._attn_implementation not in ("eager", "sdpa"):
             given = config._attn_implementation
             why = f"its attn_implementation is {given!r}, and 'sdpa' and 'eager' can be divided"
@@ -83,9 +81,7 @@ class SequenceParallel:
             needed = f"tp_size={tensor_size} x sp_size={ranks.size}"
             why = f"its {config.num_attention_heads} attention heads are no multiple of {needed}"
         if why is not None:
-            raise NotImplementedError(
-                f"sp_size={ranks.size} cannot divide the sequences of this {name}: {why}"
-            )
+            _refuse(model, ranks, why)
         self._model = weakref.ref(model)
         self._counts_by_mask = any(map(_takes_mask, model.modules()))
         # Transformers' eager attention gives a token that sees none the mean of all; a sink has it.
@@ -120,6 +116,9 @@ class SequenceParallel:
         meeting.whole = not torch.is_grad_enabled()
         if meeting.whole:
             return args, kwargs
+        meeting.check(model)
+        if getattr(model.config, "output_router_logits", False):
+            _refuse(model, ranks, _ROUTER_LOSS)
         meeting.enter()
         check_inputs(ranks, model, args, kwargs)
         kwargs = by_name(model.forward, args, kwargs)
@@ -271,6 +270,12 @@ def _following(given: Mapping[str, Any]) -> torch.Tensor:
     if following is None:
         following = nn.functional.pad(given["labels"], (0, 1), value=_IGNORED)[:, 1:]
     return following
+
+
+def _refuse(model: nn.Module, ranks: TensorRanks, why: str) -> NoReturn:
+    raise NotImplementedError(
+        f"sp_size={ranks.size} cannot divide the sequences of this {type(model).__name__}: {why}"
+    )
 
 
 def _is_causal_model(model: nn.Module) -> bool:

@@ -26,6 +26,7 @@ from castor.distributed.parts import Cut, own_part
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.distributed.token_parts import TokenParts
 from castor.distributed.vocabulary_loss import VocabularyLoss
+from castor.distributed.whole_gradients import check_alike
 from castor.errors import UsageError
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.model_parts import Runs
@@ -151,9 +152,12 @@ class TensorParallel:
     def squared_norm(self, params: Sequence[torch.Tensor], squares: Sequence[float]) -> float:
         """See norm."""
         cut = sum(s for param, s in zip(params, squares, strict=True) if param in self.cuts)
-        whole = sum(s for param, s in zip(params, squares, strict=True) if param not in self.cuts)
+        whole = [s for param, s in zip(params, squares, strict=True) if param not in self.cuts]
         parts = self.ranks.gather((cut, whole))
-        return float(parts[0][1] + sum(of_rank for of_rank, _ in parts))
+        total = float(sum(parts[0][1]) + sum(of_rank for of_rank, _ in parts))
+        of_all = [param for param in params if param not in self.cuts]
+        check_alike(self.model, of_all, [squares for _, squares in parts], total)
+        return total
 
     @property
     def peers(self) -> Sequence[Peers]:
@@ -214,8 +218,8 @@ class TensorParallel:
         size = self.ranks.size
         if kind in ("colwise", "packed_colwise", "colwise_gather_output", "colwise_rep"):
             pieces = int(argument or (2 if kind == "packed_colwise" else 1))
-            width = self._cut_linear(name, module, inputs=False, pieces=pieces)
             gathers = kind in ("colwise_gather_output", "colwise_rep")
+            width = self._cut_linear(name, module, inputs=False, pieces=pieces, gives_all=gathers)
             self._replace(module, styles.gathered_columns if gathers else styles.columns, width)
         elif kind in ("rowwise", "rowwise_split_input", "rowwise_rep"):
             self._cut_linear(name, module, inputs=True)
@@ -259,10 +263,28 @@ class TensorParallel:
                 f"{type(model).__name__} leaves it whole"
             )
         loss.width = part.argument
+        count = "nf" if styles.is_conv1d(head) else "out_features"
+        self._attributes.append((head, count, len(self.ranks.own_range(loss.width))))
         self._forwards[head] = styles.Part(head, styles.head, self.ranks, (loss.width, loss))
 
-    def _cut_linear(self, name: str, module: nn.Module, *, inputs: bool, pieces: int = 1) -> int:
-        """Cuts a linear layer; returns how many inputs or outputs the whole one has."""
+    def _cut_linear(
+        self,
+        name: str,
+        module: nn.Module,
+        *,
+        inputs: bool,
+        pieces: int = 1,
+        gives_all: bool = False,
+    ) -> int:
+        """Cuts a linear layer; returns how many inputs or outputs the whole one has.
+
+        Args:
+            name: Of it.
+            module: The layer.
+            inputs: Whether these are cut.
+            pieces: Of its outputs, one behind the other.
+            gives_all: Whether the model gets all outputs, as many as the layer says.
+        """
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
         transposed = styles.is_conv1d(module)
         if not isinstance(weight, nn.Parameter) or not (
@@ -276,7 +298,8 @@ class TensorParallel:
         if not inputs and isinstance(bias, nn.Parameter):
             self._cut(f"{name}.bias", bias, 0, pieces)
         names = ("nx", "nf") if transposed else ("in_features", "out_features")
-        self._attributes.append((module, names[0] if inputs else names[1], own))
+        if not gives_all:
+            self._attributes.append((module, names[0] if inputs else names[1], own))
         return width
 
     def _cut_vocabulary(self, name: str, module: nn.Module) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import nn
 
-from castor.distributed.inputs import makes_masks_of_values
+from castor.distributed.layer_regions import COLUMNS, Kinds, kinds_of
 from castor.errors import UsageError
 
 Plan = Mapping[str, str | tuple[str, ...]]
@@ -137,7 +137,10 @@ _OURS: dict[str, Plan] = {
     "vit": _VIT,
 }
 """By model_type of the configuration."""
+_OWN_PLAN = "give HybridParallelPlugin(tp_plan={**model.tp_plan, ...})"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+_NORMS = ("q_norm", "k_norm")
+"""Of queries and keys, where they are as wide as a head."""
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
@@ -172,6 +175,8 @@ def find_plan(model: nn.Module, size: int, given: Plan | None) -> dict[str, tupl
             found[name] = (styles,) if isinstance(styles, str) else tuple(styles)
     if not found:
         raise NotImplementedError(_no_plan(model))
+    if given is None:
+        _complete(model, found, size)
     for attribute in _HEADS:
         heads = getattr(config, attribute, None)
         if given is None and isinstance(heads, int) and heads % size:
@@ -180,6 +185,49 @@ def find_plan(model: nn.Module, size: int, given: Plan | None) -> dict[str, tupl
                 f"tp_size={size} ranks; give a tp_size that divides them"
             )
     return found
+
+
+def _complete(model: nn.Module, plan: dict[str, tuple[str, ...]], size: int) -> None:
+    """Adds what transformers' plans leave out: activations and norms of heads, which see parts.
+
+    Raises:
+        NotImplementedError: Parameters beside divided layers are not in the plan, or a style does
+            not fit.
+    """
+    kinds = kinds_of(plan)
+    around = dict.fromkeys(name.rpartition(".")[0] for name, of in kinds.items() if of & COLUMNS)
+    for name in around:
+        module = model.get_submodule(name)
+        for part, child in module.named_children():
+            sizes = {param.numel() for param in child.parameters()}
+            activates = sizes and type(child).__module__ == "transformers.activations"
+            if activates or (part in _NORMS and sizes == {getattr(module, "head_dim", None)}):
+                plan.setdefault(f"{name}.{part}", ("replicated_with_grad_allreduce",))
+        own = dict(module.named_parameters(recurse=False))
+        for part, param in own.items():
+            if f"{name}.{part}" not in plan and param.numel() > 1:
+                raise NotImplementedError(
+                    f"'{name}.{part}' is a parameter beside layers that tp_size={size} ranks "
+                    f"divide, and the plan of this {type(model).__name__} does not say what of it "
+                    f"a rank has: {_OWN_PLAN} in which it is 'colwise' (a part) or "
+                    "'replicated_with_grad_allreduce' (all of it)"
+                )
+        _check_kinds(name, {part: p for part, p in own.items() if p.ndim > 1}, kinds)
+
+
+def _check_kinds(name: str, own: Mapping[str, nn.Parameter], kinds: Kinds) -> None:
+    """Matrices of experts that are called gate_up_proj have two kinds of outputs."""
+    rows = [part for part in own if "rowwise" in kinds.get(f"{name}.{part}", ())]
+    for part, param in own.items():
+        if "colwise" not in kinds.get(f"{name}.{part}", ()) or not rows:
+            continue
+        outputs, inputs = param.shape[-2], own[rows[0]].shape[-1]
+        if outputs != inputs:
+            raise NotImplementedError(
+                f"the plan cuts '{name}.{part}' by 'colwise', and it has {outputs} outputs where "
+                f"'{rows[0]}' takes {inputs}: of kinds that lie one behind the other each rank "
+                f"would have another: {_OWN_PLAN} in which it is 'packed_colwise', if there are two"
+            )
 
 
 def with_whole_experts(
@@ -220,11 +268,6 @@ def _own_plan(model: nn.Module, config: Any) -> Plan:
         raise NotImplementedError(
             f"this {type(model).__name__} has ALiBi in its attention masks, of whose heads castor "
             "knows no part: give tp_size=1"
-        )
-    if makes_masks_of_values(model):
-        raise NotImplementedError(
-            f"this {type(model).__name__} makes its attention masks of values, of whose heads "
-            "castor knows no part: give tp_size=1"
         )
     ours = _OURS.get(str(getattr(config, "model_type", "")))
     if ours is not None:

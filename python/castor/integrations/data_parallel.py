@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from castor.errors import UsageError
 from castor.runtime.boosted_model import boosted_models_holding, compiled_from
 from castor.runtime.engine import Engine, engine_of
 from castor.runtime.process_groups import end_groups, groups_made, own_groups
+from castor.runtime.rank_buffers import names_of_own, share_together
 from castor.runtime.ranks import Peers, describe_parameters
 
 _ARGUMENTS = inspect.signature(parallel.DistributedDataParallel.__init__)
@@ -87,11 +89,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.find_unused_parameters = asked["find_unused_parameters"]
         self.gradient_as_bucket_view = asked["gradient_as_bucket_view"]
         self.static_graph = asked["static_graph"]
-        self.parameters_to_ignore = _ignored(module)
+        self.parameters_to_ignore = names_of_own(module)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._synchronised = True
-        """Whether the last pass was, so that all ranks begin a step here."""
+        """Whether the last pass was, so that its gradients are all ranks'."""
         _wrappers[compiled_from(module)] = weakref.ref(self)
         if asked["init_sync"] and not boosted_models_holding(module):
             self._begin_as_first()
@@ -128,7 +130,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _before_forward(self) -> None:
         trains, shares = self._trains_with_others(), self.will_sync_module_buffers()
         if trains:
-            _engine(self.module)  # or it raises
+            _engine(self.module).buffers.leave()  # or it raises
         # Rank 0 may be reading optimizer states to save them, and waits for the others.
         if (trains and self._synchronised) or (shares and boosted_models_holding(self.module)):
             _engine(self.module).answer_first()
@@ -138,11 +140,18 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _after_forward(self) -> None:
         """What a backward does is said when its forward is over, as torch's class has it."""
-        synchronises = self.require_backward_grad_sync
+        self.synchronise_as_asked()
+        self.require_forward_param_sync = (
+            torch.is_grad_enabled() and self.require_backward_grad_sync
+        )
+
+    def synchronise_as_asked(self) -> None:
+        """Whether the backward that follows is synchronised is said now."""
         if self._trains_with_others():
-            _engine(self.module).session.synchronise(synchronises)
-            self._synchronised = synchronises
-        self.require_forward_param_sync = torch.is_grad_enabled() and synchronises
+            engine = _engine(self.module)
+            engine.session.synchronise(self.require_backward_grad_sync)
+            engine.check_step = functools.partial(_check_step, weakref.ref(self))
+            self._synchronised = self.require_backward_grad_sync
 
     def _trains_with_others(self) -> bool:
         return torch.is_grad_enabled() and distributed.get_world_size() > 1
@@ -161,6 +170,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         """A backward in it is synchronised, also one whose forward was under no_sync."""
         session = _engine(self.module).session
         before = session.synchronise(True)
+        self._synchronised = True
         try:
             yield
         finally:
@@ -203,19 +213,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 peers.share(tensor)
         end_groups(groups)
 
-    @torch.no_grad()
     def _share_buffers(self) -> None:
-        """In one message; in place, unseen by autograd, for which a forward may have kept them."""
-        buffers = [buffer.data for buffer in self._shared_buffers().values()]
-        parts = [buffer.reshape(-1).view(torch.uint8) for buffer in buffers]
-        together = torch.cat(parts)
-        distributed.broadcast(together, src=0)
-        if distributed.get_rank() == 0:
-            return
-        for buffer, part in zip(
-            buffers, together.split([part.numel() for part in parts]), strict=True
-        ):
-            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+        buffers = [*self._shared_buffers().values()]
+        share_together(buffers, functools.partial(distributed.broadcast, src=0), buffers[0].device)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()
@@ -245,6 +245,19 @@ def wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
         return inner
     known = _wrappers.get(inner)
     return None if known is None else known()
+
+
+def _check_step(ref: weakref.ref[DistributedDataParallel]) -> None:
+    """Raises NotImplementedError where torch's class would leave each rank to itself."""
+    wrapper = ref()
+    if wrapper and not (wrapper.require_backward_grad_sync or wrapper._synchronised):
+        raise NotImplementedError(
+            "an optimizer steps under DistributedDataParallel.no_sync, where each rank would step "
+            "by its own gradients (local SGD, as accelerate's LocalSGD and torch's "
+            "PostLocalSGDOptimizer have it), and castor's ranks train one model, whose optimizer "
+            "states they share: step outside of it, and leave LocalSGD out, or give it "
+            "enabled=False"
+        )
 
 
 def check_device(wrapper: DistributedDataParallel, device: torch.device) -> None:
@@ -279,10 +292,6 @@ def _engine(module: nn.Module) -> Engine:
         ) from None
 
 
-def _ignored(module: nn.Module) -> set[str]:
-    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-
-
 def _check(asked: Mapping[str, Any], module: nn.Module) -> None:
     defaults = _ARGUMENTS.parameters
     for name, value in asked.items():
@@ -309,7 +318,7 @@ def _check(asked: Mapping[str, Any], module: nn.Module) -> None:
             f"no parameter of this {type(module).__name__} requires a gradient: "
             "DistributedDataParallel is for models that train"
         )
-    ignored = _ignored(module).intersection(name for name, _ in module.named_parameters())
+    ignored = names_of_own(module).intersection(name for name, _ in module.named_parameters())
     if ignored:
         raise NotImplementedError(
             f"DistributedDataParallel is told to ignore parameter '{min(ignored)}', and castor run "

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
@@ -252,6 +253,18 @@ class _RanksStrategy(CastorStrategy, DDPStrategy):  # type: ignore[misc]
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         return model  # castor's wrapper is around the root
+
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        """In manual optimization a backward is within the step, behind which its kind is said."""
+        if self._wrapper is not None and not self.lightning_module.automatic_optimization:
+            self._wrapper.synchronise_as_asked()
+
+    def _run(self, *call: Any) -> Any:
+        output = super()._run(*call)
+        # So Lightning has DDP's forwards end: it shares no more buffers behind the first one.
+        if self._wrapper is not None and not self.lightning_module.automatic_optimization:
+            self._wrapper.require_forward_param_sync = False
+        return output
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -95,6 +95,8 @@ class ModelStep:
         check = config.nonfinite != "ignore" or self.scaler is not None
         measures = check or config.max_norm > 0
         session = self.engine.session
+        if self.engine.check_step:
+            self.engine.check_step()
         self.engine.meet_beside("a step")
         session.bring_together(position)
         if self.engine.parts:
@@ -121,6 +123,8 @@ class ModelStep:
     def _agreed(self, norm: float, optimizer: Optimizer) -> float:
         """The norm that ranks step by, which is rank 0's; collective, where all are at this step.
 
+        Buffers that forwards have written become rank 0's here, too.
+
         Sums of ranks that compute on other devices may differ in their last bits.
 
         Raises:
@@ -130,9 +134,10 @@ class ModelStep:
         for ranks in (*(engine.parts.peers if engine.parts else ()), engine.ranks):
             if ranks is None:
                 continue
-            everyone = ranks.gather_at("a step", (norm, options))
-            for rank, (theirs, their_options) in enumerate(everyone):
-                first, of_first = everyone[0]
+            written = engine.buffers.written() if ranks is engine.ranks else []
+            everyone = ranks.gather_at("a step", (norm, options, written))
+            first, of_first, _ = everyone[0]
+            for rank, (theirs, their_options, _) in enumerate(everyone):
                 if their_options != of_first:
                     raise _options_differ(rank, of_first, their_options)
                 if not _same_norm(first, theirs):
@@ -143,7 +148,9 @@ class ModelStep:
                         "(noise from a generator that all have seeded alike), or under "
                         "booster.no_sync, before ranks bring them together"
                     )
-            norm = float(everyone[0][0])
+            if ranks is engine.ranks:
+                engine.buffers.share({number for *_, of_rank in everyone for number in of_rank})
+            norm = float(first)
         return norm
 
     def taken_by(self, driver: StepDriver, *, skipped: bool) -> None:

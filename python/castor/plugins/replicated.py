@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from castor.runtime.own_forward import OwnForward
+from castor.runtime.rank_buffers import RankBuffers, names_of_own
 from castor.runtime.ranks import Peers
 from castor.runtime.torch_model import TorchModel
 
@@ -51,6 +52,8 @@ class Whole(nn.Module):
         self._buffers = model._buffers
         self._modules = model._modules
         self.forward = forward
+        if own := names_of_own(model):
+            self._ddp_params_and_buffers_to_ignore = own
 
 
 class ReplicatedModel(TorchModel):
@@ -68,6 +71,7 @@ class ReplicatedModel(TorchModel):
         """See TorchModel; the model's forward has to keep `ddp` alive."""
         super().__init__(model, optimizers, ranks=ranks, trained_by=trained_by)
         self._ddp = weakref.ref(ddp)
+        self._buffers = RankBuffers(model, ranks if ddp.broadcast_buffers else None)
         self._group = ddp.process_group
         self._peers = ranks
 
@@ -79,8 +83,13 @@ class ReplicatedModel(TorchModel):
 
     @torch.no_grad()
     def bring_together(self) -> None:
-        """Takes the mean of gradients that no_sync has left apart."""
-        if not any(self._peers.gather(self.apart)):
+        """Takes the mean of gradients that no_sync has left apart, and shares written buffers.
+
+        Here, as the forwards that follow may be without gradients, and no rank waits in those.
+        """
+        told = self._peers.gather((self.apart, self._buffers.written()))
+        self._buffers.share({number for _, written in told for number in written})
+        if not any(apart for apart, _ in told):
             return
         self.apart = False
         present = [param.grad is not None for param in self.params]

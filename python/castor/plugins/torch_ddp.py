@@ -35,7 +35,7 @@ class TorchDDPPlugin(TorchPlugin):
 
     Args:
         broadcast_buffers: Whether rank 0's buffers become every rank's before each forward that
-            may have a backward, and with the parameters at boost.
+            may have a backward, after each step, and with the parameters at boost.
         bucket_cap_mb: Gradients are sent in buckets of this many MiB.
         find_unused_parameters: Whether each pass may leave parameters out; without, torch raises at
             the next forward.

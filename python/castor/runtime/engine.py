@@ -34,6 +34,7 @@ from castor.runtime.hooks import ModuleHook, Replaced, follow, warn_of_late_comp
 from castor.runtime.input_cast import InputCast, convert_buffers
 from castor.runtime.model_parts import ModelParts
 from castor.runtime.packed import check_packed_layers, is_packed, settle_layers
+from castor.runtime.rank_buffers import RankBuffers
 from castor.runtime.ranks import Ranks
 from castor.runtime.report import LogitFigures, MemoryReport
 from castor.runtime.rules import FusedRule
@@ -144,9 +145,7 @@ class Engine(Together):
         """Where this process has parts of layers; None: they are whole."""
         self._install_hooks(model, spec)
         convert_buffers(model, WORKING_DTYPES[settings.precision], self.device)
-        if self.ranks:
-            for buffer in model.buffers():
-                self.ranks.share(buffer)
+        self.buffers = RankBuffers(model, self.ranks)
         settle_layers(model, self.device, self.ranks, self.replaced)
         guard(model)
         remember(model, self)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import types
 import weakref
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.compiler import is_compiling
@@ -14,18 +16,54 @@ from torch.nn.modules.module import (
 from castor.errors import UsageError
 
 _guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_CHANGING = ("resize_token_embeddings", "add_adapter", "merge_and_unload", "unload")
+"""Methods of transformers' and PEFT's that have written into a model when they first register."""
 
 
 def guard(model: nn.Module) -> None:
-    """From now on, registering a module or parameter anywhere in `model` raises UsageError."""
+    """From now on, registering a module or parameter anywhere in `model` raises UsageError.
+
+    So do methods that would do so half-way.
+    """
     if not _guarded:
         _install()
     _guarded.update(model.modules())
+    for module in model.modules():
+        for name in _CHANGING:
+            if callable(getattr(type(module), name, None)) and name not in vars(module):
+                vars(module)[name] = _Refused(module, name)
 
 
 def unguard(model: nn.Module) -> None:
     """The model may be changed again."""
     _guarded.difference_update(model.modules())
+    for module in model.modules():
+        for name in _CHANGING:
+            if isinstance(vars(module).get(name), _Refused):
+                del vars(module)[name]
+
+
+class _Refused:
+    """In place of a method of a module of a boosted model; copies of the module have the method."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._owner = weakref.ref(module)
+        self._name = name
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError(
+            f"{self._name}() would change a {type(self._owner()).__name__} of a boosted model, "
+            "which castor has laid out, and divided where ranks do, in booster.boost: call it "
+            "before boost; in one process booster.release(model) gives the model back"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        owner = self._owner()
+        method = getattr(type(owner), self._name)
+        return types.MethodType(method, memo.get(id(owner), owner))
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return getattr, (self._owner(), self._name)  # of a module that has no attributes yet
 
 
 def _refuse_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:

@@ -23,6 +23,8 @@ class Together:
     """Those that have its other experts, and other data; None: there are none."""
     beside: Peers | None = None
     """Those that compute other tokens of its batches; None: there are none."""
+    check_step: Callable[[], None] | None = None
+    """What is around the model and may refuse a step; None: there is nothing."""
 
     @property
     def shared(self) -> bool:
