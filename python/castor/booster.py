@@ -23,6 +23,7 @@ from castor.optim.torch_step import step_of
 from castor.plugins.protocol import Plugin, list_of_optimizers
 from castor.runtime.boosted_model import BoostedStep, boosted_model_of, compiled_from
 from castor.runtime.engine import Engine, engine_of
+from castor.runtime.process_groups import end_groups_with, groups_made
 from castor.runtime.release import release_model
 from castor.runtime.report import MemoryReport, MemoryUse, TorchReport
 
@@ -79,7 +80,9 @@ class Booster(Checkpoints):
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
-        self.plugin.configure(model, list_of_optimizers(optimizer))
+        with groups_made() as groups:
+            boosted = self.plugin.configure(model, list_of_optimizers(optimizer))
+        end_groups_with(boosted, groups)
         self._latest = weakref.ref(model)
         _boosters[model] = self
         checkpoint.make_resumable(dataloader)

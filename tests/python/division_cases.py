@@ -3,6 +3,7 @@
 As in tensor_cases: a scenario is a function of the directory that the ranks share.
 """
 
+import gc
 import math
 import os
 import sys
@@ -367,6 +368,38 @@ def auto_fails(directory: Path) -> None:
     write_own(directory, "auto_fails", heard)
     sys.stdout.flush()
     os._exit(0)  # there is nobody to meet at the end
+
+
+def come_and_go(directory: Path) -> None:
+    """How many threads there are after each of three models, one after the other."""
+    plugins: dict[str, Callable[[], Any]] = {
+        "copies": lambda: castor.GeminiPlugin(device="cpu", device_memory=GIB, host_memory=GIB),
+        "torch's copies": castor.TorchDDPPlugin,
+        "torch's parts": castor.TorchFSDPPlugin,
+    }
+    found: dict[str, list[int]] = {}
+    for name, way in of_ranks().items():
+        for _ in range(3):
+            boosted = way.boost(adam)
+            way.train(boosted, 0, 1)
+            del boosted
+            found.setdefault(name, []).append(_threads())
+    for name, make in plugins.items():
+        for _ in range(3):
+            model = FAMILIES["llama"].model()
+            booster = castor.Booster(plugin=make())
+            optimizer = adam(model.parameters())
+            booster.boost(model, optimizer)
+            booster.backward(model(**FAMILIES["llama"].batch(0)).loss, optimizer)
+            optimizer.step()
+            del model, booster, optimizer
+            found.setdefault(name, []).append(_threads())
+    write(directory, "come_and_go", found)
+
+
+def _threads() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/task"))
 
 
 WIDE = decoder("wide", hf.LlamaConfig, hidden_size=512, intermediate_size=1024)

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import castor
+import division_cases
 from castor.runtime.engine import engine_of
 from helpers import Boosted, assert_equal, boost, copies, go_on
+from rank_processes import found
 from simulated import Simulation
 from zoo import tower, tower_batch, tower_loss
 
@@ -144,3 +146,12 @@ def test_models_go_right_after_backward_on_a_device_with_a_thread_of_its_own(
         boosted.booster.backward(boosted.model(**tower_batch(0)), boosted.optimizer)
         del boosted
         gc.collect()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_process_groups_end_with_the_model_that_they_are_for(size: int, tmp_path: Path) -> None:
+    threads = found(division_cases.come_and_go, size, tmp_path)
+    assert {name: counts[2] - counts[1] for name, counts in threads.items()} == dict.fromkeys(
+        threads, 0
+    )

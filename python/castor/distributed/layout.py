@@ -13,15 +13,8 @@ from torch import distributed
 
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.errors import UsageError
-from castor.runtime.ranks import (
-    Peers,
-    Ranks,
-    make_ranks,
-    make_savers,
-    own_group,
-    own_groups,
-    rank_and_size,
-)
+from castor.runtime.process_groups import own_group, own_groups
+from castor.runtime.ranks import Peers, Ranks, make_ranks, make_savers, rank_and_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from castor import _C
 from castor.errors import UsageError
 from castor.runtime.boosted_model import boosted_models_holding, compiled_from
 from castor.runtime.engine import Engine, engine_of
-from castor.runtime.ranks import Peers, describe_parameters, own_group
+from castor.runtime.process_groups import end_groups, groups_made, own_groups
+from castor.runtime.ranks import Peers, describe_parameters
 
 _ARGUMENTS = inspect.signature(parallel.DistributedDataParallel.__init__)
 _HONOURED = ("module", "device_ids", "output_device", "broadcast_buffers", "init_sync")
@@ -193,12 +194,14 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         size = distributed.get_world_size()
         if size == 1:
             return
-        group = own_group([range(size)])  # of CPU tensors, whatever the script's is for
-        peers = Peers(rank=distributed.get_rank(), size=size, group=_C.RankGroup(group.group_name))
-        peers.check_equal(describe_parameters(self.module))
-        buffers = self._shared_buffers().values() if self.broadcast_buffers else ()
-        for tensor in (*self.module.parameters(), *buffers):
-            peers.share(tensor)
+        with groups_made() as groups:
+            (name,) = own_groups([range(size)], 1)  # of CPU tensors, whatever the script's is for
+            peers = Peers(rank=distributed.get_rank(), size=size, group=_C.RankGroup(name))
+            peers.check_equal(describe_parameters(self.module))
+            buffers = self._shared_buffers().values() if self.broadcast_buffers else ()
+            for tensor in (*self.module.parameters(), *buffers):
+                peers.share(tensor)
+        end_groups(groups)
 
     @torch.no_grad()
     def _share_buffers(self) -> None:

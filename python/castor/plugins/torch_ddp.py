@@ -14,7 +14,7 @@ from castor.optim.held_params import held_params
 from castor.optim.torch_step import TorchStep
 from castor.plugins.replicated import CastingForward, ReplicatedForward, ReplicatedModel, Whole
 from castor.plugins.torch_settings import TorchPlugin
-from castor.runtime.ranks import own_group
+from castor.runtime.process_groups import own_group
 from castor.runtime.torch_model import TorchModel
 
 _NEUTRAL: dict[str, tuple[object, str]] = {

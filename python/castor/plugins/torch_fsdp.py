@@ -23,7 +23,8 @@ from castor.plugins.divide import check_states
 from castor.plugins.sharded import ShardedModel, check_divisible, groups_of, repoint
 from castor.plugins.torch_settings import TorchPlugin
 from castor.runtime.peft_model import is_peft_model
-from castor.runtime.ranks import be_alone, own_group
+from castor.runtime.process_groups import lasting_group
+from castor.runtime.ranks import be_alone
 
 _NEUTRAL: dict[str, tuple[object, str]] = {
     "process_group": (None, "all ranks divide the model"),
@@ -147,8 +148,7 @@ class TorchFSDPPlugin(TorchPlugin):
             be_alone()
         elif self._sync_module_states:
             ranks.share_all(model)
-        group = own_group([range(ranks.size if ranks else 1)])
-        mesh = DeviceMesh.from_group(group, "cpu")
+        mesh = DeviceMesh.from_group(lasting_group(), "cpu")
         before = dict(model.named_parameters())
         for module in groups_of(model):
             fully_shard(module, mesh=mesh, **self._options)

@@ -20,7 +20,8 @@ from castor.optim.torch_step import step_of
 from castor.plugins.by_name import PLUGIN_ARGUMENTS
 from castor.plugins.data_parallel import describe_optimizers, loader_of_rank
 from castor.runtime.boosted_model import check_not_boosted
-from castor.runtime.ranks import Peers, describe_parameters, own_groups, rank_and_size
+from castor.runtime.process_groups import own_groups
+from castor.runtime.ranks import Peers, describe_parameters, rank_and_size
 from castor.runtime.spec import ModelSpec
 
 

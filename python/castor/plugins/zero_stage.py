@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from castor.config import GeminiConfig
 from castor.distributed import RankLayout
-from castor.runtime.ranks import may_share_memory, own_groups, ranks_of_node
+from castor.runtime.process_groups import own_groups
+from castor.runtime.ranks import may_share_memory, ranks_of_node
 from castor.runtime.rules import FusedRule
 
 

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed, nn
 from torch._C._distributed_c10d import HashStore, PrefixStore
-from torch.distributed.distributed_c10d import GroupMember
 from torch.distributed.rendezvous import rendezvous
 
 from castor import _C
 from castor.errors import Error, UsageError
+from castor.runtime.process_groups import own_groups
 
 Result = TypeVar("Result")
 
@@ -271,24 +271,6 @@ def _linked(name: str, rank: int, size: int, mark: str | None) -> LinkedPeers:
         group=_C.RankGroup(name),
         link=_C.RankTensors(name, memory_mark=mark),
     )
-
-
-def own_groups(parts: Sequence[Sequence[int]], count: int) -> list[str]:
-    """Names of `count` new process groups of this process's part of all ranks.
-
-    Of its own: what the user sends between ranks meanwhile does not come between. Collective: every
-    rank calls it, with the same parts.
-    """
-    return [own_group(parts).group_name for _ in range(count)]
-
-
-def own_group(parts: Sequence[Sequence[int]]) -> distributed.ProcessGroup:
-    """A new process group of this process's part; see own_groups."""
-    groups = [distributed.new_group(list(part), backend="gloo") for part in parts]
-    mine: distributed.ProcessGroup = next(
-        group for group in groups if group is not GroupMember.NON_GROUP_MEMBER
-    )
-    return mine
 
 
 def common_memory_mark(ranks: Peers) -> str | None:
