@@ -16,7 +16,10 @@ import castor
 from castor.config.layout_plan import read_plan
 from castor.runtime.engine import engine_of
 from helpers import GIB
-from tensor_cases import LR, MAX_NORM, write
+from tensor_cases import LR, MAX_NORM, write, write_own
+
+PLACES = ("host_bytes", "nvme_bytes", "nvme_weight_bytes")
+"""Of a report, and of a layout's cost."""
 
 
 @dataclass
@@ -44,12 +47,31 @@ def boosted_by(file: Path) -> Planned:
     with torch.no_grad():
         expected = model(**data).loss.item()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    # A plan that counts on NVMe says what the host has.
+    host = {} if "nvme_path" in plan["layout"] else {"host_memory": GIB}
     plugin = castor.HybridParallelPlugin(
-        file, device="cpu", device_memory=GIB, host_memory=GIB, precision="fp32", max_norm=MAX_NORM
+        file, device="cpu", device_memory=GIB, precision="fp32", max_norm=MAX_NORM, **host
     )
     booster = castor.Booster(plugin=plugin)
     booster.boost(model, optimizer)
     return Planned(model, optimizer, booster, plan, data, expected)
+
+
+def trained(planned: Planned) -> list[float]:
+    """Losses of two steps."""
+    model, optimizer, booster = planned.model, planned.optimizer, planned.booster
+    losses = []
+    for _ in range(2):
+        if "num_microbatches" in planned.plan["layout"]:
+            done = booster.execute_pipeline(iter([planned.data]), model, None, optimizer)
+            losses.append(done["loss"].item())
+        else:
+            loss = model(**planned.data).loss
+            booster.backward(loss, optimizer)
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
 def train_by_plan(directory: Path) -> None:
@@ -57,20 +79,25 @@ def train_by_plan(directory: Path) -> None:
     found = {}
     for file in sorted(directory.glob("*/plan.json")):
         planned = boosted_by(file)
-        model, optimizer, booster = planned.model, planned.optimizer, planned.booster
-        losses = []
-        for _ in range(2):
-            if "num_microbatches" in planned.plan["layout"]:
-                done = booster.execute_pipeline(iter([planned.data]), model, None, optimizer)
-                losses.append(done["loss"].item())
-            else:
-                loss = model(**planned.data).loss
-                booster.backward(loss, optimizer)
-                losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-        found[file.parent.name] = [*losses, planned.expected]
+        found[file.parent.name] = [*trained(planned), planned.expected]
     write(directory, "train_by_plan", found)
+
+
+def remember_by_plan(directory: Path) -> None:
+    """As train_by_plan; where each rank has its bytes, and what it moves on NVMe in a step."""
+    found = {}
+    for file in sorted(directory.glob("*/plan.json")):
+        planned = boosted_by(file)
+        report = planned.booster.report(planned.model)
+        rank = {name: getattr(report, name) for name in PLACES}
+        losses, moved = [], []
+        for _ in range(2):
+            losses += trained(planned)
+            report = planned.booster.report(planned.model)
+            moved.append(report.nvme_read_bytes + report.nvme_written_bytes)
+        rank |= {"losses": [*losses, planned.expected], "moved": (moved[1] - moved[0]) / 2}
+        found[file.parent.name] = rank
+    write_own(directory, "remember_by_plan", found)
 
 
 class Noted:

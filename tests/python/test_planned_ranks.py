@@ -18,7 +18,7 @@ from castor.estimate.layout_report import plan_of
 from castor.estimate.layout_search import LayoutSearch
 from castor.estimate.layouts import Layout
 from castor.estimate.workload import Workload
-from rank_processes import found
+from rank_processes import found, found_by_each
 from tensor_cases import LOSS
 
 CLUSTER = {
@@ -125,3 +125,47 @@ def test_ranks_exchange_and_keep_what_is_planned(name: str, passes: Any) -> None
     states = -torch.get_rng_state().nbytes if "recomputed" in name else 16
     states *= SIZES["num_hidden_layers"]
     assert planned.kept_bytes - inputs - states == measured["kept"]
+
+
+SPILLED: dict[str, tuple[Layout, float]] = {
+    "layers": (Layout(tensor=2, rows=4), 0.8),
+    "layers, parameters": (Layout(tensor=2, rows=4), 0.45),
+    "stages": (Layout(stages=2, microbatches=4), 0.8),
+    "stages, parameters": (Layout(stages=2, microbatches=4), 0.45),
+}
+"""And what there is of the host's memory that a rank needs."""
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory, planned = tmp_path_factory.mktemp("nvme"), {}
+    sizes = SIZES | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8}
+    model = LlamaConfig(**sizes, architectures=["LlamaForCausalLM"])
+    for name, (layout, share) in SPILLED.items():
+        folder = directory / name
+        search = plan(folder, model, layout)
+        two = CLUSTER | {"ranks_per_node": 2}
+        whole = search.cost(layout, Cluster.of(two, "fp32"))
+        two |= {"host_memory": 2 * int(share * whole.host_bytes), "nvme": "1GB/s"}
+        on = Cluster.of(two | {"nvme_path": str(folder)}, "fp32")
+        planned[name] = search.cost(layout, on)
+        assert planned[name].fits(on.machine)
+        write_plan(folder / "plan.json", plan_of(planned[name], on, WORKLOAD))
+    return planned, found_by_each(layout_cases.remember_by_plan, 2, directory)
+
+
+@pytest.mark.parametrize("name", SPILLED)
+def test_ranks_have_on_nvme_what_is_planned(name: str, places: Any) -> None:
+    """To the byte, of the rank with most; and train as without."""
+    planned, of_ranks = places
+    cost, measured = planned[name], [rank[name] for rank in of_ranks]
+    for what in layout_cases.PLACES:
+        assert max(rank[what] for rank in measured) == getattr(cost, what), what
+    first, *_, last, expected = measured[-1]["losses"]
+    assert first == pytest.approx(expected, rel=LOSS)
+    assert last < first
+    weights = cost.nvme_weight_bytes
+    assert (weights > 0) == ("parameters" in name)
+    if not weights:  # states are read and written once
+        moved = max(rank["moved"] for rank in measured)
+        assert moved == pytest.approx(2 * cost.nvme_bytes, rel=0.15)

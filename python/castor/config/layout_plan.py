@@ -15,6 +15,7 @@ ENVIRONMENT = "CASTOR_PLAN"
 LAYOUT = (
     *("tp_size", "ep_size", "sp_size", "sequence_parallelism_mode", "pp_size", "pp_style"),
     *("num_microbatches", "num_model_chunks", "activations"),
+    *("host_memory", "nvme_path", "nvme_memory"),
 )
 """Arguments of HybridParallelPlugin that a plan gives."""
 _KEYS = {"layout", "nodes", "ranks_per_node", "batch_size", "workload", "predicted"}

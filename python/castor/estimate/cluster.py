@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from castor.config import Precision, parse_bandwidth
+from castor.config import Precision, parse_bandwidth, parse_paths
 from castor.config.settings_file import read_settings_file
 from castor.errors import UsageError
 from castor.estimate.machine import Machine, machine
@@ -18,7 +18,7 @@ _COUNTS = ("nodes", "ranks_per_node")
 _BETWEEN = ("link", "link_latency_us", "network", "network_latency_us")
 _OF_A_NODE = (
     *("device_memory", "host_memory", "h2d", "d2h", "dram", "flops", "device_bandwidth"),
-    "operator_us",
+    *("operator_us", "nvme", "nvme_memory"),
 )
 _MICROSECOND = 1e-6
 
@@ -76,6 +76,8 @@ class Cluster:
     """Whether ranks compute on the host's processors, which updates and exchanges need too."""
     at_once: int
     """Ranks of a node that can compute at one time: all, but where they share processors."""
+    nvme_paths: tuple[str, ...] = ()
+    """Directories on each node's NVMe; none: it has none."""
 
     @property
     def ranks(self) -> int:
@@ -106,10 +108,12 @@ class Cluster:
         Args:
             settings: nodes (default 1) and ranks_per_node; device: a preset of castor estimate, or
                 "cpu" for ranks that compute on the host; figures of castor estimate's options
-                (device_memory, host_memory, h2d, d2h, dram, flops, device_bandwidth, operator_us),
-                of which host_memory and dram are a whole node's; at_once, with device "cpu": how
-                many of a node's ranks have processors at one time (default: all); link and network:
-                bandwidths of a rank to others of its node and to other nodes, such as "300GB/s";
+                (device_memory, host_memory, h2d, d2h, dram, flops, device_bandwidth, operator_us,
+                nvme, nvme_memory), of which host_memory, dram, nvme and nvme_memory are a whole
+                node's; nvme_path, with nvme: where that is on each node, as GeminiPlugin's;
+                at_once, with device "cpu": how many of a node's ranks have processors at one time
+                (default: all); link and network: bandwidths of a rank to others of its node and to
+                other nodes, such as "300GB/s";
                 link_latency_us and network_latency_us (default 0).
             precision: Of the matrix products.
 
@@ -117,7 +121,7 @@ class Cluster:
             UsageError: A name is not known, or a figure is missing.
             ValueError, TypeError: A figure does not make sense.
         """
-        known = {"device", "at_once", *_COUNTS, *_BETWEEN, *_OF_A_NODE}
+        known = {"device", "at_once", "nvme_path", *_COUNTS, *_BETWEEN, *_OF_A_NODE}
         if unknown := set(settings) - known:
             raise UsageError(
                 f"'{min(unknown)}' is nothing that castor knows of a cluster; there are "
@@ -138,6 +142,13 @@ class Cluster:
             raise UsageError(f"at_once is {at_once!r}; give a whole number of 1 or more")
         if "at_once" in settings and not on_host:
             raise UsageError("at_once is of ranks that compute on the host (device: cpu)")
+        if ("nvme" in settings) != ("nvme_path" in settings):
+            raise UsageError(
+                "nvme_path is missing: the directory on each node's NVMe that a plan gives ranks"
+                if "nvme" in settings
+                else "nvme is missing: the bandwidth of a node's NVMe, reads and writes together "
+                "('mixed' of castor io-bench), such as '3GB/s'"
+            )
         figures = {name: settings[name] for name in _OF_A_NODE if name in settings}
         if on_host:  # copies between tiers of one memory
             figures.setdefault("h2d", figures.get("dram"))
@@ -148,6 +159,8 @@ class Cluster:
                 of_node,
                 host_bytes=of_node.host_bytes // each,
                 dram=of_node.dram / min(each, at_once),
+                nvme=of_node.nvme and of_node.nvme / each,
+                nvme_bytes=of_node.nvme_bytes and of_node.nvme_bytes // each,
             ),
             nodes=counts["nodes"],
             ranks_per_node=each,
@@ -155,6 +168,7 @@ class Cluster:
             network=_link(settings, "network"),
             on_host=on_host,
             at_once=min(each, at_once),
+            nvme_paths=tuple(map(str, parse_paths(settings.get("nvme_path"), "nvme_path"))),
         )
 
 

@@ -9,7 +9,7 @@ from castor import _C
 from castor.config.names import SCALAR_TYPES
 from castor.estimate import simulator
 from castor.estimate.cluster import Cluster
-from castor.estimate.layout_cost import NO_NVME, ROUNDING, reduced
+from castor.estimate.layout_cost import NO_NVME, ROUNDING, ranks_of_homes, reduced
 from castor.estimate.layouts import Layout
 from castor.estimate.machine import Machine
 from castor.estimate.rank_on_paper import RankOnPaper, StagePass
@@ -146,8 +146,52 @@ def least_of_copies(
     )
 
 
+def least_of_nvme(
+    layout: Layout,
+    of_one: Whole,
+    of_two: Whole,
+    layers: Sequence[int],
+    cluster: Cluster,
+    workload: Workload,
+) -> float:
+    """Seconds of a step of the end with most on NVMe; 0: the host may have room for all.
+
+    What has none is read and written once at least, and of the passes only the first forward goes
+    on beside that.
+
+    Args:
+        layout: How ranks are divided.
+        of_one: The whole model, divided so, with one row.
+        of_two: With two.
+        layers: Blocks of each stage.
+        cluster: Where.
+        workload: Its precision, optimizer, states and overlap are read.
+    """
+    machine = cluster.machine
+    if machine.nvme is None or not of_one.block_bytes or ranks_of_homes(layout, cluster) > 1:
+        return 0.0
+    block = of_one.block_seconds
+    block += (layout.rows - 1) * (of_two.block_seconds - block)
+    each = 2 + _states_of_weights(machine, workload) / layout.replicas
+    beside = 1 if workload.overlap != "none" and not cluster.on_host else 0
+    least = 0.0
+    for rank in {0, layout.stages - 1}:
+        blocks = sum(layers[stage] for stage in layout.stages_of(rank))
+        weights = blocks * of_one.block_bytes
+        over = weights * each - machine.host_bytes
+        if over > 0:
+            passes = (layout.microbatches - beside) * blocks * block
+            least = max(least, 2 * over / machine.nvme + passes)
+    return least * ROUNDING
+
+
 def _weights_of_what_stays(machine: Machine, workload: Workload, replicas: int) -> float:
     """Of the bytes of weights on the device, their gradients and a rank's part of their states."""
+    return 1 / (2 + _states_of_weights(machine, workload) / replicas)
+
+
+def _states_of_weights(machine: Machine, workload: Workload) -> float:
+    """Bytes of optimizer states for a byte of weights."""
     one = _C.Simulator(
         params=[("of all", _ELEMENTS, True)],
         modules=[("of all", [0], -1)],
@@ -159,7 +203,7 @@ def _weights_of_what_stays(machine: Machine, workload: Workload, replicas: int) 
     everywhere = simulator.places(machine) | {"host_bytes": NO_NVME}
     weights = _ELEMENTS * WORKING_DTYPES[workload.precision].itemsize
     states = int(one.places(everywhere)["host_bytes"]) - 2 * weights
-    return weights / (2 * weights + states / replicas)
+    return states / weights
 
 
 def _of_rank(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from castor import _C
 from castor.activations.block_profile import Events
@@ -31,10 +32,18 @@ class _Needs:
 
     device_bytes: int
     host_bytes: int
+    nvme_bytes: int
+
+    def lacking(self, machine: Machine) -> int:
+        """Bytes that a rank's device, its part of the host and of NVMe have not."""
+        lacks = max(0, self.device_bytes - machine.device_bytes)
+        lacks += max(0, self.host_bytes - machine.host_bytes)
+        room = machine.nvme_bytes
+        return lacks + (0 if room is None else max(0, self.nvme_bytes - room))
 
     def fits(self, machine: Machine) -> bool:
-        """Whether a rank's device and its part of the host have room."""
-        return self.device_bytes <= machine.device_bytes and self.host_bytes <= machine.host_bytes
+        """Whether all of these have room."""
+        return self.lacking(machine) == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +54,17 @@ class LayoutCost(_Needs):
     device_bytes: int
     """That it needs at least, chunks streamed."""
     host_bytes: int
+    """Windows on what is on NVMe included."""
+    nvme_bytes: int
+    """What the host has no room for."""
+    nvme_weight_bytes: int
+    """Of these, parameters and gradients."""
     seconds: float
     busy: dict[str, float]
     """Of "compute", "exchange" (between ranks that share a model), "reduce" (gradients and weights,
     between ranks with other samples), "copies" (chunks that computing waits for), "update",
-    "bubble" (a stage that waits for others), "processors" (that other ranks compute on)."""
+    "nvme" (that computing and updates wait for), "bubble" (a stage that waits for others),
+    "processors" (that other ranks compute on)."""
 
     @property
     def bound(self) -> str:
@@ -90,11 +105,81 @@ class End(_Needs):
             rank: Its number in the pipeline.
             overlap: As GeminiPlugin's.
         """
+        self._layout, self._cluster, self._rank, self._overlap = layout, cluster, rank, overlap
+        figures, self._alone = self._simulate(recorded, overlap, host_bytes=NO_NVME)
+        self.device_bytes = figures["smallest_budget_bytes"]
+        whole = int(figures["host_bytes"])
+        homes = 2 * recorded.param_bytes  # and gradients
+        sharing = ranks_of_homes(layout, cluster)
+        self.host_bytes = homes // sharing + max(0, whole - homes) // layout.replicas
+        self.nvme_bytes = self.nvme_weight_bytes = 0
+        self.slowdown: float = self._slowdown_of(figures)
+        self.update: float = figures["step_seconds"] - figures["passes_seconds"]
+        self.in_memory = self.slowdown, self.update
+        """These two, did nothing wait for NVMe."""
+        settled = cluster.between(layout.of_layers).collective(
+            "sum", recorded.settled_bytes, layout.experts_alone
+        )
+        whole_reduced = reduced(layout, cluster, recorded.param_bytes, recorded.element_bytes)
+        self.reduce = whole_reduced + settled
+
+    @property
+    def least_seconds(self) -> float:
+        """Of a step, whatever others do; less than by rounding."""
+        layout = self._layout
+        passes = layout.microbatches / layout.simulated_microbatches * self._alone * self.slowdown
+        return (passes + self.reduce + self.update) * ROUNDING
+
+    @property
+    def needs_nvme(self) -> bool:
+        """Whether the host has no room, and there is NVMe that such ranks may use.
+
+        Those that keep homes together may not: a session asks them for room for all gradients too.
+        """
+        machine = self._cluster.machine
+        if machine.nvme is None or ranks_of_homes(self._layout, self._cluster) > 1:
+            return False
+        return self.host_bytes > machine.host_bytes
+
+    def store(self, recorded: RankOnPaper) -> None:
+        """Puts on NVMe what the host has no room for, as a session does.
+
+        Parameters there are not trained by several ranks: where they had to be, nothing changes.
+
+        Args:
+            recorded: The rank, in chunks made for its replicas.
+        """
+        host_bytes = self._cluster.machine.host_bytes
+        # Updates beside the first forwards hold these up once, however many micro-batches follow.
+        apart, _ = self._simulate(recorded, "none", host_bytes=host_bytes)
+        if apart["nvme_weight_bytes"] and self._layout.replicas > 1:
+            return
+        beside = apart
+        if self._overlap != "none" and not self._cluster.on_host:
+            beside, _ = self._simulate(recorded, self._overlap, host_bytes=host_bytes)
+        self.device_bytes = apart["smallest_budget_bytes"]
+        self.host_bytes, self.nvme_bytes = apart["host_bytes"], apart["nvme_bytes"]
+        self.nvme_weight_bytes = apart["nvme_weight_bytes"]
+        held_up = max(0.0, beside["passes_seconds"] - apart["passes_seconds"])
+        update = held_up + beside["step_seconds"] - beside["passes_seconds"]
+        self.slowdown = max(self.slowdown, self._slowdown_of(apart))
+        self.update = max(self.update, update)
+
+    def _slowdown_of(self, figures: dict[str, Any]) -> float:
+        return max(1.0, figures["passes_seconds"] / self._alone) if self._alone else 1.0
+
+    def _simulate(
+        self, recorded: RankOnPaper, overlap: Overlap, *, host_bytes: int
+    ) -> tuple[dict[str, Any], float]:
+        """The simulator's figures of the passes that it repeats, and what they take alone."""
+        layout, cluster = self._layout, self._cluster
         seconds = {
             stage: seconds_of(one, cluster, layout) for stage, one in recorded.passes.items()
         }
-        count = layout.simulated_microbatches
-        order = _C.pipeline_order(layout.style, layout.stages, layout.stages_per_rank, count, rank)
+        order = _C.pipeline_order(
+            *(layout.style, layout.stages, layout.stages_per_rank),
+            *(layout.simulated_microbatches, self._rank),
+        )
         events: Events = []
         computing: list[float] = []
         under_way: dict[tuple[int, int], int] = {}
@@ -116,24 +201,13 @@ class End(_Needs):
         options = simulator.options(
             cluster.machine, overlap=overlap, num_ranks=layout.replicas, on_host=cluster.on_host
         )
-        options["host_bytes"] = NO_NVME
-        figures = recorded.simulator.run(events, computing, options)
-        self.device_bytes = figures["smallest_budget_bytes"]
-        whole = int(figures["host_bytes"])
-        homes = 2 * recorded.param_bytes  # and gradients
-        sharing = _ranks_of_a_node(layout, cluster) if cluster.on_host else 1
-        self.host_bytes = homes // sharing + max(0, whole - homes) // layout.replicas
-        alone = sum(computing)
-        self.slowdown: float = max(1.0, figures["passes_seconds"] / alone) if alone else 1.0
-        self.update: float = figures["step_seconds"] - figures["passes_seconds"]
-        settled = cluster.between(layout.of_layers).collective(
-            "sum", recorded.settled_bytes, layout.experts_alone
-        )
-        whole_reduced = reduced(layout, cluster, recorded.param_bytes, recorded.element_bytes)
-        self.reduce = whole_reduced + settled
-        passes = layout.microbatches / count * alone * self.slowdown
-        self.least_seconds = (passes + self.reduce + self.update) * ROUNDING
-        """Of a step, whatever others do; less than by rounding."""
+        options["host_bytes"] = host_bytes
+        return recorded.simulator.run(events, computing, options), sum(computing)
+
+
+def ranks_of_homes(layout: Layout, cluster: Cluster) -> int:
+    """That keep parameters and gradients together: those of a host, which compute there."""
+    return _ranks_of_a_node(layout, cluster) if cluster.on_host else 1
 
 
 def _ranks_of_a_node(layout: Layout, cluster: Cluster) -> int:
@@ -203,6 +277,9 @@ def cost_of(
         cluster: Where.
     """
     slowdown = max(end.slowdown for end in ends)
+    in_memory, update_in_memory = (
+        max(of) for of in zip(*(end.in_memory for end in ends), strict=True)
+    )
     link = cluster.between(layout.of_layers * layout.sequence * layout.stages)
     seconds = [seconds_of(one, cluster, layout) for one in stages]
     each = [
@@ -225,27 +302,34 @@ def cost_of(
     mine = layout.stages_of(busiest)
     exchange = layout.microbatches * sum(seconds[i].exchange for i in mine)
     working = layout.microbatches * sum(sum(each[i][:2]) for i in mine)
-    copies = working - working / slowdown
+    computing = working / slowdown
+    copies = computing * (in_memory - 1)
     reduce = max(end.reduce for end in ends)
     update = max(end.update for end in ends)
     seconds_alone = passes + reduce + update
     # Who waits leaves its processor to others: of all there is no more than they can do.
-    busy_in_all = sum(sum(one[:2]) - own.waiting for one, own in zip(each, seconds, strict=True))
+    busy_in_all = sum(
+        sum(one[:2]) * in_memory / slowdown - own.waiting
+        for one, own in zip(each, seconds, strict=True)
+    )
     each_works = layout.microbatches * busy_in_all / layout.stages
-    needed = (each_works + reduce + update) * cluster.ranks_per_node / cluster.at_once
+    needed = (each_works + reduce + update_in_memory) * cluster.ranks_per_node / cluster.at_once
     busy = {
-        "compute": working - copies - exchange,
+        "compute": computing - exchange,
         "exchange": exchange,
         "copies": copies,
         "bubble": max(0.0, passes - working),
         "reduce": reduce,
-        "update": update,
+        "update": update_in_memory,
+        "nvme": computing * (slowdown - in_memory) + update - update_in_memory,
         "processors": max(0.0, needed - seconds_alone),
     }
     return LayoutCost(
         layout=layout,
         device_bytes=max(end.device_bytes for end in ends),
         host_bytes=max(end.host_bytes for end in ends),
+        nvme_bytes=max(end.nvme_bytes for end in ends),
+        nvme_weight_bytes=max(end.nvme_weight_bytes for end in ends),
         seconds=max(seconds_alone, needed),
         busy=busy,
     )

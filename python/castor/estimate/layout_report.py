@@ -26,6 +26,7 @@ BOUNDS = {
     "reduce": "exchange of gradients",
     "copies": "chunks from host",
     "update": "Adam",
+    "nvme": "NVMe",
     "bubble": "idle stages",
     "processors": "processors",
 }
@@ -65,7 +66,7 @@ def search_and_show(
             shown=shown,
             told=lambda done, every: progress.update(task, completed=done, total=every),
         )
-    _render(found, search, on, workload, console)
+    _render(found, search, workload, console)
     if output is not None and found.fitting:
         write_plan(output, plan_of(found.fitting[0], on, workload))
         console.print(
@@ -79,7 +80,7 @@ def search_and_show(
 def plan_of(cost: LayoutCost, cluster: Cluster, workload: Workload) -> dict[str, Any]:
     """What write_plan takes."""
     return {
-        "layout": cost.layout.arguments(),
+        "layout": arguments_of(cost, cluster),
         "nodes": cluster.nodes,
         "ranks_per_node": cluster.ranks_per_node,
         "batch_size": _samples(cost.layout),
@@ -91,8 +92,22 @@ def plan_of(cost: LayoutCost, cluster: Cluster, workload: Workload) -> dict[str,
             "optimizer": workload.optimizer,
         },
         "predicted": {"step_seconds": cost.seconds, "device_bytes": cost.device_bytes,
-                      "host_bytes": cost.host_bytes, "bound": cost.bound},
+                      "host_bytes": cost.host_bytes, "nvme_bytes": cost.nvme_bytes,
+                      "bound": cost.bound},
     }  # fmt: skip
+
+
+def arguments_of(cost: LayoutCost, cluster: Cluster) -> dict[str, Any]:
+    """HybridParallelPlugin's: where something is on NVMe, with the budgets that put it there."""
+    found = cost.layout.arguments()
+    if cost.nvme_bytes:
+        found |= {
+            "host_memory": cluster.machine.host_bytes,
+            "nvme_path": list(cluster.nvme_paths),
+        }
+        if cluster.machine.nvme_bytes is not None:
+            found["nvme_memory"] = cluster.machine.nvme_bytes
+    return found
 
 
 def as_json(found: Found) -> dict[str, Any]:
@@ -100,11 +115,13 @@ def as_json(found: Found) -> dict[str, Any]:
 
     def figures(cost: LayoutCost) -> dict[str, Any]:
         return {
-            "arguments": cost.layout.arguments(),
+            "arguments": arguments_of(cost, found.cluster),
             "layout": asdict(cost.layout),
             "step_time_s": cost.seconds,
             "device_bytes": cost.device_bytes,
             "host_bytes": cost.host_bytes,
+            "nvme_bytes": cost.nvme_bytes,
+            "nvme_weight_bytes": cost.nvme_weight_bytes,
             "busy_s": cost.busy,
             "bound": cost.bound,
         }
@@ -136,15 +153,15 @@ def schedule_of(layout: Layout) -> str:
     return f"{how} {layout.style}" if layout.stages > 1 else how
 
 
-def _render(
-    found: Found, search: LayoutSearch, cluster: Cluster, workload: Workload, console: Console
-) -> None:
+def _render(found: Found, search: LayoutSearch, workload: Workload, console: Console) -> None:
+    machine = found.cluster.machine
     console.print(
         f"{search.parameters / 1e9:.2f}B parameters, batch {workload.batch} x {workload.sequence} "
         f"tokens, {workload.precision}, {workload.optimizer}, state format {workload.state_format}"
     )
     console.print(
-        f"on {cluster.nodes} x {cluster.ranks_per_node} ranks, each: {escape(cluster.machine.name)}"
+        f"on {found.cluster.nodes} x {found.cluster.ranks_per_node} ranks, each: "
+        f"{escape(machine.name)}"
     )
     fits = bool(found.fitting)
     table = Table(
@@ -153,8 +170,9 @@ def _render(
         title=None if fits else "No layout fits; those that lack least:",
     )
     # As wide as the longest word, so that a terminal of 80 columns has all of it.
+    on_nvme = [("NVMe", 0)] if machine.nvme else []
     for heading, widest in (
-        ("ranks", 12), ("micro-batches", 13), ("blocks", 9), ("device", 0), ("host", 0),
+        ("ranks", 12), ("micro-batches", 13), ("blocks", 9), ("device", 0), ("host", 0), *on_nvme,
         ("step s", 0), ("bound by", 9),
     ):  # fmt: skip
         table.add_column(
@@ -170,13 +188,15 @@ def _render(
             cost.layout.activations,
             size(cost.device_bytes),
             size(cost.host_bytes),
+            *([size(cost.nvme_bytes)] if on_nvme else []),
             f"{cost.seconds:.2f}" if fits else "",
             BOUNDS[cost.bound] if fits else "",
         )
     console.print(table)
     console.print(
-        f"{found.compared} layouts; a rank has {size(cluster.machine.device_bytes)} of device and "
-        f"{size(cluster.machine.host_bytes)} of host memory"
+        f"{found.compared} layouts; a rank has {size(machine.device_bytes)} of device and "
+        f"{size(machine.host_bytes)} of host memory"
+        + (f", {size(machine.nvme_bytes)} of NVMe" if machine.nvme_bytes else "")
     )
     for what, why in found.refused.items():
         console.print(f"[yellow]not with {escape(what)}:[/yellow] {escape(why)}")

@@ -16,6 +16,7 @@ from castor.estimate.cluster import Cluster
 from castor.estimate.layout_bounds import (
     Whole,
     least_of_copies,
+    least_of_nvme,
     least_of_passes,
     passing_bytes,
     sends_all,
@@ -38,6 +39,8 @@ _WHOLE = Layout()
 class Found:
     """What a search knows of a model's layouts."""
 
+    cluster: Cluster
+    """Where."""
     fitting: list[LayoutCost]
     """Fastest first."""
     others: list[LayoutCost]
@@ -167,8 +170,9 @@ class LayoutSearch:
         if fitting:
             others = []
         return Found(
+            cluster=cluster,
             fitting=sorted(fitting.values(), key=lambda cost: cost.seconds)[:shown],
-            others=sorted(others, key=lambda cost: _lacking(cost, cluster))[:shown],
+            others=sorted(others, key=lambda cost: cost.lacking(cluster.machine))[:shown],
             refused=dict(self.refused),
             compared=len(every),
         )
@@ -192,13 +196,11 @@ class LayoutSearch:
             yield bound
 
     def _own_bound(self, layout: Layout, cluster: Cluster) -> Iterator[float]:
-        """As _bound, of the layout itself, with what copies of chunks take at least."""
+        """As _bound, of the layout itself, with what copies of chunks and NVMe take at least."""
         for bound in self._bound(layout, layout, cluster):
             of_one, of_two = self._whole(layout, cluster)
-            layers = self._layers_of(layout)
-            yield max(
-                bound, least_of_copies(layout, of_one, of_two, layers, cluster, self.workload)
-            )
+            of_all = layout, of_one, of_two, self._layers_of(layout), cluster, self.workload
+            yield max(bound, least_of_copies(*of_all), least_of_nvme(*of_all))
 
     def _layers_of(self, layout: Layout) -> list[int]:
         """Blocks of each stage."""
@@ -288,6 +290,9 @@ class LayoutSearch:
         for rank in sorted({0, layout.stages - 1}):
             recorded = self._rank(layout, rank, cluster.machine.device_bytes)
             end = End(recorded, layout, cluster, rank, overlap=self.workload.overlap)
+            if end.needs_nvme and end.least_seconds < limit:
+                tile = cluster.machine.device_bytes
+                end.store(self._rank(layout, rank, tile, layout.replicas))
             if limit < inf and (end.least_seconds >= limit or not end.fits(cluster.machine)):
                 return
             found[rank] = recorded, end
@@ -340,16 +345,21 @@ class LayoutSearch:
             self._passes[key] = recorded.passes[stage]
         return self._passes[key]
 
-    def _rank(self, layout: Layout, rank: int, tile: int) -> RankOnPaper:
+    def _rank(self, layout: Layout, rank: int, tile: int, replicas: int = 1) -> RankOnPaper:
         stages, splits = layout.stages * layout.stages_per_rank, layout.style == "zbv"
         own = tuple(layout.stages_of(rank))
-        key = (_of_model(layout), own, stages, splits, layout.rows, tile)
+        key = (_of_model(layout), own, stages, splits, layout.rows, tile, replicas)
         if key not in self._ranks:
-            self._ranks[key] = self._record(layout, own, tile)
+            self._ranks[key] = self._record(layout, own, tile, replicas=replicas)
         return self._ranks[key]
 
     def _record(
-        self, layout: Layout, own: tuple[int, ...], tile: int, layers: Sequence[int] | None = None
+        self,
+        layout: Layout,
+        own: tuple[int, ...],
+        tile: int,
+        layers: Sequence[int] | None = None,
+        replicas: int = 1,
     ) -> RankOnPaper:
         """`layers`: blocks of each stage; None: as training divides them."""
         return self._model(layout).record(
@@ -360,6 +370,7 @@ class LayoutSearch:
             tile=tile,
             splits=layout.style == "zbv",
             layers=layers,
+            replicas=replicas,
         )
 
 
@@ -373,13 +384,6 @@ def _refusal(error: Exception, layout: Layout) -> Exception:
     if layout.sequence > 1 and isinstance(error.__cause__, NotImplementedError):
         return error.__cause__
     raise error
-
-
-def _lacking(cost: LayoutCost, cluster: Cluster) -> int:
-    machine = cluster.machine
-    return max(0, cost.device_bytes - machine.device_bytes) + max(
-        0, cost.host_bytes - machine.host_bytes
-    )
 
 
 def _of_model(layout: Layout) -> Layout:

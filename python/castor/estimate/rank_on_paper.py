@@ -188,6 +188,7 @@ class ModelOnPaper:
     def record(
         self, own: Sequence[int], stages: int, *, rows: int, sequence: int, tile: int,
         splits: bool = False, layers: Sequence[int] | None = None,
+        replicas: int = 1,
     ) -> RankOnPaper:  # fmt: skip
         """What a rank's stages do with a micro-batch.
 
@@ -199,6 +200,7 @@ class ModelOnPaper:
             tile: Device memory that decides whether logits are computed in tiles.
             splits: Whether weights' gradients come later than those of hidden states.
             layers: Blocks of each stage; None: as training divides them.
+            replicas: Ranks that the chunks are made for.
 
         Raises:
             ValueError: The model cannot run on the meta device.
@@ -207,7 +209,7 @@ class ModelOnPaper:
         inputs = make_inputs(self.model, batch=rows, sequence=sequence)
         if stages == 1:
             self._divide_tokens_in(None)
-            return self._recorded(inputs, None, own, tile, splits=False)
+            return self._recorded(inputs, None, own, tile, replicas, splits=False)
         plan = self.plan()
         cuts = [0, *itertools.accumulate(layers or self.layers_of(stages))]
         passage = self._passage(plan)
@@ -217,7 +219,7 @@ class ModelOnPaper:
             modules = StageModules(places, own, cuts, passage)
             self._divide_tokens_in(modules.own_blocks)
             undo.enter_context(passage.routers.start(self.model, plan, modules.own_blocks))
-            return self._recorded(inputs, modules, own, tile, splits=splits)
+            return self._recorded(inputs, modules, own, tile, replicas, splits=splits)
 
     def _divide_tokens_in(self, stages: Sequence[range] | None) -> None:
         if self._parallel:
@@ -231,10 +233,12 @@ class ModelOnPaper:
 
     def _recorded(
         self, inputs: dict[str, torch.Tensor], modules: StageModules | None, own: Sequence[int],
-        tile: int, *, splits: bool,
+        tile: int, replicas: int, *, splits: bool,
     ) -> RankOnPaper:  # fmt: skip
         spec = ModelSpec.structure(self.model)
-        simulator = lay_out(spec, self._precision, self._state_format, self._rule)
+        simulator = lay_out(
+            spec, self._precision, self._state_format, self._rule, num_ranks=replicas
+        )
         passes = {}
         for stage in own:
             passes[stage] = self._pass(spec, simulator, inputs, modules, stage, tile, splits=splits)

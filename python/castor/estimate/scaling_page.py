@@ -19,6 +19,7 @@ _COLOURS = {
     "reduce": "--demand",
     "copies": "--exp_avg",
     "update": "--master",
+    "nvme": "--remainder",
     "bubble": "--nonmodel",
     "processors": "--exp_avg_sq",
 }

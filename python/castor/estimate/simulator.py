@@ -14,7 +14,12 @@ from castor.runtime.spec import ModelSpec
 
 
 def lay_out(
-    spec: ModelSpec, precision: Precision, state_format: StateFormat, rule: str
+    spec: ModelSpec,
+    precision: Precision,
+    state_format: StateFormat,
+    rule: str,
+    *,
+    num_ranks: int = 1,
 ) -> _C.Simulator:
     """A model in chunks.
 
@@ -23,6 +28,7 @@ def lay_out(
         precision: Of parameters and gradients.
         state_format: Of the optimizer state.
         rule: Of the optimizer (castor.runtime.rules).
+        num_ranks: That have it, and cut the states.
     """
     params = zip(spec.names, spec.params, strict=True)
     return _C.Simulator(
@@ -32,6 +38,7 @@ def lay_out(
         chunk_bytes=0,
         state_format=state_format,
         rule=rule,
+        num_ranks=num_ranks,
     )
 
 

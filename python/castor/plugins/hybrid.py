@@ -32,7 +32,8 @@ class HybridParallelPlugin(GeminiPlugin):
 
     Args:
         plan: A file of `castor plan`, whose sizes, sequence_parallelism_mode, schedule and
-            activations are taken; "auto": that of `castor run --plan`. None: they are given here.
+            activations are taken, and where it counts on NVMe host_memory, nvme_path and
+            nvme_memory; "auto": that of `castor run --plan`. None: they are given here.
         tp_size: Ranks among which layers are divided. It divides the numbers of heads.
         parallel_output: Only with tp_size > 1: whether transformers' loss of a causal language
             model is computed of each rank's part of the vocabulary, and nobody has all logits:
