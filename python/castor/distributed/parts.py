@@ -12,6 +12,7 @@ from torch import nn
 
 from castor import _C
 from castor.distributed.tensor_ranks import TensorRanks
+from castor.errors import UsageError
 from castor.runtime.model_parts import Runs
 
 
@@ -142,3 +143,17 @@ def _(whole: torch.Tensor, dim: int, pieces: int, group: str, rank: int, size: i
     if dim >= 0:
         whole = Cut(dim=dim, shape=(), pieces=pieces).own(whole, rank, size)
     return whole.new_empty(whole.shape)
+
+
+def check_reader(ranks: TensorRanks, module: nn.Module, _prefix: str, keep_vars: bool) -> None:
+    """A state_dict hook: parts of parameters are not taken for parameters.
+
+    Raises:
+        UsageError: Values are asked for; with keep_vars=True it is the parameters themselves.
+    """
+    if not keep_vars:
+        raise UsageError(
+            f"rank {ranks.rank} of {ranks.size} has parts of this {type(module).__name__}'s "
+            "parameters, and its state_dict would hold those: booster.save_model, or booster.save, "
+            "on all ranks writes the whole"
+        )

@@ -22,7 +22,7 @@ from castor.distributed.expert_exchange import ExpertExchange
 from castor.distributed.generators import Generators
 from castor.distributed.inputs import check_inputs
 from castor.distributed.own_numbers import draw_own
-from castor.distributed.parts import Cut, own_part
+from castor.distributed.parts import Cut, check_reader, own_part
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.distributed.token_parts import TokenParts
 from castor.distributed.vocabulary_loss import VocabularyLoss
@@ -138,7 +138,7 @@ class TensorParallel:
     def refuse_readers(self, model: nn.Module) -> None:
         """From now on parts of parameters are not taken for parameters."""
         for module in model.modules():
-            module.register_state_dict_pre_hook(ModuleHook(_check_reader, self.ranks))
+            module.register_state_dict_pre_hook(ModuleHook(check_reader, self.ranks))
 
     def norm(self, params: Sequence[torch.Tensor], squares: Sequence[float]) -> float:
         """The L2 norm of all gradients, each counted once. Collective.
@@ -390,17 +390,3 @@ def _begin_pass(
 
 def _end_pass(ranks: TensorRanks, *_: Any) -> None:
     ranks.forget_entered()
-
-
-def _check_reader(ranks: TensorRanks, module: nn.Module, _prefix: str, keep_vars: bool) -> None:
-    """A state_dict hook: parts of parameters are not taken for parameters.
-
-    Raises:
-        UsageError: Values are asked for; with keep_vars=True it is the parameters themselves.
-    """
-    if not keep_vars:
-        raise UsageError(
-            f"rank {ranks.rank} of {ranks.size} has parts of this {type(module).__name__}'s "
-            "parameters, and its state_dict would hold those: booster.save_model, or booster.save, "
-            "on all ranks writes the whole"
-        )
