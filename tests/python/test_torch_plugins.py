@@ -44,7 +44,7 @@ def test_one_script_gives_the_same_losses_under_each_plugin(ranks: Path) -> None
             assert (steps, place) == (STEPS, (rank, 2))
     reference = CASE.build()
     for name in PLUGINS:
-        castor.checkpoint.load_model(reference, ranks / f"{name}-trained", strict=True)
+        castor.Booster(castor.TorchDDPPlugin()).load_model(reference, ranks / f"{name}-trained")
         found = torch.cat([param.detach().flatten() for param in reference.parameters()])
         wanted = torch.cat([weight.flatten() for weight in weights])
         # Biases of keys have gradients of rounding alone, of which Adam makes steps.
