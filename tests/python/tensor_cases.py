@@ -498,6 +498,7 @@ def gathered_sequences(directory: Path) -> None:
             ]
             assert of_all(losses) == [losses] * size
             assert found.setdefault(name, losses) == losses
+    case = GATHERED["sinks" if size == 2 else "three_heads"]
     unpadded = boost(case, sp_size=size, sequence_parallelism_mode="all_gather")
     found["unpadded"] = train(case, unpadded, 0, 3)
     write(directory, "gathered_sequences", found)
