@@ -12,7 +12,7 @@ from torch import nn
 
 import as_rank
 from helpers import Boosted
-from tensor_cases import RING, boost, decoder, said, write, write_own
+from tensor_cases import FAMILIES, GATHERED, RING, boost, decoder, said, write, write_own
 
 STEPS = 3
 GATHER: dict[str, Any] = {"sequence_parallelism_mode": "all_gather"}
@@ -21,16 +21,15 @@ CASES = {
     "apertus1p5": decoder("apertus1p5", hf.Apertus1p5TextConfig),  # and loss, of out_features
     "jetmoe": decoder("jetmoe", hf.JetMoeConfig, num_attention_heads=None, kv_channels=12,
                       num_local_experts=4, num_experts_per_tok=2),  # views what attention gives
-    "afmoe": decoder("afmoe", hf.AfmoeConfig, head_dim=12, num_experts=4, num_experts_per_tok=2,
-                     moe_intermediate_size=48, num_dense_layers=1),  # mask by its name
+    "afmoe": GATHERED["mask_by_name"],
     "glm4_moe": decoder("glm4_moe", hf.Glm4MoeConfig, head_dim=12, use_qk_norm=True,
                         n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
                         n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1),
     "doge": decoder("doge", hf.DogeConfig, keep_window_size=8),
     "inkling": decoder("inkling", hf.InklingTextConfig, head_dim=12, n_routed_experts=4,
                        num_experts_per_tok=2, moe_intermediate_size=48, n_shared_experts=1),
-    "qwen3": decoder("qwen3", hf.Qwen3Config, head_dim=12),
-    "mixtral": decoder("mixtral", hf.MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3": FAMILIES["qwen3"],
+    "mixtral": FAMILIES["mixtral"],
 }  # fmt: skip
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus, layers": ("apertus", {"size": 2}),

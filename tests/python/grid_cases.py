@@ -12,10 +12,9 @@ import torch
 from torch import distributed
 
 import as_rank
-import castor
-from helpers import GIB, Boosted, margin
+from helpers import Boosted, margin
 from pipeline_cases import batch, of_four_blocks
-from tensor_cases import FAMILIES, LR, MAX_NORM, RING, accumulated, of_all, said, write
+from tensor_cases import FAMILIES, LR, RING, accumulated, boost, of_all, said, write
 from zoo import Batch, Case
 
 STEPS, ROWS, MICROBATCHES = 4, 4, 2
@@ -27,7 +26,7 @@ DECODERS = ("gpt2", "llama", "qwen3", "mistral", "gemma2", "opt", "glm", "mixtra
 """Whose sequences are divided."""
 _TWO_STAGES = {"pp_size": 2, "num_microbatches": MICROBATCHES}
 WAYS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
-    "tp 2": (2, {"tp_size": 2}, OF_THE_ISSUE),
+    "tp 2": (2, {"size": 2}, OF_THE_ISSUE),
     "pp 2": (2, _TWO_STAGES, OF_THE_ISSUE),
     "sp 2, all_to_all": (2, {"sp_size": 2}, DECODERS),
     "sp 2, all_gather": (
@@ -35,17 +34,17 @@ WAYS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     ),
     "sp 2, ring_attn": (2, {"sp_size": 2} | RING, DECODERS),
     "ep 2": (2, {"ep_size": 2}, ("mixtral",)),
-    "tp 2 x dp 2": (4, {"tp_size": 2}, OF_THE_ISSUE),
+    "tp 2 x dp 2": (4, {"size": 2}, OF_THE_ISSUE),
     "pp 2 x dp 2": (4, _TWO_STAGES | {"zero_stage": 1}, OF_THE_ISSUE),
-    "tp 2 x pp 2": (4, {"tp_size": 2} | _TWO_STAGES, OF_THE_ISSUE),
+    "tp 2 x pp 2": (4, {"size": 2} | _TWO_STAGES, OF_THE_ISSUE),
 }  # fmt: skip
-"""Ranks, arguments of the plugin, families that have this way."""
+"""Ranks, arguments of tensor_cases.boost, families that have this way."""
 
 
 def copies_of(way: str) -> int:
     """Ranks, or groups of them, with data of their own."""
     size, given, _ = WAYS[way]
-    return size // (given.get("tp_size", 1) * given.get("sp_size", 1) * given.get("pp_size", 1))
+    return size // (given.get("size", 1) * given.get("sp_size", 1) * given.get("pp_size", 1))
 
 
 def own_rows(whole: Batch, copy: int, copies: int) -> Batch:
@@ -67,18 +66,6 @@ def expected(case: Case, way: str) -> list[float]:
         ]
 
     return accumulated(model, optimizer, (parts(seed) for seed in range(STEPS)))
-
-
-def boost(case: Case, **settings: Any) -> Boosted:
-    model = case.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    settings = {
-        "device": "cpu", "device_memory": GIB, "host_memory": GIB, "precision": "fp32",
-        "max_norm": MAX_NORM,
-    } | settings  # fmt: skip
-    booster = castor.Booster(plugin=castor.HybridParallelPlugin(**settings))
-    booster.boost(model, optimizer)
-    return Boosted(booster, model, optimizer)
 
 
 def train(case: Case, boosted: Boosted, way: str) -> list[float]:

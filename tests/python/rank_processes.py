@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,6 +174,13 @@ def found_by_each(scenario: Scenario, size: int, directory: Path, *, nodes: int 
     succeeded(run(scenario, size, directory, timeout=600, nodes=nodes))
     paths = [directory / f"{scenario.__name__}{rank}.json" for rank in range(size)]
     return [json.loads(path.read_text()) for path in paths]
+
+
+def assert_said(of_ranks: Iterable[str], kind: str, part: str) -> None:
+    """Each rank has raised an error of that kind, with these words in it."""
+    for said in of_ranks:
+        assert said.startswith(kind), said
+        assert part in said, said
 
 
 def assert_go_on_as_one(scenario: Scenario, directory: Path) -> None:

@@ -26,7 +26,7 @@ from encoder_stage_cases import (
 from helpers import Boosted
 from pipeline_cases import MICROBATCHES, batch
 from pipeline_cases import plain as plain_of
-from rank_processes import found, found_by_each, run
+from rank_processes import assert_said, found, found_by_each, run
 from tensor_cases import LOSS
 from tensor_cases import boost as boost_whole
 from test_layouts import cluster
@@ -246,9 +246,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_what_does_not_go_with_stages_is_named_on_every_rank(
     what: str, kind: str, part: str, refused: Any
 ) -> None:
-    for of_rank in refused:
-        assert of_rank[what].startswith(kind)
-        assert part in of_rank[what]
+    assert_said((of_rank[what] for of_rank in refused), kind, part)
 
 
 def test_the_model_works_after_each_refusal(refused: Any) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 import family_cases
 from family_cases import WAYS
-from rank_processes import found, found_by_each
+from rank_processes import assert_said, found, found_by_each
 from tensor_cases import LOSS
 
 
@@ -46,6 +46,4 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_what_plans_and_masks_do_not_say_is_named_on_every_rank(
     what: str, kind: str, part: str, refused: Any
 ) -> None:
-    for of_rank in refused:
-        assert of_rank[what].startswith(kind), of_rank[what]
-        assert part in of_rank[what]
+    assert_said((of_rank[what] for of_rank in refused), kind, part)

@@ -24,7 +24,7 @@ from pipeline_cases import (
     batch,
     plain,
 )
-from rank_processes import found, found_by_each, run
+from rank_processes import assert_said, found, found_by_each, run
 from tensor_cases import EXPERTS, FAMILIES, GATHERED, LOSS, LR, MAX_NORM, SEQUENCES, SIZES
 from tensor_cases import boost as boost_whole
 from zoo import Case, gpt2_with_dropout
@@ -298,9 +298,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_what_does_not_go_with_stages_is_named_on_every_rank(
     what: str, kind: str, part: str, refused: Any
 ) -> None:
-    for of_rank in refused:
-        assert of_rank[what].startswith(kind)
-        assert part in of_rank[what]
+    assert_said((of_rank[what] for of_rank in refused), kind, part)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 import stage_call_cases
 from pipeline_cases import DEEP, STAGED, plain
-from rank_processes import found, found_by_each, run
+from rank_processes import assert_said, found, found_by_each, run
 from stage_call_cases import GENERATING, WAYS, generate
 from tensor_cases import FAMILIES, LOSS
 from zoo import Case
@@ -115,9 +115,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_what_cannot_be_called_is_named_on_every_rank(
     what: str, kind: str, part: str, refused: Any
 ) -> None:
-    for of_rank in refused:
-        assert of_rank[what].startswith(kind)
-        assert part in of_rank[what]
+    assert_said((of_rank[what] for of_rank in refused), kind, part)
 
 
 def test_a_call_works_after_each_refusal(refused: Any) -> None:

@@ -14,7 +14,7 @@ import tensor_cases
 from castor.distributed import TensorRanks
 from castor.distributed.inputs import by_name
 from helpers import equal
-from rank_processes import found, found_by_each, of_sizes, run
+from rank_processes import assert_said, found, found_by_each, of_sizes, run
 from tensor_cases import FAMILIES, LOSS, SIZES, STEPS, boost, padded, plain, train
 from zoo import LENGTH, VOCABULARY
 
@@ -185,9 +185,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_what_does_not_go_with_parts_is_named_on_every_rank(
     what: str, kind: str, part: str, refused: Any
 ) -> None:
-    for of_rank in refused:
-        assert of_rank[what].startswith(kind)
-        assert part in of_rank[what]
+    assert_said((of_rank[what] for of_rank in refused), kind, part)
 
 
 def test_the_model_works_after_each_refusal(refused: Any) -> None:

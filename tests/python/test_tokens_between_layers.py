@@ -7,7 +7,7 @@ import pytest
 
 import pipeline_cases
 import token_cases
-from rank_processes import found, found_by_each, of_sizes
+from rank_processes import assert_said, found, found_by_each, of_sizes
 from tensor_cases import FAMILIES, LOSS, padded, plain
 from tensor_cases import boost as boost_whole
 from token_cases import FOUR, SETTINGS, STAGES, TWO, case_of
@@ -113,9 +113,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ],
 )
 def test_what_cannot_be_divided_is_named(what: str, kind: str, part: str, refused: Any) -> None:
-    for rank in refused:
-        assert rank[what].startswith(f"{kind}: ")
-        assert part in rank[what]
+    assert_said((of_rank[what] for of_rank in refused), f"{kind}: ", part)
 
 
 def test_the_model_works_on_after_an_error(refused: Any) -> None:

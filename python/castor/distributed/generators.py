@@ -51,16 +51,17 @@ class Generators:
         if self._of_device:
             torch.rand((), device=self.device)
 
-    def digest(self) -> int:
-        """Of the states."""
-        found = 0
-        for state in self.states():
-            found = zlib.crc32(state.numpy().data, found)
-        return found
-
     def share(self, ranks: Peers) -> None:
         """Rank 0's states become every rank's. Collective."""
         states = self.states()
         for state in states:
             ranks.share(state)
         self.restore(states)
+
+
+def digest_of(states: States) -> int:
+    """What tells states from others."""
+    found = 0
+    for state in states:
+        found = zlib.crc32(state.numpy().data, found)
+    return found

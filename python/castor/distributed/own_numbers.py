@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from castor.distributed.adapters import dropouts_of_adapters
-from castor.distributed.generators import Generators, States
+from castor.distributed.generators import Generators, States, digest_of
 from castor.distributed.layer_regions import COLUMNS, ROWS, kinds_of, region_of, upwards
 from castor.runtime.hooks import ModuleHook
 
@@ -75,8 +75,8 @@ class OwnNumbers:
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if module.training and self._when():
-            common, seed = self._generators.states(), self._generators.digest()
-            self._generators.seed(seed + self._rank)
+            common = self._generators.states()
+            self._generators.seed(digest_of(common) + self._rank)
             self._states = common, self._generators.states()
 
 

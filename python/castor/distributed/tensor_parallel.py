@@ -19,14 +19,14 @@ from castor import _C
 from castor.distributed import styles
 from castor.distributed.adapters import with_adapters
 from castor.distributed.expert_exchange import ExpertExchange
-from castor.distributed.generators import Generators
+from castor.distributed.generators import Generators, digest_of
 from castor.distributed.inputs import check_inputs
 from castor.distributed.own_numbers import draw_own
 from castor.distributed.parts import Cut, check_reader, own_part
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.distributed.token_parts import TokenParts
 from castor.distributed.vocabulary_loss import VocabularyLoss
-from castor.distributed.whole_gradients import check_alike
+from castor.distributed.whole_gradients import check_whole_gradients
 from castor.errors import UsageError
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.model_parts import Runs
@@ -156,7 +156,7 @@ class TensorParallel:
         parts = self.ranks.gather((cut, whole))
         total = float(sum(parts[0][1]) + sum(of_rank for of_rank, _ in parts))
         of_all = [param for param in params if param not in self.cuts]
-        check_alike(self.model, of_all, [squares for _, squares in parts], total)
+        check_whole_gradients(self.model, of_all, [squares for _, squares in parts], total)
         return total
 
     @property
@@ -383,7 +383,7 @@ def _begin_pass(
     Raises:
         UsageError: See check_inputs.
     """
-    drawn_from = generators.digest() if model.training else None
+    drawn_from = digest_of(generators.states()) if model.training else None
     if len(set(check_inputs(ranks, model, args, kwargs, beside=drawn_from))) > 1:
         generators.share(ranks)  # one has drawn for itself, as a loader that it has alone does
 

@@ -16,7 +16,7 @@ _ROUNDING = 1e-10
 """Squares that may be of rounding alone, relative to those of all gradients."""
 
 
-def check_alike(
+def check_whole_gradients(
     model: nn.Module,
     params: Sequence[torch.Tensor],
     squares: Sequence[Sequence[float]],

@@ -17,6 +17,7 @@ from castor.optim.nonfinite import nonfinite_error, warn_of_skip
 from castor.optim.own_step import OwnStep
 from castor.optim.weight_digests import WeightDigests
 from castor.runtime.engine import Engine
+from castor.runtime.ranks import Peers
 from castor.runtime.rules import FusedRule
 
 
@@ -131,26 +132,11 @@ class ModelStep:
             UsageError: Another has other options, or a norm that is not of the same gradients.
         """
         engine, options = self.engine, _options_of(optimizer)
-        for ranks in (*(engine.parts.peers if engine.parts else ()), engine.ranks):
-            if ranks is None:
-                continue
-            written = engine.buffers.written() if ranks is engine.ranks else []
-            everyone = ranks.gather_at("a step", (norm, options, written))
-            first, of_first, _ = everyone[0]
-            for rank, (theirs, their_options, _) in enumerate(everyone):
-                if their_options != of_first:
-                    raise _options_differ(rank, of_first, their_options)
-                if not _same_norm(first, theirs):
-                    raise UsageError(
-                        f"the ranks' gradients differ in a step: their norm is {first:g} on rank 0 "
-                        f"and {theirs:g} on rank {rank}. After backward all ranks have one mean, "
-                        "and one of them has changed p.grad since: change it alike on every rank "
-                        "(noise from a generator that all have seeded alike), or under "
-                        "booster.no_sync, before ranks bring them together"
-                    )
-            if ranks is engine.ranks:
-                engine.buffers.share({number for *_, of_rank in everyone for number in of_rank})
-            norm = float(first)
+        for ranks in engine.parts.peers if engine.parts else ():
+            norm, _ = _agree(ranks, norm, options)
+        if engine.ranks:
+            norm, written = _agree(engine.ranks, norm, options, beside=engine.buffers.written())
+            engine.buffers.share({number for of_rank in written for number in of_rank})
         return norm
 
     def taken_by(self, driver: StepDriver, *, skipped: bool) -> None:
@@ -295,6 +281,26 @@ def _options_of(optimizer: Optimizer) -> dict[str, Any]:
             if isinstance(told, int | float | tuple):
                 options[f"param_groups[{g}]['{name}']"] = told
     return options
+
+
+def _agree(
+    ranks: Peers, norm: float, options: dict[str, Any], *, beside: Any = None
+) -> tuple[float, list[Any]]:
+    """Rank 0's norm, and what each gives `beside`; see ModelStep._agreed."""
+    everyone = ranks.gather_at("a step", (norm, options, beside))
+    first, of_first, _ = everyone[0]
+    for rank, (theirs, their_options, _) in enumerate(everyone):
+        if their_options != of_first:
+            raise _options_differ(rank, of_first, their_options)
+        if not _same_norm(first, theirs):
+            raise UsageError(
+                f"the ranks' gradients differ in a step: their norm is {first:g} on rank 0 and "
+                f"{theirs:g} on rank {rank}. After backward all ranks have one mean, and one of "
+                "them has changed p.grad since: change it alike on every rank (noise from a "
+                "generator that all have seeded alike), or under booster.no_sync, before ranks "
+                "bring them together"
+            )
+    return float(first), [given for *_, given in everyone]
 
 
 def _options_differ(rank: int, first: dict[str, Any], theirs: dict[str, Any]) -> UsageError:

@@ -230,7 +230,8 @@ class Engine(Together):
             values = values.clone()  # what is written first would overwrite what is read later
         self.session.adopt(self.index_of[param], values)
         if self.ranks:
-            self.ranks.meet()  # the next one may be made of it
+            # The next one may be made of it.
+            self.ranks.meet("takes the values of a lazy parameter")
 
     def _install_hooks(self, model: nn.Module, spec: ModelSpec) -> None:
         if self.settings.precision != "fp32" or self.device.type != "cpu":

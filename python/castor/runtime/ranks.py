@@ -96,9 +96,9 @@ class Peers:
         given = self.group.gather(pickle.dumps(value), f"is at {place}")
         return [pickle.loads(one) for one in given]
 
-    def meet(self) -> None:
-        """Returns when every rank is here, with the values of a lazy parameter."""
-        self.group.meet("takes the values of a lazy parameter")
+    def meet(self, what: str) -> None:
+        """Returns when every rank is here; `what` each does, where it waits for others."""
+        self.group.meet(what)
 
     def share(self, tensor: torch.Tensor) -> None:
         """Rank 0's values become every rank's, in place."""
