@@ -54,7 +54,7 @@ class SharedHomes::View {
       close_and_fail("mapping the ranks' homes");
     }
     data_ = static_cast<std::byte*>(data);
-    ::madvise(data_, bytes_, MADV_DONTFORK);
+    pages_.withhold_from_children(data_, bytes_);
     page_map_ = ::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
     if (page_map_ < 0) {
       close_and_fail("opening /proc/self/pagemap");
@@ -108,22 +108,19 @@ class SharedHomes::View {
     begun_.erase(block);
     children_have_.erase(block);
   }
-  void advise(std::byte* block, std::size_t bytes, int advice) noexcept {
-    if (!in_child()) {
-      ::madvise(block, bytes, advice);
-    }
+  void discard(std::byte* block, std::size_t bytes) noexcept {
+    static_cast<void>(pages_.discard(block, bytes));
   }
   void share_with_children(std::byte* block, std::size_t bytes) {
     const MutexLock lock(mutex_);
     children_have_.insert(block);
-    advise(block, bytes, MADV_DOFORK);
+    pages_.share_with_children(block, bytes);
   }
   void begin_copy(std::byte* block, std::size_t bytes) {
     const MutexLock lock(mutex_);
-    begun_.reserve(begun_.size() + 1);
-    map_at(block, bytes, MAP_ANONYMOUS, /*file=*/-1, "taking memory for a rank's own gradients");
-    OsPages().advise_huge(block, bytes, bytes);
     begun_.insert(block);
+    map_at(block, bytes, MAP_ANONYMOUS, /*file=*/-1, "taking memory for a rank's own gradients");
+    pages_.advise_huge(block, bytes, bytes);
   }
   /// Whether there was a begun one.
   bool end_copy(std::byte* block, std::size_t bytes) {
@@ -159,7 +156,7 @@ class SharedHomes::View {
       fail(what);
     }
     if (!children_have_.contains(block)) {
-      ::madvise(block, bytes, MADV_DONTFORK);
+      pages_.withhold_from_children(block, bytes);
     }
   }
   void read_page_map(std::size_t first, std::span<std::uint64_t> entries) const {
@@ -175,6 +172,7 @@ class SharedHomes::View {
   const std::size_t bytes_;
   const int process_;  // that made it
   const int file_;
+  OsPages pages_;
   int page_map_ = -1;
   Mutex mutex_;
   std::unordered_set<const std::byte*> begun_ CASTOR_GUARDED_BY(mutex_);  // blocks
@@ -198,7 +196,7 @@ class SharedHomes::ViewArena final : public Arena {
     view_->unmap(data, size_of(bytes));
   }
   void discard(std::byte* data, std::size_t bytes) noexcept override {
-    view_->advise(data, size_of(bytes), MADV_DONTNEED);
+    view_->discard(data, size_of(bytes));
   }
   void share_with_children(std::byte* data, std::size_t bytes) noexcept override {
     view_->share_with_children(data, size_of(bytes));

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from castor import _C
 from castor.config.names import SCALAR_TYPES
@@ -40,6 +41,29 @@ class Whole:
     """Whether all of them get a gradient."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Divided:
+    """A model, divided so, on a cluster."""
+
+    layout: Layout
+    of_one: Whole
+    """With one row in a micro-batch."""
+    of_two: Whole
+    """With two."""
+    layers: Sequence[int]
+    """Blocks of each stage."""
+    cluster: Cluster
+    workload: Workload
+    """Its precision, optimizer, states and overlap are read."""
+
+    def of_rows(self, measure: Callable[[Whole], float]) -> float:
+        """Less than which a micro-batch does not take."""
+        # What an operator takes is the larger of two that are in proportion to rows, and
+        # something that is not: from two rows on it grows at least as from one to two.
+        one, two = measure(self.of_one), measure(self.of_two)
+        return one + (self.layout.rows - 1) * (two - one)
+
+
 def passing_bytes(one: StagePass) -> int:
     """That a stage's forward has more than it keeps, while it runs."""
     return max(moment.nonmodel_bytes for moment in one.forward) - one.kept_bytes
@@ -62,35 +86,20 @@ def sends_all(block: RankOnPaper, stage: int, cluster: Cluster) -> bool:
     return sent >= block.param_bytes
 
 
-def least_of_passes(
-    layout: Layout,
-    like: Layout,
-    of_one: Whole,
-    of_two: Whole,
-    layers: Sequence[int],
-    cluster: Cluster,
-    element_bytes: int,
-) -> float | None:
+def least_of_passes(of_all: Divided, like: Layout) -> float | None:
     """Seconds less than which a layout does not take; None: the device has no room for it.
 
     Args:
-        layout: The layout.
+        of_all: The model, its layers and sequences divided as in `like`.
         like: The layout, or another that takes no less: one without divided sequences.
-        of_one: The whole model, layers and sequences divided as there, with one row.
-        of_two: With two.
-        layers: Blocks of each stage.
-        cluster: Where.
-        element_bytes: Of a parameter's element.
     """
+    layout, layers, cluster = of_all.layout, of_all.layers, of_all.cluster
     share = layout.sequence // like.sequence
     # Causal attention in a ring leaves out what no token sees: less than half of anything.
     least = 0.5 if share > 1 and layout.mode == "ring_attn" else 1.0
 
     def of_rows(measure: Callable[[Whole], float]) -> float:
-        # What an operator takes is the larger of two that are in proportion to rows, and
-        # something that is not: from two rows on it grows at least as from one to two.
-        one, two = measure(of_one), measure(of_two)
-        return least * (one + (layout.rows - 1) * (two - one)) / share
+        return least * of_all.of_rows(measure) / share
 
     each = of_rows(lambda whole: whole.seconds)
     block = of_rows(lambda whole: whole.block_seconds)
@@ -109,75 +118,47 @@ def least_of_passes(
         return None
     working = layout.microbatches * max(each / layout.stages, block * max(blocks))
     bubble = each * (layout.stages - 1) / count if layout.style != "zbv" else 0.0
-    params = of_one.block_bytes * max(blocks[0], blocks[-1])
+    params = of_all.of_one.block_bytes * max(blocks[0], blocks[-1])
+    element_bytes = WORKING_DTYPES[of_all.workload.precision].itemsize
     return working + bubble + reduced(layout, cluster, params, element_bytes)
 
 
-def least_of_copies(
-    layout: Layout,
-    of_one: Whole,
-    of_two: Whole,
-    layers: Sequence[int],
-    cluster: Cluster,
-    workload: Workload,
-) -> float:
+def least_of_copies(of_all: Divided) -> float:
     """Seconds of a step that the links between host and device are busy for, of the end with most.
 
     Where a pass through a stage begins, the device has no more of its weights than what is left
     beside what micro-batches under way keep: the others are fetched. Gradients go home, but for
     those of weights that stay on the device for good, with their gradients and states.
-
-    Args:
-        layout: How ranks are divided.
-        of_one: The whole model, divided so, with one row.
-        of_two: With two.
-        layers: Blocks of each stage.
-        cluster: Where.
-        workload: Its precision, optimizer and states are read.
     """
-    if not of_one.block_bytes:
+    layout, block, machine = of_all.layout, of_all.of_one, of_all.cluster.machine
+    if not block.block_bytes:
         return 0.0
-    kept = of_one.block_kept_bytes
-    kept += (layout.rows - 1) * (of_two.block_kept_bytes - kept)
-    part = _weights_of_what_stays(cluster.machine, workload, layout.replicas)
+    kept = of_all.of_rows(lambda whole: whole.block_kept_bytes)
+    # Of the bytes of weights on the device, their gradients and a rank's part of their states.
+    part = 1 / (2 + _states_of_weights(machine, of_all.workload) / layout.replicas)
     return max(
-        _of_rank(layout, of_one, kept, layers, cluster.machine, rank, part)
+        _of_rank(layout, block, kept, of_all.layers, machine, rank, part)
         for rank in {0, layout.stages - 1}
     )
 
 
-def least_of_nvme(
-    layout: Layout,
-    of_one: Whole,
-    of_two: Whole,
-    layers: Sequence[int],
-    cluster: Cluster,
-    workload: Workload,
-) -> float:
+def least_of_nvme(of_all: Divided) -> float:
     """Seconds of a step of the end with most on NVMe; 0: the host may have room for all.
 
     What has none is read and written once at least, and of the passes only the first forward goes
     on beside that.
-
-    Args:
-        layout: How ranks are divided.
-        of_one: The whole model, divided so, with one row.
-        of_two: With two.
-        layers: Blocks of each stage.
-        cluster: Where.
-        workload: Its precision, optimizer, states and overlap are read.
     """
-    machine = cluster.machine
-    if machine.nvme is None or not of_one.block_bytes or ranks_of_homes(layout, cluster) > 1:
+    layout, workload, cluster = of_all.layout, of_all.workload, of_all.cluster
+    machine, block_bytes = cluster.machine, of_all.of_one.block_bytes
+    if machine.nvme is None or not block_bytes or ranks_of_homes(layout, cluster) > 1:
         return 0.0
-    block = of_one.block_seconds
-    block += (layout.rows - 1) * (of_two.block_seconds - block)
+    block = of_all.of_rows(lambda whole: whole.block_seconds)
     each = 2 + _states_of_weights(machine, workload) / layout.replicas
     beside = 1 if workload.overlap != "none" and not cluster.on_host else 0
     least = 0.0
     for rank in {0, layout.stages - 1}:
-        blocks = sum(layers[stage] for stage in layout.stages_of(rank))
-        weights = blocks * of_one.block_bytes
+        blocks = sum(of_all.layers[stage] for stage in layout.stages_of(rank))
+        weights = blocks * block_bytes
         over = weights * each - machine.host_bytes
         if over > 0:
             passes = (layout.microbatches - beside) * blocks * block
@@ -185,11 +166,7 @@ def least_of_nvme(
     return least * ROUNDING
 
 
-def _weights_of_what_stays(machine: Machine, workload: Workload, replicas: int) -> float:
-    """Of the bytes of weights on the device, their gradients and a rank's part of their states."""
-    return 1 / (2 + _states_of_weights(machine, workload) / replicas)
-
-
+@cache
 def _states_of_weights(machine: Machine, workload: Workload) -> float:
     """Bytes of optimizer states for a byte of weights."""
     one = _C.Simulator(
@@ -209,7 +186,7 @@ def _states_of_weights(machine: Machine, workload: Workload) -> float:
 def _of_rank(
     layout: Layout,
     block: Whole,
-    block_kept: int,
+    block_kept: float,
     layers: Sequence[int],
     machine: Machine,
     rank: int,
@@ -218,7 +195,7 @@ def _of_rank(
     room = machine.device_bytes
     count = layout.simulated_microbatches
     order = _C.pipeline_order(layout.style, layout.stages, layout.stages_per_rank, count, rank)
-    held = most = fetched = 0
+    held = most = fetched = 0.0
     for stage, _, what in order:
         if what == "of_weights":
             continue

@@ -14,6 +14,7 @@ from castor.errors import UsageError
 from castor.estimate.balanced_experts import count_experts
 from castor.estimate.cluster import Cluster
 from castor.estimate.layout_bounds import (
+    Divided,
     Whole,
     least_of_copies,
     least_of_nvme,
@@ -30,7 +31,6 @@ from castor.estimate.rank_on_paper import (
     num_blocks,
 )
 from castor.estimate.workload import Workload
-from castor.runtime.engine import WORKING_DTYPES
 
 _WHOLE = Layout()
 
@@ -186,21 +186,26 @@ class LayoutSearch:
             cluster: Where.
         """
         try:
-            of_one, of_two = self._whole(like, cluster)
+            of_all = self._divided(layout, like, cluster)
         except (UsageError, NotImplementedError, ValueError) as error:
             self._refuse(like, _refusal(error, like))
             return
-        layers, element = self._layers_of(layout), WORKING_DTYPES[self.workload.precision].itemsize
-        bound = least_of_passes(layout, like, of_one, of_two, layers, cluster, element)
+        bound = least_of_passes(of_all, like)
         if bound is not None:
             yield bound
 
     def _own_bound(self, layout: Layout, cluster: Cluster) -> Iterator[float]:
         """As _bound, of the layout itself, with what copies of chunks and NVMe take at least."""
         for bound in self._bound(layout, layout, cluster):
-            of_one, of_two = self._whole(layout, cluster)
-            of_all = layout, of_one, of_two, self._layers_of(layout), cluster, self.workload
-            yield max(bound, least_of_copies(*of_all), least_of_nvme(*of_all))
+            of_all = self._divided(layout, layout, cluster)
+            yield max(bound, least_of_copies(of_all), least_of_nvme(of_all))
+
+    def _divided(self, layout: Layout, like: Layout, cluster: Cluster) -> Divided:
+        of_one, of_two = self._whole(like, cluster)
+        return Divided(
+            layout=layout, of_one=of_one, of_two=of_two, layers=self._layers_of(layout),
+            cluster=cluster, workload=self.workload,
+        )  # fmt: skip
 
     def _layers_of(self, layout: Layout) -> list[int]:
         """Blocks of each stage."""
@@ -350,16 +355,15 @@ class LayoutSearch:
         own = tuple(layout.stages_of(rank))
         key = (_of_model(layout), own, stages, splits, layout.rows, tile, replicas)
         if key not in self._ranks:
-            self._ranks[key] = self._record(layout, own, tile, replicas=replicas)
+            self._ranks[key] = (
+                self._record(layout, own, tile)
+                if replicas == 1
+                else self._rank(layout, rank, tile).of_replicas(replicas)
+            )
         return self._ranks[key]
 
     def _record(
-        self,
-        layout: Layout,
-        own: tuple[int, ...],
-        tile: int,
-        layers: Sequence[int] | None = None,
-        replicas: int = 1,
+        self, layout: Layout, own: tuple[int, ...], tile: int, layers: Sequence[int] | None = None
     ) -> RankOnPaper:
         """`layers`: blocks of each stage; None: as training divides them."""
         return self._model(layout).record(
@@ -370,7 +374,6 @@ class LayoutSearch:
             tile=tile,
             splits=layout.style == "zbv",
             layers=layers,
-            replicas=replicas,
         )
 
 

@@ -7,10 +7,11 @@ rank's own, not formulas.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,8 @@ class RankOnPaper:
     """A rank of the pipeline and its stages."""
 
     simulator: _C.Simulator
+    laid_out: Callable[..., _C.Simulator]
+    """It in other chunks; see lay_out."""
     passes: dict[int, StagePass]
     """By number of the stage."""
     param_bytes: int
@@ -83,6 +86,10 @@ class RankOnPaper:
     """Of these, whose gradients ranks that take other samples sum, since they share experts."""
     element_bytes: int
     """Of a parameter's element."""
+
+    def of_replicas(self, replicas: int) -> RankOnPaper:
+        """As one of so many ranks with the same parameters, for which chunks are made."""
+        return replace(self, simulator=self.laid_out(num_ranks=replicas))
 
 
 class ModelOnPaper:
@@ -188,7 +195,6 @@ class ModelOnPaper:
     def record(
         self, own: Sequence[int], stages: int, *, rows: int, sequence: int, tile: int,
         splits: bool = False, layers: Sequence[int] | None = None,
-        replicas: int = 1,
     ) -> RankOnPaper:  # fmt: skip
         """What a rank's stages do with a micro-batch.
 
@@ -200,7 +206,6 @@ class ModelOnPaper:
             tile: Device memory that decides whether logits are computed in tiles.
             splits: Whether weights' gradients come later than those of hidden states.
             layers: Blocks of each stage; None: as training divides them.
-            replicas: Ranks that the chunks are made for.
 
         Raises:
             ValueError: The model cannot run on the meta device.
@@ -209,7 +214,7 @@ class ModelOnPaper:
         inputs = make_inputs(self.model, batch=rows, sequence=sequence)
         if stages == 1:
             self._divide_tokens_in(None)
-            return self._recorded(inputs, None, own, tile, replicas, splits=False)
+            return self._recorded(inputs, None, own, tile, splits=False)
         plan = self.plan()
         cuts = [0, *itertools.accumulate(layers or self.layers_of(stages))]
         passage = self._passage(plan)
@@ -219,7 +224,7 @@ class ModelOnPaper:
             modules = StageModules(places, own, cuts, passage)
             self._divide_tokens_in(modules.own_blocks)
             undo.enter_context(passage.routers.start(self.model, plan, modules.own_blocks))
-            return self._recorded(inputs, modules, own, tile, replicas, splits=splits)
+            return self._recorded(inputs, modules, own, tile, splits=splits)
 
     def _divide_tokens_in(self, stages: Sequence[range] | None) -> None:
         if self._parallel:
@@ -233,17 +238,17 @@ class ModelOnPaper:
 
     def _recorded(
         self, inputs: dict[str, torch.Tensor], modules: StageModules | None, own: Sequence[int],
-        tile: int, replicas: int, *, splits: bool,
+        tile: int, *, splits: bool,
     ) -> RankOnPaper:  # fmt: skip
         spec = ModelSpec.structure(self.model)
-        simulator = lay_out(
-            spec, self._precision, self._state_format, self._rule, num_ranks=replicas
-        )
+        laid_out = functools.partial(lay_out, spec, self._precision, self._state_format, self._rule)
+        simulator = laid_out()
         passes = {}
         for stage in own:
             passes[stage] = self._pass(spec, simulator, inputs, modules, stage, tile, splits=splits)
         return RankOnPaper(
             simulator=simulator,
+            laid_out=laid_out,
             passes=passes,
             param_bytes=sum(_bytes_of(param) for param in spec.params),
             settled_bytes=sum(
