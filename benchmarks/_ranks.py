@@ -68,6 +68,14 @@ def loopback_bytes() -> int:
     return 0
 
 
+def held_port() -> socket.socket:
+    """Bound to a port at which a rank can listen, and which nobody else is given meanwhile."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the rank's will be
+    holder.bind(("127.0.0.1", 0))
+    return holder
+
+
 @dataclass(kw_only=True)
 class Ranks:
     """The processes of a contender, and what they measured."""
@@ -75,8 +83,8 @@ class Ranks:
     name: str
     processes: list[Any]
     pipes: list[Connection]
-    port: int
-    """At which they meet."""
+    held_port: socket.socket
+    """Of where they meet."""
     seconds: list[list[float]] = field(default_factory=list)
     """Of each round, of each step; the slowest rank's."""
     cpu_seconds: list[float] = field(default_factory=list)
@@ -89,16 +97,13 @@ class Ranks:
     @classmethod
     def start(cls, name: str, size: int, make: Callable[..., Any], *arguments: Any) -> Ranks:
         """Starts the processes, waits until their model is made, and runs the untimed steps."""
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
         context = processes()
-        ranks = cls(name=name, processes=[], pipes=[], port=port)
+        ranks = cls(name=name, processes=[], pipes=[], held_port=held_port())
         for rank in range(size):
             environment = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
                 "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                "MASTER_PORT": str(ranks.port),
             }  # fmt: skip
             mine, theirs = context.Pipe()
             process = context.Process(
@@ -146,6 +151,13 @@ class Ranks:
             process.join(30)
         for left in Path("/dev/shm").glob(f"deepspeed_*_{self.port}_*"):
             left.unlink()  # DeepSpeed does not, and each is 69 MB
+        self.held_port.close()
+
+    @property
+    def port(self) -> int:
+        """At which they meet."""
+        port: int = self.held_port.getsockname()[1]
+        return port
 
     @property
     def medians(self) -> list[float]:

@@ -36,11 +36,16 @@ class Rank:
     """A process that a nursery has started."""
 
     def __init__(
-        self, nursery: socket.socket, environment: dict[str, str], *arguments: str
+        self,
+        nursery: socket.socket,
+        environment: dict[str, str],
+        held_port: socket.socket,
+        *arguments: str,
     ) -> None:
         """Args:
         nursery: Of the nursery that starts it.
         environment: All of it.
+        held_port: Of where it meets others: nobody is given it while this process lives.
         arguments: The script and its own; the last is the directory that it runs in.
         """
         self._said = [os.memfd_create(name) for name in ("output", "errors")]
@@ -52,6 +57,7 @@ class Rank:
         os.close(written)
         self._status = os.fdopen(read)
         self.pid = int(self._status.readline())
+        self._held_port = held_port.dup()
         self._code: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
@@ -66,6 +72,7 @@ class Rank:
                 raise TimeoutError
             self._code = int(self._status.readline())
             self._status.close()
+            self._held_port.close()
         return self._code
 
     def over(self) -> bool:
@@ -109,21 +116,22 @@ def nursery(_: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
 def start(scenario: Scenario, size: int, directory: Path, *, nodes: int = 1) -> list[Rank]:
     """Starts a scenario on `size` ranks, which count as those of so many machines."""
     local = size // nodes
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     ranks = []
-    for rank in range(size):
-        environment = os.environ | {
-            "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank % local),
-            "LOCAL_WORLD_SIZE": str(local), "GROUP_RANK": str(rank // local),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        if nodes > 1:
-            environment["CASTOR_RANK_LINK"] = "node"
-        # Of two: neighbours hash strings differently, as processes of their own do.
-        script = (scenario.__code__.co_filename, scenario.__name__, str(directory))
-        ranks.append(Rank(nursery(rank % 2)[0], environment, *script))
+    with socket.socket() as held_port:
+        held_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as rank 0's will be
+        held_port.bind(("127.0.0.1", 0))
+        port = held_port.getsockname()[1]
+        for rank in range(size):
+            environment = os.environ | {
+                "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank % local),
+                "LOCAL_WORLD_SIZE": str(local), "GROUP_RANK": str(rank // local),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+            }  # fmt: skip
+            if nodes > 1:
+                environment["CASTOR_RANK_LINK"] = "node"
+            # Of two: neighbours hash strings differently, as processes of their own do.
+            script = (scenario.__code__.co_filename, scenario.__name__, str(directory))
+            ranks.append(Rank(nursery(rank % 2)[0], environment, held_port, *script))
     return ranks
 
 
