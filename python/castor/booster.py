@@ -76,6 +76,8 @@ class Booster(Checkpoints):
 
         Raises:
             UsageError, NotImplementedError: See GeminiPlugin.configure.
+            UsageError: Also where ranks shuffle or cut the dataloader's samples differently; the
+                model is boosted by then.
             OutOfMemoryError: A budget is too small; nothing was changed.
         """
         if not isinstance(model, nn.Module):
@@ -86,6 +88,7 @@ class Booster(Checkpoints):
         self._latest = weakref.ref(model)
         _boosters[model] = self
         checkpoint.make_resumable(dataloader)
+        checkpoint.check_read_alike(boosted_model_of(model), dataloader)
         return model, optimizer, criterion, dataloader, lr_scheduler
 
     def release(self, model: nn.Module, *, drop_states: bool = False) -> None:

@@ -234,6 +234,22 @@ def different_models(_: Path) -> None:
         print(_refused(lambda: castor.Booster(plugin).boost(tower())))
 
 
+def shuffles_differently(_: Path) -> None:
+    """Then over another number of samples, and rank 1 without a loader."""
+
+    def boost_with(data: range, seed: int, *, given: bool = True) -> None:
+        plugin = castor.GeminiPlugin(device="cpu", precision="fp32")
+        loader = plugin.prepare_dataloader(data, batch_size=2, shuffle=True, seed=seed)
+        model = tower()
+        optimizer = torch.optim.AdamW(model.parameters())
+        castor.Booster(plugin).boost(model, optimizer, None, loader if given else None)
+
+    with _of_rank() as rank:
+        print(_refused(lambda: boost_with(range(8), rank)))
+        print(_refused(lambda: boost_with(range(8 + rank), 3)))
+        print(_refused(lambda: boost_with(range(8), rank, given=rank == 0)))
+
+
 def one_passes_more(_: Path) -> None:
     """Rank 0 runs another backward where rank 1 steps."""
     with _of_rank() as rank:

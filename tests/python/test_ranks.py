@@ -191,6 +191,15 @@ def test_ranks_that_were_given_different_things_say_so(tmp_path: Path) -> None:
             assert "differ in the environment's CASTOR_RANK_LINK: 'auto' and 'group'" in link
 
 
+def test_ranks_that_would_read_another_order_of_the_samples_say_so(tmp_path: Path) -> None:
+    """Without it they took some samples twice an epoch and others never."""
+    for output in succeeded(run(rank_cases.shuffles_differently, 2, tmp_path)):
+        seed, length, own = output.splitlines()
+        assert "rank 0 and rank 1 differ in the seed of the dataloader's sampler: 0 and 1" in seed
+        assert "differ in the length of the dataloader's dataset: 8 and 9" in length
+        assert own == "nothing was raised"
+
+
 def test_ranks_that_do_different_things_are_both_named_at_once(tmp_path: Path) -> None:
     for output in succeeded(run(rank_cases.one_passes_more, 2, tmp_path)):
         assert (

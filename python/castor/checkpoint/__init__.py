@@ -2,7 +2,7 @@
 
 from castor.checkpoint.agreement import check_saved_alike, ready_on_all
 from castor.checkpoint.background import save_reading, wait
-from castor.checkpoint.dataloader import make_resumable
+from castor.checkpoint.dataloader import check_read_alike, make_resumable
 from castor.checkpoint.model import save_model
 from castor.checkpoint.model_load import prepare_load_model
 from castor.checkpoint.optimizer import driver_of, save_optimizer
@@ -20,6 +20,7 @@ __all__ = [
     "Saving",
     "Share",
     "at_once",
+    "check_read_alike",
     "check_saved_alike",
     "driver_of",
     "latest",

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from castor.checkpoint import rng
 from castor.checkpoint.rank_sampler import RankSampler
 from castor.errors import CheckpointError
+from castor.runtime.boosted_model import BoostedModel
+from castor.runtime.ranks import check_alike
 
 _FORMAT = "castor-dataloader-1"
 
@@ -199,6 +201,33 @@ def _resumable_class(base: Any) -> Any:
     return type(base.__name__, (ResumableLoader, base), {"__module__": base.__module__})
 
 
+def check_read_alike(shared: BoostedModel, loader: Any) -> None:
+    """Ranks that take parts of one dataset cut the same order of its samples. Collective.
+
+    Where a rank has no torch loader with a DistributedSampler, what it reads is its own.
+
+    Args:
+        shared: The model that they train.
+        loader: This rank's, None included.
+
+    Raises:
+        UsageError: Two ranks differ; every rank raises it.
+    """
+    if shared.ranks is None:
+        return
+    sampler = _sampler_of(loader) if isinstance(loader, DataLoader) else None
+    order = None
+    if isinstance(sampler, DistributedSampler):
+        order = {
+            "the length of the dataloader's dataset": len(sampler.dataset),  # type: ignore[arg-type]
+            **{f"the {name} of the dataloader's sampler": getattr(sampler, name)
+               for name in ("shuffle", "seed", "drop_last", "num_replicas")},
+        }  # fmt: skip
+    everyone = shared.gather(order)
+    if all(everyone):
+        check_alike(everyone)
+
+
 def _pass_over(loader: ResumableLoader, batches: Any, count: int) -> None:
     by_index = loader.num_workers == 0 and not isinstance(loader.dataset, IterableDataset)
     for _ in range(count):
@@ -215,7 +244,7 @@ def _pass_over(loader: ResumableLoader, batches: Any, count: int) -> None:
             ) from None
 
 
-def _sampler_of(loader: ResumableLoader) -> Any:
+def _sampler_of(loader: DataLoader[Any]) -> Any:
     return getattr(loader.batch_sampler, "sampler", loader.sampler)
 
 
