@@ -26,16 +26,15 @@ class HostFiller {
  public:
   HostFiller(const ChunkLayout& layout, std::span<const Placement> placements,
              const OptimizerStateOptions& options, std::size_t host_bytes, HomesPaid homes)
-      : layout_(layout), options_(options), budget_(host_bytes), homes_(homes) {
+      : layout_(layout), options_(options), budget_(host_bytes) {
     std::vector<bool> on_host;
     for (std::size_t i = 0; i < placements.size(); ++i) {
       const ChunkSpec& chunk = layout.chunks()[i];
       on_host.push_back(placements[i] != Placement::kDevice);
-      const bool own = homes == HomesPaid::kByRanks && !chunk.updated_in_parts();
-      const bool weights =
-          own || homes == HomesPaid::kByTheHost || homes == HomesPaid::kGradientsCut;
-      const bool gradients = homes == HomesPaid::kByTheHost || homes == HomesPaid::kByRanks;
-      const std::size_t payloads = (weights ? 1 : 0) + (gradients && chunk.trainable ? 1 : 0);
+      const bool own = homes == HomesPaid::kByTheHost ||
+                       (homes == HomesPaid::kByRanks && !chunk.updated_in_parts());
+      const bool weights = own || homes == HomesPaid::kGradientsCut;
+      const std::size_t payloads = (weights ? 1 : 0) + (own && chunk.trainable ? 1 : 0);
       needs_.weights.push_back(on_host[i] ? payloads * chunk.used_bytes : 0);
       std::vector<PayloadSpec>& states = states_.emplace_back();
       if (on_host[i]) {
@@ -63,9 +62,6 @@ class HostFiller {
       store_weights();
     }
     for (std::size_t i = 0; i < count; ++i) {
-      if (homes_ == HomesPaid::kByRanks && layout_.chunks()[i].updated_in_parts()) {
-        continue;
-      }
       places_.host_bytes += places_.stored.weights[i] ? 0 : needs_.weights[i];
     }
     if (options_.nvme) {
@@ -150,7 +146,6 @@ class HostFiller {
   const ChunkLayout& layout_;
   const OptimizerStateOptions& options_;
   const std::size_t budget_;
-  const HomesPaid homes_;
   HostNeeds needs_;
   std::vector<std::vector<PayloadSpec>> states_;  // per chunk, of those on the host
   HostPlaces places_;

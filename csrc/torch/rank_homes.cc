@@ -1,9 +1,12 @@
 #include "torch/rank_homes.h"
 
+#include <algorithm>
 #include <functional>
 #include <utility>
 
+#include "dist/rank_reduction.h"
 #include "dist/shared_file.h"
+#include "torch/cut_homes.h"
 
 namespace castor {
 namespace {
@@ -35,12 +38,15 @@ RankHomes::RankHomes(const ChunkLayout& layout, std::span<const Placement> place
   }
   std::size_t weights = 0;
   std::size_t gradients = 0;
+  std::size_t largest = 0;  // of a chunk's gradients
   std::string places;
   for (std::size_t i = 0; i < placements.size(); ++i) {
     const ChunkSpec& chunk = layout.chunks()[i];
     if (placements[i] != Placement::kDevice && chunk.updated_in_parts()) {
       weights += SharedHomes::size_of(chunk.used_bytes);
-      gradients += chunk.trainable ? SharedHomes::size_of(chunk.used_bytes) : 0;
+      const std::size_t own = chunk.trainable ? SharedHomes::size_of(chunk.used_bytes) : 0;
+      gradients += own;
+      largest = std::max(largest, own);
     }
     places += std::to_string(weights) + ' ';
   }
@@ -69,6 +75,10 @@ RankHomes::RankHomes(const ChunkLayout& layout, std::span<const Placement> place
   share(gradients_, gradients, "gradients");
   if (!refusal_.empty()) {
     weights_ = {};
+  } else if (gradients_.homes) {
+    room_for_copies_ =
+        CutHomes::kGradientCopies * largest +
+        RankReduction::window_bytes(largest, *options.ranks->passes, gradients_.homes.get());
   }
 }
 

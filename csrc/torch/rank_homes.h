@@ -35,6 +35,9 @@ class RankHomes {
   [[nodiscard]] const Kind& weights() const noexcept { return weights_; }
   /// Each rank has copies, too, of those that have not been reduced (RankGradients).
   [[nodiscard]] const Kind& gradients() const noexcept { return gradients_; }
+  /// Of the host, for gradients on their way: a window, and a few chunks that other ranks have not
+  /// completed. Whoever fills the host leaves it.
+  [[nodiscard]] std::size_t room_for_copies() const noexcept { return room_for_copies_; }
   /// Of all ranks of this machine together.
   [[nodiscard]] std::size_t bytes() const noexcept;
   /// Machines that have such homes each, where there are any.
@@ -45,6 +48,7 @@ class RankHomes {
  private:
   Kind weights_;
   Kind gradients_;
+  std::size_t room_for_copies_ = 0;
   std::size_t nodes_ = 1;
   std::string refusal_;
 };

@@ -37,9 +37,9 @@ HomesPaid payer(const RankHomes& common, const CutHomes& cut) {
                                 : HomesPaid::kByTheHost;
 }
 
-std::size_t room_for_places(const MemoryTier& host, const CutHomes& cut) {
+std::size_t room_for_places(const MemoryTier& host, const RankHomes& common, const CutHomes& cut) {
   const std::size_t available = host.ledger().available();
-  return available - std::min(available, cut.room_for_copies());
+  return available - std::min(available, common.room_for_copies() + cut.room_for_copies());
 }
 
 /// nullptr: none.
@@ -119,7 +119,7 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
       cut_homes_(make_cut_homes(layout_, placements, options, rank_homes_, *host_, *executor_)),
       gradient_parts_(make_gradient_parts(layout_, cut_homes_, *host_, own_device_.torch_device())),
       places_(choose_host_places(layout_, placements, options.state,
-                                 room_for_places(*host_, cut_homes_),
+                                 room_for_places(*host_, rank_homes_, cut_homes_),
                                  payer(rank_homes_, cut_homes_))),
       nvme_(make_nvme(places_, options, *host_, *executor_, nvme_ledger_.get(),
                       budget_place_.number(), nvme_taken_)),

@@ -267,6 +267,27 @@ def clips_without_room(_: Path) -> None:
         print(_refused(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e-3)))
 
 
+def states_on_nvme(directory: Path) -> None:
+    """Prints what this rank has on NVMe, then whether that changed nothing.
+
+    Beside the homes the host has room for nine layers, and their states take twelve.
+    """
+    shared = 2 * DEEP * WIDE_LAYER // 2
+    little = {"host_memory": shared + 9 * WIDE_LAYER, "nvme_path": directory}
+    with _of_rank() as rank:
+        weights = []
+        for settings in ({}, little):
+            torch.manual_seed(3)
+            boosted = boost(
+                RankCase(_deep, _deep_loss),
+                **{"chunk_bytes": WIDE_LAYER, "memory": 3 * WIDE_LAYER} | settings,
+            )
+            for step in range(2):
+                boosted.step(_deep_loss(boosted.model, 10 * step + rank, rank))
+            weights.append([_kept(param) for param in boosted.model.parameters()])
+        print(boosted.booster.report(boosted.model).nvme_bytes, all(map(torch.equal, *weights)))
+
+
 def steps_without_room(_: Path) -> None:
     """Clips in a step in which one optimizer reads p.grad; prints what gradients have become."""
     with _of_rank() as rank:

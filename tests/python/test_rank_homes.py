@@ -88,6 +88,14 @@ def test_gradients_of_passes_apart_that_have_no_room_are_named(tmp_path: Path) -
         assert "a rank has gradients of its own until all ranks have theirs" in output
 
 
+def test_states_make_room_on_nvme_for_nothing_that_homes_have_paid_for(tmp_path: Path) -> None:
+    """The gradients' homes counted twice: the host was said to have no room for the parameters."""
+    for output in succeeded(run(rank_home_cases.states_on_nvme, 2, tmp_path)):
+        stored, same = output.split()
+        assert 0 < int(stored) <= rank_home_cases.DEEP * rank_home_cases.WIDE_LAYER * 1.01
+        assert same == "True"
+
+
 def test_gradients_that_a_loop_writes_itself_are_paid_for(tmp_path: Path) -> None:
     """clip_grad_norm_ writes them: copies, until a backward pass that finds them unseen."""
     for output in succeeded(run(rank_home_cases.clips, 2, tmp_path)):
