@@ -22,6 +22,7 @@ from castor.config.names import BETWEEN_LAYERS, GRAD_READY
 from castor.distributed import Mode
 from castor.errors import UsageError
 from castor.estimate.cluster import Cluster, Link
+from castor.estimate.layout_bounds import least_lacking
 from castor.estimate.layout_cost import LayoutCost
 from castor.estimate.layout_search import LayoutSearch
 from castor.estimate.layouts import Layout, layouts
@@ -615,6 +616,31 @@ def test_no_layout_takes_less_than_its_bounds(
                 bounds = [*found._bound(like, layout, on), *found._own_bound(layout, on)]
                 assert all(bound <= seconds for bound in bounds), layout
                 assert bounds or not cost.fits(on.machine)
+
+
+def test_where_no_host_has_room_those_that_lack_least_are_found_soon(
+    compared: tuple[LayoutSearch, list[LayoutCost]],
+) -> None:
+    """Without bounds of what hosts lack every layout was recorded, for minutes."""
+    found, every = compared
+    least = min(cost.host_bytes for cost in every)
+    on = cluster(host_memory=4 * least // 2)
+    costs = [found.cost(cost.layout, on) for cost in every]
+    for cost in costs:
+        assert least_lacking(found._divided(cost.layout, cost.layout, on)) <= cost.lacking(
+            on.machine
+        )
+    simulated: list[int] = []
+    shown = found.search(on, shown=4, told=lambda done, _: simulated.append(done))
+    assert not shown.fitting
+    lacking: dict[Layout, int] = {}
+    for cost in costs:
+        lacks, division = cost.lacking(on.machine), cost.layout.division()
+        lacking[division] = min(lacks, lacking.get(division, lacks))
+    assert len({cost.layout.division() for cost in shown.others}) == 4
+    for cost, lacks in zip(shown.others, sorted(lacking.values()), strict=False):
+        assert lacks <= cost.lacking(on.machine) <= 1.05 * lacks
+    assert len(simulated) < len(every) / 2
 
 
 def test_bounds_have_copies_of_chunks_and_leave_out_no_layout_that_is_faster(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 
 from castor import _C
 from castor.config.names import SCALAR_TYPES
@@ -104,8 +105,7 @@ def least_of_passes(of_all: Divided, like: Layout) -> float | None:
     each = of_rows(lambda whole: whole.seconds)
     block = of_rows(lambda whole: whole.block_seconds)
     count = len(layers)
-    ranks = range(layout.stages)
-    blocks = [sum(layers[stage] for stage in layout.stages_of(rank)) for rank in ranks]
+    blocks = [_blocks_of(of_all, rank) for rank in range(layout.stages)]
     # Of the first rank, which has most micro-batches under way.
     under_way = min(layout.microbatches, layout.stages) * blocks[0]
     if layout.style == "zbv":  # when the first one is through the last stage
@@ -157,13 +157,30 @@ def least_of_nvme(of_all: Divided) -> float:
     beside = 1 if workload.overlap != "none" and not cluster.on_host else 0
     least = 0.0
     for rank in {0, layout.stages - 1}:
-        blocks = sum(of_all.layers[stage] for stage in layout.stages_of(rank))
+        blocks = _blocks_of(of_all, rank)
         weights = blocks * block_bytes
         over = weights * each - machine.host_bytes
         if over > 0:
             passes = (layout.microbatches - beside) * blocks * block
             least = max(least, 2 * over / machine.nvme + passes)
     return least * ROUNDING
+
+
+def least_lacking(of_all: Divided) -> float:
+    """Bytes less than which host and NVMe do not lack for the end with most; 0: it may fit."""
+    layout, cluster = of_all.layout, of_all.cluster
+    machine, sharing = cluster.machine, ranks_of_homes(layout, cluster)
+    room: float = machine.host_bytes
+    if machine.nvme is not None and sharing == 1:
+        room += inf if machine.nvme_bytes is None else machine.nvme_bytes
+    each = 2 / sharing + _states_of_weights(machine, of_all.workload) / layout.replicas
+    blocks = max(_blocks_of(of_all, rank) for rank in {0, layout.stages - 1})
+    return max(0.0, blocks * of_all.of_one.block_bytes * each - room) * ROUNDING
+
+
+def _blocks_of(of_all: Divided, rank: int) -> int:
+    """That a rank of the pipeline has."""
+    return sum(of_all.layers[stage] for stage in of_all.layout.stages_of(rank))
 
 
 @cache

@@ -73,6 +73,22 @@ class LayoutCost(_Needs):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search knows of a model's layouts."""
+
+    cluster: Cluster
+    """Where."""
+    fitting: list[LayoutCost]
+    """Fastest first."""
+    others: list[LayoutCost]
+    """Where none fits: that which lacks least first."""
+    refused: dict[str, str]
+    """Ways of dividing that the model does not take, and why."""
+    compared: int
+    """Layouts that there are."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Seconds:
     """Of a micro-batch in a stage."""
 
@@ -132,9 +148,9 @@ class End(_Needs):
 
     @property
     def needs_nvme(self) -> bool:
-        """Whether the host has no room, and there is NVMe that such ranks may use.
+        """Whether the host has no room, and there is NVMe.
 
-        Those that keep homes together may not: a session asks them for room for all gradients too.
+        What ranks with common homes would have there is not planned.
         """
         machine = self._cluster.machine
         if machine.nvme is None or ranks_of_homes(self._layout, self._cluster) > 1:

@@ -15,8 +15,8 @@ from rich.table import Table
 from castor.config.layout_plan import write_plan
 from castor.estimate.cluster import Cluster
 from castor.estimate.estimator import size
-from castor.estimate.layout_cost import LayoutCost
-from castor.estimate.layout_search import Found, LayoutSearch
+from castor.estimate.layout_cost import Found, LayoutCost
+from castor.estimate.layout_search import LayoutSearch
 from castor.estimate.layouts import Layout
 from castor.estimate.workload import Workload
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from math import inf
 from pathlib import Path
@@ -16,13 +16,14 @@ from castor.estimate.cluster import Cluster
 from castor.estimate.layout_bounds import (
     Divided,
     Whole,
+    least_lacking,
     least_of_copies,
     least_of_nvme,
     least_of_passes,
     passing_bytes,
     sends_all,
 )
-from castor.estimate.layout_cost import End, LayoutCost, cost_of, seconds_of
+from castor.estimate.layout_cost import End, Found, LayoutCost, cost_of, seconds_of
 from castor.estimate.layouts import Layout, layouts
 from castor.estimate.rank_on_paper import (
     ModelOnPaper,
@@ -33,22 +34,6 @@ from castor.estimate.rank_on_paper import (
 from castor.estimate.workload import Workload
 
 _WHOLE = Layout()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """What a search knows of a model's layouts."""
-
-    cluster: Cluster
-    """Where."""
-    fitting: list[LayoutCost]
-    """Fastest first."""
-    others: list[LayoutCost]
-    """Where none fits: that which lacks least first."""
-    refused: dict[str, str]
-    """Ways of dividing that the model does not take, and why."""
-    compared: int
-    """Layouts that there are."""
 
 
 class LayoutSearch:
@@ -120,7 +105,9 @@ class LayoutSearch:
 
         All are bounded by what the whole model takes, divided evenly. In the order of these bounds
         those that might be among the fastest get one of their own, with what divided sequences
-        and copies of chunks take, and in the order of that they are recorded and simulated.
+        and copies of chunks take, and in the order of that they are recorded and simulated. Those
+        that host and NVMe have no room for wait; where nothing fits, those among them are that may
+        lack least, one of each division, in a schedule that the device has room for, if any.
 
         Args:
             cluster: Where.
@@ -140,11 +127,12 @@ class LayoutSearch:
             )
         # Of each the least it takes, and whether that is its own.
         queue = [(bound, n, False, layout) for n, layout in enumerate(every)
-                 for bound in self._bound(_undivided(layout), layout, cluster)]  # fmt: skip
+                 for bound in self._bound(layout.undivided(), layout, cluster)]  # fmt: skip
         heapify(queue)
         possible, done = len(queue), 0
         fitting: dict[Layout, LayoutCost] = {}
-        others: list[LayoutCost] = []
+        others: dict[Layout, LayoutCost] = {}
+        too_large: list[tuple[float, int, Layout]] = []
         while queue:
             seconds, n, own, layout = heappop(queue)
             known = sorted(cost.seconds for cost in fitting.values())
@@ -155,7 +143,10 @@ class LayoutSearch:
                 continue  # another schedule of these is faster
             if not own:
                 for bound in self._own_bound(layout, cluster):
-                    heappush(queue, (max(bound, seconds), n, True, layout))
+                    if lacks := least_lacking(self._divided(layout, layout, cluster)):
+                        heappush(too_large, (lacks, n, layout))
+                    else:
+                        heappush(queue, (max(bound, seconds), n, True, layout))
                 continue
             told(done, possible)
             done += 1
@@ -164,18 +155,37 @@ class LayoutSearch:
             )
             for cost in self._known(layout, cluster, limit):
                 if not cost.fits(cluster.machine):
-                    others.append(cost)
+                    self._keep(cost, others, cluster)
                 elif best is None or cost.seconds < best.seconds:
                     fitting[layout.division()] = cost
+        while too_large and not fitting:
+            lacks, _, layout = heappop(too_large)
+            least = sorted(cost.lacking(cluster.machine) for cost in others.values())[:shown]
+            if len(least) == shown and least[-1] <= lacks:
+                break  # the others lack more still
+            known_one = others.get(layout.division())
+            if known_one and known_one.device_bytes <= cluster.machine.device_bytes:
+                continue  # another schedule leaves as much on the host
+            told(done, possible)
+            done += 1
+            for cost in self._known(layout, cluster, inf):
+                self._keep(cost, others, cluster)
         if fitting:
-            others = []
+            others.clear()
         return Found(
             cluster=cluster,
             fitting=sorted(fitting.values(), key=lambda cost: cost.seconds)[:shown],
-            others=sorted(others, key=lambda cost: cost.lacking(cluster.machine))[:shown],
+            others=sorted(others.values(), key=lambda cost: cost.lacking(cluster.machine))[:shown],
             refused=dict(self.refused),
             compared=len(every),
         )
+
+    @staticmethod
+    def _keep(cost: LayoutCost, others: dict[Layout, LayoutCost], cluster: Cluster) -> None:
+        """Of those that differ in micro-batches and schedule alone, that which lacks least."""
+        known, machine = others.get(cost.layout.division()), cluster.machine
+        if known is None or cost.lacking(machine) < known.lacking(machine):
+            others[cost.layout.division()] = cost
 
     def _bound(self, like: Layout, layout: Layout, cluster: Cluster) -> Iterator[float]:
         """Seconds less than which a layout does not take; none where it is refused or too large.
@@ -214,7 +224,7 @@ class LayoutSearch:
 
     def _whole(self, like: Layout, cluster: Cluster) -> tuple[Whole, Whole]:
         """The model with layers and sequences divided so, for one row and for two."""
-        key = _of_model(like), cluster.machine, cluster.link
+        key = like.of_model(), cluster.machine, cluster.link
         if key not in self._wholes:
             # A stage for each block is recorded soonest: those in between take as much as others,
             # of which there are two.
@@ -324,7 +334,7 @@ class LayoutSearch:
         return [known[kind] for kind in alike]
 
     def _model(self, like: Layout) -> ModelOnPaper:
-        division = _of_model(like)
+        division = like.of_model()
         if division not in self._models:
             self._models[division] = ModelOnPaper(
                 self._config,
@@ -344,7 +354,7 @@ class LayoutSearch:
         self, layout: Layout, stage: int, kind: tuple[int, bool, bool], tile: int
     ) -> StagePass:
         """A stage that no end has one like; of any pipeline that has one of this kind."""
-        key = (_of_model(layout), kind, layout.style == "zbv", layout.rows, tile)
+        key = (layout.of_model(), kind, layout.style == "zbv", layout.rows, tile)
         if key not in self._passes:
             recorded = self._record(layout, (stage,), tile)
             self._passes[key] = recorded.passes[stage]
@@ -353,7 +363,7 @@ class LayoutSearch:
     def _rank(self, layout: Layout, rank: int, tile: int, replicas: int = 1) -> RankOnPaper:
         stages, splits = layout.stages * layout.stages_per_rank, layout.style == "zbv"
         own = tuple(layout.stages_of(rank))
-        key = (_of_model(layout), own, stages, splits, layout.rows, tile, replicas)
+        key = (layout.of_model(), own, stages, splits, layout.rows, tile, replicas)
         if key not in self._ranks:
             self._ranks[key] = (
                 self._record(layout, own, tile)
@@ -387,13 +397,3 @@ def _refusal(error: Exception, layout: Layout) -> Exception:
     if layout.sequence > 1 and isinstance(error.__cause__, NotImplementedError):
         return error.__cause__
     raise error
-
-
-def _of_model(layout: Layout) -> Layout:
-    """Of all whose ranks have the same part of each block, the first."""
-    return replace(layout.division(), stages=1, data=1)
-
-
-def _undivided(layout: Layout) -> Layout:
-    """The same with whole sequences."""
-    return replace(layout, sequence=1, mode=Layout.mode)

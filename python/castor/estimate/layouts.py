@@ -83,6 +83,14 @@ class Layout:
         """Of all that differ in micro-batches and schedule alone, the first."""
         return replace(self, style="1f1b", stages_per_rank=1, microbatches=1, rows=1)
 
+    def of_model(self) -> Layout:
+        """Of all whose ranks have the same part of each block, the first."""
+        return replace(self.division(), stages=1, data=1)
+
+    def undivided(self) -> Layout:
+        """The same with whole sequences."""
+        return replace(self, sequence=1, mode=Layout.mode)
+
     def arguments(self) -> dict[str, Any]:
         """HybridParallelPlugin's."""
         found: dict[str, Any] = {
