@@ -21,7 +21,7 @@ from castor.errors import UsageError
 from castor.integrations.common import boost, boosted, check_plugin, plugin_of, unwrapped
 from castor.integrations.data_parallel import DistributedDataParallel
 from castor.plugins import GeminiPlugin
-from castor.runtime.ranks import launched_size, ranks_of_node
+from castor.runtime.launched import launched_size, ranks_of_node
 
 _CLIPS = "the Trainer clips by its own gradient_clip_val"
 _PRECISIONS = {

@@ -17,6 +17,7 @@ from castor.config import GeminiConfig
 from castor.config.names import StateFormat
 from castor.distributed import RankLayout
 from castor.plugins.machine import check_gpus
+from castor.runtime.launched import name_of_node, warn_of_neighbours
 from castor.runtime.ranks import describe_parameters
 
 
@@ -63,11 +64,13 @@ def join_ranks(
         "seed": seed,
         **describe_optimizers(model, optimizers),
     }
-    size = 1
+    size = here = 1
     for group in layout.groups:
-        group.check_equal(facts)
+        names = group.check_equal(facts, beside=name_of_node())
         size *= group.size
+        here *= names.count(name_of_node())
     _check_supported(model, config, held, size)
+    warn_of_neighbours(here, stacklevel=4)
     check_gpus(layout, device, config.device_bytes, stacklevel=4)
 
 

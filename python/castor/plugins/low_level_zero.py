@@ -12,7 +12,8 @@ from castor.errors import UsageError
 from castor.optim.rules import rules_of
 from castor.plugins.gemini import GeminiPlugin
 from castor.runtime.engine import Engine
-from castor.runtime.ranks import may_share_memory, rank_and_size, ranks_of_node
+from castor.runtime.launched import ranks_of_node
+from castor.runtime.ranks import may_share_memory, rank_and_size
 
 _BY_OFFLOAD = {
     "placement_policy": "cpu_offload says where things are",

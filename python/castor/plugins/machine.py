@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import torch
@@ -10,7 +11,7 @@ from castor._loader import load_cuda
 from castor.config.memory import host_memory, share_memory, usable_bytes
 from castor.distributed import RankLayout
 from castor.errors import UsageError
-from castor.runtime.ranks import rank_of_node, ranks_of_node
+from castor.runtime.launched import rank_of_node, ranks_of_node
 
 _USABLE_SHARE = 0.95
 """Of the free memory of a GPU: what its allocator cannot use for fragmentation is in the rest."""
@@ -53,7 +54,8 @@ def _own_gpu() -> int:
         UsageError: The machine has fewer than ranks.
     """
     ranks, count = ranks_of_node(), torch.cuda.device_count()
-    if ranks == 1:
+    # A script that has started its processes itself may have said which computes where.
+    if ranks == 1 or ("LOCAL_RANK" not in os.environ and torch.cuda.current_device() > 0):
         return torch.cuda.current_device()
     if 1 < count < ranks:
         raise UsageError(

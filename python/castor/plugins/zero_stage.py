@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from castor.config import GeminiConfig
 from castor.distributed import RankLayout
+from castor.runtime.launched import ranks_of_node
 from castor.runtime.process_groups import own_groups
-from castor.runtime.ranks import may_share_memory, ranks_of_node
+from castor.runtime.ranks import may_share_memory
 from castor.runtime.rules import FusedRule
 
 

@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from castor import _C
 from castor.errors import Error, UsageError
+from castor.runtime.launched import launched_size
 from castor.runtime.process_groups import own_groups
 from castor.runtime.waits import served_by_another
 
@@ -40,9 +41,11 @@ def launch_from_torch() -> None:
         return
     missing = [name for name in _LAUNCHED if name not in os.environ]
     if missing:
+        slurm = "; tasks of srun: RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS"
         raise UsageError(
             f"no launcher has started this process: {', '.join(missing)} not set; start it with "
             "torchrun --nproc-per-node N, or call torch.distributed.init_process_group"
+            f"{slurm if 'SLURM_PROCID' in os.environ else ''}"
         )
     store, rank, size = next(rendezvous("env://"))
     # torchrun keeps its store when it starts all again, with the addresses of those that are gone.
@@ -310,33 +313,6 @@ def rank_and_size() -> tuple[int, int]:
             return 0, 1
         launch_from_torch()
     return distributed.get_rank(), distributed.get_world_size()
-
-
-def launched_size() -> int:
-    """How many processes there are in this one's group, or how many the launcher has started.
-
-    Not collective: it makes no group; 1 where there is neither.
-    """
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_world_size()
-    return _told("WORLD_SIZE")
-
-
-def _told(name: str) -> int:
-    """A number of ranks of a launcher's; 1 where there was none."""
-    size = os.environ.get(name, "")
-    return max(1, int(size)) if size.isdecimal() and "RANK" in os.environ else 1
-
-
-def rank_of_node() -> int:
-    """Which of the processes that the launcher has started on this machine this one is; 0 alone."""
-    rank = os.environ.get("LOCAL_RANK", "")
-    return int(rank) if rank.isdecimal() and ranks_of_node() > 1 else 0
-
-
-def ranks_of_node() -> int:
-    """How many processes the launcher has started on this machine; 1 where there was none."""
-    return _told("LOCAL_WORLD_SIZE")
 
 
 def describe_parameters(model: nn.Module) -> dict[str, Any]:

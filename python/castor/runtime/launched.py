@@ -1,0 +1,101 @@
+"""What launchers tell a process: how many they have started, and how many of these on its machine.
+
+All that castor needs is torch.distributed's environment (RANK, WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT), or a process group. How many ranks are on this machine torchrun, Ray Train and
+Lightning say (LOCAL_RANK, LOCAL_WORLD_SIZE); of srun's tasks Slurm does, and of mpirun's Open MPI.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import warnings
+
+from torch import distributed
+
+
+def launched_size() -> int:
+    """How many processes there are in this one's group, or how many the launcher has started.
+
+    Not collective: it makes no group; 1 where there is neither.
+    """
+    if _joined():
+        return distributed.get_world_size()
+    return _told("WORLD_SIZE") or 1
+
+
+def rank_of_node() -> int:
+    """Which of the processes on this machine this one is; 0 where nobody has said, or alone."""
+    return _place_on_node()[0]
+
+
+def ranks_of_node() -> int:
+    """How many of all ranks are on this machine; 1 where nobody has said, or alone."""
+    return _place_on_node()[1]
+
+
+def name_of_node() -> str:
+    """What ranks of one machine give alike."""
+    return socket.gethostname()
+
+
+def warn_of_neighbours(here: int, *, stacklevel: int) -> None:
+    """Warns where the launcher has told of fewer ranks on this machine.
+
+    Args:
+        here: How many there are.
+        stacklevel: As warnings.warn counts, from the caller of this function.
+    """
+    told = ranks_of_node()
+    if here > told and "LOCAL_WORLD_SIZE" not in os.environ:
+        warnings.warn(
+            f"{here} ranks are on this machine ({name_of_node()}), and their launcher has told "
+            f"each of {told}: default budgets are too large, and each takes the GPU of a rank 0. "
+            f"Set LOCAL_WORLD_SIZE={here}, and LOCAL_RANK from 0 to {here - 1}",
+            RuntimeWarning,
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _place_on_node() -> tuple[int, int]:
+    """(which, of how many)."""
+    size = launched_size()
+    if size == 1 and not _told("LOCAL_WORLD_SIZE"):
+        return 0, 1
+    for which, of in (
+        (_told("LOCAL_RANK"), _told("LOCAL_WORLD_SIZE")),
+        (_told("SLURM_LOCALID"), _tasks_of_slurm(size)),
+        (_told("OMPI_COMM_WORLD_LOCAL_RANK"), _told("OMPI_COMM_WORLD_LOCAL_SIZE")),
+        (distributed.get_rank() if _joined() else _told("RANK"), size if _meet_here() else None),
+    ):
+        if of:
+            return (0 if of == 1 else which or 0), of
+    return 0, 1
+
+
+def _told(name: str) -> int | None:
+    """A number of a launcher's; None where there was none."""
+    told = os.environ.get(name, "")
+    return int(told) if told.isdecimal() and (_joined() or "RANK" in os.environ) else None
+
+
+def _joined() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def _tasks_of_slurm(size: int) -> int | None:
+    """Those that srun has started on this machine, where they are the ranks; else None."""
+    node, each = _told("SLURM_NODEID"), os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if _told("SLURM_STEP_NUM_TASKS") != size or node is None:
+        return None
+    counts: list[int] = []  # of "4(x2),3": 4, 4, 3
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", each):
+        counts += [int(count)] * int(times or 1)
+    return counts[node] if node < len(counts) else None
+
+
+def _meet_here() -> bool:
+    """Whether all ranks meet at an address that is this machine's alone."""
+    address = os.environ.get("MASTER_ADDR", "")
+    return address in ("localhost", "::1") or address.startswith("127.")
