@@ -306,9 +306,10 @@ def test_more_ranks_than_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None
 def _gpus(count: int, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """As if torch found so many, the third its current one; returns what becomes that."""
     current: list[int] = []
-    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in ((environment and {"RANK": "0"}) | environment).items():
+    size = environment.get("LOCAL_WORLD_SIZE", "1")
+    for name, value in {"RANK": "0", "WORLD_SIZE": size, **environment}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(machine, "check_cuda", lambda _: None)
     monkeypatch.setattr(machine, "load_cuda", lambda: None)

@@ -61,7 +61,7 @@ def warn_of_neighbours(here: int, *, stacklevel: int) -> None:
 def _place_on_node() -> tuple[int, int]:
     """(which, of how many)."""
     size = launched_size()
-    if size == 1 and not _told("LOCAL_WORLD_SIZE"):
+    if size == 1:
         return 0, 1
     for which, of in (
         (_told("LOCAL_RANK"), _told("LOCAL_WORLD_SIZE")),
