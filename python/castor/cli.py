@@ -58,11 +58,14 @@ def doctor(
         Path | None,
         typer.Option(help="Measure this directory too: 10 s, and 1 GiB that is removed again."),
     ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="Show where as many ranks of castor run would compute.")
+    ] = None,
 ) -> None:
     """Show what castor finds on this machine, and what to change where it costs speed."""
     from castor import doctor as examination
 
-    facts = examination.gather(nvme=nvme)
+    facts = examination.gather(nvme=nvme, nproc=nproc)
     if json:
         typer.echo(examination.as_json(facts))
     else:
@@ -105,6 +108,9 @@ def run(
     max_restarts: Annotated[
         int, typer.Option(help="How often all ranks begin again after a failure.")
     ] = 0,
+    bind: Annotated[
+        bool, typer.Option(help="Keep each rank to a NUMA node's cores, where there are several.")
+    ] = True,
     plan: Annotated[
         Path | None,
         typer.Option(
@@ -130,6 +136,7 @@ def run(
         max_restarts=max_restarts,
         log_dir=log_dir,
         plan=plan,
+        bind=bind,
     )
     raise typer.Exit(status)
 

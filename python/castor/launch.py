@@ -24,6 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from castor.config.layout_plan import ENVIRONMENT, read_plan
 from castor.config.settings_file import read_settings_file
 from castor.errors import UsageError
+from castor.runtime import rank_cores
 
 _TAIL = 20
 """Lines of a failed rank's log that are shown."""
@@ -41,6 +42,7 @@ def run(
     max_restarts: int,
     log_dir: Path | None,
     plan: Path | None = None,
+    bind: bool = True,
 ) -> int:
     """Runs a script on `nproc` ranks here, and returns when all are over.
 
@@ -61,6 +63,7 @@ def run(
         max_restarts: How often all ranks begin again after a failure.
         plan: From `castor plan`: its numbers of ranks and machines are taken, and
             HybridParallelPlugin("auto") takes its layout.
+        bind: Whether each rank keeps to cores of a NUMA node, where there are several.
         log_dir: Of the other ranks' output; by default a temporary one, which stays after failures.
 
     Returns:
@@ -112,9 +115,13 @@ def run(
     # Each attempt has a store of its own: in torch's, a rank may find the address of a dead one.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    begin = []
+    if bind and (places := rank_cores.places_of_ranks(nproc)):
+        os.environ[rank_cores.CORES] = rank_cores.as_environment(places)
+        begin = ["-I", rank_cores.__file__]
     status = 0
     try:
-        elastic_launch(config, sys.executable)("-u", *target, *arguments)
+        elastic_launch(config, sys.executable)(*begin, "-u", *target, *arguments)
     except ChildFailedError as error:
         return _tell(*error.get_first_failure(), logs)
     except SignalException as error:  # when it comes all ranks have been ended

@@ -16,6 +16,7 @@ from castor.config.memory import host_memory
 from castor.doctor import Facts, Finding, Gpu, NumaNode, NvmePath
 from castor.doctor.facts import chosen, cpu_name, cpu_quota, io_uring_error
 from castor.doctor.nvme import measure_nvme
+from castor.runtime.rank_cores import RankPlace
 
 GIB = 1 << 30
 
@@ -43,6 +44,7 @@ GOOD = Facts(
     memory_limit_bytes=None,
     usable_bytes=112 * GIB,
     numa_nodes=(NumaNode(os_index=0, memory_bytes=128 * GIB, num_cpus=16),),
+    ranks=None,
     host_arena="jemalloc arena 1 over mmap",
     huge_pages="madvise",
     io_uring=None,
@@ -267,3 +269,9 @@ def test_a_directory_that_does_not_exist_is_refused_before_anything_is_measured(
 ) -> None:
     with pytest.raises(OSError, match="missing"):
         doctor.gather(nvme=tmp_path / "missing")
+
+
+def test_where_ranks_would_compute_is_shown_where_it_is_asked_for() -> None:
+    places = (RankPlace(nodes=(0,), cores=(0, 1)), RankPlace(nodes=(1, 2), cores=(2, 3, 4)))
+    assert finding("ranks", ranks=places).value == "0: node 0, 2 cores; 1: node 1, 2, 3 cores"
+    assert "on any core" in finding("ranks", ranks=()).value

@@ -25,6 +25,7 @@ from castor.config.memory import (
     usable_bytes,
 )
 from castor.doctor.nvme import NvmePath, measure_nvme
+from castor.runtime.rank_cores import RankPlace, places_of_ranks
 
 _MEASURED_BYTES, _LEAST_BYTES = 512 << 20, 32 << 20
 _MEMORY_SHARE = 8  # measuring takes at most this part of the available memory
@@ -93,6 +94,8 @@ class Facts:
     """That GeminiPlugin's budgets come to by default, in this memory."""
     numa_nodes: tuple[NumaNode, ...] | None
     """None without hwloc."""
+    ranks: tuple[RankPlace, ...] | None
+    """Where castor run would have those that were asked for compute; empty: anywhere."""
     host_arena: str
     """Where the host tier takes its memory from."""
     huge_pages: str | None
@@ -116,11 +119,12 @@ class Facts:
     """Of the directory that was asked for."""
 
 
-def gather(*, nvme: str | os.PathLike[str] | None = None) -> Facts:
+def gather(*, nvme: str | os.PathLike[str] | None = None, nproc: int | None = None) -> Facts:
     """Looks at this machine and measures its memory: a few seconds.
 
     Args:
         nvme: A directory to measure too, which takes 10 seconds more.
+        nproc: Ranks whose places are asked for.
 
     Raises:
         Error: There is too little memory to measure with.
@@ -158,6 +162,7 @@ def gather(*, nvme: str | os.PathLike[str] | None = None) -> Facts:
         numa_nodes=None
         if nodes is None
         else tuple(NumaNode(os_index=i, memory_bytes=b, num_cpus=n) for i, b, n in nodes),
+        ranks=None if nproc is None else tuple(places_of_ranks(nproc)),
         host_arena=_C.host_arena(),
         huge_pages=chosen(read_small(Path("/sys/kernel/mm/transparent_hugepage/enabled"))),
         io_uring=io_uring_error(),

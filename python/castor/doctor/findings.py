@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from castor.doctor.facts import Facts
 from castor.doctor.nvme import NvmePath
 from castor.io_bench import step_bytes
+from castor.runtime.rank_cores import RankPlace
 
 ADAM_BYTES_PER_PARAM = 28
 """DRAM bytes of a step of fp32 Adam: w, m, v read and written, g read."""
@@ -35,6 +36,8 @@ class Finding:
 def findings(facts: Facts) -> list[Finding]:
     """One finding for each thing looked at, in the order of the output."""
     found = [examine(facts) for examine in _EXAMINATIONS]
+    if facts.ranks is not None:
+        found.append(_ranks(facts.ranks))
     if facts.nvme is not None:
         found += [_nvme_path(facts.nvme, facts), _nvme_bandwidth(facts.nvme)]
     return found
@@ -158,6 +161,14 @@ def _numa(facts: Facts) -> Finding:
             "one: nvidia-smi topo -m); else numactl --interleave=all"
         )
     return Finding(name="NUMA nodes", value=f"{len(facts.numa_nodes)} ({nodes})", change=change)
+
+
+def _ranks(ranks: Sequence[RankPlace]) -> Finding:
+    places = "; ".join(
+        f"{rank}: node {', '.join(map(str, place.nodes))}, {len(place.cores)} cores"
+        for rank, place in enumerate(ranks)
+    )
+    return Finding(name="ranks", value=places or "on any core: one NUMA node, or one rank")
 
 
 def _host_arena(facts: Facts) -> Finding:

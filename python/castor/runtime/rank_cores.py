@@ -1,0 +1,85 @@
+"""Where the ranks of `castor run` compute: on cores of a NUMA node, beside the memory they take.
+
+Run as a script it is what such a rank begins with: it keeps to its cores, and becomes the process
+that was asked for. Nothing of castor is imported for that.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+CORES = "CASTOR_RANK_CORES"
+"""Environment of the ranks: processors of each, joined by commas, ranks by semicolons."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlace:
+    """Of a rank; numbers are the operating system's."""
+
+    nodes: tuple[int, ...]
+    cores: tuple[int, ...]
+
+
+def places_of_ranks(nproc: int, *, root: Path = Path("/")) -> list[RankPlace]:
+    """Where each rank of this machine computes; empty where there is nothing to choose.
+
+    Each is beside the GPU of its number where there are as many; else they are spread over the NUMA
+    nodes in a row, several to a node, or several nodes to a rank. Of cores only those count that
+    this process may run on.
+
+    Args:
+        nproc: Ranks.
+        root: Of the file system that says what the machine has.
+    """
+    allowed = os.sched_getaffinity(0)
+    nodes = {}
+    for path in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        cores = sorted(allowed.intersection(_numbers((path / "cpulist").read_text())))
+        if cores:
+            nodes[int(path.name.removeprefix("node"))] = cores
+    if len(nodes) < 2 or nproc < 2:
+        return []
+    of_gpus = _nodes_of_gpus(root)
+    if len(of_gpus) == nproc and nodes.keys() >= set(of_gpus):
+        chosen = [[node] for node in of_gpus]
+    else:
+        row, count = sorted(nodes), len(nodes)
+        chosen = [
+            row[n * count // nproc : max(n * count // nproc + 1, (n + 1) * count // nproc)]
+            for n in range(nproc)
+        ]
+    return [
+        RankPlace(nodes=tuple(own), cores=tuple(core for node in own for core in nodes[node]))
+        for own in chosen
+    ]
+
+
+def as_environment(places: Sequence[RankPlace]) -> str:
+    """What CORES says."""
+    return ";".join(",".join(map(str, place.cores)) for place in places)
+
+
+def _nodes_of_gpus(root: Path) -> list[int]:
+    """In the order of their addresses, which is CUDA's of GPUs that are alike; [] where chosen."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return []
+    devices = sorted((root / "proc/driver/nvidia/gpus").glob("*"))
+    files = [root / "sys/bus/pci/devices" / device.name / "numa_node" for device in devices]
+    return [int(file.read_text()) for file in files if file.exists()]
+
+
+def _numbers(ranges: str) -> set[int]:
+    """Of "0-3,8": 0, 1, 2, 3, 8."""
+    found: set[int] = set()
+    for part in filter(None, ranges.strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
+if __name__ == "__main__":
+    mine = os.environ.pop(CORES).split(";")[int(os.environ["LOCAL_RANK"])]
+    os.sched_setaffinity(0, {int(core) for core in mine.split(",")})
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
