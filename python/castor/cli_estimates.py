@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -75,10 +75,21 @@ def estimate(
     gather_embeddings: Annotated[
         bool, typer.Option("--gather-embeddings", help="As in GeminiPlugin.")
     ] = False,
+    nproc: Annotated[int, typer.Option(help="Ranks on a machine; --batch is of each.", min=1)] = 1,
+    nodes: Annotated[int, typer.Option(help="Machines with as many ranks.", min=1)] = 1,
+    link: Annotated[
+        str | None, typer.Option(help="Of a rank to others of its machine: 300GB/s.")
+    ] = None,
+    network: Annotated[
+        str | None, typer.Option(help="Of a rank to other machines: 400Gb/s.")
+    ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Predict whether a model trains on a machine, how fast, and what bounds it."""
+    """Predict whether a model trains on a machine, or several, how fast, and what bounds it."""
     from castor.config import Precision
+    from castor.errors import UsageError
+    from castor.estimate import data_parallel
+    from castor.estimate.cluster import Cluster
     from castor.estimate.estimator import Estimator
     from castor.estimate.machine import machine
     from castor.estimate.render import render
@@ -95,25 +106,33 @@ def estimate(
         max_prefetch=max_prefetch,
         gather_embeddings=gather_embeddings,
     )
-    on = machine(
-        preset,
-        precision=workload.precision,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        h2d=h2d,
-        d2h=d2h,
-        dram=dram,
-        flops=flops,
-        device_bandwidth=device_bandwidth,
-        operator_us=operator_us,
-        nvme=nvme,
-        nvme_memory=nvme_memory,
-    )
+    figures: dict[str, Any] = {
+        "device_memory": device_memory, "host_memory": host_memory, "h2d": h2d, "d2h": d2h,
+        "dram": dram, "flops": flops, "device_bandwidth": device_bandwidth,
+        "operator_us": operator_us, "nvme": nvme, "nvme_memory": nvme_memory,
+    }  # fmt: skip
+    console = Console(highlight=False, soft_wrap=True)
+    if nproc * nodes > 1:
+        between = {"device": preset, "link": link, "network": network, **figures}
+        given = {name: value for name, value in between.items() if value is not None}
+        if nvme is not None:
+            given["nvme_path"] = "."  # which directory is of no interest
+        cluster = Cluster.of({"nodes": nodes, "ranks_per_node": nproc, **given}, workload.precision)
+        of_ranks = data_parallel.estimate_ranks(config, workload, cluster)
+        if as_json:
+            typer.echo(json.dumps(of_ranks.as_json(), indent=2))
+        else:
+            data_parallel.render(of_ranks, workload, cluster, console)
+        return
+    for name, value in (("link", link), ("network", network)):
+        if value is not None:
+            raise UsageError(f"--{name} is between ranks: give --nproc or --nodes as well")
+    on = machine(preset, precision=workload.precision, **figures)
     found = Estimator(config, workload).estimate(on)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:
-        render(found, workload, on, Console(highlight=False, soft_wrap=True))
+        render(found, workload, on, console)
 
 
 def _workload(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_BITS = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT])?b(?:it)?(?:/s|ps)\s*")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
 
 
@@ -46,7 +47,7 @@ def parse_bandwidth(value: int | str, name: str) -> int:
     """Reads a bandwidth.
 
     Args:
-        value: Bytes per second, or a string such as "25GB/s".
+        value: Bytes per second, or a string such as "25GB/s", or "400Gb/s" for bits.
         name: The argument's name, for errors.
 
     Returns:
@@ -56,9 +57,15 @@ def parse_bandwidth(value: int | str, name: str) -> int:
         TypeError: `value` is neither an int nor a string.
         ValueError: The string is no bandwidth, or it is not positive.
     """
+    if isinstance(value, str) and (match := _BITS.fullmatch(value)):
+        return parse_bytes(int(float(match[1]) * _UNITS[match[2] or ""] / 8), name)
     size = value.strip().removesuffix("/s") if isinstance(value, str) else value
-    if isinstance(value, str) and (size == value.strip() or _SIZE.fullmatch(str(size)) is None):
-        raise ValueError(f"{name} is {value!r}; write a bandwidth such as '25GB/s'")
+    if isinstance(value, str) and (
+        size == value.strip() or "b" in value or _SIZE.fullmatch(str(size)) is None
+    ):
+        raise ValueError(
+            f"{name} is {value!r}; write a bandwidth such as '25GB/s', or '400Gb/s' for bits"
+        )
     return parse_bytes(size, name)
 
 

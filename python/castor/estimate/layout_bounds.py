@@ -11,7 +11,8 @@ from castor import _C
 from castor.config.names import SCALAR_TYPES
 from castor.estimate import simulator
 from castor.estimate.cluster import Cluster
-from castor.estimate.layout_cost import NO_NVME, ROUNDING, ranks_of_homes, reduced
+from castor.estimate.copies import ranks_of_homes, reduced
+from castor.estimate.layout_cost import NO_NVME, ROUNDING
 from castor.estimate.layouts import Layout
 from castor.estimate.machine import Machine
 from castor.estimate.rank_on_paper import RankOnPaper, StagePass

@@ -15,6 +15,7 @@ from castor import _C
 from castor.activations.block_profile import Events
 from castor.estimate import simulator
 from castor.estimate.cluster import Cluster
+from castor.estimate.copies import ranks_of_homes, reduced
 from castor.estimate.layouts import Layout
 from castor.estimate.machine import Machine
 from castor.estimate.metatrace import Moment
@@ -221,17 +222,6 @@ class End(_Needs):
         return recorded.simulator.run(events, computing, options), sum(computing)
 
 
-def ranks_of_homes(layout: Layout, cluster: Cluster) -> int:
-    """That keep parameters and gradients together: those of a host, which compute there."""
-    return _ranks_of_a_node(layout, cluster) if cluster.on_host else 1
-
-
-def _ranks_of_a_node(layout: Layout, cluster: Cluster) -> int:
-    """Those of a node that have the same parameters."""
-    apart = layout.of_layers * layout.stages
-    return max(1, min(layout.replicas, cluster.ranks_per_node // apart))
-
-
 def seconds_of(one: StagePass, cluster: Cluster, layout: Layout) -> _Seconds:
     """Of each moment of a micro-batch: its operators, and what they wait for from other ranks."""
     exchange = waiting = 0.0
@@ -349,43 +339,3 @@ def cost_of(
         seconds=max(seconds_alone, needed),
         busy=busy,
     )
-
-
-def reduced(layout: Layout, cluster: Cluster, param_bytes: int, element_bytes: int) -> float:
-    """Seconds of gradients' reduction and weights' gathering.
-
-    Copies of a model that compute on one host share their weights and gradients: each rank reads
-    what the others have of its part, and both need the same processors. So do those of each of
-    several machines, between which sums of gradients, their means and parts of weights go. GPUs,
-    and nodes of one copy each, exchange parts of gradients when backward is over, and gather
-    gradients and weights.
-
-    Args:
-        layout: How ranks are divided.
-        cluster: Where.
-        param_bytes: Of a rank.
-        element_bytes: Of a parameter's element.
-    """
-    copies, of_node = layout.replicas, _ranks_of_a_node(layout, cluster)
-    if copies == 1:
-        return 0.0
-    nodes = copies // of_node
-    within = (of_node - 1) / of_node * param_bytes
-    if cluster.on_host and nodes == 1:
-        return cluster.link.seconds(within)
-    if cluster.on_host and of_node > 1:
-        return cluster.link.seconds(within) + cluster.network.seconds(
-            _crossing(param_bytes / of_node, element_bytes, nodes)
-        )
-    link = cluster.link if nodes == 1 else cluster.network
-    return link.seconds(3 * (copies - 1) / copies * param_bytes)
-
-
-def _crossing(means: float, element_bytes: int, nodes: int) -> float:
-    """Bytes that the rank with most to send gives to other machines (docs/design/0047-nodes.md).
-
-    Of two machines the first sends sums and the last means; one between others sends both.
-    """
-    sums = means * 4 / element_bytes
-    weights = (nodes - 1) / nodes * means
-    return weights + (max(sums, means) if nodes == 2 else sums + means)

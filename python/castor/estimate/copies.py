@@ -1,0 +1,77 @@
+"""What copies of a model on several ranks keep together, and give each other in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from castor.estimate.cluster import Cluster
+from castor.estimate.layouts import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentByRank:
+    """Bytes of gradients and weights that a rank sends in a step."""
+
+    within: float
+    """To ranks of its node."""
+    across: float
+    """To other nodes, and between them to all."""
+
+
+def ranks_of_homes(layout: Layout, cluster: Cluster) -> int:
+    """That keep parameters and gradients together: those of a host, which compute there."""
+    return _ranks_of_a_node(layout, cluster) if cluster.on_host else 1
+
+
+def _ranks_of_a_node(layout: Layout, cluster: Cluster) -> int:
+    """Those of a node that have the same parameters."""
+    apart = layout.of_layers * layout.stages
+    return max(1, min(layout.replicas, cluster.ranks_per_node // apart))
+
+
+def sent_between_copies(
+    layout: Layout, cluster: Cluster, param_bytes: int, element_bytes: int
+) -> SentByRank:
+    """What the reduction of gradients and the gathering of weights send.
+
+    Copies of a model that compute on one host share their weights and gradients: each rank reads
+    what the others have of its part. So do those of each of several machines, between which sums of
+    gradients, their means and parts of weights go. GPUs, and nodes of one copy each, exchange parts
+    of gradients when backward is over, and gather gradients and weights.
+
+    Args:
+        layout: How ranks are divided.
+        cluster: Where.
+        param_bytes: Of a rank.
+        element_bytes: Of a parameter's element.
+    """
+    copies, of_node = layout.replicas, _ranks_of_a_node(layout, cluster)
+    if copies == 1:
+        return SentByRank(within=0.0, across=0.0)
+    nodes = copies // of_node
+    within = (of_node - 1) / of_node * param_bytes
+    if cluster.on_host and nodes == 1:
+        return SentByRank(within=within, across=0.0)
+    if cluster.on_host and of_node > 1:
+        across = _crossing(param_bytes / of_node, element_bytes, nodes)
+        return SentByRank(within=within, across=across)
+    of_all = 3 * (copies - 1) / copies * param_bytes
+    one_node = nodes == 1
+    return SentByRank(within=of_all if one_node else 0.0, across=0.0 if one_node else of_all)
+
+
+def reduced(layout: Layout, cluster: Cluster, param_bytes: int, element_bytes: int) -> float:
+    """Seconds that sent_between_copies takes. Where ranks share processors, both need these."""
+    sent = sent_between_copies(layout, cluster, param_bytes, element_bytes)
+    ways = ((cluster.link, sent.within), (cluster.network, sent.across))
+    return sum(link.seconds(num_bytes) for link, num_bytes in ways if num_bytes)
+
+
+def _crossing(means: float, element_bytes: int, nodes: int) -> float:
+    """Bytes that the rank with most to send gives to other machines (docs/design/0047-nodes.md).
+
+    Of two machines the first sends sums and the last means; one between others sends both.
+    """
+    sums = means * 4 / element_bytes
+    weights = (nodes - 1) / nodes * means
+    return weights + (max(sums, means) if nodes == 2 else sums + means)

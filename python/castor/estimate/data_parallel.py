@@ -1,0 +1,117 @@
+"""What copies of a model on the ranks of a cluster take (`castor estimate --nproc`)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from castor.errors import UsageError
+from castor.estimate.cluster import Cluster
+from castor.estimate.copies import sent_between_copies
+from castor.estimate.estimator import size
+from castor.estimate.layout_report import BOUNDS
+from castor.estimate.layout_search import LayoutSearch
+from castor.estimate.layouts import Layout, LayoutActivations
+from castor.estimate.workload import Workload
+from castor.runtime.engine import WORKING_DTYPES
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksEstimate:
+    """Of a step; memory of each rank."""
+
+    fits: bool
+    device_bytes: int
+    """That it needs at least, chunks streamed."""
+    host_bytes: int
+    """Where ranks keep weights and gradients together, its share of these."""
+    nvme_bytes: int
+    step_time_s: float
+    """Did it fit or not."""
+    bound: str
+    """What takes longest; see LayoutCost.busy."""
+    tokens_per_s: float
+    """Of all ranks."""
+    busy_s: dict[str, float]
+    node_bytes: int
+    """That a rank sends to others of its node: gradients and weights."""
+    network_bytes: int
+    """... and to other nodes."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures that `castor estimate --nproc N --json` prints."""
+        return asdict(self)
+
+
+def estimate_ranks(config: Path, workload: Workload, cluster: Cluster) -> RanksEstimate:
+    """Predicts a step of as many copies of a model as there are ranks (ZeRO).
+
+    Args:
+        config: A config.json.
+        workload: Of each rank.
+        cluster: Where.
+
+    Raises:
+        UsageError: The workload has what copies of a model are not predicted with.
+        OSError, ValueError, ModuleNotFoundError: See castor.estimate.model.build.
+    """
+    for name, given, known in (
+        ("activations", workload.activations, get_args(LayoutActivations)),
+        ("max-prefetch", workload.max_prefetch, (1,)),
+        ("gather-embeddings", workload.gather_embeddings, (False,)),
+    ):
+        if given not in known:
+            raise UsageError(
+                f"--{name} {given} is not predicted of several ranks: "
+                f"{' or '.join(map(str, known))} is"
+            )
+    activations = cast(LayoutActivations, workload.activations)
+    layout = Layout(data=cluster.ranks, rows=workload.batch, activations=activations)
+    search = LayoutSearch(config, workload)
+    cost = search.cost(layout, cluster)
+    each = WORKING_DTYPES[workload.precision].itemsize
+    sent = sent_between_copies(layout, cluster, search.parameters * each, each)
+    return RanksEstimate(
+        fits=cost.fits(cluster.machine),
+        device_bytes=cost.device_bytes,
+        host_bytes=cost.host_bytes,
+        nvme_bytes=cost.nvme_bytes,
+        step_time_s=cost.seconds,
+        bound=cost.bound,
+        tokens_per_s=cluster.ranks * workload.batch * workload.sequence / cost.seconds,
+        busy_s=cost.busy,
+        node_bytes=int(sent.within),
+        network_bytes=int(sent.across),
+    )
+
+
+def render(estimate: RanksEstimate, workload: Workload, on: Cluster, console: Console) -> None:
+    """Prints it."""
+    machine = on.machine
+    console.print(
+        f"{on.nodes} x {on.ranks_per_node} ranks, each {workload.batch} x {workload.sequence} "
+        f"tokens, {workload.precision}, {workload.optimizer}, state format {workload.state_format}"
+    )
+    console.print(f"on {escape(machine.name)}")
+    table = Table(show_header=False, box=None)
+    table.add_row("fits", "[green]yes[/green]" if estimate.fits else "[red]no[/red]")
+    table.add_row(
+        "device", f"at least {size(estimate.device_bytes)} of {size(machine.device_bytes)}"
+    )
+    table.add_row("host", f"{size(estimate.host_bytes)} of {size(machine.host_bytes)} a rank")
+    table.add_row("NVMe", f"{size(estimate.nvme_bytes)} a rank")
+    table.add_row("step", f"{estimate.step_time_s:.2f} s")
+    table.add_row("bound by", BOUNDS[estimate.bound])
+    table.add_row("tokens/s", f"{estimate.tokens_per_s:,.0f} on all")
+    table.add_row("sent in a step", f"{size(estimate.node_bytes)} a rank within a node, "
+                                    f"{size(estimate.network_bytes)} to others")  # fmt: skip
+    busy = (f"{name} {seconds:.2f} s" for name, seconds in estimate.busy_s.items() if seconds)
+    table.add_row("busy in a step", ", ".join(busy))
+    console.print(table)
+    if not estimate.fits:
+        console.print("[yellow]to make it fit:[/yellow] castor plan compares other layouts")
