@@ -88,8 +88,6 @@ def estimate(
     """Predict whether a model trains on a machine, or several, how fast, and what bounds it."""
     from castor.config import Precision
     from castor.errors import UsageError
-    from castor.estimate import data_parallel
-    from castor.estimate.cluster import Cluster
     from castor.estimate.estimator import Estimator
     from castor.estimate.machine import machine
     from castor.estimate.render import render
@@ -113,6 +111,9 @@ def estimate(
     }  # fmt: skip
     console = Console(highlight=False, soft_wrap=True)
     if nproc * nodes > 1:
+        from castor.estimate import data_parallel
+        from castor.estimate.cluster import Cluster
+
         between = {"device": preset, "link": link, "network": network, **figures}
         given = {name: value for name, value in between.items() if value is not None}
         if nvme is not None:

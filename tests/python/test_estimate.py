@@ -110,8 +110,8 @@ def test_a_device_that_is_too_small_is_told_what_would_fit(tmp_path: Path) -> No
     assert "no smaller batch fits, or a device with that much" in none.remedies[0]
 
 
-def cpu_seconds_and_peak_bytes(*arguments: str, imported: str = "time") -> tuple[float, float]:
-    """Of the command that fits, from the import of `imported` on.
+def cpu_seconds_and_peak_bytes(*arguments: str, imported: str) -> tuple[float, float, float]:
+    """Of the imports of `imported`, of the command that fits from there on, and of memory.
 
     CPU time, in which other work on the machine counts only as far as it shares a core. Memory by
     VmHWM: ru_maxrss remembers what the process that started this one had.
@@ -124,7 +124,7 @@ def cpu_seconds_and_peak_bytes(*arguments: str, imported: str = "time") -> tuple
         "app(sys.argv[1:], standalone_mode=False)\n"
         "seconds = time.process_time() - imported\n"
         "status = pathlib.Path('/proc/self/status').read_text()\n"
-        "print(seconds, int(re.search(r'VmHWM:\\s*(\\d+) kB', status)[1]) * 1024)\n"
+        "print(imported, seconds, int(re.search(r'VmHWM:\\s*(\\d+) kB', status)[1]) * 1024)\n"
     )
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code, "estimate", *arguments, "--json"],
@@ -135,8 +135,8 @@ def cpu_seconds_and_peak_bytes(*arguments: str, imported: str = "time") -> tuple
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
     assert json.loads("".join(lines))["fits"]
-    seconds, peak_bytes = map(float, last.split())
-    return seconds, peak_bytes
+    imports, seconds, peak_bytes = map(float, last.split())
+    return imports, seconds, peak_bytes
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_18b_gpt_takes_less_than_ten_seconds_and_two_gib(tmp_path: Path) -> None
     # Without the imports of torch and transformers: more than half of the whole, and not castor's.
     modules = "transformers.models.gpt2.modeling_gpt2"
     config = str(write(tmp_path, GPT_18B))
-    seconds, peak_bytes = cpu_seconds_and_peak_bytes(config, *RTX3090, imported=modules)
+    _, seconds, peak_bytes = cpu_seconds_and_peak_bytes(config, *RTX3090, imported=modules)
     assert seconds < 10
     assert peak_bytes < 2 * 2**30
 
@@ -154,10 +154,12 @@ def test_18b_gpt_takes_less_than_ten_seconds_and_two_gib(tmp_path: Path) -> None
 def test_an_8b_llama_takes_less_than_ten_seconds_with_imports(
     shape: tuple[int, int], tmp_path: Path
 ) -> None:
+    """Where importing torch and transformers takes three; on a slower machine in proportion."""
     batch, sequence = map(str, shape)
     options = ("--preset", "rtx4090", "--activations", "auto", "--batch", batch, "--seq", sequence)
-    seconds, _ = cpu_seconds_and_peak_bytes(str(write(tmp_path, LLAMA_8B)), *options)
-    assert seconds < 10
+    config, modules = str(write(tmp_path, LLAMA_8B)), "transformers.models.llama.modeling_llama"
+    imports, seconds, _ = cpu_seconds_and_peak_bytes(config, *options, imported=modules)
+    assert imports + seconds < 10 * max(1, imports / 3)
 
 
 @pytest.mark.parametrize(
