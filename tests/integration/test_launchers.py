@@ -13,24 +13,23 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-CASES = ROOT / "tests" / "python" / "launch_cases.py"
-EXAMPLE = ROOT / "examples" / "ray_train.py"
+import launch_cases
+from rank_processes import held_port
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"
 
 
 def test_ranks_of_srun_share_the_machine(tmp_path: Path) -> None:
     """Tasks are ranks as soon as they are told torch's names; how many a node has, Slurm tells."""
     if shutil.which("srun") is None or subprocess.run(["sinfo"], check=False).returncode != 0:
         pytest.skip("no Slurm that runs")
-    with socket.socket() as held_port:
-        held_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held_port.bind(("", 0))
+    with held_port("") as holder:
         address = socket.gethostbyname(socket.gethostname())
-        environment = {"MASTER_ADDR": address, "MASTER_PORT": str(held_port.getsockname()[1])}
+        environment = {"MASTER_ADDR": address, "MASTER_PORT": str(holder.getsockname()[1])}
         ranks = 'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS exec "$@"'
         command = ["srun", "--ntasks", "2", "--overcommit", "--label", "bash", "-c", ranks, "bash"]
         done = subprocess.run(
-            [*command, sys.executable, str(CASES), "told_no_more", str(tmp_path)],
+            [*command, sys.executable, launch_cases.__file__, "told_no_more", str(tmp_path)],
             env=os.environ | environment,
             capture_output=True,
             text=True,
@@ -40,10 +39,7 @@ def test_ranks_of_srun_share_the_machine(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         said = re.findall(rf"^{rank}: (.*)$", done.stdout, re.MULTILINE)
-        place, budget, loss, warned = said
-        assert (place, warned) == (f"{rank} of 2", "nothing")
-        assert float(budget) <= 0.5
-        assert float(loss) < 1
+        launch_cases.assert_shares(rank, said)
 
 
 def test_workers_of_ray_train_as_ranks_and_go_on_when_one_is_killed(tmp_path: Path) -> None:

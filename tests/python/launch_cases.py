@@ -1,7 +1,6 @@
 """Ranks of launchers that tell them little: `python launch_cases.py NAME DIRECTORY`."""
 
 import os
-import socket
 import sys
 import warnings
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import distributed, multiprocessing
 import castor
 from castor.config.memory import host_memory
 from castor.runtime.launched import rank_of_node, ranks_of_node
+from rank_processes import held_port
 
 RANKS = 2
 
@@ -33,19 +33,30 @@ def _train() -> list[str]:
     return [f"{rank_of_node()} of {ranks_of_node()}", str(share), str(loss.item()), said]
 
 
-def told_no_more(_: Path) -> None:
-    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which is on this machine."""
+def assert_shares(rank: int, lines: list[str]) -> None:
+    """What _train has found on one of RANKS that know of each other."""
+    place, budget, loss, warned = lines
+    assert (place, warned) == (f"{rank} of {RANKS}", "nothing")
+    assert float(budget) <= 1 / RANKS
+    assert float(loss) < 1
+
+
+def _join() -> None:
+    """By RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone."""
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
         os.environ.pop(name, None)
     castor.launch_from_torch()
+
+
+def told_no_more(_: Path) -> None:
+    """Ranks that have met on this machine, or whose launcher says more by names of its own."""
+    _join()
     print(*_train(), sep="\n")
 
 
 def elsewhere(_: Path) -> None:
     """As told_no_more, of ranks that have met at an address that may be another machine's."""
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
-        os.environ.pop(name, None)
-    castor.launch_from_torch()
+    _join()
     os.environ["MASTER_ADDR"] = "10.0.0.1"
     print(*_train(), sep="\n")
 
@@ -58,10 +69,8 @@ def _spawned(rank: int, port: int, directory: Path) -> None:
 
 
 def spawn(directory: Path) -> None:
-    with socket.socket() as held_port:
-        held_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held_port.bind(("127.0.0.1", 0))
-        multiprocessing.spawn(_spawned, args=(held_port.getsockname()[1], directory), nprocs=RANKS)
+    with held_port() as holder:
+        multiprocessing.spawn(_spawned, args=(holder.getsockname()[1], directory), nprocs=RANKS)
 
 
 if __name__ == "__main__":

@@ -113,14 +113,20 @@ def nursery(_: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     return ours, process
 
 
+def held_port(host: str = "127.0.0.1") -> socket.socket:
+    """Bound to a port at which a rank can listen, and which nobody else is given meanwhile."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as rank 0's will be
+    holder.bind((host, 0))
+    return holder
+
+
 def start(scenario: Scenario, size: int, directory: Path, *, nodes: int = 1) -> list[Rank]:
     """Starts a scenario on `size` ranks, which count as those of so many machines."""
     local = size // nodes
     ranks = []
-    with socket.socket() as held_port:
-        held_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as rank 0's will be
-        held_port.bind(("127.0.0.1", 0))
-        port = held_port.getsockname()[1]
+    with held_port() as holder:
+        port = holder.getsockname()[1]
         for rank in range(size):
             environment = os.environ | {
                 "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank % local),
@@ -131,7 +137,7 @@ def start(scenario: Scenario, size: int, directory: Path, *, nodes: int = 1) -> 
                 environment["CASTOR_RANK_LINK"] = "node"
             # Of two: neighbours hash strings differently, as processes of their own do.
             script = (scenario.__code__.co_filename, scenario.__name__, str(directory))
-            ranks.append(Rank(nursery(rank % 2)[0], environment, held_port, *script))
+            ranks.append(Rank(nursery(rank % 2)[0], environment, holder, *script))
     return ranks
 
 

@@ -48,11 +48,7 @@ def test_what_a_launcher_has_told(
 def test_torchs_environment_is_all_that_castor_needs(tmp_path: Path) -> None:
     """As PyTorchJob sets it, and scripts do; budgets are a rank's part of the machine."""
     for rank, output in enumerate(succeeded(run(launch_cases.told_no_more, 2, tmp_path))):
-        place, budget, loss, warned = output.splitlines()
-        assert place == f"{rank} of 2"
-        assert float(budget) <= 0.5
-        assert float(loss) < 1
-        assert warned == "nothing"
+        launch_cases.assert_shares(rank, output.splitlines())
 
 
 def test_ranks_of_a_machine_that_were_told_of_none_warn(tmp_path: Path) -> None:
@@ -74,7 +70,4 @@ def test_processes_that_a_script_has_spawned_share_the_machine(tmp_path: Path) -
     )
     assert done.returncode == 0, done.stderr
     for rank in range(2):
-        place, budget, loss, warned = (tmp_path / f"{rank}.txt").read_text().splitlines()
-        assert (place, warned) == (f"{rank} of 2", "nothing")
-        assert float(budget) <= 0.5
-        assert float(loss) < 1
+        launch_cases.assert_shares(rank, (tmp_path / f"{rank}.txt").read_text().splitlines())

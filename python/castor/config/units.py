@@ -57,12 +57,12 @@ def parse_bandwidth(value: int | str, name: str) -> int:
         TypeError: `value` is neither an int nor a string.
         ValueError: The string is no bandwidth, or it is not positive.
     """
-    if isinstance(value, str) and (match := _BITS.fullmatch(value)):
+    if not isinstance(value, str):
+        return parse_bytes(value, name)
+    if match := _BITS.fullmatch(value):
         return parse_bytes(int(float(match[1]) * _UNITS[match[2] or ""] / 8), name)
-    size = value.strip().removesuffix("/s") if isinstance(value, str) else value
-    if isinstance(value, str) and (
-        size == value.strip() or "b" in value or _SIZE.fullmatch(str(size)) is None
-    ):
+    size = value.strip().removesuffix("/s")
+    if size == value.strip() or "b" in value or _SIZE.fullmatch(size) is None:
         raise ValueError(
             f"{name} is {value!r}; write a bandwidth such as '25GB/s', or '400Gb/s' for bits"
         )

@@ -12,9 +12,9 @@ from castor.estimate.layouts import Layout
 class SentByRank:
     """Bytes of gradients and weights that a rank sends in a step."""
 
-    within: float
+    within: float = 0.0
     """To ranks of its node."""
-    across: float
+    across: float = 0.0
     """To other nodes, and between them to all."""
 
 
@@ -47,17 +47,16 @@ def sent_between_copies(
     """
     copies, of_node = layout.replicas, _ranks_of_a_node(layout, cluster)
     if copies == 1:
-        return SentByRank(within=0.0, across=0.0)
+        return SentByRank()
     nodes = copies // of_node
     within = (of_node - 1) / of_node * param_bytes
     if cluster.on_host and nodes == 1:
-        return SentByRank(within=within, across=0.0)
+        return SentByRank(within=within)
     if cluster.on_host and of_node > 1:
         across = _crossing(param_bytes / of_node, element_bytes, nodes)
         return SentByRank(within=within, across=across)
     of_all = 3 * (copies - 1) / copies * param_bytes
-    one_node = nodes == 1
-    return SentByRank(within=of_all if one_node else 0.0, across=0.0 if one_node else of_all)
+    return SentByRank(within=of_all) if nodes == 1 else SentByRank(across=of_all)
 
 
 def reduced(layout: Layout, cluster: Cluster, param_bytes: int, element_bytes: int) -> float:
