@@ -42,7 +42,10 @@ class Load:
         return 12 * self.layers * self.width**2 + (VOCAB + SEQUENCE) * self.width
 
     def build(self) -> Any:
-        """A GPT-2 on the CPU, in float32, that recomputes its layers in backward."""
+        """A GPT-2 on the CPU, in float32, that recomputes its layers in backward.
+
+        Its weights are drawn on the GPU, which takes no time, and are the same for all.
+        """
         import torch
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -53,7 +56,12 @@ class Load:
             bos_token_id=0, eos_token_id=0, use_cache=False,
         )  # fmt: skip
         config.loss_type = "ForCausalLM"
-        model = GPT2LMHeadModel(config).train()
+        with torch.device(DEVICE):
+            model = GPT2LMHeadModel(config).train()
+        model.to("cpu")
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         old_name = model.gradient_checkpointing_enable  # deprecated in later transformers
         getattr(model, "activation_checkpointing_enable", old_name)({"use_reentrant": False})
         return model

@@ -71,24 +71,29 @@ def _take(file: int, number: int) -> None:
     os.close(file)
 
 
-def preload() -> None:
-    """What ranks import before they differ; no thread may run after it."""
+def preload() -> bool:
+    """What ranks import before they differ. False where that has started a thread.
+
+    Some library that transformers finds on a machine may; a process forked beside it is not safe.
+    """
     for name in ("castor", "torch.distributed.pipelining", "torch.distributed.tensor"):
         importlib.import_module(name)
     for name in ("bert", "gpt2", "llama", "mixtral", "t5", "vit"):
         importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    assert len(os.listdir("/proc/self/task")) == 1
     gc.freeze()  # or each process copies it all when it ends, to find what is not used
+    return len(os.listdir("/proc/self/task")) == 1
 
 
 def main() -> None:
     """Ends as the script of a process does."""
     with socket.socket(fileno=int(sys.argv[1])) as channel:
-        preload()
+        alone = preload()
         request = serve(channel)
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
+    if not alone:
+        os.execv(sys.executable, [sys.executable, *request["arguments"]])
     script, *_ = sys.argv[:] = request["arguments"]
     sys.path[0] = str(Path(script).parent)
     runpy.run_path(script, run_name="__main__")

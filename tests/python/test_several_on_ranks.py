@@ -251,17 +251,17 @@ def test_what_does_not_go_with_them_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_they_step_a_model_that_ranks_divide(tmp_path: Path) -> None:
     outputs = succeeded(run(several_rank_cases.divided, 2, tmp_path))
-    for name, make in DIVIDED.items():
+    for name, (make, close) in DIVIDED.items():
         alone = boost_divided(make)
         expected = [alone.step(step, [step])[0] for step in range(6)]
         for rank in range(2):
             losses = torch.load(tmp_path / f"{name}.{rank}.pt")
-            assert losses[:6] == pytest.approx(expected, rel=1e-5)
+            assert losses[:6] == pytest.approx(expected, rel=close)
             assert losses[6:] == losses[3:6]
         # What they have saved one process goes on with.
         resumed = boost_divided(make)
         resumed.booster.load(tmp_path / name, resumed.model, resumed.optimizers)
-        assert resumed.step(3, [3]) == pytest.approx(expected[3:4], rel=1e-5)
+        assert resumed.step(3, [3]) == pytest.approx(expected[3:4], rel=close)
     for output in outputs:
         muon, mixed, stages = output.splitlines()
         assert "with tp_size=2 a Muon would step parts of matrices" in muon

@@ -33,9 +33,9 @@ class AdamState {
     exp_avg_ = place(sizes.exp_avg, 0);
     exp_avg_sq_ = place(sizes.exp_avg_sq, skew);
     remainder_ = place(split ? 2 : 0, 5 * skew);
-    scales_ = end_;
+    scales_ = (end_ + 255) / 256 * 256;
     if (format == StateFormat::kSplitInt8)
-      end_ += num_moment_blocks(numel) * sizeof(MomentScales);
+      end_ = scales_ + num_moment_blocks(numel) * sizeof(MomentScales);
     bytes_.resize(end_);
     fill(seed);
   }
