@@ -25,10 +25,12 @@ NUMEL = 18 * 10**9
 CAP = 24 * GIB
 HOST_BYTES, ALL_BYTES = 4.4, 8.2
 """A parameter: in bf16 with its gradient, which has to be on the host; with split_int8's state."""
+HOST_SHARE = 0.94
+"""Of the memory that is available; the rest is for a weight that is drawn, and for CUDA."""
 DISK_SHARE = 1 / 8
 """Of the time that the test has, what a step may spend on reading, and on writing, its state."""
 LEARNING_RATE = 2e-5
-MOST_STEPS, FEWEST_STEPS = 6, 3
+MOST_STEPS, FEWEST_STEPS = 6, 2
 
 
 def config(layers: int, width: int = WIDTH, vocab: int = VOCAB) -> transformers.GPT2Config:
@@ -186,7 +188,7 @@ def test_18_billion_parameters_train_under_24_gib(
 ) -> None:
     """Or as many as host memory and disk hold in the time there is, which the result says."""
     seconds = float(os.environ.get("CASTOR_TEST_SECONDS", "inf"))
-    host = int(0.9 * host_memory().available_bytes)
+    host = int(HOST_SHARE * host_memory().available_bytes)
     disk = 0 if host >= ALL_BYTES * num_parameters(LAYERS) else disk_bytes(tmp_path, seconds)
     layers = layers_that_fit(host, disk)
     numel = num_parameters(layers)
