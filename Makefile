@@ -6,6 +6,7 @@
 #   make bench-storage    what NVMe and building large models cost, in the same places
 #   make study    loss curves of the optimizer state formats: 13 minutes on two cores
 #   make asan-torch | tsan-torch    the Python tests in which threads meet, with castor._C under ASan+UBSan, TSan
+#   make whole    the Python tests in every cell of their grids, of which CI runs a part: hours on two cores
 #   make simgpu   suites of the CPU device on the asynchronous simulated GPU, with three seeds of delays
 #   make integration    scripts of TRL, and in CASTOR_PUBLISHED of others, Lightning, with castor and without
 #   make docs     the documentation, in build/docs/index.html
@@ -64,7 +65,7 @@ PY_SOURCES := $(shell find python -type f -not -name '*.pyc')
 CXX_FORMATTED := find csrc tests/cpp tests/simulated_device tests/simulated_gpu benchmarks examples -type f \
 	\( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0
 
-.PHONY: demo test pages browser lint lint-format lint-ruff lint-mypy lint-layers lint-threads package cpp pytest integration simgpu docs asan tsan asan-torch tsan-torch wheel gpu-archive bench bench-storage study install clean help FORCE
+.PHONY: demo test whole pages browser lint lint-format lint-ruff lint-mypy lint-layers lint-threads package cpp pytest integration simgpu docs asan tsan asan-torch tsan-torch wheel gpu-archive bench bench-storage study install clean help FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -72,7 +73,7 @@ help:
 # An idle OpenMP thread soon sleeps instead of spinning for milliseconds: where something else wants the
 # cores, torch's kernels otherwise wait for each other's spin loops (4 to 10 times slower on two shared
 # cores). Not for bench, which measures torch as it comes.
-demo pages pytest integration simgpu: export GOMP_SPINCOUNT ?= 1000
+demo pages pytest whole integration simgpu: export GOMP_SPINCOUNT ?= 1000
 
 demo: $(VENV_STAMPS)/castor
 	@$(BIN)/python examples/train_gpt.py --demo
@@ -83,6 +84,8 @@ test: export CASTOR_WERROR := ON
 test: export CASTOR_REQUIRE_BROWSER := 1
 test: export CASTOR_REQUIRE_SIMULATED_DEVICE := 1
 test: export PAGES := $(BUILD)/pages
+# The wheel of the Python that all else was tested with: another one's is a whole compilation more.
+test: export WHEEL_PYTHONS = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 test:
 	@scripts/run_phases.sh install browser lint package cpp pages pytest docs asan tsan wheel
 
@@ -275,6 +278,10 @@ gpu-archive: $(VENV_STAMPS)/venv
 # Tests compute with one thread each: files go to as many processes as there are cores.
 pytest: $(VENV_STAMPS)/castor
 	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+# tests/python/grids.py says what a run without this leaves out.
+whole simgpu: export CASTOR_WHOLE_GRID := 1
+whole: pytest
 
 # Scripts that other projects publish run where their clones are: tests/integration/test_published.py.
 integration: export CASTOR_PUBLISHED ?=

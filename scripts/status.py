@@ -82,6 +82,21 @@ class Row:
 
 GPT = "GPT-2*"
 ROWS = (
+    Row("gpu", "copies to the GPU / torch's copy_ of pinned memory, their speeds",
+        ("copies", "in_over_torch"), at_least(0.9)),
+    Row("gpu", "copies to the host / torch's", ("copies", "out_over_torch"), at_least(0.9)),
+    Row("gpu", "both ways at once / torch's on two streams", ("copies", "both_over_torch"),
+        at_least(0.9)),
+    Row("gpu", "bandwidth of the Adam kernel / of adding in place, fp32",
+        ("kernels", "fraction_of_in_place", "adam_fp32"), at_least(0.9)),
+    Row("gpu", "the same, bf16 with fp32 masters",
+        ("kernels", "fraction_of_in_place", "adam_bf16"), at_least(0.9)),
+    Row("gpu", "torch's fused AdamW / the Adam kernel, fp32, times",
+        ("kernels", "adam_fp32_over_torch"), at_least(1)),
+    Row("gpu", "1.2B GPT-2, 16,384 tokens a step: resident step / step, placed by auto",
+        ("steps", "16384", "castor_auto", "fraction_of_compute"), at_least(0.9)),
+    Row("gpu", "the same, all parameters streamed, every update on the host's 16 cores, fp32 state",
+        ("steps", "16384", "castor_streamed", "fraction_of_compute"), at_least(0.9)),
     Row("step", "step, ample budget / plain PyTorch",
         ("ratios", "castor ample / plain"), at_most(1.05)),
     Row("step", "step, tight(0.35) / plain PyTorch",

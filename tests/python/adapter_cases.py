@@ -15,6 +15,7 @@ from torch import distributed, nn
 
 import castor
 from division_cases import BETWEEN, DEEP, INTERLEAVED, STAGES, Way, in_little, plain
+from grids import some
 from helpers import assert_equal, copies
 from own_number_cases import dropped
 from pipeline_cases import ZERO_BUBBLE
@@ -50,7 +51,7 @@ def adapted(case: Case, **options: Any) -> Case:
     return Case(case.name, build, case.batch)
 
 
-WAYS = {
+WAYS = some({
     "layers": Way(adapted(FAMILIES["llama"]), {"tp_size": 2}),
     "packed": Way(adapted(FAMILIES["gpt2"]), {"tp_size": 2}),
     "biases": Way(adapted(FAMILIES["opt"]), {"tp_size": 2}),
@@ -67,7 +68,8 @@ WAYS = {
     "zbv": Way(adapted(DEEP), STAGES | ZERO_BUBBLE),
     "layers, stages": Way(adapted(DEEP), STAGES | INTERLEAVED | {"tp_size": 2}, ranks=4),
     "layers, sequences": Way(adapted(FAMILIES["llama"]), {"tp_size": 2, "sp_size": 2}, ranks=4),
-}  # fmt: skip
+}, "layers", "biases", "head", "experts of layers", "sequences", "zbv", "layers, stages",
+)  # fmt: skip
 
 IN_LITTLE = ("layers", "experts", "sequences", "interleaved")
 

@@ -19,6 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import transformers
 
 import builds
+import grids
 import simulated_gpu
 from accelerator import ACCELERATORS, Accelerator, of_name
 
@@ -59,6 +60,15 @@ def pytest_configure() -> None:
             pytest.exit(f"{extension_path()} is not of CASTOR_TEST_BUILD={builds.WANTED}", 4)
     if simulated_gpu.library() is not None:
         simulated_gpu.install()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what grids.py says, where no test is named."""
+    if grids.WHOLE or any("::" in argument for argument in config.args):
+        return
+    if out := grids.left_out(items):
+        config.hook.pytest_deselected(items=[item for item in items if item in out])
+        items[:] = [item for item in items if item not in out]
 
 
 @pytest.fixture(params=["device", *(f"gpu, seed {seed}" for seed in simulated_gpu.SEEDS)])

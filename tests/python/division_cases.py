@@ -22,6 +22,7 @@ from castor.activations import auto as auto_activations
 from castor.activations.choices import Choice, Decisions
 from castor.optim import Lion
 from castor.runtime.engine import engine_of
+from grids import some
 from helpers import GIB, Boosted
 from pipeline_cases import MICROBATCHES, ZERO_BUBBLE, batch, in_parts
 from tensor_cases import (
@@ -140,9 +141,9 @@ WAYS = {
 }  # fmt: skip
 
 
-def of_ranks() -> dict[str, Way]:
+def of_ranks(ways: dict[str, Way]) -> dict[str, Way]:
     """Those for as many ranks as there are."""
-    return {name: way for name, way in WAYS.items() if way.ranks == distributed.get_world_size()}
+    return {name: way for name, way in ways.items() if way.ranks == distributed.get_world_size()}
 
 
 def adam(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
@@ -158,7 +159,7 @@ def _groups(params: Iterator[nn.Parameter]) -> list[dict[str, Any]]:
     ]
 
 
-RULES: dict[str, Optimizers] = {
+RULES: dict[str, Optimizers] = some({
     "sgd": lambda params: torch.optim.SGD(_groups(params), lr=0.1),
     "momentum": lambda params: torch.optim.SGD(
         _groups(params), lr=0.05, momentum=0.9, dampening=0.1
@@ -167,11 +168,14 @@ RULES: dict[str, Optimizers] = {
         _groups(params), lr=0.05, momentum=0.9, nesterov=True
     ),
     "lion": lambda params: Lion(_groups(params), lr=1e-4),
-}
-
-
-RULED = tuple(name for name in WAYS if name not in ("ring", "tokens", "sequences, stages"))
+}, "momentum", "lion")  # fmt: skip
+RULED = some(
+    tuple(name for name in WAYS if name not in ("ring", "tokens", "sequences, stages")),
+    "tied", "experts", "interleaved", "layers, stages",
+)  # fmt: skip
 """Ways in which they are tried."""
+AUTO = some(WAYS, "layers", "experts", "ring", "interleaved", "layers, sequences")
+"""Ways in which ranks decide what becomes of activations."""
 
 
 def in_little(boosted: Boosted, scratch: Path) -> dict[str, dict[str, Any]]:
@@ -189,7 +193,7 @@ def in_little(boosted: Boosted, scratch: Path) -> dict[str, dict[str, Any]]:
 def rules(directory: Path) -> None:
     """Losses of SGD and Lion in every division, and what they save."""
     found: dict[str, Any] = {}
-    for name, way in of_ranks().items():
+    for name, way in of_ranks(WAYS).items():
         if name not in RULED:
             continue
         for rule, make in RULES.items():
@@ -215,7 +219,7 @@ def rules(directory: Path) -> None:
 def rules_loaded(directory: Path) -> None:
     """Goes on with what one process has written, and writes it again."""
     found: dict[str, Any] = {}
-    for name, way in of_ranks().items():
+    for name, way in of_ranks(WAYS).items():
         for rule in ("momentum", "lion") if name in RULED else ():
             boosted = way.boost(RULES[rule])
             boosted.booster.load(directory / f"one-{name}-{rule}", boosted.model, boosted.optimizer)
@@ -241,7 +245,7 @@ def auto(directory: Path) -> None:
     """Losses with activations="auto" in every division and several budgets; what ranks decide."""
     _with_memory_at_hand()
     found: dict[str, Any] = {}
-    for name, way in of_ranks().items():
+    for name, way in of_ranks(AUTO).items():
         kept = way.boost(adam)
         losses = way.train(kept)
         own = sum(param.nbytes for param in kept.model.parameters())
@@ -378,7 +382,7 @@ def come_and_go(directory: Path) -> None:
         "torch's parts": castor.TorchFSDPPlugin,
     }
     found: dict[str, list[int]] = {}
-    for name, way in of_ranks().items():
+    for name, way in of_ranks(WAYS).items():
         for _ in range(3):
             boosted = way.boost(adam)
             way.train(boosted, 0, 1)
@@ -403,7 +407,7 @@ def _threads() -> int:
 
 
 WIDE = decoder("wide", hf.LlamaConfig, hidden_size=512, intermediate_size=1024)
-IN_BLOCKS = {
+IN_BLOCKS = some({
     "layers": Way(WIDE, {"tp_size": 2}),
     "packed": Way(
         Case("wide gpt2", lambda: gpt2(width=512, layers=1), FAMILIES["gpt2"].batch), {"tp_size": 2}
@@ -411,7 +415,7 @@ IN_BLOCKS = {
     "experts": Way(EXPERTS["mixtral"], {"ep_size": 2}, own_data=True),
     "sequences": WAYS["sequences"],
     "layers, stages": Way(WIDE, STAGES | {"tp_size": 2}, ranks=4),
-}
+}, "packed", "experts", "layers, stages")  # fmt: skip
 """Of which every rank has whole blocks of 256 moments."""
 INT8: dict[str, Any] = {"precision": "bf16", "optim_state_format": "split_int8", "seed": 3}
 
@@ -445,7 +449,7 @@ def _tiled(name: str, **sizes: Any) -> Way:
     return Way(given, {"tp_size": 2, "parallel_output": True} | sizes, ranks=ranks)
 
 
-TILED = {
+TILED = some({
     "llama": _tiled("llama"),
     "gpt2": _tiled("gpt2"),
     "gemma2": _tiled("gemma2"),
@@ -454,7 +458,7 @@ TILED = {
     "sequences": _tiled("gpt2", sp_size=2),
     "stages": _tiled("llama", **STAGES),
     "zbv": replace(_tiled("llama", **STAGES, **ZERO_BUBBLE), case=DEEP),
-}
+}, "llama", "gpt2", "sequences", "zbv")  # fmt: skip
 """Losses of parts of the vocabulary in tiles of rows."""
 
 

@@ -13,12 +13,13 @@ import transformers as hf
 from torch import distributed, nn
 
 import castor
+import grids
 from pipeline_cases import SCHEDULES, ZERO_BUBBLE, _train_on, batch, boost, train
 from stage_call_cases import WAYS
 from tensor_cases import die, of_all, said, say_who_died, write, write_own
 from zoo import VOCABULARY, Batch, Case
 
-STEPS = 10
+STEPS = grids.steps(10)
 SOURCE, TARGET = 20, 12
 STYLES: dict[str, dict[str, Any]] = {
     "1f1b": {}, "gpipe": {"pp_style": "gpipe"}, "interleaved": SCHEDULES["interleaved"],

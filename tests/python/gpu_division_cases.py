@@ -17,6 +17,7 @@ import castor
 import pipeline_cases
 import tensor_cases
 from castor.runtime.engine import engine_of
+from grids import some
 from helpers import Boosted
 from pipeline_cases import DEEP, ZERO_BUBBLE
 from simulated import compute_as_asked
@@ -113,6 +114,13 @@ ON_A_REAL_ONE = (
     "llama zbv", "mixtral experts",
 )  # fmt: skip
 SAVED = ("gpt2 layers", "llama zbv", "mixtral experts")
+COMPARED = some(
+    tuple(ON_TWO),
+    "gpt2 layers", "llama layers, tight", "llama tokens between", "gpt2 heads for tokens",
+    "llama all keys", "gpt2 1f1b, tight", "llama interleaved", "llama zbv", "llama layers, bf16",
+    "llama layers, divided loss", "llama 1f1b, offloaded", "mixtral experts, tight",
+)  # fmt: skip
+"""Of ON_TWO, on the simulated GPU."""
 CASES = {2: ON_TWO | RINGS, 4: ON_FOUR}
 
 
@@ -120,10 +128,10 @@ def each(directory: Path) -> None:
     """All cases of so many ranks: losses, weights, and the device's peak in its budget."""
     castor.launch_from_torch()
     rank, size = distributed.get_rank(), distributed.get_world_size()
-    names = os.environ.get("CASES")
-    for name, case in CASES[size].items():
-        if names and name not in names.split("|"):
-            continue
+    asked = os.environ.get("CASES")
+    names = asked.split("|") if asked else {2: [*COMPARED, *RINGS], 4: [*ON_FOUR]}[size]
+    for name in names:
+        case = CASES[size][name]
         more = {"device_memory": _tight(case)} if case.tight else {}
         boosted = case.boost(**more)
         losses = case.train(boosted)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import castor
+import grids
 from castor.runtime.engine import engine_of
 from zoo import Batch, Case, tower, tower_batch, tower_loss
 
@@ -17,7 +18,7 @@ GIB = 2**30
 LR = 1e-3
 ON_THE_CPU_DEVICE = "CASTOR_TEST_DEVICE" not in os.environ
 """What computes, unless a test asks for another device itself (conftest.py)."""
-STEPS = 20
+STEPS = grids.steps(20)
 FP32_TOLERANCE = 1e-5
 HALF_TOLERANCE = 4e-3
 FORMATS = [

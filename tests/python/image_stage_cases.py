@@ -9,13 +9,14 @@ import transformers as hf
 from torch import distributed, nn
 
 import castor
+import grids
 import pipeline_cases
 from helpers import Boosted
 from pipeline_cases import SCHEDULES, ZERO_BUBBLE, batch, boost
 from tensor_cases import FAMILIES, of_all, said, write, write_own
 from zoo import Batch, Case
 
-STEPS = 10
+STEPS = grids.steps(10)
 STYLES: dict[str, dict[str, Any]] = {
     "1f1b": {}, "gpipe": {"pp_style": "gpipe"}, "interleaved": SCHEDULES["interleaved"],
     "zbv": ZERO_BUBBLE,

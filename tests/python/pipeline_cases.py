@@ -22,6 +22,7 @@ import as_rank
 import castor
 from castor.config.names import BACKWARD_ENTER
 from castor.runtime.engine import engine_of
+from grids import some
 from helpers import GIB, Boosted, equal
 from tensor_cases import (
     EXPERTS,
@@ -67,7 +68,10 @@ STYLES: dict[str, dict[str, Any]] = {
     "interleaved": SCHEDULES["interleaved"],
     "zbv": ZERO_BUBBLE,
 }
-SCHEDULED = ("qwen3", "mistral", "gemma2", "opt", "bloom", "bert", "falcon", "glm", "mixtral")
+SCHEDULED = some(
+    ("qwen3", "mistral", "gemma2", "opt", "bloom", "bert", "falcon", "glm", "mixtral"),
+    "gemma2", "bert", "falcon",
+)  # fmt: skip
 """Families that go through each; GPT-2, Llama and T5 do so elsewhere, with more settings."""
 WITH_SEQUENCES: dict[str, dict[str, Any]] = {
     "all_to_all": {"pp_style": "interleaved", "num_model_chunks": 2},
@@ -80,13 +84,13 @@ DEEP = {
     "gpt2": Case("gpt24", lambda: gpt2(layers=4), FAMILIES["gpt2"].batch),
 }
 """Of four blocks."""
-OF_A_V = {
+OF_A_V = some({
     **DEEP,
     "mixtral": decoder("mixtral4", hf.MixtralConfig, num_hidden_layers=4, num_local_experts=4,
                         num_experts_per_tok=2),
     "shared": Case("shared8", lambda: _with_shared_mlp(), FAMILIES["llama"].batch),
     "frozen": Case("frozen4", lambda: _with_frozen_block(), FAMILIES["llama"].batch),
-}  # fmt: skip
+}, "llama", "mixtral", "shared", "frozen")  # fmt: skip
 """Models whose weights' gradients come by different ways."""
 
 

@@ -18,6 +18,7 @@ from torch import distributed, nn
 from torch.optim import SGD, Optimizer, RMSprop
 
 import castor
+import grids
 import helpers
 from castor import checkpoint
 from castor.optim import Lion
@@ -26,7 +27,7 @@ from packed_layers import tower_4bit, tower_4bit_loss
 from simulated import compute_as_asked
 from zoo import CASES, Tower, tower, tower_batch, tower_loss
 
-STEPS = 10
+STEPS = grids.steps(10)
 
 
 @dataclass(frozen=True)

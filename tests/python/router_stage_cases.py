@@ -10,6 +10,7 @@ import transformers as hf
 from torch import distributed
 
 import castor
+import grids
 import pipeline_cases
 from helpers import Boosted
 from pipeline_cases import SCHEDULES, ZERO_BUBBLE, batch, boost, in_parts
@@ -17,7 +18,7 @@ from stage_call_cases import generate
 from tensor_cases import EXPERTS, FAMILIES, LR, accumulated, decoder, of_all, said, write, write_own
 from zoo import Batch, Case
 
-STEPS = 10
+STEPS = grids.steps(10)
 STYLES: dict[str, dict[str, Any]] = {
     "1f1b": {}, "gpipe": {"pp_style": "gpipe"}, "interleaved": SCHEDULES["interleaved"],
     "zbv": ZERO_BUBBLE,

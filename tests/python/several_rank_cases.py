@@ -19,13 +19,14 @@ from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import castor
+import grids
 import helpers
 from castor.runtime.engine import engine_of
 from rank_cases import _frozen, _of_rank, _refused, _uneven
 from simulated import compute_as_asked
 from zoo import CASES, Tower, tower, tower_batch, tower_loss
 
-STEPS = 10
+STEPS = grids.steps(10)
 SMALL = {"chunk_bytes": "8KiB"}
 """Several chunks of a tower."""
 

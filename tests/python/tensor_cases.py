@@ -26,13 +26,14 @@ from torch.utils._pytree import tree_leaves
 
 import as_rank
 import castor
+import grids
 from castor.distributed import TensorRanks
 from castor.runtime.engine import engine_of
 from helpers import GIB, Boosted, equal, on_device_of
 from packed_layers import Linear4bit
 from zoo import CASES, LENGTH, VOCABULARY, Batch, Case, gpt2_with_dropout, tower
 
-LR, MAX_NORM, STEPS = 1e-3, 0.5, 10
+LR, MAX_NORM, STEPS = 1e-3, 0.5, grids.steps(10)
 LOSS = 1e-5
 """How near losses are: relative, of each of so many clipped steps in fp32."""
 

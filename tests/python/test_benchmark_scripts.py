@@ -19,6 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
     path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py") if path.stem != "page"
 )
+# Half a minute and more.
+LONG = (
+    *("beyond", "builds", "checkpoints", "compiled", "generation", "hybrid", "hybrid_parallel"),
+    *("layouts", "nvme", "overlap", "pipelines"),
+)
 # Of benchmarks/cpp; `make cpp` builds them.
 PROGRAMS = {
     "adam": "adam",
@@ -59,7 +64,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("results")
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(name, marks=pytest.mark.whole if name in LONG else ()) for name in SCRIPTS],
+)
 def test_a_quick_run_writes_its_figures(script: str, results: Path) -> None:
     program = PROGRAMS.get(script)
     if program is not None and not (ROOT / "build" / "benchmarks" / program).exists():

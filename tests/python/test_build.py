@@ -42,6 +42,7 @@ def test_missing_library_is_named_with_its_debian_package(
         tmp_path,
         f"-DCMAKE_DISABLE_FIND_PACKAGE_{package}=ON",
         "-DCASTOR_BUILD_TESTS=ON",
+        "-DCASTOR_CUDA=OFF",
         f"-DCASTOR_BUILD_PYTHON={'ON' if package == 'Python' else 'OFF'}",
     )
     assert f"apt-get install {debian}" in said
@@ -67,6 +68,7 @@ def test_missing_torch_says_how_to_build(tmp_path: Path) -> None:
         tmp_path / "build",
         "-DCASTOR_BUILD_PYTHON=ON",
         "-DCASTOR_BUILD_TESTS=OFF",
+        "-DCASTOR_CUDA=OFF",
         f"-DPython_EXECUTABLE={bare / 'bin' / 'python'}",
     )
     assert "cannot import torch" in said

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import division_cases
-from division_cases import WAYS
+from division_cases import AUTO, WAYS
 from rank_processes import found, found_by_each, of_sizes
 from tensor_cases import LOSS
 
@@ -18,14 +18,14 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of_sizes(division_cases.auto, tmp_path_factory)
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", AUTO)
 def test_losses_are_plain_pytorchs(name: str, divided: Any) -> None:
     losses, expected = divided(WAYS[name].ranks)[name]
     assert losses == pytest.approx(expected, rel=LOSS)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", AUTO)
 def test_ranks_that_share_blocks_decide_alike(name: str, setting: str, divided: Any) -> None:
     way = WAYS[name]
     everyone = divided(way.ranks)[f"{name}, {setting}"]
@@ -38,7 +38,7 @@ def test_ranks_that_share_blocks_decide_alike(name: str, setting: str, divided: 
 
 
 def test_where_room_is_scarce_some_rank_keeps_fewer_blocks(divided: Any) -> None:
-    everyone = [divided(way.ranks)[f"{name}, least"] for name, way in WAYS.items()]
+    everyone = [divided(way.ranks)[f"{name}, least"] for name, way in AUTO.items()]
     assert any(recomputed + offloaded for of in everyone for _, recomputed, offloaded in of)
 
 

@@ -16,7 +16,7 @@ import gpu_division_cases
 import pipeline_cases
 import simulated_gpu
 import tensor_cases
-from gpu_division_cases import ON_A_REAL_ONE, ON_FOUR, ON_TWO, RINGS, SAVED
+from gpu_division_cases import COMPARED, ON_A_REAL_ONE, ON_FOUR, RINGS, SAVED
 from rank_processes import run, succeeded
 from tensor_cases import LOSS
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 CPU = ""
 SIMULATED = [f"simgpu:{seed}" for seed in simulated_gpu.SEEDS]
-EXACT = [*((2, name) for name in ON_TWO), *((4, name) for name in ON_FOUR)]
+EXACT = [*((2, name) for name in COMPARED), *((4, name) for name in ON_FOUR)]
 Result = tuple[list[float], list[torch.Tensor], dict[str, Any]]
 
 

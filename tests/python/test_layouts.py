@@ -618,6 +618,7 @@ def test_no_layout_takes_less_than_its_bounds(
                 assert bounds or not cost.fits(on.machine)
 
 
+@pytest.mark.whole
 def test_where_no_host_has_room_those_that_lack_least_are_found_soon(
     compared: tuple[LayoutSearch, list[LayoutCost]],
 ) -> None:

@@ -35,6 +35,7 @@ def test_ranks_double_within_a_node_and_then_by_whole_nodes() -> None:
     assert [of.ranks for of in sizes(odd, 5)] == [1, 2, 4]
 
 
+@pytest.mark.whole
 def test_a_point_is_the_fastest_layout_that_a_plan_finds(config: Path) -> None:
     on, of_model = cluster(nodes=2, **NETWORK), search(config, batch=16)
     found = scaling(of_model, on, most=16)
