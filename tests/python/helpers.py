@@ -30,6 +30,13 @@ FORMATS = [
     ("bf16", "split_int8"),
 ]
 """(precision, state format) that go together."""
+FORMATS_AND_OVERLAPS = [
+    (*both, overlap)
+    for overlap in ("none", "forward", "backward")
+    for both in FORMATS
+    if (both[0], overlap) != ("fp16", "backward")
+]
+"""And what updates run beside: fp16's loss scale wants all gradients before the first of them."""
 PARAM_ALIGNMENT = 64
 """Bytes at which a chunk aligns its parameters (kParamAlignment in csrc/core/ids.h)."""
 

@@ -67,6 +67,13 @@ def test_whole_copy_of_the_package_imports(package: Path) -> None:
     assert import_castor(package) == (0, "")
 
 
+def test_parts_of_torch_that_take_long_are_imported_by_who_needs_them() -> None:
+    parts = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.pipelining", "sympy")
+    code = f"import sys, castor; print([name for name in {parts} if name in sys.modules])"
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
 def with_torch(package: Path, version: str) -> None:
     path = package / "_build_info.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"torch": version}))

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import castor
 from helpers import (
-    FORMATS,
+    FORMATS_AND_OVERLAPS,
     ON_THE_CPU_DEVICE,
     Boosted,
     assert_equal,
@@ -61,13 +61,10 @@ def test_a_model_of_the_parity_set_trains_to_the_same_bits(name: str, tmp_path: 
     assert_same_bits(name, tmp_path, memory)
 
 
-@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
-@pytest.mark.parametrize(("precision", "state_format"), FORMATS)
+@pytest.mark.parametrize(("precision", "state_format", "overlap"), FORMATS_AND_OVERLAPS)
 def test_every_format_and_overlap_gives_the_same_bits(
     precision: str, state_format: str, overlap: str, tmp_path: Path
 ) -> None:
-    if precision == "fp16" and overlap == "backward":
-        pytest.skip("fp16 skips steps, which backward cannot know")
     assert_same_bits(
         "gpt2",
         tmp_path,

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from castor import _C
 from castor.checkpoint.container import ComputedTensor, SavedTensor
 from castor.checkpoint.held import HeldTensor
 from castor.checkpoint.shares import Share
 from castor.runtime import shards
+from castor.runtime.dtensors import is_dtensor
 from castor.runtime.engine import Engine
 from castor.runtime.model_parts import ModelParts
 
@@ -88,7 +88,7 @@ def shards_in_whole(
     """Where torch divides tensors, wholes made in their turn; `kind`: where ranks look keys up."""
     saved = dict(tensors)
     for key, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             compute = partial(shards.whole, model, f"{kind}:{key}", tensor)
             saved[key] = ComputedTensor(
                 dtype=tensor.dtype, shape=tuple(tensor.shape), compute=compute

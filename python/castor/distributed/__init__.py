@@ -15,7 +15,6 @@ from castor.distributed.microbatches import (
 from castor.distributed.parts import check_blocks
 from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.distributed.pipeline_plan import find_pipeline_plan
-from castor.distributed.pipeline_schedule import PipelineSchedule
 from castor.distributed.sequence_attention import Mode
 from castor.distributed.sequence_parallel import SequenceParallel
 from castor.distributed.tensor_parallel import TensorParallel
@@ -31,7 +30,6 @@ __all__ = [
     "Microbatches",
     "Mode",
     "PipelineParallel",
-    "PipelineSchedule",
     "Plan",
     "RankLayout",
     "Schedule",

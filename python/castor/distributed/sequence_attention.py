@@ -261,7 +261,7 @@ def _gathered(
     return output, None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch._disable_dynamo  # type: ignore[attr-defined]  # imports torch._dynamo at its first call
 def _passed_on(
     _compute: Callable[..., Any],
     meeting: Meeting,

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from castor.config import NonFinite
 from castor.optim.nonfinite import nonfinite_error, warn_of_skip
 from castor.runtime.boosted_model import BoostedStep
+from castor.runtime.dtensors import is_dtensor
 from castor.runtime.torch_model import TorchModel, here
 
 _steps: weakref.WeakKeyDictionary[Optimizer, TorchStep] = weakref.WeakKeyDictionary()
@@ -115,7 +115,7 @@ class TorchStep:
         updates = True
         if self._max_norm > 0 or self._nonfinite != "ignore":
             total = get_total_norm([p.grad for p in boosted.params if p.grad is not None])
-            whole = total.full_tensor() if isinstance(total, DTensor) else total
+            whole = total.full_tensor() if is_dtensor(total) else total
             norm = boosted.gradient_norm = whole.item()
             updates = math.isfinite(norm) or self._nonfinite == "ignore"
             if not updates and self._nonfinite == "raise":

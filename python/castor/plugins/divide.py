@@ -18,7 +18,6 @@ from castor.distributed import (
     Microbatches,
     Mode,
     PipelineParallel,
-    PipelineSchedule,
     Plan,
     RankLayout,
     Schedule,
@@ -220,6 +219,9 @@ class Division:
             )
             stages.tensor, stages.sequences = layers, sequences
             stages.apply(optimizers, called)
+            # Not before: torch's pipelining takes as long to import as all of castor.
+            from castor.distributed.pipeline_schedule import PipelineSchedule
+
             schedule = PipelineSchedule(model, stages, self.stages.style, self.stages.microbatches)
         elif self.stages:
             schedule = Accumulation(model, self.stages.microbatches, sequences)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -71,6 +70,8 @@ class ShardedModel(TorchModel):
 
     def _reshard(self) -> None:
         """After a forward whose backward has not come."""
+        from torch.distributed.fsdp import FSDPModule
+
         model = self._model()
         for module in model.modules() if model is not None else ():
             if isinstance(module, FSDPModule):

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
 from torch.optim import Optimizer
 
 from castor.optim.held_params import held_params
@@ -25,6 +18,9 @@ from castor.plugins.torch_settings import TorchPlugin
 from castor.runtime.peft_model import is_peft_model
 from castor.runtime.process_groups import lasting_group
 from castor.runtime.ranks import be_alone
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 _NEUTRAL: dict[str, tuple[object, str]] = {
     "process_group": (None, "all ranks divide the model"),
@@ -87,6 +83,9 @@ class TorchFSDPPlugin(TorchPlugin):
         nonfinite: str = "skip",
         **neutral: Any,
     ) -> None:
+        # Not before: it takes as long to import as all of castor.
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
         super().__init__(
             device=device,
             precision=precision or "fp32",
@@ -138,6 +137,9 @@ class TorchFSDPPlugin(TorchPlugin):
             NotImplementedError: An optimizer, or a PeftModel.
             ValueError: reshard_after_forward is a number that does not divide the ranks.
         """
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
         self._check(model, optimizers)
         if optimizers:
             held_params(model, optimizers, [None] * len(optimizers))

@@ -5,16 +5,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from castor.errors import CheckpointError, Error
 from castor.runtime.boosted_model import compiled_from
+from castor.runtime.dtensors import is_dtensor
 from castor.runtime.model_parts import OwnParts
 from castor.runtime.ranks import Peers, Result
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _shards: weakref.WeakKeyDictionary[nn.Module, Shards] = weakref.WeakKeyDictionary()
 
@@ -74,7 +77,7 @@ class Shards:
         self, ranks: Peers, key: str, own: torch.Tensor | None, failed: str | None
     ) -> torch.Tensor:
         failures = [one for one in ranks.gather(failed) if one]
-        if failures or not isinstance(own, DTensor):
+        if failures or not is_dtensor(own):
             raise Error(f"'{key}' cannot be put together: {failures[0]}")
         return _together(own)
 
@@ -105,8 +108,10 @@ def own_shard(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     Returns:
         Divided as `like` is.
     """
-    if not isinstance(like, DTensor) or values.shape != like.shape:
+    if not is_dtensor(like) or values.shape != like.shape:
         return values
+    from torch.distributed.tensor import distribute_tensor
+
     shards = distribute_tensor(
         values.detach().to(like.device), like.device_mesh, like.placements, src_data_rank=None
     )
@@ -116,9 +121,9 @@ def own_shard(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def fill(target: torch.Tensor, values: torch.Tensor) -> None:
     """Copies whole values into a tensor, or into this rank's part of it."""
-    if isinstance(target, DTensor):
+    if is_dtensor(target):
         shard = own_shard(target, values)
-        assert isinstance(shard, DTensor)
+        assert is_dtensor(shard)
         target.to_local().copy_(shard.to_local())
         torch.autograd.graph.increment_version(target)
     else:
@@ -127,6 +132,8 @@ def fill(target: torch.Tensor, values: torch.Tensor) -> None:
 
 def own_class(model: nn.Module) -> type:
     """The class that a model had before fully_shard put one before it."""
+    from torch.distributed.fsdp import FSDPModule
+
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 

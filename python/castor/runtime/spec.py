@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from castor.errors import UsageError
 from castor.runtime.blocks import compiled_parts
 from castor.runtime.boosted_model import name_before_compile
+from castor.runtime.dtensors import is_dtensor
 from castor.runtime.packed import check_packed, is_packed
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -143,7 +143,7 @@ def _nearest_parent(name: str, position_of: dict[str, int]) -> int:
 
 
 def _check(name: str, param: nn.Parameter) -> None:
-    if isinstance(param, DTensor):
+    if is_dtensor(param):
         raise UsageError(
             f"parameter '{name}' is a DTensor, already sharded by torch.distributed; boost the "
             "plain model instead"

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from castor.runtime.boosted_model import check_not_boosted, remember
+from castor.runtime.dtensors import is_dtensor
 from castor.runtime.guard import guard
 from castor.runtime.model_parts import OwnParts
 from castor.runtime.ranks import Peers, Result
@@ -136,7 +136,7 @@ class TorchModel:
 
 def here(tensor: torch.Tensor) -> torch.Tensor:
     """What of a tensor this rank has."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def bytes_here(values: Iterable[Any]) -> int:
