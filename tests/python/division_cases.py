@@ -293,13 +293,13 @@ def auto_apart(directory: Path) -> None:
     for name in ("layers", "experts", "ring"):
         way = WAYS[name]
         kept = way.boost(adam)
-        losses = way.train(kept)
+        losses = way.train(kept, 0, 7)
         least = way.boost(adam, activations="recompute")
         way.train(least, 0, 2)
         own = sum(param.nbytes for param in kept.model.parameters())
         small = int(least.report().peak_nonmodel_bytes + 0.3 * own)
         boosted = way.boost(adam, activations="auto", device_memory=small if rank else GIB)
-        assert way.train(boosted) == losses
+        assert way.train(boosted, 0, 7) == losses
         found[f"{name}, budgets"] = of_all(figures(boosted))
         # One rank holds more than it did when blocks were chosen.
         boosted = way.boost(adam, activations="auto", device_memory="64MiB")
