@@ -117,6 +117,7 @@ def run(config: Path, directory: Path, *arguments: str, **changes: Any) -> Any:
     return CliRunner().invoke(app, command)
 
 
+@pytest.mark.whole
 def test_the_command_prints_both_curves_and_writes_the_page(config: Path, tmp_path: Path) -> None:
     page = tmp_path / "scaling.html"
     done = run(config, tmp_path, "--batch", "8", "--most-ranks", "8", "--output", str(page),
