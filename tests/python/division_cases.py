@@ -170,7 +170,8 @@ RULES: dict[str, Optimizers] = some({
     "lion": lambda params: Lion(_groups(params), lr=1e-4),
 }, "momentum", "lion")  # fmt: skip
 RULED = some(
-    tuple(name for name in WAYS if name not in ("ring", "tokens", "sequences, stages")),
+    {name: way for name, way in WAYS.items()
+     if name not in ("ring", "tokens", "sequences, stages")},
     "tied", "experts", "interleaved", "layers, stages",
 )  # fmt: skip
 """Ways in which they are tried."""
@@ -193,9 +194,7 @@ def in_little(boosted: Boosted, scratch: Path) -> dict[str, dict[str, Any]]:
 def rules(directory: Path) -> None:
     """Losses of SGD and Lion in every division, and what they save."""
     found: dict[str, Any] = {}
-    for name, way in of_ranks(WAYS).items():
-        if name not in RULED:
-            continue
+    for name, way in of_ranks(RULED).items():
         for rule, make in RULES.items():
             boosted = way.boost(make)
             losses = way.train(boosted)
@@ -219,8 +218,8 @@ def rules(directory: Path) -> None:
 def rules_loaded(directory: Path) -> None:
     """Goes on with what one process has written, and writes it again."""
     found: dict[str, Any] = {}
-    for name, way in of_ranks(WAYS).items():
-        for rule in ("momentum", "lion") if name in RULED else ():
+    for name, way in of_ranks(RULED).items():
+        for rule in ("momentum", "lion"):
             boosted = way.boost(RULES[rule])
             boosted.booster.load(directory / f"one-{name}-{rule}", boosted.model, boosted.optimizer)
             boosted.booster.save(

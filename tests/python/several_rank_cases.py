@@ -494,7 +494,7 @@ def boost_divided(make: Make, **settings: Any) -> Run:
 DIVIDED: dict[str, tuple[Make, float]] = {
     "tp_size": (of_decay, 1e-5),
     # Muon's bfloat16 makes a last bit of a gradient one of an update's eight.
-    "sp_size": (muon_and_hybrid, 1e-3),
+    "sp_size": (muon_and_hybrid, 3e-4),
 }
 """Optimizers, and how far losses may be from those of one process, relative."""
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import division_cases
-from division_cases import AUTO, WAYS
+from division_cases import AUTO
 from rank_processes import found, found_by_each, of_sizes
 from tensor_cases import LOSS
 
@@ -20,14 +20,14 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("name", AUTO)
 def test_losses_are_plain_pytorchs(name: str, divided: Any) -> None:
-    losses, expected = divided(WAYS[name].ranks)[name]
+    losses, expected = divided(AUTO[name].ranks)[name]
     assert losses == pytest.approx(expected, rel=LOSS)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", AUTO)
 def test_ranks_that_share_blocks_decide_alike(name: str, setting: str, divided: Any) -> None:
-    way = WAYS[name]
+    way = AUTO[name]
     everyone = divided(way.ranks)[f"{name}, {setting}"]
     for rank, figures in enumerate(everyone):
         assert figures == everyone[rank - rank % way.sharing]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import division_cases
-from division_cases import RULED, RULES, STEPS, WAYS
+from division_cases import RULED, RULES, STEPS
 from rank_processes import found
 from tensor_cases import LOSS
 
@@ -25,14 +25,14 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
 
 @pytest.mark.parametrize(("name", "rule"), CASES)
 def test_losses_are_plain_pytorchs(name: str, rule: str, divided: dict[int, Any]) -> None:
-    losses, expected = divided[WAYS[name].ranks][1][f"{name}: {rule}"]
+    losses, expected = divided[RULED[name].ranks][1][f"{name}: {rule}"]
     # Lion steps by signs: a sum in another order moves a weight the other way.
     assert losses == pytest.approx(expected, rel=1e-4 if rule == "lion" else LOSS)
 
 
 @pytest.mark.parametrize("name", RULED)
 def test_files_are_those_of_one_process(name: str, divided: dict[int, Any], tmp_path: Path) -> None:
-    way = WAYS[name]
+    way = RULED[name]
     directory, _ = divided[way.ranks]
     for rule in ("momentum", "lion"):
         alone = way.boost(RULES[rule], whole=True)
@@ -44,7 +44,7 @@ def test_files_are_those_of_one_process(name: str, divided: dict[int, Any], tmp_
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_run_of_one_process_goes_on_divided(size: int, tmp_path: Path) -> None:
-    ways = {name: WAYS[name] for name in RULED if WAYS[name].ranks == size}
+    ways = {name: way for name, way in RULED.items() if way.ranks == size}
     for name, way in ways.items():
         for rule in ("momentum", "lion"):
             alone = way.boost(RULES[rule], whole=True)

@@ -3,7 +3,6 @@
 The whole grid takes minutes: CASTOR_WHOLE_GRID=1 runs it. Without, a few cells.
 """
 
-import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -11,17 +10,14 @@ from typing import Any
 import pytest
 
 import grid_cases
+import grids
 from grid_cases import CASES, WAYS
 from rank_processes import found
 from tensor_cases import LOSS
 
 SOME = {"tp 2": ["falcon"], "sp 2, ring_attn": ["gemma2"], "tp 2 x pp 2": ["t5"]}
 """What no other test runs in little memory."""
-ASKED = (
-    {way: list(families) for way, (_, _, families) in WAYS.items()}
-    if os.environ.get("CASTOR_WHOLE_GRID") == "1"
-    else SOME
-)
+ASKED = {way: list(families) for way, (_, _, families) in WAYS.items()} if grids.WHOLE else SOME
 
 
 @pytest.fixture(scope="module")
