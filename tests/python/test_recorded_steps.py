@@ -218,7 +218,12 @@ class Mixing(nn.Module):
             x = torch.cat(torch.max(x, 1, keepdim=True)[:1] * 4, dim=1) + x
         there = torch.arange(4, device=x.device).float() * 2
         here = torch.arange(4, device="cpu").float() * 2
-        assert here.device.type == "cpu", "and its values are known"
+        for _ in range(2):  # what is written has values
+            here.add_(1)
+        for one in (x.clone(), x.double()):
+            one.mul_(2).masked_fill_(one > 0, 1)
+            x = x + one.float()
+        assert here.tolist() == [2, 4, 6, 8], "its values are known"
         return Output(loss=(x * there).sum() * here.sum().item())
 
 

@@ -25,12 +25,8 @@ from castor.estimate.layout_bounds import (
 )
 from castor.estimate.layout_cost import End, Found, LayoutCost, cost_of, seconds_of
 from castor.estimate.layouts import Layout, layouts
-from castor.estimate.rank_on_paper import (
-    ModelOnPaper,
-    RankOnPaper,
-    StagePass,
-    num_blocks,
-)
+from castor.estimate.operators import Results
+from castor.estimate.rank_on_paper import ModelOnPaper, RankOnPaper, StagePass, num_blocks
 from castor.estimate.workload import Workload
 
 _WHOLE = Layout()
@@ -52,6 +48,7 @@ class LayoutSearch:
         self._config = config
         self.workload = workload
         self._models: dict[Layout, ModelOnPaper] = {}
+        self._results = Results()
         self._ranks: dict[Any, RankOnPaper] = {}
         self._passes: dict[Any, StagePass] = {}
         self._wholes: dict[Any, tuple[Whole, Whole]] = {}
@@ -347,6 +344,7 @@ class LayoutSearch:
                 sequence_mode=division.mode,
                 divide_tokens=division.tokens_between_layers,
                 recomputes=division.activations == "recompute",
+                results=self._results,
             )
         return self._models[division]
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from castor import _C
 from castor.activations.block_profile import BlockRun
-from castor.estimate.operators import Results, Work, flops_of, key_of, tensors_in
+from castor.estimate.operators import Results, Work, flops_of, is_view, key_of, tensors_in
 from castor.runtime.hooks import follow
 from castor.runtime.spec import ModelSpec
 
@@ -110,16 +110,23 @@ class Recorder(TorchDispatchMode):
         for tensor in held:
             self._know(tensor.untyped_storage())
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch asks: nothing recorded is compiled, and each operator would pay for that."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
             return True  # "is nothing padded or packed?", which is what our batch is
-        key = key_of(func, args, kwargs)
-        known = self._results.find(key)
-        if known:
-            out, tensors = known.make()
+        if is_view(func):  # half of all operators: what they give is not worked out twice
+            out = func(*args, **kwargs)
+            made = [tensor for tensor in tensors_in(out) if self.charge(tensor)]
+            work = (0, _bytes_of([*tensors_in([*args, *kwargs.values()]), *made])) if made else None
+        elif known := self._results.find(key := key_of(func, args, kwargs)):
+            out, tensors = known.make(args)
             for tensor in tensors:
                 self.charge(tensor)
             work = known.work
@@ -129,7 +136,7 @@ class Recorder(TorchDispatchMode):
             made = [tensor for tensor in tensors_in(out) if self.charge(tensor)]
             work = (flops_of(func, args, kwargs, out), _bytes_of([*given, *made]))
             if not (work[0] or made or func._schema.is_mutable):
-                work = None  # a view: nothing is read
+                work = None  # nothing is read
             self._results.add(key, given, out, made, work)
         if work and self.moments:
             self.moments[-1].work.append(work)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch.utils.flop_counter import flop_registry
 _aten = torch.ops.aten
 _on_host = _aten._scaled_dot_product_flash_attention_for_cpu
 _back_on_host = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+_OF_OTHER_SIZE = (_aten.resize_.default, _aten.resize_as_.default)
 
 Work = tuple[int, int]
 """Of an operator: FLOPs, and bytes read and written."""
@@ -34,6 +37,16 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     return int(formula(*args, **kwargs, out_val=out)) if formula else 0
 
 
+@cache
+def is_view(func: Any) -> bool:
+    """Whether what an operator gives lies in the memory of its arguments, which it only reads."""
+    schema = func._schema
+    given = [of.alias_info for of in schema.returns]
+    return func is _aten._unsafe_view.default or (
+        not schema.is_mutable and bool(given) and None not in given
+    )
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Of an operator's arguments or results: tensors, and lists and tuples of them."""
     if isinstance(value, torch.Tensor):
@@ -48,13 +61,16 @@ class Result:
     """What an operator makes, each time, of arguments of the same shapes."""
 
     geometries: tuple[_Geometry | None, ...]
+    """Empty: it writes its first argument, and gives that."""
     kind: type | None
     """Of the sequence that they are returned in; None: a single tensor is."""
     work: Work | None
     """None: it is not counted."""
 
-    def make(self) -> tuple[Any, list[torch.Tensor]]:
+    def make(self, args: tuple[Any, ...]) -> tuple[Any, list[torch.Tensor]]:
         """Such results once more, and the tensors in them."""
+        if not self.geometries:
+            return args[0], [args[0]]
         made = [
             geometry and torch.empty_strided(*geometry[:2], dtype=geometry[2], device="meta")
             for geometry in self.geometries
@@ -68,8 +84,9 @@ class Results:
 
     The blocks of a model ask for the same ones again and again, and torch works shapes out in
     Python, which is most of what a recorded step takes. Only operators count that change nothing
-    and whose results have memory of their own: what those make depends on shapes, strides and types
-    alone, and on arguments that are no tensors.
+    and whose results have memory of their own, and those that write into a tensor and give it as it
+    was: what these make depends on shapes, strides and types alone, and on arguments that are no
+    tensors.
     """
 
     def __init__(self) -> None:
@@ -98,6 +115,8 @@ class Results:
         """
         values = list(out) if isinstance(out, list | tuple) else [out]
         tensors = [value for value in values if value is not None]
+        if _writes_first(key[0]) and given and out is given[0] and out.is_meta:
+            self._known[key] = Result((), None, work)
         if key[0]._schema.is_mutable or not tensors or len(made) != len(tensors):
             return
         shared = {tensor.untyped_storage()._cdata for tensor in given}  # views, also of the unknown
@@ -105,6 +124,15 @@ class Results:
             geometries = (value if value is None else _geometry(value) for value in values)
             kind = type(out) if isinstance(out, list | tuple) else None
             self._known[key] = Result(tuple(geometries), kind, work)
+
+
+@cache
+def _writes_first(func: Any) -> bool:
+    """Whether an operator writes its first argument, whose shape stays, and gives that alone."""
+    schema = func._schema
+    written = [of.alias_info is not None and of.alias_info.is_write for of in schema.arguments]
+    only_first = written[:1] == [True] and not any(written[1:]) and len(schema.returns) == 1
+    return only_first and torch.Tag.inplace_view not in func.tags and func not in _OF_OTHER_SIZE
 
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -108,6 +108,7 @@ class ModelOnPaper:
         sequence_mode: Mode = "all_to_all",
         divide_tokens: bool = False,
         recomputes: bool,
+        results: Results | None = None,
     ) -> None:
         """Builds the model and divides it.
 
@@ -122,6 +123,7 @@ class ModelOnPaper:
             sequence_mode: How they meet in attention.
             divide_tokens: Whether those that share layers have their tokens of what lies between.
             recomputes: Whether all blocks are recomputed in backward.
+            results: Of operators, which other divisions of it share; None: they do not.
 
         Raises:
             OSError, ModuleNotFoundError: See castor.estimate.model.build.
@@ -136,7 +138,7 @@ class ModelOnPaper:
         self._experts: Container[torch.Tensor] | None = None
         self._sequence_size = sequence_size
         self._tell: Recorder | None = None
-        self._results = Results()
+        self._results = Results() if results is None else results
         self._plan: PipelinePlan | None = None
         self._layers: dict[int, list[int]] = {}
         self._sequences: SequenceParallel | None = None
