@@ -14,8 +14,6 @@ _aten = torch.ops.aten
 _on_host = _aten._scaled_dot_product_flash_attention_for_cpu
 _back_on_host = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-_OF_OTHER_SIZE = (_aten.resize_.default, _aten.resize_as_.default)
-
 Work = tuple[int, int]
 """Of an operator: FLOPs, and bytes read and written."""
 _Geometry = tuple[torch.Size, tuple[int, ...], torch.dtype]
@@ -132,7 +130,7 @@ def _writes_first(func: Any) -> bool:
     schema = func._schema
     written = [of.alias_info is not None and of.alias_info.is_write for of in schema.arguments]
     only_first = written[:1] == [True] and not any(written[1:]) and len(schema.returns) == 1
-    return only_first and torch.Tag.inplace_view not in func.tags and func not in _OF_OTHER_SIZE
+    return only_first and torch.Tag.inplace_view not in func.tags
 
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
