@@ -121,23 +121,25 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
             return True  # "is nothing padded or packed?", which is what our batch is
-        if is_view(func):  # half of all operators: what they give is not worked out twice
-            out = func(*args, **kwargs)
-            made = [tensor for tensor in tensors_in(out) if self.charge(tensor)]
-            work = (0, _bytes_of([*tensors_in([*args, *kwargs.values()]), *made])) if made else None
-        elif known := self._results.find(key := key_of(func, args, kwargs)):
+        view = is_view(func)  # as half of all are: nothing of them is worth remembering
+        key = None if view else key_of(func, args, kwargs)
+        known = self._results.find(key)
+        if known:
             out, tensors = known.make(args)
             for tensor in tensors:
                 self.charge(tensor)
             work = known.work
         else:
             out = _run(func, args, kwargs)
-            given = tensors_in([*args, *kwargs.values()])
             made = [tensor for tensor in tensors_in(out) if self.charge(tensor)]
+            if view and not made:
+                return out  # nothing is read
+            given = tensors_in([*args, *kwargs.values()])
             work = (flops_of(func, args, kwargs, out), _bytes_of([*given, *made]))
             if not (work[0] or made or func._schema.is_mutable):
-                work = None  # nothing is read
-            self._results.add(key, given, out, made, work)
+                work = None  # nor here
+            if not view:
+                self._results.add(key, given, out, made, work)
         if work and self.moments:
             self.moments[-1].work.append(work)
         return out

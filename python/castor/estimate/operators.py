@@ -111,13 +111,15 @@ class Results:
             made: The tensors in it whose memory was not known.
             work: What it took; None: it is not counted.
         """
+        if key[0]._schema.is_mutable:
+            if _writes_first(key[0]) and out is given[0] and out.is_meta:
+                self._known[key] = Result((), None, work)
+            return
         values = list(out) if isinstance(out, list | tuple) else [out]
         tensors = [value for value in values if value is not None]
-        if _writes_first(key[0]) and given and out is given[0] and out.is_meta:
-            self._known[key] = Result((), None, work)
-        if key[0]._schema.is_mutable or not tensors or len(made) != len(tensors):
+        if not tensors or len(made) != len(tensors):
             return
-        shared = {tensor.untyped_storage()._cdata for tensor in given}  # views, also of the unknown
+        shared = {tensor.untyped_storage()._cdata for tensor in given}
         if all(isinstance(value, torch.Tensor) and _is_whole(value, shared) for value in tensors):
             geometries = (value if value is None else _geometry(value) for value in values)
             kind = type(out) if isinstance(out, list | tuple) else None
