@@ -41,6 +41,9 @@ class Collectives {
   /// Those of these ranks that share memory with this one, in their order; nullptr: none do. They
   /// are all, or as many on each of several machines, one machine's behind another's.
   [[nodiscard]] virtual Collectives* node() noexcept { return nullptr; }
+  /// Asked where another call has failed: who of these has ended, "rank 1 (process 234) has ended";
+  /// "": nobody, or it is not known here.
+  [[nodiscard]] virtual std::string ended() const { return ""; }
   /// Between ranks of several such machines, by their place among all; nullptr elsewhere.
   [[nodiscard]] virtual RankMessages* messages() noexcept { return nullptr; }
 

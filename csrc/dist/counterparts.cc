@@ -9,9 +9,11 @@ auto Counterparts::with(std::size_t rank, const Call& call) const {
   try {
     return call();
   } catch (const Error& error) {
+    const std::string ended = ranks_.node()->ended();
     ranks_.leave();
-    throw lost_ranks(ranks_,
-                     "rank " + std::to_string(rank) + ", on another machine: " + error.what());
+    throw lost_ranks(ranks_, !ended.empty() ? ended
+                                            : "rank " + std::to_string(rank) +
+                                                  ", on another machine: " + error.what());
   }
 }
 

@@ -19,7 +19,8 @@ struct PendingMessage {
 
 /// The ranks that have this one's place on the other machines: with them it exchanges what its
 /// machine's ranks do not need each to send. A call that fails leaves the ranks, so that nobody on
-/// this machine waits for this one, and throws Error.
+/// this machine waits for this one, and throws Error, which names whoever of this machine has ended
+/// before the rank that it concerns: that one may have gone because of it.
 class Counterparts {
  public:
   /// With Collectives::node(); without messages there is one machine. Outlives this.

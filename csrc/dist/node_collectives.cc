@@ -59,11 +59,18 @@ void NodeCollectives::pass_on(std::span<const std::byte> sent, std::span<std::by
   over_group([&] { group_->pass_on(sent, received); });
 }
 
-// The ranks of a machine meet before: there who is gone has a name.
+// The ranks of a machine meet before: there who is gone has a name, as it has who goes meanwhile.
 void NodeCollectives::over_group(const std::function<void()>& call) {
   or_leave(*this, [&] {
     meet(*node_);
-    call();
+    try {
+      call();
+    } catch (const Error&) {
+      if (const std::string ended = node_->ended(); !ended.empty()) {
+        throw lost_ranks(*this, ended);
+      }
+      throw;
+    }
   });
 }
 

@@ -14,6 +14,7 @@
 #include <cstring>
 #include <ctime>
 #include <fstream>
+#include <iterator>
 #include <span>
 #include <system_error>
 #include <thread>
@@ -77,6 +78,19 @@ class MemoryRanks final : public Collectives {
     return "memory that the ranks of this machine share";
   }
   [[nodiscard]] Collectives* node() noexcept override { return this; }
+  // A process's sockets close, by which others hear of it, a moment before it has ended.
+  [[nodiscard]] std::string ended() const override {
+    std::vector<pollfd> all;
+    for (const Peer& peer : peers_) {
+      all.push_back({.fd = peer.ended.get(), .events = POLLIN, .revents = 0});
+    }
+    ::poll(all.data(), all.size(), static_cast<int>(kTick.count()));
+    const auto found =
+        std::ranges::find_if(all, [](const pollfd& one) { return one.revents != 0; });
+    return found == all.end()
+               ? ""
+               : has_ended(static_cast<std::size_t>(std::distance(all.begin(), found)));
+  }
 
   void all_gather(std::span<const std::byte> own, std::span<std::byte> all) override {
     for (std::size_t begin = 0; begin < own.size(); begin += kBufferBytes) {
@@ -204,6 +218,10 @@ class MemoryRanks final : public Collectives {
            std::to_string(peers_[rank].process) + ")";
   }
 
+  [[nodiscard]] std::string has_ended(std::size_t rank) const {
+    return name_of(rank) + " has ended";
+  }
+
   /// Those that are not here.
   [[nodiscard]] std::string missing(std::uint32_t round) const {
     std::string names;
@@ -230,7 +248,7 @@ class MemoryRanks final : public Collectives {
       const std::string name = name_of(rank);
       pollfd ended{.fd = peers_[rank].ended.get(), .events = POLLIN, .revents = 0};
       if (::poll(&ended, 1, 0) > 0) {
-        return name + " has ended";
+        return has_ended(rank);
       }
       if (header().left[rank]) {
         return name + " has let go of the model";

@@ -1,9 +1,10 @@
-"""Starts processes that have torch, transformers and castor imported: 4 s of a core each otherwise.
+"""Starts processes that have torch, transformers and castor imported: 5 s of a core each otherwise.
 
 `python nursery.py DESCRIPTOR`: requests come over that socket, each with files for a process's
 standard output and errors and one for what becomes of it: its number, and then its exit code. The
-process is forked before torch starts a thread, runs one script, and ends as any other does, or with
-this one, which ends with whoever asked.
+process is forked before torch starts a thread, runs what python would of those arguments (a script,
+or -m and a module; -W error before it, if anything), and ends as any other does, or with this one,
+which ends with whoever asked.
 """
 
 import ctypes
@@ -16,10 +17,15 @@ import selectors
 import signal
 import socket
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 Request = dict[str, Any]
+FAMILIES = (
+    *("bert", "bloom", "falcon", "gemma2", "glm", "gpt2", "gpt_neox", "gpt_oss", "gptj", "llama"),
+    *("mistral", "mixtral", "olmoe", "opt", "phi3", "qwen2_moe", "qwen3", "qwen3_moe", "t5", "vit"),
+)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -76,9 +82,9 @@ def preload() -> bool:
 
     Some library that transformers finds on a machine may; a process forked beside it is not safe.
     """
-    for name in ("castor", "torch.distributed.pipelining", "torch.distributed.tensor"):
+    for name in ("castor", "pytest", "torch.distributed.pipelining", "torch.distributed.tensor"):
         importlib.import_module(name)
-    for name in ("bert", "gpt2", "llama", "mixtral", "t5", "vit"):
+    for name in FAMILIES:
         importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     gc.freeze()  # or each process copies it all when it ends, to find what is not used
     return len(os.listdir("/proc/self/task")) == 1
@@ -94,7 +100,17 @@ def main() -> None:
     os.chdir(request["directory"])
     if not alone:
         os.execv(sys.executable, [sys.executable, *request["arguments"]])
-    script, *_ = sys.argv[:] = request["arguments"]
+    arguments = request["arguments"]
+    if arguments[:2] == ["-W", "error"]:
+        warnings.simplefilter("error")
+        del arguments[:2]
+    if arguments[0] == "-m":
+        sys.path[0] = request["directory"]
+        _, module, *_ = arguments
+        sys.argv[:] = arguments[1:]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return
+    script, *_ = sys.argv[:] = arguments
     sys.path[0] = str(Path(script).parent)
     runpy.run_path(script, run_name="__main__")
 

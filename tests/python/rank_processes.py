@@ -39,25 +39,27 @@ class Rank:
         self,
         nursery: socket.socket,
         environment: dict[str, str],
-        held_port: socket.socket,
+        directory: Path,
         *arguments: str,
+        held_port: socket.socket | None = None,
     ) -> None:
         """Args:
         nursery: Of the nursery that starts it.
         environment: All of it.
+        directory: What it runs in.
+        arguments: The script and its own.
         held_port: Of where it meets others: nobody is given it while this process lives.
-        arguments: The script and its own; the last is the directory that it runs in.
         """
         self._said = [os.memfd_create(name) for name in ("output", "errors")]
         read, written = os.pipe()
         request = {
-            "arguments": arguments, "environment": environment, "directory": arguments[-1],
+            "arguments": arguments, "environment": environment, "directory": str(directory),
         }  # fmt: skip
         socket.send_fds(nursery, [json.dumps(request).encode()], [*self._said, written])
         os.close(written)
         self._status = os.fdopen(read)
         self.pid = int(self._status.readline())
-        self._held_port = held_port.dup()
+        self._held_port = held_port and held_port.dup()
         self._code: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
@@ -72,7 +74,8 @@ class Rank:
                 raise TimeoutError
             self._code = int(self._status.readline())
             self._status.close()
-            self._held_port.close()
+            if self._held_port:
+                self._held_port.close()
         return self._code
 
     def over(self) -> bool:
@@ -137,7 +140,8 @@ def start(scenario: Scenario, size: int, directory: Path, *, nodes: int = 1) -> 
                 environment["CASTOR_RANK_LINK"] = "node"
             # Of two: neighbours hash strings differently, as processes of their own do.
             script = (scenario.__code__.co_filename, scenario.__name__, str(directory))
-            ranks.append(Rank(nursery(rank % 2)[0], environment, holder, *script))
+            channel, _ = nursery(rank % 2)
+            ranks.append(Rank(channel, environment, directory, *script, held_port=holder))
     return ranks
 
 
@@ -168,6 +172,16 @@ def run(
 ) -> list[Outcome]:
     """Starts a scenario on `size` ranks, as start(), and waits until all are over."""
     return finish(start(scenario, size, directory, nodes=nodes), timeout=timeout)
+
+
+def run_python(
+    *arguments: str | Path, timeout: float = 300, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """As `python ARGUMENTS` in this directory, without the time that its imports would take."""
+    command = [str(argument) for argument in arguments]
+    process = Rank(nursery(0)[0], os.environ | environment, Path.cwd(), *command)
+    (outcome,) = finish([process], timeout=timeout)
+    return subprocess.CompletedProcess(command, outcome.code, outcome.output, outcome.errors)
 
 
 def succeeded(outcomes: list[Outcome]) -> list[str]:

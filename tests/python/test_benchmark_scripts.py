@@ -2,17 +2,16 @@
 
 import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import status
+from rank_processes import run_python
 from status import Row
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,16 +45,8 @@ NOT_QUICK = {
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), *arguments]
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        timeout=600,
-        env=os.environ | {"GOMP_SPINCOUNT": "1000", "COLUMNS": "200"},
-    )
+    path = ROOT / "benchmarks" / f"{script}.py"
+    return run_python(path, *arguments, timeout=600, GOMP_SPINCOUNT="1000", COLUMNS="200")
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from castor.checkpoint.convert import Layout, convert, kind_of
 from castor.config.names import Precision
 from convert_cases import loaded_by_torch, saved_by_torch
 from helpers import FORMATS, LR, Boosted, assert_same_weights, boost, copies, equal, plugin
-from rank_processes import run, succeeded
+from rank_processes import run, run_python, succeeded
 from test_async_saves import contents
 from test_checkpoint_faults import failing
 from zoo import CASES, tower, tower_batch
@@ -699,12 +699,7 @@ def sampled() -> Iterator[Callable[[], int]]:
 
 def test_the_command_says_what_it_did(tmp_path: Path, gpt2_run: Path) -> None:
     def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-W", "error", "-m", "castor", "convert", *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        return run_python("-W", "error", "-m", "castor", "convert", *map(str, arguments))
 
     done = command(gpt2_run.parent, tmp_path / "hf", "--to", "hf", "--shard-size", "100KB")
     assert (done.returncode, done.stderr) == (0, "")

@@ -21,6 +21,7 @@ from castor.estimate.machine import _data, parse_flops
 from castor.estimate.search import largest
 from castor.estimate.simulator import options
 from estimating import GPT_18B, OPTIONS, SMALL, small_machine, train, write
+from rank_processes import run_python
 
 KEYS = {
     "fits",
@@ -43,12 +44,7 @@ RTX3090 = ("--preset", "rtx3090")
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "castor", "estimate", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_python("-W", "error", "-m", "castor", "estimate", *arguments)
 
 
 @pytest.fixture(scope="module")

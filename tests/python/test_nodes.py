@@ -183,8 +183,20 @@ def test_all_hear_of_a_rank_that_is_killed(
     """Those of its machine by name; on the other machine its counterpart, and so the rest."""
     monkeypatch.setenv("PHASE", phase)
     monkeypatch.setenv("OVERLAP", overlap)
-    *others, killed = run(node_cases.last_dies, SIZE, tmp_path, timeout=60, nodes=NODES)
+    monkeypatch.setenv("KILLED", "3")
+    *others, killed = run(node_cases.some_die, SIZE, tmp_path, timeout=60, nodes=NODES)
     assert killed.code == -9
     for rank, output in enumerate(succeeded(others)):
         assert f"rank {rank} of {SIZE} lost the others: rank " in output
     assert re.search(r"rank 3 \(process \d+\) has ended", others[2].output)
+
+
+def test_who_was_killed_on_a_ranks_own_machine_is_named_before_those_of_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever a rank hears of first: others may be gone because of that one."""
+    for name, value in (("PHASE", "forward"), ("OVERLAP", "none"), ("KILLED", "0 3")):
+        monkeypatch.setenv(name, value)
+    _, second, third, _ = run(node_cases.some_die, SIZE, tmp_path, timeout=60, nodes=NODES)
+    assert re.search(r"rank 0 \(process \d+\) has ended", second.output)
+    assert re.search(r"rank 3 \(process \d+\) has ended", third.output)

@@ -17,7 +17,7 @@ from zoo import tower
 HERE = Path(__file__).parent
 
 # Trains with a link on which a chunk takes 0.4 s, while threads ask all that may be asked. Python
-# must go on meanwhile: `ticks` counts how long a thread that only sleeps is held up.
+# must go on meanwhile: `tick` tells for how much of the time a thread that only sleeps is held up.
 RUN = """
     import sys, threading, time
     sys.path.insert(0, {here!r})
@@ -38,7 +38,7 @@ RUN = """
     for param in model.parameters():
         param.register_hook(lambda grad: grad)  # gradients that Python knows
     session = engine_of(model).session
-    going, longest = True, 0.0
+    going, begun, held_up = True, time.perf_counter(), 0.0
 
     def ask():
         while going:
@@ -54,11 +54,12 @@ RUN = """
             torch.tensor([1.0] * 64)
 
     def tick():
-        global longest
+        global held_up
         while going:
-            begun = time.perf_counter()
+            slept = time.perf_counter()
             time.sleep(0.001)
-            longest = max(longest, time.perf_counter() - begun)
+            if (seconds := time.perf_counter() - slept) > 0.2:
+                held_up += seconds
 
     threads = [threading.Thread(target=work) for work in (ask, ask, tick)]
     for thread in threads:
@@ -73,7 +74,7 @@ RUN = """
         going = False
         for thread in threads:
             thread.join()
-    print(longest)
+    print(held_up / (time.perf_counter() - begun))
 """
 
 
@@ -85,7 +86,7 @@ def test_asking_while_a_copy_is_under_way_neither_hangs_nor_stops_python(setting
     )
     assert done.returncode == 0, done.stderr
     if builds.WANTED is None:  # a sanitizer's build is slow all the time
-        assert float(done.stdout) < 0.3
+        assert float(done.stdout) < 0.2  # a busy machine holds it up as well, but not all along
 
 
 BACKWARD = {"overlap": "backward", "nonfinite": "ignore", "enable_gradient_accumulation": False}
