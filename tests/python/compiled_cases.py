@@ -10,6 +10,7 @@ from torch import distributed
 from torch._dynamo.utils import counters
 
 import castor
+import grids
 from castor.runtime.blocks import find_blocks
 from helpers import GIB, LR, losses_of_plain
 from zoo import CASES, Case, llama
@@ -17,13 +18,13 @@ from zoo import CASES, Case, llama
 LLAMA, STEPS = CASES["llama"], 3
 DEEP = Case("llama4", lambda: llama(layers=4), LLAMA.batch)
 SCHEDULES = ("interleaved", "zbv", "interleaved again")
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS: dict[str, dict[str, Any]] = grids.some({
     "data": {},
     "stages": {"pp_size": 2, "num_microbatches": 2},
     "layers": {"tp_size": 2},
     "sequences": {"sp_size": 2},
     "ring": {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"},
-}
+}, "stages", "layers", "ring")  # fmt: skip
 
 
 def loss_of(model: Any, seed: int) -> torch.Tensor:

@@ -83,6 +83,8 @@ FAMILIES = {
     )
 }
 T5 = FAMILIES["t5"]
+COMPOSED = grids.some(("t5", "untied"), "t5")
+"""Families whose stages go with parts and copies."""
 UNEVEN = _family("uneven", hf.T5Config, num_layers=2, num_decoder_layers=6)
 TALKING = _family("talking", hf.T5Config, initializer_factor=2.0)
 """Whose tokens are not all the same."""
@@ -131,7 +133,7 @@ def settings(directory: Path) -> None:
 def composed(directory: Path) -> None:
     """On four ranks: four stages, and two with two copies or two parts of each layer."""
     rank, found = distributed.get_rank(), {}
-    for name in ("t5", "untied"):
+    for name in COMPOSED:
         case = FAMILIES[name]
         for style, given in STYLES.items():
             if style in ("1f1b", "gpipe"):

@@ -60,5 +60,5 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
 
 
 def steps(whole: int) -> int:
-    """How many of a run's steps are compared: in CI two fifths of them, and 4 at least."""
+    """How many of a run's steps, or of many things alike, are tried: in CI two fifths of them."""
     return whole if WHOLE else max(4, 2 * whole // 5)

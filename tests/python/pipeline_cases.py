@@ -20,9 +20,9 @@ from torch import distributed, nn
 
 import as_rank
 import castor
+import grids
 from castor.config.names import BACKWARD_ENTER
 from castor.runtime.engine import engine_of
-from grids import some
 from helpers import GIB, Boosted, equal
 from tensor_cases import (
     EXPERTS,
@@ -50,6 +50,11 @@ FAMILIES_WITH_STAGES = (
     "gpt2", "llama", "qwen3", "mistral", "gemma2", "opt", "bloom", "falcon", "gptj", "gpt_neox",
     "glm", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "bert", "vit",
 )  # fmt: skip
+SOME_WITH_STAGES = grids.some(
+    FAMILIES_WITH_STAGES,
+    *("gpt2", "llama", "gemma2", "opt", "bloom", "falcon", "gpt_neox", "mixtral", "gpt_oss"),
+    *("bert", "vit"),
+)
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "gpipe": {"pp_style": "gpipe"},
@@ -68,7 +73,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "interleaved": SCHEDULES["interleaved"],
     "zbv": ZERO_BUBBLE,
 }
-SCHEDULED = some(
+SCHEDULED = grids.some(
     ("qwen3", "mistral", "gemma2", "opt", "bloom", "bert", "falcon", "glm", "mixtral"),
     "gemma2", "bert", "falcon",
 )  # fmt: skip
@@ -84,7 +89,7 @@ DEEP = {
     "gpt2": Case("gpt24", lambda: gpt2(layers=4), FAMILIES["gpt2"].batch),
 }
 """Of four blocks."""
-OF_A_V = some({
+OF_A_V = grids.some({
     **DEEP,
     "mixtral": decoder("mixtral4", hf.MixtralConfig, num_hidden_layers=4, num_local_experts=4,
                         num_experts_per_tok=2),
@@ -157,7 +162,7 @@ def in_parts(whole: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 def families(directory: Path) -> None:
     """Losses of every family in stages, and of plain PyTorch."""
     found = {}
-    for name in FAMILIES_WITH_STAGES:
+    for name in SOME_WITH_STAGES:
         case = STAGED[name]
         boosted = boost(case)
         mine = train(case, boosted)
@@ -323,18 +328,19 @@ def _with_frozen_block() -> nn.Module:
 
 
 def zero_bubble(directory: Path) -> None:
-    """Losses of ten clipped steps in a V of stages, with settings that change nothing."""
+    """Losses of clipped steps in a V of stages, with settings that change nothing."""
     found: dict[str, Any] = {}
+    steps = grids.steps(10)
     for name, case in OF_A_V.items():
         ample = boost(case, **ZERO_BUBBLE)
-        found[f"{name} ample"] = train(case, ample, 0, 10)
-        found[f"{name} expected"] = plain(case, 10)
+        found[f"{name} ample"] = train(case, ample, 0, steps)
+        found[f"{name} expected"] = plain(case, steps)
         found[f"{name} entered"] = of_all(_least_entered(ample))
         in_turn = {"pp_style": "interleaved", "num_model_chunks": 2}
-        found[f"{name} interleaved"] = train(case, boost(case, **in_turn), 0, 10)
+        found[f"{name} interleaved"] = train(case, boost(case, **in_turn), 0, steps)
         for setting, given in in_little(ample, directory / name).items():
             boosted = boost(case, **ZERO_BUBBLE, **given)
-            found[f"{name} {setting}"] = train(case, boosted, 0, 10)
+            found[f"{name} {setting}"] = train(case, boosted, 0, steps)
             report = boosted.report()
             assert report.divergent_steps == 0
             if "device_memory" in given:

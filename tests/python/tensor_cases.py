@@ -103,6 +103,7 @@ EXPERTS = {
 SEQUENCES = ("llama", "qwen3", "mistral", "gemma2", "glm", "phi3", "gpt_neox", "gpt2", "opt",
              "mixtral", "windows", "eager")  # fmt: skip
 """Families whose sequences are divided."""
+SOME_SEQUENCES = grids.some(SEQUENCES, "llama", "gemma2", "gpt2", "opt", "mixtral", "windows")
 GATHERED = {name: FAMILIES[name] for name in SEQUENCES} | {
     "three_heads": decoder("three_heads", hf.LlamaConfig, num_attention_heads=3,
                             num_key_value_heads=3),
@@ -112,6 +113,9 @@ GATHERED = {name: FAMILIES[name] for name in SEQUENCES} | {
                              num_experts_per_tok=2, moe_intermediate_size=48, num_dense_layers=1),
 }  # fmt: skip
 """Families whose ranks gather keys and values, or pass them on."""
+SOME_GATHERED = grids.some(
+    GATHERED, *SOME_SEQUENCES, "eager", "three_heads", "sinks", "mask_by_name"
+)
 RING: dict[str, Any] = {"sequence_parallelism_mode": "ring_attn"}
 SEQUENCE_SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -472,7 +476,7 @@ def sequences(directory: Path) -> None:
     """Losses of families whose ranks divide sequences."""
     size = distributed.get_world_size()
     found = {}
-    for name in SEQUENCES if size == 2 else ("llama", "gpt2"):
+    for name in SOME_SEQUENCES if size == 2 else ("llama", "gpt2"):
         case = FAMILIES[name]
         boosted = boost(case, sp_size=size)
         losses = [boosted.step(boosted.model(**padded(case, seed)).loss) for seed in range(STEPS)]
@@ -490,7 +494,7 @@ def sequences(directory: Path) -> None:
 def gathered_sequences(directory: Path) -> None:
     """... whose ranks gather keys and values: heads need not be divided."""
     size, found = distributed.get_world_size(), {}
-    for name in GATHERED if size == 2 else ("llama", "three_heads"):
+    for name in SOME_GATHERED if size == 2 else ("llama", "three_heads"):
         case = GATHERED[name]
         for given in ({}, {"activations": "recompute"}):
             boosted = boost(case, sp_size=size, sequence_parallelism_mode="all_gather", **given)  # type: ignore[arg-type]
@@ -525,7 +529,7 @@ def ring_sequences(directory: Path) -> None:
         assert of_all(losses) == [losses] * size
         return losses
 
-    for name in GATHERED if size == 2 else ("llama", "gpt2", "windows", "three_heads"):
+    for name in SOME_GATHERED if size == 2 else ("llama", "gpt2", "windows", "three_heads"):
         found["padded"][name] = losses_of(GATHERED[name], padded)
     for mode in get_args(castor.distributed.Mode):
         given = {"sequence_parallelism_mode": mode}

@@ -56,7 +56,7 @@ def all_decisions(blocks: int) -> Iterator[Decisions]:
         (5, "1.5GB/s", BUDGETS),
         (6, "1GB/s", BUDGETS),
         (8, "2GB/s", ("14MiB",)),  # the furthest of ten from the best that the search finds
-        pytest.param(8, "2GB/s", BUDGETS[:-1], marks=pytest.mark.slow),
+        pytest.param(8, "2GB/s", BUDGETS[:-1], marks=pytest.mark.whole),
     ],
 )
 def test_few_blocks_are_decided_within_2_percent_of_the_best(

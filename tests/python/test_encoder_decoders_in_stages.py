@@ -98,7 +98,7 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     "kind", ["pp 4 1f1b", "pp 4 gpipe", *(f"tp 2 {style}" for style in STYLES), "dp 2"]
 )
-@pytest.mark.parametrize("name", ["t5", "untied"])
+@pytest.mark.parametrize("name", encoder_stage_cases.COMPOSED)
 def test_stages_go_with_parts_and_copies(name: str, kind: str, composed: Any) -> None:
     assert composed[f"{name} {kind}"] == pytest.approx(plain(name), rel=LOSS)
 

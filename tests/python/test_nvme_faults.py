@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import castor
+import grids
 from enduring_run import FAULTS_VARIABLE, EnduringRun, settings_of, weights_too
 from helpers import equal
 
@@ -80,7 +81,7 @@ def test_operations_may_fail_beside_backward_and_the_next_forward(
     precision: str, overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sweep = Sweep(tmp_path, monkeypatch, **settings_of(precision, overlap))
-    stride = sweep.num_operations // 23
+    stride = sweep.num_operations // grids.steps(23)
     for position, fault in enumerate(("EIO", "flip")):
         for operation in range(1 + position, sweep.num_operations + 1, stride):
             sweep.meet(f"any:{operation}:{fault}")
@@ -94,7 +95,7 @@ def test_edited_masters_may_fail_to_be_written(
 ) -> None:
     settings = settings_of("bf16", overlap) | {"optim_state_format": "split", "edits": True}
     sweep = Sweep(tmp_path, monkeypatch, **settings)
-    for operation in range(1, sweep.num_operations + 1, sweep.num_operations // 40):
+    for operation in range(1, sweep.num_operations + 1, sweep.num_operations // grids.steps(40)):
         sweep.meet(f"any:{operation}:EIO")
     check_outcomes("EIO", sweep)
 
@@ -106,7 +107,7 @@ def test_transfers_of_parameters_and_gradients_may_fail(
 ) -> None:
     sweep = Sweep(tmp_path, monkeypatch, **weights_too(settings_of(precision, overlap)))
     for position, fault in enumerate(FAULTS):
-        stride = sweep.num_operations // (17 if fault in ("EIO", "flip") else 5)
+        stride = sweep.num_operations // grids.steps(17 if fault in ("EIO", "flip") else 5)
         for operation in range(1 + position, sweep.num_operations + 1, stride):
             sweep.meet(f"any:{operation}:{fault}")
         # What was read ahead and not needed in the end may have failed.

@@ -20,6 +20,7 @@ from pipeline_cases import (
     OF_A_V,
     SCHEDULED,
     SCHEDULES,
+    SOME_WITH_STAGES,
     STYLES,
     batch,
     plain,
@@ -35,7 +36,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found(pipeline_cases.families, 2, tmp_path_factory.mktemp("families"))
 
 
-@pytest.mark.parametrize("name", FAMILIES_WITH_STAGES)
+@pytest.mark.parametrize("name", SOME_WITH_STAGES)
 def test_losses_are_plain_pytorchs(name: str, families: Any) -> None:
     losses, expected, shares = families[name]
     assert losses == pytest.approx(expected, rel=LOSS)
