@@ -95,6 +95,15 @@ class Simulator {
         [tell](EventKind kind, std::uint32_t id) { tell(static_cast<std::uint8_t>(kind), id); });
   }
 
+  /// The chunk that each parameter lies in.
+  [[nodiscard]] std::vector<std::size_t> chunks() const {
+    std::vector<std::size_t> chunks;
+    for (std::size_t i = 0; i < layout_.params().size(); ++i) {
+      chunks.push_back(index(layout_.place(ParamId{static_cast<std::uint32_t>(i)}).chunk));
+    }
+    return chunks;
+  }
+
   /// What a session keeps where, of the keys "host_bytes", "nvme_bytes" and "nvme_weight_bytes".
   [[nodiscard]] py::dict places(const py::dict& options) const {
     py::dict result;
@@ -335,6 +344,7 @@ void bind_simulator(py::module_& m) {
            py::arg("state_format"), py::arg("num_ranks") = 1,
            py::arg("ruled") = std::vector<bool>(), py::arg("rule") = "adam")
       .def("follow", &Simulator::follow, py::arg("params"), py::arg("tell"))
+      .def_property_readonly("chunks", &Simulator::chunks)
       .def("places", &Simulator::places, py::arg("options"))
       .def("run", &Simulator::run, py::arg("events"), py::arg("compute_seconds"),
            py::arg("options"));

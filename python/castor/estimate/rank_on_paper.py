@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Container, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from castor.distributed.pipeline_plan import PipelinePlan, cheapest_cuts
 from castor.distributed.split_backward import SplitBackward
 from castor.distributed.stages import Place, StageModules, places_of
 from castor.estimate.activations import Logits, RecomputedBlocks
+from castor.estimate.alike_blocks import AlikeBlocks, NotAlike
 from castor.estimate.balanced_experts import balance_experts, count_experts
 from castor.estimate.metatrace import Moment, Recorder, Sent, call, recording, run
 from castor.estimate.model import build, make_inputs, quiet
@@ -216,7 +217,7 @@ class ModelOnPaper:
         inputs = make_inputs(self.model, batch=rows, sequence=sequence)
         if stages == 1:
             self._divide_tokens_in(None)
-            return self._recorded(inputs, None, own, tile, splits=False)
+            return self._recorded(inputs, None, [], own, tile, splits=False)
         plan = self.plan()
         cuts = [0, *itertools.accumulate(layers or self.layers_of(stages))]
         passage = self._passage(plan)
@@ -226,7 +227,7 @@ class ModelOnPaper:
             modules = StageModules(places, own, cuts, passage)
             self._divide_tokens_in(modules.own_blocks)
             undo.enter_context(passage.routers.start(self.model, plan, modules.own_blocks))
-            return self._recorded(inputs, modules, own, tile, splits=splits)
+            return self._recorded(inputs, modules, places, own, tile, splits=splits)
 
     def _divide_tokens_in(self, stages: Sequence[range] | None) -> None:
         if self._parallel:
@@ -239,15 +240,26 @@ class ModelOnPaper:
         return passage
 
     def _recorded(
-        self, inputs: dict[str, torch.Tensor], modules: StageModules | None, own: Sequence[int],
-        tile: int, *, splits: bool,
+        self, inputs: dict[str, torch.Tensor], modules: StageModules | None,
+        places: Sequence[Place], own: Sequence[int], tile: int, *, splits: bool,
     ) -> RankOnPaper:  # fmt: skip
         spec = ModelSpec.structure(self.model)
         laid_out = functools.partial(lay_out, spec, self._precision, self._state_format, self._rule)
         simulator = laid_out()
-        passes = {}
+        each, passes = None, {}
         for stage in own:
-            passes[stage] = self._pass(spec, simulator, inputs, modules, stage, tile, splits=splits)
+            pass_of = functools.partial(
+                self._pass, spec, simulator, inputs, modules, stage, tile, splits=splits
+            )
+            blocks = AlikeBlocks.of_stage(places, stage)
+            if blocks:
+                each = each or laid_out(chunk_bytes=64)
+            try:
+                passes[stage] = pass_of(
+                    AlikeBlocks(blocks, spec, each, simulator.chunks) if each and blocks else None
+                )
+            except NotAlike:
+                passes[stage] = pass_of(None)
         return RankOnPaper(
             simulator=simulator,
             laid_out=laid_out,
@@ -269,12 +281,14 @@ class ModelOnPaper:
         modules: StageModules | None,
         stage: int,
         tile: int,
+        alike: AlikeBlocks | None,
         *,
         splits: bool,
     ) -> StagePass:
         sent, received = None, None
         held, known = self.model.buffers(), self._results
-        with quiet(), recording(spec, simulator, held, results=known) as recorder:
+        followed = alike.each if alike else simulator
+        with quiet(), recording(spec, followed, held, results=known) as recorder:
             self._tell = recorder
             for tensor in inputs.values():
                 recorder.charge(tensor)
@@ -284,7 +298,10 @@ class ModelOnPaper:
             if modules is None:
                 last = run(self.model, inputs)
             else:
-                with modules.running(stage) as passage:
+                with (
+                    modules.running(stage) as passage,
+                    alike.shortened() if alike else nullcontext(),
+                ):
                     if stage:
                         rows, tokens = passage.size_of(inputs)
                         block = modules.cuts[stage]
@@ -318,12 +335,17 @@ class ModelOnPaper:
             self._tell = None
             if self._blocks:
                 self._blocks.take()
+        every = recorder.moments
+        if alike:
+            every, (forward, backward), beside = alike.whole(every, forward, backward)
+            kept += beside[0]
+            for_weights += beside[1] if splits and stage else 0
         # Logits' gradients for their weights are counted whole: less than that is not known.
-        moments = self._tiled(spec, recorder.moments[:backward], inputs, tile)
+        moments = self._tiled(spec, every[:backward], inputs, tile)
         return StagePass(
             forward=moments[:forward],
             backward=moments[forward:],
-            of_weights=recorder.moments[backward:],
+            of_weights=every[backward:],
             kept_bytes=kept,
             kept_for_weights=for_weights,
             sent_bytes=0 if sent is None else _bytes_of(sent),

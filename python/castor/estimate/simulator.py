@@ -20,6 +20,7 @@ def lay_out(
     rule: str,
     *,
     num_ranks: int = 1,
+    chunk_bytes: int = 0,
 ) -> _C.Simulator:
     """A model in chunks.
 
@@ -29,13 +30,14 @@ def lay_out(
         state_format: Of the optimizer state.
         rule: Of the optimizer (castor.runtime.rules).
         num_ranks: That have it, and cut the states.
+        chunk_bytes: Of a chunk; 0: as training chooses it.
     """
     params = zip(spec.names, spec.params, strict=True)
     return _C.Simulator(
         params=[(name, param.numel(), param.requires_grad) for name, param in params],
         modules=[(m.name, m.params, m.parent) for m in spec.modules],
         precision=SCALAR_TYPES[precision],
-        chunk_bytes=0,
+        chunk_bytes=chunk_bytes,
         state_format=state_format,
         rule=rule,
         num_ranks=num_ranks,

@@ -1,0 +1,287 @@
+"""What a row of alike blocks does, from what four of them do when a stage is recorded.
+
+Of a stage's blocks the first three and the last run. Those in between do what the third does,
+beside what as many more blocks keep: as the third does what the second does, which is looked at.
+Gradients are followed parameter by parameter, since chunks, which tell of them in training, may
+hold parameters of two blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from castor import _C
+from castor.config.names import GRAD_READY
+from castor.distributed.stages import Place
+from castor.distributed.stand_ins import OtherBlock
+from castor.estimate.metatrace import Moment
+from castor.runtime.spec import ModelSpec
+
+_FEWEST = 5
+"""Blocks of which one need not run."""
+_SECOND, _THIRD = 1, 2
+
+
+class NotAlike(Exception):  # noqa: N818 - an answer: all of them have to run
+    """Blocks do not run one after the other, each as the one before."""
+
+
+def alike(block: nn.Module, later: nn.Module, distance: int) -> bool:
+    """Whether two blocks compute the same, but for values of parameters, as far as can be seen.
+
+    Args:
+        block: One.
+        later: Another.
+        distance: How many blocks it is further on: numbers that blocks have of themselves may
+            differ by so many.
+    """
+    mine, theirs = list(block.named_modules()), list(later.named_modules())
+    return len(mine) == len(theirs) and all(
+        name == other and _same_module(one, two, distance)
+        for (name, one), (other, two) in zip(mine, theirs, strict=True)
+    )
+
+
+def _same_module(one: nn.Module, two: nn.Module, distance: int) -> bool:
+    mine, theirs = vars(one), vars(two)
+    return (
+        type(one) is type(two)
+        and mine.keys() == theirs.keys()
+        and all(_same(value, theirs[name], distance) for name, value in mine.items())
+    )
+
+
+def _same(mine: Any, theirs: Any, distance: int) -> bool:
+    if type(mine) is not type(theirs):
+        return False
+    if isinstance(mine, torch.Tensor):
+        described = [(of.shape, of.dtype, of.requires_grad) for of in (mine, theirs)]
+        return described[0] == described[1]
+    if isinstance(mine, dict):  # modules among its values are compared by themselves
+        return _same(list(mine.values()), list(theirs.values()), distance)
+    if isinstance(mine, list | tuple):
+        pairs = zip(mine, theirs, strict=False)
+        return len(mine) == len(theirs) and all(_same(*pair, distance) for pair in pairs)
+    if isinstance(mine, bool | float | str | torch.dtype):
+        return bool(mine == theirs)
+    if isinstance(mine, int):
+        return bool(mine == theirs or theirs - mine == distance)
+    return True
+
+
+class AlikeBlocks:
+    """The blocks of a stage, of which those between its ends are alike."""
+
+    def __init__(
+        self, places: Sequence[Place], spec: ModelSpec, each: _C.Simulator, chunks: Sequence[int]
+    ) -> None:
+        """Runs nothing.
+
+        Args:
+            places: Of the stage's blocks, in order.
+            spec: What castor sees of the model, all of these in their places.
+            each: In which it is laid out, a chunk for each parameter.
+            chunks: The chunk of each parameter where it trains.
+        """
+        self.each = each
+        self._skipped = places[_THIRD + 1 : -1]
+        self._param_of = {chunk: param for param, chunk in enumerate(each.chunks)}
+        self._chunks = chunks
+        module_at = {owner.module: position for position, owner in enumerate(spec.modules)}
+        param_at = {param: position for position, param in enumerate(spec.params)}
+        self._modules = [_positions(place.module.modules(), module_at) for place in places]
+        self._params = [_positions(place.module.parameters(), param_at) for place in places]
+        self._block_of: dict[tuple[bool, int], int] = {
+            (is_param, position): block
+            for is_param, rows in ((False, self._modules), (True, self._params))
+            for block, row in enumerate(rows)
+            for position in row
+        }
+
+    @staticmethod
+    def of_stage(places: Sequence[Place], stage: int) -> list[Place]:
+        """The places of its blocks where some need not run; else none."""
+        blocks = [p for p in places if p.stage == stage and type(p.other) is OtherBlock]
+        pairs = pairwise(blocks[_SECOND:-1])  # the ends may have ranks meet there
+        if len(blocks) >= _FEWEST and all(alike(a.module, b.module, 1) for a, b in pairs):
+            return blocks
+        return []
+
+    @contextmanager
+    def shortened(self) -> Iterator[None]:
+        """In it those in between give what they are given."""
+        for place in self._skipped:
+            place.put(place.other)
+        try:
+            yield
+        finally:
+            for place in self._skipped:
+                place.put(place.module)
+
+    def whole(
+        self, moments: Sequence[Moment], forward: int, backward: int
+    ) -> tuple[list[Moment], list[int], list[int]]:
+        """What all blocks do.
+
+        Args:
+            moments: What was recorded.
+            forward: How many of these forward has ...
+            backward: ... and with what comes before gradients of weights that come later.
+
+        Returns:
+            The moments, the same two numbers of these, and bytes that there were then beside those
+            recorded.
+
+        Raises:
+            NotAlike: The third does not do what the second does.
+        """
+        told = _Told(self._chunks)
+        ends: list[int] = []
+        beside: list[int] = []
+        left = 0
+        for begin, end in ((0, forward), (forward, backward), (backward, len(moments))):
+            part = moments[begin:end]
+            third = self._third(part)
+            extra = len(self._skipped) * (third.of_each if third else 0)
+            if begin == backward > forward and part:
+                # The gradients of inputs leave what is not needed until they are all there: what
+                # is needed goes with each block.
+                left = beside[-1] = -extra
+            self._tell_part(part, third, left, told)
+            left += extra
+            ends.append(len(told.moments))
+            beside.append(left)
+        return told.moments, ends[:2], beside[:2]
+
+    def _third(self, part: Sequence[Moment]) -> _Third | None:
+        """What the third block does in a part of a pass; None: no block runs in it."""
+        blocks = [self._block(moment) for moment in part]
+        runs = [b for i, b in enumerate(blocks) if b is not None and blocks[i - 1 : i] != [b]]
+        if not runs:
+            return None
+        last = len(self._modules) - 1
+        in_order = [0, _SECOND, _THIRD, last]
+        if runs not in (in_order, in_order[::-1]):
+            raise NotAlike
+        begins = [blocks.index(block) for block in runs]
+        of_runs = {block: range(*ends) for block, ends in zip(runs, pairwise(begins), strict=False)}
+        _, of_each, again = (
+            part[later].live_bytes - part[begin].live_bytes for begin, later in pairwise(begins)
+        )
+        second, third = of_runs[_SECOND], of_runs[_THIRD]
+        forward = runs == in_order
+        if not (
+            of_each == again
+            and all(blocks[i] == _THIRD for i in third)
+            and self._same(
+                [part[i] for i in second],
+                [part[i] for i in third],
+                of_each if forward else -of_each,
+            )
+        ):
+            raise NotAlike
+        order = list(range(_THIRD, last))[:: 1 if forward else -1]
+        return _Third(begin=third.start, end=third.stop, of_each=of_each, order=order)
+
+    def _same(self, second: Sequence[Moment], third: Sequence[Moment], beside: int) -> bool:
+        """Whether two blocks do the same, one of them beside so many bytes more."""
+        described = (
+            [
+                (one.kind, self._in(block, one), one.nonmodel_bytes - bytes_, one.work, one.sent)
+                for one in moments
+            ]
+            for block, moments, bytes_ in ((_SECOND, second, 0), (_THIRD, third, beside))
+        )
+        return next(described) == next(described)
+
+    def _tell_part(
+        self, part: Sequence[Moment], third: _Third | None, beside: int, told: _Told
+    ) -> None:
+        begin, end = (third.begin, third.end) if third else (len(part), len(part))
+        for moment in part[:begin]:
+            self._tell(moment, None, beside, told)
+        if third is None:
+            return
+        for copy, block in enumerate(third.order):
+            for moment in part[begin:end]:
+                self._tell(moment, block, beside + copy * third.of_each, told)
+        for moment in part[end:]:
+            self._tell(moment, None, beside + len(self._skipped) * third.of_each, told)
+
+    def _block(self, moment: Moment) -> int | None:
+        return self._block_of.get((moment.kind == GRAD_READY, self._at(moment)))
+
+    def _at(self, moment: Moment) -> int:
+        """The position of the module or the parameter that it is of."""
+        return self._param_of[moment.position] if moment.kind == GRAD_READY else moment.position
+
+    def _in(self, block: int, moment: Moment) -> int | None:
+        """Of these, that in a block's own; None: it is of another."""
+        row = (self._params if moment.kind == GRAD_READY else self._modules)[block]
+        return row.index(self._at(moment)) if self._at(moment) in row else None
+
+    def _tell(self, moment: Moment, block: int | None, beside: int, told: _Told) -> None:
+        """Of a moment as recorded, or as that of another block than the third."""
+        is_param = moment.kind == GRAD_READY
+        at = self._at(moment)
+        if block is not None:
+            of_third = self._in(_THIRD, moment)
+            assert of_third is not None
+            at = (self._params if is_param else self._modules)[block][of_third]
+        again = Moment(
+            moment.kind, at, moment.nonmodel_bytes + beside, moment.live_bytes + beside,
+            moment.work, moment.sent,
+        )  # fmt: skip
+        (told.gradient if is_param else told.moments.append)(again)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Third:
+    """What the third block does in a part of a pass."""
+
+    begin: int
+    """Of its moments."""
+    end: int
+    """Likewise."""
+    of_each: int
+    """Bytes that are there after it and were not before; less than 0: that have gone."""
+    order: list[int]
+    """In which it, and those that do what it does, run."""
+
+
+class _Told:
+    """Moments as training has them: of gradients those with which a chunk has all of its own."""
+
+    def __init__(self, chunks: Sequence[int]) -> None:
+        self.moments: list[Moment] = []
+        self._chunks = chunks
+        self._params: dict[int, set[int]] = {}
+        for param, chunk in enumerate(chunks):
+            self._params.setdefault(chunk, set()).add(param)
+        self._missing = {chunk: set(params) for chunk, params in self._params.items()}
+
+    def gradient(self, moment: Moment) -> None:
+        """That of a parameter has come, at the beginning of a moment."""
+        chunk = self._chunks[moment.position]
+        missing = self._missing[chunk]
+        missing.discard(moment.position)
+        if not missing:
+            missing |= self._params[chunk]
+            moment.position = chunk
+            self.moments.append(moment)
+        elif self.moments:
+            before = self.moments[-1]
+            before.nonmodel_bytes = max(before.nonmodel_bytes, moment.nonmodel_bytes)
+            before.work = [*before.work, *moment.work]
+            before.sent = [*before.sent, *moment.sent]
+
+
+def _positions(of: Any, known: dict[Any, int]) -> list[int]:
+    return [known[one] for one in of if one in known]
