@@ -147,7 +147,6 @@ def test_stages_on_paper(tmp_path: Path) -> None:
     config.to_json_file(path, use_diff=False)
     on_paper = ModelOnPaper(
         path, precision="fp32", state_format="fp32", tensor_size=1, sequence_size=1,
-        recomputes=False,
     )  # fmt: skip
 
     def record(rank: int, ranks: int, each: int) -> Any:

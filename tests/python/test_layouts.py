@@ -69,13 +69,15 @@ def search(config: Path, batch: int = 8) -> LayoutSearch:
 
 def on_paper(config: Path, **changes: Any) -> ModelOnPaper:
     given: dict[str, Any] = {"precision": "fp32", "state_format": "fp32", "tensor_size": 1,
-                             "sequence_size": 1, "recomputes": False}  # fmt: skip
+                             "sequence_size": 1}  # fmt: skip
     return ModelOnPaper(config, **given | changes)
 
 
-def recorded(model: ModelOnPaper, rank: int = 0, ranks: int = 1, each: int = 1) -> Any:
+def recorded(
+    model: ModelOnPaper, rank: int = 0, ranks: int = 1, each: int = 1, **settings: Any
+) -> Any:
     own = range(rank, ranks * each, ranks)
-    return model.record(own, ranks * each, rows=2, sequence=TOKENS, tile=0)
+    return model.record(own, ranks * each, rows=2, sequence=TOKENS, tile=0, **settings)
 
 
 # What a rank does.
@@ -156,10 +158,11 @@ def exchanges(one: StagePass) -> list[Sent]:
     return [sent for moment in (*one.forward, *one.backward) for sent in moment.sent]
 
 
-def two_blocks(model: ModelOnPaper) -> tuple[StagePass, StagePass]:
+def two_blocks(model: ModelOnPaper, **settings: Any) -> tuple[StagePass, StagePass]:
     """The third block of the model, and it with the fourth, each a stage with others around."""
+    given: dict[str, Any] = {"rows": 2, "sequence": TOKENS, "tile": 0} | settings
     return tuple(  # type: ignore[return-value]
-        model.record((2,), len(layers), rows=2, sequence=TOKENS, tile=0, layers=layers).passes[2]
+        model.record((2,), len(layers), layers=layers, **given).passes[2]
         for layers in ([1, 1, 1, 3], [1, 1, 2, 2])
     )
 
@@ -177,7 +180,7 @@ def test_ranks_that_share_layers_may_have_their_tokens_of_what_lies_between(
     def of_a_block(**divided: int) -> tuple[int, float]:
         """What it keeps, and seconds of what it exchanges but for gradients of norms."""
         seconds = []
-        one, two = two_blocks(on_paper(config, recomputes=recomputes, **divided))
+        one, two = two_blocks(on_paper(config, **divided), recomputes=recomputes)
         for passed in (one, two):
             sent = [sent for sent in exchanges(passed) if sent.num_bytes > WIDTH * 4]
             seconds.append(sum(link.collective(of.operation, of.num_bytes, 2) for of in sent))
@@ -242,7 +245,7 @@ def test_halves_of_a_backward_are_the_whole(config: Path) -> None:
 
 def test_recomputed_blocks_keep_their_inputs(config: Path) -> None:
     kept = recorded(on_paper(config)).passes[0]
-    again = recorded(on_paper(config, recomputes=True)).passes[0]
+    again = recorded(on_paper(config), recomputes=True).passes[0]
     assert again.kept_bytes < kept.kept_bytes / 2
     assert again.flops > kept.flops
 

@@ -225,7 +225,6 @@ def test_stages_on_paper_send_router_logits_too(tmp_path: Path) -> None:
     model.config.to_json_file(path, use_diff=False)
     on_paper = ModelOnPaper(
         path, precision="bf16", state_format="split", tensor_size=1, sequence_size=1,
-        recomputes=False,
     )  # fmt: skip
 
     def record(rank: int, ranks: int, each: int) -> Any:

@@ -252,14 +252,11 @@ def _even_cuts(costs: tuple[float, ...], last: float, stages: int) -> tuple[int,
     best = [none, *((upto[n], [n]) for n in range(1, count + 1))]
     for stage in range(1, stages):
         extra = last if stage == stages - 1 else 0.0
-        best = [
-            min(
-                (
-                    (max(before, upto[n] - upto[k] + extra), [*cuts, n - k])
-                    for k, (before, cuts) in enumerate(best[:n])
-                ),
-                default=none,
-            )
-            for n in range(count + 1)
-        ]
+        of_next = [none]
+        for n in range(1, count + 1):
+            most = [max(best[k][0], upto[n] - upto[k] + extra) for k in range(n)]
+            least = min(most)
+            cuts = min([*best[k][1], n - k] for k in range(n) if most[k] == least)
+            of_next.append((least, cuts))
+        best = of_next
     return tuple(best[count][1])

@@ -27,7 +27,7 @@ class RecomputedBlocks:
     """Has every block of a model run again in backward, and keeps what a recorded step shows."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Turns the blocks' switches.
+        """Turns the blocks' switches on.
 
         Raises:
             ValueError: The model has no layers that transformers can checkpoint.
@@ -45,11 +45,20 @@ class RecomputedBlocks:
         )
         """Modules that run in as many pieces as `tiles` says."""
         self._profile: BlockProfile | None = None
+        self._blocks = list(blocks.values())
         for i, (name, block) in enumerate(blocks.items()):
-            block.gradient_checkpointing = True  # type: ignore[assignment]
             block._gradient_checkpointing_func = Recomputation(  # type: ignore[assignment]
                 block, name, compared=False, auto=self, block=i
             )
+
+        self.switch(on=True)
+
+    def switch(self, *, on: bool) -> None:
+        """Whether steps are recorded so from now on, or as if this was not there."""
+        self.on = on
+        """Whether blocks run again."""
+        for block in self._blocks:
+            block.gradient_checkpointing = on  # type: ignore[assignment]
 
     def begin(self, now: Now) -> None:
         """A step is about to be recorded."""

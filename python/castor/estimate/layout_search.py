@@ -331,7 +331,7 @@ class LayoutSearch:
         return [known[kind] for kind in alike]
 
     def _model(self, like: Layout) -> ModelOnPaper:
-        division = like.of_model()
+        division = replace(like.of_model(), activations=Layout.activations)
         if division not in self._models:
             self._models[division] = ModelOnPaper(
                 self._config,
@@ -343,7 +343,6 @@ class LayoutSearch:
                 sequence_size=division.sequence,
                 sequence_mode=division.mode,
                 divide_tokens=division.tokens_between_layers,
-                recomputes=division.activations == "recompute",
                 results=self._results,
             )
         return self._models[division]
@@ -380,6 +379,7 @@ class LayoutSearch:
             rows=layout.rows,
             sequence=self.workload.sequence,
             tile=tile,
+            recomputes=layout.activations == "recompute",
             splits=layout.style == "zbv",
             layers=layers,
         )

@@ -7,7 +7,7 @@ of modules, the recomputation of checkpointed ones and the life of each activati
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from castor import _C
 from castor.activations.block_profile import BlockRun
+from castor.distributed.split_backward import SplitBackward
 from castor.estimate.operators import Results, Work, flops_of, is_view, key_of, tensors_in
 from castor.runtime.hooks import follow
 from castor.runtime.spec import ModelSpec
@@ -303,6 +304,40 @@ def run(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
             "architecture with a head in the config's 'architectures'"
         )
     return loss
+
+
+def halve(
+    output: torch.Tensor,
+    grad: torch.Tensor | None,
+    received: torch.Tensor | None,
+    recorder: Recorder,
+    spec: ModelSpec,
+) -> Callable[[], None]:
+    """Computes the gradients of a stage's inputs; gives what computes those of its weights.
+
+    Args:
+        output: Of the stage.
+        grad: Of that; None: 1.
+        received: Its inputs; None: the first stage has none, and all its gradients come later.
+        recorder: Of the pass.
+        spec: What castor sees of the model.
+    """
+    if received is None:
+        return lambda: output.backward(grad)
+    split = SplitBackward([output], [grad], [received])
+    split.of_inputs()
+    owners: dict[torch.Tensor, int] = {
+        param: position
+        for position, owner in enumerate(spec.modules)
+        for param in owner.module.parameters(recurse=False)
+    }
+
+    def enter(params: Sequence[torch.Tensor]) -> None:
+        assert recorder.events is not None
+        for position in dict.fromkeys(owners[param] for param in params):
+            recorder.events.enter_backward(position)
+
+    return lambda: split.of_weights(enter)
 
 
 def record_step(

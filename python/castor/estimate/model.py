@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 _NUMBERS_OF_TOKENS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 SHORTEST_SEQUENCE = 2
@@ -84,6 +85,18 @@ def _class_of(transformers: ModuleType, document: dict[str, Any], config: Any) -
     return mapping[type(config)]
 
 
+class _WithoutValues(TorchFunctionMode):
+    """In it no values are drawn: tensors have none, and finding that out takes time."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return args[0] if func in _INITIALISERS else func(*args, **(kwargs or {}))
+
+
+_INITIALISERS = {torch.Tensor.uniform_, torch.Tensor.normal_}
+
+
 def build(path: Path, *, dtype: torch.dtype) -> nn.Module:
     """Builds the model of a config.json in training mode on the meta device.
 
@@ -111,7 +124,7 @@ def build(path: Path, *, dtype: torch.dtype) -> nn.Module:
             ):
                 config.decoder_start_token_id = 0  # its value, of no meaning here, is asked for
             architecture = _class_of(transformers, document, config)
-            with torch.device("meta"):
+            with torch.device("meta"), _WithoutValues():
                 model: nn.Module = architecture(config)
             model.tie_weights()  # type: ignore[operator]
         except Exception as error:

@@ -31,12 +31,11 @@ from castor.distributed import (
 from castor.distributed.inputs import asked_of
 from castor.distributed.passage import Passage
 from castor.distributed.pipeline_plan import PipelinePlan, cheapest_cuts
-from castor.distributed.split_backward import SplitBackward
 from castor.distributed.stages import Place, StageModules, places_of
 from castor.estimate.activations import Logits, RecomputedBlocks
 from castor.estimate.alike_blocks import AlikeBlocks, NotAlike
 from castor.estimate.balanced_experts import balance_experts, count_experts
-from castor.estimate.metatrace import Moment, Recorder, Sent, call, recording, run
+from castor.estimate.metatrace import Moment, Recorder, Sent, call, halve, recording, run
 from castor.estimate.model import build, make_inputs, quiet
 from castor.estimate.operators import Results
 from castor.estimate.paper_ranks import PaperGenerators, PaperRanks
@@ -108,7 +107,6 @@ class ModelOnPaper:
         sequence_size: int = 1,
         sequence_mode: Mode = "all_to_all",
         divide_tokens: bool = False,
-        recomputes: bool,
         results: Results | None = None,
     ) -> None:
         """Builds the model and divides it.
@@ -123,12 +121,11 @@ class ModelOnPaper:
             sequence_size: Ranks that share sequences.
             sequence_mode: How they meet in attention.
             divide_tokens: Whether those that share layers have their tokens of what lies between.
-            recomputes: Whether all blocks are recomputed in backward.
             results: Of operators, which other divisions of it share; None: they do not.
 
         Raises:
             OSError, ModuleNotFoundError: See castor.estimate.model.build.
-            ValueError: Likewise, or it has no blocks that transformers can checkpoint.
+            ValueError: Likewise.
             UsageError: A size does not fit the model.
             NotImplementedError: It cannot be divided so.
         """
@@ -154,7 +151,7 @@ class ModelOnPaper:
             self._divide_layers(tensor_size, expert_size, divide_tokens=divide_tokens)
         if self._sequences:
             self._sequences.start()
-        self._blocks = RecomputedBlocks(self.model) if recomputes else None
+        self._blocks: RecomputedBlocks | None = None
 
     def _divide_layers(self, tensor_size: int, expert_size: int, *, divide_tokens: bool) -> None:
         counts = count_experts(self.model) if expert_size > 1 else {}
@@ -197,7 +194,7 @@ class ModelOnPaper:
 
     def record(
         self, own: Sequence[int], stages: int, *, rows: int, sequence: int, tile: int,
-        splits: bool = False, layers: Sequence[int] | None = None,
+        recomputes: bool = False, splits: bool = False, layers: Sequence[int] | None = None,
     ) -> RankOnPaper:  # fmt: skip
         """What a rank's stages do with a micro-batch.
 
@@ -207,13 +204,19 @@ class ModelOnPaper:
             rows: Samples of the micro-batch.
             sequence: Tokens in a sample.
             tile: Device memory that decides whether logits are computed in tiles.
+            recomputes: Whether all blocks are recomputed in backward.
             splits: Whether weights' gradients come later than those of hidden states.
             layers: Blocks of each stage; None: as training divides them.
 
         Raises:
-            ValueError: The model cannot run on the meta device.
+            ValueError: The model cannot run on the meta device, or has no blocks that transformers
+                can checkpoint.
             UsageError, NotImplementedError: It cannot be cut so.
         """
+        if recomputes and self._blocks is None:
+            self._blocks = RecomputedBlocks(self.model)
+        if self._blocks:
+            self._blocks.switch(on=recomputes)
         inputs = make_inputs(self.model, batch=rows, sequence=sequence)
         if stages == 1:
             self._divide_tokens_in(None)
@@ -293,7 +296,7 @@ class ModelOnPaper:
             for tensor in inputs.values():
                 recorder.charge(tensor)
             fixed = sum(_bytes_of(buffer) for buffer in self.model.buffers())
-            if self._blocks:
+            if self._blocks and self._blocks.on:
                 self._blocks.begin(lambda: (len(recorder.moments), recorder.live_bytes))
             if modules is None:
                 last = run(self.model, inputs)
@@ -326,14 +329,14 @@ class ModelOnPaper:
             grad = None if sent is None else torch.empty_like(sent)
             for_weights = 0
             if splits:
-                later = _halve(last, grad, received, recorder, spec)
+                later = halve(last, grad, received, recorder, spec)
                 backward, for_weights = len(recorder.moments), recorder.live_bytes - fixed
                 later()
             else:
                 last.backward(grad)
                 backward = len(recorder.moments)
             self._tell = None
-            if self._blocks:
+            if self._blocks and self._blocks.on:
                 self._blocks.take()
         every = recorder.moments
         if alike:
@@ -362,35 +365,6 @@ class ModelOnPaper:
     def _note(self, sent: Sent) -> None:
         if self._tell:
             self._tell.send(sent)
-
-
-def _halve(
-    output: torch.Tensor,
-    grad: torch.Tensor | None,
-    received: torch.Tensor | None,
-    recorder: Recorder,
-    spec: ModelSpec,
-) -> Callable[[], None]:
-    """Computes the gradients of a stage's inputs; gives what computes those of its weights.
-
-    The first stage has no inputs: all its gradients come later.
-    """
-    if received is None:
-        return lambda: output.backward(grad)
-    split = SplitBackward([output], [grad], [received])
-    split.of_inputs()
-    owners: dict[torch.Tensor, int] = {
-        param: position
-        for position, owner in enumerate(spec.modules)
-        for param in owner.module.parameters(recurse=False)
-    }
-
-    def enter(params: Sequence[torch.Tensor]) -> None:
-        assert recorder.events is not None
-        for position in dict.fromkeys(owners[param] for param in params):
-            recorder.events.enter_backward(position)
-
-    return lambda: split.of_weights(enter)
 
 
 def _restore(places: Sequence[Place]) -> None:
