@@ -107,6 +107,18 @@ def test_passes_are_those_of_stages_whose_blocks_all_run(
     assert set(answers) == enough.get(name, {True})
 
 
+def test_where_parameters_share_the_smallest_chunk_all_blocks_run(
+    tmp_path: Path, answers: list[bool]
+) -> None:
+    path = tmp_path / "config.json"
+    small = COMMON | {"hidden_size": 8, "intermediate_size": 8, "num_key_value_heads": 4}
+    hf.LlamaConfig(**small, architectures=["LlamaForCausalLM"]).to_json_file(path, use_diff=False)
+    model = ModelOnPaper(path, precision="bf16", state_format="split")
+    one = model.record((0,), 2, rows=2, sequence=32, tile=0)
+    assert len(one.simulator.chunks) > len({*one.simulator.chunks})
+    assert answers == []
+
+
 class Numbered(nn.Module):
     """A block that knows its number."""
 

@@ -89,6 +89,10 @@ class AlikeBlocks:
             spec: What castor sees of the model, all of these in their places.
             each: In which it is laid out, a chunk for each parameter.
             chunks: The chunk of each parameter where it trains.
+
+        Raises:
+            NotAlike: Parameters are so small that some share the smallest chunk, or blocks have
+                some in common.
         """
         self.each = each
         self._skipped = places[_THIRD + 1 : -1]
@@ -104,6 +108,9 @@ class AlikeBlocks:
             for block, row in enumerate(rows)
             for position in row
         }
+        alone = len(self._block_of) == sum(map(len, (*self._modules, *self._params)))
+        if len(self._param_of) < len(spec.params) or not alone:
+            raise NotAlike
 
     @staticmethod
     def of_stage(places: Sequence[Place], stage: int) -> list[Place]:
