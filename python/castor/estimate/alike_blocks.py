@@ -17,16 +17,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from castor import _C
+from castor.config import Precision
 from castor.config.names import GRAD_READY
 from castor.distributed.stages import Place
 from castor.distributed.stand_ins import OtherBlock
 from castor.estimate.metatrace import Moment
+from castor.estimate.simulator import lay_out
 from castor.runtime.spec import ModelSpec
 
 _FEWEST = 5
 """Blocks of which one need not run."""
 _SECOND, _THIRD = 1, 2
+_SMALLEST_CHUNK = 64
+"""Bytes (kParamAlignment in csrc/core/chunk_layout.h): no two parameters fit in it."""
 
 
 class NotAlike(Exception):  # noqa: N818 - an answer: all of them have to run
@@ -80,23 +83,25 @@ class AlikeBlocks:
     """The blocks of a stage, of which those between its ends are alike."""
 
     def __init__(
-        self, places: Sequence[Place], spec: ModelSpec, each: _C.Simulator, chunks: Sequence[int]
+        self, places: Sequence[Place], spec: ModelSpec, precision: Precision, chunks: Sequence[int]
     ) -> None:
         """Runs nothing.
 
         Args:
             places: Of the stage's blocks, in order.
             spec: What castor sees of the model, all of these in their places.
-            each: In which it is laid out, a chunk for each parameter.
+            precision: Of parameters.
             chunks: The chunk of each parameter where it trains.
 
         Raises:
-            NotAlike: Parameters are so small that some share the smallest chunk, or blocks have
-                some in common.
+            NotAlike: Blocks have some of their modules or parameters in common.
         """
-        self.each = each
+        # States are not looked at: these have the smallest chunks.
+        self.each = lay_out(spec, precision, "fp32", "adam", chunk_bytes=_SMALLEST_CHUNK)
+        """In which the model is laid out, a chunk for each parameter."""
         self._skipped = places[_THIRD + 1 : -1]
-        self._param_of = {chunk: param for param, chunk in enumerate(each.chunks)}
+        self._param_of = {chunk: param for param, chunk in enumerate(self.each.chunks)}
+        assert len(self._param_of) == len(spec.params)
         self._chunks = chunks
         module_at = {owner.module: position for position, owner in enumerate(spec.modules)}
         param_at = {param: position for position, param in enumerate(spec.params)}
@@ -108,8 +113,7 @@ class AlikeBlocks:
             for block, row in enumerate(rows)
             for position in row
         }
-        alone = len(self._block_of) == sum(map(len, (*self._modules, *self._params)))
-        if len(self._param_of) < len(spec.params) or not alone:
+        if len(self._block_of) < sum(map(len, (*self._modules, *self._params))):
             raise NotAlike
 
     @staticmethod

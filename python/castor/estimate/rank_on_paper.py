@@ -249,17 +249,15 @@ class ModelOnPaper:
         spec = ModelSpec.structure(self.model)
         laid_out = functools.partial(lay_out, spec, self._precision, self._state_format, self._rule)
         simulator = laid_out()
-        each, passes = None, {}
+        passes = {}
         for stage in own:
             pass_of = functools.partial(
                 self._pass, spec, simulator, inputs, modules, stage, tile, splits=splits
             )
             blocks = AlikeBlocks.of_stage(places, stage)
-            if blocks:
-                each = each or laid_out(chunk_bytes=64)
             try:
                 passes[stage] = pass_of(
-                    AlikeBlocks(blocks, spec, each, simulator.chunks) if each and blocks else None
+                    AlikeBlocks(blocks, spec, self._precision, simulator.chunks) if blocks else None
                 )
             except NotAlike:
                 passes[stage] = pass_of(None)
