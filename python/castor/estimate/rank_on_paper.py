@@ -230,7 +230,9 @@ class ModelOnPaper:
             modules = StageModules(places, own, cuts, passage)
             self._divide_tokens_in(modules.own_blocks)
             undo.enter_context(passage.routers.start(self.model, plan, modules.own_blocks))
-            return self._recorded(inputs, modules, places, own, tile, splits=splits)
+            # What is made of all routers' logits is in proportion to the blocks that run.
+            alike = [] if passage.routers.asked else places
+            return self._recorded(inputs, modules, alike, own, tile, splits=splits)
 
     def _divide_tokens_in(self, stages: Sequence[range] | None) -> None:
         if self._parallel:
