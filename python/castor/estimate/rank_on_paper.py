@@ -44,6 +44,8 @@ from castor.runtime.engine import WORKING_DTYPES
 from castor.runtime.spec import ModelSpec
 
 _LABELS = "labels"
+_OF_EVERY_BLOCK = ("output_router_logits", "output_hidden_states", "output_attentions")
+"""What a config may ask a forward to give."""
 TENSOR, SEQUENCE = "tensor", "sequence"
 """What moments call the ranks that share layers or experts, and those that share sequences."""
 
@@ -230,8 +232,9 @@ class ModelOnPaper:
             modules = StageModules(places, own, cuts, passage)
             self._divide_tokens_in(modules.own_blocks)
             undo.enter_context(passage.routers.start(self.model, plan, modules.own_blocks))
-            # What is made of all routers' logits is in proportion to the blocks that run.
-            alike = [] if passage.routers.asked else places
+            # What is kept or made of every block's is in proportion to those that run.
+            of_all = any(asked_of(self.model, {}, name) for name in _OF_EVERY_BLOCK)
+            alike = [] if of_all else places
             return self._recorded(inputs, modules, alike, own, tile, splits=splits)
 
     def _divide_tokens_in(self, stages: Sequence[range] | None) -> None:
