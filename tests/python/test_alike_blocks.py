@@ -58,6 +58,7 @@ REFUSED = {
 # Stages of a rank, stages of the model, and whether gradients of weights come later.
 STAGES = [
     ((0,), 2, False),
+    ((0,), 2, True),
     ((1,), 2, False),
     ((1,), 2, True),
     ((0, 3), 4, True),

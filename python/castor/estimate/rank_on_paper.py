@@ -345,7 +345,7 @@ class ModelOnPaper:
         if alike:
             every, (forward, backward), beside = alike.whole(every, forward, backward)
             kept += beside[0]
-            for_weights += beside[1] if splits and stage else 0
+            for_weights += beside[1] if splits else 0
         # Logits' gradients for their weights are counted whole: less than that is not known.
         moments = self._tiled(spec, every[:backward], inputs, tile)
         return StagePass(
