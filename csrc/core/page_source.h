@@ -27,6 +27,10 @@ class PageSource {
   /// for small ones on the rest of [data, data + mapped), so that touching the last used byte does
   /// not make pages behind it resident. Refusal is tolerated and shows in description().
   virtual void advise_huge(std::byte* data, std::size_t used, std::size_t mapped) noexcept = 0;
+  /// Gives these pages physical memory now, by several threads where there is much of it: whoever
+  /// touches them one by one waits for one processor to clear them all. What the system refuses
+  /// stays as it was.
+  virtual void make_resident(std::byte* data, std::size_t bytes) noexcept = 0;
   /// Processes that this one forks from now on do not get these pages. Else each page that is
   /// written while such a child lives is copied, and the child keeps the old one. A refusal shows
   /// in description().

@@ -55,6 +55,7 @@ std::byte* PinnedPages::map(std::size_t bytes, std::size_t alignment) noexcept {
     return nullptr;
   upstream_->advise_huge(data, bytes, bytes);
   upstream_->withhold_from_children(data, bytes);
+  upstream_->make_resident(data, bytes);  // else registering does, on this thread alone
   cudaError_t error = register_pages(data, bytes, device_);
   if (error == cudaSuccess && !add(data, bytes)) {
     static_cast<void>(unregister_pages(data, device_));
@@ -124,6 +125,8 @@ bool PinnedPages::discard(std::byte* /*data*/, std::size_t /*bytes*/) noexcept {
 
 void PinnedPages::advise_huge(std::byte* /*data*/, std::size_t /*used*/,
                               std::size_t /*mapped*/) noexcept {}
+
+void PinnedPages::make_resident(std::byte* /*data*/, std::size_t /*bytes*/) noexcept {}
 
 void PinnedPages::withhold_from_children(std::byte* /*data*/, std::size_t /*bytes*/) noexcept {}
 

@@ -39,6 +39,8 @@ class PinnedPages final : public PageSource {
   [[nodiscard]] bool discard(std::byte* data, std::size_t bytes) noexcept override;
   /// Nothing: huge pages have to be asked for before the pages exist, and map() does.
   void advise_huge(std::byte* data, std::size_t used, std::size_t mapped) noexcept override;
+  /// Nothing: registered pages are.
+  void make_resident(std::byte* data, std::size_t bytes) noexcept override;
   /// Nothing: map() withholds them.
   void withhold_from_children(std::byte* data, std::size_t bytes) noexcept override;
   /// Nothing: they stay withheld as long as they are registered.

@@ -146,6 +146,10 @@ void BoundPages::advise_huge(std::byte* data, std::size_t used, std::size_t mapp
   upstream_->advise_huge(data, used, mapped);
 }
 
+void BoundPages::make_resident(std::byte* data, std::size_t bytes) noexcept {
+  upstream_->make_resident(data, bytes);
+}
+
 void BoundPages::withhold_from_children(std::byte* data, std::size_t bytes) noexcept {
   upstream_->withhold_from_children(data, bytes);
 }

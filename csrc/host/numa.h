@@ -66,6 +66,7 @@ class BoundPages final : public PageSource {
   [[nodiscard]] bool unmap(std::byte* data, std::size_t bytes) noexcept override;
   [[nodiscard]] bool discard(std::byte* data, std::size_t bytes) noexcept override;
   void advise_huge(std::byte* data, std::size_t used, std::size_t mapped) noexcept override;
+  void make_resident(std::byte* data, std::size_t bytes) noexcept override;
   void withhold_from_children(std::byte* data, std::size_t bytes) noexcept override;
   void share_with_children(std::byte* data, std::size_t bytes) noexcept override;
   [[nodiscard]] std::string description() const override;

@@ -3,17 +3,30 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdint>
+#include <exception>
 #include <fstream>
 #include <span>
 #include <system_error>
+#include <thread>
+#include <vector>
 
 #include "core/error.h"
 #include "core/units.h"
 
 namespace castor {
 namespace {
+
+#if defined(MADV_POPULATE_WRITE)
+constexpr int kPopulateWrite = MADV_POPULATE_WRITE;
+#else
+constexpr int kPopulateWrite = 23;  // Linux 5.14; older ones refuse it
+#endif
+constexpr std::size_t kPopulatedAtOnce = std::size_t{64} << 20;
+constexpr std::size_t kMostPopulatingThreads = 16;
 
 std::size_t system_value(int name) {
   const long value = ::sysconf(name);
@@ -112,6 +125,34 @@ void OsPages::advise_huge(std::byte* data, std::size_t used, std::size_t mapped)
   if (tail > 0 && ::madvise(data + head + whole, tail, MADV_NOHUGEPAGE) != 0) {
     note_refusal(errno);
   }
+}
+
+void OsPages::make_resident(std::byte* data, std::size_t bytes) noexcept {
+  const std::size_t num_pieces = (bytes + kPopulatedAtOnce - 1) / kPopulatedAtOnce;
+  const std::size_t num_threads = std::min(
+      {num_pieces, std::size_t{std::thread::hardware_concurrency()}, kMostPopulatingThreads});
+  if (num_threads < 2 || in_child()) {
+    return;
+  }
+  std::atomic<std::size_t> next{0};
+  const auto populate = [&] {
+    for (std::size_t piece = next++; piece < num_pieces; piece = next++) {
+      const std::size_t begin = piece * kPopulatedAtOnce;
+      if (::madvise(data + begin, std::min(kPopulatedAtOnce, bytes - begin), kPopulateWrite) != 0) {
+        return;
+      }
+    }
+  };
+  std::vector<std::jthread> helpers;
+  try {
+    helpers.reserve(num_threads - 1);
+    while (helpers.size() < num_threads - 1) {
+      helpers.emplace_back(populate);
+    }
+  } catch (const std::exception&) {
+    // Those that are there, and this thread, do it.
+  }
+  populate();
 }
 
 void OsPages::withhold_from_children(std::byte* data, std::size_t bytes) noexcept {

@@ -46,6 +46,7 @@ TEST_F(PinnedPagesTest, RegistersExactlyWhatIsMapped) {
   ASSERT_NE(data, nullptr);
   EXPECT_EQ(fake_.registered_bytes(), 3 * page_);
   EXPECT_EQ(pages_->registered_bytes(), 3 * page_);
+  EXPECT_EQ(controls_->resident_bytes, 3 * page_);
   EXPECT_EQ(fake_.last_register_flags(),
             static_cast<unsigned>(cudaHostRegisterPortable | cudaHostRegisterMapped));
   EXPECT_TRUE(pages_->unmap(data, 3 * page_));

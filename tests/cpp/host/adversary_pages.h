@@ -22,6 +22,8 @@ struct PageControls {
   std::atomic<std::size_t> num_maps{0};
   std::atomic<std::size_t> live_bytes{0};
   std::atomic<std::size_t> num_discards{0};
+  /// That make_resident() was called for.
+  std::atomic<std::size_t> resident_bytes{0};
   /// The 1-based call of map() that is refused.
   std::atomic<std::size_t> refuse_map_call{kNever};
   /// map() refuses what would take live_bytes beyond this.
@@ -74,6 +76,11 @@ class AdversaryPages final : public PageSource {
 
   void advise_huge(std::byte* data, std::size_t used, std::size_t mapped) noexcept override {
     os_.advise_huge(data, used, mapped);
+  }
+
+  void make_resident(std::byte* data, std::size_t bytes) noexcept override {
+    os_.make_resident(data, bytes);
+    controls_->resident_bytes.fetch_add(bytes);
   }
 
   void withhold_from_children(std::byte* data, std::size_t bytes) noexcept override {

@@ -4,6 +4,7 @@
 
 #include <cstring>
 #include <memory>
+#include <thread>
 
 #include "core/units.h"
 #include "host/adversary_pages.h"
@@ -37,6 +38,23 @@ TEST(MmapArenaTest, DiscardGivesThePhysicalMemoryBackAndKeepsTheBlock) {
   std::memset(data, 2, 2 * kMiB + 1);
   EXPECT_EQ(data[2 * kMiB], std::byte{2});
   arena.deallocate(data, 2 * kMiB + 1);
+}
+
+TEST(OsPagesTest, MakesResidentAllThatItIsAskedFor) {
+  const std::size_t page = system_page_sizes().page;
+  const std::size_t bytes = 160 * kMiB + 3 * page;  // pieces of several threads, and a rest
+  OsPages pages;
+  std::byte* const data = pages.map(bytes + page, page);
+  ASSERT_NE(data, nullptr);
+  ASSERT_EQ(testing::resident_bytes(data, bytes + page), 0u);
+  pages.make_resident(data, bytes);
+  if (std::thread::hardware_concurrency() > 1) {
+    EXPECT_GE(testing::resident_bytes(data, bytes), bytes);
+  }
+  EXPECT_EQ(data[0], std::byte{0});
+  EXPECT_EQ(data[bytes - 1], std::byte{0});
+  EXPECT_TRUE(pages.unmap(data, bytes + page));
+  pages.make_resident(data, bytes);  // refused, and no harm
 }
 
 TEST(MmapArenaTest, AlignmentSlackIsReturned) {
