@@ -7,8 +7,8 @@
 #     forward and backward, of plain passes of 1, 2 and 4 rows (to which the bandwidth of memory
 #     and what an operator takes by itself are fitted), of a copy, of Adam, and of sums among the
 #     ranks. What ranks take that share a core is that core's time, their getting in each other's
-#     way with it. From these alone all layouts are predicted. Steps of as many ranks run in turn,
-#     so that slow spells of the machine meet all of them.
+#     way with it. From these alone all layouts are predicted. The probe, and steps of as many
+#     ranks, run in turn, so that slow spells of the machine meet all of them.
 # Target: times of the ten within 20%, and the three fastest in their order (of those that the run
 #     can tell apart: by more than 5%, and in three of four pairs of steps), also of those with as
 #     many ranks alone, among which a plan chooses; of copies of the model on 1, 2 and 4 ranks
@@ -79,7 +79,7 @@ def make_probe(_: int, model: Model) -> tuple[Step, Report]:
     ranks = RankLayout.find(world, 1, 1, asked="the probe").tensor if world > 1 else None
     params = sum(p.numel() for p in module.parameters())
 
-    def median(work: Callable[[], Any], times: int = 9) -> float:
+    def median(work: Callable[[], Any], times: int = 3) -> float:
         found = []
         for _ in range(times):
             module.zero_grad(set_to_none=False)
@@ -112,11 +112,11 @@ def make_probe(_: int, model: Model) -> tuple[Step, Report]:
         adam.param_groups[0]["params"][0].grad = target
         adam.step()
         return {
-            "flops": 6 * tokens * sum(w.numel() for w in weights) / median(products, 5),
+            "flops": 6 * tokens * sum(w.numel() for w in weights) / median(products),
             "passes": of_rows,
             "copy": median(lambda: target.copy_(source)) / (4 * params),
             "adam": median(adam.step) / (28 * params),
-            "sums": {tensor.numel() * 4: median(lambda tensor=tensor: ranks.sum(tensor), 30)
+            "sums": {tensor.numel() * 4: median(lambda tensor=tensor: ranks.sum(tensor), 10)
                      for tensor in (hidden[:1, :1], hidden) if ranks},
         }  # fmt: skip
 
@@ -153,6 +153,13 @@ def make_layout(_: int, model: Model, layout: Any) -> tuple[Step, Report]:
         return loss
 
     return step, dict
+
+
+def median_of(found: Sequence[Any]) -> Any:
+    """Of numbers, or of each entry of mappings."""
+    if isinstance(found[0], dict):
+        return {key: median_of([one[key] for one in found]) for key in found[0]}
+    return statistics.median(found)
 
 
 def fitted(
@@ -261,23 +268,29 @@ def main() -> int:
         clusters: dict[int, Any] = {}
         for size in sizes:
             probe = Ranks.start(f"probe of {size}", size, make_probe, model)
-            probes = probe.report()
-            probe.stop()
+            of_name = {
+                title(layout) if size == 1 else f"{size} ranks: {title(layout)}": layout
+                for layout in layouts(size, model.rows)
+            }
+            contenders = {
+                name: Ranks.start(name, size, make_layout, model, layout)
+                for name, layout in of_name.items()
+            }
+            probed = []
+            for _ in range(rounds):
+                probed.append(probe.report())
+                for contender in contenders.values():
+                    contender.run(steps, timed=True)
+            for contender in (probe, *contenders.values()):
+                contender.stop()
+            found |= contenders
+            probes = [median_of(of_rank) for of_rank in zip(*probed, strict=True)]
             clusters[size] = cluster_of(probes, search.whole_pass)
-            contenders: dict[str, Ranks] = {}
-            for layout in layouts(size, model.rows):
-                name = title(layout) if size == 1 else f"{size} ranks: {title(layout)}"
+            for name, layout in of_name.items():
                 cost = search.cost(layout, clusters[size])
                 if layout.data == size:
                     copies.add(name)
                 predicted[name] = {"seconds": cost.seconds, "busy": cost.busy}
-                contenders[name] = Ranks.start(name, size, make_layout, model, layout)
-            for _ in range(rounds):
-                for contender in contenders.values():
-                    contender.run(steps, timed=True)
-            for contender in contenders.values():
-                contender.stop()
-            found |= contenders
     measured = {name: spread([s for of in one.seconds for s in of]) for name, one in found.items()}
     table = Table(title=f"Llama of {search.parameters / 1e6:.0f}M, {model.rows} x {model.sequence}")
     for heading in ("layout", "predicted s", "measured s", "ratio", ""):
