@@ -25,6 +25,7 @@ from castor.estimate.layout_bounds import (
 )
 from castor.estimate.layout_cost import End, Found, LayoutCost, cost_of, seconds_of
 from castor.estimate.layouts import Layout, layouts
+from castor.estimate.model import without_full_collections
 from castor.estimate.operators import Results
 from castor.estimate.rank_on_paper import ModelOnPaper, RankOnPaper, StagePass, num_blocks
 from castor.estimate.workload import Workload
@@ -91,6 +92,7 @@ class LayoutSearch:
         """
         return self._rank(Layout(rows=rows), 0, 0).passes[0]
 
+    @without_full_collections()
     def search(
         self,
         cluster: Cluster,
