@@ -36,7 +36,7 @@ class Load:
     steps: int
     """That are timed."""
     device_memory: int | None = None
-    """The budget of castor_at_zero2s_peak, in bytes; None: no bound, as the others have none."""
+    """Bytes, of castor_at_zero2s_peak alone; None: as castor_auto."""
 
     @property
     def parameters(self) -> int:

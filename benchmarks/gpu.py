@@ -299,13 +299,12 @@ def main() -> None:
         load = Load(tokens=tokens, steps=arguments.steps, **size)
         found = result.setdefault("steps", {}).setdefault(str(tokens), {})
         for name in arguments.contenders:
-            if name == "castor_at_zero2s_peak":
-                peak = found.get("deepspeed_zero2_offload", {}).get("peak_bytes")
-                if peak is None:
-                    missing.append(f"{name}: no peak of deepspeed_zero2_offload at {tokens} tokens")
-                    continue
-                load = replace(load, device_memory=peak)
-            found[name] = train(name, load) | {"parameters": load.parameters}
+            peak = found.get("deepspeed_zero2_offload", {}).get("peak_bytes")
+            if name == "castor_at_zero2s_peak" and peak is None:
+                missing.append(f"{name}: no peak of deepspeed_zero2_offload at {tokens} tokens")
+                continue
+            found[name] = train(name, replace(load, device_memory=peak))
+            found[name]["parameters"] = load.parameters
             compare(found)
             write()
             problems += [f"{name}: {found[name]['error']}"] if "error" in found[name] else []

@@ -25,7 +25,7 @@ constexpr int kPopulateWrite = MADV_POPULATE_WRITE;
 #else
 constexpr int kPopulateWrite = 23;  // Linux 5.14; older ones refuse it
 #endif
-constexpr std::size_t kPopulatedAtOnce = std::size_t{64} << 20;
+constexpr std::size_t kPopulatedAtOnce = 64 * kMiB;
 constexpr std::size_t kMostPopulatingThreads = 16;
 
 std::size_t system_value(int name) {

@@ -58,11 +58,15 @@ std::unique_ptr<Arena> make_slot_over_jemalloc(std::unique_ptr<PageSource> pages
 }
 #endif
 
-constexpr ArenaKind kKinds[] = {
+constexpr ArenaKind kKindsOfHomes[] = {
     {"Mmap", make_mmap},
-    {"SlotOverMmap", make_slot_over_mmap},
 #if defined(CASTOR_HAVE_JEMALLOC)
     {"Jemalloc", make_jemalloc},
+#endif
+};
+constexpr ArenaKind kKindsOfSlots[] = {
+    {"SlotOverMmap", make_slot_over_mmap},
+#if defined(CASTOR_HAVE_JEMALLOC)
     {"SlotOverJemalloc", make_slot_over_jemalloc},
 #endif
 };
@@ -181,12 +185,12 @@ TEST_P(ArenaTest, AChildNeitherLosesNorGivesBackWhatItDoesNotHave) {
   arena->deallocate(data, bytes);
 }
 
-TEST_P(ArenaTest, ASharedBlockIsInherited) {
+/// Those whose blocks are homes. Slots are never shared.
+class SharingArenaTest : public ArenaTest {};
+
+TEST_P(SharingArenaTest, ASharedBlockIsInherited) {
   const std::size_t bytes = 4 * kMiB;
   const auto arena = GetParam().make(std::make_unique<OsPages>());
-  if (dynamic_cast<SlotArena*>(arena.get()) != nullptr) {
-    GTEST_SKIP() << "slots are never shared";
-  }
   std::byte* const data = arena->allocate(bytes);
   data[bytes - 1] = std::byte{3};
   arena->share_with_children(data, bytes);
@@ -419,8 +423,13 @@ TEST_P(ArenaTest, ConcurrentHammerKeepsBlocksApartAndBytesCounted) {
   EXPECT_EQ(tier.ledger().used(), 0U);
 }
 
-INSTANTIATE_TEST_SUITE_P(Every, ArenaTest, ::testing::ValuesIn(kKinds),
-                         [](const auto& instance) { return std::string(instance.param.name); });
+std::string name_of(const ::testing::TestParamInfo<ArenaKind>& instance) {
+  return instance.param.name;
+}
+
+INSTANTIATE_TEST_SUITE_P(Homes, ArenaTest, ::testing::ValuesIn(kKindsOfHomes), name_of);
+INSTANTIATE_TEST_SUITE_P(Homes, SharingArenaTest, ::testing::ValuesIn(kKindsOfHomes), name_of);
+INSTANTIATE_TEST_SUITE_P(Slots, ArenaTest, ::testing::ValuesIn(kKindsOfSlots), name_of);
 
 }  // namespace
 }  // namespace castor
