@@ -215,6 +215,7 @@ def test_18_billion_parameters_train_under_24_gib(
     for name, value in (
         ("losses", losses),
         ("reserved_bytes", torch.cuda.max_memory_reserved()),
+        ("refused_allocations", torch.cuda.memory_stats()["num_ooms"]),
         ("report", {key: value for key, value in vars(report).items() if isinstance(value, int)}),
     ):
         record_property(name, value)

@@ -22,20 +22,27 @@ c10::Stream exchange_stream(c10::Stream stream);
 [[nodiscard]] c10::Stream torch_stream(std::uint64_t id);
 [[nodiscard]] std::shared_ptr<Stream> queue_of(const c10::Stream& stream);
 
-/// Refuses the n-th request from now on, whatever room there is; 0: none. Thread-safe.
+/// Refuses the n-th request from now on and the next ones, `times` in all, whatever room there is;
+/// n = 0: none. Thread-safe.
 class Refusals {
  public:
-  void refuse(std::size_t n) { until_ = n; }
+  void refuse(std::size_t n, std::size_t times = 1) {
+    seen_ = 0;
+    first_ = n;
+    end_ = n == 0 ? 0 : n + times;
+  }
   [[nodiscard]] std::size_t count() const { return count_; }
   [[nodiscard]] bool now() {
-    std::size_t left = until_.load();
-    const bool refused = left > 0 && until_.compare_exchange_strong(left, left - 1) && left == 1;
+    const std::size_t request = ++seen_;
+    const bool refused = first_ <= request && request < end_;
     count_ += refused ? 1 : 0;
     return refused;
   }
 
  private:
-  std::atomic<std::size_t> until_{0};
+  std::atomic<std::size_t> seen_{0};
+  std::atomic<std::size_t> first_{0};
+  std::atomic<std::size_t> end_{0};
   std::atomic<std::size_t> count_{0};
 };
 

@@ -73,7 +73,9 @@ PYBIND11_MODULE(_simulated_gpu, m) {
   m.def(
       "limit", [](double fraction) { device_memory().limit(fraction); }, py::arg("fraction"));
   m.def(
-      "refuse_tensor", [](std::size_t n) { refusals().tensors.refuse(n); }, py::arg("n"));
+      "refuse_tensor",
+      [](std::size_t n, std::size_t times) { refusals().tensors.refuse(n, times); }, py::arg("n"),
+      py::arg("times") = 1);
   m.def(
       "refuse_block", [](std::size_t n) { refusals().blocks.refuse(n); }, py::arg("n"));
   m.def("refusals", [] { return refusals().tensors.count() + refusals().blocks.count(); });

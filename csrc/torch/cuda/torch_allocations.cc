@@ -71,7 +71,8 @@ class Accounts {
 
 namespace allocator = c10::cuda::CUDACachingAllocator;
 
-/// Room before, and a second try after evicting what chunks may leave.
+/// Room before; where the device refuses all the same, chunks leave until it does not, or none may.
+/// Once as many bytes as were asked for may not do: what came free lies in pieces.
 struct WithRoom {
   /// Whether `data` is castor's, and the stream is known to use it now.
   [[nodiscard]] static bool record_stream(const c10::DataPtr& data, c10::cuda::CUDAStream stream) {
@@ -91,17 +92,18 @@ struct WithRoom {
       for (const auto& account : accounts)
         account->make_room(allocated_for(bytes));
     }
-    try {
-      return allocate();
-    } catch (const c10::OutOfMemoryError&) {
-      bool evicted = false;
-      const GilRelease released;
-      for (const auto& account : accounts)
-        evicted |= account->evict_refused(allocated_for(bytes));
-      if (!evicted)
-        throw;
+    while (true) {
+      try {
+        return allocate();
+      } catch (const c10::OutOfMemoryError&) {
+        bool evicted = false;
+        const GilRelease released;
+        for (const auto& account : accounts)
+          evicted |= account->evict_refused(allocated_for(bytes));
+        if (!evicted)
+          throw;
+      }
     }
-    return allocate();
   }
 };
 

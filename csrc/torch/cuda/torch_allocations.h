@@ -14,9 +14,9 @@ namespace castor {
 ///
 /// Torch's allocator stays what it is; one that hands every call on to it stands before it from the
 /// first follower on, for the rest of the process. Before an allocation it has the accounts of the
-/// device make room, and when the device refuses one it has them evict and tries once more. What
-/// was taken and given back, and where, the allocator's own trace tells (it needs no recording
-/// switched on). Tensor.record_stream on castor's blocks, which the allocator would not take for
+/// device make room, and while the device refuses one it has them evict and tries again, until
+/// nothing may leave. What was taken and given back, and where, the allocator's own trace tells (it
+/// needs no recording switched on). Tensor.record_stream on castor's blocks, which the allocator would not take for
 /// its own, goes to own_blocks.
 ///
 /// Throws Error for a torch whose allocator has another interface than that of torch 2.11, and for
