@@ -33,19 +33,25 @@ void ChunkReads::end_all() {
 }
 
 void ChunkReads::wait(ChunkId chunk) {
-  if (!reading(chunk)) {
-    return;
+  if (reading(chunk)) {
+    wait_until([this, chunk] { return !reading(chunk); });
   }
-  MutexLock lock(mutex_);
-  ended_.wait(lock.native(), [this, chunk] { return !reading(chunk); });
 }
 
 void ChunkReads::wait_for_all() {
-  if (!reading()) {
-    return;
+  if (reading()) {
+    wait_until([this] { return !reading(); });
   }
-  MutexLock lock(mutex_);
-  ended_.wait(lock.native(), [this] { return !reading(); });
+}
+
+template <typename Over>
+void ChunkReads::wait_until(Over over) {
+  ++num_waiting_;
+  {
+    MutexLock lock(mutex_);
+    ended_.wait(lock.native(), over);
+  }
+  --num_waiting_;
 }
 
 }  // namespace castor

@@ -33,11 +33,17 @@ class ChunkReads {
   void wait(ChunkId chunk);
   /// ... no chunk is.
   void wait_for_all();
+  /// Whether anybody waits for the reader. Never waits.
+  [[nodiscard]] bool awaited() const noexcept { return num_waiting_.load() > 0; }
 
  private:
+  template <typename Over>
+  void wait_until(Over over);
+
   // Written under the mutex, so that whoever waits is woken; read without it by every update.
   std::vector<std::atomic<bool>> reading_;
   std::atomic<std::size_t> num_reading_ = 0;
+  std::atomic<std::size_t> num_waiting_ = 0;
   Mutex mutex_;  // nothing else is taken while it is held
   std::condition_variable ended_;
 };

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import AdamW, RMSprop
 
 import castor
-from castor.checkpoint import background, files
+from castor.checkpoint import background, files, reading
 from castor.runtime.engine import engine_of
 from helpers import FORMATS_AND_OVERLAPS, Boosted, boost, copies, equal, plugin
 from stored_tower import WIDTH, wide
@@ -29,7 +29,7 @@ BOOSTER = castor.Booster(plugin=plugin())
 
 
 class Disk:
-    """os.pwrite of the thread that saves: waits while it is stopped."""
+    """os.pwrite of the threads that save: waits while it is stopped."""
 
     def __init__(self) -> None:
         self.goes_on = threading.Event()
@@ -38,7 +38,7 @@ class Disk:
         self._write = os.pwrite
 
     def write(self, descriptor: int, data: Any, offset: int) -> int:
-        if threading.current_thread().name == "castor save":
+        if threading.current_thread().name.startswith("castor save"):
             self.writes += 1
             self.reached.set()
             assert self.goes_on.wait(60)
@@ -46,12 +46,17 @@ class Disk:
 
 
 @contextmanager
-def stopped_disk() -> Iterator[Disk]:
-    """Nothing is written by a save beside the training before `goes_on` is set."""
+def stopped_disk(*, room: bool = False) -> Iterator[Disk]:
+    """Nothing is written by a save beside the training before `goes_on` is set.
+
+    `room`: there is memory for what is read before it is written; else for two buffers of it.
+    """
     disk = Disk()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pwrite", disk.write)
-        patch.setattr(files, "PIECE_BYTES", mmap.PAGESIZE)  # little is read before it is written
+        patch.setattr(files, "PIECE_BYTES", mmap.PAGESIZE)
+        if not room:
+            patch.setattr(reading, "_PART_OF_ROOM", 2**62)
         try:
             yield disk
         finally:
@@ -150,6 +155,38 @@ def test_what_is_written_while_training_goes_on_is_the_moment_of_the_call(
     assert losses == expected
     assert booster.latest(tmp_path / "beside") == path
     assert contents(tmp_path / "beside") == contents(tmp_path / "at once")
+
+
+def test_nobody_waits_for_the_disk_where_memory_is_left(tmp_path: Path) -> None:
+    boosted = boost(tower(), chunk_bytes=4096)
+    step(boosted, 0)
+    step(boosted, 1)
+    booster, model, optimizer = boosted
+    booster.save(tmp_path / "at once", model, optimizer)
+    before = boosted.report().host_bytes
+    with stopped_disk(room=True) as disk:
+        path = booster.save(tmp_path / "beside", model, optimizer, use_async=True)
+        assert disk.reached.wait(60)
+        for seed in (2, 3):
+            step(boosted, seed)
+        assert not path.exists()
+        assert boosted.report().host_bytes > before
+    assert contents(tmp_path / "beside") == contents(tmp_path / "at once")
+    assert boosted.report().host_bytes == before
+
+
+def test_what_is_read_before_it_is_written_is_in_the_budget(tmp_path: Path) -> None:
+    """Of two pages that are left half is one: there are two buffers of a page, and updates wait."""
+    needed = boost(tower(), chunk_bytes=4096).report().host_bytes
+    boosted = boost(tower(), chunk_bytes=4096, host_memory=needed + 2 * mmap.PAGESIZE)
+    step(boosted, 0)
+    booster, model, optimizer = boosted
+    with stopped_disk(room=True) as disk:
+        booster.save(tmp_path / "beside", model, optimizer, use_async=True)
+        assert disk.reached.wait(60)
+        assert boosted.report().host_bytes == needed + mmap.PAGESIZE
+        waits(lambda: step(boosted, 1), disk)
+    assert boosted.report().host_bytes == needed
 
 
 def test_chunks_that_have_been_read_are_updated_while_others_wait(tmp_path: Path) -> None:
@@ -354,7 +391,7 @@ def test_what_was_lent_out_before_is_written_before_the_call_returns(tmp_path: P
     boosted = boost(tower(), chunk_bytes=4096)
     step(boosted, 0)
     boosted.booster.save_model(boosted.model, tmp_path / "at once")
-    lent = boosted.model.layers[0].weight.detach().numpy()
+    lent = boosted.model.layers[-1].weight.detach().numpy()
 
     def save() -> None:
         boosted.booster.save_model(boosted.model, tmp_path / "beside", use_async=True)
@@ -364,7 +401,7 @@ def test_what_was_lent_out_before_is_written_before_the_call_returns(tmp_path: P
         waits(save, disk)
     boosted.booster.wait_for_saves()
     assert contents(tmp_path / "beside") == contents(tmp_path / "at once")
-    assert bool((boosted.model.layers[0].weight == 9.0).all())
+    assert bool((boosted.model.layers[-1].weight == 9.0).all())
 
 
 # --- one at a time, and nothing lost --------------------------------------------------------------
@@ -395,7 +432,7 @@ class FullDisk:
         real = os.pwrite
 
         def write(descriptor: int, data: Any, offset: int) -> int:
-            if threading.current_thread().name == "castor save":
+            if threading.current_thread().name.startswith("castor save"):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return real(descriptor, data, offset)
 
@@ -497,7 +534,7 @@ SCRIPT = """
     real = os.pwrite
 
     def write(descriptor, data, offset):
-        if threading.current_thread().name == "castor save":
+        if threading.current_thread().name.startswith("castor save"):
             if sys.argv[2] == "full":
                 raise OSError(28, "No space left on device")
             time.sleep(0.2)
@@ -521,8 +558,8 @@ def test_the_end_of_a_process_waits_and_says_what_was_lost(disk: str, tmp_path: 
 
 
 def test_a_forked_child_knows_nothing_of_the_save(tmp_path: Path) -> None:
-    boosted = boost(tower())
-    step(boosted, 0)
+    boosted = boost(tower(width=64))
+    step(boosted, 0, width=64)
     with stopped_disk() as disk:
         boosted.booster.save_model(boosted.model, tmp_path / "m", use_async=True)
         assert disk.reached.wait(60)

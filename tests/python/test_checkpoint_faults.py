@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import AdamW
 
 import castor
-from castor.checkpoint import files, names, staging
+from castor.checkpoint import files, names, reading, staging
 from castor.checkpoint.files import PIECE_BYTES
 from helpers import Boosted, boost, plugin
 from zoo import tower, tower_batch
@@ -315,7 +315,9 @@ def peak_extra_bytes(action: Callable[[], object]) -> int:
 
 
 @pytest.mark.cpu_device("the process's memory is measured, and the simulated GPU's is in it")
-def test_saving_needs_two_pieces_of_memory(tmp_path: Path) -> None:
+def test_saving_needs_four_pieces_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Wide(nn.Module):
         """Half of it in the order of the file, half transposed: those have to be copied."""
 
@@ -338,10 +340,13 @@ def test_saving_needs_two_pieces_of_memory(tmp_path: Path) -> None:
         lambda: BOOSTER.save_optimizer(boosted.optimizer, tmp_path / "o"),
         lambda: BOOSTER.save(tmp_path / "run", model, boosted.optimizer),
     ):
-        assert peak_extra_bytes(save) <= 2 * PIECE_BYTES + 2**20
+        assert peak_extra_bytes(save) <= 4 * PIECE_BYTES + 2**20
     stored = sum(path.stat().st_size for path in (tmp_path / "run" / "step-00000001").rglob("*"))
     assert stored > 7 * size  # the weights, and master and two moments of twice their width
-    # Beside the training it is that, and what torch and malloc keep for one more thread.
+    # Beside the training it is that, and what torch and malloc keep for one more thread; and what
+    # the disk has not taken yet, where memory is left.
+    assert peak_extra_bytes(lambda: save_beside(boosted, tmp_path / "run")) <= stored + 2**26
+    monkeypatch.setattr(reading, "_PART_OF_ROOM", 2**62)
     assert peak_extra_bytes(lambda: save_beside(boosted, tmp_path / "run")) <= 2**26 < stored / 5
 
 

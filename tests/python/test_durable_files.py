@@ -4,15 +4,21 @@ import errno
 import fcntl
 import os
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from xxhash import xxh3_128_hexdigest
 
-from castor.checkpoint.files import PIECE_BYTES, Writer, read_pieces, write_file
+from castor.checkpoint.container import ComputedTensor, write_files
+from castor.checkpoint.files import PIECE_BYTES, read_pieces, write_behind, write_file
+from castor.checkpoint.write_behind import Room
+from castor.checkpoint.writer import Writer
 from castor.runtime.model_parts import Runs
 
 
@@ -39,7 +45,7 @@ def test_files_larger_than_the_buffer_have_their_bytes(
             for part in parts:
                 pieces.append(view[:part])
                 view = view[part:]
-            entry = write_file(Path(name) / "f", pieces, durable=False)
+            entry = write_file(Path(name) / "f", pieces)
             written = (Path(name) / "f").read_bytes()
             assert written == whole[: sum(parts)]
             assert (entry.size, entry.checksum) == (len(written), xxh3_128_hexdigest(written))
@@ -82,12 +88,13 @@ def test_several_write_runs_of_one_file_at_once(directory: str, tmp_path: Path) 
 
         def write(own: list[tuple[int, int]]) -> None:
             descriptor = os.open(path, os.O_WRONLY)
-            writer = Writer(descriptor)
-            for start, end in own:
-                writer.seek(start)
-                writer.append(memoryview(whole)[start : (start + end) // 2])
-                writer.append(memoryview(whole)[(start + end) // 2 : end])
-            writer.flush()
+            with write_behind() as behind:
+                writer = Writer(descriptor, behind)
+                for start, end in own:
+                    writer.seek(start)
+                    writer.append(memoryview(whole)[start : (start + end) // 2])
+                    writer.append(memoryview(whole)[(start + end) // 2 : end])
+                writer.flush()
             os.close(descriptor)
 
         with ThreadPoolExecutor(3) as ranks:
@@ -109,19 +116,62 @@ def test_a_part_lies_in_runs_evenly_apart(length: int, tmp_path: Path) -> None:
         expected[runs.first + at // length * runs.stride + at % length] = part[at]
     path = tmp_path / "f"
     path.write_bytes(bytes(len(expected)))
-    descriptor = os.open(path, os.O_WRONLY)
-    writer, pieces = Writer(descriptor), [0, count // 3, count // 2, count]
-    for begin, end in pairwise(pieces):
-        writer.append_runs(memoryview(part)[begin:end], begin, runs)
-    writer.flush()
-    os.close(descriptor)
+    pieces = [0, count // 3, count // 2, count]
+    with open(path, "r+b") as file, open(path, "r+b") as other, write_behind() as behind:
+        writer = Writer(file.fileno(), behind)
+        for begin, end in pairwise(pieces):
+            writer.append_runs(memoryview(part)[begin:end], begin, runs, other.fileno())
+        writer.flush()
     assert path.read_bytes() == expected
 
 
 def test_what_the_disk_refuses_of_runs_is_an_oserror(tmp_path: Path) -> None:
     (tmp_path / "f").touch()
-    descriptor = os.open(tmp_path / "f", os.O_RDONLY)
-    with pytest.raises(OSError, match="Bad file descriptor") as raised:
-        Writer(descriptor).append_runs(memoryview(bytes(9)), 0, Runs(first=0, length=2, stride=4))
+    runs = Runs(first=0, length=2, stride=4)
+    with open(tmp_path / "f", "rb") as file, write_behind() as behind:
+        writer = Writer(file.fileno(), behind)
+        with pytest.raises(OSError, match="Bad file descriptor") as raised:
+            writer.append_runs(memoryview(bytes(9)), 0, runs, file.fileno())
     assert raised.value.errno == errno.EBADF
-    os.close(descriptor)
+
+
+def test_the_end_of_a_process_makes_no_threads_and_files_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python 3.12 and later have it."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    whole = torch.randint(256, (3 * PIECE_BYTES,), dtype=torch.uint8)
+    write_files(tmp_path, {"f": {"a": whole}})
+    assert load_file(tmp_path / "f")["a"].equal(whole)
+
+
+def test_a_disk_that_refuses_stops_who_fills_buffers_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    read: list[str] = []
+    tensors = {
+        f"{i:02}": ComputedTensor(
+            dtype=torch.uint8,
+            shape=(PIECE_BYTES,),
+            compute=lambda: torch.zeros(PIECE_BYTES, dtype=torch.uint8),
+            written=partial(read.append, f"{i:02}"),
+        )
+        for i in range(20)
+    }
+    with pytest.raises(OSError, match="No space left on device"):
+        write_files(
+            tmp_path,
+            {"f": tensors, "g": {"last": torch.zeros(9)}},
+            Room(bytes=4 * PIECE_BYTES, awaited=lambda: True),
+        )
+    assert len(read) < 10
+    assert not list(tmp_path.iterdir())
+    assert not [each for each in threading.enumerate() if each.name.startswith("castor save")]

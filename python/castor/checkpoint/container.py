@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 
-from castor.checkpoint.files import FileEntry, fsync_file, write_file
+from castor.checkpoint.files import FileEntry, NewFile, fsync_file, write_behind
 from castor.checkpoint.tensor_bytes import DTYPE_NAMES, pieces
+from castor.checkpoint.write_behind import Room, WriteBehind
 from castor.errors import CheckpointError
 from castor.lazy.files import DTYPES
 
@@ -33,7 +34,7 @@ class ComputedTensor:
     shape: tuple[int, ...]
     compute: Callable[[], torch.Tensor]
     written: Callable[[], None] | None = None
-    """Called when its bytes are in the file, and its values are needed no more."""
+    """Called when its bytes have been read, and its values are needed no more."""
 
     @property
     def nbytes(self) -> int:
@@ -112,33 +113,48 @@ def split(tensors: Tensors, stem: str, max_bytes: int | None) -> dict[str, dict[
     }
 
 
-def write_files(directory: Path, files: Mapping[str, Tensors]) -> dict[str, FileEntry]:
-    """Writes safetensors files of a directory, by name; durable on return.
+def write_files(
+    directory: Path,
+    files: Mapping[str, Tensors],
+    room: Room | None = None,
+    *,
+    durable: bool = True,
+) -> dict[str, FileEntry]:
+    """Writes safetensors files of a directory, by name.
 
     The disk is waited for when all tensors have been read: who waits for one goes on before.
+
+    Args:
+        directory: Where.
+        files: Tensors by file name; see check_savable.
+        room: For what is read before the disk has it.
+        durable: Whether to wait until it has.
+
+    Returns:
+        Size and checksums of each.
 
     Raises:
         OSError: The disk refuses.
     """
-    entries = {name: write_tensors(directory / name, tensors) for name, tensors in files.items()}
-    for name in files:
+    entries: dict[str, FileEntry] = {}
+    made: list[NewFile] = []
+    try:
+        with write_behind(room) as behind:
+            for name, tensors in files.items():
+                made.append(NewFile(directory / name))
+                entries[name] = _fill(made[-1], tensors, behind)
+                behind.do(made[-1].finish)
+    except BaseException:
+        for file in made:
+            file.discard()
+        raise
+    for name in files if durable else ():
         fsync_file(directory / name)
     return entries
 
 
-def write_tensors(path: Path, tensors: Tensors) -> FileEntry:
-    """Writes one safetensors file, streaming. The caller syncs it.
-
-    Args:
-        path: Where.
-        tensors: By name; see check_savable.
-
-    Returns:
-        Size and checksums.
-
-    Raises:
-        OSError: The disk refuses; no file is left.
-    """
+def _fill(file: NewFile, tensors: Tensors, behind: WriteBehind) -> FileEntry:
+    """Reads what a file will hold."""
     ordered = _ordered(tensors)
     checksums: dict[str, str] = {}
 
@@ -153,7 +169,8 @@ def write_tensors(path: Path, tensors: Tensors) -> FileEntry:
             if isinstance(tensor, ComputedTensor) and tensor.written is not None:
                 tensor.written()
 
-    return replace(write_file(path, contents(), durable=False), tensors=checksums)
+    size, checksum = file.fill(contents(), behind)
+    return FileEntry(size=size, checksum=checksum, tensors=checksums)
 
 
 def layout_of(tensors: Tensors) -> tuple[bytes, dict[str, tuple[int, int]]]:

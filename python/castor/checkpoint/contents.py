@@ -23,7 +23,6 @@ from castor.checkpoint.container import (
     read_headers,
     split,
     write_files,
-    write_tensors,
 )
 from castor.checkpoint.files import OVERHEAD_BYTES
 from castor.checkpoint.manifest import (
@@ -128,14 +127,14 @@ def in_files(tensors: Mapping[str, SavedTensor], scratch: Path) -> dict[str, tor
     computed = {key: one for key, one in tensors.items() if isinstance(one, ComputedTensor)}
     own: dict[str, SavedTensor] = {}
     if computed:
-        write_tensors(scratch, computed)
+        write_files(scratch.parent, {scratch.name: computed}, durable=False)
         own = mapped(read_header(scratch))
         scratch.unlink()
     return {key: _plain(own.get(key, tensor)) for key, tensor in tensors.items()}
 
 
 def _plain(tensor: SavedTensor) -> torch.Tensor:
-    assert isinstance(tensor, torch.Tensor)  # write_tensors aligns what it writes
+    assert isinstance(tensor, torch.Tensor)  # write_files aligns what it writes
     return tensor
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import io
 import mmap
 import os
@@ -14,19 +13,13 @@ from pathlib import Path
 
 import xxhash
 
-from castor import _C
 from castor.checkpoint.names import temporary_name
+from castor.checkpoint.write_behind import Room, WriteBehind
+from castor.checkpoint.writer import Writer
 from castor.errors import IoError
-from castor.runtime.model_parts import Runs
 
 PIECE_BYTES = 4 * 2**20
 """What is read, hashed or written at once; no buffer of a save or a check is larger."""
-
-_BLOCK_BYTES = 4096
-"""A page, and of a disk a block at most; see Writer."""
-
-_DIRECT_BYTES = 16 * _BLOCK_BYTES
-"""Of shorter runs the page cache takes less time: one write instead of three, and two switches."""
 
 OVERHEAD_BYTES = 2**20
 """Asked of the disk beyond the tensors: headers, JSON, directories."""
@@ -110,40 +103,94 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_file(
-    path: Path, pieces: Iterable[bytes | memoryview], *, durable: bool = True
-) -> FileEntry:
-    """Writes a file whole or not at all. The caller syncs the directory.
+def write_behind(room: Room | None = None) -> WriteBehind:
+    """Of buffers of PIECE_BYTES: two, or as many as there is room for where they are needed."""
+    return WriteBehind(PIECE_BYTES, Room() if room is None else room)
+
+
+class NewFile:
+    """A file under a temporary name, until it is whole."""
+
+    def __init__(self, path: Path) -> None:
+        """An empty one. Who makes it ends with `finish`, or with `discard`.
+
+        Args:
+            path: The name that it gets; a file there is replaced.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+        self._path = path
+        self._temporary = path.with_name(temporary_name(path.name))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._descriptor = os.open(self._temporary, flags, 0o666)
+        self._open = True
+
+    def fill(self, pieces: Iterable[bytes | memoryview], behind: WriteBehind) -> tuple[int, str]:
+        """Gives all that the file will hold to `behind`.
+
+        Args:
+            pieces: In order; none is kept.
+            behind: Writes it.
+
+        Returns:
+            Size and checksum.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+        hasher, size = xxhash.xxh3_128(), 0
+        writer = Writer(self._descriptor, behind)
+        for piece in pieces:
+            writer.append(memoryview(piece))
+            hasher.update(piece)
+            size += len(piece)
+        writer.flush()
+        return size, hasher.hexdigest()
+
+    def finish(self, *, durable: bool = False) -> None:
+        """All is written: it gets its name. The caller syncs the directory.
+
+        Args:
+            durable: Whether to wait for the disk; if not, the caller syncs the file too.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+        if durable:
+            os.fsync(self._descriptor)
+        self._open = False
+        os.close(self._descriptor)
+        os.rename(self._temporary, self._path)
+
+    def discard(self) -> None:
+        """Deletes it, unless it has its name."""
+        if self._open:
+            self._open = False
+            os.close(self._descriptor)
+        with suppress(OSError):
+            os.unlink(self._temporary)
+
+
+def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
+    """Writes a file whole or not at all, and waits for the disk. The caller syncs the directory.
 
     Args:
         path: Where; a file there is replaced.
         pieces: The contents, in order; none is kept.
-        durable: Whether to wait for the disk; if not, the caller syncs the file too.
 
     Raises:
         OSError: The disk refuses; the temporary file is gone then.
     """
-    temporary = path.with_name(temporary_name(path.name))
-    hasher, size = xxhash.xxh3_128(), 0
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    file = NewFile(path)
     try:
-        try:
-            writer = Writer(descriptor)
-            for piece in pieces:
-                writer.append(memoryview(piece))
-                hasher.update(piece)
-                size += len(piece)
-            writer.flush()
-            if durable:
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.rename(temporary, path)
+        with WriteBehind(PIECE_BYTES) as behind:
+            size, checksum = file.fill(pieces, behind)
+        file.finish(durable=True)
     except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
+        file.discard()
         raise
-    return FileEntry(size=size, checksum=hasher.hexdigest())
+    return FileEntry(size=size, checksum=checksum)
 
 
 def fsync_file(path: Path) -> None:
@@ -156,124 +203,6 @@ def let_go_of_pages(path: Path) -> None:
     """A durable file is not read again soon: its pages in the page cache are others' to have."""
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-class Writer:
-    """Writes a file past the page cache (O_DIRECT) where the file system allows it.
-
-    Pages of a checkpoint would take the memory of others, and filling them takes the kernel longer
-    than all else of a save takes a core: time that a step beside it has not. Only whole blocks go
-    this way: others may write what is left of a block meanwhile, also past the same descriptor.
-    Runs that are shorter than 64 KiB go through it.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        """At the beginning of the file."""
-        self._descriptor = descriptor
-        self._buffer = memoryview(mmap.mmap(-1, PIECE_BYTES))  # begins with a page, as it must
-        self._base = 0  # of the buffer, in the file: where a block begins
-        self._begin = self._end = 0  # what is to be written, in the buffer
-        self._direct = False
-        self._allowed = True
-
-    def seek(self, offset: int) -> None:
-        """What comes next goes to that byte of the file.
-
-        Raises:
-            OSError: The disk refuses what came before.
-        """
-        if offset != self._base + self._end:
-            self.flush()
-            self._base = offset - offset % _BLOCK_BYTES
-            self._begin = self._end = offset - self._base
-
-    def append(self, piece: memoryview) -> None:
-        """It is not used afterwards.
-
-        Raises:
-            OSError: The disk refuses.
-        """
-        while piece:
-            count = min(len(piece), PIECE_BYTES - self._end)
-            self._buffer[self._end : self._end + count] = piece[:count]
-            self._end += count
-            piece = piece[count:]
-            if self._end == PIECE_BYTES:
-                self.flush()
-
-    def append_runs(self, piece: memoryview, begin: int, runs: Runs) -> None:
-        """Bytes of several places: it is not used afterwards.
-
-        Args:
-            piece: Bytes of a part.
-            begin: Which of the part's is the first.
-            runs: Where the part lies in the file, in bytes.
-
-        Raises:
-            OSError: The disk refuses.
-        """
-        if runs.length >= min(_DIRECT_BYTES, len(piece)):
-            for offset, count in runs.of(begin, begin + len(piece)):
-                self.seek(offset)
-                self.append(piece[:count])
-                piece = piece[count:]
-            return
-        self.flush()
-        if self._direct:
-            self._set_direct(False)
-        # Of columns of a matrix there may be millions, and training beside it needs Python's lock.
-        where = {"first": runs.first, "length": runs.length, "stride": runs.stride}
-        try:
-            _C.write_runs(self._descriptor, piece, begin=begin, **where)
-        except IoError as error:
-            raise OSError(error.errno, os.strerror(error.errno or 0)) from error
-
-    def flush(self) -> None:
-        """Writes what has come, also what is no whole block.
-
-        Raises:
-            OSError: The disk refuses.
-        """
-        begin, end = self._begin, self._end
-        inner = -(-begin // _BLOCK_BYTES) * _BLOCK_BYTES
-        behind = end // _BLOCK_BYTES * _BLOCK_BYTES
-        if behind - inner >= _DIRECT_BYTES and self._allowed:
-            self._write(begin, inner)
-            self._write(inner, behind, direct=True)
-            self._write(behind, end)
-        else:
-            self._write(begin, end)
-        at = self._base + end
-        self._base = at - at % _BLOCK_BYTES
-        self._begin = self._end = at - self._base
-
-    def _write(self, begin: int, end: int, *, direct: bool = False) -> None:
-        left, offset = self._buffer[begin:end], self._base + begin
-        if left and direct != self._direct:
-            self._set_direct(direct)
-        while left:
-            try:
-                written = os.pwrite(self._descriptor, left, offset)
-            except OSError as error:
-                if error.errno != errno.EINVAL or not self._direct:
-                    raise
-                self._allowed = False  # larger blocks, or a part of one is written
-                self._set_direct(False)
-                continue
-            if written <= 0:
-                raise OSError(errno.EIO, f"pwrite returned {written} for {len(left)} bytes")
-            left = left[written:]
-            offset += written
-
-    def _set_direct(self, direct: bool) -> None:
-        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-        flags = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
-        self._direct = False
-        try:
-            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
-            self._direct = direct
-        except OSError:
-            self._allowed = False
 
 
 def read_pieces(

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from castor.checkpoint.container import SavedTensor, Tensors, write_files
-from castor.checkpoint.files import FileEntry, os_errors
+from castor.checkpoint.container import SavedTensor, Tensors, bytes_of, write_files
+from castor.checkpoint.files import PIECE_BYTES, FileEntry, os_errors
 from castor.checkpoint.held import HeldTensor
 from castor.checkpoint.shares import Share
+from castor.checkpoint.write_behind import Room
+from castor.config.memory import host_memory
 from castor.runtime.engine import Engine
 
 Saving = Iterator[Path]
@@ -22,6 +25,9 @@ and writes what boosted models hold behind that."""
 
 Write = Callable[[Path, Mapping[str, Tensors]], dict[str, FileEntry]]
 """Writes safetensors files of a directory, by name."""
+
+_PART_OF_ROOM = 2
+"""Of the memory that is left a save takes one part in so many: training may come to need more."""
 
 
 class Reading:
@@ -80,9 +86,43 @@ class Reading:
         Raises:
             IoError: The disk refuses.
         """
-        assert self.share is not None
         with os_errors(target, "write", needed):
-            self.share.write(None, files)
+            self.write(None, files)
+
+    def write(self, directory: Path | None, files: Mapping[str, Tensors]) -> dict[str, FileEntry]:
+        """Writes safetensors files of a directory, by itself or with other ranks: see Share.write.
+
+        Where training waits for it, tensors are read as far ahead of the disk as there is memory.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+        with self._room(files) as room:
+            if self.share is not None:
+                return self.share.write(directory, files, room)
+            assert directory is not None
+            return write_files(directory, files, room)
+
+    @contextmanager
+    def _room(self, files: Mapping[str, Tensors]) -> Iterator[Room]:
+        """Memory of the host that nobody else has meanwhile, for all that is written or less.
+
+        It is in the budgets of the models that are saved.
+        """
+        ranks = 1 if self.share is None else self.share.num_ranks
+        # The last buffer of a file is not full.
+        wanted = sum(map(bytes_of, files.values())) // ranks + len(files) * PIECE_BYTES
+        left = host_memory().available_bytes // (_PART_OF_ROOM * ranks)
+        left = min(left, wanted) if self._later else 0
+        sessions = [engine.session for engine in self._chunks]
+        with ExitStack() as taken:
+            room = 0
+            for session in sessions:
+                part = min(left - room, session.free_host_bytes // _PART_OF_ROOM)
+                if part > 0 and session.take_host(part):
+                    taken.callback(session.give_back_host, part)
+                    room += part
+            yield Room(bytes=room, awaited=lambda: any(one.reads_awaited for one in sessions))
 
     def let_go_of_the_rest(self) -> None:
         """All has been taken: chunks of which nothing was are free."""
@@ -125,8 +165,7 @@ def share_of(reading: Reading | None) -> Share | None:
 
 def write_of(reading: Reading | None) -> Write:
     """How the save writes its files: by itself, or with other ranks."""
-    share = share_of(reading)
-    return write_files if share is None else share.write
+    return write_files if reading is None else reading.write
 
 
 def at_once(saving: Saving) -> Path:

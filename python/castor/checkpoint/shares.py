@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import io
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,15 @@ import xxhash
 from castor.checkpoint.container import Tensors, layout_of
 from castor.checkpoint.files import (
     FileEntry,
-    Writer,
     fsync_file,
     let_go_of_pages,
     read_pieces,
+    write_behind,
 )
 from castor.checkpoint.held import HeldTensor
 from castor.checkpoint.tensor_bytes import pieces
+from castor.checkpoint.write_behind import Room, WriteBehind
+from castor.checkpoint.writer import Writer
 from castor.runtime.ranks import Peers, sendable
 from castor.runtime.waits import served_by_another
 
@@ -50,6 +52,11 @@ class Share:
         """Whether this rank does what is no tensor."""
         return self._peers.rank == 0
 
+    @property
+    def num_ranks(self) -> int:
+        """That take part."""
+        return self._peers.size
+
     @contextmanager
     def heard(self) -> Iterator[None]:
         """What the block raises all ranks hear, and raise too."""
@@ -75,13 +82,16 @@ class Share:
                 raise error
         return [given for given, _ in everyone]
 
-    def write(self, directory: Path | None, files: Mapping[str, Tensors]) -> dict[str, FileEntry]:
+    def write(
+        self, directory: Path | None, files: Mapping[str, Tensors], room: Room | None = None
+    ) -> dict[str, FileEntry]:
         """Writes safetensors files together; every rank calls it.
 
         Args:
             directory: Where, on rank 0, which tells the others.
             files: Tensors by file name; the same on every rank, but for values. Those on the meta
                 device are other ranks'.
+            room: As of write_files.
 
         Returns:
             Size and checksums of each.
@@ -97,8 +107,9 @@ class Share:
                     file.write(header)
                     file.truncate(end)
         directory = Path(self.gather(str(directory))[0])
-        for name, tensors in files.items():
-            self._write_own(directory / name, tensors)
+        with ExitStack() as opened, write_behind(room) as behind:
+            for name, tensors in files.items():
+                self._write_own(directory / name, tensors, behind, opened)
         for name in files:
             fsync_file(directory / name)
             let_go_of_pages(directory / name)
@@ -113,12 +124,14 @@ class Share:
             entries |= theirs
         return {name: entries[name] for name in files}
 
-    def _write_own(self, path: Path, tensors: Tensors) -> None:
-        """This rank's part of a file."""
+    def _write_own(
+        self, path: Path, tensors: Tensors, behind: WriteBehind, opened: ExitStack
+    ) -> None:
+        """Gives this rank's part of a file to `behind`; `opened` closes it if that fails."""
         _, places = layout_of(tensors)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            writer = Writer(descriptor)
+        file = opened.enter_context(io.FileIO(path, "r+"))
+        writer = Writer(file.fileno(), behind)
+        with io.FileIO(path, "r+") as through_cache:
             for name, (start, _) in places.items():
                 tensor = tensors[name]
                 if isinstance(tensor, HeldTensor):
@@ -128,16 +141,15 @@ class Share:
                             writer.seek(start + at)
                             writer.append(piece)
                         else:
-                            writer.append_runs(piece, at, runs)
+                            writer.append_runs(piece, at, runs, through_cache.fileno())
                     if tensor.written is not None:
                         tensor.written()
                 elif self.writes_whole and isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                     writer.seek(start)
                     for piece in pieces(tensor):
                         writer.append(piece)
-            writer.flush()
-        finally:
-            os.close(descriptor)
+        writer.flush()
+        behind.do(file.close)
 
 
 def _entry(path: Path, tensors: Tensors) -> FileEntry:
