@@ -163,16 +163,15 @@ void bind_saves(SessionClass& session) {
           "await_read",
           [](Session& self, std::uint32_t chunk) { self.reads().wait(ChunkId{chunk}); },
           py::arg("chunk"), released)
-      .def_property_readonly("reads_awaited",
-                             [](Session& self) { return self.reads().awaited(); })
+      .def_property_readonly("reads_awaited", [](Session& self) { return self.reads().awaited(); })
       .def(
           "take_host",
           [](Session& self, std::size_t bytes) { return self.host().ledger().try_take(bytes); },
-          py::arg("bytes"))
+          py::arg("num_bytes"))
       .def(
           "give_back_host",
           [](Session& self, std::size_t bytes) { self.host().ledger().give_back(bytes); },
-          py::arg("bytes"))
+          py::arg("num_bytes"))
       .def("chunk_of",
            [](const Session& self, std::uint32_t param) {
              return static_cast<std::uint32_t>(index(self.layout().place(id(param)).chunk));

@@ -16,8 +16,8 @@ namespace castor {
 /// first follower on, for the rest of the process. Before an allocation it has the accounts of the
 /// device make room, and while the device refuses one it has them evict and tries again, until
 /// nothing may leave. What was taken and given back, and where, the allocator's own trace tells (it
-/// needs no recording switched on). Tensor.record_stream on castor's blocks, which the allocator would not take for
-/// its own, goes to own_blocks.
+/// needs no recording switched on). Tensor.record_stream on castor's blocks, which the allocator
+/// would not take for its own, goes to own_blocks.
 ///
 /// Throws Error for a torch whose allocator has another interface than that of torch 2.11, and for
 /// an allocator that is not torch's own.
