@@ -60,7 +60,8 @@ class WriteBehind:
         self._made += 1
         memory = mmap.mmap(-1, self._buffer_bytes)
         if self._buffer_bytes >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)  # the kernel has other things to do than faults
+            with suppress(OSError):  # a kernel that was built without them
+                memory.madvise(mmap.MADV_HUGEPAGE)  # it has other things to do than faults
         return memoryview(memory)
 
     def _may_make(self) -> bool:
