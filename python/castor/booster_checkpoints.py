@@ -43,7 +43,7 @@ class Checkpoints:
         """Writes the model as Hugging Face's save_pretrained does: from_pretrained reads it.
 
         Parameters and persistent buffers go to safetensors files in the working dtype, tied ones
-        once, streamed from where they lie: the extra memory is five 4 MiB pieces at most. The
+        once, streamed from where they lie: the extra memory is two 4 MiB pieces at most. The
         directory appears as a whole; a kill at any moment leaves what was there before. Files in
         it that castor did not write stay.
 

@@ -315,9 +315,7 @@ def peak_extra_bytes(action: Callable[[], object]) -> int:
 
 
 @pytest.mark.cpu_device("the process's memory is measured, and the simulated GPU's is in it")
-def test_saving_needs_five_pieces_of_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saving_needs_two_pieces_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Wide(nn.Module):
         """Half of it in the order of the file, half transposed: those have to be copied."""
 
@@ -340,7 +338,7 @@ def test_saving_needs_five_pieces_of_memory(
         lambda: BOOSTER.save_optimizer(boosted.optimizer, tmp_path / "o"),
         lambda: BOOSTER.save(tmp_path / "run", model, boosted.optimizer),
     ):
-        assert peak_extra_bytes(save) <= 5 * PIECE_BYTES
+        assert peak_extra_bytes(save) <= 2 * PIECE_BYTES + 2**20
     stored = sum(path.stat().st_size for path in (tmp_path / "run" / "step-00000001").rglob("*"))
     assert stored > 7 * size  # the weights, and master and two moments of twice their width
     # Beside the training it is that, and what torch and malloc keep for one more thread; and what

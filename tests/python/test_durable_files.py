@@ -17,6 +17,7 @@ from xxhash import xxh3_128_hexdigest
 
 from castor.checkpoint.container import ComputedTensor, write_files
 from castor.checkpoint.files import PIECE_BYTES, read_pieces, write_behind, write_file
+from castor.checkpoint.tensor_bytes import memory_of, pieces
 from castor.checkpoint.write_behind import Room
 from castor.checkpoint.writer import Writer
 from castor.runtime.model_parts import Runs
@@ -88,7 +89,7 @@ def test_several_write_runs_of_one_file_at_once(directory: str, tmp_path: Path) 
 
         def write(own: list[tuple[int, int]]) -> None:
             descriptor = os.open(path, os.O_WRONLY)
-            with write_behind() as behind:
+            with write_behind(Room()) as behind:
                 writer = Writer(descriptor, behind)
                 for start, end in own:
                     writer.seek(start)
@@ -117,7 +118,7 @@ def test_a_part_lies_in_runs_evenly_apart(length: int, tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(bytes(len(expected)))
     pieces = [0, count // 3, count // 2, count]
-    with open(path, "r+b") as file, open(path, "r+b") as other, write_behind() as behind:
+    with open(path, "r+b") as file, open(path, "r+b") as other, write_behind(Room()) as behind:
         writer = Writer(file.fileno(), behind)
         for begin, end in pairwise(pieces):
             writer.append_runs(memoryview(part)[begin:end], begin, runs, other.fileno())
@@ -128,7 +129,7 @@ def test_a_part_lies_in_runs_evenly_apart(length: int, tmp_path: Path) -> None:
 def test_what_the_disk_refuses_of_runs_is_an_oserror(tmp_path: Path) -> None:
     (tmp_path / "f").touch()
     runs = Runs(first=0, length=2, stride=4)
-    with open(tmp_path / "f", "rb") as file, write_behind() as behind:
+    with open(tmp_path / "f", "rb") as file, write_behind(Room()) as behind:
         writer = Writer(file.fileno(), behind)
         with pytest.raises(OSError, match="Bad file descriptor") as raised:
             writer.append_runs(memoryview(bytes(9)), 0, runs, file.fileno())
@@ -145,7 +146,7 @@ def test_the_end_of_a_process_makes_no_threads_and_files_are_written(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     whole = torch.randint(256, (3 * PIECE_BYTES,), dtype=torch.uint8)
-    write_files(tmp_path, {"f": {"a": whole}})
+    write_files(tmp_path, {"f": {"a": whole}}, Room())
     assert load_file(tmp_path / "f")["a"].equal(whole)
 
 
@@ -175,3 +176,25 @@ def test_a_disk_that_refuses_stops_who_fills_buffers_and_nothing_is_left(
     assert len(read) < 10
     assert not list(tmp_path.iterdir())
     assert not [each for each in threading.enumerate() if each.name.startswith("castor save")]
+
+
+def _orders(values: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "in order": values,
+        "transposed": values.t(),
+        "rows apart": values[::2],
+        "one element": values[:1, :1].expand(3, 5),
+        "of no element": values.t()[:0],
+        "conjugate": torch.complex(values, values).conj(),
+        "conjugate of no element": torch.complex(values, values)[:0].conj(),
+        "rows longer than a piece": values.view(2, -1).t().contiguous().t(),
+    }
+
+
+@pytest.mark.parametrize("order", _orders(torch.zeros(2, 2)))
+def test_pieces_are_the_elements_in_row_major_order(order: str) -> None:
+    tensor = _orders(torch.randn(1500, 2000))[order]
+    got = [bytes(piece) for piece in pieces(tensor)]
+    assert all(len(piece) <= PIECE_BYTES for piece in got)
+    whole = tensor.resolve_conj().contiguous()
+    assert b"".join(got) == bytes(memory_of(whole))

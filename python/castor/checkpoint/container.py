@@ -127,7 +127,7 @@ def write_files(
     Args:
         directory: Where.
         files: Tensors by file name; see check_savable.
-        room: For what is read before the disk has it.
+        room: For what is read before the disk has it; None: reading and writing take turns.
         durable: Whether to wait until it has.
 
     Returns:

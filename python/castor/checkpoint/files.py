@@ -104,8 +104,8 @@ def fsync_directory(path: Path) -> None:
 
 
 def write_behind(room: Room | None = None) -> WriteBehind:
-    """Of buffers of PIECE_BYTES: two, or as many as there is room for where they are needed."""
-    return WriteBehind(PIECE_BYTES, Room() if room is None else room)
+    """Of buffers of PIECE_BYTES."""
+    return WriteBehind(PIECE_BYTES, room)
 
 
 class NewFile:
@@ -184,7 +184,7 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
     """
     file = NewFile(path)
     try:
-        with WriteBehind(PIECE_BYTES) as behind:
+        with write_behind() as behind:
             size, checksum = file.fill(pieces, behind)
         file.finish(durable=True)
     except BaseException:

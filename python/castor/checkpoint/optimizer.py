@@ -22,7 +22,7 @@ from castor.checkpoint.container import (
     check_savable,
     split,
 )
-from castor.checkpoint.files import OVERHEAD_BYTES, PIECE_BYTES, FileEntry, write_file
+from castor.checkpoint.files import OVERHEAD_BYTES, FileEntry, write_file
 from castor.checkpoint.held import Part, held, part_of_weights
 from castor.checkpoint.model import seal_part
 from castor.checkpoint.parts import (
@@ -41,6 +41,9 @@ from castor.runtime.engine import Engine
 
 DESCRIPTION = "optimizer.json"
 FORMAT = "castor-optimizer-1"
+_RECONCILED = 2**18
+"""Elements at once: what is computed of them takes a fraction of a piece."""
+
 _OURS = re.compile(
     r"optimizer(-\d{5}-of-\d{5})?\.safetensors|optimizer\.json|castor-manifest\.json"
 )
@@ -311,9 +314,9 @@ def _reconcile(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     weights = param.detach().cpu()
     flat = weights.as_strided((weights.numel(),), (1,), weights.storage_offset())
     flat_master = master.as_strided((master.numel(),), (1,), master.storage_offset())
-    step = PIECE_BYTES // master.element_size()
-    for own, exact in zip(flat.split(step), flat_master.split(step), strict=True):
-        rounded = torch.empty_like(own)
+    scratch = torch.empty_like(flat[:_RECONCILED])
+    for own, exact in zip(flat.split(_RECONCILED), flat_master.split(_RECONCILED), strict=True):
+        rounded = scratch[: own.numel()]
         _C.round_to_param(rounded, exact)
         if not torch.equal(rounded, own):
             edited = rounded != own

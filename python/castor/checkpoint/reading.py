@@ -104,16 +104,18 @@ class Reading:
             return write_files(directory, files, room)
 
     @contextmanager
-    def _room(self, files: Mapping[str, Tensors]) -> Iterator[Room]:
+    def _room(self, files: Mapping[str, Tensors]) -> Iterator[Room | None]:
         """Memory of the host that nobody else has meanwhile, for all that is written or less.
 
-        It is in the budgets of the models that are saved.
+        It is in the budgets of the models that are saved. None: nobody trains meanwhile.
         """
+        if not self._later:
+            yield None
+            return
         ranks = 1 if self.share is None else self.share.num_ranks
         # The last buffer of a file is not full.
         wanted = sum(map(bytes_of, files.values())) // ranks + len(files) * PIECE_BYTES
-        left = host_memory().available_bytes // (_PART_OF_ROOM * ranks)
-        left = min(left, wanted) if self._later else 0
+        left = min(wanted, host_memory().available_bytes // (_PART_OF_ROOM * ranks))
         sessions = [engine.session for engine in self._chunks]
         with ExitStack() as taken:
             room = 0

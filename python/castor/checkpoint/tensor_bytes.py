@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Iterator
 
 import torch
@@ -24,7 +25,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The elements of a tensor in row-major order, as bytes.
 
-    Contiguous CPU tensors are read where they lie; others are copied, at most PIECE_BYTES at a
+    Contiguous CPU tensors are read where they lie; others are copied, PIECE_BYTES at most at a
     time. A piece is valid until the next one is asked for.
     """
     tensor = tensor.detach()
@@ -33,14 +34,22 @@ def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
         memory = memory_of(tensor)
         for start in range(0, len(memory), PIECE_BYTES):
             yield memory[start : start + PIECE_BYTES]
-    elif tensor.nbytes <= PIECE_BYTES:
-        copy = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-        yield memory_of(copy)
+        return
+    if tensor.nbytes == 0:
+        return
+    # Not malloc's: its heap grows by several of them, between what others keep there, and stays.
+    scratch = torch.frombuffer(mmap.mmap(-1, min(tensor.nbytes, PIECE_BYTES)), dtype=torch.uint8)
+    for part in _parts(tensor):
+        copy = scratch[: part.nbytes].view(part.dtype).view(part.shape)
+        yield memory_of(copy.copy_(part))
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views of PIECE_BYTES at most, in row-major order."""
+    if tensor.nbytes <= PIECE_BYTES:
+        yield tensor
+    elif (row_bytes := tensor.nbytes // tensor.shape[0]) > PIECE_BYTES:
+        for row in tensor:
+            yield from _parts(row)
     else:
-        row_bytes = tensor.nbytes // tensor.shape[0]
-        if row_bytes > PIECE_BYTES:
-            for row in tensor:
-                yield from pieces(row)
-        else:
-            for rows in tensor.split(PIECE_BYTES // row_bytes):
-                yield from pieces(rows)
+        yield from tensor.split(PIECE_BYTES // row_bytes)

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
-_HUGE_BYTES = 2 * 2**20
 _AHEAD = 2
 """Buffers: one is filled while the other is on its way."""
 _LOOK_SECONDS = 0.01
@@ -58,11 +57,7 @@ class WriteBehind:
             with suppress(queue.Empty):
                 return self._free.get(timeout=_LOOK_SECONDS)
         self._made += 1
-        memory = mmap.mmap(-1, self._buffer_bytes)
-        if self._buffer_bytes >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel that was built without them
-                memory.madvise(mmap.MADV_HUGEPAGE)  # it has other things to do than faults
-        return memoryview(memory)
+        return memoryview(mmap.mmap(-1, self._buffer_bytes))
 
     def _may_make(self) -> bool:
         if not self._free.empty():
