@@ -304,3 +304,9 @@ def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> No
     assert len(actual) == len(expected)
     for mine, theirs in zip(actual, expected, strict=True):
         assert equal(mine, theirs)
+
+
+def apart(weights: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> float:
+    """How far from each other, relative, in the norm of all."""
+    one, other = (torch.cat([w.flatten().float() for w in of]) for of in (weights, expected))
+    return float((one - other).norm() / other.norm())

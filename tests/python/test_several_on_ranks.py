@@ -10,6 +10,7 @@ import torch
 
 import several_rank_cases
 import simulated_gpu
+from helpers import apart
 from rank_processes import run, succeeded
 from several_rank_cases import (
     CLOSE,
@@ -47,12 +48,6 @@ def in_one_process(name: str, *order: int) -> tuple[list[torch.Tensor], list[flo
     """Weights, and losses of one step's ranks after the other's."""
     weights, losses, _ = several_rank_cases.train((EXACT | CLOSE)[name], order)
     return weights, losses
-
-
-def apart(weights: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """How far from each other, relative, in the norm of all."""
-    one, other = (torch.cat([w.flatten().float() for w in of]) for of in (weights, expected))
-    return float((one - other).norm() / other.norm())
 
 
 def assert_same(found: Result, rank: int, size: int, name: str) -> None:
