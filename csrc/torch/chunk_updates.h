@@ -6,9 +6,9 @@
 #include <span>
 #include <vector>
 
+#include "core/chunk_reads.h"
 #include "core/shard_map.h"
 #include "dist/rank_weights.h"
-#include "torch/chunk_reads.h"
 #include "torch/state_places.h"
 
 namespace castor {

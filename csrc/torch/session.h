@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
+#include "core/chunk_reads.h"
 #include "core/run_load.h"
 #include "core/runtime.h"
-#include "torch/chunk_reads.h"
 #include "torch/chunk_storages.h"
 #include "torch/cut_homes.h"
 #include "torch/gradient_parts.h"

@@ -699,7 +699,7 @@ def test_the_hosts_memory_is_measured_once_with_what_no_cache_holds(
     monkeypatch.setattr(auto._C, "copy_bandwidth", measured)
     auto._copy_of.cache_clear()
     for _ in range(2):
-        boosted = boost(DEEP.model(), activations="auto")
+        boosted = boost(DEEP.model(), activations="auto", host_memory="8GiB")
         step(boosted, DEEP.batch(0), DEEP)
     (num_bytes,) = copied
     assert num_bytes >= 64 << 20

@@ -1,4 +1,4 @@
-#include "torch/chunk_reads.h"
+#include "core/chunk_reads.h"
 
 #include "core/error.h"
 
