@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "core/sanitizer.h"
 #include "core/units.h"
 #include "host/forks.h"
 #include "host/page_source.h"
@@ -148,7 +149,8 @@ TEST_F(SharedHomesTest, RandomEditsAndUpdatesAreThoseOfTwoCopies) {
   const std::size_t half = bytes / 2;
   std::minstd_rand random(3);
   std::vector<std::byte> expected(bytes);
-  for (int step = 0; step < 30; ++step) {
+  constexpr int kSteps = kThreadSanitizer ? 6 : 30;
+  for (int step = 0; step < kSteps; ++step) {
     for (int edit = 0; edit < 20; ++edit) {  // the same on both ranks
       const std::size_t begin = random() % bytes;
       const std::size_t count = std::min<std::size_t>(random() % (20 * page()), bytes - begin);
