@@ -68,11 +68,10 @@ def test_parts_have_the_bits_of_what_is_whole(
             assert all(map(torch.equal, weights, expected))
             assert losses == losses_of_whole
     if size == 3:  # a third is no power of two
-        of_one, turned = (
-            rank_cases.train(STREAMED[name], order, steps=steps_of(name))[0]
-            for order in ((0, 1, 2), (1, 2, 0))
-        )
-        assert apart(expected, of_one) <= max(1e-6, 4 * apart(turned, of_one))
+        of_one, _, _ = rank_cases.train(STREAMED[name], range(size), steps=steps_of(name))
+        assert apart(expected, of_one) <= 1e-6
+        for weight, one in zip(expected, of_one, strict=True):  # Adam makes much of rounding
+            assert torch.allclose(weight, one, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("size", [3])
