@@ -1,9 +1,8 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
-#include <barrier>
 #include <chrono>
+#include <condition_variable>
 #include <cstddef>
 #include <functional>
 #include <random>
@@ -15,6 +14,7 @@
 
 #include "core/collectives.h"
 #include "core/error.h"
+#include "core/mutex.h"
 
 namespace castor {
 
@@ -26,7 +26,7 @@ class ThreadRanks {
       : size_(size),
         seed_(seed),
         sent_(size),
-        meet_(static_cast<std::ptrdiff_t>(size)),
+        present_(size),
         places_(size) {}
 
   /// Runs `work` on every rank. What a rank throws ends it alone: see failures().
@@ -84,20 +84,31 @@ class ThreadRanks {
 
     void set_place(std::string place) override { ranks_.places_[rank_] = std::move(place); }
     void leave() noexcept override {
-      ranks_.left_ = true;
-      end();
+      {
+        const MutexLock lock(ranks_.mutex_);
+        ranks_.left_ = true;
+      }
+      ranks_.met_.notify_all();
     }
     void end() noexcept {
-      if (!ended_.exchange(true)) {
-        ranks_.meet_.arrive_and_drop();
+      {
+        const MutexLock lock(ranks_.mutex_);
+        --ranks_.present_;
+        ranks_.meet_if_all_are_here();
       }
+      ranks_.met_.notify_all();
     }
 
    private:
     void meet() {
-      if (!ended_) {
-        ranks_.meet_.arrive_and_wait();
-      }
+      MutexLock lock(ranks_.mutex_);
+      const std::size_t meeting = ranks_.meetings_;
+      ++ranks_.here_;
+      ranks_.meet_if_all_are_here();
+      ranks_.met_.notify_all();
+      ranks_.met_.wait(lock.native(), [&]() CASTOR_REQUIRES(ranks_.mutex_) {
+        return ranks_.meetings_ != meeting || ranks_.left_;
+      });
       if (ranks_.left_) {
         throw lost_ranks(*this, "one has let go");
       }
@@ -117,14 +128,24 @@ class ThreadRanks {
     ThreadRanks& ranks_;
     const std::size_t rank_;
     std::minstd_rand random_;
-    std::atomic<bool> ended_ = false;
   };
+
+  void meet_if_all_are_here() CASTOR_REQUIRES(mutex_) {
+    if (here_ == present_) {
+      here_ = 0;
+      ++meetings_;
+    }
+  }
 
   const std::size_t size_;
   const unsigned seed_;
   std::vector<std::vector<std::byte>> sent_;
-  std::barrier<> meet_;
-  std::atomic<bool> left_ = false;
+  Mutex mutex_;  // a rank may leave() in one thread while another of its threads waits
+  std::condition_variable met_;
+  std::size_t present_ CASTOR_GUARDED_BY(mutex_);
+  std::size_t here_ CASTOR_GUARDED_BY(mutex_) = 0;
+  std::size_t meetings_ CASTOR_GUARDED_BY(mutex_) = 0;
+  bool left_ CASTOR_GUARDED_BY(mutex_) = false;
   std::vector<std::string> failures_;
   std::vector<std::string> places_;
 };
