@@ -2,13 +2,14 @@
 # Baseline: the step of the same run while nothing is saved, and the save at once.
 # Work: booster.save of the 42.5M GPT-2 of benchmarks/step.py with its AdamW states, 510 MB in fp32,
 #     room for all of it in memory, overlap="none": the update waits in the step that follows.
-# Method: in each round, in turn: steps without a save, of which the median is the step; a save at
-#     once; a save beside the training and the steps that follow until it is on the disk. The stall
-#     is the call and what the following steps take beyond the step: the next one alone, and all
-#     until the save is over, where the thread that writes also takes its share of the cores. What
-#     was written at one moment both ways is compared byte by byte, after the timing. The processor
-#     seconds of a save at once are what one beside the training takes at least from a step that has
-#     all cores: each element is copied, hashed and given to the kernel. Then the same of two ranks
+# Method: in each round, in turn: a save at once, and a step; steps without a save, of which the
+#     median is the step; a save beside the training and the steps that follow until it is on the
+#     disk. The stall is the call and what the following steps take beyond the step: the next one
+#     alone, and all until the save is over, where the thread that writes takes what it can get of
+#     the cores. The first round also pays for the memory of the copies, which later saves find
+#     again. What was written at one moment both ways is compared byte by byte, after the timing.
+#     The processor seconds of a save at once are what one beside the training takes in all, spread
+#     over steps: each element is copied, hashed and given to the kernel. Then the same of two ranks
 #     with a thread each, which write one checkpoint together: in each round a step that waits for
 #     the save before, two without one, of whose median it is told, one behind the call, one more.
 #     And of steps over eight times as many tokens: what a save takes depends on bytes alone.
@@ -114,12 +115,12 @@ def under_way(path: Path) -> bool:
 
 
 def measure_round(run: Run, directory: Path, num_steps: int) -> dict[str, Any]:
-    plain = [seconds(run.step) for _ in range(num_steps)]
-    step = spread(plain)["median"]
     used = time.process_time()
     at_once = seconds(lambda: run.save(directory, use_async=False))
     used = time.process_time() - used
-    run.step()  # the next checkpoint is another one
+    run.step()  # the next checkpoint is another one, and caches are as ever
+    plain = [seconds(run.step) for _ in range(num_steps)]
+    step = spread(plain)["median"]
     paths: list[Path] = []
     start = time.perf_counter()
     call = seconds(lambda: paths.append(run.save(directory, use_async=True)))

@@ -1,5 +1,7 @@
 #include "core/chunk_reads.h"
 
+#include <cstdint>
+
 #include "core/error.h"
 
 namespace castor {
@@ -32,26 +34,24 @@ void ChunkReads::end_all() {
   ended_.notify_all();
 }
 
+bool ChunkReads::let_go(ChunkId chunk) {
+  if (reading(chunk) && copy_ && copy_(chunk)) {
+    end(chunk);
+  }
+  return !reading(chunk);
+}
+
 void ChunkReads::wait(ChunkId chunk) {
-  if (reading(chunk)) {
-    wait_until([this, chunk] { return !reading(chunk); });
+  if (!let_go(chunk)) {
+    MutexLock lock(mutex_);
+    ended_.wait(lock.native(), [this, chunk] { return !reading(chunk); });
   }
 }
 
 void ChunkReads::wait_for_all() {
-  if (reading()) {
-    wait_until([this] { return !reading(); });
+  for (std::size_t i = 0; i < reading_.size() && reading(); ++i) {
+    wait(ChunkId{static_cast<std::uint32_t>(i)});
   }
-}
-
-template <typename Over>
-void ChunkReads::wait_until(Over over) {
-  ++num_waiting_;
-  {
-    MutexLock lock(mutex_);
-    ended_.wait(lock.native(), over);
-  }
-  --num_waiting_;
 }
 
 }  // namespace castor

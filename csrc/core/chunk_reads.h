@@ -3,6 +3,8 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
+#include <functional>
+#include <utility>
 #include <vector>
 
 #include "core/ids.h"
@@ -10,12 +12,17 @@
 
 namespace castor {
 
-/// Chunks whose weights and states a save still reads, on a thread of its own, while training goes
-/// on: whatever would write one of them waits here until it has been read. The reader waits for
-/// nobody, so it always ends. Owned by the session. Thread-safe.
+/// Chunks whose weights and states a save still reads where they are, on a thread of its own, while
+/// training goes on: whatever would write one of them copies it for the reader first, or waits here
+/// until it has been read. The reader waits for nobody, so it always ends. Owned by the session.
+/// Thread-safe.
 class ChunkReads {
  public:
-  explicit ChunkReads(std::size_t num_chunks) : reading_(num_chunks) {}
+  /// Copies a chunk for the reader, which reads that instead; false where it cannot.
+  using Copy = std::function<bool(ChunkId)>;
+
+  explicit ChunkReads(std::size_t num_chunks, Copy copy = {})
+      : copy_(std::move(copy)), reading_(num_chunks) {}
   ChunkReads(const ChunkReads&) = delete;
   ChunkReads& operator=(const ChunkReads&) = delete;
 
@@ -29,21 +36,19 @@ class ChunkReads {
   [[nodiscard]] bool reading(ChunkId chunk) const noexcept { return reading_[index(chunk)].load(); }
   /// Whether any chunk is. Never waits.
   [[nodiscard]] bool reading() const noexcept { return num_reading_.load() > 0; }
-  /// Returns when the chunk is not being read. Costs next to nothing where it is not.
+  /// Whether the chunk is not being read, or not any more since it was copied: never waits.
+  [[nodiscard]] bool let_go(ChunkId chunk);
+  /// Returns when the chunk is not being read, which costs next to nothing where it is not; else it
+  /// is copied, or waited for.
   void wait(ChunkId chunk);
   /// ... no chunk is.
   void wait_for_all();
-  /// Whether anybody waits for the reader. Never waits.
-  [[nodiscard]] bool awaited() const noexcept { return num_waiting_.load() > 0; }
 
  private:
-  template <typename Over>
-  void wait_until(Over over);
-
+  const Copy copy_;
   // Written under the mutex, so that whoever waits is woken; read without it by every update.
   std::vector<std::atomic<bool>> reading_;
   std::atomic<std::size_t> num_reading_ = 0;
-  std::atomic<std::size_t> num_waiting_ = 0;
   Mutex mutex_;  // nothing else is taken while it is held
   std::condition_variable ended_;
 };

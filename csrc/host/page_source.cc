@@ -155,6 +155,10 @@ void OsPages::make_resident(std::byte* data, std::size_t bytes) noexcept {
   populate();
 }
 
+void OsPages::let_go(std::byte* data, std::size_t bytes) noexcept {
+  advise(data, bytes, MADV_FREE);
+}
+
 void OsPages::withhold_from_children(std::byte* data, std::size_t bytes) noexcept {
   advise(data, bytes, MADV_DONTFORK);
 }

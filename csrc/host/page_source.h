@@ -26,6 +26,9 @@ class OsPages final : public PageSource {
   [[nodiscard]] std::byte* map(std::size_t bytes, std::size_t alignment) noexcept override;
   [[nodiscard]] bool unmap(std::byte* data, std::size_t bytes) noexcept override;
   [[nodiscard]] bool discard(std::byte* data, std::size_t bytes) noexcept override;
+  /// What the pages hold is needed no more: their physical memory is the kernel's to take, until
+  /// they are written again.
+  void let_go(std::byte* data, std::size_t bytes) noexcept;
   void advise_huge(std::byte* data, std::size_t used, std::size_t mapped) noexcept override;
   void make_resident(std::byte* data, std::size_t bytes) noexcept override;
   void withhold_from_children(std::byte* data, std::size_t bytes) noexcept override;

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <string>
+#include <string_view>
 
 #include "core/error.h"
 
@@ -25,6 +26,32 @@ std::span<const std::byte> block(std::span<const std::byte> data, std::size_t i)
 
 std::uint64_t checksum(std::span<const std::byte> data) noexcept {
   return XXH3_64bits(data.data(), data.size());
+}
+
+struct alignas(64) StreamChecksum::State {
+  XXH3_state_t xxh3;
+};
+
+StreamChecksum::StreamChecksum() : state_(std::make_unique<State>()) {
+  static_cast<void>(XXH3_128bits_reset(&state_->xxh3));
+}
+
+StreamChecksum::~StreamChecksum() = default;
+
+void StreamChecksum::update(std::span<const std::byte> data) noexcept {
+  static_cast<void>(XXH3_128bits_update(&state_->xxh3, data.data(), data.size()));
+}
+
+std::string StreamChecksum::hex() const {
+  constexpr std::string_view kDigits = "0123456789abcdef";
+  XXH128_canonical_t bytes;
+  XXH128_canonicalFromHash(&bytes, XXH3_128bits_digest(&state_->xxh3));
+  std::string digits;
+  for (const unsigned char byte : bytes.digest) {
+    digits += kDigits[byte >> 4U];
+    digits += kDigits[byte & 15U];
+  }
+  return digits;
 }
 
 std::vector<std::uint64_t> block_checksums(Executor& executor, std::span<const std::byte> data) {

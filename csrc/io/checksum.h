@@ -2,8 +2,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "core/executor.h"
@@ -16,6 +18,23 @@ inline constexpr std::size_t kChecksumBlockBytes = std::size_t{1} << 20;
 
 /// xxh3 of 64 bits, seed 0: what Python's xxhash.xxh3_64_intdigest gives.
 [[nodiscard]] std::uint64_t checksum(std::span<const std::byte> data) noexcept;
+
+/// xxh3 of 128 bits, seed 0, of data that comes in pieces: what Python's xxhash.xxh3_128 gives.
+class StreamChecksum {
+ public:
+  StreamChecksum();
+  ~StreamChecksum();
+  StreamChecksum(const StreamChecksum&) = delete;
+  StreamChecksum& operator=(const StreamChecksum&) = delete;
+
+  void update(std::span<const std::byte> data) noexcept;
+  /// Of all so far, as 32 hex digits.
+  [[nodiscard]] std::string hex() const;
+
+ private:
+  struct State;
+  const std::unique_ptr<State> state_;
+};
 
 /// The checksum of each kChecksumBlockBytes of `data`; the last piece may be shorter.
 [[nodiscard]] std::vector<std::uint64_t> block_checksums(Executor& executor,

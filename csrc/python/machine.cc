@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <tuple>
 #include <vector>
 
@@ -16,6 +17,7 @@
 #include "host/host_arena.h"
 #include "host/numa.h"
 #include "optim/bandwidth.h"
+#include "parallel/idle_thread.h"
 #include "parallel/make_executor.h"
 #include "python/bindings.h"
 #include "torch/torch_copy_engine.h"
@@ -24,6 +26,29 @@ namespace py = pybind11;
 
 namespace castor {
 namespace {
+
+/// An idle thread that the thread which makes it prefers, until it leaves it; none where the system
+/// has no more threads.
+class PreferredThread {
+ public:
+  PreferredThread() {
+    try {
+      thread_ = std::make_unique<IdleThread>();
+    } catch (const std::system_error&) {
+      return;  // who has made this does its work itself
+    }
+    IdleThread::prefer(thread_.get());
+  }
+
+  [[nodiscard]] double seconds() const { return thread_ ? thread_->seconds() : 0.0; }
+  void leave() noexcept {
+    IdleThread::prefer(nullptr);
+    thread_.reset();
+  }
+
+ private:
+  std::unique_ptr<IdleThread> thread_;
+};
 
 /// (number of the operating system, bytes, cores) of each node; nullopt without hwloc.
 std::optional<std::vector<std::tuple<unsigned, std::size_t, std::size_t>>> numa_nodes() {
@@ -84,6 +109,10 @@ void bind_machine(py::module_& module) {
   module.def("numa_nodes", &numa_nodes);
   module.def("cache_bytes", &cache_bytes);
   module.def("host_arena", [] { return make_host_arena()->description(); });
+  py::class_<PreferredThread>(module, "IdleThread")
+      .def(py::init<>())
+      .def("leave", &PreferredThread::leave, released)
+      .def_property_readonly("seconds", &PreferredThread::seconds);
   module.def("in_place_bandwidth", &in_place, py::arg("num_floats"), py::arg("repetitions"),
              released);
   module.def("copy_bandwidth", &copy_bandwidth, py::arg("num_bytes"), py::arg("repetitions"),

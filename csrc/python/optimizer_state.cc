@@ -158,20 +158,25 @@ void bind_saves(SessionClass& session) {
           "end_read", [](Session& self, std::uint32_t chunk) { self.reads().end(ChunkId{chunk}); },
           py::arg("chunk"), released)
       .def(
-          "end_reads", [](Session& self) { self.reads().end_all(); }, released)
+          "begin_copies",
+          [](Session& self, const std::vector<std::uint32_t>& chunks, bool states,
+             std::size_t most) {
+            std::vector<ChunkId> ids;
+            for (const std::uint32_t chunk : chunks) {
+              ids.push_back(ChunkId{chunk});
+            }
+            return self.begin_copies(ids, states, most);
+          },
+          py::arg("chunks"), py::kw_only(), py::arg("states"), py::arg("most"), released)
+      .def(
+          "finish_copies", [](Session& self) { self.finish_copies(); }, released)
+      .def(
+          "end_reads", [](Session& self) { self.end_reads(); }, released)
       .def(
           "await_read",
           [](Session& self, std::uint32_t chunk) { self.reads().wait(ChunkId{chunk}); },
           py::arg("chunk"), released)
-      .def_property_readonly("reads_awaited", [](Session& self) { return self.reads().awaited(); })
-      .def(
-          "take_host",
-          [](Session& self, std::size_t bytes) { return self.host().ledger().try_take(bytes); },
-          py::arg("num_bytes"))
-      .def(
-          "give_back_host",
-          [](Session& self, std::size_t bytes) { self.host().ledger().give_back(bytes); },
-          py::arg("num_bytes"))
+      .def_property_readonly("reads_held", &Session::reads_held)
       .def("chunk_of",
            [](const Session& self, std::uint32_t param) {
              return static_cast<std::uint32_t>(index(self.layout().place(id(param)).chunk));
@@ -199,6 +204,12 @@ void bind_saves(SessionClass& session) {
              const Piece piece = self.optimizer_state().saved_piece(id(param));
              return std::make_pair(piece.first_element, piece.numel);
            })
+      .def(
+          "saved_weights_of_piece",
+          [](Session& self, std::uint32_t param) {
+            return self.optimizer_state().saved_weights_of_piece(id(param));
+          },
+          released)
       .def(
           "saved_states_of_piece",
           [](Session& self, std::uint32_t param) {

@@ -143,7 +143,7 @@ void ChunkUpdates::run_all(std::span<const std::vector<ParamUpdate>> updates,
   std::size_t next = 0;
   for (const ChunkId chunk : updated) {
     const std::vector<ParamUpdate>& of_chunk = updates[index(chunk)];
-    if (reads_.reading(chunk)) {
+    if (!reads_.let_go(chunk)) {
       update_in_memory();  // meanwhile
       reads_.wait(chunk);
     }

@@ -61,13 +61,19 @@ at::Tensor empty_as(const at::Tensor& param, at::ScalarType type) {
   return at::empty_strided(geometry.sizes, geometry.strides, at::TensorOptions().dtype(type));
 }
 
+/// A flat tensor's memory as one of that geometry.
+at::Tensor in_shape(const at::Tensor& flat, const ParamGeometry& geometry) {
+  return flat.as_strided(geometry.sizes, geometry.strides);
+}
+
 std::size_t numel_of(const at::Tensor& tensor) { return static_cast<std::size_t>(tensor.numel()); }
 
 }  // namespace
 
 OptimizerState::OptimizerState(ChunkManager& manager, const ShardMap& shards, StatePlaces& places,
                                std::span<const ParamHandle> params, Executor& executor,
-                               std::shared_ptr<const UpdateRule> rule, RankStates* ranks)
+                               std::shared_ptr<const UpdateRule> rule, const ChunkCopies& copies,
+                               RankStates* ranks)
     : manager_(manager),
       layout_(manager.layout()),
       shards_(shards),
@@ -75,6 +81,7 @@ OptimizerState::OptimizerState(ChunkManager& manager, const ShardMap& shards, St
       params_(params),
       executor_(executor),
       rule_(std::move(rule)),
+      copies_(copies),
       ranks_(ranks) {}
 
 std::vector<std::string> OptimizerState::names() const {
@@ -270,25 +277,72 @@ std::optional<at::Tensor> OptimizerState::master(
 
 at::Tensor OptimizerState::saved_weights(ParamId param) const {
   const ParamPlace place = layout_.place(param);
-  const at::Tensor& own = params_[index(param)].local;
+  const ParamGeometry geometry = geometry_of(params_[index(param)].local);
   const at::ScalarType type = castor::to_torch(layout_.param(param).type);
+  if (copied(param)) {
+    if (shards_.ranks() > 1) {
+      throw Error("all of parameter '" + layout_.param(param).name +
+                  "' was asked for, of which a save has copied this rank's piece");
+    }
+    return in_shape(copies_.piece(param, PayloadKind::kParam, type), geometry);
+  }
   if (!manager_.stored(place.chunk)) {
     const c10::Device device =
         places_.on_device(place.chunk) ? places_.device().torch_device() : c10::kCPU;
     return tensor_over(storage_over(manager_.payload(place.chunk, PayloadKind::kParam), device),
-                       type, place.offset, geometry_of(own));
+                       type, place.offset, geometry);
   }
-  at::Tensor copy = empty_as(own, type);
+  at::Tensor copy = empty_as(params_[index(param)].local, type);
   places_.with_stored_weights(param, [&](const std::byte* values) {
     std::memcpy(copy.mutable_data_ptr(), values, copy.nbytes());
   });
   return copy;
 }
 
+at::Tensor OptimizerState::saved_weights_of_piece(ParamId param) const {
+  const Piece piece = shards_.piece(param);
+  const auto numel = static_cast<std::int64_t>(piece.numel);
+  if (copied(param)) {
+    return copies_.piece(param, PayloadKind::kParam,
+                         castor::to_torch(layout_.param(param).type));
+  }
+  const at::Tensor whole = saved_weights(param);
+  return whole.as_strided({numel}, {1},
+                          whole.storage_offset() + static_cast<std::int64_t>(piece.first_element));
+}
+
+std::vector<at::Tensor> OptimizerState::saved_states(ParamId param) const {
+  if (!copied(param) || shards_.ranks() > 1) {
+    return places_.shown(layout_.place(param).chunk) ? views(param) : read(param);
+  }
+  std::vector<at::Tensor> states = saved_states_of_piece(param);
+  for (std::size_t i = 0; i < states.size(); ++i) {
+    states[i] = in_shape(states[i], geometry(param, specs()[i]));
+  }
+  return states;
+}
+
+std::optional<at::Tensor> OptimizerState::saved_master(ParamId param) const {
+  if (!copied(param) || shards_.ranks() > 1) {
+    return master(param, [&] { return saved_weights(param).to(at::kCPU); });
+  }
+  std::optional<at::Tensor> master = saved_master_of_piece(param);
+  if (master) {
+    master = in_shape(*master, geometry_of(params_[index(param)].local));
+  }
+  return master;
+}
+
 std::vector<at::Tensor> OptimizerState::saved_states_of_piece(ParamId param) const {
   const at::NoGradGuard no_grad;
   const Piece piece = shards_.piece(param);
   std::vector<at::Tensor> states;
+  if (copied(param)) {
+    for (std::size_t i = 0; i < specs().size(); ++i) {
+      states.push_back(copies_.piece(param, rule_payload(i), to_torch(specs()[i].type)));
+    }
+    return states;
+  }
   places_.with_states(
       layout_.place(param).chunk, StreamAccess::kRead, [&](const ChunkMemory& memory) {
         for (std::size_t i = 0; i < specs().size(); ++i) {
@@ -311,22 +365,32 @@ std::optional<at::Tensor> OptimizerState::saved_master_of_piece(ParamId param) c
     return std::nullopt;
   }
   const at::NoGradGuard no_grad;
+  const bool whole = places_.has(param, kMasterPayload);
+  if (copied(param) && whole) {
+    return copies_.piece(param, kMasterPayload, at::kFloat);
+  }
   const Piece piece = shards_.piece(param);
   at::Tensor values = at::empty({static_cast<std::int64_t>(piece.numel)}, at::kFloat);
   if (piece.numel == 0) {
     return values;
   }
-  const at::Tensor weights = saved_weights(param).to(at::kCPU);
+  const at::Tensor weights = saved_weights_of_piece(param).to(at::kCPU);
+  const auto join = [&](const std::int16_t* remainders) {
+    join_masters(&executor_, values.mutable_data_ptr<float>(),
+                 static_cast<const std::uint16_t*>(weights.const_data_ptr()), remainders,
+                 piece.numel);
+  };
+  if (copied(param)) {
+    join(copies_.piece(param, kRemainderPayload, at::kShort).const_data_ptr<std::int16_t>());
+    return values;
+  }
   places_.with_states(
       layout_.place(param).chunk, StreamAccess::kRead, [&](const ChunkMemory& memory) {
         const std::size_t first = piece.first_element;
         if (const auto* const master = places_.data<float>(memory, param, kMasterPayload, first)) {
           std::memcpy(values.mutable_data_ptr(), master, values.nbytes());
         } else {
-          join_masters(&executor_, values.mutable_data_ptr<float>(),
-                       static_cast<const std::uint16_t*>(weights.const_data_ptr()) + first,
-                       places_.data<std::int16_t>(memory, param, kRemainderPayload, first),
-                       piece.numel);
+          join(places_.data<std::int16_t>(memory, param, kRemainderPayload, first));
         }
       });
   return values;

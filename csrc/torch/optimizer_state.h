@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "torch/chunk_copies.h"
 #include "torch/chunk_storages.h"
 #include "torch/param_gradient.h"
 #include "torch/rank_states.h"
@@ -32,7 +33,8 @@ class OptimizerState {
   /// All outlive this. `params` are in ParamId order. `ranks`: nullptr for a process that is alone.
   OptimizerState(ChunkManager& manager, const ShardMap& shards, StatePlaces& places,
                  std::span<const ParamHandle> params, Executor& executor,
-                 std::shared_ptr<const UpdateRule> rule, RankStates* ranks);
+                 std::shared_ptr<const UpdateRule> rule, const ChunkCopies& copies,
+                 RankStates* ranks);
 
   [[nodiscard]] StateFormat format() const noexcept {
     return rule_ ? rule_->format() : StateFormat::kFp32;
@@ -77,21 +79,20 @@ class OptimizerState {
   /// The way back, of the tensors that read gives.
   void write(ParamId param, std::span<const at::Tensor> states);
 
-  // For a save, of which ChunkReads holds back whatever would write: from any thread, and past the
-  // gate, which may be closed for an update that waits for this save.
+  // For a save, from any thread, of the moment when it began: read from the copies that were made of
+  // a chunk, or where it is, past the gate, which may be closed for an update that waits for this
+  // save (ChunkReads holds back whatever would write).
   /// The parameter at its home: a view, or a copy of what lies on NVMe. No device has newer values.
+  /// Of several ranks: throws Error where there is but a copy of this one's piece.
   [[nodiscard]] at::Tensor saved_weights(ParamId param) const;
   /// views, or where there are none read.
-  [[nodiscard]] std::vector<at::Tensor> saved_states(ParamId param) const {
-    return places_.shown(layout_.place(param).chunk) ? views(param) : read(param);
-  }
+  [[nodiscard]] std::vector<at::Tensor> saved_states(ParamId param) const;
   /// As master, of the parameter at its home.
-  [[nodiscard]] std::optional<at::Tensor> saved_master(ParamId param) const {
-    return master(param, [&] { return saved_weights(param).to(at::kCPU); });
-  }
-  /// Of several ranks what this one keeps: the elements of its piece, in the order of the
-  /// parameter's memory, as copies. Asks no other rank.
+  [[nodiscard]] std::optional<at::Tensor> saved_master(ParamId param) const;
+  /// Of several ranks what this one keeps: the elements of its piece, flat, in the order of the
+  /// parameter's memory; states and masters as copies. Asks no other rank.
   [[nodiscard]] Piece saved_piece(ParamId param) const { return shards_.piece(param); }
+  [[nodiscard]] at::Tensor saved_weights_of_piece(ParamId param) const;
   [[nodiscard]] std::vector<at::Tensor> saved_states_of_piece(ParamId param) const;
   [[nodiscard]] std::optional<at::Tensor> saved_master_of_piece(ParamId param) const;
 
@@ -105,6 +106,9 @@ class OptimizerState {
   }
   void write_master(const ChunkMemory& memory, ParamId param, std::size_t begin,
                     const at::Tensor& exact) const;
+  [[nodiscard]] bool copied(ParamId param) const {
+    return copies_.has(layout_.place(param).chunk);
+  }
   void with_state(ParamId param, PayloadKind kind,
                   const std::function<void(const std::byte*)>& use) const;
   [[nodiscard]] std::span<const StateSpec> specs() const {
@@ -119,6 +123,7 @@ class OptimizerState {
   std::span<const ParamHandle> params_;
   Executor& executor_;
   const std::shared_ptr<const UpdateRule> rule_;
+  const ChunkCopies& copies_;
   RankStates* const ranks_;
 };
 

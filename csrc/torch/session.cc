@@ -129,7 +129,8 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
       manager_(std::make_unique<ChunkManager>(layout_, std::move(placements), device_, host_,
                                               *copy_engine_, *storages_, weights_.get(),
                                               rank_homes_.weights().tier)),
-      reads_(layout_.chunks().size()) {
+      reads_(layout_.chunks().size(),
+             [this](ChunkId chunk) { return chunk_copies_->finish(chunk); }) {
   for (at::Tensor& param : params) {
     params_.push_back({.leaf = param, .local = std::move(param)});
   }
@@ -152,9 +153,11 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
       }
     });
   }
-  optimizer_state_ =
-      std::make_unique<OptimizerState>(*manager_, shards_, *state_places_, params_, *executor_,
-                                       options.state.rule, ranks_ ? &ranks_->states() : nullptr);
+  chunk_copies_ = std::make_unique<ChunkCopies>(layout_, shards_, *state_places_, *executor_,
+                                                host_->ledger());
+  optimizer_state_ = std::make_unique<OptimizerState>(
+      *manager_, shards_, *state_places_, params_, *executor_, options.state.rule, *chunk_copies_,
+      ranks_ ? &ranks_->states() : nullptr);
   chunk_updates_ = std::make_unique<ChunkUpdates>(layout_, shards_, *state_places_, *executor_,
                                                   options.state.rule, reads_,
                                                   ranks_ ? &ranks_->weights() : nullptr);

@@ -12,6 +12,7 @@
 #include "core/chunk_reads.h"
 #include "core/run_load.h"
 #include "core/runtime.h"
+#include "torch/chunk_copies.h"
 #include "torch/chunk_storages.h"
 #include "torch/cut_homes.h"
 #include "torch/gradient_parts.h"
@@ -129,6 +130,16 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   /// back: wait for them.
   [[nodiscard]] std::vector<ChunkId> begin_reads();
   [[nodiscard]] ChunkReads& reads() noexcept { return reads_; }
+  /// Behind begin_reads, as ChunkCopies::begin: who would write one of the chunks copies it then.
+  std::size_t begin_copies(std::span<const ChunkId> chunks, bool states, std::size_t most) {
+    return chunk_copies_->begin(chunks, states, most);
+  }
+  /// The calling thread makes what is left of the copies: nobody waits for the chunks any more.
+  void finish_copies();
+  /// Whether somebody may have to wait until a chunk has been read.
+  [[nodiscard]] bool reads_held() const;
+  /// The save has read all, or nobody will read it.
+  void end_reads();
 
   /// As ChunkUpdates'.
   [[nodiscard]] const UpdateRule& rule() const { return chunk_updates_->rule(); }
@@ -225,6 +236,7 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   std::unique_ptr<ChunkManager> manager_;
   std::unique_ptr<GradientSink> gradients_;
   std::unique_ptr<StatePlaces> state_places_;
+  std::unique_ptr<ChunkCopies> chunk_copies_;
   std::unique_ptr<SessionRanks> ranks_;  // nullptr: one process
   std::unique_ptr<OptimizerState> optimizer_state_;
   std::unique_ptr<ChunkUpdates> chunk_updates_;

@@ -346,10 +346,15 @@ void StatePlaces::share_home(ParamId param) const {
 // torch's.
 std::vector<std::byte> StatePlaces::bytes_of_device(const std::byte* data,
                                                     std::size_t bytes) const {
-  const at::NoGradGuard no_grad;
   std::vector<std::byte> copy(bytes);
-  bytes_at(copy.data(), bytes, c10::kCPU).copy_(bytes_at(data, bytes, device_.torch_device()));
+  copy_from_device({data, bytes}, copy.data());
   return copy;
+}
+
+void StatePlaces::copy_from_device(std::span<const std::byte> bytes, std::byte* target) const {
+  const at::NoGradGuard no_grad;
+  bytes_at(target, bytes.size(), c10::kCPU)
+      .copy_(bytes_at(bytes.data(), bytes.size(), device_.torch_device()));
 }
 
 void StatePlaces::copy_to_device(std::span<const std::byte> bytes, std::byte* target) const {

@@ -130,7 +130,11 @@ class StatePlaces {
   void with_stored_weights(ParamId param, const std::function<void(const std::byte*)>& work) const;
   /// The chunk's parameters.
   [[nodiscard]] const Payload& weights(ChunkId chunk) const {
-    return *manager_.payload(chunk, PayloadKind::kParam);
+    return payload(chunk, PayloadKind::kParam);
+  }
+  /// Requires that the chunk has one of that kind.
+  [[nodiscard]] const Payload& payload(ChunkId chunk, PayloadKind kind) const {
+    return *manager_.payload(chunk, kind);
   }
   /// All payloads of a chunk in memory, where they are.
   [[nodiscard]] ChunkMemory in_place(ChunkId chunk) const;
@@ -138,6 +142,7 @@ class StatePlaces {
   void host_writes_home(ChunkId chunk) const;
   [[nodiscard]] std::vector<std::byte> bytes_of_device(const std::byte* data,
                                                        std::size_t bytes) const;
+  void copy_from_device(std::span<const std::byte> bytes, std::byte* target) const;
 
   /// These chunks will be updated next, in this order: what lies on NVMe is read ahead.
   void announce(std::span<const ChunkId> chunks);

@@ -303,8 +303,10 @@ class Checkpoints:
         """Returns when a save with use_async=True is on the disk; at once where none is under way.
 
         Such a save returns when it has taken what is of the moment, and a thread writes weights and
-        states while training goes on, as they were at the call: what would write a part of them
-        waits until the thread has read it. One is under way at a time. Every method that saves or
+        states while training goes on, as they were at the call: from copies, in at most half of the
+        host memory that is left. What would write a part that finds no memory waits until the
+        thread has read it. Where nobody waits for it the thread takes a fortieth of the cores; from
+        this call on all that it needs. One is under way at a time. Every method that saves or
         loads, and latest, begins with this one; so does the end of the process, which prints what
         it raises.
 

@@ -15,11 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from torch import nn
 from torch.optim import AdamW, RMSprop
 
 import castor
+from castor import _C
 from castor.checkpoint import background, files, reading
+from castor.checkpoint.pace import Pace
 from castor.runtime.engine import engine_of
 from helpers import FORMATS_AND_OVERLAPS, Boosted, boost, copies, equal, plugin
 from stored_tower import WIDTH, wide
@@ -46,17 +49,17 @@ class Disk:
 
 
 @contextmanager
-def stopped_disk(*, room: bool = False) -> Iterator[Disk]:
+def stopped_disk(*, memory: bool = False) -> Iterator[Disk]:
     """Nothing is written by a save beside the training before `goes_on` is set.
 
-    `room`: there is memory for what is read before it is written; else for two buffers of it.
+    `memory`: there is some for copies of chunks.
     """
     disk = Disk()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pwrite", disk.write)
         patch.setattr(files, "PIECE_BYTES", mmap.PAGESIZE)
-        if not room:
-            patch.setattr(reading, "_PART_OF_ROOM", 2**62)
+        if not memory:
+            patch.setattr(reading, "_PART_OF_MEMORY", 2**62)
         try:
             yield disk
         finally:
@@ -115,10 +118,12 @@ IN_BACKWARD = {
 }
 
 
+@pytest.mark.parametrize("memory", [False, True])
 @pytest.mark.parametrize(("precision", "state_format", "overlap"), FORMATS_AND_OVERLAPS)
 def test_what_is_written_while_training_goes_on_is_the_moment_of_the_call(
-    precision: str, state_format: str, overlap: str, tmp_path: Path
+    precision: str, state_format: str, overlap: str, memory: bool, tmp_path: Path
 ) -> None:
+    """Updates wait for the disk where no memory is left for copies, and nowhere else."""
     settings: dict[str, Any] = IN_BACKWARD if overlap == "backward" else {"overlap": overlap}
 
     def start() -> Boosted:
@@ -146,47 +151,102 @@ def test_what_is_written_while_training_goes_on_is_the_moment_of_the_call(
         losses.append(boosted.step(loss))
         losses.append(step(boosted, 3))
 
-    with stopped_disk() as disk:
+    with stopped_disk(memory=memory) as disk:
         path = booster.save(tmp_path / "beside", model, optimizer, use_async=True)
         assert not path.exists()
         loss = forward(boosted, 2)  # waits for nothing
-        waits(lambda: two_steps(loss), disk)
+        if memory:
+            assert disk.reached.wait(60)
+            two_steps(loss)
+            assert not path.exists()
+        else:
+            waits(lambda: two_steps(loss), disk)
     losses += [step(boosted, seed) for seed in (4, 5)]
     assert losses == expected
     assert booster.latest(tmp_path / "beside") == path
     assert contents(tmp_path / "beside") == contents(tmp_path / "at once")
 
 
-def test_nobody_waits_for_the_disk_where_memory_is_left(tmp_path: Path) -> None:
+def test_copies_are_in_the_budget_while_they_are_there(tmp_path: Path) -> None:
     boosted = boost(tower(), chunk_bytes=4096)
     step(boosted, 0)
-    step(boosted, 1)
     booster, model, optimizer = boosted
-    booster.save(tmp_path / "at once", model, optimizer)
     before = boosted.report().host_bytes
-    with stopped_disk(room=True) as disk:
-        path = booster.save(tmp_path / "beside", model, optimizer, use_async=True)
-        assert disk.reached.wait(60)
-        for seed in (2, 3):
-            step(boosted, seed)
-        assert not path.exists()
-        assert boosted.report().host_bytes > before
-    assert contents(tmp_path / "beside") == contents(tmp_path / "at once")
-    assert boosted.report().host_bytes == before
+    states = sum(param.nbytes for param in model.parameters()) * 3
+    for _ in range(2):
+        with stopped_disk(memory=True) as disk:
+            booster.save(tmp_path / "beside", model, optimizer, use_async=True)
+            assert states <= boosted.report().host_bytes - before <= 1.5 * states
+            assert disk.reached.wait(60)
+        assert boosted.report().host_bytes == before
 
 
-def test_what_is_read_before_it_is_written_is_in_the_budget(tmp_path: Path) -> None:
-    """Of two pages that are left half is one: there are two buffers of a page, and updates wait."""
+@pytest.mark.parametrize("of_weights", [False, True])
+def test_copies_take_half_of_what_the_budget_has_left_and_updates_of_the_rest_wait(
+    of_weights: bool, tmp_path: Path
+) -> None:
     needed = boost(tower(), chunk_bytes=4096).report().host_bytes
-    boosted = boost(tower(), chunk_bytes=4096, host_memory=needed + 2 * mmap.PAGESIZE)
+    boosted = boost(tower(), chunk_bytes=4096, host_memory=needed + 32 * 2**10)
     step(boosted, 0)
     booster, model, optimizer = boosted
-    with stopped_disk(room=True) as disk:
+    booster.save(tmp_path / "at once", model, optimizer)
+    session = engine_of(model).session
+    with stopped_disk(memory=True) as disk:
         booster.save(tmp_path / "beside", model, optimizer, use_async=True)
         assert disk.reached.wait(60)
-        assert boosted.report().host_bytes == needed + mmap.PAGESIZE
-        waits(lambda: step(boosted, 1), disk)
+        assert needed < boosted.report().host_bytes <= needed + 16 * 2**10
+        assert session.reads_held
+        if of_weights:
+            waits(lambda: [param.data.mul_(2.0) for param in model.parameters()], disk)
+        else:
+            waits(lambda: step(boosted, 1), disk)
     assert boosted.report().host_bytes == needed
+    assert contents(tmp_path / "beside") == contents(tmp_path / "at once")
+
+
+def test_a_save_of_weights_copies_no_states(tmp_path: Path) -> None:
+    boosted = boost(tower(), chunk_bytes=4096)
+    step(boosted, 0)
+    booster, model, _ = boosted
+    booster.save_model(model, tmp_path / "at once")
+    before = boosted.report().host_bytes
+    weights = sum(param.nbytes for param in model.parameters())
+    with stopped_disk(memory=True):
+        booster.save_model(model, tmp_path / "beside", use_async=True)
+        assert weights <= boosted.report().host_bytes - before <= 1.5 * weights
+        step(boosted, 1)
+    assert contents(tmp_path / "beside") == contents(tmp_path / "at once")
+
+
+def test_memory_that_the_kernel_refuses_is_done_without(tmp_path: Path) -> None:
+    script = """
+        import resource, sys
+        from pathlib import Path
+        import torch
+        import castor
+
+        model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(16)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        plugin = castor.GeminiPlugin(device="cpu", device_memory="1GiB", chunk_bytes=2**26)
+        booster = castor.Booster(plugin=plugin)
+        booster.boost(model, optimizer)
+        def step():
+            booster.backward(model(torch.ones(2, 1024)).square().mean(), optimizer)
+            optimizer.step()
+
+        step()
+        path = Path(sys.argv[1])
+        booster.save(path / "at once", model, optimizer)
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + 150 * 2**20, -1))
+        booster.save(path / "beside", model, optimizer, use_async=True)
+        step()
+        booster.wait_for_saves()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert contents(tmp_path / "beside") == contents(tmp_path / "at once")
 
 
 def test_chunks_that_have_been_read_are_updated_while_others_wait(tmp_path: Path) -> None:
@@ -264,7 +324,7 @@ def test_buffers_and_step_counts_are_those_of_the_call(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("state_format", ["fp32", "split_int8"])
 @pytest.mark.parametrize("overlap", ["none", "forward"])
-def test_what_lies_on_nvme(overlap: str, state_format: str, tmp_path: Path) -> None:
+def test_what_lies_on_nvme_is_held(overlap: str, state_format: str, tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     settings = {} if state_format == "fp32" else {"precision": "bf16"}
     settings |= {"optim_state_format": state_format, "overlap": overlap}
@@ -372,6 +432,23 @@ def test_an_edit_waits_is_not_in_the_file_and_not_lost(
         assert equal(mine, theirs)
 
 
+def test_an_edit_of_what_is_copied_waits_for_nothing(tmp_path: Path) -> None:
+    boosted = boost(tower(), chunk_bytes=4096)
+    step(boosted, 0)
+    lent = boosted.model.layers[-1].weight.detach().numpy()
+    booster, model, optimizer = boosted
+    booster.save(tmp_path / "at once", model, optimizer)
+    with stopped_disk(memory=True):
+        path = booster.save(tmp_path / "beside", model, optimizer, use_async=True)
+        lent[:] = 9.0
+        add_in_place(boosted)
+        write_moments(boosted)
+        load_a_state_dict(boosted)
+        assert not path.exists()
+    assert contents(tmp_path / "beside") == contents(tmp_path / "at once")
+    assert all(bool((param == 1.0).all()) for param in model.parameters())
+
+
 def test_reading_waits_for_nothing(tmp_path: Path) -> None:
     boosted = boost(tower(), overlap="forward")
     step(boosted, 0)
@@ -402,6 +479,81 @@ def test_what_was_lent_out_before_is_written_before_the_call_returns(tmp_path: P
     boosted.booster.wait_for_saves()
     assert contents(tmp_path / "beside") == contents(tmp_path / "at once")
     assert bool((boosted.model.layers[-1].weight == 9.0).all())
+
+
+# --- how fast it goes -----------------------------------------------------------------------------
+
+
+def compute(seconds: float) -> None:
+    """Uses a core for so long."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def rest_behind(pace: Pace, seconds: float) -> float:
+    """Seconds that a thread rests when it has used a core for so long."""
+    rested: list[float] = []
+
+    def work() -> None:
+        pace.begin()
+        compute(seconds)
+        start = time.monotonic()
+        pace.rest()
+        rested.append(time.monotonic() - start)
+        pace.end()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return rested[0]
+
+
+def test_a_save_uses_a_fortieth_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = Pace(lambda: False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert rest_behind(pace, 0.02) >= 19 * 0.02
+    assert rest_behind(pace, 0.0) < 1.0  # by what it has used since
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(40)))
+    assert rest_behind(pace, 0.2) < 0.2
+
+
+def test_a_save_works_on_an_idle_thread_until_it_is_waited_for() -> None:
+    before = threads_that_take_idle_cores()
+    found: list[int] = []
+
+    def work() -> None:
+        pace, checksum = Pace(lambda: False), _C.Checksum()
+        pace.begin()
+        checksum.update(bytes(2**20))
+        found.append(threads_that_take_idle_cores() - before)
+        pace.hurry()
+        pace.rest()
+        checksum.update(bytes(2**20))
+        found.append(threads_that_take_idle_cores() - before)
+        pace.end()
+        assert checksum.hexdigest() == xxhash.xxh3_128_hexdigest(bytes(2**21))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [1, 0]
+
+
+def threads_that_take_idle_cores() -> int:
+    threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
+    return sum(os.sched_getscheduler(thread) == os.SCHED_IDLE for thread in threads)
+
+
+@pytest.mark.parametrize("why", ["held", "awaited", "awaited while it rests"])
+def test_a_save_that_is_waited_for_does_not_rest(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    pace = Pace(lambda: why == "held")
+    if why == "awaited":
+        pace.hurry()
+    elif why == "awaited while it rests":
+        threading.Timer(0.2, pace.hurry).start()
+    assert rest_behind(pace, 0.1) < 3.9 / 2
 
 
 # --- one at a time, and nothing lost --------------------------------------------------------------
@@ -527,7 +679,9 @@ SCRIPT = """
     from pathlib import Path
     import torch
     import castor
+    from castor.checkpoint import pace
 
+    pace._PART_OF_CORES = 1e-9  # it would take years if the end of the process were not seen
     model = torch.nn.Linear(8, 8)
     booster = castor.Booster(plugin=castor.GeminiPlugin(device="cpu", device_memory="1MiB"))
     booster.boost(model)

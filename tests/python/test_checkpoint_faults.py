@@ -344,7 +344,7 @@ def test_saving_needs_two_pieces_of_memory(tmp_path: Path, monkeypatch: pytest.M
     # Beside the training it is that, and what torch and malloc keep for one more thread; and what
     # the disk has not taken yet, where memory is left.
     assert peak_extra_bytes(lambda: save_beside(boosted, tmp_path / "run")) <= stored + 2**26
-    monkeypatch.setattr(reading, "_PART_OF_ROOM", 2**62)
+    monkeypatch.setattr(reading, "_PART_OF_MEMORY", 2**62)
     assert peak_extra_bytes(lambda: save_beside(boosted, tmp_path / "run")) <= 2**26 < stored / 5
 
 

@@ -18,7 +18,7 @@ from xxhash import xxh3_128_hexdigest
 from castor.checkpoint.container import ComputedTensor, write_files
 from castor.checkpoint.files import PIECE_BYTES, read_pieces, write_behind, write_file
 from castor.checkpoint.tensor_bytes import memory_of, pieces
-from castor.checkpoint.write_behind import Room
+from castor.checkpoint.pace import Pace
 from castor.checkpoint.writer import Writer
 from castor.runtime.model_parts import Runs
 
@@ -89,7 +89,7 @@ def test_several_write_runs_of_one_file_at_once(directory: str, tmp_path: Path) 
 
         def write(own: list[tuple[int, int]]) -> None:
             descriptor = os.open(path, os.O_WRONLY)
-            with write_behind(Room()) as behind:
+            with write_behind(ahead=True) as behind:
                 writer = Writer(descriptor, behind)
                 for start, end in own:
                     writer.seek(start)
@@ -118,7 +118,7 @@ def test_a_part_lies_in_runs_evenly_apart(length: int, tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(bytes(len(expected)))
     pieces = [0, count // 3, count // 2, count]
-    with open(path, "r+b") as file, open(path, "r+b") as other, write_behind(Room()) as behind:
+    with open(path, "r+b") as file, open(path, "r+b") as other, write_behind(ahead=True) as behind:
         writer = Writer(file.fileno(), behind)
         for begin, end in pairwise(pieces):
             writer.append_runs(memoryview(part)[begin:end], begin, runs, other.fileno())
@@ -129,7 +129,7 @@ def test_a_part_lies_in_runs_evenly_apart(length: int, tmp_path: Path) -> None:
 def test_what_the_disk_refuses_of_runs_is_an_oserror(tmp_path: Path) -> None:
     (tmp_path / "f").touch()
     runs = Runs(first=0, length=2, stride=4)
-    with open(tmp_path / "f", "rb") as file, write_behind(Room()) as behind:
+    with open(tmp_path / "f", "rb") as file, write_behind(ahead=True) as behind:
         writer = Writer(file.fileno(), behind)
         with pytest.raises(OSError, match="Bad file descriptor") as raised:
             writer.append_runs(memoryview(bytes(9)), 0, runs, file.fileno())
@@ -146,7 +146,7 @@ def test_the_end_of_a_process_makes_no_threads_and_files_are_written(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     whole = torch.randint(256, (3 * PIECE_BYTES,), dtype=torch.uint8)
-    write_files(tmp_path, {"f": {"a": whole}}, Room())
+    write_files(tmp_path, {"f": {"a": whole}}, Pace(lambda: True))
     assert load_file(tmp_path / "f")["a"].equal(whole)
 
 
@@ -171,7 +171,7 @@ def test_a_disk_that_refuses_stops_who_fills_buffers_and_nothing_is_left(
         write_files(
             tmp_path,
             {"f": tensors, "g": {"last": torch.zeros(9)}},
-            Room(bytes=4 * PIECE_BYTES, awaited=lambda: True),
+            Pace(lambda: True),
         )
     assert len(read) < 10
     assert not list(tmp_path.iterdir())

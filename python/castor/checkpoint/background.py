@@ -18,16 +18,18 @@ from castor.runtime.engine import Engine
 class _Write:
     """The second half of a save, on a thread of its own."""
 
-    def __init__(self, path: Path, write: Callable[[], None]) -> None:
+    def __init__(self, path: Path, write: Callable[[], None], hurry: Callable[[], None]) -> None:
         self._path = path
         self._write = write
+        self._hurry = hurry
         self._error: Exception | None = None
         # No daemon: the interpreter waits for it before it ends.
         self._thread = threading.Thread(target=self._run, name="castor save")
         self._thread.start()
 
     def join(self) -> None:
-        """Returns when it is over."""
+        """Returns when it is over, which is soon."""
+        self._hurry()
         self._thread.join()
 
     def rethrow(self) -> None:
@@ -96,7 +98,7 @@ def save_reading(
         if share is not None:
             path = share.gather(path)[0]
         if later:
-            _under_way = _Write(path, write)
+            _under_way = _Write(path, write, reading.hurry)
         else:
             write()
     except BaseException:

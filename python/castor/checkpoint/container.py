@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
-from castor.checkpoint.files import FileEntry, NewFile, fsync_file, write_behind
+from castor import _C
+from castor.checkpoint.files import FileEntry, NewFile, Piece, fsync_file, write_behind
+from castor.checkpoint.pace import Pace
 from castor.checkpoint.tensor_bytes import DTYPE_NAMES, pieces
-from castor.checkpoint.write_behind import Room, WriteBehind
+from castor.checkpoint.write_behind import WriteBehind
 from castor.errors import CheckpointError
 from castor.lazy.files import DTYPES
 
@@ -116,7 +117,7 @@ def split(tensors: Tensors, stem: str, max_bytes: int | None) -> dict[str, dict[
 def write_files(
     directory: Path,
     files: Mapping[str, Tensors],
-    room: Room | None = None,
+    pace: Pace | None = None,
     *,
     durable: bool = True,
 ) -> dict[str, FileEntry]:
@@ -127,7 +128,7 @@ def write_files(
     Args:
         directory: Where.
         files: Tensors by file name; see check_savable.
-        room: For what is read before the disk has it; None: reading and writing take turns.
+        pace: Of a thread beside the training; None: the training waits.
         durable: Whether to wait until it has.
 
     Returns:
@@ -139,10 +140,10 @@ def write_files(
     entries: dict[str, FileEntry] = {}
     made: list[NewFile] = []
     try:
-        with write_behind(room) as behind:
+        with write_behind(ahead=pace is not None and pace.hurried) as behind:
             for name, tensors in files.items():
                 made.append(NewFile(directory / name))
-                entries[name] = _fill(made[-1], tensors, behind)
+                entries[name] = _fill(made[-1], tensors, behind, pace)
                 behind.do(made[-1].finish)
     except BaseException:
         for file in made:
@@ -153,19 +154,22 @@ def write_files(
     return entries
 
 
-def _fill(file: NewFile, tensors: Tensors, behind: WriteBehind) -> FileEntry:
+def _fill(
+    file: NewFile, tensors: Tensors, behind: WriteBehind, pace: Pace | None
+) -> FileEntry:
     """Reads what a file will hold."""
     ordered = _ordered(tensors)
     checksums: dict[str, str] = {}
 
-    def contents() -> Iterator[bytes | memoryview]:
-        yield _header(ordered)
+    def contents() -> Iterator[Piece]:
+        yield _header(ordered), ()
         for name, tensor in ordered:
-            hasher = xxhash.xxh3_128()
+            checksum = _C.Checksum()
             for piece in pieces(tensor if isinstance(tensor, torch.Tensor) else tensor.compute()):
-                hasher.update(piece)
-                yield piece
-            checksums[name] = hasher.hexdigest()
+                yield piece, (checksum,)
+                if pace is not None:
+                    pace.rest()
+            checksums[name] = checksum.hexdigest()
             if isinstance(tensor, ComputedTensor) and tensor.written is not None:
                 tensor.written()
 

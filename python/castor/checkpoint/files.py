@@ -6,20 +6,22 @@ import errno
 import io
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import xxhash
-
+from castor import _C
 from castor.checkpoint.names import temporary_name
-from castor.checkpoint.write_behind import Room, WriteBehind
+from castor.checkpoint.write_behind import WriteBehind
 from castor.checkpoint.writer import Writer
 from castor.errors import IoError
 
 PIECE_BYTES = 4 * 2**20
 """What is read, hashed or written at once; no buffer of a save or a check is larger."""
+
+Piece = tuple[bytes | memoryview, Sequence[_C.Checksum]]
+"""What is written, and what it is a part of beside its file."""
 
 OVERHEAD_BYTES = 2**20
 """Asked of the disk beyond the tensors: headers, JSON, directories."""
@@ -103,9 +105,9 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_behind(room: Room | None = None) -> WriteBehind:
+def write_behind(*, ahead: bool = False) -> WriteBehind:
     """Of buffers of PIECE_BYTES."""
-    return WriteBehind(PIECE_BYTES, room)
+    return WriteBehind(PIECE_BYTES, ahead=ahead)
 
 
 class NewFile:
@@ -126,7 +128,7 @@ class NewFile:
         self._descriptor = os.open(self._temporary, flags, 0o666)
         self._open = True
 
-    def fill(self, pieces: Iterable[bytes | memoryview], behind: WriteBehind) -> tuple[int, str]:
+    def fill(self, pieces: Iterable[Piece], behind: WriteBehind) -> tuple[int, str]:
         """Gives all that the file will hold to `behind`.
 
         Args:
@@ -139,14 +141,13 @@ class NewFile:
         Raises:
             OSError: The disk refuses.
         """
-        hasher, size = xxhash.xxh3_128(), 0
+        whole, size = _C.Checksum(), 0
         writer = Writer(self._descriptor, behind)
-        for piece in pieces:
-            writer.append(memoryview(piece))
-            hasher.update(piece)
+        for piece, checksums in pieces:
+            writer.append(memoryview(piece), whole, *checksums)
             size += len(piece)
         writer.flush()
-        return size, hasher.hexdigest()
+        return size, whole.hexdigest()
 
     def finish(self, *, durable: bool = False) -> None:
         """All is written: it gets its name. The caller syncs the directory.
@@ -185,7 +186,7 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
     file = NewFile(path)
     try:
         with write_behind() as behind:
-            size, checksum = file.fill(pieces, behind)
+            size, checksum = file.fill(((piece, ()) for piece in pieces), behind)
         file.finish(durable=True)
     except BaseException:
         file.discard()
@@ -241,7 +242,7 @@ def _opened(path: Path, direct: bool) -> io.FileIO:
 
 def checksum_of(path: Path, start: int = 0, end: int | None = None) -> str:
     """XXH3-128 of bytes [start, end) of a file, as 32 hex digits."""
-    hasher = xxhash.xxh3_128()
+    hasher = _C.Checksum()
     for piece in read_pieces(path, start, end):
         hasher.update(piece)
     return hasher.hexdigest()

@@ -33,6 +33,8 @@ class HeldTensor(ComputedTensor):
     """Makes what this rank keeps of its tensor, without asking others."""
     runs: Runs | None = None
     """Where its tensor lies in the one that is saved; None: it is that."""
+    states: bool = True
+    """Whether it is made of the optimizer's states; else of weights alone."""
     in_order_of_memory: bool = False
     """Whether its elements are of the parameter's memory, as scales are of blocks of it."""
 
@@ -71,6 +73,7 @@ def held(
     *,
     dtype: torch.dtype = torch.float32,
     shape: Sequence[int] | None = None,
+    states: bool = True,
 ) -> HeldTensor:
     """What is made of parameter `index`.
 
@@ -81,6 +84,7 @@ def held(
         part: Of several ranks: see HeldTensor.
         dtype: Of its elements.
         shape: None for the parameter's; other tensors have the order of its memory.
+        states: See HeldTensor.
     """
     return HeldTensor(
         dtype=dtype,
@@ -89,6 +93,7 @@ def held(
         part=(lambda: (0, compute())) if engine.ranks is None else part,
         engine=engine,
         index=index,
+        states=states,
         in_order_of_memory=shape is not None,
     )
 
@@ -102,11 +107,11 @@ def held_weights(engine: Engine, param: nn.Parameter) -> HeldTensor:
         partial(engine.session.saved_weights, index),
         partial(part_of_weights, engine, index),
         dtype=param.dtype,
+        states=False,
     )
 
 
 def part_of_weights(engine: Engine, index: int) -> Part:
     """Of the parameter's memory, whose order is that of its elements."""
-    first, numel = engine.session.saved_piece(index)
-    weights = engine.session.saved_weights(index)
-    return first, weights.as_strided((numel,), (1,), weights.storage_offset() + first)
+    first, _ = engine.session.saved_piece(index)
+    return first, engine.session.saved_weights_of_piece(index)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from castor.checkpoint.container import SavedTensor, Tensors, bytes_of, write_files
-from castor.checkpoint.files import PIECE_BYTES, FileEntry, os_errors
+from castor.checkpoint.container import SavedTensor, Tensors, write_files
+from castor.checkpoint.files import FileEntry, os_errors
 from castor.checkpoint.held import HeldTensor
+from castor.checkpoint.pace import Pace
 from castor.checkpoint.shares import Share
-from castor.checkpoint.write_behind import Room
 from castor.config.memory import host_memory
 from castor.runtime.engine import Engine
 
@@ -26,15 +26,17 @@ and writes what boosted models hold behind that."""
 Write = Callable[[Path, Mapping[str, Tensors]], dict[str, FileEntry]]
 """Writes safetensors files of a directory, by name."""
 
-_PART_OF_ROOM = 2
-"""Of the memory that is left a save takes one part in so many: training may come to need more."""
+_PART_OF_MEMORY = 2
+"""Of the machine's that is left copies take one part in so many: training may come to need more."""
 
 
 class Reading:
     """A moment of boosted models, for one save.
 
-    Whatever would write a chunk waits until the save has read all that it takes of it: updates, and
-    torch's operators.
+    Where training goes on meanwhile, the save reads copies of chunks, of as many as there is memory
+    for: it makes them itself, but for those of which somebody would write the chunk before, who
+    does. Whatever would write one of the others waits until the save has read all that it takes of
+    it: updates, and torch's operators.
     """
 
     def __init__(self, engines: Sequence[Engine], share: Share | None, *, later: bool) -> None:
@@ -49,8 +51,9 @@ class Reading:
             UsageError: The weights are between two steps, or a step has failed.
         """
         self.share = share
-        self._later = later
         self._chunks: dict[Engine, Counter[int]] = {}
+        self._with_states: set[Engine] = set()
+        self._pace = Pace(self._holds) if later else None
         self._not_held: dict[Engine, list[int]] = {}
         try:
             for engine in engines:
@@ -70,8 +73,10 @@ class Reading:
             if isinstance(tensor, HeldTensor):
                 chunk = tensor.engine.session.chunk_of(tensor.index)
                 self._chunks[tensor.engine][chunk] += 1
+                if tensor.states:
+                    self._with_states.add(tensor.engine)
                 taken[key] = replace(tensor, written=partial(self._written, tensor.engine, chunk))
-            elif isinstance(tensor, torch.Tensor) and self._later and not tensor.is_meta:
+            elif isinstance(tensor, torch.Tensor) and self._pace and not tensor.is_meta:
                 taken[key] = tensor.detach().to("cpu", copy=True)
         return taken
 
@@ -92,46 +97,42 @@ class Reading:
     def write(self, directory: Path | None, files: Mapping[str, Tensors]) -> dict[str, FileEntry]:
         """Writes safetensors files of a directory, by itself or with other ranks: see Share.write.
 
-        Where training waits for it, tensors are read as far ahead of the disk as there is memory.
-
         Raises:
             OSError: The disk refuses.
         """
-        with self._room(files) as room:
+        with ExitStack() as over:
+            if self._pace is not None:
+                self._pace.begin()
+                over.callback(self._pace.end)
+                for engine in self._chunks:
+                    engine.session.finish_copies()
             if self.share is not None:
-                return self.share.write(directory, files, room)
+                return self.share.write(directory, files, self._pace)
             assert directory is not None
-            return write_files(directory, files, room)
-
-    @contextmanager
-    def _room(self, files: Mapping[str, Tensors]) -> Iterator[Room | None]:
-        """Memory of the host that nobody else has meanwhile, for all that is written or less.
-
-        It is in the budgets of the models that are saved. None: nobody trains meanwhile.
-        """
-        if not self._later:
-            yield None
-            return
-        ranks = 1 if self.share is None else self.share.num_ranks
-        # The last buffer of a file is not full.
-        wanted = sum(map(bytes_of, files.values())) // ranks + len(files) * PIECE_BYTES
-        left = min(wanted, host_memory().available_bytes // (_PART_OF_ROOM * ranks))
-        sessions = [engine.session for engine in self._chunks]
-        with ExitStack() as taken:
-            room = 0
-            for session in sessions:
-                part = min(left - room, session.free_host_bytes // _PART_OF_ROOM)
-                if part > 0 and session.take_host(part):
-                    taken.callback(session.give_back_host, part)
-                    room += part
-            yield Room(bytes=room, awaited=lambda: any(one.reads_awaited for one in sessions))
+            return write_files(directory, files, self._pace)
 
     def let_go_of_the_rest(self) -> None:
-        """All has been taken: chunks of which nothing was are free."""
+        """All has been taken: chunks of which nothing was are free, others may be copied."""
         for engine, left in self._chunks.items():
             for chunk in {engine.session.chunk_of(i) for i in range(len(engine.params))}:
                 if left[chunk] == 0:
                     engine.session.end_read(chunk)
+        if self._pace is not None:
+            self._begin_copies()
+
+    def _begin_copies(self) -> None:
+        """Of chunks that would be held longest first."""
+        ranks = 1 if self.share is None else self.share.num_ranks
+        most = host_memory().available_bytes // (_PART_OF_MEMORY * ranks)
+        for engine, left in self._chunks.items():
+            states = engine in self._with_states
+            chunks = sorted(+left, reverse=True)
+            most -= engine.session.begin_copies(chunks, states=states, most=most)
+
+    def hurry(self) -> None:
+        """Somebody waits for the save."""
+        if self._pace is not None:
+            self._pace.hurry()
 
     def await_not_held(self) -> None:
         """Returns when all has been written whose memory others than castor may write.
@@ -147,6 +148,9 @@ class Reading:
         """Lets everything go."""
         for engine in self._not_held:
             engine.session.end_reads()
+
+    def _holds(self) -> bool:
+        return any(engine.session.reads_held for engine in self._chunks)
 
     def _written(self, engine: Engine, chunk: int) -> None:
         left = self._chunks[engine]

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
+from castor import _C
 from castor.checkpoint.container import Tensors, layout_of
 from castor.checkpoint.files import (
     FileEntry,
@@ -20,8 +20,9 @@ from castor.checkpoint.files import (
     write_behind,
 )
 from castor.checkpoint.held import HeldTensor
+from castor.checkpoint.pace import Pace
 from castor.checkpoint.tensor_bytes import pieces
-from castor.checkpoint.write_behind import Room, WriteBehind
+from castor.checkpoint.write_behind import WriteBehind
 from castor.checkpoint.writer import Writer
 from castor.runtime.ranks import Peers, sendable
 from castor.runtime.waits import served_by_another
@@ -83,7 +84,7 @@ class Share:
         return [given for given, _ in everyone]
 
     def write(
-        self, directory: Path | None, files: Mapping[str, Tensors], room: Room | None = None
+        self, directory: Path | None, files: Mapping[str, Tensors], pace: Pace | None = None
     ) -> dict[str, FileEntry]:
         """Writes safetensors files together; every rank calls it.
 
@@ -91,7 +92,7 @@ class Share:
             directory: Where, on rank 0, which tells the others.
             files: Tensors by file name; the same on every rank, but for values. Those on the meta
                 device are other ranks'.
-            room: As of write_files.
+            pace: As of write_files.
 
         Returns:
             Size and checksums of each.
@@ -107,15 +108,16 @@ class Share:
                     file.write(header)
                     file.truncate(end)
         directory = Path(self.gather(str(directory))[0])
-        with ExitStack() as opened, write_behind(room) as behind:
+        ahead = pace is not None and pace.hurried
+        with ExitStack() as opened, write_behind(ahead=ahead) as behind:
             for name, tensors in files.items():
-                self._write_own(directory / name, tensors, behind, opened)
+                self._write_own(directory / name, tensors, behind, opened, pace)
         for name in files:
             fsync_file(directory / name)
             let_go_of_pages(directory / name)
         self.gather()
         own = {
-            name: _entry(directory / name, tensors)
+            name: _entry(directory / name, tensors, pace)
             for i, (name, tensors) in enumerate(files.items())
             if i % self._peers.size == self._peers.rank
         }
@@ -125,7 +127,12 @@ class Share:
         return {name: entries[name] for name in files}
 
     def _write_own(
-        self, path: Path, tensors: Tensors, behind: WriteBehind, opened: ExitStack
+        self,
+        path: Path,
+        tensors: Tensors,
+        behind: WriteBehind,
+        opened: ExitStack,
+        pace: Pace | None,
     ) -> None:
         """Gives this rank's part of a file to `behind`; `opened` closes it if that fails."""
         _, places = layout_of(tensors)
@@ -142,6 +149,8 @@ class Share:
                             writer.append(piece)
                         else:
                             writer.append_runs(piece, at, runs, through_cache.fileno())
+                        if pace is not None:
+                            pace.rest()
                     if tensor.written is not None:
                         tensor.written()
                 elif self.writes_whole and isinstance(tensor, torch.Tensor) and not tensor.is_meta:
@@ -152,10 +161,10 @@ class Share:
         behind.do(file.close)
 
 
-def _entry(path: Path, tensors: Tensors) -> FileEntry:
+def _entry(path: Path, tensors: Tensors, pace: Pace | None) -> FileEntry:
     """Size and checksums of a file that several have written: it is read again."""
     _, places = layout_of(tensors)
-    whole, of_each = xxhash.xxh3_128(), {name: xxhash.xxh3_128() for name in places}
+    whole, of_each = _C.Checksum(), {name: _C.Checksum() for name in places}
     left, at = list(places.items())[::-1], 0
     for piece in read_pieces(path, direct=True):
         whole.update(piece)
@@ -167,5 +176,7 @@ def _entry(path: Path, tensors: Tensors) -> FileEntry:
                 break
             left.pop()
         at = behind
+        if pace is not None:
+            pace.rest()
     checksums = {name: hasher.hexdigest() for name, hasher in of_each.items()}
     return FileEntry(size=at, checksum=whole.hexdigest(), tensors=checksums)

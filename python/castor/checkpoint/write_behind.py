@@ -6,46 +6,31 @@ import mmap
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
 from types import TracebackType
 
 _AHEAD = 2
 """Buffers: one is filled while the other is on its way."""
-_LOOK_SECONDS = 0.01
 _Task = tuple[Callable[[], object], memoryview | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Room:
-    """Memory for what has been read and is not on the disk, where that is awaited."""
-
-    bytes: int = 0
-    awaited: Callable[[], bool] = lambda: False
-    """Whether somebody waits for the reader."""
 
 
 class WriteBehind:
     """Lends buffers, and does what is to be done with them on a thread, in order.
 
-    Who fills buffers, on one thread, is one ahead of the disk, and more only where somebody waits
-    for what is read: memory that is new costs the kernel as much time as a disk that is fast. A
-    context: at its end all is done. What stops the thread is raised by the next call, or at the
-    end; nothing is done after it. At the end of a process, which makes no threads any more, the
-    caller does it all.
+    Who fills buffers, on one thread, is one ahead of the disk. A context: at its end all is done.
+    What stops the thread is raised by the next call, or at the end; nothing is done after it. At
+    the end of a process, which makes no threads any more, the caller does it all.
     """
 
-    def __init__(self, buffer_bytes: int, room: Room | None = None) -> None:
+    def __init__(self, buffer_bytes: int, *, ahead: bool) -> None:
         """Nothing is taken yet.
 
         Args:
             buffer_bytes: Of each buffer.
-            room: None: one buffer, and no thread.
+            ahead: Whether there is a thread; if not, the caller does it all, with one buffer.
         """
         self._buffer_bytes = buffer_bytes
-        self._room = Room() if room is None else room
         self._made = 0
-        self._alone = room is None
+        self._alone = not ahead
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -53,17 +38,10 @@ class WriteBehind:
 
     def buffer(self) -> memoryview:
         """A buffer that begins with a page. Waits where all are on their way to the disk."""
-        while not self._may_make():
-            with suppress(queue.Empty):
-                return self._free.get(timeout=_LOOK_SECONDS)
+        if self._made == _AHEAD or not self._free.empty():
+            return self._free.get()
         self._made += 1
         return memoryview(mmap.mmap(-1, self._buffer_bytes))
-
-    def _may_make(self) -> bool:
-        if not self._free.empty():
-            return False
-        most = self._room.bytes // self._buffer_bytes
-        return self._made < _AHEAD or (self._made < most and self._room.awaited())
 
     def do(self, task: Callable[[], object], buffer: memoryview | None = None) -> None:
         """Does something behind all that was given before; the buffer is free then.

@@ -58,8 +58,8 @@ class Writer:
         if self._buffer is None or self._begin >= len(self._buffer):
             self.flush()
 
-    def append(self, piece: memoryview) -> None:
-        """It is not used afterwards.
+    def append(self, piece: memoryview, *checksums: _C.Checksum) -> None:
+        """It is not used afterwards; the checksums are updated with it.
 
         Raises:
             OSError: The disk refuses.
@@ -68,7 +68,8 @@ class Writer:
             if self._buffer is None:
                 self._buffer = self._behind.buffer()
             count = min(len(piece), len(self._buffer) - self._end)
-            self._buffer[self._end : self._end + count] = piece[:count]
+            target = self._buffer[self._end : self._end + count]
+            _C.copy_bytes(target, piece[:count], checksums)
             self._end += count
             self._at += count
             piece = piece[count:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -125,11 +126,11 @@ def boosted_model_of(model: nn.Module) -> BoostedModel:
 
 def boosted_models_holding(model: nn.Module) -> list[BoostedModel]:
     """Those with parameters of `model`: its own, or that of a model it is part of."""
-    params, own = set(model.parameters()), compiled_from(model)
+    own, params = compiled_from(model), cache(lambda: set(model.parameters()))
     return [
         boosted
         for known, boosted in list(_models.items())
-        if known is own or not params.isdisjoint(boosted.params)
+        if known is own or not params().isdisjoint(boosted.params)
     ]
 
 

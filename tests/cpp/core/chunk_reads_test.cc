@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <random>
@@ -17,20 +19,12 @@ namespace {
 constexpr ChunkId kFirst{0};
 constexpr ChunkId kSecond{1};
 
-/// Returns when a thread waits for the reads.
-void await_waiter(const ChunkReads& reads) {
-  while (!reads.awaited()) {
-    std::this_thread::yield();
-  }
-}
-
 TEST(ChunkReadsTest, NobodyWaitsWhereNothingIsRead) {
   ChunkReads reads(2);
   EXPECT_FALSE(reads.reading());
   EXPECT_FALSE(reads.reading(kFirst));
   reads.wait(kFirst);
   reads.wait_for_all();
-  EXPECT_FALSE(reads.awaited());
 }
 
 TEST(ChunkReadsTest, AChunkThatHasBeenReadIsFreeWhileOthersAreRead) {
@@ -57,16 +51,38 @@ TEST(ChunkReadsTest, OneSaveReadsAtATime) {
   EXPECT_TRUE(reads.reading(kFirst));
 }
 
-TEST(ChunkReadsTest, WhoWaitsIsSeenAndWoken) {
+TEST(ChunkReadsTest, WhoWaitsIsWokenByItsChunk) {
   ChunkReads reads(2);
   reads.begin();
-  std::jthread waiter([&] { reads.wait(kSecond); });
-  await_waiter(reads);
+  std::atomic<bool> woken = false;
+  std::jthread waiter([&] {
+    reads.wait(kSecond);
+    woken = true;
+  });
   reads.end(kFirst);
-  EXPECT_TRUE(reads.awaited()) << "another chunk is not the one that is waited for";
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_FALSE(woken) << "another chunk is not the one that is waited for";
   reads.end(kSecond);
   waiter.join();
-  EXPECT_FALSE(reads.awaited());
+}
+
+TEST(ChunkReadsTest, WhoWouldWriteCopiesWhatCanBeCopied) {
+  std::vector<ChunkId> copied;
+  ChunkReads reads(2, [&](ChunkId chunk) {
+    copied.push_back(chunk);
+    return chunk == kFirst;
+  });
+  EXPECT_TRUE(reads.let_go(kFirst)) << "nobody reads";
+  EXPECT_TRUE(copied.empty());
+  reads.begin();
+  reads.wait(kFirst);
+  EXPECT_FALSE(reads.reading(kFirst));
+  EXPECT_TRUE(reads.let_go(kFirst));
+  EXPECT_FALSE(reads.let_go(kSecond));
+  EXPECT_TRUE(reads.reading(kSecond));
+  EXPECT_EQ(copied, (std::vector<ChunkId>{kFirst, kSecond}));
+  std::jthread waiter([&] { reads.wait_for_all(); });
+  reads.end(kSecond);
 }
 
 TEST(ChunkReadsTest, ASaveThatFailsLetsEverybodyGo) {
@@ -74,7 +90,7 @@ TEST(ChunkReadsTest, ASaveThatFailsLetsEverybodyGo) {
   reads.begin();
   std::jthread of_one([&] { reads.wait(kSecond); });
   std::jthread of_all([&] { reads.wait_for_all(); });
-  await_waiter(reads);
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
   reads.end_all();
   of_one.join();
   of_all.join();

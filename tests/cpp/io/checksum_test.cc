@@ -49,5 +49,23 @@ TEST(ChecksumTest, SumsOfAnotherSizeAreRefused) {
   EXPECT_TRUE(block_checksums(executor, {}).empty());
 }
 
+TEST(StreamChecksumTest, PiecesGiveTheChecksumOfAll) {
+  StreamChecksum none;
+  EXPECT_EQ(none.hex(), "99aa06d3014798d86001c324468d497f");
+  std::vector<std::byte> data(10000);
+  for (std::size_t i = 0; i < data.size(); ++i) {
+    data[i] = static_cast<std::byte>(i * 31 % 251);
+  }
+  StreamChecksum whole;
+  whole.update(data);
+  for (const std::size_t step : {1, 7, 1024, 9999}) {
+    StreamChecksum pieces;
+    for (std::size_t at = 0; at < data.size(); at += step) {
+      pieces.update(std::span(data).subspan(at, std::min(step, data.size() - at)));
+    }
+    EXPECT_EQ(pieces.hex(), whole.hex());
+  }
+}
+
 }  // namespace
 }  // namespace castor

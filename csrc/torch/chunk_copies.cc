@@ -1,0 +1,127 @@
+#include "torch/chunk_copies.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/units.h"
+#include "parallel/idle_thread.h"
+
+namespace castor {
+
+ChunkCopies::ChunkCopies(const ChunkLayout& layout, const ShardMap& shards,
+                         const StatePlaces& places, Executor& executor, Ledger& host)
+    : layout_(layout),
+      shards_(shards),
+      places_(places),
+      executor_(executor),
+      host_(host),
+      copies_(layout.chunks().size()) {}
+
+std::vector<ChunkCopies::Part> ChunkCopies::parts(ChunkId chunk, bool states) const {
+  const std::size_t size = size_of(layout_.chunk(chunk).type);
+  const Payload& weights = places_.weights(chunk);
+  std::vector<Part> parts{
+      {.kind = PayloadKind::kParam,
+       .bytes = {weights.data() + shards_.first(chunk) * size, shards_.numel(chunk) * size}}};
+  if (states) {
+    for (const PayloadKind kind : places_.kinds(chunk)) {
+      const Payload& payload = places_.payload(chunk, kind);
+      parts.push_back({.kind = kind, .bytes = {payload.data(), payload.bytes()}});
+    }
+  }
+  return parts;
+}
+
+bool ChunkCopies::take_memory(Copy& copy, std::size_t bytes) {
+  std::optional<Reservation> taken = host_.try_reserve(bytes);
+  if (!taken) {
+    return false;
+  }
+  if (!copy.pages || copy.pages->bytes() < bytes) {
+    copy.pages = ReusedPages::map(pages_, bytes);
+  }
+  if (copy.pages) {
+    copy.taken = *std::move(taken);
+  }
+  return copy.made();
+}
+
+std::size_t ChunkCopies::begin(std::span<const ChunkId> chunks, bool states, std::size_t most) {
+  const std::size_t room = std::min(most, host_.available() / 2);
+  std::size_t left = room;
+  for (const ChunkId chunk : chunks) {
+    if (places_.stored_in_part(chunk) || places_.cut(chunk)) {
+      continue;
+    }
+    const std::vector<Part> all = parts(chunk, states);
+    std::size_t bytes = 0;
+    for (const Part& part : all) {
+      bytes += align_up(part.bytes.size(), kParamAlignment);
+    }
+    Copy& copy = copies_[index(chunk)];
+    if (bytes == 0 || bytes > left || !take_memory(copy, bytes)) {
+      continue;
+    }
+    left -= bytes;
+    auto work = std::make_shared<PiecewiseCopy>();
+    std::byte* target = copy.pages->data();
+    copy.begins.fill(std::nullopt);
+    for (const Part& part : all) {
+      copy.begins[static_cast<std::size_t>(part.kind)] = target - copy.pages->data();
+      if (places_.on_device(chunk)) {
+        places_.copy_from_device(part.bytes, target);
+      } else {
+        work->add(part.bytes, target);
+      }
+      target += align_up(part.bytes.size(), kParamAlignment);
+    }
+    const MutexLock lock(mutex_);
+    copy.work = std::move(work);
+  }
+  return room - left;
+}
+
+bool ChunkCopies::finish(ChunkId chunk, bool alone) {
+  std::shared_ptr<PiecewiseCopy> work;
+  {
+    const MutexLock lock(mutex_);
+    work = copies_[index(chunk)].work;
+  }
+  if (work && !alone) {
+    work->finish(&executor_);
+  } else if (work) {
+    where_idle([&] { work->finish(nullptr); });
+  }
+  return work != nullptr;
+}
+
+at::Tensor ChunkCopies::piece(ParamId param, PayloadKind kind, at::ScalarType type) const {
+  const ParamPlace place = layout_.place(param);
+  const Copy& copy = copies_[index(place.chunk)];
+  const Piece own = shards_.piece(param);
+  // An empty piece may lie anywhere in the chunk.
+  const std::size_t before =
+      own.numel == 0 ? 0 : place.offset + own.first_element - shards_.first(place.chunk);
+  const std::size_t begin = copy.begins[static_cast<std::size_t>(kind)].value() +
+                            places_.bytes(param, kind, before);
+  const std::size_t numel = places_.bytes(param, kind, own.numel) / at::elementSize(type);
+  return at::for_blob(copy.pages->data() + begin, {static_cast<std::int64_t>(numel)})
+      .deleter([pages = copy.pages](void*) {})
+      .options(at::TensorOptions().dtype(type))
+      .make_tensor();
+}
+
+void ChunkCopies::end() noexcept {
+  const MutexLock lock(mutex_);
+  for (Copy& copy : copies_) {
+    copy.work.reset();
+    if (copy.made()) {
+      copy.pages->let_go();
+      copy.taken.release();
+    }
+  }
+}
+
+}  // namespace castor
