@@ -2,17 +2,17 @@
 # Baseline: the step of the same run while nothing is saved, and the save at once.
 # Work: booster.save of the 42.5M GPT-2 of benchmarks/step.py with its AdamW states, 510 MB in fp32,
 #     room for all of it in memory, overlap="none": the update waits in the step that follows.
-# Method: in each round, in turn: a save at once, and a step; steps without a save, of which the
-#     median is the step; a save beside the training and the steps that follow until it is on the
-#     disk. The stall is the call and what the following steps take beyond the step: the next one
-#     alone, and all until the save is over, where the thread that writes takes what it can get of
-#     the cores. The first round also pays for the memory of the copies, which later saves find
-#     again. What was written at one moment both ways is compared byte by byte, after the timing.
-#     The processor seconds of a save at once are what one beside the training takes in all, spread
-#     over steps: each element is copied, hashed and given to the kernel. Then the same of two ranks
-#     with a thread each, which write one checkpoint together: in each round a step that waits for
-#     the save before, two without one, of whose median it is told, one behind the call, one more.
-#     And of steps over eight times as many tokens: what a save takes depends on bytes alone.
+# Method: in each round, in turn: a save at once; eight times a step, a save beside the training,
+#     the step behind its call, and a wait; a save beside the training and the steps that follow
+#     until it is on the disk. Between two of these is a step. The stall is the call and what the
+#     step behind it takes beyond the one before; of all steps until the save is over, what they
+#     take beyond as many of those before. The first save, which also pays for the memory of the
+#     copies, is told alone: later ones find it again. What was written at one moment both ways is
+#     compared byte by byte, after the timing. The processor seconds of a save at once are what
+#     one beside the training takes in all, spread over steps. Then the same of two ranks with a
+#     thread each, which write one checkpoint together: in each round a step that waits for the
+#     save before, two without one, of whose median it is told, one behind the call, one more. And
+#     of steps over eight times as many tokens: what a save takes depends on bytes alone.
 # Met: the call and what the next step takes beyond a step come to less than 5% of a step.
 """Stalls of saves: `python benchmarks/checkpoints.py [--rounds R] [--quick] [--directory D]`."""
 
@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ from rich.table import Table
 TARGET = 0.05
 STEPS_OF_A_ROUND, SAVING = 5, 3
 """Of ranks, and which of them begins with a save."""
-LONGER, LONGER_STEPS = 8, 2
-"""Times the tokens of a step, and how many steps without a save in a round."""
+LONGER = 8
+"""Times the tokens of a step."""
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -114,46 +114,65 @@ def under_way(path: Path) -> bool:
     return not path.exists()
 
 
-def measure_round(run: Run, directory: Path, num_steps: int) -> dict[str, Any]:
+def measure_save(run: Run, directory: Path) -> dict[str, float]:
+    """One save beside the training, which is waited for behind the next step."""
+    step = seconds(run.step)
+    call = seconds(lambda: run.save(directory, use_async=True))
+    next_step = seconds(run.step)
+    run.booster.wait_for_saves()
+    run.step()
+    return {
+        "step": step,
+        "call": call,
+        "next_step": next_step,
+        "stall_of_next_step": call + next_step - step,
+    }
+
+
+def measure_round(run: Run, directory: Path, num_saves: int) -> dict[str, Any]:
     used = time.process_time()
     at_once = seconds(lambda: run.save(directory, use_async=False))
     used = time.process_time() - used
-    run.step()  # the next checkpoint is another one, and caches are as ever
-    plain = [seconds(run.step) for _ in range(num_steps)]
-    step = spread(plain)["median"]
+    run.step()
+    saves = [measure_save(run, directory) for _ in range(num_saves)]
+    step = spread([one["step"] for one in saves])["median"]
     paths: list[Path] = []
     start = time.perf_counter()
-    call = seconds(lambda: paths.append(run.save(directory, use_async=True)))
-    following = [seconds(run.step)]
+    paths.append(run.save(directory, use_async=True))
+    steps_beside = 0
     while under_way(paths[0]):
-        following.append(seconds(run.step))
+        run.step()
+        steps_beside += 1
     beside = time.perf_counter() - start
     run.booster.wait_for_saves()
+    run.step()
     return {
         "step": step,
         "save_at_once": at_once,
         "processor_at_once": used,
-        "call": call,
-        "next_step": following[0],
-        "steps_beside": len(following),
+        "saves": saves,
+        "steps_beside": steps_beside,
         "beside": beside,
-        "stall_of_next_step": call + following[0] - step,
-        "stall_of_all": beside - len(following) * step,
+        "stall_of_all": beside - steps_beside * step,
     }
 
 
-def measure_longer(run: Run, directory: Path, num_rounds: int) -> dict[str, Any]:
+def spread_of(kind: str, saves: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One figure of saves or rounds: in seconds, and in steps of the same one."""
+    values = [one[kind] for one in saves]
+    return {"seconds": spread(values), "steps": paired(values, [one["step"] for one in saves])}
+
+
+def measure_longer(run: Run, directory: Path, num_saves: int) -> dict[str, Any]:
     """Of steps with LONGER times the tokens: seconds, and what a save beside them adds."""
     run.shape = dataclasses.replace(run.shape, sequence=LONGER * run.shape.sequence)
     for _ in range(WARMUP_STEPS):
         run.step()
-    rounds = [measure_round(run, directory, LONGER_STEPS) for _ in range(num_rounds)]
-    steps = [one["step"] for one in rounds]
-    stalls = [one["stall_of_next_step"] for one in rounds]
+    saves = [measure_save(run, directory) for _ in range(num_saves)]
     return {
         "tokens": run.shape.tokens,
-        "step_seconds": spread(steps),
-        "stall_of_next_step": {"seconds": spread(stalls), "steps": paired(stalls, steps)},
+        "step_seconds": spread([one["step"] for one in saves]),
+        "stall_of_next_step": spread_of("stall_of_next_step", saves),
     }
 
 
@@ -178,33 +197,30 @@ def verify(run: Run, directory: Path) -> None:
 def main() -> int:
     parser = command_line("checkpoints", __doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5, help="without a save, in a round")
+    parser.add_argument("--saves", type=int, default=8, help="beside the training, in a round")
     parser.add_argument("--overlap", default="none", choices=("none", "forward"))
     parser.add_argument("--directory", type=Path, help="of the disk; by default a temporary one")
     arguments = parser.parse_args()
     machine = describe_machine()
 
     run = Run(QUICK if arguments.quick else Model(), arguments.overlap)
-    num_rounds, num_steps = (1, 1) if arguments.quick else (arguments.rounds, arguments.steps)
+    num_rounds, num_saves = (1, 1) if arguments.quick else (arguments.rounds, arguments.saves)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         directory = Path(name)
         for _ in range(WARMUP_STEPS):
             run.step()
-        rounds = [measure_round(run, directory / "run", num_steps) for _ in range(num_rounds)]
+        first = measure_save(run, directory / "run")
+        rounds = [measure_round(run, directory / "run", num_saves) for _ in range(num_rounds)]
         verify(run, directory)
-        of_ranks = measure_ranks(run.shape, directory / "of two", num_rounds)
+        of_ranks = measure_ranks(run.shape, directory / "of two", 2 * num_rounds)
         longer = measure_longer(run, directory / "longer", num_rounds)
-    steps = [one["step"] for one in rounds]
-    kinds = (
-        *("save_at_once", "processor_at_once", "call", "next_step"),
-        *("stall_of_next_step", "stall_of_all"),
-    )
+    saves = [save for one in rounds for save in one["saves"]]
+    steps = [save["step"] for save in saves]
     figures = {
-        kind: {
-            "seconds": spread([one[kind] for one in rounds]),
-            "steps": paired([one[kind] for one in rounds], steps),
-        }
-        for kind in kinds
+        "first_save": spread_of("stall_of_next_step", [first]),
+        **{kind: spread_of(kind, rounds) for kind in ("save_at_once", "processor_at_once")},
+        **{kind: spread_of(kind, saves) for kind in ("call", "next_step", "stall_of_next_step")},
+        "stall_of_all": spread_of("stall_of_all", rounds),
     }
     met = figures["stall_of_next_step"]["steps"]["median"] < TARGET
 
@@ -229,6 +245,7 @@ def main() -> int:
         stall = figures_of["stall_of_next_step"]["steps"]["median"]
         console.print(f"of {name}: {stall:.1%} {'met' if stall < TARGET else 'MISSED'}")
     record = {
+        "first_save": first,
         "rounds": rounds,
         "layers": run.shape.layers,
         "num_params": num_params,

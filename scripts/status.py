@@ -244,8 +244,12 @@ ROWS = (
     Row("checkpoints", "the same of steps over eight times as many tokens (4,096)",
         ("longer_steps", "stall_of_next_step", "steps"), at_most(0.05)),
     Row("checkpoints", "a save at once / a step", ("results", "save_at_once", "steps")),
-    Row("checkpoints", "its processor seconds, which one beside the training takes from a step "
-        "that has all cores / a step", ("results", "processor_at_once", "steps")),
+    Row("checkpoints", "the first one of a run, which also pays for its memory / a step",
+        ("results", "first_save", "steps")),
+    Row("checkpoints", "processor seconds of a save at once, which one beside the training spreads "
+        "over the steps until it is written / a step", ("results", "processor_at_once", "steps")),
+    Row("checkpoints", "what all steps until it is written take beyond others / a step",
+        ("results", "stall_of_all", "steps")),
     Row("beyond", "parameters, gradients and state / device and host budgets, 304M in bf16",
         ("runs", 0, "over_budgets"), at_least(3)),
     Row("beyond", "resident memory at its peak in that run",

@@ -100,7 +100,8 @@ void bind_io(py::module_& module) {
          std::uint64_t length, std::uint64_t stride) {
         const std::span<const std::byte> bytes = bytes_of(data);
         const py::gil_scoped_release others_go_on;
-        write_runs({.descriptor = descriptor, .path = "a checkpoint's file"}, bytes, begin, {.first = first, .length = length, .stride = stride});
+        write_runs({.descriptor = descriptor, .path = "a checkpoint's file"}, bytes, begin,
+                   {.first = first, .length = length, .stride = stride});
       },
       py::arg("descriptor"), py::arg("data"), py::kw_only(), py::arg("begin"), py::arg("first"),
       py::arg("length"), py::arg("stride"));

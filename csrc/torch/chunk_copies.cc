@@ -104,8 +104,8 @@ at::Tensor ChunkCopies::piece(ParamId param, PayloadKind kind, at::ScalarType ty
   // An empty piece may lie anywhere in the chunk.
   const std::size_t before =
       own.numel == 0 ? 0 : place.offset + own.first_element - shards_.first(place.chunk);
-  const std::size_t begin = copy.begins[static_cast<std::size_t>(kind)].value() +
-                            places_.bytes(param, kind, before);
+  const std::size_t begin =
+      copy.begins[static_cast<std::size_t>(kind)].value() + places_.bytes(param, kind, before);
   const std::size_t numel = places_.bytes(param, kind, own.numel) / at::elementSize(type);
   return at::for_blob(copy.pages->data() + begin, {static_cast<std::int64_t>(numel)})
       .deleter([pages = copy.pages](void*) {})

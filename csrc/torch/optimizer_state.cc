@@ -303,8 +303,7 @@ at::Tensor OptimizerState::saved_weights_of_piece(ParamId param) const {
   const Piece piece = shards_.piece(param);
   const auto numel = static_cast<std::int64_t>(piece.numel);
   if (copied(param)) {
-    return copies_.piece(param, PayloadKind::kParam,
-                         castor::to_torch(layout_.param(param).type));
+    return copies_.piece(param, PayloadKind::kParam, castor::to_torch(layout_.param(param).type));
   }
   const at::Tensor whole = saved_weights(param);
   return whole.as_strided({numel}, {1},

@@ -79,9 +79,9 @@ class OptimizerState {
   /// The way back, of the tensors that read gives.
   void write(ParamId param, std::span<const at::Tensor> states);
 
-  // For a save, from any thread, of the moment when it began: read from the copies that were made of
-  // a chunk, or where it is, past the gate, which may be closed for an update that waits for this
-  // save (ChunkReads holds back whatever would write).
+  // For a save, from any thread, of the moment when it began: read from the copies that were made
+  // of a chunk, or where it is, past the gate, which may be closed for an update that waits for
+  // this save (ChunkReads holds back whatever would write).
   /// The parameter at its home: a view, or a copy of what lies on NVMe. No device has newer values.
   /// Of several ranks: throws Error where there is but a copy of this one's piece.
   [[nodiscard]] at::Tensor saved_weights(ParamId param) const;
@@ -106,9 +106,7 @@ class OptimizerState {
   }
   void write_master(const ChunkMemory& memory, ParamId param, std::size_t begin,
                     const at::Tensor& exact) const;
-  [[nodiscard]] bool copied(ParamId param) const {
-    return copies_.has(layout_.place(param).chunk);
-  }
+  [[nodiscard]] bool copied(ParamId param) const { return copies_.has(layout_.place(param).chunk); }
   void with_state(ParamId param, PayloadKind kind,
                   const std::function<void(const std::byte*)>& use) const;
   [[nodiscard]] std::span<const StateSpec> specs() const {

@@ -17,8 +17,8 @@ from xxhash import xxh3_128_hexdigest
 
 from castor.checkpoint.container import ComputedTensor, write_files
 from castor.checkpoint.files import PIECE_BYTES, read_pieces, write_behind, write_file
-from castor.checkpoint.tensor_bytes import memory_of, pieces
 from castor.checkpoint.pace import Pace
+from castor.checkpoint.tensor_bytes import memory_of, pieces
 from castor.checkpoint.writer import Writer
 from castor.runtime.model_parts import Runs
 

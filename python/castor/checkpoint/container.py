@@ -154,9 +154,7 @@ def write_files(
     return entries
 
 
-def _fill(
-    file: NewFile, tensors: Tensors, behind: WriteBehind, pace: Pace | None
-) -> FileEntry:
+def _fill(file: NewFile, tensors: Tensors, behind: WriteBehind, pace: Pace | None) -> FileEntry:
     """Reads what a file will hold."""
     ordered = _ordered(tensors)
     checksums: dict[str, str] = {}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from castor import _C
 
 _PART_OF_CORES = 1 / 40
-"""Of the cores of this process: what a save takes of them, a step that has them all is longer by."""
+"""Of the cores of this process."""
 
 _LOOK_SECONDS = 0.1
 """How long it may take to see that the process ends."""

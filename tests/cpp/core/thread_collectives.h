@@ -23,11 +23,7 @@ namespace castor {
 class ThreadRanks {
  public:
   explicit ThreadRanks(std::size_t size, unsigned seed = 0)
-      : size_(size),
-        seed_(seed),
-        sent_(size),
-        present_(size),
-        places_(size) {}
+      : size_(size), seed_(seed), sent_(size), present_(size), places_(size) {}
 
   /// Runs `work` on every rank. What a rank throws ends it alone: see failures().
   void run(const std::function<void(Collectives&)>& work) {

@@ -51,7 +51,6 @@ TEST(CopyPastCachesTest, EveryByteIsCopiedAndNoOther) {
   }
 }
 
-
 /// Two runs, and room for them, of which the second begins behind the first's last piece.
 struct Runs {
   static constexpr std::size_t kFirst = 3 * PiecewiseCopy::kPieceBytes + 100;
@@ -72,8 +71,8 @@ struct Runs {
   };
   const std::vector<std::byte> first = values(kFirst);
   const std::vector<std::byte> second = values(kSecond);
-  const std::unique_ptr<std::byte, Free> target{static_cast<std::byte*>(
-      std::aligned_alloc(64, 4 * PiecewiseCopy::kPieceBytes))};
+  const std::unique_ptr<std::byte, Free> target{
+      static_cast<std::byte*>(std::aligned_alloc(64, 4 * PiecewiseCopy::kPieceBytes))};
   PiecewiseCopy copy;
 };
 
