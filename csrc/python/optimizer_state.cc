@@ -165,18 +165,19 @@ void bind_saves(SessionClass& session) {
             for (const std::uint32_t chunk : chunks) {
               ids.push_back(ChunkId{chunk});
             }
-            return self.begin_copies(ids, states, most);
+            return self.chunk_copies().begin(ids, states, most);
           },
           py::arg("chunks"), py::kw_only(), py::arg("states"), py::arg("most"), released)
       .def(
-          "finish_copies", [](Session& self) { self.finish_copies(); }, released)
+          "finish_copies", [](Session& self) { self.chunk_copies().finish_all(); }, released)
       .def(
-          "end_reads", [](Session& self) { self.end_reads(); }, released)
+          "end_reads", [](Session& self) { self.chunk_copies().end(); }, released)
       .def(
           "await_read",
           [](Session& self, std::uint32_t chunk) { self.reads().wait(ChunkId{chunk}); },
           py::arg("chunk"), released)
-      .def_property_readonly("reads_held", &Session::reads_held)
+      .def_property_readonly("reads_held",
+                             [](Session& self) { return self.chunk_copies().any_held(); })
       .def("chunk_of",
            [](const Session& self, std::uint32_t param) {
              return static_cast<std::uint32_t>(index(self.layout().place(id(param)).chunk));

@@ -11,12 +11,14 @@
 namespace castor {
 
 ChunkCopies::ChunkCopies(const ChunkLayout& layout, const ShardMap& shards,
-                         const StatePlaces& places, Executor& executor, Ledger& host)
+                         const StatePlaces& places, Executor& executor, Ledger& host,
+                         ChunkReads& reads)
     : layout_(layout),
       shards_(shards),
       places_(places),
       executor_(executor),
       host_(host),
+      reads_(reads),
       copies_(layout.chunks().size()) {}
 
 std::vector<ChunkCopies::Part> ChunkCopies::parts(ChunkId chunk, bool states) const {
@@ -83,18 +85,36 @@ std::size_t ChunkCopies::begin(std::span<const ChunkId> chunks, bool states, std
   return room - left;
 }
 
-bool ChunkCopies::finish(ChunkId chunk, bool alone) {
-  std::shared_ptr<PiecewiseCopy> work;
-  {
-    const MutexLock lock(mutex_);
-    work = copies_[index(chunk)].work;
-  }
-  if (work && !alone) {
+std::shared_ptr<PiecewiseCopy> ChunkCopies::work_of(ChunkId chunk) {
+  const MutexLock lock(mutex_);
+  return copies_[index(chunk)].work;
+}
+
+bool ChunkCopies::finish(ChunkId chunk) {
+  const std::shared_ptr<PiecewiseCopy> work = work_of(chunk);
+  if (work) {
     work->finish(&executor_);
-  } else if (work) {
-    where_idle([&] { work->finish(nullptr); });
   }
   return work != nullptr;
+}
+
+void ChunkCopies::finish_all() {
+  for (std::size_t i = 0; i < copies_.size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    if (const std::shared_ptr<PiecewiseCopy> work = work_of(chunk)) {
+      where_idle([&] { work->finish(nullptr); });
+      reads_.end(chunk);
+    }
+  }
+}
+
+bool ChunkCopies::any_held() const noexcept {
+  for (std::size_t i = 0; i < copies_.size(); ++i) {
+    if (!copies_[i].made() && reads_.reading(ChunkId{static_cast<std::uint32_t>(i)})) {
+      return true;
+    }
+  }
+  return false;
 }
 
 at::Tensor ChunkCopies::piece(ParamId param, PayloadKind kind, at::ScalarType type) const {
@@ -113,15 +133,18 @@ at::Tensor ChunkCopies::piece(ParamId param, PayloadKind kind, at::ScalarType ty
       .make_tensor();
 }
 
-void ChunkCopies::end() noexcept {
-  const MutexLock lock(mutex_);
-  for (Copy& copy : copies_) {
-    copy.work.reset();
-    if (copy.made()) {
-      copy.pages->let_go();
-      copy.taken.release();
+void ChunkCopies::end() {
+  {
+    const MutexLock lock(mutex_);
+    for (Copy& copy : copies_) {
+      copy.work.reset();
+      if (copy.made()) {
+        copy.pages->let_go();
+        copy.taken.release();
+      }
     }
   }
+  reads_.end_all();
 }
 
 }  // namespace castor

@@ -9,6 +9,7 @@
 #include <span>
 #include <vector>
 
+#include "core/chunk_reads.h"
 #include "core/executor.h"
 #include "core/ledger.h"
 #include "core/mutex.h"
@@ -25,25 +26,31 @@ namespace castor {
 /// at a time; finish() may be called by any thread meanwhile, all else by one after the other.
 class ChunkCopies {
  public:
-  /// All outlive this. `host`: pays for the copies while they are there.
+  /// All outlive this. `host`: pays for the copies while they are there. `reads`: who would write a
+  /// chunk, and calls finish() before.
   ChunkCopies(const ChunkLayout& layout, const ShardMap& shards, const StatePlaces& places,
-              Executor& executor, Ledger& host);
+              Executor& executor, Ledger& host, ChunkReads& reads);
 
   /// Takes memory for copies of chunks, of as many as have some: of `most` bytes and half of what
   /// the budget of the host has left. Chunks that are on NVMe in part, or cut over ranks with their
   /// weights, it leaves out. Nobody writes the others until finish() has returned. Those that a
   /// device holds are copied at once. `states`: beside the weights. Returns the bytes that it took.
   std::size_t begin(std::span<const ChunkId> chunks, bool states, std::size_t most);
-  /// Returns when the chunk is copied, with the executor's threads, or `alone` and where_idle();
-  /// false where begin() has found no memory.
-  [[nodiscard]] bool finish(ChunkId chunk, bool alone = false);
+  /// Returns when the chunk is copied, with the executor's threads; false where begin() has found
+  /// no memory.
+  [[nodiscard]] bool finish(ChunkId chunk);
+  /// The calling thread makes, where_idle(), what is left of all copies: nobody waits for their
+  /// chunks any more.
+  void finish_all();
+  /// Whether somebody may have to wait until a chunk has been read.
+  [[nodiscard]] bool any_held() const noexcept;
   /// Whether the chunk is copied, or will be.
   [[nodiscard]] bool has(ChunkId chunk) const noexcept { return copies_[index(chunk)].made(); }
   /// The elements of this rank's piece of the parameter, flat, as they were; the tensor keeps their
   /// memory. Behind finish().
   [[nodiscard]] at::Tensor piece(ParamId param, PayloadKind kind, at::ScalarType type) const;
-  /// All have been read.
-  void end() noexcept;
+  /// The save has read all, or nobody will read it.
+  void end();
 
  private:
   struct Copy {
@@ -60,6 +67,7 @@ class ChunkCopies {
   };
 
   [[nodiscard]] std::vector<Part> parts(ChunkId chunk, bool states) const;
+  [[nodiscard]] std::shared_ptr<PiecewiseCopy> work_of(ChunkId chunk);
   [[nodiscard]] bool take_memory(Copy& copy, std::size_t bytes);
 
   const ChunkLayout& layout_;
@@ -67,6 +75,7 @@ class ChunkCopies {
   const StatePlaces& places_;
   Executor& executor_;
   Ledger& host_;
+  ChunkReads& reads_;
   const std::shared_ptr<OsPages> pages_ = std::make_shared<OsPages>();
   Mutex mutex_;
   std::vector<Copy> copies_;  // per chunk

@@ -153,8 +153,8 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
       }
     });
   }
-  chunk_copies_ =
-      std::make_unique<ChunkCopies>(layout_, shards_, *state_places_, *executor_, host_->ledger());
+  chunk_copies_ = std::make_unique<ChunkCopies>(layout_, shards_, *state_places_, *executor_,
+                                                host_->ledger(), reads_);
   optimizer_state_ = std::make_unique<OptimizerState>(
       *manager_, shards_, *state_places_, params_, *executor_, options.state.rule, *chunk_copies_,
       ranks_ ? &ranks_->states() : nullptr);

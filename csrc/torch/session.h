@@ -130,16 +130,8 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   /// back: wait for them.
   [[nodiscard]] std::vector<ChunkId> begin_reads();
   [[nodiscard]] ChunkReads& reads() noexcept { return reads_; }
-  /// Behind begin_reads, as ChunkCopies::begin: who would write one of the chunks copies it then.
-  std::size_t begin_copies(std::span<const ChunkId> chunks, bool states, std::size_t most) {
-    return chunk_copies_->begin(chunks, states, most);
-  }
-  /// The calling thread makes what is left of the copies: nobody waits for the chunks any more.
-  void finish_copies();
-  /// Whether somebody may have to wait until a chunk has been read.
-  [[nodiscard]] bool reads_held() const;
-  /// The save has read all, or nobody will read it.
-  void end_reads();
+  /// Behind begin_reads.
+  [[nodiscard]] ChunkCopies& chunk_copies() noexcept { return *chunk_copies_; }
 
   /// As ChunkUpdates'.
   [[nodiscard]] const UpdateRule& rule() const { return chunk_updates_->rule(); }

@@ -123,30 +123,6 @@ std::vector<ChunkId> Session::begin_reads() {
   return not_held;
 }
 
-void Session::finish_copies() {
-  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
-    const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    if (chunk_copies_->finish(chunk, /*alone=*/true)) {
-      reads_.end(chunk);
-    }
-  }
-}
-
-bool Session::reads_held() const {
-  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
-    const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    if (reads_.reading(chunk) && !chunk_copies_->has(chunk)) {
-      return true;
-    }
-  }
-  return false;
-}
-
-void Session::end_reads() {
-  chunk_copies_->end();
-  reads_.end_all();
-}
-
 // The gate's groups are numbered as the parts of StoredWeights (docs/design/0018).
 std::shared_ptr<void> Session::visit_groups(std::span<const TensorGate::Use> uses) {
   check_process();

@@ -304,11 +304,9 @@ class Checkpoints:
 
         Such a save returns when it has taken what is of the moment, and a thread writes weights and
         states while training goes on, as they were at the call: from copies, in at most half of the
-        host memory that is left. What would write a part that finds no memory waits until the
-        thread has read it. Where nobody waits for it the thread takes a fortieth of the cores; from
-        this call on all that it needs. One is under way at a time. Every method that saves or
-        loads, and latest, begins with this one; so does the end of the process, which prints what
-        it raises.
+        host memory that is left. What would write a part that finds none waits until it is read.
+        Until somebody waits for it the thread takes a fortieth of the cores. One is under way at a
+        time. All that saves or loads, latest, and the end of the process begin with this one.
 
         Raises:
             IoError, CheckpointError, Error: What stopped it; raised once.
