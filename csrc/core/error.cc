@@ -25,15 +25,6 @@ std::string io_message(int error_number, const std::string& path, std::uint64_t 
   return remedy.empty() ? text : text + ". " + remedy;
 }
 
-std::string hexadecimal(std::uint64_t value) {
-  constexpr char kDigits[] = "0123456789abcdef";
-  std::string text(16, '0');
-  for (std::size_t i = text.size(); i-- > 0; value >>= 4) {
-    text[i] = kDigits[value & 15];
-  }
-  return text;
-}
-
 std::string corruption_message(const std::string& what, const std::string& path,
                                std::uint64_t offset, std::size_t bytes, std::uint64_t expected,
                                std::uint64_t found) {

@@ -21,4 +21,13 @@ std::string format_bytes(std::size_t bytes) {
   return text.data();
 }
 
+std::string hexadecimal(std::uint64_t value) {
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string text(16, '0');
+  for (std::size_t i = text.size(); i-- > 0; value >>= 4) {
+    text[i] = kDigits[value & 15];
+  }
+  return text;
+}
+
 }  // namespace castor

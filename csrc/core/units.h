@@ -23,4 +23,7 @@ inline constexpr std::size_t kParamAlignment = 64;
 /// count.
 [[nodiscard]] std::string format_bytes(std::size_t bytes);
 
+/// 16 digits.
+[[nodiscard]] std::string hexadecimal(std::uint64_t value);
+
 }  // namespace castor

@@ -57,7 +57,10 @@ PageSizes system_page_sizes() {
   return sizes;
 }
 
-OsPages::OsPages() : process_(::getpid()), sizes_(system_page_sizes()) {}
+OsPages::OsPages(Discard discard)
+    : discard_advice_(discard == Discard::kAtOnce ? MADV_DONTNEED : MADV_FREE),
+      process_(::getpid()),
+      sizes_(system_page_sizes()) {}
 
 bool OsPages::in_child() const noexcept { return ::getpid() != process_; }
 
@@ -101,7 +104,7 @@ bool OsPages::unmap(std::byte* data, std::size_t bytes) noexcept {
 }
 
 bool OsPages::discard(std::byte* data, std::size_t bytes) noexcept {
-  if (in_child() || ::madvise(data, bytes, MADV_DONTNEED) == 0) {
+  if (in_child() || ::madvise(data, bytes, discard_advice_) == 0) {
     return true;
   }
   note_refusal(errno);
@@ -153,10 +156,6 @@ void OsPages::make_resident(std::byte* data, std::size_t bytes) noexcept {
     // Those that are there, and this thread, do it.
   }
   populate();
-}
-
-void OsPages::let_go(std::byte* data, std::size_t bytes) noexcept {
-  advise(data, bytes, MADV_FREE);
 }
 
 void OsPages::withhold_from_children(std::byte* data, std::size_t bytes) noexcept {

@@ -21,14 +21,19 @@ struct PageSizes {
 /// child it changes no mapping: what is withheld is not there, and something else may be.
 class OsPages final : public PageSource {
  public:
-  OsPages();
+  /// How physical memory goes back where pages are discarded.
+  enum class Discard {
+    kAtOnce,
+    /// The kernel takes it where somebody needs it, until the pages are written again: those that
+    /// it left cost no page faults then. The contents are unspecified, not zero.
+    kWhereNeeded,
+  };
+
+  explicit OsPages(Discard discard = Discard::kAtOnce);
 
   [[nodiscard]] std::byte* map(std::size_t bytes, std::size_t alignment) noexcept override;
   [[nodiscard]] bool unmap(std::byte* data, std::size_t bytes) noexcept override;
   [[nodiscard]] bool discard(std::byte* data, std::size_t bytes) noexcept override;
-  /// What the pages hold is needed no more: their physical memory is the kernel's to take, until
-  /// they are written again.
-  void let_go(std::byte* data, std::size_t bytes) noexcept;
   void advise_huge(std::byte* data, std::size_t used, std::size_t mapped) noexcept override;
   void make_resident(std::byte* data, std::size_t bytes) noexcept override;
   void withhold_from_children(std::byte* data, std::size_t bytes) noexcept override;
@@ -40,6 +45,7 @@ class OsPages final : public PageSource {
   void advise(std::byte* data, std::size_t bytes, int advice) noexcept;
   void note_refusal(int error_number) noexcept;
 
+  const int discard_advice_;
   const int process_;  // that made it
   const PageSizes sizes_;
   // Relaxed: figures for reports, they order nothing.

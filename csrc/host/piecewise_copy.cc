@@ -29,19 +29,17 @@ bool PiecewiseCopy::copy_next() noexcept {
 }
 
 void PiecewiseCopy::finish(Executor* executor) {
-  const auto copy_all = [this](std::size_t = 0) {
+  const auto copy_all = [this](std::size_t /*thread*/) {
     while (copy_next()) {
     }
   };
-  std::size_t copied = num_copied_.load(std::memory_order_acquire);
-  if (copied < pieces_.size()) {
-    if (executor != nullptr) {
-      executor->parallel_for(std::min(executor->num_threads(), pieces_.size()), copy_all);
-    } else {
-      copy_all();
-    }
+  if (executor != nullptr && num_copied_ < pieces_.size()) {
+    executor->parallel_for(std::min(executor->num_threads(), pieces_.size()), copy_all);
+  } else {
+    copy_all(0);
   }
   // Others may be in the middle of a piece.
+  std::size_t copied = 0;
   while ((copied = num_copied_.load(std::memory_order_acquire)) < pieces_.size()) {
     num_copied_.wait(copied, std::memory_order_acquire);
   }

@@ -6,9 +6,9 @@
 
 #include <algorithm>
 #include <string>
-#include <string_view>
 
 #include "core/error.h"
+#include "core/units.h"
 
 namespace castor {
 namespace {
@@ -43,15 +43,8 @@ void StreamChecksum::update(std::span<const std::byte> data) noexcept {
 }
 
 std::string StreamChecksum::hex() const {
-  constexpr std::string_view kDigits = "0123456789abcdef";
-  XXH128_canonical_t bytes;
-  XXH128_canonicalFromHash(&bytes, XXH3_128bits_digest(&state_->xxh3));
-  std::string digits;
-  for (const unsigned char byte : bytes.digest) {
-    digits += kDigits[byte >> 4U];
-    digits += kDigits[byte & 15U];
-  }
-  return digits;
+  const XXH128_hash_t hash = XXH3_128bits_digest(&state_->xxh3);
+  return hexadecimal(hash.high64) + hexadecimal(hash.low64);
 }
 
 std::vector<std::uint64_t> block_checksums(Executor& executor, std::span<const std::byte> data) {

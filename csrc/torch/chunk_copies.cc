@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/error.h"
 #include "core/units.h"
 #include "parallel/idle_thread.h"
 
@@ -19,6 +20,8 @@ ChunkCopies::ChunkCopies(const ChunkLayout& layout, const ShardMap& shards,
       executor_(executor),
       host_(host),
       reads_(reads),
+      arena_(
+          std::make_shared<MmapArena>(std::make_unique<OsPages>(OsPages::Discard::kWhereNeeded))),
       copies_(layout.chunks().size()) {}
 
 std::vector<ChunkCopies::Part> ChunkCopies::parts(ChunkId chunk, bool states) const {
@@ -41,13 +44,20 @@ bool ChunkCopies::take_memory(Copy& copy, std::size_t bytes) {
   if (!taken) {
     return false;
   }
-  if (!copy.pages || copy.pages->bytes() < bytes) {
-    copy.pages = ReusedPages::map(pages_, bytes);
+  if (copy.bytes < bytes) {
+    copy.memory.reset();
+    copy.bytes = 0;
+    try {
+      copy.memory = {arena_->allocate(bytes), [arena = arena_, bytes](std::byte* memory) {
+                       arena->deallocate(memory, bytes);
+                     }};
+    } catch (const OutOfMemory&) {
+      return false;
+    }
+    copy.bytes = bytes;
   }
-  if (copy.pages) {
-    copy.taken = *std::move(taken);
-  }
-  return copy.made();
+  copy.taken = *std::move(taken);
+  return true;
 }
 
 std::size_t ChunkCopies::begin(std::span<const ChunkId> chunks, bool states, std::size_t most) {
@@ -68,10 +78,10 @@ std::size_t ChunkCopies::begin(std::span<const ChunkId> chunks, bool states, std
     }
     left -= bytes;
     auto work = std::make_shared<PiecewiseCopy>();
-    std::byte* target = copy.pages->data();
+    std::byte* target = copy.memory.get();
     copy.begins.fill(std::nullopt);
     for (const Part& part : all) {
-      copy.begins[static_cast<std::size_t>(part.kind)] = target - copy.pages->data();
+      copy.begins[static_cast<std::size_t>(part.kind)] = target - copy.memory.get();
       if (places_.on_device(chunk)) {
         places_.copy_from_device(part.bytes, target);
       } else {
@@ -127,8 +137,8 @@ at::Tensor ChunkCopies::piece(ParamId param, PayloadKind kind, at::ScalarType ty
   const std::size_t begin =
       copy.begins[static_cast<std::size_t>(kind)].value() + places_.bytes(param, kind, before);
   const std::size_t numel = places_.bytes(param, kind, own.numel) / at::elementSize(type);
-  return at::for_blob(copy.pages->data() + begin, {static_cast<std::int64_t>(numel)})
-      .deleter([pages = copy.pages](void*) {})
+  return at::for_blob(copy.memory.get() + begin, {static_cast<std::int64_t>(numel)})
+      .deleter([memory = copy.memory](void*) {})
       .options(at::TensorOptions().dtype(type))
       .make_tensor();
 }
@@ -139,7 +149,7 @@ void ChunkCopies::end() {
     for (Copy& copy : copies_) {
       copy.work.reset();
       if (copy.made()) {
-        copy.pages->let_go();
+        arena_->discard(copy.memory.get(), copy.bytes);
         copy.taken.release();
       }
     }

@@ -14,8 +14,8 @@
 #include "core/ledger.h"
 #include "core/mutex.h"
 #include "core/shard_map.h"
+#include "host/mmap_arena.h"
 #include "host/piecewise_copy.h"
-#include "host/reused_pages.h"
 #include "torch/state_places.h"
 
 namespace castor {
@@ -54,7 +54,8 @@ class ChunkCopies {
 
  private:
   struct Copy {
-    std::shared_ptr<ReusedPages> pages;
+    std::shared_ptr<std::byte> memory;  // the arena's, for as long as somebody has it
+    std::size_t bytes = 0;              // of it
     std::array<std::optional<std::size_t>, kNumPayloadKinds> begins;  // in it, in bytes
     Reservation taken;
     std::shared_ptr<PiecewiseCopy> work;  // guarded by the mutex; nullptr behind end()
@@ -76,7 +77,7 @@ class ChunkCopies {
   Executor& executor_;
   Ledger& host_;
   ChunkReads& reads_;
-  const std::shared_ptr<OsPages> pages_ = std::make_shared<OsPages>();
+  const std::shared_ptr<MmapArena> arena_;
   Mutex mutex_;
   std::vector<Copy> copies_;  // per chunk
 };

@@ -341,8 +341,8 @@ def test_saving_needs_two_pieces_of_memory(tmp_path: Path, monkeypatch: pytest.M
         assert peak_extra_bytes(save) <= 2 * PIECE_BYTES + 2**20
     stored = sum(path.stat().st_size for path in (tmp_path / "run" / "step-00000001").rglob("*"))
     assert stored > 7 * size  # the weights, and master and two moments of twice their width
-    # Beside the training it is that, and what torch and malloc keep for one more thread; and what
-    # the disk has not taken yet, where memory is left.
+    # Beside the training it is that, and what torch and malloc keep for one more thread; copies too
+    # where memory is left.
     assert peak_extra_bytes(lambda: save_beside(boosted, tmp_path / "run")) <= stored + 2**26
     monkeypatch.setattr(reading, "_PART_OF_MEMORY", 2**62)
     assert peak_extra_bytes(lambda: save_beside(boosted, tmp_path / "run")) <= 2**26 < stored / 5

@@ -3,10 +3,14 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <memory>
+#include <string>
 #include <thread>
 
+#include "core/error.h"
 #include "core/units.h"
 #include "host/adversary_pages.h"
 #include "host/residency.h"
@@ -26,6 +30,22 @@ TEST(MmapArenaTest, MapsWholePagesAndUnmapsAtOnce) {
   EXPECT_EQ(testing::resident_bytes(large, 2 * kMiB + page), 0U);
   arena.deallocate(small, 1);
   EXPECT_EQ(arena.mapped_bytes(), 0U);
+}
+
+TEST(MmapArenaTest, WhatIsDiscardedWhereNeededIsUsedAgain) {
+  MmapArena arena(std::make_unique<OsPages>(OsPages::Discard::kWhereNeeded));
+  for (const std::size_t bytes : {std::size_t{1}, 100 * kKiB, 5 * kMiB + 1}) {
+    std::byte* const data = arena.allocate(bytes);
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(data) % system_page_sizes().page, 0U);
+    for (int use = 1; use <= 3; ++use) {
+      std::memset(data, use, bytes);
+      EXPECT_EQ(data[bytes - 1], std::byte(use));
+      arena.discard(data, bytes);
+    }
+    arena.deallocate(data, bytes);
+  }
+  EXPECT_THROW(static_cast<void>(arena.allocate(std::size_t{1} << 60)), OutOfMemory);
+  EXPECT_EQ(arena.description().find("refused"), std::string::npos) << "of the discards";
 }
 
 TEST(MmapArenaTest, DiscardGivesThePhysicalMemoryBackAndKeepsTheBlock) {
