@@ -1,4 +1,4 @@
-"""Checks the layers of castor: who may include or import whom, and how long a file may grow.
+"""Checks the layers of castor: who may include or import whom.
 
 Usage: check_layers.py [ROOT]. Prints "file:line: rule: what is wrong" for each violation, and
 exits 1 if there is one. csrc/core depends on nothing; host, io, optim, parallel and cuda depend on
@@ -19,8 +19,6 @@ SIDE_LAYERS = frozenset({"host", "io", "optim", "parallel", "cuda"})
 TOP_LAYERS = frozenset({"dist", "torch", "python"})
 LAYERS = SIDE_LAYERS | TOP_LAYERS | {CORE}
 
-MAX_HEADER_LINES = 250
-MAX_PYTHON_LINES = 400
 
 # What csrc/cuda may take of csrc/optim: the functions of one element and what they work on, so that
 # a kernel and a CPU loop are one source.
@@ -93,7 +91,6 @@ DYNAMIC_IMPORTS = frozenset({"import_module", "__import__"})
 
 INCLUDE = re.compile(r"^\s*#\s*include\s*([<\"])([^>\"]+)[>\"]")
 CXX_SUFFIXES = frozenset({".h", ".hpp", ".cuh", ".cc", ".cpp", ".cu", ".inc"})
-HEADER_SUFFIXES = frozenset({".h", ".hpp", ".cuh"})
 
 
 @dataclass(frozen=True, order=True)
@@ -142,7 +139,7 @@ def include_problem(layer: str, header: str, quoted: bool) -> tuple[str, str] | 
 
 
 def check_cxx(root: Path) -> Iterator[Violation]:
-    """Include and length rules of every C++ file under csrc."""
+    """Include rules of every C++ file under csrc."""
     for path in sorted((root / "csrc").rglob("*")):
         if path.suffix not in CXX_SUFFIXES or not path.is_file():
             continue
@@ -157,20 +154,6 @@ def check_cxx(root: Path) -> Iterator[Violation]:
             problem = match and include_problem(layer, match[2], match[1] == '"')
             if problem:
                 yield Violation(relative, number, *problem)
-        if path.suffix in HEADER_SUFFIXES:
-            yield from check_length(path, relative, MAX_HEADER_LINES)
-
-
-def check_length(path: Path, relative: Path, limit: int) -> Iterator[Violation]:
-    """At most `limit` lines."""
-    count = len(path.read_text(encoding="utf-8").splitlines())
-    if count > limit:
-        yield Violation(
-            relative,
-            limit + 1,
-            "file-length",
-            f"{count} lines, {limit} allowed: split it by concept",
-        )
 
 
 def imported_modules(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
@@ -226,7 +209,7 @@ def import_problem(unit: str, name: str) -> tuple[str, str] | None:
 
 
 def check_python(root: Path) -> Iterator[Violation]:
-    """Import and length rules of every module under python/castor."""
+    """Import rules of every module under python/castor."""
     top = root / "python" / "castor"
     for path in sorted(top.rglob("*.py")):
         relative = path.relative_to(root)
@@ -243,7 +226,6 @@ def check_python(root: Path) -> Iterator[Violation]:
             problem = import_problem(unit, name)
             if problem:
                 yield Violation(relative, line, *problem)
-        yield from check_length(path, relative, MAX_PYTHON_LINES)
 
 
 def main(arguments: list[str]) -> int:
