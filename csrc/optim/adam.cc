@@ -92,7 +92,7 @@ AdamCoefficients::AdamCoefficients(const AdamOptions& options, std::int64_t step
 
   const auto exponent = static_cast<double>(step);
   const bool decoupled = options.mode == WeightDecayMode::kDecoupled;
-  grad_scale = static_cast<float>(grad_scale_value);
+  grad_scale = static_cast<float>(options.maximize ? -grad_scale_value : grad_scale_value);
   one_minus_beta1 = static_cast<float>(1.0 - options.beta1);
   lerp_weight = one_minus_beta1 < 0.5f ? one_minus_beta1 : -static_cast<float>(options.beta1);
   beta2 = static_cast<float>(options.beta2);

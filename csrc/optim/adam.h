@@ -25,6 +25,7 @@ struct AdamOptions {
   double eps = 1e-8;
   double weight_decay = 0.0;
   WeightDecayMode mode = WeightDecayMode::kDecoupled;
+  bool maximize = false;  ///< the update follows the negated gradient
 
   [[nodiscard]] bool operator==(const AdamOptions&) const = default;
 };

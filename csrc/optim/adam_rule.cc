@@ -19,8 +19,8 @@ constexpr StateSpec kBlockMoments[] = {moment("exp_avg", StateType::kUInt8),
                                         .width = 2}};
 static_assert(kBlockMoments[2].bytes(1) == sizeof(MomentScales));
 
-constexpr std::string_view kOptions[] = {"lr",  "beta1",        "beta2",
-                                         "eps", "weight_decay", "decoupled"};
+constexpr std::string_view kOptions[] = {"lr",           "beta1",     "beta2",   "eps",
+                                         "weight_decay", "decoupled", "maximize"};
 
 }  // namespace
 
@@ -38,14 +38,15 @@ std::span<const std::string_view> AdamRule::option_names() const noexcept { retu
 
 RuleCoefficients AdamRule::coefficients(const RuleOptions& options, std::int64_t step,
                                         double grad_scale) const {
-  const auto [lr, beta1, beta2, eps, weight_decay, decoupled, _, unused] = options;
+  const auto [lr, beta1, beta2, eps, weight_decay, decoupled, maximize, unused] = options;
   return RuleCoefficients(AdamCoefficients(
       {.lr = lr,
        .beta1 = beta1,
        .beta2 = beta2,
        .eps = eps,
        .weight_decay = weight_decay,
-       .mode = decoupled != 0.0 ? WeightDecayMode::kDecoupled : WeightDecayMode::kL2},
+       .mode = decoupled != 0.0 ? WeightDecayMode::kDecoupled : WeightDecayMode::kL2,
+       .maximize = maximize != 0.0},
       step, grad_scale));
 }
 

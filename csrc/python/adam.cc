@@ -52,6 +52,9 @@ at::Tensor zero_state_like(const at::Tensor& like, at::ScalarType dtype) {
 void bind_adam(py::module_& module) {
   module.def("adam_update", &adam_update_tensors, py::arg("entries"));
   module.def("zero_state_like", &zero_state_like, py::arg("like"), py::arg("dtype"));
+  module.def(
+      "storage_uses", [](const at::Tensor& tensor) { return tensor.storage().use_count(); },
+      py::arg("tensor"));
   module.def("round_to_param", &round_to_param, py::arg("param"), py::arg("master"));
   module.def("adam_isa", [] { return std::string(adam_isa()); });
 }

@@ -45,7 +45,8 @@ AdamOptions adam_options(const py::dict& group) {
       .beta2 = group["beta2"].cast<double>(),
       .eps = group["eps"].cast<double>(),
       .weight_decay = group["weight_decay"].cast<double>(),
-      .mode = group["decoupled"].cast<bool>() ? WeightDecayMode::kDecoupled : WeightDecayMode::kL2};
+      .mode = group["decoupled"].cast<bool>() ? WeightDecayMode::kDecoupled : WeightDecayMode::kL2,
+      .maximize = group["maximize"].cast<bool>()};
 }
 
 AdamEntries::Tensors AdamEntries::tensors_of(const py::dict& entry) {

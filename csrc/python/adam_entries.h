@@ -12,8 +12,8 @@
 
 namespace castor {
 
-/// The hyper-parameters of a group, from "lr", "beta1", "beta2", "eps", "weight_decay" and
-/// "decoupled".
+/// The hyper-parameters of a group, from "lr", "beta1", "beta2", "eps", "weight_decay",
+/// "decoupled" and "maximize".
 [[nodiscard]] AdamOptions adam_options(const pybind11::dict& group);
 
 /// The parameters of a standalone HybridAdam's step, from one dict each: tensors of equal numel and

@@ -127,6 +127,9 @@ void bind_optimizer_state(SessionClass& session) {
           "states", [](Session& self, std::uint32_t param) { return self.states(id(param)); },
           released)
       .def(
+          "release_states",
+          [](Session& self, std::uint32_t param) { self.release_states(id(param)); }, released)
+      .def(
           "master_view",
           [](Session& self, std::uint32_t param) {
             return settled(self, param).master_view(id(param));

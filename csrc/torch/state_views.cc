@@ -1,6 +1,7 @@
 #include "torch/state_views.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace castor {
 
@@ -15,6 +16,18 @@ const std::vector<at::Tensor>& StateViews::of(ParamId param, const OptimizerStat
     }
   }
   return views;
+}
+
+void StateViews::release(ParamId param, TensorGate& gate, std::size_t group) {
+  std::vector<at::Tensor> views;
+  {
+    const MutexLock lock(mutex_);
+    views.swap(views_[index(param)]);
+  }
+  for (const at::Tensor& view : views) {
+    gate.unwatch(group, view);
+    view.set_data(view.detach().clone());
+  }
 }
 
 void StateViews::for_each_storage(const std::function<void(const c10::Storage&)>& visit) const {

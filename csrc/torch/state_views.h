@@ -21,6 +21,10 @@ class StateViews {
   /// Made at the first call; the gate watches them from then on, in `group`.
   const std::vector<at::Tensor>& of(ParamId param, const OptimizerState& state, TensorGate& gate,
                                     std::size_t group);
+  /// Gives the views that were shown memory of their own, with the values of now, and forgets them:
+  /// user code holds them, and the chunk's states are about to be others. No update of the chunk is
+  /// under way.
+  void release(ParamId param, TensorGate& gate, std::size_t group);
   /// Of the views that were shown. For a forked child: it takes no mutex, which a thread that did
   /// not come along may hold.
   void for_each_storage(const std::function<void(const c10::Storage&)>& visit) const

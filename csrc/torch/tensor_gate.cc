@@ -305,6 +305,17 @@ void TensorGate::watch(std::size_t group, at::Tensor tensor) {
   groups_[group].tensors.push_back(std::move(tensor));
 }
 
+void TensorGate::unwatch(std::size_t group, const at::Tensor& tensor) {
+  const MutexLock lock(mutex_);
+  pass_locked(group);
+  std::erase_if(groups_[group].tensors,
+                [&tensor](const at::Tensor& watched) { return watched.is_same(tensor); });
+  if (held_back(group)) {
+    WatchedStorages::instance().remove(tensor);
+    unmark(tensor);
+  }
+}
+
 void TensorGate::close(std::size_t group) {
   const MutexLock lock(mutex_);
   if (std::exchange(groups_[group].closed, true)) {

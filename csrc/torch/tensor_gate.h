@@ -68,6 +68,8 @@ class TensorGate : public std::enable_shared_from_this<TensorGate> {
   void guard(std::size_t group, Guard guard);
   /// `tensor` belongs to the group from now on. Its storage belongs to no other group.
   void watch(std::size_t group, at::Tensor tensor);
+  /// Ends what watch() began. The group is open.
+  void unwatch(std::size_t group, const at::Tensor& tensor);
   void close(std::size_t group);
   /// No effect on an open group.
   void open(std::size_t group);

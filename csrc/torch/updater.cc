@@ -59,7 +59,9 @@ void Updater::update_completed() {
     }
     std::vector<ParamUpdate> updates;
     for (const ParamId param : parts_.layout.chunk(chunk).params) {
-      updates.push_back(next_update(param, armed_.of(param), 1.0));
+      if (armed_.has(param)) {  // else no group holds it any more
+        updates.push_back(next_update(param, armed_.of(param), 1.0));
+      }
     }
     {
       const MutexLock lock(mutex_);
@@ -110,12 +112,9 @@ void Updater::step(const GroupOptions& options, double grad_scale) {
   for (std::size_t i = 0; i < parts_.params.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
     const ChunkId chunk = parts_.layout.place(param).chunk;
-    if (!options.has(param)) {
-      continue;
-    }
     if (updated(chunk)) {
-      check_used_gradient(param, options.of(param));
-    } else if (parts_.gradients.present(param)) {
+      check_used_gradient(param, options);
+    } else if (options.has(param) && parts_.gradients.present(param)) {
       updates[index(chunk)].push_back(next_update(param, options.of(param), grad_scale));
     }
   }
@@ -131,7 +130,7 @@ void Updater::step(const GroupOptions& options, double grad_scale) {
 }
 
 // The update is over or under way: it has to be the one that step() would make now.
-void Updater::check_used_gradient(ParamId param, const RuleOptions& options) const {
+void Updater::check_used_gradient(ParamId param, const GroupOptions& options) const {
   const auto refuse = [&](const std::string& what) {
     throw UsageError(what +
                      " between backward and step(), but overlap=\"backward\" has updated "
@@ -140,10 +139,17 @@ void Updater::check_used_gradient(ParamId param, const RuleOptions& options) con
                      "' in backward already; change it before the forward, or use "
                      "overlap=\"forward\"");
   };
+  if (options.has(param) != armed_.has(param)) {
+    refuse(armed_.has(param) ? "a parameter was taken out of its group"
+                             : "a parameter was given a group");
+  }
+  if (!options.has(param)) {
+    return;
+  }
   if (!parts_.gradients.present(param) || !parts_.gradients.untouched(param)) {
     refuse("its gradient was changed");
   }
-  if (options != armed_.of(param)) {
+  if (options.of(param) != armed_.of(param)) {
     refuse("an option of its parameter group was changed");
   }
 }

@@ -95,7 +95,7 @@ class Updater {
   /// The step is over, or given up.
   void end_step();
   void check(const GroupOptions& options) const;
-  void check_used_gradient(ParamId param, const RuleOptions& options) const;
+  void check_used_gradient(ParamId param, const GroupOptions& options) const;
   [[nodiscard]] ParamUpdate next_update(ParamId param, const RuleOptions& options,
                                         double grad_scale) const;
   void count(std::span<const ParamUpdate> updates);

@@ -18,7 +18,7 @@ from castor.checkpoint.adapters import with_adapters
 from castor.checkpoint.arguments import absolute, check_only
 from castor.distributed import Asked, Criterion, schedule_of
 from castor.errors import UsageError
-from castor.optim.released import release_optimizers
+from castor.optim.released import RunCounts, release_optimizers
 from castor.optim.torch_step import step_of
 from castor.plugins.protocol import Plugin, list_of_optimizers
 from castor.runtime.boosted_model import BoostedStep, boosted_model_of, compiled_from
@@ -109,17 +109,66 @@ class Booster(Checkpoints):
             NotImplementedError: It is on a GPU, or several ranks share it.
         """
         engine = engine_of(model)
-        if engine.ranks or engine.parts or engine.device.type != "cpu":
-            where = "is on a GPU" if engine.device.type != "cpu" else "is shared by several ranks"
-            raise NotImplementedError(
-                f"this {type(model).__name__} {where}, and booster.release takes models of one "
-                "process on the CPU device; write it with booster.save_model, and read that"
-            )
+        self._check_releasable(model, engine, "booster.release")
         engine.session.settle()
         release_optimizers(engine, drop_states=drop_states)
         boosted = compiled_from(model)
         release_model(boosted, engine)
         _boosters.pop(boosted, None)
+
+    @contextmanager
+    def released(
+        self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None
+    ) -> Iterator[None]:
+        """Takes castor off a model for a change of it, and lays its chunks out anew afterwards.
+
+        Inside the block the model and its optimizers are ordinary: layers may be replaced,
+        embeddings resized, adapters added, requires_grad changed, groups added to the optimizer.
+        What stays keeps its bits: parameters, float32 masters (the entries "master" of the state
+        meanwhile), states, step counts and the loss scale. The plan of fetches starts anew. Masters
+        and states are in host memory twice for a moment.
+
+        Args:
+            model: Boosted; the whole of what was given to boost.
+            optimizer: What trains it afterwards, one or a list; None: those that train it now.
+
+        Raises:
+            UsageError: The model is not boosted, the run is broken, or there are gradients of a
+                step that was not taken; nothing was changed.
+            NotImplementedError: It is on a GPU, or several ranks share it.
+            Error: What boost raises; the model and its optimizers are ordinary then.
+        """
+        engine = engine_of(model)
+        self._check_releasable(model, engine, "booster.released")
+        held = [
+            name for name, p in zip(engine.names, engine.params, strict=True) if p.grad is not None
+        ]
+        if held:
+            raise UsageError(
+                f"{len(held)} parameters have gradients, the first is '{held[0]}', and chunks are "
+                "laid out between two steps: call optimizer.step() or zero_grad() before"
+            )
+        engine.session.settle()
+        its_optimizers = sorted(engine.optimizers, key=lambda one: one._castor.position or 0)  # type: ignore[attr-defined]
+        given = its_optimizers if optimizer is None else list_of_optimizers(optimizer)
+        counts = RunCounts.of(engine, its_optimizers)
+        release_optimizers(engine, drop_states=False, with_masters=True)
+        boosted = compiled_from(model)
+        release_model(boosted, engine)
+        _boosters.pop(boosted, None)
+        yield
+        self.boost(model, given)
+        counts.give(engine_of(model), given)
+
+    def reboost(
+        self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None
+    ) -> None:
+        """Lays the chunks of a boosted model out anew, where requires_grad or groups have changed.
+
+        Arguments and errors are those of `released`, in whose block layers can be changed too.
+        """
+        with self.released(model, optimizer):
+            pass
 
     def enable_lora(
         self,
@@ -221,6 +270,14 @@ class Booster(Checkpoints):
         if done.loss is not None and torch.is_grad_enabled():
             engine.history.loss_given(done.loss)
         return {"loss": done.loss, "outputs": done.outputs}
+
+    def _check_releasable(self, model: nn.Module, engine: Engine, call: str) -> None:
+        if engine.ranks or engine.parts or engine.device.type != "cpu":
+            where = "is on a GPU" if engine.device.type != "cpu" else "is shared by several ranks"
+            raise NotImplementedError(
+                f"this {type(model).__name__} {where}, and {call} takes models of one "
+                "process on the CPU device; write it with booster.save_model, and read that"
+            )
 
     def _driver(self, optimizer: Optimizer | None, call: str) -> BoostedStep | None:
         """A boosted optimizer's.

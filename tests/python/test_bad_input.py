@@ -154,10 +154,10 @@ def test_parameter_shared_with_a_boosted_model_is_refused() -> None:
     losses_of_boosted(boosted, tower_loss, steps=2)
 
 
-def test_lbfgs_is_named_as_not_supported() -> None:
+def test_lbfgs_cannot_skip_steps_of_fp16() -> None:
     model = tower()
-    with pytest.raises(NotImplementedError, match="LBFGS"):
-        Booster(plugin=plugin()).boost(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(NotImplementedError, match="LBFGS evaluates its closure inside step"):
+        Booster(plugin=plugin(precision="fp16")).boost(model, torch.optim.LBFGS(model.parameters()))
 
 
 def test_model_without_parameters_is_refused() -> None:

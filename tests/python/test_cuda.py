@@ -18,7 +18,7 @@ def entry(param: torch.Tensor, grad: torch.Tensor, **more: Any) -> dict[str, Any
     state = {"exp_avg": torch.zeros_like(param, dtype=torch.float32)}
     state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
     state["master"] = param if param.dtype == torch.float32 else param.float()
-    flags = {"decoupled": True, "step": 1, "format": "fp32"}
+    flags = {"decoupled": True, "maximize": False, "step": 1, "format": "fp32"}
     return {"param": param, "grad": grad, **state, **hyper, **flags, **more}
 
 

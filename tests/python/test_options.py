@@ -165,7 +165,7 @@ def test_a_step_that_the_session_refuses_moves_no_counter() -> None:
     with pytest.raises(ValueError, match="group_of names group 7"):
         engine.session.update(
             [{"lr": LR, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0,
-              "decoupled": True}],
+              "decoupled": True, "maximize": False}],
             [7] * len(engine.params), 1.0,
         )  # fmt: skip
     assert torch.equal(engine.session.steps, steps)

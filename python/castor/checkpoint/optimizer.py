@@ -64,6 +64,8 @@ class Driver(Protocol):
     num_optimizers: int
     scaler: Scaler | None
 
+    def take_up_edits(self, optimizer: Optimizer) -> None: ...  # noqa: D102
+
 
 def driver_of(optimizer: Optimizer) -> Driver | None:
     """The driver of a boosted optimizer, None for any other."""
@@ -185,6 +187,7 @@ def state_of_optimizer(
             for i, (group, names) in enumerate(zip(optimizer.param_groups, groups, strict=True))
         ],
         "state": numbers,
+        "state_of_no_parameter": encode(_of_no_parameter(optimizer), "optimizer.state"),
         "loss_scaler": driver.scaler.state_dict() if driver and driver.scaler else None,
         "rounding_seed": getattr(optimizer, "rounding_seed", None),
     }
@@ -201,6 +204,7 @@ def tensors_and_numbers(
     """
     driver = driver_of(optimizer)
     if driver is not None:
+        driver.take_up_edits(optimizer)
         driver.engine.session.send_home()
     tensors: dict[str, SavedTensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
@@ -222,6 +226,11 @@ def tensors_and_numbers(
             tensors[f"{name}.master"] = _master(driver.engine, param)
     check_savable(tensors)
     return tensors, numbers
+
+
+def _of_no_parameter(optimizer: Optimizer) -> dict[Any, Any]:
+    """What some classes keep in `state` beside the entries of parameters, such as a counter."""
+    return {key: value for key, value in optimizer.state.items() if not torch.is_tensor(key)}
 
 
 def _entries(optimizer: Optimizer, param: torch.Tensor) -> dict[Any, Any]:

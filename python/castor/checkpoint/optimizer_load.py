@@ -34,6 +34,8 @@ class OptimizerLoad:
     names: dict[torch.Tensor, str]
     stored: dict[str, StoredTensor]
     numbers: dict[str, dict[str, Any]]
+    of_no_parameter: dict[Any, Any]
+    """What the class keeps in `state` beside the entries of parameters."""
     groups: list[dict[str, Any]]
     """Options of the optimizer's own groups, in its order."""
     loss_scaler: dict[str, float | int] | None
@@ -79,7 +81,7 @@ class OptimizerLoad:
         driver = driver_of(self.optimizer)
         copies = (driver is not None and driver.fused) or _keeps_masters(self.optimizer)
         positions = {param: i for i, param in enumerate(self.names)}
-        state = {}
+        state: dict[Any, Any] = {}
         for param, name in self.names.items():
             if entries[name]:
                 state[positions[param]] = {
@@ -91,6 +93,7 @@ class OptimizerLoad:
             {**options, "params": [positions[param] for param in group["params"]]}
             for options, group in zip(self.groups, self.optimizer.param_groups, strict=True)
         ]
+        state |= self.of_no_parameter
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _load_masters(self, entries: dict[str, dict[str, Any]]) -> None:
@@ -179,6 +182,7 @@ def prepare_optimizer(
         names=names,
         stored=stored,
         numbers=numbers,
+        of_no_parameter=decode(document.get("state_of_no_parameter", {})),
         groups=groups,
         loss_scaler=document["loss_scaler"],
         rounding_seed=document.get("rounding_seed"),

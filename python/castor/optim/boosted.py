@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 
 from castor.errors import UsageError
 from castor.optim.boosted_copy import ordinary_copy
-from castor.optim.boosted_state import Entries, StoredState, state_entry, write_entries
+from castor.optim.boosted_state import StoredState, write_entries
 from castor.optim.hybrid_adam import HybridAdam
 from castor.optim.state_formats import ROUNDING_FORMATS, to_portable
 from castor.optim.step_driver import StepDriver
@@ -22,28 +21,21 @@ from castor.runtime.rules import EXACT_ONLY
 
 
 class BoostedOptimizer(Optimizer):
-    """Mixed into the class of an optimizer handed to booster.boost, which stays the same object.
+    """Holds the methods of an optimizer that was handed to booster.boost, in place of its own.
 
-    `param_groups` are read at each step, so schedulers and edits work. `state` holds views of the
-    states in the chunks, in the type of the state format (state_entry); state_dict() has them in
-    torch's own layout.
+    The optimizer stays the same object; its class becomes a subclass of its own class that has
+    these methods. `param_groups` and `state` are the truth at each step, save and state_dict: edits
+    of them count as in torch. `state` holds views of the states in the chunks, in the type of the
+    state format (state_entry); state_dict() has them in torch's own layout.
     """
 
     _castor: StepDriver
 
-    @Optimizer.profile_hook_step
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates the model's chunks; see the class it was mixed into for the meaning."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        generic = functools.partial(_unhooked_step(type(self)), self)
-        self._castor.step(self, generic)
-        if self._castor.fused:
-            self._show_state()
-        return loss
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Updates the model's chunks; takes the arguments of the class's own step."""
+        if self._castor.patched_step is not None:  # it ends in the class's step, which runs hooks
+            return self._castor.step(self, args, kwargs)
+        return _hooked_step(self, *args, **kwargs)
 
     # What torch looks at before it wraps step once more, in load_state_dict and when unpickling:
     # step hooks would run twice.
@@ -53,21 +45,6 @@ class BoostedOptimizer(Optimizer):
     def keeps_masters(self) -> bool:
         """Whether the state of a 16-bit parameter holds its float32 master, and not a chunk."""
         return self._castor.own_step is not None
-
-    def _show_state(self) -> None:
-        """Makes `state` entries of the parameters that have taken their first step."""
-        if (
-            len(self.state) == self._castor.num_updated
-            or not self._castor.engine.session.state_names
-        ):
-            return
-        session = self._castor.engine.session
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and param not in self.state:
-                    i = self._castor.engine.index_of[param]
-                    if session.steps[i] > 0:
-                        self.state[param] = state_entry(self._castor.engine, i)
 
     @property
     def rounding_seed(self) -> int | None:
@@ -90,13 +67,16 @@ class BoostedOptimizer(Optimizer):
         rounded. Masters are left out: save_optimizer writes them.
         """
         if not self._castor.fused:
-            packed: dict[str, Any] = super().state_dict()
+            packed: dict[str, Any] = class_before(type(self)).state_dict(self)
             return packed
         self._castor.engine.session.settle()
+        self._castor.take_up_edits(self)
         packed = Optimizer.state_dict(self)
         params = [param for group in self.param_groups for param in group["params"]]
         packed["state"] = {
             i: to_portable(params[i], entry.loaded() if isinstance(entry, StoredState) else entry)
+            if isinstance(i, int) and isinstance(entry, dict)
+            else entry
             for i, entry in packed["state"].items()
         }
         if self.rounding_seed is not None:
@@ -115,8 +95,9 @@ class BoostedOptimizer(Optimizer):
             ValueError: The groups do not match, as in torch.
         """
         own_step = self._castor.own_step
+        own_load = functools.partial(class_before(type(self)).load_state_dict, self)
         if not self._castor.fused and own_step is None:
-            super().load_state_dict(state_dict)
+            own_load(state_dict)
             return
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         mine = [param for group in self.param_groups for param in group["params"]]
@@ -128,7 +109,7 @@ class BoostedOptimizer(Optimizer):
         if own_step:
             of_params = [state_dict["state"].get(i) for i in saved]
             others = {i: state_dict["state"][i] for i in state_dict["state"].keys() - set(saved)}
-            super().load_state_dict({**state_dict, "state": others})
+            own_load({**state_dict, "state": others})
             own_step.take(zip(mine, of_params, strict=True))
             return
         # torch.optim.SGD wrote a momentum_buffer of None before it left such entries out.
@@ -136,17 +117,14 @@ class BoostedOptimizer(Optimizer):
         entries = list(zip(mine, states, strict=True))
         for param, entry in entries:
             _check_entry(self._castor.engine, param, entry)
-        super().load_state_dict({**state_dict, "state": {}})
+        others = {i: state_dict["state"][i] for i in state_dict["state"].keys() - set(saved)}
+        shown = self._castor.model_step.shown_states
+        shown.forget(self)
+        own_load({**state_dict, "state": others})
         write_entries(self._castor.engine, entries)
         if self.rounding_seed is not None and "rounding_seed" in state_dict:
             self.rounding_seed = state_dict["rounding_seed"]
-        self._show_loaded(entries)
-
-    def _show_loaded(self, entries: Entries) -> None:
-        engine = self._castor.engine
-        for param, entry in entries:
-            if entry:
-                self.state[param] = state_entry(engine, engine.index_of[param])  # type: ignore[index]
+        shown.show_loaded(self, [param for param, entry in entries if entry])
 
     def __copy__(self) -> Optimizer:
         """As torch's: another object over the same parameters, groups and state."""
@@ -167,6 +145,7 @@ class BoostedOptimizer(Optimizer):
                 HybridAdam's can.
         """
         driver = self._castor
+        driver.take_up_edits(self)
         return ordinary_copy(
             self, class_before(type(self)), driver.engine, fused=driver.fused, memo=memo
         )
@@ -179,10 +158,6 @@ class BoostedOptimizer(Optimizer):
         """
         # An expression that gives the copy, which may then be read where castor is not installed.
         return operator.itemgetter(0), ((self.__deepcopy__({}),),)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the optimizer state of the model was laid out by booster.boost."""
-        raise UsageError("add parameter groups before booster.boost: chunks are laid out there")
 
 
 def _without_none(entry: dict[str, Any]) -> dict[str, Any]:
@@ -216,31 +191,61 @@ def _check_entry(engine: Engine, param: torch.Tensor, entry: dict[str, Any]) -> 
 
 
 def class_before(boosted: type[Optimizer]) -> type[Optimizer]:
-    """The class that BoostedOptimizer was mixed into."""
-    base: type[Optimizer] = boosted.__mro__[2]
+    """The class that the optimizer had before it was boosted."""
+    base: type[Optimizer] = boosted.__mro__[1]
     return base
 
 
-def _unhooked_step(boosted: type[Optimizer]) -> Callable[..., Any]:
-    """The step of the class that BoostedOptimizer was mixed into, without torch's step hooks."""
-    step = class_before(boosted).step
-    unwrapped: Callable[..., Any] = getattr(step, "__wrapped__", step)
-    return unwrapped
+@Optimizer.profile_hook_step
+def _hooked_step(optimizer: BoostedOptimizer, *args: Any, **kwargs: Any) -> Any:
+    """The step, with torch's step hooks around it."""
+    return optimizer._castor.step(optimizer, args, kwargs)
 
 
-@functools.cache
-def _boosted_class(base: type[Optimizer]) -> type[Optimizer]:
-    return type(base.__name__, (BoostedOptimizer, base), {"__module__": base.__module__})
+_METHODS = {
+    name: value
+    for name, value in vars(BoostedOptimizer).items()
+    if callable(value) or isinstance(value, property)
+}
+
+
+_classes: dict[type[Optimizer], type[Optimizer]] = {}
+
+
+def boosted_class(base: type[Optimizer]) -> type[Optimizer]:
+    """The subclass of an optimizer's class that has the methods of BoostedOptimizer.
+
+    It has one base, so that an object of the class can become one of it whatever else that class
+    has: an abstract base, slots, mixins.
+
+    Raises:
+        NotImplementedError: The class, or its metaclass, refuses subclasses.
+    """
+    if base in _classes:
+        return _classes[base]
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    try:
+        metaclass: Any = type(base)  # an abstract class has another
+        made: type[Optimizer] = metaclass(base.__name__, (base,), {**_METHODS, **names})
+    except Exception as error:
+        raise NotImplementedError(
+            f"{base.__name__} cannot be boosted: making a subclass of it failed "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    _classes[base] = made
+    return made
 
 
 def boost_optimizer(optimizer: Optimizer, driver: StepDriver) -> None:
     """Makes `optimizer` step the driver's chunks, in place: references to it stay valid."""
     engine = driver.engine
     engine.optimizers.add(optimizer)
-    old_state = [(param, dict(entry)) for param, entry in optimizer.state.items()]
+    state: dict[Any, Any] = optimizer.state  # some classes keep values of their own beside entries
+    old_state = [
+        (param, dict(entry)) for param, entry in state.items() if isinstance(param, torch.Tensor)
+    ]
     own_step = optimizer.__dict__.pop("step", None)
-    base: Any = type(optimizer)
-    optimizer.__class__ = _boosted_class(base)
+    optimizer.__class__ = boosted_class(type(optimizer))
     optimizer.__dict__["_castor"] = driver
     # torch's fused Adam lets GradScaler leave the unscaling to step; this step wants real
     # gradients.
@@ -254,8 +259,11 @@ def boost_optimizer(optimizer: Optimizer, driver: StepDriver) -> None:
         track_step(optimizer)
     if driver.fused and old_state:
         write_entries(engine, old_state)
-        optimizer.state.clear()
-        optimizer._show_loaded(old_state)  # type: ignore[attr-defined]
+        for param, _ in old_state:
+            del optimizer.state[param]
+        driver.model_step.shown_states.show_loaded(
+            optimizer, [param for param, entry in old_state if entry]
+        )
 
 
 def track_step(optimizer: Optimizer) -> None:

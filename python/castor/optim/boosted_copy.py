@@ -56,10 +56,14 @@ def ordinary_copy(
     if issubclass(base, HybridAdam):
         own["requested_nvme"] = (0.0, None)  # its state is in memory
     twin.__setstate__({**copy.deepcopy(own, memo), "state": defaultdict(dict)})
+    param: Any
     for param, entry in state.items():
-        if fused:
-            mine = copy.deepcopy(param, memo)
-            twin.state[mine] = ordinary_entry(twin, mine, engine, engine.index_of[param], entry)
+        if not isinstance(param, torch.Tensor):
+            twin.state[param] = copy.deepcopy(entry, memo)
+        elif fused:
+            mine: torch.Tensor = copy.deepcopy(param, memo)
+            index = engine.index_of[param]
+            twin.state[mine] = ordinary_entry(twin, mine, engine, index, entry)
         else:
             twin.state[copy.deepcopy(param, memo)] = copy.deepcopy(entry, memo)
     return twin

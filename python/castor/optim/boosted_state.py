@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import ItemsView, Iterator, KeysView, Sequence, ValuesView
 from dataclasses import dataclass
@@ -10,7 +12,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from castor import _C
 from castor.config import GeminiConfig, Precision, StateFormat, check_format_of_precision
+from castor.errors import UsageError
 from castor.optim.state_formats import ROUNDING_FORMATS, fill_rounded, to_portable
 from castor.runtime.engine import Engine
 from castor.runtime.rules import FusedRule
@@ -80,36 +84,62 @@ def choose_state_format(
 
 
 class StoredState(dict[str, Any]):
-    """optimizer.state of a parameter whose state lies on NVMe, or of a model on a GPU.
+    """Entry of `optimizer.state` of a parameter whose state lies on NVMe, or of a model on a GPU.
 
-    Holds "step" where torch's has it, and shows the keys that the state has in memory. Tensors are
-    read when they are asked for: copies, of which nothing goes back. Copied or pickled it becomes
-    an OrderedDict.
+    Holds "step" where torch's has it, and shows the keys that the state has in memory. A tensor is
+    read when it is asked for: a copy, of which an edit goes back before the next read, step or
+    save. Copied or pickled the entry becomes an OrderedDict.
     """
 
     def __init__(self, engine: Engine, index: int) -> None:
         super().__init__(_count(engine, index))
         self._engine = engine
         self._index = index
+        self._step = dict.get(self, "step")
+        self._given: dict[str, _Given] = {}
+        self.cleared = False
+        """Whether the state starts anew in the next step."""
 
     def __missing__(self, key: str) -> torch.Tensor:
-        """A copy of one of the rule's states."""
-        if key not in self._engine.session.state_names:
+        """A copy of one of the rule's states; the one that was given before, if it is current."""
+        if key not in self._engine.session.state_names or self.cleared:
             raise KeyError(key)
-        moments: torch.Tensor = self.loaded()[key]
+        given = self._given.get(key)
+        if given is not None and (tensor := given.tensor()) is not None and self._current(given):
+            return tensor
+        for entry in list(self._engine.states_given):
+            entry.settle_given()
+        self.take_up()
+        tensors = self._engine.session.read_states(self._index)
+        moments: torch.Tensor = tensors[self._engine.session.state_names.index(key)]
+        self._given[key] = _Given(moments, self._taken())
+        if not any(entry is self for entry in self._engine.states_given):
+            self._engine.states_given.append(self)
         return moments
 
     def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or key in self._engine.session.state_names
+        return super().__contains__(key) or key in self._stored_names()
 
     def __iter__(self) -> Iterator[str]:
         yield from super().__iter__()
-        for key in self._engine.session.state_names:
+        for key in self._stored_names():
             if not super().__contains__(key):
                 yield key
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return len(self) > 0
+
+    def __delitem__(self, key: str) -> None:
+        if not super().__contains__(key) and key in self._stored_names():
+            raise UsageError(
+                f"'{key}' cannot be taken out of the optimizer state of parameter "
+                f"'{self._engine.names[self._index]}' alone: clear() its entry, or zero_() the "
+                "tensor"
+            )
+        super().__delitem__(key)
 
     def __reduce_ex__(self, _: object) -> tuple[Any, ...]:
         # An OrderedDict: torch.load(weights_only=True) builds these and no other class's.
@@ -122,8 +152,33 @@ class StoredState(dict[str, Any]):
         except KeyError:
             return default
 
+    def pop(self, key: str, *default: Any) -> Any:
+        """As a dict's; UsageError for a moment, see __delitem__."""
+        if key not in self:
+            return super().pop(key, *default)
+        value = self[key]
+        del self[key]
+        return value
+
+    def popitem(self) -> tuple[str, Any]:
+        """As a dict's; UsageError for a moment, see __delitem__."""
+        key = list(self)[-1]
+        return key, self.pop(key)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """As a dict's; a moment is read."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def clear(self) -> None:
+        """Starts the state anew in the next step, as torch's optimizers do with an empty entry."""
+        super().clear()
+        self._given.clear()
+        self.cleared = True
+
     def keys(self) -> KeysView[str]:  # type: ignore[override]
-        """Of what is held and what is stored."""
+        """Keys of what is held and what is stored."""
         return KeysView(self)
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
@@ -135,19 +190,121 @@ class StoredState(dict[str, Any]):
         return ItemsView(self)
 
     def held(self) -> dict[str, Any]:
-        """What is in memory: "step", and what somebody has put there."""
+        """The entries in memory: "step", and what somebody has put there."""
         return dict(super().items())
 
     def loaded(self) -> dict[str, Any]:
-        """A state as a dict of its own, in memory."""
+        """A state as a dict of its own, in memory, with the edits of copies that were given."""
+        self.take_up()
+        if self.cleared:
+            return self.held()
         session = self._engine.session
         states = session.read_states(self._index)
         stored = dict(zip(session.state_names, states, strict=True))
         return {**self.held(), **stored, **self.held()}
 
+    @torch.no_grad()
+    def take_up(self) -> bool:
+        """Writes edits back: of copies that were given, and of what was put into the entry.
+
+        Returns:
+            Whether there were any.
+
+        Raises:
+            UsageError: A copy was edited that a step has outdated, or a tensor of another shape was
+                put into the entry.
+        """
+        held = self.held()
+        edited = {key: held[key] for key in self._engine.session.state_names if key in held}
+        if self.cleared and not edited and "step" not in held:
+            reset_states(self._engine, self._index, self._engine.params[self._index])
+            return True
+        for key, given in self._given.items():
+            if given.edited():
+                if not self._current(given):
+                    raise UsageError(
+                        f"optimizer.state['{key}'] of parameter "
+                        f"'{self._engine.names[self._index]}' was read before a step and edited "
+                        "after it: where states lie on NVMe or on a GPU it is a copy of that time; "
+                        "read it again before the edit"
+                    )
+                edited.setdefault(key, given.values)
+                given.taken()
+        step = held.get("step")
+        if step is not None and step is not self._step:
+            edited["step"] = step
+        if not edited:
+            return False
+        write_states(self._engine, self._index, self._engine.params[self._index], edited)
+        self.cleared = False
+        for key in edited:
+            if key != "step":
+                super().pop(key, None)
+        if self._step is not None:
+            super().__setitem__("step", self._step)
+        return True
+
+    def settle_given(self) -> None:
+        """Writes edits back, and forgets the copies that user code has no more."""
+        self.take_up()
+        self._given = {key: given for key, given in self._given.items() if given.in_use()}
+        if not self._given:
+            self._not_given()
+
+    def part_from_chunk(self) -> None:
+        """Ends the entry's tie to the chunk: user code has taken it out of `optimizer.state`.
+
+        Where user code still holds it, the entry keeps the values that it has now.
+        """
+        self._not_given()
+        held_by_castor = 3  # attribute of who calls, `self`, getrefcount's argument
+        if sys.getrefcount(self) > held_by_castor and not self.cleared:
+            values = self.loaded()
+            if self._step is not None:
+                values["step"] = self._step.clone()
+            super().update(values)
+        self._given.clear()
+        self._step = None
+        self.cleared = True
+
+    def _not_given(self) -> None:
+        given_of = self._engine.states_given
+        given_of[:] = [entry for entry in given_of if entry is not self]
+
+    def _stored_names(self) -> list[str]:
+        return [] if self.cleared else self._engine.session.state_names
+
+    def _taken(self) -> tuple[int, float]:
+        """Steps of the model in this process, and of the parameter."""
+        return self._engine.updates, float(self._engine.session.steps[self._index])
+
+    def _current(self, given: _Given) -> bool:
+        """Whether no step has updated the state since: user code may set its "step" as well."""
+        return any(one == now for one, now in zip(given.taken_at, self._taken(), strict=True))
+
+
+class _Given:
+    """A copy of a state that user code was given, which it may edit in place."""
+
+    def __init__(self, tensor: torch.Tensor, taken_at: tuple[int, float]) -> None:
+        self.values = tensor.detach()  # shares memory and the version counter
+        self.taken_at = taken_at
+        self.tensor = weakref.ref(tensor)
+        self._version = tensor._version
+
+    def edited(self) -> bool:
+        return self.values._version != self._version
+
+    def taken(self) -> None:
+        self._version = self.values._version
+
+    def in_use(self) -> bool:
+        """Whether somebody else has the tensor, or a view of it."""
+        return _C.storage_uses(self.values) > 1
+
 
 def state_entry(engine: Engine, index: int) -> dict[str, Any]:
-    """optimizer.state of a parameter: views of its payloads, in the type its format has.
+    """Makes the entry of `optimizer.state` for a parameter: views of its payloads.
 
     They have the parameter's shape and are float32; Adam's exp_avg and exp_avg_sq are bfloat16 in
     "split_bf16" and uint8 codes in "split_int8", which has "scales" too, float32 of shape (blocks,
@@ -187,12 +344,55 @@ def write_entries(engine: Engine, entries: Entries) -> None:
         engine.session.steps[index] = engine.rule.steps_of(portable)
         if "master" in portable:
             engine.session.set_master(index, portable["master"])
-        _write_states(engine, index, param, portable)
+        _write_all(engine, index, param, portable)
 
 
-def _write_states(
-    engine: Engine, index: int, param: torch.Tensor, portable: dict[str, Any]
-) -> None:
+def reset_states(engine: Engine, index: int, param: torch.Tensor) -> None:
+    """Makes the states of a parameter those of one that has taken no step."""
+    engine.session.await_updates()
+    engine.session.steps[index] = 0
+    _write_all(engine, index, param, {})
+
+
+def write_states(engine: Engine, index: int, param: torch.Tensor, values: dict[str, Any]) -> None:
+    """Gives some states of a parameter other values; those that `values` lacks stay.
+
+    Args:
+        engine: Of the model.
+        index: The parameter's there.
+        param: The parameter.
+        values: Tensors by the rule's names, in the type that the format keeps or in float32, and
+            "step", a number or a tensor of one.
+    """
+    assert engine.rule is not None
+    session = engine.session
+    session.await_updates()
+    shown = session.shown(index)
+    tensors = session.states(index) if shown else session.read_states(index)
+    states = dict(zip(session.state_names, tensors, strict=True))
+    given = {key: value for key, value in values.items() if key in states}
+    if any(states[key].dtype == torch.uint8 and value.dtype != torch.uint8
+           for key, value in given.items()):  # fmt: skip
+        portable = {key: value for key, value in to_portable(param, states).items()
+                    if key != "scales"}  # fmt: skip
+        fill_rounded(param, states, portable | given, session.optim_state_format)
+    else:
+        for key, value in given.items():
+            states[key].copy_(value)
+    if not shown:
+        session.write_states(index, tensors)
+    if "step" in values:
+        session.steps[index] = float(values["step"])
+        if not session.steps[index].frac() == 0 or session.steps[index] < 0:
+            raise UsageError(
+                f"optimizer.state['step'] of parameter '{engine.names[index]}' is "
+                f"{float(values['step'])}; it counts steps"
+            )
+    elif not engine.rule.counts_steps:
+        session.steps[index] = max(1.0, float(session.steps[index]))
+
+
+def _write_all(engine: Engine, index: int, param: torch.Tensor, portable: dict[str, Any]) -> None:
     """Gives states the values of `portable`; those that it lacks become zeros."""
     session = engine.session
     shown = session.shown(index)

@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 
 from castor.config import GeminiConfig
 from castor.errors import UsageError
+from castor.optim.boosted import boosted_class
+from castor.optim.own_step import patched_step_of
 from castor.runtime.rules import ADAM, CLASSES, FusedRule
 
 
@@ -43,14 +45,20 @@ def _check_optimizer(optimizer: Optimizer, rule: FusedRule | None, config: Gemin
     name = type(optimizer).__name__
     if hasattr(optimizer, "_castor"):
         raise UsageError(f"this {name} is boosted already; use what boost returned")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise NotImplementedError("LBFGS evaluates the model inside step; castor cannot run it")
+    boosted_class(type(optimizer))
     if rule is not None:
         return
+    if isinstance(optimizer, torch.optim.LBFGS) and config.precision == "fp16":
+        raise NotImplementedError(
+            "LBFGS evaluates its closure inside step, where a step whose gradients overflow in "
+            "fp16 cannot be skipped: use precision='bf16' or 'fp32'"
+        )
     instead = f"{', '.join(CLASSES[:-1])} or {CLASSES[-1]} ({_WITHOUT})"
     if config.device != "cpu":
         instead = f"{' or '.join(ADAM.classes)}, for which there are kernels"
     generic = f"{name} with these options runs its own step"
+    if patched_step_of(optimizer) is not None:
+        generic = f"{name}.step was replaced on this object before boost, and runs as it is"
     if config.overlap != "none":
         raise NotImplementedError(
             f"overlap={config.overlap!r} needs a step of castor's own, and {generic}; use "
@@ -63,5 +71,5 @@ def _check_optimizer(optimizer: Optimizer, rule: FusedRule | None, config: Gemin
         )
 
 
-_WITHOUT = "without amsgrad and differentiable, Adam's without maximize, one kind a model"
+_WITHOUT = "without amsgrad and differentiable, one kind a model"
 """Of the classes that run fused: which of their options do."""

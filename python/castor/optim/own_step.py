@@ -1,62 +1,140 @@
-"""Steps of optimizers that no rule runs, on host copies of what a chunk cannot show them."""
+"""Steps of optimizers that no rule runs: their own, on host copies of what chunks cannot show."""
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Muon, Optimizer
+from torch.optim import LBFGS, Muon, Optimizer
 
 from castor.optim.weight_digests import WeightDigests
 from castor.runtime.rules import MASTER
 
 _HOST = torch.device("cpu")
 
-Step = Callable[[], Any]
 Part = list[tuple[dict[str, Any], list[torch.Tensor]]]
 """Groups, each with some of its parameters."""
+Evaluate = Callable[[], tuple[Any, float]]
+"""Calls the closure of a step: gives the loss, and what its gradients are to be multiplied with."""
+
+
+def unhooked_step(boosted: Optimizer) -> Callable[..., Any]:
+    """The step of the class that an optimizer had before boost, without torch's step hooks."""
+    before: Any = type(boosted).__mro__[1]
+    step = before.step
+    unwrapped: Callable[..., Any] = getattr(step, "__wrapped__", step)
+    return unwrapped
+
+
+def patched_step_of(optimizer: Optimizer) -> Callable[..., Any] | None:
+    """A function that user code has put in the place of an optimizer's step; None: there is none.
+
+    The wrapper of a learning-rate scheduler around the class's own step is none.
+    """
+    step: Callable[..., Any] | None = vars(optimizer).get("step")
+    if step is None:
+        return None
+    if getattr(step, "_wrapped_by_lr_sched", False):
+        inner = inspect.unwrap(step)
+        own = inspect.unwrap(type(optimizer).step)
+        return None if inner is own else step
+    return step
+
+
+def evaluates_inside(optimizer: Optimizer, patched: Callable[..., Any] | None) -> bool:
+    """Whether a step may call its closure at any time, as line searches do.
+
+    torch's optimizers but LBFGS, and castor's, call it once, before everything else.
+    """
+    module = getattr(type(optimizer), "__module__", "")
+    once = module.startswith(("torch.optim.", "castor.optim.")) and not isinstance(optimizer, LBFGS)
+    return patched is not None or not once
+
+
+def closure_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """The closure among the arguments of a step."""
+    closure = kwargs.get("closure", args[0] if args else None)
+    return closure if callable(closure) else None
+
+
+def with_closure(
+    args: Sequence[Any], kwargs: dict[str, Any], closure: Callable[[], Any] | None
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Arguments of a step with another closure than theirs."""
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure}
+    return (closure, *args[1:]), kwargs
 
 
 class OwnStep:
     """The step of an optimizer's class where parameters are in 16 bits, or on a GPU.
 
-    It sees float32 tensors on the host instead, gradients as well: of 16-bit parameters their
-    masters, which are entries of `optimizer.state`; of float32 ones what they hold now. Optimizers
-    of torch step one parameter at a time, so that few copies exist at once; of others nobody knows
-    whether they may, and all parameters are there. Muon multiplies matrices, 30 n^3 operations for
-    one of n x n: its copies, and its state for as long, are where the parameter computes.
+    The class sees float32 tensors on the host instead of parameters and gradients: copies of the
+    masters of 16-bit parameters, which are entries of `optimizer.state`; of float32 ones what they
+    hold now. Optimizers of torch step one parameter at a time, so that few copies exist at once;
+    others may look at all parameters together, and all copies are there. Muon multiplies matrices,
+    30 n^3 operations for one of n x n: its copies, and its state for as long, are where the
+    parameter computes.
     """
 
     def __init__(self, optimizer: Optimizer, digests: WeightDigests | None) -> None:
-        """Of an optimizer that is about to be boosted, over the model's parameters.
+        """Prepares an optimizer that is about to be boosted, over the model's parameters.
 
         Args:
-            optimizer: It.
-            digests: Of what its steps leave; None: there is one rank.
+            optimizer: The optimizer.
+            digests: Checksums of what its steps leave; None: there is one rank.
         """
         self._optimizer = weakref.ref(optimizer)
         self._digests = digests
+        self._masters: dict[torch.Tensor, torch.Tensor] = {}
+        """The masters that the last step left, for states that user code clears since."""
         for param, entry in optimizer.state.items():  # as some begin, in the parameter's type
-            optimizer.state[param] = {key: _in_float32(value) for key, value in entry.items()}
+            if isinstance(param, torch.Tensor):
+                optimizer.state[param] = {key: _in_float32(value) for key, value in entry.items()}
         self._on_device = type(optimizer) is Muon
-        self._singly = type(optimizer).__module__.startswith(("torch.optim.", "castor.optim."))
+        module = type(optimizer).__module__
+        self._singly = (
+            module.startswith(("torch.optim.", "castor.optim."))
+            and not isinstance(optimizer, LBFGS)
+            and patched_step_of(optimizer) is None
+        )
 
     @torch.no_grad()
-    def __call__(self, step: Step, scale: float) -> None:
+    def __call__(
+        self,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        scale: float,
+        evaluate: Evaluate | None,
+    ) -> Any:
         """Updates every parameter that has a gradient.
 
         Args:
-            step: Of the class, over the groups that the optimizer has at that moment.
+            step: The step of the class, over the groups that the optimizer has at that moment.
+            args: Arguments of the step.
+            kwargs: Keyword arguments of the step.
             scale: What gradients are multiplied with, in float32.
+            evaluate: Takes the place of the closure among the arguments; None: there is none.
+
+        Returns:
+            What the step returns.
         """
-        for part in self._parts():
-            with self._copied(part, scale):
-                step()
+        if not self._singly or evaluate is not None:
+            return self._step_together(step, args, kwargs, scale, evaluate)
+        result = None
+        for group in self._held().param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    with self._alone(group, param, scale):
+                        result = step(*args, **kwargs)
+        return result
 
     def take(self, entries: Iterable[tuple[torch.Tensor, dict[str, Any] | None]]) -> None:
         """Saved states, in copies of their types: torch would load those of the parameters.
@@ -65,6 +143,7 @@ class OwnStep:
             entries: A parameter of the model each, and its state, if it has one.
         """
         state = self._held().state
+        self._masters.clear()
         for param, entry in entries:
             if entry is not None:
                 state[param] = {
@@ -77,71 +156,152 @@ class OwnStep:
         assert optimizer is not None  # it is stepping
         return optimizer
 
-    def _parts(self) -> Iterator[Part]:
-        """What is stepped together: all parameters that have gradients, or each of them."""
-        groups = [
-            (group, [param for param in group["params"] if param.grad is not None])
-            for group in self._held().param_groups
-        ]
-        if not self._singly:
-            yield groups
-            return
-        for group, params in groups:
-            yield from ([(group, [param])] for param in params)
-
     @contextmanager
-    def _copied(self, part: Part, scale: float) -> Iterator[None]:
+    def _alone(self, group: dict[str, Any], param: torch.Tensor, scale: float) -> Iterator[None]:
+        """The optimizer has the copy of one parameter, and no other."""
         optimizer = self._held()
         all_groups, state = optimizer.param_groups, optimizer.state
-        copies = {p: self._copy_of(p, scale) for _, params in part for p in params}
-        optimizer.param_groups = [
-            {**group, "params": [copies[param] for param in params]} for group, params in part
-        ]
-        optimizer.state = defaultdict(
-            dict,
-            {
-                copy: {
-                    key: _placed(value, copy.device)
-                    for key, value in state[param].items()
-                    if key != MASTER
-                }
-                for param, copy in copies.items()
-                if param in state
-            },
-        )
+        copy = self._copy_of(param, scale)
+        optimizer.param_groups = [{**group, "params": [copy]}]
+        optimizer.state = defaultdict(dict)
+        if param in state:
+            optimizer.state[copy] = _shown_to_class(state[param], copy)
         try:
             yield
-            found = optimizer.state
-            for (group, _), stepped in zip(part, optimizer.param_groups, strict=True):
-                group.update({key: stepped[key] for key in stepped if key != "params"})
+            found = optimizer.state.get(copy, {})
+            (stepped,) = optimizer.param_groups
+            group.update({key: stepped[key] for key in stepped if key != "params"})
         finally:
             optimizer.param_groups, optimizer.state = all_groups, state
+        self._take_back(state, param, copy, found)
+
+    def _step_together(
+        self,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        scale: float,
+        evaluate: Evaluate | None,
+    ) -> Any:
+        """One step over copies of all parameters, in the optimizer and those that it has inside."""
+        optimizers = _nested(self._held())
+        copies: dict[torch.Tensor, torch.Tensor] = {
+            param: self._copy_of(param, scale)
+            for group in self._held().param_groups
+            for param in group["params"]
+            if param.grad is not None or (evaluate is not None and param.requires_grad)
+        }
+        originals = {copy: param for param, copy in copies.items()}
+        scales = [scale]
+
+        def inner_closure() -> Any:
+            assert evaluate is not None
+            self._exchange(optimizers, originals)
+            try:
+                for param, copy in copies.items():
+                    param.copy_(copy)
+                    if copy.grad is None:
+                        param.grad = None
+                    elif param.grad is not None:
+                        param.grad.copy_(copy.grad / scales[-1])
+                loss, now = evaluate()
+                scales.append(now)
+                for param, copy in copies.items():
+                    copy.grad = self._copy_of(param, now).grad
+            finally:
+                self._exchange(optimizers, copies)
+            return loss
+
+        if evaluate is not None:
+            args, kwargs = with_closure(args, kwargs, inner_closure)
+        state = self._held().state
+        for param in copies:
+            if MASTER in state.get(param, {}):
+                self._masters[param] = state[param].pop(MASTER)
+                if not state[param]:
+                    del state[param]
+        self._exchange(optimizers, copies)
+        try:
+            result = step(*args, **kwargs)
+        finally:
+            self._exchange(optimizers, originals)
+            state = self._held().state
+            for param in copies.keys() & self._masters.keys():
+                state[param] = {**state.get(param, {}), MASTER: self._masters[param]}
         for param, copy in copies.items():
-            entry = {key: _placed(value, _HOST) for key, value in found.get(copy, {}).items()}
-            if param.dtype != torch.float32:
-                entry[MASTER] = _placed(copy.detach(), _HOST)
-            if entry:
-                state[param] = entry
-            param.copy_(copy)
-            if self._digests:
-                self._digests.add(param, copy)
+            found = {key: value for key, value in state.get(param, {}).items() if key != MASTER}
+            self._take_back(state, param, copy, found)
+        return result
+
+    def _exchange(
+        self, optimizers: Sequence[Optimizer], others: dict[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Puts other tensors in the place of parameters, in the lists and dictionaries there are.
+
+        A class may hold on to a list of `param_groups` itself, as LBFGS does, or share it with the
+        optimizer that it wraps.
+        """
+        exchanged: set[int] = set()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                params = group["params"]
+                if id(params) not in exchanged:
+                    exchanged.add(id(params))
+                    params[:] = [others.get(param, param) for param in params]
+            state = optimizer.state
+            if id(state) not in exchanged:
+                exchanged.add(id(state))
+                for param in [one for one in state if one in others]:
+                    other = others[param]
+                    state[other] = state.pop(param)
+
+    def _take_back(
+        self,
+        state: dict[torch.Tensor, Any],
+        param: torch.Tensor,
+        copy: torch.Tensor,
+        found: dict[str, Any],
+    ) -> None:
+        """Gives a parameter the values of its copy, and its entry what the class has put there."""
+        entry = {key: _placed(value, _HOST) for key, value in found.items()}
+        if param.dtype != torch.float32:
+            entry[MASTER] = self._masters[param] = _placed(copy.detach(), _HOST)
+        if entry:
+            state[param] = entry
+        param.copy_(copy)
+        if self._digests:
+            self._digests.add(param, copy)
 
     def _copy_of(self, param: torch.Tensor, scale: float) -> nn.Parameter:
         device = param.device if self._on_device else _HOST
-        copy = nn.Parameter(self._master_of(param).to(device))
-        grad = param.grad
-        assert grad is not None
-        copy.grad = grad.to(device, torch.float32, copy=True).mul_(scale)
+        copy = nn.Parameter(self._master_of(param).to(device), requires_grad=param.requires_grad)
+        if param.grad is not None:
+            copy.grad = param.grad.to(device, torch.float32, copy=True).mul_(scale)
         return copy
 
     def _master_of(self, param: torch.Tensor) -> torch.Tensor:
-        """What is to be updated; of 16 bits, the master that rounds to what the parameter holds."""
+        """The float32 values to update: the master, where it rounds to what the parameter holds."""
         now = param.detach().to("cpu", copy=True)
-        master: torch.Tensor | None = self._held().state.get(param, {}).get(MASTER)
+        entry = self._held().state.get(param, {})
+        master: torch.Tensor | None = entry.get(MASTER, self._masters.get(param))
         if master is None or param.dtype == torch.float32:
             return now.float()
         # What was written since the last step becomes its own master, as in chunks (0012).
         return torch.where(master.to(now.dtype) == now, master, now.float())
+
+
+def _nested(optimizer: Optimizer) -> list[Optimizer]:
+    """An optimizer and those that it has as attributes, which it may step itself."""
+    found = [optimizer]
+    for one in found:
+        for value in vars(one).values():
+            if isinstance(value, Optimizer) and not any(value is other for other in found):
+                found.append(value)
+    return found
+
+
+def _shown_to_class(entry: dict[str, Any], copy: torch.Tensor) -> dict[str, Any]:
+    return {key: _placed(value, copy.device) for key, value in entry.items() if key != MASTER}
 
 
 def _placed(value: Any, device: torch.device) -> Any:
@@ -149,7 +309,7 @@ def _placed(value: Any, device: torch.device) -> Any:
 
 
 def _in_float32(value: Any) -> Any:
-    """What is in 16 bits; all on the host."""
+    """A value on the host, in float32 if it had 16 bits."""
     if not isinstance(value, torch.Tensor):
         return value
     narrow = value.is_floating_point() and value.element_size() < 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,20 +14,54 @@ from castor.optim.boosted_copy import check_holds_masters, ordinary_entry
 from castor.optim.hybrid_adam import HybridAdam
 from castor.optim.step_driver import StepDriver
 from castor.runtime.engine import Engine
+from castor.runtime.rules import MASTER
 
 
-def release_optimizers(engine: Engine, *, drop_states: bool) -> None:
+@dataclass(frozen=True, kw_only=True)
+class RunCounts:
+    """What a run has counted so far, for a model whose chunks are laid out anew."""
+
+    steps: int
+    skipped_steps: int
+    scaler: dict[str, float | int] | None
+    """The state of fp16's loss scaler."""
+    rounding_seed: int
+
+    @classmethod
+    def of(cls, engine: Engine, optimizers: Sequence[Any]) -> RunCounts:
+        """Reads the counts of a boosted model and its optimizers, at least one."""
+        step = optimizers[0]._castor.model_step if optimizers else None
+        return cls(
+            steps=engine.num_steps,
+            skipped_steps=engine.skipped_steps,
+            scaler=step.scaler.state_dict() if step and step.scaler else None,
+            rounding_seed=step.seed if step else 0,
+        )
+
+    def give(self, engine: Engine, optimizers: Sequence[Any]) -> None:
+        """Lets a boosted model go on from these counts."""
+        engine.num_steps, engine.skipped_steps = self.steps, self.skipped_steps
+        if optimizers:
+            step = optimizers[0]._castor.model_step
+            step.seed = self.rounding_seed
+            if step.scaler and self.scaler:
+                step.scaler.load_state_dict(self.scaler)
+
+
+def release_optimizers(engine: Engine, *, drop_states: bool, with_masters: bool = False) -> None:
     """Gives a model's optimizers their classes back, and their states memory of their own.
 
     Args:
         engine: Of the model, of which no update is under way.
         drop_states: Whether they are to be as new instead.
+        with_masters: Whether float32 masters become entries of the state ("master") in classes
+            that know nothing of them: for an optimizer that is boosted again.
 
     Raises:
         UsageError: The class of one cannot hold all of its state; nothing was changed.
     """
     optimizers: list[Any] = list(engine.optimizers)
-    for optimizer in optimizers if not drop_states else ():
+    for optimizer in optimizers if not (drop_states or with_masters) else ():
         check_holds_masters(
             class_before(type(optimizer)),
             engine,
@@ -34,26 +70,50 @@ def release_optimizers(engine: Engine, *, drop_states: bool) -> None:
             instead="drop the state (drop_states=True)",
         )
     for optimizer in optimizers:
-        _release(optimizer, optimizer._castor, drop_states=drop_states)
+        _release(optimizer, optimizer._castor, drop_states=drop_states, with_masters=with_masters)
     engine.optimizers.clear()
 
 
 @torch.no_grad()
-def _release(optimizer: Optimizer, driver: StepDriver, *, drop_states: bool) -> None:
-    engine, state = driver.engine, dict(optimizer.state)
+def _release(
+    optimizer: Optimizer, driver: StepDriver, *, drop_states: bool, with_masters: bool
+) -> None:
+    driver.take_up_edits(optimizer)
+    engine = driver.engine
+    state: dict[Any, Any] = dict(optimizer.state)
     if drop_states:
         state = {}
     elif driver.fused:
         state = {
             param: ordinary_entry(optimizer, param, engine, engine.index_of[param], entry)  # type: ignore[index]
+            if isinstance(param, torch.Tensor)
+            else entry
             for param, entry in state.items()
         }
     own_step = optimizer.__dict__.pop("step", None)
     optimizer.__class__ = class_before(type(optimizer))
     del optimizer.__dict__["_castor"]
+    if with_masters and driver.fused:
+        for param, entry in _masters(optimizer, engine).items():
+            state[param] = {**state.get(param, {}), MASTER: entry}
     if isinstance(optimizer, HybridAdam):
         optimizer.requested_nvme = (0.0, None)  # its state is in memory
-    if getattr(own_step, "_wrapped_by_lr_sched", False):
+    if driver.patched_step is not None:
+        optimizer.step = driver.patched_step  # type: ignore[method-assign]
+    elif getattr(own_step, "_wrapped_by_lr_sched", False):
         track_step(optimizer)
     optimizer.state.clear()
     optimizer.state.update(state)
+
+
+def _masters(optimizer: Optimizer, engine: Engine) -> dict[torch.Tensor, torch.Tensor]:
+    """The float32 values of the 16-bit parameters of an optimizer whose states lie in chunks."""
+    found = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            index = engine.index_of.get(param)
+            if index is not None and engine.ruled[index] and param.dtype != torch.float32:
+                master = engine.session.master(index)
+                if master is not None:
+                    found[param] = master.clone()
+    return found

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from castor.optim.hybrid_adam import HybridAdam
 from castor.optim.lion import Lion
+from castor.optim.own_step import patched_step_of
 from castor.runtime.rules import ADAM, RULES, TENSORS, FusedRule
 
 _OWN: dict[str, type[Optimizer]] = {"HybridAdam": HybridAdam, "Lion": Lion}
@@ -36,6 +37,13 @@ def _is_of(rule: FusedRule, optimizer: Optimizer) -> bool:
 def _computes(rule: FusedRule, optimizer: Optimizer) -> bool:
     if not _is_of(rule, optimizer) or not rule.takes(optimizer.param_groups):
         return False
+    if patched_step_of(optimizer) is not None:
+        return False  # it does otherwise
     # What it has stepped before boost comes along.
-    held = {entry for state in optimizer.state.values() for entry in state}
+    held = {
+        entry
+        for state in optimizer.state.values()
+        if isinstance(state, dict)  # else it is of no parameter
+        for entry in state
+    }
     return held & TENSORS <= rule.known

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
+import zlib
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +17,20 @@ from castor.config import GeminiConfig
 from castor.errors import OutOfMemoryError, UsageError
 from castor.optim.loss_scaler import LossScaler
 from castor.optim.nonfinite import nonfinite_error, warn_of_skip
-from castor.optim.own_step import OwnStep
+from castor.optim.optimizer_edits import GroupMembers, ShownStates
+from castor.optim.own_step import (
+    Evaluate,
+    OwnStep,
+    closure_of,
+    evaluates_inside,
+    patched_step_of,
+    unhooked_step,
+    with_closure,
+)
 from castor.optim.weight_digests import WeightDigests
 from castor.runtime.engine import Engine
 from castor.runtime.ranks import Peers
-from castor.runtime.rules import FusedRule
+from castor.runtime.rules import FusedRule, RuleGroup
 
 
 class ModelStep:
@@ -62,6 +74,7 @@ class ModelStep:
         for position, param in enumerate(param for group in groups for param in group["params"]):
             self._streams[engine.index_of[param]] = position
         self.seed = seed
+        self.shown_states = ShownStates(engine)
 
     @property
     def seed(self) -> int:
@@ -135,6 +148,7 @@ class ModelStep:
         for ranks in engine.parts.peers if engine.parts else ():
             norm, _ = _agree(ranks, norm, options)
         if engine.ranks:
+            options |= optimizer._castor.checksums  # type: ignore[attr-defined]
             norm, written = _agree(engine.ranks, norm, options, beside=engine.buffers.written())
             engine.buffers.share({number for of_rank in written for number in of_rank})
         return norm
@@ -143,6 +157,7 @@ class ModelStep:
         """The driver has updated its parameters, or left the update out."""
         first = not self._taken_by
         self._taken_by.add(driver)
+        self.engine.updates += 1
         if not first:
             return
         self.engine.session.finish_step()
@@ -155,12 +170,16 @@ class ModelStep:
 
     def _tell_of_skip(self) -> None:
         if self.config.nonfinite == "raise" and self.scaler is None:
-            raise nonfinite_error(self._first_nonfinite(), self.engine.gradient_norm)
+            raise self.nonfinite_error()
         if not self._warned:
             self._warned = True
             what_next = f"; loss scale is now {self.scaler.scale:g}" if self.scaler else ""
             # Past this class, the driver, step and the two decorators that torch puts on it.
             warn_of_skip(self._first_nonfinite(), what_next, stacklevel=7)
+
+    def nonfinite_error(self) -> Exception:
+        """The error of gradients that are not finite, which names the first of them."""
+        return nonfinite_error(self._first_nonfinite(), self.engine.gradient_norm)
 
     def _first_nonfinite(self) -> str:
         named = zip(self.engine.names, self.engine.params, strict=True)
@@ -192,19 +211,25 @@ class StepDriver:
         self.rule = rule
         self.position = position
         self._digests: WeightDigests | None = None
-        """Of what its own steps leave on each of several ranks."""
+        """Checksums of what its own steps leave on each of several ranks."""
         if not rule and self.engine.ranks:
             self._digests = WeightDigests(self.engine.session, self.engine.index_of)
         copies = not rule and model_step.copies
         self.own_step = OwnStep(optimizer, self._digests) if copies else None
-        """Where the optimizer's own step cannot have the parameters themselves."""
-        self.num_updated = 0
-        """Parameters that it holds."""
-        self.group_of = [_NO_GROUP] * len(self.engine.params)
-        for g, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                self.group_of[self.engine.index_of[param]] = g
-                self.num_updated += param.requires_grad
+        """Runs the optimizer's own step where that cannot have the parameters themselves."""
+        self.patched_step = patched_step_of(optimizer)
+        """A function that user code had put in the place of the optimizer's step before boost."""
+        self._members = GroupMembers(self.engine, fused=rule is not None)
+        self._members.follow(optimizer)
+        self._edited_states = 0
+
+    @property
+    def checksums(self) -> dict[str, int]:
+        """What ranks have to have edited alike, beside the options of groups."""
+        return {
+            "the checksum of the parameters in optimizer.param_groups": self._members.digest,
+            "the checksum of what was edited in optimizer.state": self._edited_states,
+        }
 
     @property
     def fused(self) -> bool:
@@ -238,25 +263,141 @@ class StepDriver:
         finally:
             self.engine.session.set_loss_scale(1.0)
 
-    def step(self, optimizer: Optimizer, generic_step: Callable[[], Any]) -> None:
+    def take_up_edits(self, optimizer: Optimizer) -> None:
+        """Brings edits of `optimizer.state` and `optimizer.param_groups` into the chunks.
+
+        Raises:
+            UsageError: They hold something that the model's chunks have no place for.
+        """
+        if self.rule:
+            self._members.follow(optimizer)
+            edited = self.model_step.shown_states.take_up(optimizer)
+            self._edited_states = zlib.crc32(array("q", edited).tobytes()) if edited else 0
+
+    @torch.no_grad()
+    def step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Updates the parameters from the gradients held now, or skips the step.
 
         Where it raises something else than NonFiniteGradientError, no step is counted: nothing has
         moved, and it may be called again, or the run is broken.
+
+        Args:
+            optimizer: The boosted one.
+            args: Arguments of the step that its class has, without the optimizer.
+            kwargs: Keyword arguments of it.
+
+        Returns:
+            What the step of its class returns.
         """
-        groups = self.rule.checked(optimizer.param_groups) if self.rule else []
+        if self.rule:
+            return self._fused_step(optimizer, *args, **kwargs)
+        closure = closure_of(args, kwargs)
+        if closure is not None and evaluates_inside(optimizer, self.patched_step):
+            return self._step_that_evaluates(optimizer, args, kwargs, closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            args, kwargs = with_closure(args, kwargs, None)
+        scale = self.model_step.scale_for(self, optimizer)
+        result = None
+        if scale is not None:
+            result = self._run_own_step(optimizer, args, kwargs, scale, None)
+        self.model_step.taken_by(self, skipped=scale is None)
+        return result if closure is None else loss
+
+    def _fused_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        assert self.rule is not None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.take_up_edits(optimizer)
+        groups = self._options_of_groups(optimizer)
         scale = self.model_step.scale_for(self, optimizer)
         if scale is not None:
-            if self.rule:
-                self.engine.session.update(groups, self.group_of, scale)
-            elif self.own_step:
-                self.own_step(generic_step, scale)
-            else:
-                generic_step()
-                self._look_at(optimizer)
+            self.engine.session.update(groups, self._members.group_of, scale)
             if self._digests:
                 self._digests.tell()
         self.model_step.taken_by(self, skipped=scale is None)
+        self.model_step.shown_states.show(optimizer)
+        return loss
+
+    def _options_of_groups(self, optimizer: Optimizer) -> list[RuleGroup]:
+        """The options of every group, as the rule calls them.
+
+        Raises:
+            UsageError: One was turned on that the rule does not know.
+            ValueError: One is out of range.
+        """
+        assert self.rule is not None
+        for position, group in enumerate(optimizer.param_groups):
+            for option in self.rule.without:
+                if group.get(option):
+                    raise UsageError(
+                        f"optimizer.param_groups[{position}]['{option}'] was turned on after "
+                        f"booster.boost, which gave {type(optimizer).__name__} a fused step "
+                        f"without it: set {option} before booster.boost"
+                    )
+        return self.rule.checked(optimizer.param_groups)
+
+    def _run_own_step(
+        self,
+        optimizer: Optimizer,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        scale: float,
+        evaluate: Evaluate | None,
+    ) -> Any:
+        """Calls the step of the optimizer's class, or the one that user code put in its place."""
+        own = self.patched_step or functools.partial(unhooked_step(optimizer), optimizer)
+        if self.own_step:
+            result = self.own_step(own, args, kwargs, scale, evaluate)
+        else:
+            if evaluate is not None:
+                args, kwargs = with_closure(args, kwargs, lambda: evaluate()[0])
+            result = own(*args, **kwargs)
+            self._look_at(optimizer)
+        if self._digests:
+            self._digests.tell()
+        return result
+
+    def _step_that_evaluates(
+        self,
+        optimizer: Optimizer,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        closure: Callable[[], Any],
+    ) -> Any:
+        """Runs a step that calls its closure itself, once or more: a line search, SAM.
+
+        Raises:
+            NonFiniteGradientError: The gradients of a call are not finite; the step of the class is
+                not over then, so that it cannot be skipped.
+            NotImplementedError: The precision is fp16, whose loss scale skips steps.
+        """
+        if self.scaler:
+            raise NotImplementedError(
+                f"{type(optimizer).__name__} evaluates its closure inside step, where a step whose "
+                "gradients overflow cannot be skipped: use precision='bf16' or 'fp32'"
+            )
+
+        def evaluate() -> tuple[Any, float]:
+            with torch.enable_grad():
+                loss = closure()
+            scale = self.model_step.scale_for(self, optimizer)
+            if scale is None:
+                raise self.model_step.nonfinite_error()
+            return loss, scale
+
+        scale: float | None = 1.0
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            scale = self.model_step.scale_for(self, optimizer)
+        result = None
+        if scale is not None:
+            result = self._run_own_step(optimizer, args, kwargs, scale, evaluate)
+        self.model_step.taken_by(self, skipped=scale is None)
+        return result
 
     def _look_at(self, optimizer: Optimizer) -> None:
         if self._digests:
@@ -268,8 +409,9 @@ class StepDriver:
     def arm(self, optimizer: Optimizer) -> None:
         """Before a forward whose backward may update chunks: tells the options of now."""
         if self.rule:
-            groups = self.rule.checked(optimizer.param_groups)
-            self.engine.session.arm_updates(groups, self.group_of)
+            self.take_up_edits(optimizer)
+            groups = self._options_of_groups(optimizer)
+            self.engine.session.arm_updates(groups, self._members.group_of)
 
 
 def _options_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -323,6 +465,3 @@ def _same_norm(one: float, other: float) -> bool:
 
 _SAME_NORM = 1e-4
 """What other orders of a norm's sums may come to, and more."""
-
-_NO_GROUP = -1
-"""Of a parameter that another optimizer updates, or none, in castor._C."""

@@ -121,6 +121,10 @@ class Engine(Together):
         self._updated = updated
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those that step the parameters, boosted."""
+        self.updates = 0
+        """Steps of an optimizer that this process has taken."""
+        self.states_given: list[Any] = []
+        """Entries of optimizer states of which user code may have copies: see StoredState."""
         self.replaced = Replaced()
         lazy = Materialisation(model)
         with _telling_what_is_lost(model):

@@ -105,6 +105,7 @@ def _adam(group: Group) -> RuleGroup:
         "eps": float(group["eps"]),
         "weight_decay": float(group["weight_decay"]),
         "decoupled": bool(group["decoupled_weight_decay"]),
+        "maximize": bool(group.get("maximize", False)),  # HybridAdam's groups need not have it
     }
 
 
@@ -133,7 +134,7 @@ ADAM = FusedRule(
     classes={"Adam": Adam, "AdamW": AdamW, "HybridAdam": AdamW},
     group_keys=("lr", "betas", "eps", "weight_decay"),
     options=_adam,
-    without=("amsgrad", "maximize", "differentiable"),
+    without=("amsgrad", "differentiable"),
     counts_steps=True,
     others=frozenset({"max_exp_avg_sq"}),
     holds_masters="HybridAdam",
