@@ -381,12 +381,13 @@ void Session::check_parameters() const {
     const ParamId param{static_cast<std::uint32_t>(i)};
     const ParamSpec& spec = layout_.param(param);
     if (params_[i].leaf.requires_grad() != gradients_->required(param)) {
-      throw UsageError("parameter '" + spec.name +
-                       "' had requires_grad=" + (gradients_->required(param) ? "True" : "False") +
-                       " when the model was boosted and has " +
-                       (gradients_->required(param) ? "False" : "True") +
-                       " now; set it before booster.boost, which lays out gradients and optimizer "
-                       "state for the trainable parameters");
+      throw UsageError(
+          "parameter '" + spec.name +
+          "' had requires_grad=" + (gradients_->required(param) ? "True" : "False") +
+          " when the model was boosted and has " +
+          (gradients_->required(param) ? "False" : "True") +
+          " now; set it before booster.boost, which lays out gradients and optimizer "
+          "state for the trainable parameters, or call booster.reboost(model, optimizer) now");
     }
     if (params_[i].local.storage().unsafeGetStorageImpl() !=
         storages_->storage(param).unsafeGetStorageImpl()) {

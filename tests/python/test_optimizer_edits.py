@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 import castor
+import grids
 from helpers import boost, on_device_of
 
 WIDTH = 8
@@ -173,7 +174,11 @@ def test_states_on_nvme_that_are_edited_count(
 ) -> None:
     for make in FUSED:
         (tmp_path / make.__name__).mkdir()
-        nvme = {"nvme_path": tmp_path / make.__name__, "nvme_memory": "64MiB", "nvme_offload_fraction": 1.0}
+        nvme = {
+            "nvme_path": tmp_path / make.__name__,
+            "nvme_memory": "64MiB",
+            "nvme_offload_fraction": 1.0,
+        }
         compare(make, edit, "64MiB", **nvme)
 
 
@@ -550,7 +555,7 @@ class Editor:
         torch.nn.utils.clip_grad_norm_(self.net.parameters(), 0.05)
 
 
-SEEDS = 500
+SEEDS = 500 if grids.WHOLE else 100
 SETTINGS: list[dict[str, Any]] = [
     {"memory": "64MiB"},
     {"memory": 1500},

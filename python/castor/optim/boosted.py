@@ -145,7 +145,7 @@ class BoostedOptimizer(Optimizer):
                 HybridAdam's can.
         """
         driver = self._castor
-        driver.take_up_edits(self)
+        driver.take_up_states(self)
         return ordinary_copy(
             self, class_before(type(self)), driver.engine, fused=driver.fused, memo=memo
         )

@@ -194,6 +194,7 @@ class OwnStep:
         originals = {copy: param for param, copy in copies.items()}
         scales = [scale]
 
+        @torch.no_grad()
         def inner_closure() -> Any:
             assert evaluate is not None
             self._exchange(optimizers, originals)

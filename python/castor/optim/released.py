@@ -78,7 +78,7 @@ def release_optimizers(engine: Engine, *, drop_states: bool, with_masters: bool 
 def _release(
     optimizer: Optimizer, driver: StepDriver, *, drop_states: bool, with_masters: bool
 ) -> None:
-    driver.take_up_edits(optimizer)
+    driver.take_up_states(optimizer)  # groups may hold what is to be boosted next
     engine = driver.engine
     state: dict[Any, Any] = dict(optimizer.state)
     if drop_states:

@@ -271,6 +271,15 @@ class StepDriver:
         """
         if self.rule:
             self._members.follow(optimizer)
+            self.take_up_states(optimizer)
+
+    def take_up_states(self, optimizer: Optimizer) -> None:
+        """Brings edits of `optimizer.state` alone into the chunks.
+
+        Raises:
+            UsageError: An entry holds something that the update cannot use.
+        """
+        if self.rule:
             edited = self.model_step.shown_states.take_up(optimizer)
             self._edited_states = zlib.crc32(array("q", edited).tobytes()) if edited else 0
 
