@@ -115,11 +115,12 @@ class Booster(Checkpoints):
                 f"this {type(model).__name__} {where}, and booster.release takes models of one "
                 "process on the CPU device; write it with booster.save_model, and read that"
             )
-        engine.session.settle()
-        release_optimizers(engine, drop_states=drop_states)
-        boosted = compiled_from(model)
-        release_model(boosted, engine)
-        _boosters.pop(boosted, None)
+        with engine.session.turn("booster.release"):
+            engine.session.settle()
+            release_optimizers(engine, drop_states=drop_states)
+            boosted = compiled_from(model)
+            release_model(boosted, engine)
+            _boosters.pop(boosted, None)
 
     def enable_lora(
         self,

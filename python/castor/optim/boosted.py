@@ -137,7 +137,8 @@ class BoostedOptimizer(Optimizer):
         for param, entry in entries:
             _check_entry(self._castor.engine, param, entry)
         super().load_state_dict({**state_dict, "state": {}})
-        write_entries(self._castor.engine, entries)
+        with self._castor.engine.session.turn("optimizer.load_state_dict"):
+            write_entries(self._castor.engine, entries)
         if self.rounding_seed is not None and "rounding_seed" in state_dict:
             self.rounding_seed = state_dict["rounding_seed"]
         self._show_loaded(entries)

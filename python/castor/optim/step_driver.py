@@ -228,15 +228,16 @@ class StepDriver:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Differentiates a loss, in fp16 scaled; see Booster.backward."""
-        self.engine.history.loss_given(loss)
-        self.engine.session.set_loss_scale(self.loss_scale)
-        try:
-            (loss * self.loss_scale if self.scaler else loss).backward()
-        except OutOfMemoryError as error:
-            self.engine.blocks.explain(error)
-            raise
-        finally:
-            self.engine.session.set_loss_scale(1.0)
+        with self.engine.session.turn("booster.backward", runs_backward=True):
+            self.engine.history.loss_given(loss)
+            self.engine.session.set_loss_scale(self.loss_scale)
+            try:
+                (loss * self.loss_scale if self.scaler else loss).backward()
+            except OutOfMemoryError as error:
+                self.engine.blocks.explain(error)
+                raise
+            finally:
+                self.engine.session.set_loss_scale(1.0)
 
     def step(self, optimizer: Optimizer, generic_step: Callable[[], Any]) -> None:
         """Updates the parameters from the gradients held now, or skips the step.
@@ -245,18 +246,19 @@ class StepDriver:
         moved, and it may be called again, or the run is broken.
         """
         groups = self.rule.checked(optimizer.param_groups) if self.rule else []
-        scale = self.model_step.scale_for(self, optimizer)
-        if scale is not None:
-            if self.rule:
-                self.engine.session.update(groups, self.group_of, scale)
-            elif self.own_step:
-                self.own_step(generic_step, scale)
-            else:
-                generic_step()
-                self._look_at(optimizer)
-            if self._digests:
-                self._digests.tell()
-        self.model_step.taken_by(self, skipped=scale is None)
+        with self.engine.session.turn("an optimizer.step()"):
+            scale = self.model_step.scale_for(self, optimizer)
+            if scale is not None:
+                if self.rule:
+                    self.engine.session.update(groups, self.group_of, scale)
+                elif self.own_step:
+                    self.own_step(generic_step, scale)
+                else:
+                    generic_step()
+                    self._look_at(optimizer)
+                if self._digests:
+                    self._digests.tell()
+            self.model_step.taken_by(self, skipped=scale is None)
 
     def _look_at(self, optimizer: Optimizer) -> None:
         if self._digests:
