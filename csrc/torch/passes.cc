@@ -64,7 +64,7 @@ Passes::Joined Passes::begin_forward() {
   const Joined joined = turn_.enter_forward(
       caller(), trains ? PassTurn::Mode::kTraining : PassTurn::Mode::kInference);
   follow(joined);
-  if (!runtime_.idle()) {
+  if (!runtime_.idle() && !joined.left_behind) {
     return joined;
   }
   forward_trains_ = trains;

@@ -32,6 +32,7 @@ from helpers import (
     param_bytes,
     plugin,
 )
+from stored_tower import wide
 from zoo import llama, tower, tower_batch
 
 HERE = Path(__file__).parent
@@ -153,8 +154,10 @@ def test_weights_may_be_read_while_training_goes_on(settings: dict[str, Any]) ->
     assert_equal(exact_state(boosted), exact_state(reference))
 
 
-# A budget that holds all chunks, about half of them, and barely the largest module's.
-BUDGETS = {"all": 2**26, "half": 24_000, "one": 14_000}
+CHUNK_OF_ONE = 4352
+"""Bytes of a chunk that holds one layer of the tower."""
+HALF = 30_000
+"""A budget for half of the tower's chunks, and for a step's activations."""
 
 
 def in_threads(*works: Callable[[], None], timeout: float = 60.0) -> list[str]:
@@ -189,34 +192,44 @@ def pass_patience(seconds: float) -> Iterator[None]:
         _C.set_pass_patience(before)
 
 
-def inputs(boosted: Boosted, count: int) -> list[torch.Tensor]:
-    return [on_device_of(boosted, tower_batch(seed))["x"] for seed in range(count)]
+def inputs(boosted: Boosted, count: int, *, width: int = 32) -> list[torch.Tensor]:
+    return [on_device_of(boosted, tower_batch(seed, width=width))["x"] for seed in range(count)]
 
 
-def evaluations(boosted: Boosted, count: int = 12) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+@torch.no_grad()
+def evaluations(
+    boosted: Boosted, count: int = 12, *, width: int = 32
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Inputs, and what one thread makes of them."""
-    xs = inputs(boosted, count)
-    with torch.no_grad():
-        return xs, [boosted.model(x).clone() for x in xs]
+    xs = inputs(boosted, count, width=width)
+    return xs, [boosted.model(x).clone() for x in xs]
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"nvme": True}], ids=str)
+def serving(memory: int = 10_000, **settings: Any) -> Boosted:
+    """A tower for inference; by default barely one of its layers fits on the device."""
+    booster = castor.Booster(plugin(memory, **{"chunk_bytes": CHUNK_OF_ONE, **settings}))
+    model, *_ = booster.boost(tower())
+    return Boosted(booster, model, None)
+
+
+SERVING: dict[str, Callable[[Path], Boosted]] = {
+    "all": lambda _: serving(2**26),
+    "half": lambda _: serving(20_000),
+    "one": lambda _: serving(),
+    "one_bf16": lambda _: serving(7_000, precision="bf16"),
+    "nvme": lambda path: wide(path),
+    "nvme_tight": lambda path: wide(path, memory=56_000),
+}
+
+
+@pytest.mark.parametrize("boosted_as", SERVING)
 def test_threads_that_share_a_model_for_inference_get_right_outputs(
-    settings: dict[str, Any], budget: str, tmp_path: Path
+    boosted_as: str, tmp_path: Path
 ) -> None:
     """Four threads, each call compared with what one thread makes of the same input."""
-    settings = dict(settings)
-    model = tower()
-    if settings.pop("nvme", False):
-        settings |= {"nvme_path": tmp_path, "host_memory": 40_000}
-    boosted = Boosted(
-        castor.Booster(plugin(BUDGETS[budget], chunk_bytes=4352, **settings)), model, None
-    )
-    boosted.booster.boost(model)
-    if "nvme_path" in settings:
-        assert boosted.report().nvme_weight_bytes > 0
-    xs, expected = evaluations(boosted)
+    boosted = SERVING[boosted_as](tmp_path)
+    model = boosted.model
+    xs, expected = evaluations(boosted, width=model.head.in_features)
     wrong: list[int] = []
 
     def serve(first: int) -> None:
@@ -292,7 +305,7 @@ def test_training_beside_evaluation_is_training_alone(
 
     def boosted_tower() -> Boosted:
         model = tower()
-        return boost(model, BUDGETS["half"] + 6000, optimizer(model), chunk_bytes=4352, **settings)
+        return boost(model, HALF, optimizer(model), chunk_bytes=CHUNK_OF_ONE, **settings)
 
     reference = boosted_tower()
     x = inputs(reference, 1)[0]
@@ -335,34 +348,35 @@ def test_training_beside_evaluation_is_training_alone(
 
 def test_threads_that_train_by_turns_of_a_pool() -> None:
     """Forward, backward and step may each be of another thread, and a thread may die between."""
-    expected = go_on(boost(tower(), BUDGETS["half"] + 6000, chunk_bytes=4352))
-    boosted = boost(tower(), BUDGETS["half"] + 6000, chunk_bytes=4352)
-    losses = []
+    expected = go_on(boost(tower(), HALF, chunk_bytes=CHUNK_OF_ONE))
+    boosted = boost(tower(), HALF, chunk_bytes=CHUNK_OF_ONE)
+    losses: list[torch.Tensor] = []
+
+    def forward(seed: int) -> None:
+        losses.append(boosted.model(**on_device_of(boosted, tower_batch(seed))))
+
     for seed in range(4):
-        held: list[torch.Tensor] = []
-        batch = on_device_of(boosted, tower_batch(seed))
-        assert in_threads(lambda: held.append(boosted.model(**batch))) == []
-        assert in_threads(lambda: held[0].backward()) == []
+        assert in_threads(partial(forward, seed)) == []
+        assert in_threads(losses[-1].backward) == []
         assert in_threads(boosted.optimizer.step) == []
         boosted.optimizer.zero_grad()
-        losses.append(held[0].item())
-    assert losses == expected
+    assert [loss.item() for loss in losses] == expected
 
 
 def test_two_threads_that_train_one_model_add_their_gradients() -> None:
     """Forwards and backwards of two threads, one after the other, and one step over their sum."""
-    boosted = boost(tower(), BUDGETS["half"] + 6000, chunk_bytes=4352)
-    alone = boost(tower(), BUDGETS["half"] + 6000, chunk_bytes=4352)
+    boosted = boost(tower(), HALF, chunk_bytes=CHUNK_OF_ONE)
+    alone = boost(tower(), HALF, chunk_bytes=CHUNK_OF_ONE)
     batches = [on_device_of(boosted, tower_batch(seed)) for seed in range(2)]
+
+    def micro_batch(i: int) -> None:
+        boosted.booster.backward(boosted.model(**batches[i]), boosted.optimizer)
+
     for _ in range(4):
         for batch in batches:
             alone.booster.backward(alone.model(**batch), alone.optimizer)
         alone.optimizer.step()
         alone.optimizer.zero_grad()
-
-        def micro_batch(i: int) -> None:
-            boosted.booster.backward(boosted.model(**batches[i]), boosted.optimizer)
-
         assert in_threads(partial(micro_batch, 0), partial(micro_batch, 1)) == []
         boosted.optimizer.step()
         boosted.optimizer.zero_grad()
@@ -370,9 +384,8 @@ def test_two_threads_that_train_one_model_add_their_gradients() -> None:
 
 
 def test_a_forward_that_fails_in_one_thread_leaves_the_model_to_the_others() -> None:
-    model = tower()
-    castor.Booster(plugin(BUDGETS["one"], chunk_bytes=4352)).boost(model)
-    boosted = Boosted(castor.Booster(plugin()), model, None)
+    boosted = serving()
+    model = boosted.model
     xs, expected = evaluations(boosted)
     fails = torch.zeros(8, 31, device=xs[0].device)
 
@@ -394,9 +407,8 @@ class Interrupted(BaseException):
 
 
 def test_a_thread_that_dies_in_a_forward_leaves_the_model_to_the_others() -> None:
-    model = tower()
-    castor.Booster(plugin(BUDGETS["one"], chunk_bytes=4352)).boost(model)
-    boosted = Boosted(castor.Booster(plugin()), model, None)
+    boosted = serving()
+    model = boosted.model
     xs, expected = evaluations(boosted)
 
     def interrupt(*_: Any) -> None:
@@ -412,9 +424,8 @@ def test_a_thread_that_dies_in_a_forward_leaves_the_model_to_the_others() -> Non
 
 
 def test_a_hook_that_calls_the_model_again_is_of_the_same_pass() -> None:
-    model = tower()
-    castor.Booster(plugin(BUDGETS["one"], chunk_bytes=4352)).boost(model)
-    boosted = Boosted(castor.Booster(plugin()), model, None)
+    boosted = serving()
+    model = boosted.model
     xs, expected = evaluations(boosted)
     nested: list[bool] = []
     inside = threading.local()
@@ -439,9 +450,8 @@ def test_a_hook_that_calls_the_model_again_is_of_the_same_pass() -> None:
 
 def test_a_hook_that_waits_for_a_thread_which_calls_the_model_is_told() -> None:
     """Neither could go on: the thread that waits for its turn gives up, with a name."""
-    model = tower()
-    castor.Booster(plugin(BUDGETS["one"], chunk_bytes=4352)).boost(model)
-    boosted = Boosted(castor.Booster(plugin()), model, None)
+    boosted = serving()
+    model = boosted.model
     xs, expected = evaluations(boosted)
     errors: list[str] = []
 
@@ -459,23 +469,24 @@ def test_a_hook_that_waits_for_a_thread_which_calls_the_model_is_told() -> None:
 
 
 def test_evaluation_between_an_updating_backward_and_a_step_that_never_comes_is_refused() -> None:
-    boosted = boost(tower(), BUDGETS["half"] + 6000, chunk_bytes=4352, **BACKWARD)
+    boosted = boost(tower(), HALF, chunk_bytes=CHUNK_OF_ONE, **BACKWARD)
     boosted.booster.backward(
         boosted.model(**on_device_of(boosted, tower_batch(0))), boosted.optimizer
     )
     x = inputs(boosted, 1)[0]
+    evaluate = torch.no_grad()(boosted.model)
     with pass_patience(0.1):
-        (error,) = in_threads(lambda: boosted.model(x))
+        (error,) = in_threads(lambda: evaluate(x))
     assert error.startswith("UsageError")
     assert "optimizer.step() was not called" in error
     boosted.optimizer.step()
-    assert in_threads(lambda: boosted.model(x)) == []
+    assert in_threads(lambda: evaluate(x)) == []
 
 
 def test_saves_and_reads_wait_for_the_pass_of_another_thread(tmp_path: Path) -> None:
     """Each save is of the weights of one step, which loads as what training had then."""
-    boosted = boost(tower(), BUDGETS["half"] + 6000, chunk_bytes=4352)
-    reference = boost(tower(), BUDGETS["half"] + 6000, chunk_bytes=4352)
+    boosted = boost(tower(), HALF, chunk_bytes=CHUNK_OF_ONE)
+    reference = boost(tower(), HALF, chunk_bytes=CHUNK_OF_ONE)
     steps = 8
     weights = [exact_state(reference)[: len(list(reference.model.parameters()))]]
     for seed in range(steps):
@@ -507,9 +518,8 @@ def test_saves_and_reads_wait_for_the_pass_of_another_thread(tmp_path: Path) -> 
 
 
 def test_executors_and_asyncio_share_a_model() -> None:
-    model = tower()
-    castor.Booster(plugin(BUDGETS["one"], chunk_bytes=4352)).boost(model)
-    boosted = Boosted(castor.Booster(plugin()), model, None)
+    boosted = serving()
+    model = boosted.model
     xs, expected = evaluations(boosted)
 
     @torch.no_grad()
