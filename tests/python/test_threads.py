@@ -287,7 +287,6 @@ OVERLAPS: dict[str, dict[str, Any]] = {
     "none": {},
     "forward": {"overlap": "forward"},
     "backward": BACKWARD,
-    "recompute": {"activations": "recompute"},
     "bf16": {"precision": "bf16"},
 }
 
