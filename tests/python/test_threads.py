@@ -32,6 +32,7 @@ from helpers import (
     param_bytes,
     plugin,
 )
+from simulated import Simulation
 from stored_tower import wide
 from zoo import llama, tower, tower_batch
 
@@ -532,3 +533,26 @@ def test_executors_and_asyncio_share_a_model() -> None:
         return await asyncio.gather(*(asyncio.to_thread(serve, x) for x in xs))
 
     assert_equal(asyncio.run(gather()), expected)
+
+
+def test_training_beside_evaluation_on_a_simulated_device(simulated: Simulation) -> None:
+    """Backward runs on autograd's thread of the device, for the thread that called it."""
+    expected = go_on(simulated.boost(tower(), 2**20), steps=4)
+    boosted = simulated.boost(tower(), 2**20)
+    x = inputs(boosted, 1)[0]
+    stop = threading.Event()
+    losses: list[float] = []
+
+    def evaluate() -> None:
+        while not stop.is_set():
+            with torch.no_grad():
+                assert bool(boosted.model(x).isfinite().all())
+
+    def train() -> None:
+        try:
+            losses.extend(go_on(boosted, steps=4))
+        finally:
+            stop.set()
+
+    assert in_threads(train, evaluate) == []
+    assert losses == expected
