@@ -313,6 +313,24 @@ auto with_run_load(void (Session::*method)(RunLoad)) {
   };
 }
 
+/// A turn of Python's: "with session.turn(...):", on one thread.
+class TurnScope {
+ public:
+  TurnScope(std::shared_ptr<Session> session, std::string what, bool runs_backward)
+      : session_(std::move(session)),
+        what_(std::move(what)),
+        kind_(runs_backward ? PassTurn::Section::kRunsBackward : PassTurn::Section::kPlain) {}
+
+  void enter() { turn_ = std::make_unique<Session::Turn>(session_, kind_, what_); }
+  void leave() { turn_.reset(); }
+
+ private:
+  const std::shared_ptr<Session> session_;
+  const std::string what_;
+  const PassTurn::Section kind_;
+  std::unique_ptr<Session::Turn> turn_;
+};
+
 void load_trace(Session& session, const std::vector<PythonEvent>& events) {
   session.runtime().load_trace(trace_of(events));
 }
@@ -349,12 +367,27 @@ PYBIND11_MODULE(_C, m) {
       .def(
           "enter_backward",
           [](castor::StepEvents& events, std::uint32_t module) {
-            events.enter_backward(castor::ModuleId{module});
+            events.enter_backward(castor::ModuleId{module}, {});
           },
           released);
   m.attr("ModuleCall") = castor::module_call_type();
   m.def("release_saved_variables",
         [](const py::handle& node) { castor::release_saved_variables(node.ptr()); });
+  py::class_<castor::TurnScope>(m, "Turn")
+      .def("__enter__", &castor::TurnScope::enter, released)
+      .def("__exit__", [](castor::TurnScope& scope, const py::args& /*failure*/) {
+        const py::gil_scoped_release release;
+        scope.leave();
+      });
+  m.def(
+      "set_pass_patience",
+      [](double seconds) {
+        using Seconds = std::chrono::duration<double>;
+        const auto before = castor::PassTurn::set_patience(
+            std::chrono::duration_cast<std::chrono::milliseconds>(Seconds(seconds)));
+        return Seconds(before).count();
+      },
+      py::arg("seconds"));
   castor::SessionClass session(m, "Session");
   session
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),
@@ -362,6 +395,12 @@ PYBIND11_MODULE(_C, m) {
            py::arg("options"), py::arg("backend"), py::arg("groups"), py::arg("memory_mark"),
            py::arg("reads"), py::arg("zero_stage"), py::arg("extra_dp_size"), py::arg("valueless"),
            py::arg("name"))
+      .def(
+          "turn",
+          [](const std::shared_ptr<Session>& self, std::string what, bool runs_backward) {
+            return castor::TurnScope(self, std::move(what), runs_backward);
+          },
+          py::arg("what"), py::kw_only(), py::arg("runs_backward") = false)
       .def("set_loss_scale", &Session::set_loss_scale, released)
       .def("synchronise", &Session::synchronise)
       .def("bring_together", &Session::bring_together, py::arg("optimizer"), released)

@@ -4,7 +4,10 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <algorithm>
+#include <pthread.h>
+
+#include <array>
+#include <string_view>
 #include <utility>
 
 #include "torch/counting_allocator.h"
@@ -36,93 +39,91 @@ class Passes::End {
   int pass_;
 };
 
-void Passes::begin_forward() {
-  if (!runtime_.idle()) {
-    return;
-  }
-  forward_trains_ = at::GradMode::is_enabled();
-  if (charged_account() != charged_) {
-    account_before_ = charged_account();
-    charge_allocations_to(charged_);
-  }
-}
-
-void Passes::end_forward() {
-  if (!at::GradMode::is_enabled() && runtime_.idle()) {
-    charge_allocations_to(std::exchange(account_before_, nullptr));
-  }
-}
-
-bool Passes::in_segment() const { return forward_trains_ && !at::GradMode::is_enabled(); }
-
-void Passes::stop_charging() {
-  {
-    const MutexLock lock(mutex_);
-    if (!backward_.empty()) {  // a second forward that stopped early: backward goes on behind it
-      return;
-    }
-  }
-  if (charged_ && charged_account() == charged_ && runtime_.idle()) {
-    charge_allocations_to(nullptr);
-  }
-}
-
-void Passes::begin_backward() {
-  charge_allocations_to(charged_);
-  follow_backward();
+PassTurn::Caller Passes::caller() {
+  thread_local const bool shared = [] {
+    std::array<char, 16> name{};
+    return ::pthread_getname_np(::pthread_self(), name.data(), name.size()) == 0 &&
+           std::string_view(name.data()).starts_with("pt_autograd");
+  }();
+  return {.shared = shared, .task = ::torch::autograd::get_current_graph_task_id()};
 }
 
 // What the thread allocates after backward (the next micro-batch's data, a user's clipping on the
 // host) is not the model's. Autograd drops the callback with the pass, also when the pass failed.
-bool Passes::follow_backward() {
-  const int pass = ::torch::autograd::get_current_graph_task_id();
-  bool known = false;
-  {
-    const MutexLock lock(mutex_);
-    if (pass == -1) {
-      backward_.clear();  // those whose end is late
-      return false;
-    }
-    known = std::find(backward_.begin(), backward_.end(), pass) != backward_.end();
-    if (!known) {
-      backward_.push_back(pass);
-    }
-  }
-  if (!known) {
-    auto end = std::make_shared<End>(weak_from_this(), pass);
+void Passes::follow(const Joined& joined) {
+  if (joined.task_is_new) {
+    auto end =
+        std::make_shared<End>(weak_from_this(), ::torch::autograd::get_current_graph_task_id());
     ::torch::autograd::Engine::get_default_engine().queue_callback(
         [end = std::move(end)] { end->reached(); });
   }
-  return true;
+}
+
+Passes::Joined Passes::begin_forward() {
+  const bool trains = at::GradMode::is_enabled();
+  const Joined joined = turn_.enter_forward(
+      caller(), trains ? PassTurn::Mode::kTraining : PassTurn::Mode::kInference);
+  follow(joined);
+  if (!runtime_.idle() && !joined.left_behind) {
+    return joined;
+  }
+  forward_trains_ = trains;
+  if (charged_account() != charged_) {
+    account_before_ = charged_account();
+    charge_allocations_to(charged_);
+  }
+  return joined;
+}
+
+void Passes::end_forward(bool outermost) {
+  if (!outermost) {
+    return;
+  }
+  if (!at::GradMode::is_enabled()) {
+    charge_allocations_to(std::exchange(account_before_, nullptr));
+  }
+  turn_.end_forward();
+}
+
+bool Passes::in_segment() const { return forward_trains_ && !at::GradMode::is_enabled(); }
+
+bool Passes::mine() const { return turn_.mine(caller()); }
+
+// A second forward that stopped early is within a pass: backward goes on behind it.
+void Passes::stop_charging() {
+  if (charged_ && charged_account() == charged_ && !turn_.in_pass(caller())) {
+    charge_allocations_to(nullptr);
+  }
+}
+
+Passes::Joined Passes::begin_backward(PassTurn::Origin origin) {
+  const Joined joined = follow_backward(origin);
+  charge_allocations_to(charged_);
+  return joined;
+}
+
+Passes::Joined Passes::follow_backward(PassTurn::Origin origin) {
+  const Joined joined = turn_.join_backward(caller(), origin);
+  follow(joined);
+  return joined;
+}
+
+Passes::Joined Passes::begin_section(PassTurn::Section kind, const std::string& what) {
+  const Joined joined = turn_.enter_section(caller(), kind, what);
+  follow(joined);
+  return joined;
 }
 
 void Passes::backward_done(int pass) {
-  if (!at_backward_end_) {
-    return;
-  }
-  const bool outermost = [&] {
-    const MutexLock lock(mutex_);
-    return backward_.size() == 1 && backward_.front() == pass;
-  }();
-  if (outermost) {
+  if (at_backward_end_ && turn_.only_task(pass)) {
     for_torch(at_backward_end_);
   }
 }
 
 void Passes::backward_ended(int pass) {
-  {
-    const MutexLock lock(mutex_);
-    std::erase(backward_, pass);
-    if (!backward_.empty()) {
-      return;
-    }
+  if (turn_.end_task(pass)) {
+    stop_charging();
   }
-  stop_charging();
-}
-
-bool Passes::nested() const {
-  const MutexLock lock(mutex_);
-  return backward_.size() > 1;
 }
 
 void Passes::end_step() {

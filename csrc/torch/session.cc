@@ -415,52 +415,90 @@ void Session::check_process() const {
   }
 }
 
+Session::Turn::Turn(std::shared_ptr<Session> session, PassTurn::Section kind,
+                    const std::string& what)
+    : session_(std::move(session)), kind_(kind) {
+  session_->check_process();
+  const Passes::Joined joined = session_->passes_->begin_section(kind, what);
+  try {
+    session_->take_over(joined);
+  } catch (...) {
+    session_->passes_->end_section(kind);
+    throw;
+  }
+}
+
+Session::Turn::~Turn() {
+  if (!session_->in_child_) {
+    session_->passes_->end_section(kind_);
+  }
+}
+
+void Session::take_over(const Passes::Joined& joined) {
+  if (joined.left_behind) {
+    runtime_->send_home();  // and what it left entered is entered no more
+  }
+}
+
 void Session::enter(ModuleId module) {
   check_process();
-  own_device_.follow_stream();
   const bool training = at::GradMode::is_enabled();
-  const bool recomputes = passes_->follow_backward();
-  if (module == kRoot && training && !recomputes) {
-    check_parameters();
-    check_whole();
-    updater_->check_none_updated("the next forward began");
-  }
-  passes_->begin_forward();
-  if (passes_->in_segment()) {
-    gradients_->expect_parts(layout_.chunks_of(module));
-  }
-  notice_new_operators();
-  updater_->check_not_updated(module);
-  runtime_->enter(module, training ? PassMode::kTraining : PassMode::kInference);
-  for (const ChunkId chunk : layout_.chunks_of(module)) {
-    gate_->open(index(chunk));
+  const Passes::Joined joined = passes_->begin_forward();
+  try {
+    take_over(joined);
+    own_device_.follow_stream();
+    if (module == kRoot && training && !joined.in_task) {
+      check_parameters();
+      check_whole();
+      updater_->check_none_updated("the next forward began");
+    }
+    if (passes_->in_segment()) {
+      gradients_->expect_parts(layout_.chunks_of(module));
+    }
+    notice_new_operators();
+    updater_->check_not_updated(module);
+    runtime_->enter(module, training ? PassMode::kTraining : PassMode::kInference);
+    for (const ChunkId chunk : layout_.chunks_of(module)) {
+      gate_->open(index(chunk));
+    }
+  } catch (...) {
+    passes_->end_forward(runtime_->idle());
+    passes_->stop_charging();
+    throw;
   }
 }
 
 void Session::exit(ModuleId module) {
-  if (in_child_) {
-    return;  // enter has thrown
+  if (in_child_ || !passes_->mine()) {
+    return;  // enter has thrown, and said why
   }
-  if (!runtime_->idle()) {  // else enter has thrown, and said why
-    own_device_.follow_stream();
-  }
+  own_device_.follow_stream();
   runtime_->exit(module);
-  passes_->end_forward();
+  passes_->end_forward(runtime_->idle());
 }
 
-void Session::enter_backward(ModuleId module) {
+void Session::enter_backward(ModuleId module, PassTurn::Origin origin) {
   check_process();
+  take_over(passes_->begin_backward(origin));
   own_device_.follow_stream();
-  passes_->begin_backward();
   updater_->check_not_updated(module);
   runtime_->enter_backward(module);
   updater_->update_completed();
+  note_updates();
+}
+
+// With Overlap::kBackward: until the step the weights are between two.
+void Session::note_updates() {
+  if (updater_->armed() && updater_->any_updated()) {
+    passes_->turn().step_is_due();
+  }
 }
 
 void Session::gradient_arrived(ParamId param, const at::Tensor& incoming) {
   check_process();
+  const Passes::Joined joined = passes_->follow_backward();
+  take_over(joined);
   own_device_.follow_stream();
-  passes_->follow_backward();
   const at::Tensor& grad = params_[index(param)].leaf.grad();
   if (!grad.defined()) {
     return;
@@ -478,8 +516,9 @@ void Session::gradient_arrived(ParamId param, const at::Tensor& incoming) {
     updater_->check_none_updated("another gradient of parameter '" + layout_.param(param).name +
                                  "' arrived");
   }
-  if (const auto chunk = gradients_->arrived(param, incoming, passes_->nested())) {
+  if (const auto chunk = gradients_->arrived(param, incoming, joined.nested)) {
     updater_->completed(*chunk);
+    note_updates();
     if (ranks_) {
       ranks_->gradients().completed(*chunk, *gate_);
     }

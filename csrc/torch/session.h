@@ -36,7 +36,11 @@ namespace castor {
 /// A boosted model: its parameters live in chunks, its module events drive the runtime, its
 /// gradients land in payloads (GradientSink), and an optimizer's rule runs over them (Updater).
 /// Owns these and brings them together. Owned jointly by the hooks it installs.
-/// One thread at a time runs forward, backward and step; allocations may come from any thread.
+///
+/// Any thread may run forward, backward, step, saves and loads: module events, settle and the like
+/// wait until the pass of another thread is over (PassTurn), without Python's global lock. A step,
+/// a save and a load are made of several calls: their caller holds a Turn around them. Allocations
+/// may come from any thread at any time.
 class Session final : public StepEvents, public std::enable_shared_from_this<Session> {
  public:
   /// Takes the parameters over: afterwards each is a view of its chunk, in the working precision
@@ -58,12 +62,31 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
 
   void enter(ModuleId module) override;
   void exit(ModuleId module) override;
-  void enter_backward(ModuleId module) override;
+  [[nodiscard]] PassTurn::Origin origin() const noexcept override {
+    return passes_->turn().origin();
+  }
+  void enter_backward(ModuleId module, PassTurn::Origin origin) override;
   void expect_no_backward() override;
   void gradient_arrived(ParamId param, const at::Tensor& incoming) override;
   void stay_with_parent();  ///< In a forked child: what needs memory or threads throws from now on.
   /// As GradientSink's.
   void set_loss_scale(double scale) { gradients_->set_loss_scale(scale); }
+
+  /// The calling thread's turn with the model while it lives: no pass of another thread's runs.
+  /// Turns nest. Made and destroyed by one thread.
+  class Turn {
+   public:
+    /// `what`: "an optimizer.step()", for those who wait too long. Throws UsageError as PassTurn
+    /// does, and in a forked child.
+    Turn(std::shared_ptr<Session> session, PassTurn::Section kind, const std::string& what);
+    ~Turn();
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+   private:
+    const std::shared_ptr<Session> session_;
+    const PassTurn::Section kind_;
+  };
 
   /// With several ranks: whether the gradients of the passes that follow become their mean at the
   /// end of each, or all at the next step. Returns whether those before did.
@@ -99,6 +122,7 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   /// first. If it throws, nothing has moved, or the run counts as broken.
   void update(const GroupOptions& options, double grad_scale) {
     updater_->step(options, grad_scale);
+    passes_->turn().step_is_over();
   }
   /// An optimizer's own step has updated these: as RankMeeting's, where there are several ranks.
   void weights_updated(std::vector<WeightDigest> digests);
@@ -118,7 +142,8 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   [[nodiscard]] bool whole() const { return integrity_.whole() && !torn(); }
   /// Returns when no update is under way; rethrows what stopped one.
   void await_updates() { updater_->wait_for_all(); }
-  /// As await_updates; throws UsageError too unless whole(). For whoever reads the values.
+  /// Returns when neither a pass of another thread nor an update is under way; rethrows what
+  /// stopped one, and throws UsageError unless whole(). For whoever reads the values.
   void settle();
   void settle(ParamId param);  ///< of the parameter's chunk
   /// Parameters may be read and written freely afterwards, until the next forward. Throws
@@ -203,6 +228,8 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   }
   [[nodiscard]] bool aliased_values(ChunkId chunk) const;  ///< weights or states
   void place_chunks_again();
+  void take_over(const Passes::Joined& joined);
+  void note_updates();
   void settle_group(std::size_t group);
   [[nodiscard]] bool read_by_save(std::size_t group) const;
   void await_save(std::size_t group);

@@ -52,12 +52,14 @@ void Session::meet_to_load() {
 }
 
 void Session::begin_load(RunLoad load) {
+  const Turn turn(shared_from_this(), PassTurn::Section::kPlain, "a load");
   own_device_.follow_stream();
   reads_.wait_for_all();
   if (ranks_) {
     ranks_->check_there();
   }
   updater_->abandon();
+  passes_->turn().step_is_over();
   if (ranks_ && load.weights != LoadedWeights::kNone) {
     if (cut_homes_.stage() == 3) {
       runtime_->send_home();
@@ -88,7 +90,7 @@ void Session::share_homes() {
 
 // A failure comes out once as what it is; from then on what it did to the run is said instead.
 void Session::settle() {
-  check_process();
+  const Turn turn(shared_from_this(), PassTurn::Section::kPlain, "a read of the weights");
   if (whole()) {
     await_updates();
   }
@@ -103,6 +105,7 @@ void Session::settle(ParamId param) {
 }
 
 void Session::send_home() {
+  const Turn turn(shared_from_this(), PassTurn::Section::kPlain, "a read of the weights");
   updater_->check_none_updated("the weights are read");
   settle();
   runtime_->send_home();
@@ -110,6 +113,7 @@ void Session::send_home() {
 }
 
 std::vector<ChunkId> Session::begin_reads() {
+  const Turn turn(shared_from_this(), PassTurn::Section::kPlain, "a save");
   send_home();
   reads_.begin();
   std::vector<ChunkId> not_held;

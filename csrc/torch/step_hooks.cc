@@ -17,8 +17,8 @@ namespace {
 /// pass enters the module.
 class BackwardEntry {
  public:
-  BackwardEntry(std::weak_ptr<StepEvents> events, ModuleId module)
-      : events_(std::move(events)), module_(module) {}
+  BackwardEntry(const std::shared_ptr<StepEvents>& events, ModuleId module)
+      : events_(events), module_(module), origin_(events->origin()) {}
 
   void fire() {
     const int pass = ::torch::autograd::get_current_graph_task_id();
@@ -26,13 +26,14 @@ class BackwardEntry {
       return;
     }
     if (const auto events = events_.lock()) {
-      for_torch([&] { events->enter_backward(module_); });
+      for_torch([&] { events->enter_backward(module_, origin_); });
     }
   }
 
  private:
   std::weak_ptr<StepEvents> events_;
   ModuleId module_;
+  PassTurn::Origin origin_;
   int last_pass_ = -1;
 };
 

@@ -33,7 +33,7 @@ void StepRecorder::exit(ModuleId module) {
   tell_(EventKind::kForwardExit, static_cast<std::uint32_t>(module));
 }
 
-void StepRecorder::enter_backward(ModuleId module) {
+void StepRecorder::enter_backward(ModuleId module, PassTurn::Origin /*origin*/) {
   tell_(EventKind::kBackwardEnter, static_cast<std::uint32_t>(module));
 }
 

@@ -31,7 +31,7 @@ class StepRecorder final : public StepEvents {
   [[nodiscard]] const ChunkLayout& layout() const noexcept override { return layout_; }
   void enter(ModuleId module) override;
   void exit(ModuleId module) override;
-  void enter_backward(ModuleId module) override;
+  void enter_backward(ModuleId module, PassTurn::Origin origin) override;
   void expect_no_backward() override {}
   void gradient_arrived(ParamId param, const at::Tensor& incoming) override;
 

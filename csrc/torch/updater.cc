@@ -72,6 +72,11 @@ void Updater::update_completed() {
   });
 }
 
+bool Updater::any_updated() const {
+  const MutexLock lock(mutex_);
+  return std::find(updated_.begin(), updated_.end(), true) != updated_.end();
+}
+
 void Updater::check_none_updated(const std::string& what) const {
   const auto num_updated = [this] {
     const MutexLock lock(mutex_);

@@ -79,6 +79,9 @@ class Updater {
     const MutexLock lock(mutex_);
     return updated_[index(chunk)];
   }
+  /// Whether this step's backward updates what it completes.
+  [[nodiscard]] bool armed() const noexcept { return !armed_.groups.empty(); }
+  [[nodiscard]] bool any_updated() const;
   /// Throws UsageError where backward has updated chunks: `what` came between it and step().
   void check_none_updated(const std::string& what) const;
   /// ... chunks that the module needs.

@@ -110,11 +110,12 @@ class Booster(Checkpoints):
         """
         engine = engine_of(model)
         self._check_releasable(model, engine, "booster.release")
-        engine.session.settle()
-        release_optimizers(engine, drop_states=drop_states)
-        boosted = compiled_from(model)
-        release_model(boosted, engine)
-        _boosters.pop(boosted, None)
+        with engine.session.turn("booster.release"):
+            engine.session.settle()
+            release_optimizers(engine, drop_states=drop_states)
+            boosted = compiled_from(model)
+            release_model(boosted, engine)
+            _boosters.pop(boosted, None)
 
     @contextmanager
     def released(
@@ -148,14 +149,15 @@ class Booster(Checkpoints):
                 f"{len(held)} parameters have gradients, the first is '{held[0]}', and chunks are "
                 "laid out between two steps: call optimizer.step() or zero_grad() before"
             )
-        engine.session.settle()
         its_optimizers = sorted(engine.optimizers, key=lambda one: one._castor.position or 0)  # type: ignore[attr-defined]
         given = its_optimizers if optimizer is None else list_of_optimizers(optimizer)
-        counts = RunCounts.of(engine, its_optimizers)
-        release_optimizers(engine, drop_states=False, with_masters=True)
-        boosted = compiled_from(model)
-        release_model(boosted, engine)
-        _boosters.pop(boosted, None)
+        with engine.session.turn("booster.released"):
+            engine.session.settle()
+            counts = RunCounts.of(engine, its_optimizers)
+            release_optimizers(engine, drop_states=False, with_masters=True)
+            boosted = compiled_from(model)
+            release_model(boosted, engine)
+            _boosters.pop(boosted, None)
         yield
         self.boost(model, given)
         counts.give(engine_of(model), given)

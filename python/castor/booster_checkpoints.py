@@ -16,7 +16,7 @@ from castor.errors import UsageError
 from castor.optim.torch_step import torch_step_of
 from castor.plugins.protocol import list_of_optimizers
 from castor.runtime.boosted_model import BoostedModel, boosted_models_holding, compiled_from
-from castor.runtime.engine import Engine, engines_holding
+from castor.runtime.engine import Engine, engines_holding, turns
 from castor.runtime.ranks import Peers
 
 Result = TypeVar("Result")
@@ -105,9 +105,11 @@ class Checkpoints:
         """
         checkpoint.wait()
         path = absolute(directory)
-        return checkpoint.ready_on_all(
-            self._shared(model), lambda: checkpoint.prepare_load_model(model, path, strict=strict)
-        ).apply()
+        with turns(self._engines(model, (), held=False), "a load"):
+            return checkpoint.ready_on_all(
+                self._shared(model),
+                lambda: checkpoint.prepare_load_model(model, path, strict=strict),
+            ).apply()
 
     def save_optimizer(
         self,
@@ -172,10 +174,11 @@ class Checkpoints:
         """
         checkpoint.wait()
         model, path = _model_of(optimizer, model), absolute(directory)
-        checkpoint.ready_on_all(
-            self._shared(model),
-            lambda: checkpoint.prepare_load_optimizer(optimizer, path, model),
-        ).apply()
+        with turns(self._engines(None, [optimizer], held=False), "a load"):
+            checkpoint.ready_on_all(
+                self._shared(model),
+                lambda: checkpoint.prepare_load_optimizer(optimizer, path, model),
+            ).apply()
 
     def save_lr_scheduler(self, lr_scheduler: Any, path: str | Path) -> None:
         """Writes a scheduler's state as one JSON file, with a checksum in it.
@@ -287,12 +290,13 @@ class Checkpoints:
         shared, path = self._shared(model), absolute(directory)
         rank = shared.ranks.rank if shared and shared.ranks else 0
         optimizers = list_of_optimizers(optimizer)
-        return checkpoint.ready_on_all(
-            shared,
-            lambda: checkpoint.prepare_load(
-                path, model, optimizers, lr_scheduler, dataloader, rank=rank
-            ),
-        ).apply()
+        with turns(self._engines(model, optimizers, held=False), "a load"):
+            return checkpoint.ready_on_all(
+                shared,
+                lambda: checkpoint.prepare_load(
+                    path, model, optimizers, lr_scheduler, dataloader, rank=rank
+                ),
+            ).apply()
 
     def latest(self, directory: str | Path) -> Path | None:
         """The whole checkpoint of the highest step in a run's directory, None without one."""
@@ -336,14 +340,15 @@ class Checkpoints:
         savers = _savers(shared, optimizers)
         if shared is not None:
             checkpoint.check_saved_alike(shared, savers, {**facts, "use_async": use_async})
-        if not use_async and savers is None:
-            return self._once(model, lambda: checkpoint.at_once(save(None)), optimizers)
         engines = self._engines(model, optimizers, held=use_async)
-        share = None
-        if isinstance(shared, Engine) and savers is not None:
-            first = shared.ranks is None or shared.ranks.rank == 0
-            share = checkpoint.Share(savers, writes_whole=first)
-        return checkpoint.save_reading(engines, share, save, later=use_async)
+        with turns(engines, "a save"):
+            if not use_async and savers is None:
+                return self._once(model, lambda: checkpoint.at_once(save(None)), optimizers)
+            share = None
+            if isinstance(shared, Engine) and savers is not None:
+                first = shared.ranks is None or shared.ranks.rank == 0
+                share = checkpoint.Share(savers, writes_whole=first)
+            return checkpoint.save_reading(engines, share, save, later=use_async)
 
     def _engines(
         self, model: nn.Module | None, optimizers: Sequence[Optimizer], *, held: bool

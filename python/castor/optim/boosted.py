@@ -34,7 +34,8 @@ class BoostedOptimizer(Optimizer):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Updates the model's chunks; takes the arguments of the class's own step."""
         if self._castor.patched_step is not None:  # it ends in the class's step, which runs hooks
-            return self._castor.step(self, args, kwargs)
+            with self._castor.turn_of_step(args, kwargs):
+                return self._castor.step(self, args, kwargs)
         return _hooked_step(self, *args, **kwargs)
 
     # What torch looks at before it wraps step once more, in load_state_dict and when unpickling:
@@ -121,7 +122,8 @@ class BoostedOptimizer(Optimizer):
         shown = self._castor.model_step.shown_states
         shown.forget(self)
         own_load({**state_dict, "state": others})
-        write_entries(self._castor.engine, entries)
+        with self._castor.engine.session.turn("optimizer.load_state_dict"):
+            write_entries(self._castor.engine, entries)
         if self.rounding_seed is not None and "rounding_seed" in state_dict:
             self.rounding_seed = state_dict["rounding_seed"]
         shown.show_loaded(self, [param for param, entry in entries if entry])
@@ -199,7 +201,8 @@ def class_before(boosted: type[Optimizer]) -> type[Optimizer]:
 @Optimizer.profile_hook_step
 def _hooked_step(optimizer: BoostedOptimizer, *args: Any, **kwargs: Any) -> Any:
     """The step, with torch's step hooks around it."""
-    return optimizer._castor.step(optimizer, args, kwargs)
+    with optimizer._castor.turn_of_step(args, kwargs):
+        return optimizer._castor.step(optimizer, args, kwargs)
 
 
 _METHODS = {

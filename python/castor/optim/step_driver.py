@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from castor import _C
 from castor.config import GeminiConfig
 from castor.errors import OutOfMemoryError, UsageError
 from castor.optim.loss_scaler import LossScaler
@@ -253,15 +254,16 @@ class StepDriver:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Differentiates a loss, in fp16 scaled; see Booster.backward."""
-        self.engine.history.loss_given(loss)
-        self.engine.session.set_loss_scale(self.loss_scale)
-        try:
-            (loss * self.loss_scale if self.scaler else loss).backward()
-        except OutOfMemoryError as error:
-            self.engine.blocks.explain(error)
-            raise
-        finally:
-            self.engine.session.set_loss_scale(1.0)
+        with self.engine.session.turn("booster.backward", runs_backward=True):
+            self.engine.history.loss_given(loss)
+            self.engine.session.set_loss_scale(self.loss_scale)
+            try:
+                (loss * self.loss_scale if self.scaler else loss).backward()
+            except OutOfMemoryError as error:
+                self.engine.blocks.explain(error)
+                raise
+            finally:
+                self.engine.session.set_loss_scale(1.0)
 
     def take_up_edits(self, optimizer: Optimizer) -> None:
         """Brings edits of `optimizer.state` and `optimizer.param_groups` into the chunks.
@@ -282,6 +284,11 @@ class StepDriver:
         if self.rule:
             edited = self.model_step.shown_states.take_up(optimizer)
             self._edited_states = zlib.crc32(array("q", edited).tobytes()) if edited else 0
+
+    def turn_of_step(self, args: Sequence[Any], kwargs: dict[str, Any]) -> _C.Turn:
+        """The turn of a step with these arguments: passes of other threads wait for its end."""
+        backward = closure_of(args, kwargs) is not None
+        return self.engine.session.turn("an optimizer.step()", runs_backward=backward)
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

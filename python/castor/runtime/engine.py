@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -374,8 +374,25 @@ def engines_holding(model: nn.Module) -> list[Engine]:
     return [one for one in boosted_models_holding(model) if isinstance(one, Engine)]
 
 
+@contextmanager
+def turns(engines: Iterable[Engine], what: str) -> Iterator[None]:
+    """Within it no pass of another thread runs on these models: it begins when theirs are over.
+
+    Args:
+        engines: Of the models.
+        what: What the thread does, for threads that wait too long: "a save".
+
+    Raises:
+        UsageError: A pass of another thread came to no end; see docs/guides/own-loops.md.
+    """
+    with ExitStack() as over:
+        for engine in sorted(engines, key=id):  # as everybody takes them
+            over.enter_context(engine.session.turn(what))
+        yield
+
+
 def _settle(engine: Engine, *_: Any) -> None:
-    """A state_dict hook: no update is under way when the values are read."""
+    """A state_dict hook: neither an update nor another thread's pass or step is under way."""
     if not engine.being_loaded:
         engine.session.settle()
 
