@@ -45,8 +45,12 @@ std::unique_ptr<UpdateRule> make_update_rule(std::string_view name, StateFormat 
   const Registered& rule = find(name);
   std::string known;
   for (const StateFormat one : rule.formats) {
-    if (one == format)
-      return rule.make(format);
+    if (one == format) {
+      std::unique_ptr<UpdateRule> made = rule.make(format);
+      if (made->splits_masters())
+        made->unsplit_ = rule.make(StateFormat::kFp32);
+      return made;
+    }
     known += (known.empty() ? "" : ", ") + std::string(to_string(one));
   }
   throw InvalidArgument("the update rule '" + std::string(name) + "' has no state format " +

@@ -56,10 +56,8 @@ class BoostedOptimizer(Optimizer):
 
     def _show_state(self) -> None:
         """Makes `state` entries of the parameters that have taken their first step."""
-        if (
-            len(self.state) == self._castor.num_updated
-            or not self._castor.engine.session.state_names
-        ):
+        rule = self._castor.engine.rule
+        if len(self.state) == self._castor.num_updated or not (rule and rule.states):
             return
         session = self._castor.engine.session
         for group in self.param_groups:

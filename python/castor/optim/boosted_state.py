@@ -94,17 +94,17 @@ class StoredState(dict[str, Any]):
 
     def __missing__(self, key: str) -> torch.Tensor:
         """A copy of one of the rule's states."""
-        if key not in self._engine.session.state_names:
+        if key not in self._names():
             raise KeyError(key)
         moments: torch.Tensor = self.loaded()[key]
         return moments
 
     def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or key in self._engine.session.state_names
+        return super().__contains__(key) or key in self._names()
 
     def __iter__(self) -> Iterator[str]:
         yield from super().__iter__()
-        for key in self._engine.session.state_names:
+        for key in self._names():
             if not super().__contains__(key):
                 yield key
 
@@ -142,22 +142,26 @@ class StoredState(dict[str, Any]):
         """A state as a dict of its own, in memory."""
         session = self._engine.session
         states = session.read_states(self._index)
-        stored = dict(zip(session.state_names, states, strict=True))
+        stored = dict(zip(self._names(), states, strict=True))
         return {**self.held(), **stored, **self.held()}
+
+    def _names(self) -> list[str]:
+        return self._engine.session.state_names(self._index)
 
 
 def state_entry(engine: Engine, index: int) -> dict[str, Any]:
     """optimizer.state of a parameter: views of its payloads, in the type its format has.
 
-    They have the parameter's shape and are float32; Adam's exp_avg and exp_avg_sq are bfloat16 in
-    "split_bf16" and uint8 codes in "split_int8", which has "scales" too, float32 of shape (blocks,
-    2). These are the types that a standalone HybridAdam has. What lies on NVMe has no views, nor
-    what may be now in a GPU's memory and now on the host: see StoredState.
+    They have the parameter's shape and are float32; Adam's exp_avg and exp_avg_sq of a bfloat16
+    parameter are bfloat16 in "split_bf16" and uint8 codes in "split_int8", which has "scales" too,
+    float32 of shape (blocks, 2). These are the types that a standalone HybridAdam
+    has. What lies on NVMe has no views, nor what may be now in a GPU's memory and now on the host:
+    see StoredState.
     """
     session = engine.session
     if not session.shown(index):
         return StoredState(engine, index)
-    states = dict(zip(session.state_names, session.states(index), strict=True))
+    states = dict(zip(session.state_names(index), session.states(index), strict=True))
     return _count(engine, index) | states
 
 
@@ -197,9 +201,9 @@ def _write_states(
     session = engine.session
     shown = session.shown(index)
     tensors = session.states(index) if shown else session.read_states(index)
-    states = dict(zip(session.state_names, tensors, strict=True))
-    if session.optim_state_format in ROUNDING_FORMATS:
-        fill_rounded(param, states, portable, session.optim_state_format)
+    states = dict(zip(session.state_names(index), tensors, strict=True))
+    if (state_format := session.state_format(index)) in ROUNDING_FORMATS:
+        fill_rounded(param, states, portable, state_format)
     else:
         for name, state in states.items():
             if portable.get(name) is None:
