@@ -38,11 +38,6 @@ void check_optimizer_cost(const OptimizerCost& optimizer) {
   check_cost("state_bytes_per_element", optimizer.state_bytes_per_element);
   check_cost("moved_bytes_per_element", optimizer.moved_bytes_per_element);
   check_cost("norm_bytes_per_element", optimizer.norm_bytes_per_element);
-  if (optimizer.of_fp32) {
-    check_cost("of_fp32.state_bytes", optimizer.of_fp32->state_bytes);
-    check_cost("of_fp32.moved_bytes", optimizer.of_fp32->moved_bytes);
-    check_cost("of_fp32.norm_bytes", optimizer.of_fp32->norm_bytes);
-  }
   if (optimizer.overlap == Overlap::kBackward) {
     throw InvalidArgument("the simulator has no updates beside backward; give kNone or kForward");
   }
@@ -56,7 +51,7 @@ std::uint64_t state_bytes_of(const ChunkSpec& chunk, const OptimizerCost& optimi
   if (!chunk.has_state) {
     return 0;
   }
-  const double state = static_cast<double>(num_elements(chunk)) * optimizer.of(chunk).state_bytes;
+  const double state = static_cast<double>(num_elements(chunk)) * optimizer.state_bytes_per_element;
   return static_cast<std::uint64_t>(std::ceil(state));
 }
 

@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <string_view>
 
 #include "core/chunk_layout.h"
@@ -55,13 +54,6 @@ struct Hardware {
   std::uint64_t gradient_window_bytes = 0;
 };
 
-/// What the optimizer keeps and moves for each trainable element of a type.
-struct ElementCost {
-  double state_bytes = 0.0;
-  double moved_bytes = 0.0;
-  double norm_bytes = 0.0;
-};
-
 /// What the optimizer keeps and moves for each trainable element (docs/design/0012).
 struct OptimizerCost {
   /// Master or remainder, and moments; parameter and gradient are counted by the chunk's type.
@@ -72,15 +64,6 @@ struct OptimizerCost {
   double norm_bytes_per_element = 0.0;
   /// Updates beside backward are not simulated.
   Overlap overlap = Overlap::kNone;
-  /// The same of fp32 chunks, where the figures above are of a narrower working precision.
-  std::optional<ElementCost> of_fp32 = std::nullopt;
-
-  [[nodiscard]] ElementCost of(const ChunkSpec& chunk) const noexcept {
-    return chunk.type == ScalarType::kFloat32 && of_fp32
-               ? *of_fp32
-               : ElementCost{state_bytes_per_element, moved_bytes_per_element,
-                             norm_bytes_per_element};
-  }
 };
 
 /// Throws InvalidArgument where a speed is not above 0, a cost negative or not finite, or the

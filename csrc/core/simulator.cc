@@ -180,7 +180,7 @@ class Simulation final : private DryRun {
   void update_on_host(ChunkId chunk, double now) {
     const ChunkSpec& spec = layout_.chunk(chunk);
     if (spec.has_state && !on_device(chunk)) {
-      const double done = dram_.serve(now, elements_of(spec) * optimizer_.of(spec).moved_bytes);
+      const double done = dram_.serve(now, elements_of(spec) * optimizer_.moved_bytes_per_element);
       chunks_[index(chunk)].updated = std::max(done, nvme_.update(chunk, now));
     }
   }
@@ -197,9 +197,9 @@ class Simulation final : private DryRun {
       if (!spec.trainable) {
         continue;
       }
-      const double norm_bytes = elements_of(spec) * optimizer_.of(spec).norm_bytes;
+      const double norm_bytes = elements_of(spec) * optimizer_.norm_bytes_per_element;
       if (on_device(ChunkId{static_cast<std::uint32_t>(i)})) {
-        device_seconds += (elements_of(spec) * optimizer_.of(spec).moved_bytes + norm_bytes) /
+        device_seconds += (elements_of(spec) * optimizer_.moved_bytes_per_element + norm_bytes) /
                           hardware_.device_memory_bytes_per_second;
       } else if (norm_bytes > 0.0) {
         // What lies on NVMe is read ahead of this.

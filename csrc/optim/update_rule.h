@@ -120,17 +120,9 @@ class UpdateRule {
   [[nodiscard]] StateFormat format() const noexcept { return format_; }
   /// Whether the bits of masters are parameter and remainder together.
   [[nodiscard]] bool splits_masters() const noexcept { return format_ != StateFormat::kFp32; }
-  /// The rule that updates parameters of `type`: this one; but fp32 parameters, which are their own
-  /// masters, are not split, and get the same rule in kFp32.
-  [[nodiscard]] const UpdateRule& for_type(ScalarType type) const noexcept {
-    return type == ScalarType::kFloat32 && unsplit_ != nullptr ? *unsplit_ : *this;
-  }
 
  private:
-  friend std::unique_ptr<UpdateRule> make_update_rule(std::string_view name, StateFormat format);
-
   const StateFormat format_;
-  std::unique_ptr<const UpdateRule> unsplit_;  // nullptr: this one splits no masters
 };
 
 /// Of the rules that are registered. Throws InvalidArgument for an unknown name, or a format that

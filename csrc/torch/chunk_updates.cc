@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "optim/rule_of_type.h"
 
 namespace castor {
 namespace {
@@ -15,13 +16,13 @@ template <typename Update>
 void for_each_rule(const UpdateRule& rule, std::span<UpdateSegment> segments,
                    const Update& update) {
   const auto is_split = [&rule](const UpdateSegment& segment) {
-    return &rule.for_type(segment.type) == &rule;
+    return &rule_of_type(rule, segment.type) == &rule;
   };
   const auto unsplit = std::stable_partition(segments.begin(), segments.end(), is_split);
   for (const auto of_rule :
        {std::span(segments.begin(), unsplit), std::span(unsplit, segments.end())}) {
     if (!of_rule.empty()) {
-      update(rule.for_type(of_rule.front().type), std::span<const UpdateSegment>(of_rule));
+      update(rule_of_type(rule, of_rule.front().type), std::span<const UpdateSegment>(of_rule));
     }
   }
 }

@@ -9,6 +9,7 @@
 
 #include "core/error.h"
 #include "optim/convert.h"
+#include "optim/rule_of_type.h"
 #include "optim/state_convert.h"
 
 namespace castor {
@@ -83,6 +84,15 @@ OptimizerState::OptimizerState(ChunkManager& manager, const ShardMap& shards, St
       rule_(std::move(rule)),
       copies_(copies),
       ranks_(ranks) {}
+
+StateFormat OptimizerState::format(ParamId param) const {
+  return rule_ ? rule_of_type(*rule_, layout_.param(param).type).format() : StateFormat::kFp32;
+}
+
+std::span<const StateSpec> OptimizerState::specs(ParamId param) const {
+  return rule_ ? rule_of_type(*rule_, layout_.param(param).type).states()
+               : std::span<const StateSpec>();
+}
 
 std::vector<std::string> OptimizerState::names(ParamId param) const {
   std::vector<std::string> names;
@@ -173,7 +183,7 @@ void OptimizerState::zero() {
 void OptimizerState::before_write_back(ChunkId chunk, const std::byte* home,
                                        const std::byte* slot) {
   if (places_.kinds(chunk).empty() ||
-      !rule_->for_type(layout_.chunk(chunk).type).splits_masters()) {
+      !rule_of_type(*rule_, layout_.chunk(chunk).type).splits_masters()) {
     return;
   }
   const std::size_t bytes = layout_.chunk(chunk).used_bytes;

@@ -40,9 +40,7 @@ class OptimizerState {
   [[nodiscard]] StateFormat format() const noexcept {
     return rule_ ? rule_->format() : StateFormat::kFp32;
   }
-  [[nodiscard]] StateFormat format(ParamId param) const {
-    return rule_ ? rule_->for_type(layout_.param(param).type).format() : StateFormat::kFp32;
-  }
+  [[nodiscard]] StateFormat format(ParamId param) const;
   [[nodiscard]] const StatePlaces& places() const noexcept { return places_; }
   /// Of the rule's states, as `shown` and `read` give them of that parameter.
   [[nodiscard]] std::vector<std::string> names(ParamId param) const;
@@ -113,10 +111,7 @@ class OptimizerState {
   [[nodiscard]] bool copied(ParamId param) const { return copies_.has(layout_.place(param).chunk); }
   void with_state(ParamId param, PayloadKind kind,
                   const std::function<void(const std::byte*)>& use) const;
-  [[nodiscard]] std::span<const StateSpec> specs(ParamId param) const {
-    return rule_ ? rule_->for_type(layout_.param(param).type).states()
-                 : std::span<const StateSpec>();
-  }
+  [[nodiscard]] std::span<const StateSpec> specs(ParamId param) const;
   [[nodiscard]] ParamGeometry geometry(ParamId param, const StateSpec& spec) const;
 
   ChunkManager& manager_;

@@ -11,6 +11,7 @@
 #include "dist/rank_weights.h"
 #include "dist/weight_parts.h"
 #include "host/shared_homes.h"
+#include "optim/rule_of_type.h"
 #include "torch/gradient_parts.h"
 #include "torch/stored_weights.h"
 
@@ -22,7 +23,7 @@ std::vector<PayloadKind> state_kinds(const ChunkSpec& chunk, const UpdateRule* r
   if (rule == nullptr || !chunk.has_state) {
     return kinds;
   }
-  rule = &rule->for_type(chunk.type);
+  rule = &rule_of_type(*rule, chunk.type);
   if (rule->splits_masters()) {
     kinds.push_back(kRemainderPayload);
   } else if (chunk.type != ScalarType::kFloat32) {
@@ -52,15 +53,15 @@ std::size_t bytes_of(PayloadKind kind, std::size_t numel, ScalarType type, const
   }
   return kind == kMasterPayload      ? numel * sizeof(float)
          : kind == kRemainderPayload ? numel * sizeof(std::int16_t)
-                                     : spec_of(rule->for_type(type), kind).bytes(numel);
+                                     : spec_of(rule_of_type(*rule, type), kind).bytes(numel);
 }
 
 }  // namespace
 
-std::size_t param_alignment(const UpdateRule* rule, ScalarType type) {
-  const std::size_t granule = rule == nullptr ? 1 : rule->for_type(type).granule();
+std::size_t param_alignment(const UpdateRule* rule, ScalarType precision) {
+  const std::size_t granule = rule == nullptr ? 1 : rule_of_type(*rule, precision).granule();
   return granule == 1 || granule == UpdateRule::kWholeParameter ? kParamAlignment
-                                                                : granule * size_of(type);
+                                                                : granule * size_of(precision);
 }
 
 std::vector<PayloadSpec> state_payloads(const ChunkSpec& chunk, const UpdateRule* rule,
@@ -101,7 +102,7 @@ StatePlaces::StatePlaces(ChunkManager& manager, const ShardMap& shards,
 
 void StatePlaces::check_format(ChunkId chunk) const {
   const ChunkSpec& spec = layout_.chunk(chunk);
-  const StateFormat format = rule_ ? rule_->for_type(spec.type).format() : StateFormat::kFp32;
+  const StateFormat format = rule_ ? rule_of_type(*rule_, spec.type).format() : StateFormat::kFp32;
   if (format != StateFormat::kFp32 && spec.type != ScalarType::kBFloat16) {
     throw InvalidArgument("optimizer state format " + std::string(to_string(format)) +
                           " splits the fp32 master of bfloat16 parameters, and chunk " +
@@ -131,7 +132,7 @@ void StatePlaces::make_payloads() {
       }
     }
     if (!stored_[i] && !manager_.stored(chunk) && !kinds_[i].empty() &&
-        rule_->for_type(layout_.chunk(chunk).type).splits_masters()) {
+        rule_of_type(*rule_, layout_.chunk(chunk).type).splits_masters()) {
       manager_.follow_writes(chunk);  // a part of the master is in the parameter
     }
   }

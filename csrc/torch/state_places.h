@@ -34,9 +34,9 @@ inline constexpr PayloadKind kRemainderPayload = state_payload(1);
 }
 static_assert(2 + kMaxRuleStates <= kMaxStatePayloads);
 
-/// Bytes at which a chunk of that type aligns its parameters for a rule: what it updates together
-/// begins with a parameter (docs/design/0012).
-[[nodiscard]] std::size_t param_alignment(const UpdateRule* rule, ScalarType type);
+/// Bytes at which a chunk aligns its parameters for a rule: what it updates together begins with a
+/// parameter (docs/design/0012).
+[[nodiscard]] std::size_t param_alignment(const UpdateRule* rule, ScalarType precision);
 
 /// What an optimizer keeps of a chunk on each of so many ranks, as messages call it.
 [[nodiscard]] std::vector<PayloadSpec> state_payloads(const ChunkSpec& chunk,
