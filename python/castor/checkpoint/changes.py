@@ -62,8 +62,9 @@ def in_dtype(contents: Contents, dtype: torch.dtype, source: Path) -> Contents:
     """Weights in another type, all that are floating point, as module.to(dtype) does.
 
     In 16 bits float32 weights stay as they are where most weights, by elements, are 16-bit: a model
-    of them keeps these in float32. Masters are float32 weights: they become these, or stay in the states of 16-bit ones, where
-    float32 weights that are rounded become masters. Rounding is that of the update.
+    of them keeps these in float32. Masters are float32 weights: they become these, or stay in the
+    states of 16-bit ones, where float32 weights that are rounded become masters. Rounding is that
+    of the update.
 
     Raises:
         CheckpointError: Weights are of 8 bits, or a master has no weight.
