@@ -340,6 +340,30 @@ def test_activations_elsewhere_give_the_same_bits(activations: str) -> None:
     assert_equal(exact_state(plain), exact_state(other))
 
 
+class Projected(nn.Module):
+    """Its inputs go to a module that stays float32, which does not cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(4, 8)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.into(x).to(self.out.weight.dtype))
+
+
+@pytest.mark.parametrize("kept_one", ["into", "out"])
+def test_inputs_have_the_type_of_the_module_that_takes_them(kept_one: str) -> None:
+    torch.manual_seed(0)
+    plain = Projected()
+    model = boost(copy.deepcopy(plain), precision="bf16", keep_fp32=[kept_one]).model
+    x = torch.randn(3, 4)
+    for module in (plain.into, plain.out):
+        if module is not getattr(plain, kept_one):
+            module.to(torch.bfloat16)
+    assert equal(model(x), plain(x.to(plain.into.weight.dtype)))
+
+
 # --- NVMe -----------------------------------------------------------------------------------------
 
 

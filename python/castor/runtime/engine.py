@@ -31,7 +31,7 @@ from castor.runtime.device import make_backend
 from castor.runtime.guard import guard
 from castor.runtime.history import StepHistory
 from castor.runtime.hooks import ModuleHook, Replaced, follow, warn_of_late_compiles
-from castor.runtime.input_cast import InputCast, convert_buffers
+from castor.runtime.input_cast import InputCast, convert_buffers, input_type
 from castor.runtime.model_parts import ModelParts
 from castor.runtime.packed import check_packed_layers, is_packed, settle_layers
 from castor.runtime.rank_buffers import RankBuffers
@@ -244,7 +244,7 @@ class Engine(Together):
     def _install_hooks(self, model: nn.Module, spec: ModelSpec) -> None:
         if self.settings.precision != "fp32" or self.device.type != "cpu":
             model.register_forward_pre_hook(
-                InputCast(WORKING_DTYPES[self.settings.precision], self.device), with_kwargs=True
+                InputCast(input_type(spec, self.types), self.device), with_kwargs=True
             )
         follow(spec, self.session)
         stored = self.settings.nvme_directory and StoredWeights(self.settings.nvme_directory)

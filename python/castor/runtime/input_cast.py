@@ -8,14 +8,16 @@ import torch
 from torch import nn
 
 from castor.runtime.boosted_model import name_before_compile
+from castor.runtime.spec import ModelSpec
 from castor.runtime.tensor_types import TensorTypes
 
 
 class InputCast:
     """A pre-hook of the model: inputs come to its device, floating-point ones in its precision.
 
-    In fp32 types stay as they are, so that a model may be called with any. Copies of the model keep
-    it: their weights have that precision.
+    In fp32 types stay as they are, so that a model may be called with any; and so they do where the
+    module that takes them stays float32 (`input_type`). Copies of the model keep it: their weights
+    have that precision.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -37,6 +39,14 @@ class InputCast:
         if isinstance(value, dict) and type(value) is dict:
             return {key: self._cast(item) for key, item in value.items()}
         return value
+
+
+def input_type(spec: ModelSpec, types: TensorTypes) -> torch.dtype:
+    """The type of the module that takes the inputs: the first that is no embedding."""
+    for owner in spec.modules:
+        if owner.params and not isinstance(owner.module, nn.Embedding):
+            return types.of_param(spec.names[owner.params[0]])
+    return types.working
 
 
 def convert_buffers(model: nn.Module, types: TensorTypes, device: torch.device) -> None:
