@@ -51,10 +51,10 @@ class Routed(nn.Module):
         return self.head(normed.to(self.head.weight.dtype))
 
 
-def routed() -> Routed:
+def routed(depth: int = 3) -> Routed:
     """In float32."""
     torch.manual_seed(3)
-    return Routed()
+    return Routed(depth)
 
 
 def kept(model: nn.Module) -> list[nn.Parameter]:
@@ -62,9 +62,9 @@ def kept(model: nn.Module) -> list[nn.Parameter]:
     return [p for name, p in model.named_parameters() if ".gate." in name or name == "norm.weight"]
 
 
-def loaded(dtype: torch.dtype = torch.bfloat16) -> Routed:
+def loaded(dtype: torch.dtype = torch.bfloat16, depth: int = 3) -> Routed:
     """As from_pretrained gives such a model: 16-bit with islands."""
-    model = routed()
+    model = routed(depth)
     islands = {id(param) for param in kept(model)}
     for param in model.parameters():
         if id(param) not in islands:
