@@ -27,7 +27,7 @@ WAYS["split, forward"] = ("auto", {"optim_state_format": "split", "overlap": "fo
 DEEPSEEK: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
-    "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1,
+    "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1,
     "topk_group": 1, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4,
     "qk_nope_head_dim": 4, "v_head_dim": 4, "first_k_dense_replace": 1, "n_shared_experts": 1,
 }  # fmt: skip
