@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from castor.runtime.boosted_model import name_before_compile
+from castor.runtime.packed import is_packed
 from castor.runtime.spec import ModelSpec
 from castor.runtime.tensor_types import TensorTypes
 
@@ -45,7 +46,9 @@ def input_type(spec: ModelSpec, types: TensorTypes) -> torch.dtype:
     """The type of the module that takes the inputs: the first that is no embedding."""
     for owner in spec.modules:
         if owner.params and not isinstance(owner.module, nn.Embedding):
-            return types.of_param(spec.names[owner.params[0]])
+            first = owner.params[0]
+            kept = types.of_param(spec.names[first]) == torch.float32
+            return torch.float32 if kept and not is_packed(spec.params[first]) else types.working
     return types.working
 
 
