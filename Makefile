@@ -281,7 +281,9 @@ pytest: $(VENV_STAMPS)/castor
 
 # tests/python/grids.py says what a run without this leaves out.
 whole simgpu: export CASTOR_WHOLE_GRID := 1
+# The families of transformers that are not in the suite's table as well.
 whole: pytest
+	@$(BIN)/python tests/python/types_of_families.py
 
 # Scripts that other projects publish run where their clones are: tests/integration/test_published.py.
 integration: export CASTOR_PUBLISHED ?=

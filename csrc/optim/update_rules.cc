@@ -1,8 +1,11 @@
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "core/error.h"
 #include "optim/adam_rule.h"
 #include "optim/lion_rule.h"
+#include "optim/rule_of_type.h"
 #include "optim/sgd_rule.h"
 #include "optim/update_rule.h"
 
@@ -51,6 +54,19 @@ std::unique_ptr<UpdateRule> make_update_rule(std::string_view name, StateFormat 
   }
   throw InvalidArgument("the update rule '" + std::string(name) + "' has no state format " +
                         std::string(to_string(format)) + "; there are " + known);
+}
+
+const UpdateRule& rule_of_type(const UpdateRule& rule, ScalarType type) {
+  if (type != ScalarType::kFloat32 || !rule.splits_masters())
+    return rule;
+  // Of every registered rule one, which nothing changes.
+  static const auto unsplit = [] {
+    std::vector<std::unique_ptr<const UpdateRule>> rules;
+    for (const Registered& registered : kRules)
+      rules.push_back(registered.make(StateFormat::kFp32));
+    return rules;
+  }();
+  return *unsplit[static_cast<std::size_t>(&find(rule.name()) - kRules)];
 }
 
 std::span<const StateFormat> formats_of_rule(std::string_view name) { return find(name).formats; }

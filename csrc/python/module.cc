@@ -131,7 +131,8 @@ RankGroups rank_groups(const std::array<std::string, 3>& names,
 
 std::shared_ptr<Session> create_session(
     std::vector<at::Tensor> params, std::vector<std::string> param_names,
-    const std::vector<bool>& trained, std::vector<bool> ruled, const std::vector<bool>& packed,
+    const std::vector<bool>& trained, std::vector<bool> ruled,
+    const std::vector<std::optional<ScalarType>>& types,
     const std::vector<PythonModuleSpec>& modules, SessionOptions options, const py::object& backend,
     const std::optional<std::array<std::string, 3>>& groups,
     const std::optional<std::string>& memory_mark, const std::string& reads, std::size_t zero_stage,
@@ -151,7 +152,7 @@ std::shared_ptr<Session> create_session(
     without_values.push_back(ParamId{param});
   }
   return without_gil([&] {
-    return Session::create(std::move(params), std::move(param_names), trained, packed, specs,
+    return Session::create(std::move(params), std::move(param_names), trained, types, specs,
                            options, without_values);
   });
 }
@@ -391,7 +392,7 @@ PYBIND11_MODULE(_C, m) {
   castor::SessionClass session(m, "Session");
   session
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),
-           py::arg("trained"), py::arg("ruled"), py::arg("packed"), py::arg("modules"),
+           py::arg("trained"), py::arg("ruled"), py::arg("types"), py::arg("modules"),
            py::arg("options"), py::arg("backend"), py::arg("groups"), py::arg("memory_mark"),
            py::arg("reads"), py::arg("zero_stage"), py::arg("extra_dp_size"), py::arg("valueless"),
            py::arg("name"))

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "python/bindings.h"
+#include "python/names.h"
 #include "torch/session.h"
 
 namespace py = pybind11;
@@ -41,8 +42,18 @@ void bind_optimizer_state(SessionClass& session) {
                              [](const Session& self) {
                                return std::string(to_string(self.optimizer_state().format()));
                              })
-      .def_property_readonly("state_names",
-                             [](const Session& self) { return self.optimizer_state().names(); })
+      .def(
+          "state_names",
+          [](const Session& self, std::uint32_t param) {
+            return self.optimizer_state().names(id(param));
+          },
+          py::arg("param"))
+      .def(
+          "state_format",
+          [](const Session& self, std::uint32_t param) {
+            return self.optimizer_state().format(id(param));
+          },
+          py::arg("param"))
       .def(
           "zero_states",
           [](Session& self) {

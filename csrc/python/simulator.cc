@@ -72,11 +72,11 @@ class Simulator {
   Simulator(const std::vector<PythonParamSpec>& params,
             const std::vector<PythonModuleSpec>& modules, ScalarType precision,
             std::size_t chunk_bytes, StateFormat state_format, std::size_t num_ranks,
-            const std::vector<bool>& ruled, const std::string& rule)
+            const std::vector<bool>& ruled, const std::string& rule,
+            const std::vector<bool>& in_fp32)
       : type_(precision),
         rule_(rule_for(rule, type_, state_format)),
-        state_bytes_per_element_(state_bytes_per_element(type_, *rule_)),
-        layout_(param_specs(params, ruled, type_), module_specs(modules),
+        layout_(param_specs(params, ruled, in_fp32, type_), module_specs(modules),
                 {.chunk_bytes = chunk_bytes,
                  .world_size = num_ranks,
                  .param_alignment = param_alignment(rule_.get(), type_)}) {}
@@ -215,30 +215,39 @@ class Simulator {
     return homes;
   }
 
-  /// `ruled`: per parameter, whether the optimizer's rule updates it; empty: all.
+  /// `ruled`: per parameter, whether the optimizer's rule updates it; empty: all. `in_fp32`:
+  /// whether it is float32 whatever `type` is; empty: none.
   static std::vector<ParamSpec> param_specs(const std::vector<PythonParamSpec>& params,
-                                            const std::vector<bool>& ruled, ScalarType type) {
-    if (!ruled.empty() && ruled.size() != params.size()) {
-      throw InvalidArgument("there are " + std::to_string(params.size()) + " parameters and " +
-                            std::to_string(ruled.size()) + " marks of what the rule updates");
-    }
+                                            const std::vector<bool>& ruled,
+                                            const std::vector<bool>& in_fp32, ScalarType type) {
+    const auto check = [&](const std::vector<bool>& marks, const std::string& of) {
+      if (!marks.empty() && marks.size() != params.size()) {
+        throw InvalidArgument("there are " + std::to_string(params.size()) + " parameters and " +
+                              std::to_string(marks.size()) + " marks of what " + of);
+      }
+    };
+    check(ruled, "the rule updates");
+    check(in_fp32, "is float32");
     std::vector<ParamSpec> specs;
     for (const auto& [name, numel, trainable] : params) {
-      specs.push_back({name, numel, type, trainable, ruled.empty() || ruled[specs.size()]});
+      const std::size_t i = specs.size();
+      specs.push_back({name, numel, !in_fp32.empty() && in_fp32[i] ? ScalarType::kFloat32 : type,
+                       trainable, ruled.empty() || ruled[i]});
     }
     return specs;
   }
 
   [[nodiscard]] OptimizerCost optimizer_cost(const py::dict& options) const {
-    const auto element = static_cast<double>(size_of(type_));
     const auto overlap = options["overlap"].cast<Overlap>();
     if (overlap == Overlap::kBackward) {
       throw InvalidArgument("overlap 'backward' is not simulated; there are 'none' and 'forward'");
     }
     // Each rank has one part of the states, and updates that.
     const double share = 1.0 / options["num_ranks"].cast<double>();
-    return {.state_bytes_per_element = share * state_bytes_per_element_,
-            .moved_bytes_per_element = share * (2.0 * state_bytes_per_element_ + 3.0 * element),
+    const auto element = static_cast<double>(size_of(type_));
+    const double state = state_bytes_per_element(type_, *rule_);
+    return {.state_bytes_per_element = share * state,
+            .moved_bytes_per_element = share * (2.0 * state + 3.0 * element),
             .norm_bytes_per_element = options["with_norm"].cast<bool>() ? element : 0.0,
             .overlap = overlap};
   }
@@ -267,7 +276,6 @@ class Simulator {
 
   ScalarType type_;
   std::shared_ptr<const UpdateRule> rule_;
-  double state_bytes_per_element_;
   ChunkLayout layout_;
 };
 
@@ -339,10 +347,11 @@ void bind_simulator(py::module_& m) {
   py::class_<Simulator>(m, "Simulator")
       .def(py::init<const std::vector<PythonParamSpec>&, const std::vector<PythonModuleSpec>&,
                     ScalarType, std::size_t, StateFormat, std::size_t, const std::vector<bool>&,
-                    const std::string&>(),
+                    const std::string&, const std::vector<bool>&>(),
            py::arg("params"), py::arg("modules"), py::arg("precision"), py::arg("chunk_bytes"),
            py::arg("state_format"), py::arg("num_ranks") = 1,
-           py::arg("ruled") = std::vector<bool>(), py::arg("rule") = "adam")
+           py::arg("ruled") = std::vector<bool>(), py::arg("rule") = "adam",
+           py::arg("in_fp32") = std::vector<bool>())
       .def("follow", &Simulator::follow, py::arg("params"), py::arg("tell"))
       .def_property_readonly("chunks", &Simulator::chunks)
       .def("places", &Simulator::places, py::arg("options"))

@@ -1,11 +1,33 @@
 #include "torch/chunk_updates.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
 #include "core/error.h"
+#include "optim/rule_of_type.h"
 
 namespace castor {
+namespace {
+
+/// Calls `update(rule, segments)` for the rule of each type of parameters among the segments, which
+/// it orders by it.
+template <typename Update>
+void for_each_rule(const UpdateRule& rule, std::span<UpdateSegment> segments,
+                   const Update& update) {
+  const auto is_split = [&rule](const UpdateSegment& segment) {
+    return &rule_of_type(rule, segment.type) == &rule;
+  };
+  const auto unsplit = std::stable_partition(segments.begin(), segments.end(), is_split);
+  for (const auto of_rule :
+       {std::span(segments.begin(), unsplit), std::span(unsplit, segments.end())}) {
+    if (!of_rule.empty()) {
+      update(rule_of_type(rule, of_rule.front().type), std::span<const UpdateSegment>(of_rule));
+    }
+  }
+}
+
+}  // namespace
 
 ChunkUpdates::ChunkUpdates(const ChunkLayout& layout, const ShardMap& shards, StatePlaces& places,
                            Executor& executor, std::shared_ptr<const UpdateRule> rule,
@@ -69,10 +91,15 @@ void ChunkUpdates::add_segments(std::span<const ParamUpdate> updates, const Chun
   }
 }
 
-void ChunkUpdates::run_on_device(std::span<const UpdateSegment> segments) const {
-  if (!segments.empty()) {
-    places_.device().kernels().update(*rule_, segments, places_.device().stream()->id());
-  }
+void ChunkUpdates::run_on_host(std::span<UpdateSegment> segments) const {
+  for_each_rule(*rule_, segments,
+                [this](const UpdateRule& rule, auto of_rule) { rule.update(executor_, of_rule); });
+}
+
+void ChunkUpdates::run_on_device(std::span<UpdateSegment> segments) const {
+  for_each_rule(*rule_, segments, [this](const UpdateRule& rule, auto of_rule) {
+    places_.device().kernels().update(rule, of_rule, places_.device().stream()->id());
+  });
 }
 
 void ChunkUpdates::run(ChunkId chunk, std::span<const ParamUpdate> updates) {
@@ -86,7 +113,7 @@ void ChunkUpdates::run(ChunkId chunk, std::span<const ParamUpdate> updates) {
   places_.host_writes_home(chunk);
   places_.with_all(chunk, [&](const ChunkMemory& memory) {
     add_segments(updates, to_update(chunk, memory), segments);
-    rule_->update(executor_, segments);
+    run_on_host(segments);
   });
   bring_others_parts(std::span(&chunk, 1));
 }
@@ -135,7 +162,7 @@ void ChunkUpdates::run_all(std::span<const std::vector<ParamUpdate>> updates,
   const auto update_in_memory = [&] {
     num_begun += std::exchange(num_in_memory, 0);
     run_on_device(on_device);  // first: it goes on while the host is busy
-    rule_->update(executor_, in_memory);
+    run_on_host(in_memory);
     on_device.clear();
     in_memory.clear();
   };
@@ -163,7 +190,7 @@ void ChunkUpdates::run_all(std::span<const std::vector<ParamUpdate>> updates,
     places_.with_all(chunk, [&](const ChunkMemory& memory) {
       ++num_begun;
       add_segments(of_chunk, to_update(chunk, memory), in_memory);
-      rule_->update(executor_, in_memory);
+      run_on_host(in_memory);
       in_memory.clear();
     });
   }

@@ -60,7 +60,8 @@ class ChunkUpdates {
  private:
   void add_segments(std::span<const ParamUpdate> updates, const ChunkMemory& memory,
                     std::vector<UpdateSegment>& segments) const;
-  void run_on_device(std::span<const UpdateSegment> segments) const;
+  void run_on_host(std::span<UpdateSegment> segments) const;
+  void run_on_device(std::span<UpdateSegment> segments) const;
   /// A chunk's memory, as this rank's part of it is updated.
   [[nodiscard]] ChunkMemory to_update(ChunkId chunk, ChunkMemory memory) const;
   void bring_others_parts(std::span<const ChunkId> chunks);

@@ -9,6 +9,7 @@
 
 #include "core/error.h"
 #include "optim/convert.h"
+#include "optim/rule_of_type.h"
 #include "optim/state_convert.h"
 
 namespace castor {
@@ -84,9 +85,18 @@ OptimizerState::OptimizerState(ChunkManager& manager, const ShardMap& shards, St
       copies_(copies),
       ranks_(ranks) {}
 
-std::vector<std::string> OptimizerState::names() const {
+StateFormat OptimizerState::format(ParamId param) const {
+  return rule_ ? rule_of_type(*rule_, layout_.param(param).type).format() : StateFormat::kFp32;
+}
+
+std::span<const StateSpec> OptimizerState::specs(ParamId param) const {
+  return rule_ ? rule_of_type(*rule_, layout_.param(param).type).states()
+               : std::span<const StateSpec>();
+}
+
+std::vector<std::string> OptimizerState::names(ParamId param) const {
   std::vector<std::string> names;
-  for (const StateSpec& spec : specs()) {
+  for (const StateSpec& spec : specs(param)) {
     names.emplace_back(spec.name);
   }
   return names;
@@ -159,7 +169,7 @@ bool OptimizerState::set_master(ParamId param, const at::Tensor& values) {
 void OptimizerState::zero() {
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    for (std::size_t state = 0; state < specs().size(); ++state) {
+    for (std::size_t state = 0; state < kMaxRuleStates; ++state) {
       const auto& payload = manager_.payload(chunk, rule_payload(state));
       if (payload && places_.on_device(chunk)) {
         bytes_at(payload->data(), payload->bytes(), places_.device().torch_device()).zero_();
@@ -172,7 +182,8 @@ void OptimizerState::zero() {
 
 void OptimizerState::before_write_back(ChunkId chunk, const std::byte* home,
                                        const std::byte* slot) {
-  if (!rule_ || !rule_->splits_masters() || places_.kinds(chunk).empty()) {
+  if (places_.kinds(chunk).empty() ||
+      !rule_of_type(*rule_, layout_.chunk(chunk).type).splits_masters()) {
     return;
   }
   const std::size_t bytes = layout_.chunk(chunk).used_bytes;
@@ -228,12 +239,12 @@ std::vector<at::Tensor> OptimizerState::views(ParamId param) const {
   if (!places_.shown(place.chunk)) {
     return views;
   }
-  for (std::size_t i = 0; i < specs().size(); ++i) {
+  for (std::size_t i = 0; i < specs(param).size(); ++i) {
     const auto& payload = manager_.payload(place.chunk, rule_payload(i));
     if (!payload) {
       return {};
     }
-    const StateSpec& spec = specs()[i];
+    const StateSpec& spec = specs(param)[i];
     views.push_back(tensor_over(storage_over(payload), to_torch(spec.type),
                                 spec.bytes(place.offset) / size_of(spec.type),
                                 geometry(param, spec)));
@@ -316,7 +327,7 @@ std::vector<at::Tensor> OptimizerState::saved_states(ParamId param) const {
   }
   std::vector<at::Tensor> states = saved_states_of_piece(param);
   for (std::size_t i = 0; i < states.size(); ++i) {
-    states[i] = in_shape(states[i], geometry(param, specs()[i]));
+    states[i] = in_shape(states[i], geometry(param, specs(param)[i]));
   }
   return states;
 }
@@ -337,16 +348,16 @@ std::vector<at::Tensor> OptimizerState::saved_states_of_piece(ParamId param) con
   const Piece piece = shards_.piece(param);
   std::vector<at::Tensor> states;
   if (copied(param)) {
-    for (std::size_t i = 0; i < specs().size(); ++i) {
-      states.push_back(copies_.piece(param, rule_payload(i), to_torch(specs()[i].type)));
+    for (std::size_t i = 0; i < specs(param).size(); ++i) {
+      states.push_back(copies_.piece(param, rule_payload(i), to_torch(specs(param)[i].type)));
     }
     return states;
   }
   places_.with_states(
       layout_.place(param).chunk, StreamAccess::kRead, [&](const ChunkMemory& memory) {
-        for (std::size_t i = 0; i < specs().size(); ++i) {
+        for (std::size_t i = 0; i < specs(param).size(); ++i) {
           const PayloadKind kind = rule_payload(i);
-          const at::ScalarType type = to_torch(specs()[i].type);
+          const at::ScalarType type = to_torch(specs(param)[i].type);
           const std::size_t bytes = places_.bytes(param, kind, piece.numel);
           at::Tensor& copy = states.emplace_back(at::empty(
               {static_cast<std::int64_t>(bytes / at::elementSize(type))}, at::dtype(type)));
@@ -397,7 +408,7 @@ std::optional<at::Tensor> OptimizerState::saved_master_of_piece(ParamId param) c
 
 std::vector<at::Tensor> OptimizerState::read(ParamId param) const {
   std::vector<at::Tensor> states;
-  for (const StateSpec& spec : specs()) {
+  for (const StateSpec& spec : specs(param)) {
     const ParamGeometry shape = geometry(param, spec);
     states.push_back(at::empty_strided(shape.sizes, shape.strides,
                                        at::TensorOptions().dtype(to_torch(spec.type))));
@@ -423,16 +434,16 @@ void OptimizerState::with_state(ParamId param, PayloadKind kind,
 }
 
 void OptimizerState::write(ParamId param, std::span<const at::Tensor> states) {
-  if (states.size() != specs().size()) {
+  if (states.size() != specs(param).size()) {
     throw InvalidArgument("parameter '" + layout_.param(param).name + "' has " +
-                          std::to_string(specs().size()) + " states, and " +
+                          std::to_string(specs(param).size()) + " states, and " +
                           std::to_string(states.size()) + " were given");
   }
   for (std::size_t i = 0; i < states.size(); ++i) {
-    const ParamGeometry shape = geometry(param, specs()[i]);
+    const ParamGeometry shape = geometry(param, specs(param)[i]);
     if (states[i].sizes() != shape.sizes || states[i].strides() != shape.strides ||
-        states[i].scalar_type() != to_torch(specs()[i].type)) {
-      throw InvalidArgument(std::string(specs()[i].plural) + " of parameter '" +
+        states[i].scalar_type() != to_torch(specs(param)[i].type)) {
+      throw InvalidArgument(std::string(specs(param)[i].plural) + " of parameter '" +
                             layout_.param(param).name +
                             "' differ in shape, strides or type from what read gives");
     }

@@ -36,12 +36,14 @@ class OptimizerState {
                  std::shared_ptr<const UpdateRule> rule, const ChunkCopies& copies,
                  RankStates* ranks);
 
+  /// That of the parameters in the working precision; fp32 ones beside them have kFp32.
   [[nodiscard]] StateFormat format() const noexcept {
     return rule_ ? rule_->format() : StateFormat::kFp32;
   }
+  [[nodiscard]] StateFormat format(ParamId param) const;
   [[nodiscard]] const StatePlaces& places() const noexcept { return places_; }
-  /// Of the rule's states, as `shown` and `read` give them.
-  [[nodiscard]] std::vector<std::string> names() const;
+  /// Of the rule's states, as `shown` and `read` give them of that parameter.
+  [[nodiscard]] std::vector<std::string> names(ParamId param) const;
 
   /// Gives the parameter values, of any floating-point type and device: makes the master and, by
   /// the update's own rounding, the home of them. Overlaps none of the parameter's payloads, or all
@@ -109,9 +111,7 @@ class OptimizerState {
   [[nodiscard]] bool copied(ParamId param) const { return copies_.has(layout_.place(param).chunk); }
   void with_state(ParamId param, PayloadKind kind,
                   const std::function<void(const std::byte*)>& use) const;
-  [[nodiscard]] std::span<const StateSpec> specs() const {
-    return rule_ ? rule_->states() : std::span<const StateSpec>();
-  }
+  [[nodiscard]] std::span<const StateSpec> specs(ParamId param) const;
   [[nodiscard]] ParamGeometry geometry(ParamId param, const StateSpec& spec) const;
 
   ChunkManager& manager_;

@@ -25,11 +25,10 @@ ScalarType own_type(const at::Tensor& param) {
 
 std::vector<ParamSpec> describe(const std::vector<at::Tensor>& params,
                                 std::vector<std::string> names, const std::vector<bool>& trained,
-                                const std::vector<bool>& ruled, const std::vector<bool>& packed,
-                                ScalarType precision) {
+                                const std::vector<bool>& ruled,
+                                const std::vector<std::optional<ScalarType>>& types) {
   if (params.size() != names.size() || params.size() != trained.size() ||
-      (!packed.empty() && params.size() != packed.size()) ||
-      (!ruled.empty() && params.size() != ruled.size())) {
+      params.size() != types.size() || (!ruled.empty() && params.size() != ruled.size())) {
     throw InvalidArgument("there are " + std::to_string(params.size()) + " parameters but " +
                           std::to_string(names.size()) + " names and " +
                           std::to_string(trained.size()) + " marks of what is trained");
@@ -39,7 +38,7 @@ std::vector<ParamSpec> describe(const std::vector<at::Tensor>& params,
   for (std::size_t i = 0; i < params.size(); ++i) {
     specs.push_back({.name = std::move(names[i]),
                      .numel = static_cast<std::size_t>(params[i].numel()),
-                     .type = packed.empty() || !packed[i] ? precision : own_type(params[i]),
+                     .type = types[i] ? *types[i] : own_type(params[i]),
                      .trainable = trained[i],
                      .has_state = ruled.empty() || ruled[i]});
   }

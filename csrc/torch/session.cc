@@ -65,13 +65,12 @@ void share_with_children(const ChunkManager& manager, std::size_t num_chunks) {
 std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
                                          std::vector<std::string> param_names,
                                          const std::vector<bool>& trained,
-                                         const std::vector<bool>& packed,
+                                         const std::vector<std::optional<ScalarType>>& types,
                                          std::vector<ModuleSpec> modules,
                                          const SessionOptions& options,
                                          std::span<const ParamId> valueless) {
   const at::NoGradGuard no_grad;
-  auto specs = describe(params, std::move(param_names), trained, options.state.ruled, packed,
-                        options.precision);
+  auto specs = describe(params, std::move(param_names), trained, options.state.ruled, types);
   const UpdateRule* const rule = options.state.rule.get();
   if (const DeviceKernels* const kernels = options.backend->kernels();
       rule != nullptr && kernels != nullptr && !kernels->has(rule->name())) {

@@ -43,16 +43,16 @@ namespace castor {
 /// may come from any thread at any time.
 class Session final : public StepEvents, public std::enable_shared_from_this<Session> {
  public:
-  /// Takes the parameters over: afterwards each is a view of its chunk, in the working precision
-  /// or, if `packed[i]`, byte for byte as it was. The layout gets the alignment that the state
-  /// format needs. `params` are the model's distinct parameters in execution order, all on the CPU;
-  /// module 0 is the model itself. `trained[i]`: parameter i gets updates, and memory for them; a
-  /// gradient of others is torch's. Those of `valueless` get values by adopt() later. Throws before
-  /// touching any if memory is short.
+  /// Takes the parameters over: afterwards each is a view of its chunk, of `types[i]` or, where
+  /// that is nullopt, byte for byte as it was. The layout gets the alignment that the state format
+  /// needs. `params` are the model's distinct parameters in execution order, all on the CPU; module
+  /// 0 is the model itself. `trained[i]`: parameter i gets updates, and memory for them; a gradient
+  /// of others is torch's. Those of `valueless` get values by adopt() later. Throws before touching
+  /// any if memory is short.
   static std::shared_ptr<Session> create(std::vector<at::Tensor> params,
                                          std::vector<std::string> param_names,
                                          const std::vector<bool>& trained,
-                                         const std::vector<bool>& packed,
+                                         const std::vector<std::optional<ScalarType>>& types,
                                          std::vector<ModuleSpec> modules,
                                          const SessionOptions& options,
                                          std::span<const ParamId> valueless);

@@ -11,6 +11,7 @@
 #include "dist/rank_weights.h"
 #include "dist/weight_parts.h"
 #include "host/shared_homes.h"
+#include "optim/rule_of_type.h"
 #include "torch/gradient_parts.h"
 #include "torch/stored_weights.h"
 
@@ -22,6 +23,7 @@ std::vector<PayloadKind> state_kinds(const ChunkSpec& chunk, const UpdateRule* r
   if (rule == nullptr || !chunk.has_state) {
     return kinds;
   }
+  rule = &rule_of_type(*rule, chunk.type);
   if (rule->splits_masters()) {
     kinds.push_back(kRemainderPayload);
   } else if (chunk.type != ScalarType::kFloat32) {
@@ -51,13 +53,13 @@ std::size_t bytes_of(PayloadKind kind, std::size_t numel, ScalarType type, const
   }
   return kind == kMasterPayload      ? numel * sizeof(float)
          : kind == kRemainderPayload ? numel * sizeof(std::int16_t)
-                                     : spec_of(*rule, kind).bytes(numel);
+                                     : spec_of(rule_of_type(*rule, type), kind).bytes(numel);
 }
 
 }  // namespace
 
 std::size_t param_alignment(const UpdateRule* rule, ScalarType precision) {
-  const std::size_t granule = rule == nullptr ? 1 : rule->granule();
+  const std::size_t granule = rule == nullptr ? 1 : rule_of_type(*rule, precision).granule();
   return granule == 1 || granule == UpdateRule::kWholeParameter ? kParamAlignment
                                                                 : granule * size_of(precision);
 }
@@ -100,7 +102,7 @@ StatePlaces::StatePlaces(ChunkManager& manager, const ShardMap& shards,
 
 void StatePlaces::check_format(ChunkId chunk) const {
   const ChunkSpec& spec = layout_.chunk(chunk);
-  const StateFormat format = rule_ ? rule_->format() : StateFormat::kFp32;
+  const StateFormat format = rule_ ? rule_of_type(*rule_, spec.type).format() : StateFormat::kFp32;
   if (format != StateFormat::kFp32 && spec.type != ScalarType::kBFloat16) {
     throw InvalidArgument("optimizer state format " + std::string(to_string(format)) +
                           " splits the fp32 master of bfloat16 parameters, and chunk " +
@@ -129,8 +131,8 @@ void StatePlaces::make_payloads() {
         manager_.add_payload(chunk, kind, payload_bytes(chunk, kind), plural_of(kind, rule_.get()));
       }
     }
-    if (!stored_[i] && !manager_.stored(chunk) && rule_ && rule_->splits_masters() &&
-        !kinds_[i].empty()) {
+    if (!stored_[i] && !manager_.stored(chunk) && !kinds_[i].empty() &&
+        rule_of_type(*rule_, layout_.chunk(chunk).type).splits_masters()) {
       manager_.follow_writes(chunk);  // a part of the master is in the parameter
     }
   }

@@ -112,7 +112,7 @@ def test_schedulers_and_groups_are_torchs(tmp_path: Path) -> None:
     plain, model = tower(), tower()
     own, optimizer = (SGD(groups_of(one), lr=0.1) for one in (plain, model))
     boosted = boost(model, optimizer=optimizer)
-    assert engine_of(model).session.state_names == ["momentum_buffer"]
+    assert engine_of(model).session.state_names(0) == ["momentum_buffer"]
     schedulers = [CosineAnnealingLR(one, 8) for one in (own, optimizer)]
     for i in range(4):
         assert go_on(boosted, i, 1) == plain_steps(plain, own, i, 1)

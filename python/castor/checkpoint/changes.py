@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -60,8 +61,10 @@ def values(tensor: SavedTensor) -> torch.Tensor:
 def in_dtype(contents: Contents, dtype: torch.dtype, source: Path) -> Contents:
     """Weights in another type, all that are floating point, as module.to(dtype) does.
 
-    Masters are float32 weights: they become these, or stay in the states of 16-bit ones, where
-    float32 weights that are rounded become masters. Rounding is that of the update.
+    In 16 bits float32 weights stay as they are where most weights, by elements, are 16-bit: a model
+    of them keeps these in float32. Masters are float32 weights: they become these, or stay in the
+    states of 16-bit ones, where float32 weights that are rounded become masters. Rounding is that
+    of the update.
 
     Raises:
         CheckpointError: Weights are of 8 bits, or a master has no weight.
@@ -80,11 +83,22 @@ def in_dtype(contents: Contents, dtype: torch.dtype, source: Path) -> Contents:
                 if weight is None:
                     raise CheckpointError(f"{source} has a master of '{name}', which is no weight")
                 exact[weight] = entries["master"]
+    kept = set() if dtype == torch.float32 else _islands(weights)
     for key, tensor in exact.items():
-        if tensor.dtype.is_floating_point and weights[key].dtype != dtype:
+        if tensor.dtype.is_floating_point and weights[key].dtype != dtype and key not in kept:
             weights[key] = _cast(tensor, dtype)
-    states = [_with_masters(state, contents, exact, dtype) for state in contents.optimizers]
-    return replace(contents, weights=weights, optimizers=states)
+    converted = replace(contents, weights=weights)
+    states = [_with_masters(state, converted, exact, dtype) for state in contents.optimizers]
+    return replace(converted, optimizers=states)
+
+
+def _islands(weights: dict[str, SavedTensor]) -> set[str]:
+    """The float32 weights of a model that is mostly 16-bit."""
+    floats = [tensor for tensor in weights.values() if tensor.dtype.is_floating_point]
+    halves = sum(math.prod(tensor.shape) for tensor in floats if tensor.dtype.itemsize == 2)
+    if 2 * halves <= sum(math.prod(tensor.shape) for tensor in floats):
+        return set()
+    return {key for key, tensor in weights.items() if tensor.dtype == torch.float32}
 
 
 def by_parameter(state: OptimizerState) -> dict[str, dict[str, SavedTensor]]:
@@ -113,7 +127,8 @@ def _with_masters(
         stepped = stateless or not TENSORS.isdisjoint(entries)
         if master is None and weight is not None and stepped:
             master = exact[weight]
-        if master is not None and master.dtype == torch.float32 != dtype:
+        of_weight = dtype if weight is None else contents.weights[weight].dtype
+        if master is not None and master.dtype == torch.float32 != of_weight:
             entries["master"] = master
         tensors |= {f"{name}.{entry}": tensor for entry, tensor in entries.items()}
     return replace(state, tensors=tensors)

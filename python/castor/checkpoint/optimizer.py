@@ -252,14 +252,14 @@ def _portable(driver: Driver, param: torch.Tensor, entry: dict[Any, Any]) -> dic
         return entry
     engine, index = driver.engine, driver.engine.index_of[param]  # type: ignore[index]
     session = engine.session
-    names = session.state_names
+    names = session.state_names(index)
 
     def whole(name: str) -> torch.Tensor:
-        return _in_float32(session, session.saved_states(index), name)
+        return _in_float32(session, index, session.saved_states(index), name)
 
     def part(name: str) -> Part:
         first, _ = session.saved_piece(index)
-        part = _in_float32(session, session.saved_states_of_piece(index), name)
+        part = _in_float32(session, index, session.saved_states_of_piece(index), name)
         return (first // _C.MOMENT_BLOCK * 2 if name == "scales" else first), part
 
     # Keys alone: what a stored entry gives for one is read from NVMe.
@@ -270,14 +270,16 @@ def _portable(driver: Driver, param: torch.Tensor, entry: dict[Any, Any]) -> dic
     return portable
 
 
-def _in_float32(session: _C.Session, tensors: list[torch.Tensor], name: str) -> torch.Tensor:
+def _in_float32(
+    session: _C.Session, index: int, tensors: list[torch.Tensor], name: str
+) -> torch.Tensor:
     """One of a parameter's states, which are `tensors`."""
-    states = dict(zip(session.state_names, tensors, strict=True))
+    states = dict(zip(session.state_names(index), tensors, strict=True))
     if states[name].dtype == torch.float32:
         return states[name]
     scales = states.get("scales")  # only Adam's moments are rounded
     moments = _C.load_moments(
-        session.optim_state_format,
+        session.state_format(index),
         states["exp_avg"],
         states["exp_avg_sq"],
         None if scales is None else scales.view(-1, 2),
@@ -293,14 +295,14 @@ def _master(engine: Engine, param: torch.Tensor) -> SavedTensor:
     def whole() -> torch.Tensor:
         master = session.saved_master(index)
         assert master is not None
-        edited = session.optim_state_format == "fp32"
+        edited = session.state_format(index) == "fp32"
         return _reconcile(session.saved_weights(index), master) if edited else master
 
     def part() -> Part:
         first, weights = part_of_weights(engine, index)
         master = session.saved_master_of_piece(index)
         assert master is not None
-        edited = session.optim_state_format == "fp32"
+        edited = session.state_format(index) == "fp32"
         return first, _reconcile(weights, master) if edited else master
 
     return held(engine, index, whole, part)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from torch import nn
+
 from castor.config.block_choice import check_activations
 from castor.config.names import (
     Activations,
@@ -55,6 +57,14 @@ def check_format_of_precision(what: str, state_format: str, precision: str) -> N
         raise ValueError(
             f"{what} splits the float32 master of bfloat16 parameters, and precision is "
             f"{precision!r}; use precision='bf16', or optim_state_format='fp32'"
+        )
+
+
+def _check_keep_fp32(value: tuple[str | type[nn.Module], ...], precision: str) -> None:
+    if value and precision == "fp32":
+        raise ValueError(
+            "keep_fp32 names what stays float32 in a 16-bit precision, and precision is 'fp32', in "
+            "which everything does: leave it out, or give precision='bf16' or 'fp16'"
         )
 
 
@@ -155,6 +165,8 @@ class GeminiConfig:
     nvme_offload_fraction: float | None = None
     """Share of the optimizer state that goes there at least; None: what the host cannot hold."""
     nvme_verify: bool = True
+    keep_fp32: tuple[str | type[nn.Module], ...] = ()
+    """What stays float32 in a 16-bit precision: patterns of names, or classes of modules."""
     gather_embeddings: bool = False
     """Whether embeddings stay at home, where forward reads the rows that it looks up."""
     tile_logits: TileLogits = "auto"
@@ -208,6 +220,7 @@ class GeminiConfig:
                 "gather_embeddings=True leaves embeddings on the host, and placement_policy="
                 f"{self.placement_policy!r} says itself what is there; use 'auto' or 'cpu'"
             )
+        _check_keep_fp32(self.keep_fp32, self.precision)
         _check_tile_logits(self.tile_logits)
         _check_zero_stage(self.zero_stage)
         _whole_numbers(extra_dp_size=self.extra_dp_size)

@@ -15,6 +15,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from castor.runtime.input_cast import convert_buffers
+from castor.runtime.tensor_types import tensor_types
+
 _NUMBERS_OF_TOKENS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 SHORTEST_SEQUENCE = 2
 """Tokens of which one can be told from another."""
@@ -118,7 +121,8 @@ def build(path: Path, *, dtype: torch.dtype) -> nn.Module:
 
     Args:
         path: The config; code that it names elsewhere is not run.
-        dtype: Of the parameters and persistent buffers.
+        dtype: The working precision; parameters and buffers that training keeps in float32 have
+            that type here too.
 
     Returns:
         The model; its parameters take no memory.
@@ -149,7 +153,11 @@ def build(path: Path, *, dtype: torch.dtype) -> nn.Module:
                 f"{path}: transformers {transformers.__version__} cannot build this model: "
                 f"{type(error).__name__}: {error}"
             ) from error
-    return model.to(dtype).train()
+    types = tensor_types(model, dtype)
+    for name, param in model.named_parameters():
+        param.data = param.data.to(types.of_param(name))
+    convert_buffers(model, types, torch.device("meta"))
+    return model.train()
 
 
 def make_inputs(model: nn.Module, *, batch: int, sequence: int) -> dict[str, torch.Tensor]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from castor import _C
 from castor.config import Precision, StateFormat
 from castor.config.names import SCALAR_TYPES
@@ -26,7 +28,7 @@ def lay_out(
 
     Args:
         spec: What castor sees of it.
-        precision: Of parameters and gradients.
+        precision: Of parameters and gradients, but for parameters that are float32.
         state_format: Of the optimizer state.
         rule: Of the optimizer (castor.runtime.rules).
         num_ranks: That have it, and cut the states.
@@ -41,6 +43,7 @@ def lay_out(
         state_format=state_format,
         rule=rule,
         num_ranks=num_ranks,
+        in_fp32=[param.dtype == torch.float32 for param in spec.params],
     )
 
 

@@ -116,4 +116,4 @@ def ordinary_entry(
     master = engine.session.master(index) if param.dtype != torch.float32 else None
     if master is not None:
         portable["master"] = master
-    return from_portable(param, portable, twin.optim_state_format)
+    return from_portable(param, portable, twin.format_of(param))

@@ -102,7 +102,7 @@ class StoredState(dict[str, Any]):
 
     def __missing__(self, key: str) -> torch.Tensor:
         """A copy of one of the rule's states; the one that was given before, if it is current."""
-        if key not in self._engine.session.state_names or self.cleared:
+        if key not in self._stored_names():
             raise KeyError(key)
         given = self._given.get(key)
         if given is not None and (tensor := given.tensor()) is not None and self._current(given):
@@ -111,7 +111,7 @@ class StoredState(dict[str, Any]):
             entry.settle_given()
         self.take_up()
         tensors = self._engine.session.read_states(self._index)
-        moments: torch.Tensor = tensors[self._engine.session.state_names.index(key)]
+        moments: torch.Tensor = tensors[self._stored_names().index(key)]
         self._given[key] = _Given(moments, self._taken())
         if not any(entry is self for entry in self._engine.states_given):
             self._engine.states_given.append(self)
@@ -200,7 +200,7 @@ class StoredState(dict[str, Any]):
             return self.held()
         session = self._engine.session
         states = session.read_states(self._index)
-        stored = dict(zip(session.state_names, states, strict=True))
+        stored = dict(zip(self._names(), states, strict=True))
         return {**self.held(), **stored, **self.held()}
 
     @torch.no_grad()
@@ -215,7 +215,7 @@ class StoredState(dict[str, Any]):
                 put into the entry.
         """
         held = self.held()
-        edited = {key: held[key] for key in self._engine.session.state_names if key in held}
+        edited = {key: held[key] for key in self._names() if key in held}
         if self.cleared and not edited and "step" not in held:
             reset_states(self._engine, self._index, self._engine.params[self._index])
             return True
@@ -272,7 +272,10 @@ class StoredState(dict[str, Any]):
         given_of[:] = [entry for entry in given_of if entry is not self]
 
     def _stored_names(self) -> list[str]:
-        return [] if self.cleared else self._engine.session.state_names
+        return [] if self.cleared else self._names()
+
+    def _names(self) -> list[str]:
+        return self._engine.session.state_names(self._index)
 
     def _taken(self) -> tuple[int, float]:
         """Steps of the model in this process, and of the parameter."""
@@ -306,15 +309,16 @@ class _Given:
 def state_entry(engine: Engine, index: int) -> dict[str, Any]:
     """Makes the entry of `optimizer.state` for a parameter: views of its payloads.
 
-    They have the parameter's shape and are float32; Adam's exp_avg and exp_avg_sq are bfloat16 in
-    "split_bf16" and uint8 codes in "split_int8", which has "scales" too, float32 of shape (blocks,
-    2). These are the types that a standalone HybridAdam has. What lies on NVMe has no views, nor
-    what may be now in a GPU's memory and now on the host: see StoredState.
+    They have the parameter's shape and are float32; Adam's exp_avg and exp_avg_sq of a bfloat16
+    parameter are bfloat16 in "split_bf16" and uint8 codes in "split_int8", which has "scales" too,
+    float32 of shape (blocks, 2). These are the types that a standalone HybridAdam
+    has. What lies on NVMe has no views, nor what may be now in a GPU's memory and now on the host:
+    see StoredState.
     """
     session = engine.session
     if not session.shown(index):
         return StoredState(engine, index)
-    states = dict(zip(session.state_names, session.states(index), strict=True))
+    states = dict(zip(session.state_names(index), session.states(index), strict=True))
     return _count(engine, index) | states
 
 
@@ -365,17 +369,23 @@ def write_states(engine: Engine, index: int, param: torch.Tensor, values: dict[s
             "step", a number or a tensor of one.
     """
     assert engine.rule is not None
+    step = float(values.get("step", 0.0))
+    if step < 0 or not step.is_integer():
+        raise UsageError(
+            f"optimizer.state['step'] of parameter '{engine.names[index]}' is {step}: it counts "
+            "the steps that the parameter has taken"
+        )
     session = engine.session
     session.await_updates()
     shown = session.shown(index)
     tensors = session.states(index) if shown else session.read_states(index)
-    states = dict(zip(session.state_names, tensors, strict=True))
+    states = dict(zip(session.state_names(index), tensors, strict=True))
     given = {key: value for key, value in values.items() if key in states}
     if any(states[key].dtype == torch.uint8 and value.dtype != torch.uint8
            for key, value in given.items()):  # fmt: skip
         portable = {key: value for key, value in to_portable(param, states).items()
                     if key != "scales"}  # fmt: skip
-        fill_rounded(param, states, portable | given, session.optim_state_format)
+        fill_rounded(param, states, portable | given, session.state_format(index))
     else:
         for key, value in given.items():
             states[key].copy_(value)
@@ -383,11 +393,6 @@ def write_states(engine: Engine, index: int, param: torch.Tensor, values: dict[s
         session.write_states(index, tensors)
     if "step" in values:
         session.steps[index] = float(values["step"])
-        if not session.steps[index].frac() == 0 or session.steps[index] < 0:
-            raise UsageError(
-                f"optimizer.state['step'] of parameter '{engine.names[index]}' is "
-                f"{float(values['step'])}; it counts steps"
-            )
     elif not engine.rule.counts_steps:
         session.steps[index] = max(1.0, float(session.steps[index]))
 
@@ -397,9 +402,9 @@ def _write_all(engine: Engine, index: int, param: torch.Tensor, portable: dict[s
     session = engine.session
     shown = session.shown(index)
     tensors = session.states(index) if shown else session.read_states(index)
-    states = dict(zip(session.state_names, tensors, strict=True))
-    if session.optim_state_format in ROUNDING_FORMATS:
-        fill_rounded(param, states, portable, session.optim_state_format)
+    states = dict(zip(session.state_names(index), tensors, strict=True))
+    if (state_format := session.state_format(index)) in ROUNDING_FORMATS:
+        fill_rounded(param, states, portable, state_format)
     else:
         for name, state in states.items():
             if portable.get(name) is None:

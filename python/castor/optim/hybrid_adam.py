@@ -133,8 +133,8 @@ class HybridAdam(Optimizer):
         Raises:
             TypeError: A parameter is not float32, bfloat16 or float16, not on the CPU, or its
                 gradient is sparse.
-            ValueError: A parameter is not bfloat16 and optim_state_format is not "fp32", or an
-                option of a group is out of range; nothing was changed.
+            ValueError: optim_state_format is not "fp32", and a parameter is float16, or none is
+                bfloat16; or an option of a group is out of range. Nothing was changed.
             UsageError: nvme_offload_fraction was given, and the optimizer is not boosted.
         """
         if self.requested_nvme[1] is not None:
@@ -167,8 +167,10 @@ class HybridAdam(Optimizer):
             )
         if param.grad.is_sparse:
             raise TypeError("HybridAdam does not take sparse gradients; use sparse=False")
-        split = self.optim_state_format != "fp32"
-        if split and param.dtype != torch.bfloat16:
+        state_format = self.format_of(param)
+        split = state_format != "fp32"
+        unsplit = self.optim_state_format != "fp32" and not split and not self._has_bfloat16()
+        if unsplit or (split and param.dtype != torch.bfloat16):
             raise ValueError(
                 f"HybridAdam: optim_state_format={self.optim_state_format!r} splits the float32 "
                 f"master of bfloat16 parameters; parameter {stream}, of shape "
@@ -180,7 +182,7 @@ class HybridAdam(Optimizer):
             state["step"] = torch.tensor(0.0)
         if split:
             if "remainder" not in state:
-                state.update(new_state(param, self.optim_state_format))
+                state.update(new_state(param, state_format))
         else:
             # Present without the others after a checkpoint of a parameter without a gradient yet.
             if param.dtype != torch.float32 and "master" not in state:
@@ -201,10 +203,18 @@ class HybridAdam(Optimizer):
             "exp_avg_sq": state["exp_avg_sq"],
             "scales": state.get("scales"),
             "step": int(state["step"]) + 1,
-            "format": self.optim_state_format,
+            "format": state_format,
             "seed": self.seed,
             "stream": stream,
         }
+
+    def format_of(self, param: torch.Tensor) -> str:
+        """How the state of a parameter is kept: a float32 one has no master to split."""
+        return "fp32" if param.dtype == torch.float32 else self.optim_state_format
+
+    def _has_bfloat16(self) -> bool:
+        groups = self.param_groups
+        return any(param.dtype == torch.bfloat16 for group in groups for param in group["params"])
 
     @property
     def rounding_seed(self) -> int | None:
@@ -218,7 +228,7 @@ class HybridAdam(Optimizer):
     def portable_state(self, param: torch.Tensor) -> dict[str, Any]:
         """The state of one parameter as state_dict() has it; checkpoints look at this."""
         state = self.state.get(param, {})
-        return state if self.optim_state_format == "fp32" else to_portable(param, state)
+        return state if self.format_of(param) == "fp32" else to_portable(param, state)
 
     def state_dict(self) -> dict[str, Any]:
         """The state in the layout of torch.optim.AdamW, with float32 moments in every format.
@@ -253,7 +263,8 @@ class HybridAdam(Optimizer):
         for i, param in zip(saved, mine, strict=True):
             if i in state_dict["state"]:
                 entries = state_dict["state"][i]
-                state = from_portable(param, to_portable(param, entries), self.optim_state_format)
+                portable = to_portable(param, entries)
+                state = from_portable(param, portable, self.format_of(param))
                 if "remainder" in state and "remainder" in entries:
                     state["remainder"].copy_(entries["remainder"])  # whatever the weights are now
                 self.state[param] = state

@@ -49,7 +49,7 @@ class ShownStates:
     def show(self, optimizer: Optimizer) -> None:
         """Makes entries of the parameters that have taken their first step."""
         session = self._engine.session
-        if not session.state_names:
+        if not self._has_states():
             return
         for index, param in self._params(optimizer):
             if index not in self._shown and param.grad is not None and session.steps[index] > 0:
@@ -76,7 +76,7 @@ class ShownStates:
             UsageError: An entry lacks a tensor that the update needs, holds one of another shape,
                 or a copy was edited that a step has outdated.
         """
-        if not self._engine.session.state_names:
+        if not self._has_states():
             return []
         state = optimizer.state
         changed = []
@@ -123,7 +123,7 @@ class ShownStates:
             )
         written = {
             key: entry[key]
-            for key in (*engine.session.state_names, "step")
+            for key in (*engine.session.state_names(index), "step")
             if key in entry and entry[key] is not tensors.get(key)
         }
         for key, value in written.items():
@@ -142,7 +142,7 @@ class ShownStates:
         entry = optimizer.state.get(param)
         if isinstance(made, StoredState):
             notes = entry.held() if isinstance(entry, StoredState) else dict(entry or {})
-            for key in notes.keys() - {*self._engine.session.state_names, "step"}:
+            for key in notes.keys() - {*self._engine.session.state_names(index), "step"}:
                 made[key] = notes[key]
             optimizer.state[param] = made
             self._shown[index] = _Shown(stored=made, tensors={})
@@ -162,6 +162,10 @@ class ShownStates:
         self._engine.session.release_states(index)
         if "step" in tensors:
             tensors["step"].data = tensors["step"].clone()  # it was a view of all parameters' steps
+
+    def _has_states(self) -> bool:
+        rule = self._engine.rule
+        return rule is not None and bool(rule.states)
 
     def _params(self, optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
         index_of = self._engine.index_of

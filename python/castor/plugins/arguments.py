@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch import nn
 from torch.optim import Optimizer
 
 from castor.config import GeminiConfig, parse_paths
@@ -22,6 +23,23 @@ def policy_of(placement: str | None, tensor_placement: str | None) -> str:
             "contradict each other; give one"
         )
     return placement or tensor_placement or "auto"
+
+
+def checked_names(keep_fp32: object) -> tuple[str | type[nn.Module], ...]:
+    """The entries of `keep_fp32`.
+
+    Raises:
+        TypeError: It is no sequence of patterns and classes of modules.
+    """
+    asked = "give a list of patterns of names and of classes of modules, ['*.gate']"
+    if isinstance(keep_fp32, str) or not isinstance(keep_fp32, Sequence):
+        raise TypeError(f"keep_fp32 is {keep_fp32!r}; {asked}")
+    for entry in keep_fp32:
+        if not isinstance(entry, str) and not (
+            isinstance(entry, type) and issubclass(entry, nn.Module)
+        ):
+            raise TypeError(f"keep_fp32 has {entry!r}; {asked}")
+    return tuple(keep_fp32)
 
 
 def with_nvme_of(config: GeminiConfig, optimizers: Sequence[Optimizer]) -> GeminiConfig:

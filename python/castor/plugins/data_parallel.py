@@ -59,6 +59,7 @@ def join_ranks(
     facts = {
         **describe_parameters(model),
         **settings,
+        "keep_fp32": [str(kept) for kept in config.keep_fp32],
         "device": device.type,
         "optim_state_format": state_format,
         "seed": seed,

@@ -38,7 +38,7 @@ from castor.optim.check_optimizers import check_optimizers
 from castor.optim.held_params import held_params
 from castor.optim.rules import rules_of
 from castor.optim.step_driver import ModelStep, StepDriver
-from castor.plugins.arguments import policy_of, with_nvme_of
+from castor.plugins.arguments import checked_names, policy_of, with_nvme_of
 from castor.plugins.budgets import budgets_of
 from castor.plugins.data_parallel import join_ranks, loader_of_rank
 from castor.plugins.divide import Division
@@ -47,8 +47,9 @@ from castor.plugins.machine import choose_budgets, choose_device, warn_of_budget
 from castor.plugins.not_yet import check_not_yet
 from castor.plugins.zero_stage import group_of_reads
 from castor.runtime.boosted_model import check_fit_for_chunks
-from castor.runtime.engine import Engine
+from castor.runtime.engine import WORKING_DTYPES, Engine
 from castor.runtime.hooks import ModuleHook
+from castor.runtime.tensor_types import tensor_types
 
 
 class GeminiPlugin:
@@ -77,7 +78,12 @@ class GeminiPlugin:
             RuntimeWarning at boost.
         precision: "fp32", "bf16" or "fp16" (with a dynamic loss scale); the 16-bit ones keep exact
             fp32 master weights. Default: "fp32" on the CPU, "bf16" on CUDA. Parameters are
-            converted, and persistent floating-point buffers with them.
+            converted, and persistent floating-point buffers with them, but for what stays float32:
+            what `from_pretrained(dtype=...)` of transformers keeps so (routers, correction biases,
+            sinks), what a model that is 16-bit already has in float32, and keep_fp32.
+        keep_fp32: What else stays float32 in a 16-bit precision, and trains so: patterns of names
+            of parameters, buffers or modules ("*.gate"; a module stands for all in it), or classes
+            of modules. Their forward has to take inputs of the precision, as in plain PyTorch.
         max_norm: Gradients are clipped to this L2 norm inside step; 0: not at all.
         norm_type: Only 2.0.
         nonfinite: What step does about NaN and infinite gradients: "skip" the update, count it and
@@ -193,6 +199,7 @@ class GeminiPlugin:
         device_memory: int | str | None = None,
         host_memory: int | str | None = None,
         precision: str | None = None,
+        keep_fp32: Sequence[str | type[nn.Module]] = (),
         max_norm: float = 0.0,
         norm_type: float = 2.0,
         nonfinite: str = "skip",
@@ -271,6 +278,7 @@ class GeminiPlugin:
             device_bytes=device_bytes,
             host_bytes=host_bytes,
             precision=cast(Precision, precision or ("bf16" if on_gpu else "fp32")),
+            keep_fp32=checked_names(keep_fp32),
             overlap=cast(Overlap, overlap or ("forward" if on_gpu else "none")),
             link_bytes_per_second=(
                 0 if link_bandwidth is None else parse_bandwidth(link_bandwidth, "link_bandwidth")
@@ -337,8 +345,9 @@ class GeminiPlugin:
 
         Raises:
             UsageError: The model or an optimizer cannot be boosted, tile_logits is not "auto" and
-                the model has no logits that castor can compute in tiles, or the ranks were given
-                different ones; neither is changed.
+                the model has no logits that castor can compute in tiles, keep_fp32 has an entry
+                that matches nothing in it, or the ranks were given different ones; neither is
+                changed.
             OutOfMemoryError: A budget is too small; neither is changed.
             NotImplementedError: An optimizer is not supported in this precision, or a setting with
                 several optimizers or ranks.
@@ -361,6 +370,7 @@ class GeminiPlugin:
         warn_of_budgets(
             torch.device(config.device), config.device_bytes, config.host_bytes, stacklevel=3
         )
+        types = tensor_types(model, WORKING_DTYPES[config.precision], config.keep_fp32)
         layout = self._division.layout()
         join_ranks(
             *(layout, model, optimizers, config),
@@ -379,6 +389,7 @@ class GeminiPlugin:
                 reads=reads,
             ),
             updated=held,
+            types=types,
         )
         divided.start(engine)
         blocks.apply(model, engine, StepsOnPaper if divided.whole else None, divided.sharing)

@@ -18,6 +18,7 @@ from castor.runtime.hooks import ModuleHook
 from castor.runtime.model_parts import OwnParts
 from castor.runtime.ranks import Peers, Result
 from castor.runtime.shards import Shards
+from castor.runtime.tensor_types import tensor_types
 from castor.runtime.torch_model import TorchModel
 
 
@@ -89,6 +90,35 @@ def groups_of(model: nn.Module) -> list[nn.Module]:
                 owners.setdefault(param, set()).add(inside.get(id(module), -1))
     own = [all(len(owners[param]) == 1 for param in block.parameters()) for block in blocks]
     return [*(block for block, alone in zip(blocks, own, strict=True) if alone), model]
+
+
+def islands_of(model: nn.Module, working: torch.dtype) -> list[nn.Module]:
+    """The modules whose parameters stay float32, the outermost of each; see tensor_types.
+
+    Raises:
+        NotImplementedError: One stays float32 beside others in a module that fully_shard would have
+            to gather in two types.
+    """
+    types = tensor_types(model, working)
+    kept = {
+        param for name, param in model.named_parameters() if types.of_param(name) == torch.float32
+    }
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        params = list(module.parameters())
+        if params and module not in inside and kept.issuperset(params):
+            found.append(module)
+            inside.update(module.modules())
+    held = {param for module in found for param in module.parameters()}
+    for name, param in model.named_parameters():
+        if param in kept - held:
+            raise NotImplementedError(
+                f"parameter '{name}' stays float32 in {working}, and fully_shard gathers all of a "
+                "module's in one type: use TorchDDPPlugin or GeminiPlugin, or give "
+                "mixed_precision=, which says itself what passes compute in"
+            )
+    return found
 
 
 def check_divisible(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from castor.optim.held_params import held_params
 from castor.optim.hybrid_adam import HybridAdam
 from castor.optim.torch_step import TorchStep
 from castor.plugins.divide import check_states
-from castor.plugins.sharded import ShardedModel, check_divisible, groups_of, repoint
+from castor.plugins.sharded import ShardedModel, check_divisible, groups_of, islands_of, repoint
 from castor.plugins.torch_settings import TorchPlugin
 from castor.runtime.peft_model import is_peft_model
 from castor.runtime.process_groups import lasting_group
@@ -56,7 +56,8 @@ class TorchFSDPPlugin(TorchPlugin):
             made the same ones.
         device: Where the model computes; only "cpu".
         precision: "fp32", or "bf16": parameters are gathered and computed with in bfloat16,
-            gradients are added up in float32. Parts and states are float32. Default: "fp32".
+            gradients are added up in float32. Parts and states are float32. What transformers keeps
+            in float32 is gathered so. Default: "fp32".
         max_norm: As in TorchDDPPlugin, and so the following.
         norm_type: Only 2.0.
         nonfinite: "skip", "raise" or "ignore".
@@ -134,13 +135,16 @@ class TorchFSDPPlugin(TorchPlugin):
         Raises:
             UsageError: The model or an optimizer cannot be boosted, or the ranks were given
                 different ones; neither is changed.
-            NotImplementedError: An optimizer, or a PeftModel.
+            NotImplementedError: An optimizer, a PeftModel, or a parameter that stays float32 in a
+                module of others.
             ValueError: reshard_after_forward is a number that does not divide the ranks.
         """
         from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         self._check(model, optimizers)
+        working = self.settings.compute_dtype
+        islands = islands_of(model, working) if working else []
         if optimizers:
             held_params(model, optimizers, [None] * len(optimizers))
         self._check_divisible(model, optimizers)
@@ -152,6 +156,9 @@ class TorchFSDPPlugin(TorchPlugin):
             ranks.share_all(model)
         mesh = DeviceMesh.from_group(lasting_group(), "cpu")
         before = dict(model.named_parameters())
+        for module in islands:
+            options = {**self._options, "mp_policy": MixedPrecisionPolicy()}
+            fully_shard(module, mesh=mesh, **options)
         for module in groups_of(model):
             fully_shard(module, mesh=mesh, **self._options)
         after = dict(model.named_parameters())

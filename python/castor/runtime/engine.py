@@ -31,7 +31,7 @@ from castor.runtime.device import make_backend
 from castor.runtime.guard import guard
 from castor.runtime.history import StepHistory
 from castor.runtime.hooks import ModuleHook, Replaced, follow, warn_of_late_compiles
-from castor.runtime.input_cast import InputCast, convert_buffers
+from castor.runtime.input_cast import InputCast, convert_buffers, input_type
 from castor.runtime.model_parts import ModelParts
 from castor.runtime.packed import check_packed_layers, is_packed, settle_layers
 from castor.runtime.rank_buffers import RankBuffers
@@ -40,6 +40,7 @@ from castor.runtime.report import LogitFigures, MemoryReport
 from castor.runtime.rules import FusedRule
 from castor.runtime.spec import ModelSpec, check_distinct_memory
 from castor.runtime.stored_weight import StoredWeights
+from castor.runtime.tensor_types import TensorTypes, scalar_type, tensor_types
 from castor.runtime.together import Together
 from castor.runtime.trace_file import read_trace, write_trace
 
@@ -91,6 +92,7 @@ class Engine(Together):
         settings: EngineSettings,
         *,
         updated: Mapping[torch.Tensor, bool] | None = None,
+        types: TensorTypes | None = None,
     ) -> None:
         """Takes the model's parameters over and installs the hooks.
 
@@ -98,6 +100,7 @@ class Engine(Together):
             model: The model.
             settings: What it is to be.
             updated: What optimizers hold, and whether by the session's rule; None: all, so.
+            types: The types of its tensors; None: tensor_types chooses them.
 
         Raises:
             UsageError: The model is boosted already, or cannot be.
@@ -108,6 +111,8 @@ class Engine(Together):
         check_not_boosted(model)
         check_inactive()
         self.settings = settings
+        self.types = types or tensor_types(model, WORKING_DTYPES[settings.precision])
+        """The types of the model's parameters and buffers."""
         self.device = settings.device
         self.ranks = settings.ranks
         self.rule = settings.rule
@@ -148,7 +153,7 @@ class Engine(Together):
         self.parts: ModelParts | None = None
         """Where this process has parts of layers; None: they are whole."""
         self._install_hooks(model, spec)
-        convert_buffers(model, WORKING_DTYPES[settings.precision], self.device)
+        convert_buffers(model, self.types, self.device)
         self.buffers = RankBuffers(model, self.ranks)
         settle_layers(model, self.device, self.ranks, self.replaced)
         guard(model)
@@ -158,7 +163,7 @@ class Engine(Together):
         """Lays the parameters out in chunks and moves those there that have values."""
         settings = self.settings
         spec = ModelSpec.of(model, gather_embeddings=settings.gather_embeddings)
-        check_packed_layers(model, WORKING_DTYPES[settings.precision])
+        check_packed_layers(model, self.types.of_param)
         check_distinct_memory(spec)
         for part in spec.modules:
             if part.compiled and self.device.type != "cpu":
@@ -182,7 +187,10 @@ class Engine(Together):
             param_names=spec.names,
             trained=self.trained,
             ruled=self.ruled,
-            packed=[is_packed(param) for param in spec.params],
+            types=[
+                None if is_packed(param) else scalar_type(self.types.of_param(name))
+                for name, param in zip(spec.names, spec.params, strict=True)
+            ],
             modules=[(m.name, m.params, m.parent) for m in spec.modules],
             options=settings.session,
             backend=make_backend(settings.device, settings.link_bytes_per_second),
@@ -240,7 +248,7 @@ class Engine(Together):
     def _install_hooks(self, model: nn.Module, spec: ModelSpec) -> None:
         if self.settings.precision != "fp32" or self.device.type != "cpu":
             model.register_forward_pre_hook(
-                InputCast(WORKING_DTYPES[self.settings.precision], self.device), with_kwargs=True
+                InputCast(input_type(spec, self.types), self.device), with_kwargs=True
             )
         follow(spec, self.session)
         stored = self.settings.nvme_directory and StoredWeights(self.settings.nvme_directory)

@@ -7,12 +7,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from castor.runtime.boosted_model import name_before_compile
+from castor.runtime.packed import is_packed
+from castor.runtime.spec import ModelSpec
+from castor.runtime.tensor_types import TensorTypes
+
 
 class InputCast:
     """A pre-hook of the model: inputs come to its device, floating-point ones in its precision.
 
-    In fp32 types stay as they are, so that a model may be called with any. Copies of the model keep
-    it: their weights have that precision.
+    In fp32 types stay as they are, so that a model may be called with any; and so they do where the
+    module that takes them stays float32 (`input_type`). Copies of the model keep it: their weights
+    have that precision.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -36,16 +42,21 @@ class InputCast:
         return value
 
 
-def convert_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Brings buffers to the device, those that a checkpoint would hold in the working precision.
+def input_type(spec: ModelSpec, types: TensorTypes) -> torch.dtype:
+    """The type of the module that takes the inputs: the first that is no embedding."""
+    for owner in spec.modules:
+        if owner.params and not isinstance(owner.module, nn.Embedding):
+            first = owner.params[0]
+            kept = types.of_param(spec.names[first]) == torch.float32
+            return torch.float32 if kept and not is_packed(spec.params[first]) else types.working
+    return types.working
 
-    BatchNorm needs its own to match. Others keep their type, as in from_pretrained(dtype=...):
-    rotary frequencies, say. In fp32, so do all.
-    """
-    for module in model.modules():
+
+def convert_buffers(model: nn.Module, types: TensorTypes, device: torch.device) -> None:
+    """Brings buffers to the device, in the types that were chosen."""
+    for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            kept = dtype == torch.float32 or name in module._non_persistent_buffers_set
-            working = dtype if buffer.is_floating_point() and not kept else buffer.dtype
-            module._buffers[name] = buffer.to(device=device, dtype=working)
+            if buffer is not None:
+                full = name_before_compile(f"{prefix}.{name}" if prefix else name)
+                dtype = types.of_buffer(full, buffer)
+                module._buffers[name] = buffer.to(device=device, dtype=dtype)

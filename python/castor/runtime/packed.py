@@ -6,13 +6,14 @@ what the layer needs to unpack: a `quant_state` of small tensors, on the paramet
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from castor.errors import UsageError
+from castor.runtime.boosted_model import name_before_compile
 
 if TYPE_CHECKING:
     from castor.runtime.hooks import Replaced
@@ -68,18 +69,19 @@ def check_packed(name: str, param: nn.Parameter) -> None:
         )
 
 
-def check_packed_layers(model: nn.Module, dtype: torch.dtype) -> None:
+def check_packed_layers(model: nn.Module, type_of: Callable[[str], torch.dtype]) -> None:
     """Refuses layers that would replace a parameter in their forward.
 
     Args:
         model: The model.
-        dtype: The working precision, which its other parameters will have.
+        type_of: Gives the type that a parameter of some name will have.
 
     Raises:
         UsageError: A layer with a bias of that type computes in another one.
     """
     for name, module in model.named_modules():
         bias, computes = module._parameters.get("bias"), getattr(module, "compute_dtype", None)
+        dtype = type_of(name_before_compile(f"{name}.bias" if name else "bias"))
         if bias is not None and computes not in (None, dtype) and _packed_in(module):
             raise UsageError(
                 f"layer '{name}' ({type(module).__name__}) computes in {computes}, and its bias "
