@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -103,6 +103,31 @@ def materialise(model: nn.Module) -> None:
         param.data = value
 
     Materialisation(model).run(lambda _param, _dtype: None, finish)
+
+
+def give_each(
+    tensors: Mapping[str, torch.Tensor], take: Callable[[str, torch.Tensor], None]
+) -> None:
+    """Gives lazy tensors' values to a function, one after the other, and keeps none.
+
+    Args:
+        tensors: By name; those that are not lazy are given as they are.
+        take: Called once for each, in the order in which they are computed.
+    """
+    users: dict[Recording, dict[Value, list[str]]] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, LazyTensor) and tensor._computed is None:
+            of_recording = users.setdefault(tensor._recording, {})
+            of_recording.setdefault(tensor._value, []).append(name)
+        else:
+            take(name, tensor._computed if isinstance(tensor, LazyTensor) else tensor)
+    for recording, named in users.items():
+
+        def done(value: Value, values: torch.Tensor, named: Any = named) -> None:
+            for name in named[value]:
+                take(name, values)
+
+        replay.run(recording.program, named, done)
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
