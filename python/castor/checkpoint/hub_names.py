@@ -528,8 +528,8 @@ def record_of(
 
     Args:
         layout: Of the model.
-        tensors: The model's by state_dict key.
-        in_files: Whether they are written under the names of the files.
+        tensors: By the names that they are written under.
+        in_files: Whether these are those of the files, or the model's.
     """
     return {
         "names": "files" if in_files else "model",

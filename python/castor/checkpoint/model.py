@@ -78,7 +78,7 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-def _kept_keys(model: nn.Module, tensors: Mapping[str, int]) -> set[str]:
+def kept_keys(model: nn.Module, tensors: Mapping[str, int]) -> set[str]:
     """Of keys with the number of their tensor, one for each.
 
     The one that transformers ties the others to, or the first.
@@ -99,7 +99,7 @@ def tied_keys(model: nn.Module) -> dict[str, str]:
     """
     model = compiled_from(model)
     numbers = _numbers(model, state_of(model))
-    kept = {numbers[key]: key for key in _kept_keys(model, numbers)}
+    kept = {numbers[key]: key for key in kept_keys(model, numbers)}
     return {key: kept[number] for key, number in numbers.items() if kept[number] != key}
 
 
@@ -123,7 +123,7 @@ def tensors_of(model: nn.Module, share: Share | None) -> dict[str, SavedTensor]:
     for engine in engines_holding(model):
         engine.session.send_home()
     state = state_of(model)
-    kept = _kept_keys(model, _numbers(model, state))
+    kept = kept_keys(model, _numbers(model, state))
     saved = _in_turn(model, state, share)
     return {key: tensor for key, tensor in saved.items() if key in kept}
 
@@ -155,9 +155,9 @@ def save_model(
         yield from _save_adapters(model, directory, tokenizer, reading)
         return
     tensors, names = taken(reading, tensors_of(model, share_of(reading))), hub_names_of(model)
-    about = about_model(model, tensors, names, in_files=True)
     if names is not None:
         tensors = names.in_files(tensors)
+    about = about_model(model, tensors, names, in_files=True)
     files = model_files(tensors, max_bytes, names)
     needed = bytes_of(tensors) + OVERHEAD_BYTES
     if reading is not None and reading.follows:
@@ -178,7 +178,7 @@ def about_model(
 
     Args:
         model: That is written.
-        tensors: Its tensors by state_dict key.
+        tensors: Its tensors by the names that they are written under.
         names: See hub_names_of.
         in_files: Whether they are written under the names of save_pretrained.
     """

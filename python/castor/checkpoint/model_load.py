@@ -31,8 +31,7 @@ from castor.checkpoint.staging import recover
 from castor.checkpoint.tensor_bytes import pieces
 from castor.config.names import LoadedWeights
 from castor.errors import CheckpointError
-from castor.lazy import LazyInitContext
-from castor.lazy.materialise import give_each
+from castor.lazy import LazyInitContext, give_each
 from castor.runtime.boosted_model import compiled_from
 from castor.runtime.engine import Engine, being_loaded, engines_holding
 from castor.runtime.packed import is_packed
@@ -427,6 +426,39 @@ def _through_transformers(
 
     It makes a lazy model, whose tensors are read one after the other.
     """
+    tensors, info = from_files(model, directory, stored)
+    wrong = {entry[0] for entry in info["mismatched_keys"]}
+    missing = set(info["missing_keys"])
+    comparison = Comparison(
+        missing=[key for key in targets if key in missing],
+        unexpected=sorted(info["unexpected_keys"]),
+        mis_shaped=[
+            (key, tuple(shape), tuple(own)) for key, shape, own in sorted(info["mismatched_keys"])
+        ],
+    )
+    wanted = {
+        key: tensors[key]
+        for key in targets
+        if key in tensors and key not in missing and key not in wrong
+    }
+
+    def sources(take: Callable[[str, torch.Tensor], None]) -> None:
+        with torch.random.fork_rng(devices=[]):
+            give_each(wanted, take)
+
+    return comparison, sources
+
+
+def from_files(
+    model: Any, directory: Path, stored: Mapping[str, StoredTensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What the model's class reads of a checkpoint: lazy tensors by key, and its loading info.
+
+    Args:
+        model: Of transformers, or of a library like it.
+        directory: Has the files.
+        stored: What they hold.
+    """
     floats = {entry.dtype for entry in stored.values() if entry.dtype.is_floating_point}
     dtype = max(floats, key=lambda kind: torch.finfo(kind).bits, default=torch.float32)
     model_class: Any = own_class(model)
@@ -442,24 +474,4 @@ def _through_transformers(
             local_files_only=True,
             use_safetensors=True,
         )
-    wrong = {entry[0] for entry in info["mismatched_keys"]}
-    missing = set(info["missing_keys"])
-    comparison = Comparison(
-        missing=[key for key in targets if key in missing],
-        unexpected=sorted(info["unexpected_keys"]),
-        mis_shaped=[
-            (key, tuple(shape), tuple(own)) for key, shape, own in sorted(info["mismatched_keys"])
-        ],
-    )
-    tensors = loaded.state_dict(keep_vars=True)
-    wanted = {
-        key: tensors[key]
-        for key in targets
-        if key in tensors and key not in missing and key not in wrong
-    }
-
-    def sources(take: Callable[[str, torch.Tensor], None]) -> None:
-        with torch.random.fork_rng(devices=[]):
-            give_each(wanted, take)
-
-    return comparison, sources
+    return loaded.state_dict(keep_vars=True), info

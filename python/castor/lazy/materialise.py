@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils import swap_tensors
 
+from castor.errors import UsageError
 from castor.lazy import replay
 from castor.lazy.program import Value
 from castor.lazy.tensor import LazyTensor, Recording
@@ -128,6 +129,22 @@ def give_each(
                 take(name, values)
 
         replay.run(recording.program, named, done)
+
+
+def value_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the values of a lazy one, which stays lazy.
+
+    Raises:
+        UsageError: Random numbers decide over them.
+    """
+    if not isinstance(tensor, LazyTensor):
+        return tensor
+    if tensor._computed is not None:
+        return tensor._computed
+    values = replay.compute(tensor._recording.program, tensor._value)
+    if values is None:
+        raise UsageError("the values of a lazy tensor are drawn at random; materialise the model")
+    return values
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
