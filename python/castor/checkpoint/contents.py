@@ -21,7 +21,6 @@ from castor.checkpoint.container import (
     bytes_of,
     read_header,
     read_headers,
-    split,
     write_files,
 )
 from castor.checkpoint.files import OVERHEAD_BYTES
@@ -29,8 +28,8 @@ from castor.checkpoint.hub_names import HubNames
 from castor.checkpoint.manifest import (
     PART_MANIFEST,
     RUN_MANIFEST,
-    read_manifest,
     read_hub,
+    read_manifest,
     read_tied,
     verify,
 )

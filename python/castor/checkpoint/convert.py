@@ -299,16 +299,16 @@ def _fitting(contents: Contents, to: Layout, source: Path) -> Contents:
     return contents
 
 
-def _in_files(
-    contents: Contents, build: BuildModel | None
-) -> tuple[Contents, HubNames | None]:
+def _in_files(contents: Contents, build: BuildModel | None) -> tuple[Contents, HubNames | None]:
     """(contents with weights under the names of save_pretrained's files, how those are found)."""
     names = hub_names_in(contents, build)
     contents = in_order(contents, names)
     if names is None:
         return contents, None
     weights = names.in_files(contents.weights)
-    return replace(contents, weights=weights, hub=record_of(names.layout, weights, in_files=True)), names
+    return replace(
+        contents, weights=weights, hub=record_of(names.layout, weights, in_files=True)
+    ), names
 
 
 def _trainer(contents: Contents) -> dict[str, Any]:

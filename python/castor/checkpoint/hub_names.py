@@ -103,10 +103,15 @@ class HubNames:
         if self.layout.transforms is None:
             return [
                 PlannedTensor(
-                    name=key, dtype=dtype, shape=shape, sources=(key,), group=i, unchanged=True,
-                    memory=(i, _numel(shape) * dtype.itemsize),
-                )  # fmt: skip
-                for i, (key, (dtype, shape)) in enumerate(tensors.items())
+                    name=key,
+                    dtype=dtype,
+                    shape=shape,
+                    sources=(key,),
+                    group=number,
+                    unchanged=True,
+                    memory=(number, _numel(shape) * dtype.itemsize),
+                )
+                for number, (key, (dtype, shape)) in enumerate(tensors.items())
             ]
         placeholders = {
             key: torch.empty(shape, dtype=dtype, device="meta")

@@ -67,7 +67,7 @@ def read_hub(directory: Path, name: str) -> dict[str, Any] | None:
     """How save_pretrained lays the model out: castor.checkpoint.hub_names.record_of.
 
     Returns:
-        None for a model that is not transformers', or was written by a castor before 0.9.
+        None for a model that is not transformers', or was written before castor knew of such names.
 
     Raises:
         CheckpointError: The manifest is missing or damaged.

@@ -285,7 +285,7 @@ def _in_names_of_files(
     stored: dict[str, StoredTensor],
     key_of: Mapping[str, str],
 ) -> Comparison:
-    """A comparison of from_pretrained's, which speaks of the model's keys, in names of the files."""
+    """Translates from_pretrained's comparison, in keys of the model, into names of the files."""
     names: dict[str, list[str]] = {}
     for entry in plan or ():
         for key in entry.sources:

@@ -16,6 +16,7 @@ from castor.checkpoint import rng
 from castor.checkpoint.agreement import ReadyLoad, contents_of
 from castor.checkpoint.container import SavedTensor, bytes_of, split
 from castor.checkpoint.files import OVERHEAD_BYTES, FileEntry, os_errors, write_file
+from castor.checkpoint.hub_names import hub_names_of
 from castor.checkpoint.manifest import (
     PART_MANIFEST,
     RUN_MANIFEST,
@@ -23,7 +24,6 @@ from castor.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from castor.checkpoint.hub_names import hub_names_of
 from castor.checkpoint.model import about_model, tensors_of, write_configs, write_model
 from castor.checkpoint.model_load import prepare_model
 from castor.checkpoint.optimizer import (

@@ -169,7 +169,6 @@ class Share:
         writer.flush()
         behind.do(file.close)
 
-
     def _write_converted(
         self, tensor: ConvertedTensor, start: int, writer: Writer, through_cache: io.FileIO
     ) -> None:
