@@ -11,20 +11,22 @@ import transformers as hf
 import as_rank
 import pipeline_cases
 import tensor_cases
-from pipeline_cases import DEEP
 from tensor_cases import EXPERTS, decoder
 from zoo import Case
 
 SHARD = 40_000
 """Bytes of a file where a model has several."""
 
+DECODER = decoder(
+    "mixtral4", hf.MixtralConfig, num_hidden_layers=4, num_local_experts=4, num_experts_per_tok=2
+)
 GPT_NEOX = decoder("gpt_neox", hf.GPTNeoXConfig)
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "experts": (EXPERTS["mixtral"], {"ep_size": 2}),
     "uneven experts": (EXPERTS["qwen3_moe"], {"ep_size": 2}),
     "layers": (EXPERTS["qwen3_moe"], {"tp_size": 2}),
     "layers and their experts": (EXPERTS["mixtral"], {"tp_size": 2, "ep_size": 2}),
-    "stages": (DEEP["mixtral"] if "mixtral" in DEEP else EXPERTS["mixtral"], {"pp_size": 2}),
+    "stages": (DECODER, {"pp_size": 2}),
     "gathered states": (EXPERTS["mixtral"], {}),
     "sharded": (GPT_NEOX, {}),
     "nvme": (EXPERTS["mixtral"], {"ep_size": 2, "nvme_path": "", "nvme_offload_fraction": 1.0}),

@@ -64,6 +64,7 @@ class HubNames:
         groups = {
             number: Group(self, {key: kept[key] for key in entries[0].sources}, entries)
             for number, entries in together.items()
+            if not entries[0].unchanged
         }
         return {
             entry.name: kept[entry.sources[0]]
