@@ -25,8 +25,8 @@ from castor.checkpoint.hub_names import (
     own_key_mapping,
 )
 from castor.checkpoint.manifest import PART_MANIFEST, read_hub, verify
-from castor.checkpoint.model import INDEX, SINGLE_FILE, state_of, tied_keys, weight_files
-from castor.checkpoint.parts import own_part, own_targets, whole_shape
+from castor.checkpoint.model import INDEX, SINGLE_FILE, kept_keys, state_of, weight_files
+from castor.checkpoint.parts import keys_in_whole, own_part, own_targets, whole_shape
 from castor.checkpoint.staging import recover
 from castor.checkpoint.tensor_bytes import pieces
 from castor.config.names import LoadedWeights
@@ -194,6 +194,8 @@ def _match(
     """
     numbers = {key: number for key, (number, _) in others.items()}
     numbers |= {key: id(tensor) for key, tensor in targets.items()}
+    whole = [key for engine in engines for key in keys_in_whole(engine)]
+    numbers = {key: numbers[key] for key in dict.fromkeys((*whole, *numbers))}
     comparison = _compare(stored, targets, engines, others)
     sources = _one_by_one(partial(_from_files, stored, targets))
     names = hub_names_of(model)
@@ -201,13 +203,16 @@ def _match(
     if names is not None:
         shapes = {key: shape for key, (_, shape) in others.items()}
         shapes |= {key: whole_shape(engines, tensor) for key, tensor in targets.items()}
-        plan = names.plan_of_files(shapes, tied_keys(model))
+        shapes = {key: shapes[key] for key in numbers}
+        kept = kept_keys(model, numbers)
+        plan = names.plan_of_files(shapes, {key: key for key in numbers if key not in kept})
         sealed = (directory / PART_MANIFEST).exists()
         record = read_hub(directory, PART_MANIFEST) if sealed else None
         if not in_names_of_files(stored, plan, numbers, sealed=sealed, record=record):
             plan = None
     differs = bool(comparison.missing or comparison.unexpected)
-    if plan is None and not (differs and _can_convert(model)):
+    convertible = _can_convert(model) and not is_peft_model(model)
+    if plan is None and not (differs and convertible):
         _check_ties(stored, {key: key for key in stored}, numbers)
         return comparison, sources
     key_of = keys_of_files(model, stored, numbers)
