@@ -269,7 +269,7 @@ def keys_of_files(model: Any, stored: Iterable[str], keys: Mapping[str, Any]) ->
     if not is_transformers_model(model) or not hasattr(loading, "rename_source_key"):
         return {name: name for name in stored}
     mapping: Any = sys.modules["transformers.conversion_mapping"]
-    transforms = mapping.get_model_conversion_mapping(model, own_key_mapping(model))
+    transforms = mapping.get_model_conversion_mapping(model)
     renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
     # As convert_and_load_state_dict_in_model goes through the files.
@@ -287,7 +287,7 @@ def keys_of_files(model: Any, stored: Iterable[str], keys: Mapping[str, Any]) ->
 def own_key_mapping(model: Any) -> dict[str, str] | None:
     """The key_mapping that a user gave from_pretrained when it made the model."""
     used = getattr(model, "_weight_conversions", None)
-    if not used:
+    if not used or not is_transformers_model(model):
         return None
     loading: Any = sys.modules[LOADING]
     mapping: Any = sys.modules["transformers.conversion_mapping"]

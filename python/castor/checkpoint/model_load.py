@@ -432,6 +432,10 @@ def _through_transformers(
     It makes a lazy model, whose tensors are read one after the other.
     """
     tensors, info = from_files(model, directory, stored)
+    if info["missing_keys"] or info["unexpected_keys"]:
+        given = own_key_mapping(model)
+        if given is not None:
+            tensors, info = from_files(model, directory, stored, given)
     wrong = {entry[0] for entry in info["mismatched_keys"]}
     missing = set(info["missing_keys"])
     comparison = Comparison(
@@ -455,7 +459,10 @@ def _through_transformers(
 
 
 def from_files(
-    model: Any, directory: Path, stored: Mapping[str, StoredTensor]
+    model: Any,
+    directory: Path,
+    stored: Mapping[str, StoredTensor],
+    key_mapping: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """What the model's class reads of a checkpoint: lazy tensors by key, and its loading info.
 
@@ -463,6 +470,7 @@ def from_files(
         model: Of transformers, or of a library like it.
         directory: Has the files.
         stored: What they hold.
+        key_mapping: See from_pretrained.
     """
     floats = {entry.dtype for entry in stored.values() if entry.dtype.is_floating_point}
     dtype = max(floats, key=lambda kind: torch.finfo(kind).bits, default=torch.float32)
@@ -475,7 +483,7 @@ def from_files(
             dtype=dtype,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
-            key_mapping=own_key_mapping(model),
+            key_mapping=key_mapping,
             local_files_only=True,
             use_safetensors=True,
         )
