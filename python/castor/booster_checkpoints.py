@@ -43,7 +43,8 @@ class Checkpoints:
         """Writes the model as Hugging Face's save_pretrained does: from_pretrained reads it.
 
         Parameters and persistent buffers go to safetensors files in the working dtype, tied ones
-        once, streamed from where they lie: the extra memory is two 4 MiB pieces at most. The
+        once, streamed from where they lie: the extra memory is two 4 MiB pieces at most, and the
+        weights of one layer where transformers names or fuses them otherwise in files. The
         directory appears as a whole; a kill at any moment leaves what was there before. Files in
         it that castor did not write stay.
 
@@ -87,8 +88,7 @@ class Checkpoints:
         are never read.
 
         Where the names on disk are not the model's (a Mixtral's experts one by one, a base model's
-        checkpoint), the model's class reads it by its from_pretrained: a second model stands in
-        host memory then.
+        checkpoint), its from_pretrained reads them into a lazy model, tensor by tensor.
 
         Args:
             model: Boosted or plain.
@@ -101,7 +101,8 @@ class Checkpoints:
 
         Raises:
             CheckpointError: The checkpoint is damaged, or keys (strict) or shapes do not match, in
-                the words of torch's load_state_dict; the model was not changed.
+                the words of torch's load_state_dict and the names of the files; or these have two
+                values for a tied weight. The model was not changed.
         """
         checkpoint.wait()
         path = absolute(directory)

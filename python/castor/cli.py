@@ -179,6 +179,7 @@ def convert(
     """Write a checkpoint in another layout: Hugging Face's, torch.save's, DCP's or castor's."""
     from castor.checkpoint import convert as conversion
     from castor.config import parse_bytes
+    from castor.estimate.model import build_by_name
 
     done = conversion.convert(
         source,
@@ -190,6 +191,7 @@ def convert(
         names=None if names is None else names.read_text(encoding="utf-8").split(),
         weights_only=weights_only,
         force=force,
+        build=build_by_name,
     )
     typer.echo(done.describe(source, target, to))
 

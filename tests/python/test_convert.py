@@ -27,6 +27,7 @@ import castor
 import convert_cases
 from castor.checkpoint.convert import Layout, convert, kind_of
 from castor.config.names import Precision
+from castor.estimate.model import build_by_name
 from convert_cases import loaded_by_torch, saved_by_torch
 from helpers import FORMATS, LR, Boosted, assert_same_weights, boost, copies, equal, plugin
 from rank_processes import run, run_python, succeeded
@@ -184,7 +185,9 @@ def test_hf_of_a_run_is_what_save_model_writes(name: str, tmp_path: Path) -> Non
     boosted.step(case.loss(boosted.model(**batch), batch))
     save(boosted, tmp_path / "run")
     BOOSTER.save_model(boosted.model, tmp_path / "saved", size_per_shard="100KB")
-    done = convert(tmp_path / "run", tmp_path / "converted", "hf", max_bytes=100_000)
+    done = convert(
+        tmp_path / "run", tmp_path / "converted", "hf", max_bytes=100_000, build=build_by_name
+    )
     assert contents(tmp_path / "converted") == contents(tmp_path / "saved")
     assert [what.partition(" ")[0] for what in done.left_out] == ["states", "trainer"]
     published = type(case.model()).from_pretrained(tmp_path / "converted")

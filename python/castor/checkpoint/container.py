@@ -24,6 +24,12 @@ from castor.errors import CheckpointError
 from castor.lazy.files import DTYPES
 
 _LENGTH_BYTES = 8
+_LIBRARY_ORDER = (
+    *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
+    *("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"),
+)
+_PLACE = {DTYPES[name]: place for place, name in enumerate(_LIBRARY_ORDER)}
+"""The order in which the safetensors library writes types."""
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 
 
@@ -86,26 +92,47 @@ def bytes_of(tensors: Tensors) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def split(tensors: Tensors, stem: str, max_bytes: int | None) -> dict[str, dict[str, SavedTensor]]:
+def split(
+    tensors: Tensors,
+    stem: str,
+    max_bytes: int | None,
+    memory_of: Callable[[SavedTensor], tuple[int, int] | None] = lambda _: None,
+) -> dict[str, dict[str, SavedTensor]]:
     """Divides tensors over files, in their order, as Hugging Face does.
 
     Args:
         tensors: By name.
         stem: "model" gives model.safetensors, or model-00001-of-00002.safetensors and so on.
         max_bytes: What a file may hold; a larger tensor gets a file of its own. None: one file.
+        memory_of: Gives (its number, its bytes) of memory that a tensor is a view of with others,
+            which all go to the file of the first and count as that many bytes. None: it has its
+            own.
 
     Returns:
         File name to its tensors; one file at least.
     """
-    shards: list[dict[str, SavedTensor]] = [{}]
-    room = max_bytes
+    shards: list[dict[str, SavedTensor]] = []
+    last: dict[str, SavedTensor] = {}
+    size = 0
+    shard_of: dict[int, dict[str, SavedTensor]] = {}
     for name, tensor in tensors.items():
-        if room is not None and max_bytes is not None:
-            if tensor.nbytes > room and shards[-1]:
-                shards.append({})
-                room = max_bytes
-            room -= tensor.nbytes
-        shards[-1][name] = tensor
+        number, needed = memory_of(tensor) or (None, tensor.nbytes)
+        if number is not None and number in shard_of:
+            shard_of[number][name] = tensor
+            continue
+        if max_bytes is not None and needed > max_bytes:
+            shard = {name: tensor}
+            shards.append(shard)
+        else:
+            if max_bytes is not None and size + needed > max_bytes:
+                shards.append(last)
+                last, size = {}, 0
+            shard, size = last, size + needed
+            shard[name] = tensor
+        if number is not None:
+            shard_of[number] = shard
+    if last or not shards:
+        shards.append(last)
     if len(shards) == 1:
         return {f"{stem}.safetensors": shards[0]}
     return {
@@ -173,6 +200,11 @@ def _fill(file: NewFile, tensors: Tensors, behind: WriteBehind, pace: Pace | Non
 
     size, checksum = file.fill(contents(), behind)
     return FileEntry(size=size, checksum=checksum, tensors=checksums)
+
+
+def in_library_order(tensors: Tensors) -> dict[str, SavedTensor]:
+    """The tensors of a file as the safetensors library orders them: by type, then by name."""
+    return dict(sorted(tensors.items(), key=lambda item: (_PLACE[item[1].dtype], item[0])))
 
 
 def layout_of(tensors: Tensors) -> tuple[bytes, dict[str, tuple[int, int]]]:

@@ -21,18 +21,19 @@ from castor.checkpoint.container import (
     bytes_of,
     read_header,
     read_headers,
-    split,
     write_files,
 )
 from castor.checkpoint.files import OVERHEAD_BYTES
+from castor.checkpoint.hub_names import HubNames
 from castor.checkpoint.manifest import (
     PART_MANIFEST,
     RUN_MANIFEST,
+    read_hub,
     read_manifest,
     read_tied,
     verify,
 )
-from castor.checkpoint.model import weight_files, write_model
+from castor.checkpoint.model import model_files, weight_files, write_model
 from castor.checkpoint.optimizer import DESCRIPTION, FORMAT, OptimizerState, write_optimizer
 from castor.checkpoint.run import find, optimizer_parts, parts_and_files, read_trainer, seal_run
 from castor.checkpoint.tensor_bytes import memory_of
@@ -53,6 +54,8 @@ class Contents:
     tied: dict[str, str] = field(default_factory=dict)
     """Other keys of these tensors, and the key in `weights`."""
     optimizers: list[OptimizerState] = field(default_factory=list)
+    hub: dict[str, Any] | None = None
+    """How save_pretrained lays the model out: see castor.checkpoint.manifest.read_hub."""
     trainer: dict[str, Any] | None = None
     """The document of a run's trainer.json."""
     files: list[Path] = field(default_factory=list)
@@ -64,6 +67,11 @@ class Contents:
     def bytes(self) -> int:
         """Bytes of its tensors."""
         return bytes_of(self.weights) + sum(bytes_of(state.tensors) for state in self.optimizers)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a manifest says of the model: see castor.checkpoint.model.about_model."""
+        return {"tied": self.tied, "hub": self.hub}
 
     def weight(self, name: str) -> str | None:
         """The key in `weights` of a parameter, by any of its names."""
@@ -151,6 +159,7 @@ def read_hf(path: Path) -> Contents:
     return Contents(
         weights=mapped(read_headers(weight_files(path))),
         tied=read_tied(path, PART_MANIFEST) if sealed else {},
+        hub=read_hub(path, PART_MANIFEST) if sealed else None,
         files=files_beside(path),
     )
 
@@ -174,6 +183,7 @@ def read_run(path: Path) -> Contents:
     return Contents(
         weights=mapped(read_headers(weight_files(model))),
         tied=read_tied(model, PART_MANIFEST),
+        hub=read_hub(model, PART_MANIFEST),
         optimizers=[_read_optimizer(directory / part) for part in optimizer_parts(directory)],
         trainer=read_trainer(directory),
         files=files_beside(model),
@@ -228,12 +238,24 @@ def copy_files(files: Iterable[Path], directory: Path, dtype: torch.dtype | None
 
 
 def write_hf(
-    contents: Contents, staging: Path, max_bytes: int | None, dtype: torch.dtype | None
+    contents: Contents,
+    staging: Path,
+    max_bytes: int | None,
+    dtype: torch.dtype | None,
+    names: HubNames | None,
 ) -> None:
-    """Writes what booster.save_model writes of the model."""
+    """Writes what booster.save_model writes of the model.
+
+    Args:
+        contents: With weights under the names of the files.
+        staging: Where.
+        max_bytes: Of tensors in a file; None: one file.
+        dtype: Of the weights, for the config; None: it stays as it is.
+        names: What they were named by; None: it is no model of transformers.
+    """
     copy_files(contents.files, staging, dtype)
-    files = split(contents.weights, "model", max_bytes)
-    write_model(files, write_files(staging, files), staging, staging, contents.tied)
+    files = model_files(contents.weights, max_bytes, names)
+    write_model(files, write_files(staging, files), staging, staging, contents.about, names)
 
 
 def write_castor(
@@ -251,7 +273,7 @@ def write_castor(
         (staging / part).mkdir()
     copy_files(contents.files, staging / "model", dtype)
     written = write_files(staging, files)
-    seal_run(staging, staging, parts, states, contents.trainer, contents.tied, written)
+    seal_run(staging, staging, parts, states, contents.trainer, contents.about, written)
 
 
 def room_for(contents: Contents) -> int:

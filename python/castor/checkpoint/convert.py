@@ -27,8 +27,15 @@ from castor.checkpoint.contents import (
     write_castor,
     write_hf,
 )
+from castor.checkpoint.convert_names import (
+    BuildModel,
+    hub_names_in,
+    in_names_of_model,
+    in_order,
+)
 from castor.checkpoint.dcp import METADATA, read_dcp, write_dcp
 from castor.checkpoint.files import os_errors
+from castor.checkpoint.hub_names import HubNames, record_of
 from castor.checkpoint.manifest import RUN_MANIFEST
 from castor.checkpoint.optimizer import DESCRIPTION
 from castor.checkpoint.run import TRAINER_FORMAT
@@ -85,6 +92,7 @@ def convert(
     names: Sequence[str] | None = None,
     weights_only: bool = False,
     force: bool = False,
+    build: BuildModel | None = None,
 ) -> Conversion:
     """Writes the checkpoint at `source` to `target`, in another layout.
 
@@ -103,6 +111,8 @@ def convert(
         names: Of the optimizer's parameters in its order, where the source has none.
         weights_only: Leave out optimizers and what else a run has.
         force: Replace a checkpoint that is there.
+        build: Builds transformers' model of a config.json, where names differ between files and
+            model.
 
     Raises:
         CheckpointError: The source is damaged or nothing that this reads, or does not have what
@@ -116,6 +126,9 @@ def convert(
         raise ValueError(f"the {to} layout is not divided by size; leave --shard-size out")
     with os_errors(source, "read"):
         contents = _read(kind, source, names)
+    own_names = True
+    if kind == "hf" and source.is_dir():
+        contents, own_names = in_names_of_model(contents, source, build, needed=to != "hf")
     if weights_only:
         contents = _without_states(contents)
     contents = with_ties(contents, tie)
@@ -125,10 +138,13 @@ def convert(
         contents = in_dtype(contents, WORKING_DTYPES[dtype], source)
     contents = _fitting(contents, to, source)
     spilled = room_for(contents) if to in ("dcp", "torch") and _computes(contents) else 0
+    hub = None
+    if to == "hf":
+        contents, hub = _in_files(contents, build if own_names else None)
     with staged(target, room_for(contents) + spilled) as staging:
         written = None if dtype is None else WORKING_DTYPES[dtype]
         if to == "hf":
-            write_hf(contents, staging, max_bytes, written)
+            write_hf(contents, staging, max_bytes, written, hub)
         elif to == "castor":
             write_castor(contents, staging, max_bytes, written)
         elif to == "dcp":
@@ -281,6 +297,18 @@ def _fitting(contents: Contents, to: Layout, source: Path) -> Contents:
             "one"
         )
     return contents
+
+
+def _in_files(contents: Contents, build: BuildModel | None) -> tuple[Contents, HubNames | None]:
+    """(contents with weights under the names of save_pretrained's files, how those are found)."""
+    names = hub_names_in(contents, build)
+    contents = in_order(contents, names)
+    if names is None:
+        return contents, None
+    weights = names.in_files(contents.weights)
+    return replace(
+        contents, weights=weights, hub=record_of(names.layout, weights, in_files=True)
+    ), names
 
 
 def _trainer(contents: Contents) -> dict[str, Any]:

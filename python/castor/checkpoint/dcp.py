@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from castor.checkpoint.container import ComputedTensor, SavedTensor
 from castor.checkpoint.contents import Contents, files_beside
-from castor.checkpoint.manifest import PART_MANIFEST, read_tied, verify
+from castor.checkpoint.manifest import PART_MANIFEST, read_hub, read_tied, verify
 from castor.checkpoint.torch_layout import (
     by_name,
     errors_of_torch,
@@ -209,6 +209,7 @@ def read_dcp(directory: Path, names: Sequence[str] | None) -> Contents:
     return Contents(
         weights={key: tensor for key, tensor in weights.items() if key not in tied},
         tied=tied,
+        hub=read_hub(directory, PART_MANIFEST) if sealed else None,
         optimizers=states_of(document, directory, names, str(directory)) if has_optimizer else [],
         trainer=trainer_of(directory),
         files=files_beside(directory),

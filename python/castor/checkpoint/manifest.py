@@ -23,7 +23,7 @@ Entries = Mapping[str, FileEntry]
 
 
 def write_manifest(
-    directory: Path, name: str, entries: Entries, tied: Mapping[str, str] | None = None
+    directory: Path, name: str, entries: Entries, about: Mapping[str, Any] | None = None
 ) -> FileEntry:
     """Writes the manifest of `directory`.
 
@@ -31,7 +31,7 @@ def write_manifest(
         directory: Has the files.
         name: Of the manifest.
         entries: By path relative to the directory.
-        tied: See read_tied.
+        about: What else it says, by name: see read_tied and read_hub.
 
     Raises:
         OSError: The disk refuses.
@@ -40,8 +40,7 @@ def write_manifest(
         "format": _FORMAT,
         "files": {key: vars(entry) for key, entry in entries.items()},
     }
-    if tied:
-        document["tied"] = dict(tied)
+    document.update({key: value for key, value in (about or {}).items() if value})
     return write_file(directory / name, [seal(document)])
 
 
@@ -62,6 +61,19 @@ def read_tied(directory: Path, name: str) -> dict[str, str]:
         CheckpointError: The manifest is missing or damaged.
     """
     return dict(read_sealed(directory / name, _FORMAT).get("tied", {}))
+
+
+def read_hub(directory: Path, name: str) -> dict[str, Any] | None:
+    """How save_pretrained lays the model out: castor.checkpoint.hub_names.record_of.
+
+    Returns:
+        None for a model that is not transformers', or was written before castor knew of such names.
+
+    Raises:
+        CheckpointError: The manifest is missing or damaged.
+    """
+    found: dict[str, Any] | None = read_sealed(directory / name, _FORMAT).get("hub")
+    return found
 
 
 def check_sizes(directory: Path, name: str) -> None:

@@ -25,6 +25,7 @@ from castor.checkpoint.container import (
     Tensors,
     bytes_of,
     check_savable,
+    in_library_order,
     split,
 )
 from castor.checkpoint.files import (
@@ -35,6 +36,7 @@ from castor.checkpoint.files import (
     write_file,
 )
 from castor.checkpoint.held import held_weights
+from castor.checkpoint.hub_names import ConvertedTensor, HubNames, hub_names_of, record_of
 from castor.checkpoint.manifest import PART_MANIFEST, read_manifest, write_manifest
 from castor.checkpoint.parts import keys_in_whole, model_in_whole, shards_in_whole
 from castor.checkpoint.reading import Reading, Saving, share_of, taken, write_of
@@ -76,7 +78,7 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-def _kept_keys(model: nn.Module, tensors: Mapping[str, int]) -> set[str]:
+def kept_keys(model: nn.Module, tensors: Mapping[str, int]) -> set[str]:
     """Of keys with the number of their tensor, one for each.
 
     The one that transformers ties the others to, or the first.
@@ -97,7 +99,7 @@ def tied_keys(model: nn.Module) -> dict[str, str]:
     """
     model = compiled_from(model)
     numbers = _numbers(model, state_of(model))
-    kept = {numbers[key]: key for key in _kept_keys(model, numbers)}
+    kept = {numbers[key]: key for key in kept_keys(model, numbers)}
     return {key: kept[number] for key, number in numbers.items() if kept[number] != key}
 
 
@@ -121,7 +123,7 @@ def tensors_of(model: nn.Module, share: Share | None) -> dict[str, SavedTensor]:
     for engine in engines_holding(model):
         engine.session.send_home()
     state = state_of(model)
-    kept = _kept_keys(model, _numbers(model, state))
+    kept = kept_keys(model, _numbers(model, state))
     saved = _in_turn(model, state, share)
     return {key: tensor for key, tensor in saved.items() if key in kept}
 
@@ -152,8 +154,12 @@ def save_model(
     if is_peft_model(model):
         yield from _save_adapters(model, directory, tokenizer, reading)
         return
-    tensors, tied = taken(reading, tensors_of(model, share_of(reading))), tied_keys(model)
-    files, needed = split(tensors, "model", max_bytes), bytes_of(tensors) + OVERHEAD_BYTES
+    tensors, names = taken(reading, tensors_of(model, share_of(reading))), hub_names_of(model)
+    if names is not None:
+        tensors = names.in_files(tensors)
+    about = about_model(model, tensors, names, in_files=True)
+    files = model_files(tensors, max_bytes, names)
+    needed = bytes_of(tensors) + OVERHEAD_BYTES
     if reading is not None and reading.follows:
         yield directory
         reading.follow(directory, needed, files)
@@ -161,7 +167,43 @@ def save_model(
     with staged(directory, needed) as staging:
         write_configs(model, staging, tokenizer)
         yield directory
-        write_model(files, write_of(reading)(staging, files), staging, directory, tied)
+        written = write_of(reading)(staging, files)
+        write_model(files, written, staging, directory, about, names)
+
+
+def about_model(
+    model: nn.Module, tensors: Tensors, names: HubNames | None, *, in_files: bool
+) -> dict[str, Any]:
+    """What the manifest of a model's directory says of it, besides its files.
+
+    Args:
+        model: That is written.
+        tensors: Its tensors by the names that they are written under.
+        names: See hub_names_of.
+        in_files: Whether they are written under the names of save_pretrained.
+    """
+    hub = None if names is None else record_of(names.layout, tensors, in_files=in_files)
+    return {"tied": tied_keys(model), "hub": hub}
+
+
+def model_files(
+    tensors: Tensors, max_bytes: int | None, names: HubNames | None
+) -> dict[str, dict[str, SavedTensor]]:
+    """The weights of a model's directory by file name; of transformers, as its library writes them.
+
+    Args:
+        tensors: By key in the files.
+        max_bytes: See split.
+        names: See hub_names_of.
+    """
+    files = split(tensors, "model", max_bytes, _shared_memory)
+    if names is None:
+        return files
+    return {name: in_library_order(shard) for name, shard in files.items()}
+
+
+def _shared_memory(tensor: SavedTensor) -> tuple[int, int] | None:
+    return tensor.memory if isinstance(tensor, ConvertedTensor) else None
 
 
 def _save_adapters(
@@ -207,7 +249,8 @@ def write_model(
     entries: dict[str, FileEntry],
     staging: Path,
     previous: Path,
-    tied: Mapping[str, str],
+    about: Mapping[str, Any],
+    names: HubNames | None = None,
 ) -> FileEntry:
     """Writes what a model's directory has beside weights and configs.
 
@@ -216,7 +259,8 @@ def write_model(
         entries: Of these files, which are written.
         staging: Has them, and what write_configs wrote.
         previous: The directory that will be replaced.
-        tied: See tied_keys.
+        about: See about_model.
+        names: See hub_names_of; None: the index is no library's.
 
     Returns:
         The entry of its manifest.
@@ -226,12 +270,15 @@ def write_model(
     """
     if len(shards) > 1:
         weight_map = {key: name for name, tensors in shards.items() for key in tensors}
-        index = {
-            "metadata": {"total_size": sum(map(bytes_of, shards.values()))},
-            "weight_map": weight_map,
-        }
-        entries[INDEX] = write_file(staging / INDEX, [canonical(index)])
-    return seal_part(staging, previous, entries, _is_ours, tied)
+        metadata = {"total_size": sum(map(bytes_of, shards.values()))}
+        if names is None:
+            text = canonical({"metadata": metadata, "weight_map": weight_map})
+        else:
+            metadata["total_parameters"] = names.layout.num_parameters
+            index = {"metadata": metadata, "weight_map": weight_map}
+            text = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("ascii")
+        entries[INDEX] = write_file(staging / INDEX, [text])
+    return seal_part(staging, previous, entries, _is_ours, about)
 
 
 def _is_ours(name: str) -> bool:
@@ -286,7 +333,7 @@ def seal_part(
     previous: Path,
     entries: dict[str, FileEntry],
     is_ours: Callable[[str], bool],
-    tied: Mapping[str, str] | None = None,
+    about: Mapping[str, Any] | None = None,
 ) -> FileEntry:
     """Takes other files into the part and writes its manifest; returns the manifest's entry.
 
@@ -304,7 +351,7 @@ def seal_part(
     if carried and (previous / PART_MANIFEST).exists():
         known = read_manifest(previous, PART_MANIFEST)
         entries |= {name: known[name] for name in carried if name in known}
-    return write_manifest(staging, PART_MANIFEST, entries, tied)
+    return write_manifest(staging, PART_MANIFEST, entries, about)
 
 
 def weight_files(directory: Path) -> list[Path]:

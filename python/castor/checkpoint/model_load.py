@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,29 @@ from torch.nn.modules.module import _IncompatibleKeys
 from castor.checkpoint import adapters
 from castor.checkpoint.agreement import ReadyLoad, contents_of
 from castor.checkpoint.container import StoredTensor, read_headers
-from castor.checkpoint.manifest import PART_MANIFEST, verify
-from castor.checkpoint.model import INDEX, SINGLE_FILE, state_of, weight_files
-from castor.checkpoint.parts import own_part, own_targets, whole_shape
+from castor.checkpoint.hub_names import (
+    PlannedTensor,
+    hub_names_of,
+    in_names_of_files,
+    keys_of_files,
+    own_key_mapping,
+)
+from castor.checkpoint.manifest import PART_MANIFEST, read_hub, verify
+from castor.checkpoint.model import INDEX, SINGLE_FILE, kept_keys, state_of, weight_files
+from castor.checkpoint.parts import keys_in_whole, own_part, own_targets, whole_shape
 from castor.checkpoint.staging import recover
+from castor.checkpoint.tensor_bytes import pieces
 from castor.config.names import LoadedWeights
 from castor.errors import CheckpointError
+from castor.lazy import LazyInitContext, give_each
 from castor.runtime.boosted_model import compiled_from
 from castor.runtime.engine import Engine, being_loaded, engines_holding
 from castor.runtime.packed import is_packed
 from castor.runtime.peft_model import is_peft_model
 from castor.runtime.shards import fill, own_class
 
-Sources = Callable[[], Iterator[tuple[str, torch.Tensor]]]
+Sources = Callable[[Callable[[str, torch.Tensor], None]], None]
+"""Gives each tensor that is read to a function, with its key in the model."""
 
 
 @dataclass(kw_only=True)
@@ -40,6 +50,9 @@ class Comparison:
     unexpected: list[str] = field(default_factory=list)
     mis_shaped: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     """(key, shape in the checkpoint, shape in the model)"""
+
+    incomplete: list[str] = field(default_factory=list)
+    """Missing keys of which others are there that make one tensor of the model with them."""
 
     note: str = ""
     """Why transformers could not do better; for errors."""
@@ -53,6 +66,12 @@ class Comparison:
         if strict and self.unexpected:
             keys = ", ".join(f'"{key}"' for key in self.unexpected)
             errors.append(f"Unexpected key(s) in state_dict: {keys}. ")
+        if not strict and self.incomplete:
+            keys = ", ".join(f'"{key}"' for key in self.incomplete)
+            errors.append(
+                f"Missing key(s) in state_dict: {keys}, which are one tensor of the model together "
+                "with others that are there: give all of them, or none. "
+            )
         errors += [
             f"size mismatch for {key}: copying a param with shape {torch.Size(stored)} from "
             f"checkpoint, the shape in current model is {torch.Size(own)}."
@@ -87,8 +106,7 @@ class ModelLoad:
             every_weight = not self.incompatible.missing_keys and loaded.issuperset(engine.params)
             weights: LoadedWeights = "all" if every_weight else "some"
             engine.session.begin_load(weights=weights, states=with_optimizer)
-        for key, source in self.sources():
-            self._assign(self.targets[key], source)
+        self.sources(lambda key, source: self._assign(self.targets[key], source))
         for engine in self.engines:
             engine.session.share_homes()
         for engine, before in zip(self.engines, whole, strict=True):
@@ -147,16 +165,11 @@ def prepare_model(model: nn.Module, directory: Path, *, strict: bool) -> ModelLo
             for adapter, keys in adapters.keys_in_files(model, others).items()
             for key, of in keys.items()
         }
-        sources: Sources = partial(adapters.stored_adapters, stored, targets, directory)
+        sources = _one_by_one(partial(adapters.stored_adapters, stored, targets, directory))
+        comparison = _compare(stored, targets, engines, others)
     else:
         stored = _check_packed(packed, read_headers(weight_files(directory)), targets)
-        sources = _from_files(stored, targets)
-    comparison = _compare(stored, targets, engines, others)
-    if not of_peft and (comparison.missing or comparison.unexpected) and _can_convert(model):
-        try:
-            comparison, sources = _through_transformers(model, directory, stored, targets)
-        except Exception as error:
-            comparison.note = f"\n\t({type(model).__name__}.from_pretrained fails too: {error})"
+        comparison, sources = _match(model, directory, stored, targets, engines, others)
     comparison.check(model, strict=strict)
     return ModelLoad(
         targets=targets,
@@ -164,6 +177,149 @@ def prepare_model(model: nn.Module, directory: Path, *, strict: bool) -> ModelLo
         sources=sources,
         incompatible=_IncompatibleKeys(comparison.missing, comparison.unexpected),
     )
+
+
+def _match(
+    model: nn.Module,
+    directory: Path,
+    stored: dict[str, StoredTensor],
+    targets: dict[str, torch.Tensor],
+    engines: list[Engine],
+    others: dict[str, tuple[int, tuple[int, ...]]],
+) -> tuple[Comparison, Sources]:
+    """How a model's files differ from the model, and what reads them.
+
+    Raises:
+        CheckpointError: The files contradict themselves.
+    """
+    numbers = {key: number for key, (number, _) in others.items()}
+    numbers |= {key: id(tensor) for key, tensor in targets.items()}
+    whole = [key for engine in engines for key in keys_in_whole(engine)]
+    numbers = {key: numbers[key] for key in dict.fromkeys((*whole, *numbers))}
+    comparison = _compare(stored, targets, engines, others)
+    sources = _one_by_one(partial(_from_files, stored, targets))
+    names = hub_names_of(model)
+    plan = None
+    if names is not None:
+        shapes = {key: shape for key, (_, shape) in others.items()}
+        shapes |= {key: whole_shape(engines, tensor) for key, tensor in targets.items()}
+        shapes = {key: shapes[key] for key in numbers}
+        kept = kept_keys(model, numbers)
+        plan = names.plan_of_files(shapes, {key: key for key in numbers if key not in kept})
+        sealed = (directory / PART_MANIFEST).exists()
+        record = read_hub(directory, PART_MANIFEST) if sealed else None
+        if not in_names_of_files(stored, plan, numbers, sealed=sealed, record=record):
+            plan = None
+    differs = bool(comparison.missing or comparison.unexpected)
+    convertible = _can_convert(model) and not is_peft_model(model)
+    if plan is None and not (differs and convertible):
+        _check_ties(stored, {key: key for key in stored}, numbers)
+        return comparison, sources
+    key_of = keys_of_files(model, stored, numbers)
+    _check_ties(stored, key_of, numbers)
+    if plan is not None and (found := _incomplete(plan, stored)).incomplete:
+        found.unexpected = [name for name, key in key_of.items() if key not in numbers]
+        return found, sources
+    direct = comparison, sources
+    try:
+        theirs, sources = _through_transformers(model, directory, stored, targets)
+    except Exception as error:
+        comparison.note = f"\n\t({type(model).__name__}.from_pretrained fails too: {error})"
+        return direct
+    return _in_names_of_files(theirs, plan, stored, key_of), sources
+
+
+def _check_ties(
+    stored: dict[str, StoredTensor], key_of: Mapping[str, str], numbers: Mapping[str, int]
+) -> None:
+    """One tensor of the model has one value in the files, under all its names.
+
+    Args:
+        stored: By name in the files.
+        key_of: The model's key for each.
+        numbers: By key of the model, the same for those that are one tensor.
+
+    Raises:
+        CheckpointError: Two differ.
+    """
+    first: dict[int, str] = {}
+    for name, entry in stored.items():
+        key = key_of.get(name, name)
+        if key not in numbers:
+            continue
+        other = first.setdefault(numbers[key], name)
+        if other == name or key_of.get(other, other) == key:
+            continue
+        if not _same_values(entry, other, stored[other], name):
+            files = dict.fromkeys((str(stored[other].path), str(entry.path)))
+            raise CheckpointError(
+                f"'{other}' and '{name}' of {' and '.join(files)} are one tensor in this model, "
+                "which ties them, and differ in the file: delete the wrong one from it, or build "
+                "the model with weights that are not tied (tie_word_embeddings=False)"
+            )
+
+
+def _same_values(entry: StoredTensor, other: str, before: StoredTensor, name: str) -> bool:
+    with safe_open(entry.path, framework="pt") as file:
+        mine = file.get_tensor(name)
+    with safe_open(before.path, framework="pt") as file:
+        theirs = file.get_tensor(other)
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return False
+    pairs = zip(pieces(mine), pieces(theirs), strict=True)
+    return all(one == another for one, another in pairs)
+
+
+def _incomplete(plan: Sequence[PlannedTensor], stored: Collection[str]) -> Comparison:
+    """Names that are missing, where only some of those are there that are read together."""
+    groups: dict[int, list[str]] = {}
+    for entry in plan:
+        groups.setdefault(entry.group, []).append(entry.name)
+    comparison = Comparison()
+    for names in groups.values():
+        missing = [name for name in names if name not in stored]
+        comparison.missing += missing
+        if len(missing) < len(names):
+            comparison.incomplete += missing
+    return comparison
+
+
+def _in_names_of_files(
+    comparison: Comparison,
+    plan: Sequence[PlannedTensor] | None,
+    stored: dict[str, StoredTensor],
+    key_of: Mapping[str, str],
+) -> Comparison:
+    """Translates from_pretrained's comparison, in keys of the model, into names of the files."""
+    names: dict[str, list[str]] = {}
+    for entry in plan or ():
+        for key in entry.sources:
+            names.setdefault(key, []).append(entry.name)
+    name_of: dict[str, list[str]] = {}
+    for name, key in key_of.items():
+        name_of.setdefault(key, []).append(name)
+    missing: dict[str, None] = {}
+    for key in comparison.missing:
+        absent = [name for name in names.get(key, ()) if name not in stored]
+        missing.update(dict.fromkeys(absent or [key]))
+    unexpected: dict[str, None] = {}
+    for key in comparison.unexpected:
+        unexpected.update(dict.fromkeys(name_of.get(key, [key])))
+    mis_shaped = [
+        (names[key][0] if len(names.get(key, ())) == 1 else key, shape, own)
+        for key, shape, own in comparison.mis_shaped
+    ]
+    return replace(
+        comparison, missing=[*missing], unexpected=sorted(unexpected), mis_shaped=mis_shaped
+    )
+
+
+def _one_by_one(tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> Sources:
+    def give(take: Callable[[str, torch.Tensor], None]) -> None:
+        for key, tensor in tensors():
+            take(key, tensor)
+
+    return give
 
 
 def _beside_packed(
@@ -251,15 +407,14 @@ def _compare(
     return comparison
 
 
-def _from_files(stored: dict[str, StoredTensor], targets: dict[str, torch.Tensor]) -> Sources:
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for path in sorted({entry.path for entry in stored.values()}):
-            with safe_open(path, framework="pt") as file:
-                for key, entry in stored.items():
-                    if entry.path == path and key in targets:
-                        yield key, file.get_tensor(key)
-
-    return tensors
+def _from_files(
+    stored: dict[str, StoredTensor], targets: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for path in sorted({entry.path for entry in stored.values()}):
+        with safe_open(path, framework="pt") as file:
+            for key, entry in stored.items():
+                if entry.path == path and key in targets:
+                    yield key, file.get_tensor(key)
 
 
 def _can_convert(model: nn.Module) -> bool:
@@ -274,22 +429,13 @@ def _through_transformers(
 ) -> tuple[Comparison, Sources]:
     """Lets the model's class read the checkpoint, with its renaming and fusing of keys.
 
-    A second model stands in host memory meanwhile.
+    It makes a lazy model, whose tensors are read one after the other.
     """
-    floats = {entry.dtype for entry in stored.values() if entry.dtype.is_floating_point}
-    dtype = max(floats, key=lambda kind: torch.finfo(kind).bits, default=torch.float32)
-    model_class: Any = own_class(model)
-    # It initialises what the checkpoint lacks: the run's random numbers are not for that.
-    with torch.random.fork_rng(devices=[]):
-        loaded, info = model_class.from_pretrained(
-            directory,
-            config=copy.deepcopy(model.config),
-            dtype=dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            local_files_only=True,
-            use_safetensors=True,
-        )
+    tensors, info = from_files(model, directory, stored)
+    if info["missing_keys"] or info["unexpected_keys"]:
+        given = own_key_mapping(model)
+        if given is not None:
+            tensors, info = from_files(model, directory, stored, given)
     wrong = {entry[0] for entry in info["mismatched_keys"]}
     missing = set(info["missing_keys"])
     comparison = Comparison(
@@ -299,11 +445,46 @@ def _through_transformers(
             (key, tuple(shape), tuple(own)) for key, shape, own in sorted(info["mismatched_keys"])
         ],
     )
-    tensors = loaded.state_dict()
+    wanted = {
+        key: tensors[key]
+        for key in targets
+        if key in tensors and key not in missing and key not in wrong
+    }
 
-    def sources() -> Iterator[tuple[str, torch.Tensor]]:
-        for key in targets:
-            if key in tensors and key not in missing and key not in wrong:
-                yield key, tensors[key]
+    def sources(take: Callable[[str, torch.Tensor], None]) -> None:
+        with torch.random.fork_rng(devices=[]):
+            give_each(wanted, take)
 
     return comparison, sources
+
+
+def from_files(
+    model: Any,
+    directory: Path,
+    stored: Mapping[str, StoredTensor],
+    key_mapping: Mapping[str, str] | None = None,
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What the model's class reads of a checkpoint: lazy tensors by key, and its loading info.
+
+    Args:
+        model: Of transformers, or of a library like it.
+        directory: Has the files.
+        stored: What they hold.
+        key_mapping: See from_pretrained.
+    """
+    floats = {entry.dtype for entry in stored.values() if entry.dtype.is_floating_point}
+    dtype = max(floats, key=lambda kind: torch.finfo(kind).bits, default=torch.float32)
+    model_class: Any = own_class(model)
+    # It initialises what the checkpoint lacks: the run's random numbers are not for that.
+    with torch.random.fork_rng(devices=[]), LazyInitContext():
+        loaded, info = model_class.from_pretrained(
+            directory,
+            config=copy.deepcopy(model.config),
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            key_mapping=key_mapping,
+            local_files_only=True,
+            use_safetensors=True,
+        )
+    return loaded.state_dict(keep_vars=True), info

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,11 +14,13 @@ from torch import nn
 from castor import _C
 from castor.checkpoint.container import ComputedTensor, SavedTensor
 from castor.checkpoint.held import HeldTensor
-from castor.checkpoint.shares import Share
 from castor.runtime import shards
 from castor.runtime.dtensors import is_dtensor
 from castor.runtime.engine import Engine
 from castor.runtime.model_parts import ModelParts
+
+if TYPE_CHECKING:
+    from castor.checkpoint.shares import Share
 
 ParamOf = Callable[[str], torch.Tensor | None]
 """The parameter that a key is of, if there is one."""

@@ -16,6 +16,7 @@ from castor.checkpoint import rng
 from castor.checkpoint.agreement import ReadyLoad, contents_of
 from castor.checkpoint.container import SavedTensor, bytes_of, split
 from castor.checkpoint.files import OVERHEAD_BYTES, FileEntry, os_errors, write_file
+from castor.checkpoint.hub_names import hub_names_of
 from castor.checkpoint.manifest import (
     PART_MANIFEST,
     RUN_MANIFEST,
@@ -23,7 +24,7 @@ from castor.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from castor.checkpoint.model import tensors_of, tied_keys, write_configs, write_model
+from castor.checkpoint.model import about_model, tensors_of, write_configs, write_model
 from castor.checkpoint.model_load import prepare_model
 from castor.checkpoint.optimizer import (
     OptimizerState,
@@ -91,7 +92,8 @@ def save(
     share = share_of(reading)
     states = [state_of_optimizer(optimizer, model, share) for optimizer in optimizers]
     states = [replace(state, tensors=taken(reading, state.tensors)) for state in states]
-    weights, tied = taken(reading, tensors_of(model, share)), tied_keys(model)
+    weights = taken(reading, tensors_of(model, share))
+    about = about_model(model, weights, hub_names_of(model), in_files=False)
     trainer = {
         "format": TRAINER_FORMAT,
         "step": number,
@@ -116,7 +118,7 @@ def save(
             (staging / part).mkdir()
         write_configs(model, staging / "model", None)
         yield target
-        seal_run(staging, target, parts, states, trainer, tied, write_of(reading)(staging, files))
+        seal_run(staging, target, parts, states, trainer, about, write_of(reading)(staging, files))
     if keep is not None:
         _prune(root, number, keep)
 
@@ -142,7 +144,7 @@ def seal_run(
     parts: Parts,
     states: Sequence[OptimizerState],
     trainer: dict[str, Any],
-    tied: Mapping[str, str],
+    about: Mapping[str, Any],
     written: Mapping[str, FileEntry],
 ) -> None:
     """Writes what a run's directory has beside tensors and configs.
@@ -153,7 +155,7 @@ def seal_run(
         parts: What was written.
         states: Of the optimizers.
         trainer: The document of trainer.json.
-        tied: See tied_keys.
+        about: See about_model.
         written: Entries of the files, by path.
 
     Raises:
@@ -165,7 +167,7 @@ def seal_run(
 
     entries = {
         f"model/{PART_MANIFEST}": write_model(
-            parts["model"], entries_of("model"), staging / "model", previous / "model", tied
+            parts["model"], entries_of("model"), staging / "model", previous / "model", about
         )
     }
     for part, state in zip(_parts_of(states), states, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import mmap
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,12 +21,16 @@ from castor.checkpoint.files import (
     write_behind,
 )
 from castor.checkpoint.held import HeldTensor
+from castor.checkpoint.hub_names import ConvertedTensor, own_runs
 from castor.checkpoint.pace import Pace
 from castor.checkpoint.tensor_bytes import pieces
 from castor.checkpoint.write_behind import WriteBehind
 from castor.checkpoint.writer import Writer
 from castor.runtime.ranks import Peers, sendable
 from castor.runtime.waits import served_by_another
+
+_MOST_RUNS = 1024
+"""A tensor of which a rank has more runs than this is written by its elements."""
 
 
 class Share:
@@ -153,12 +158,53 @@ class Share:
                             pace.rest()
                     if tensor.written is not None:
                         tensor.written()
+                elif isinstance(tensor, ConvertedTensor):
+                    self._write_converted(tensor, start, writer, through_cache)
+                    if pace is not None:
+                        pace.rest()
                 elif self.writes_whole and isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                     writer.seek(start)
                     for piece in pieces(tensor):
                         writer.append(piece)
         writer.flush()
         behind.do(file.close)
+
+    def _write_converted(
+        self, tensor: ConvertedTensor, start: int, writer: Writer, through_cache: io.FileIO
+    ) -> None:
+        """Writes this rank's elements of a tensor that is made of some of which ranks have parts.
+
+        Args:
+            tensor: The tensor.
+            start: Its first byte in the file.
+            writer: Writes the file.
+            through_cache: Another descriptor of the file, for runs that are many.
+        """
+        own = tensor.own(whole=self.writes_whole)
+        if own is not None:
+            values, mine = (one.contiguous() for one in own)
+            runs = own_runs(values, mine, most=_MOST_RUNS)
+            if runs is None:
+                _write_elements(through_cache, start, values, mine)
+            for first, run in runs or ():
+                if run.numel() > 0:
+                    writer.seek(start + first * run.element_size())
+                    for piece in pieces(run):
+                        writer.append(piece)
+        if tensor.written is not None:
+            tensor.written()
+
+
+def _write_elements(file: io.FileIO, start: int, values: torch.Tensor, mine: torch.Tensor) -> None:
+    """Writes some elements of a tensor, which lie one by one."""
+    page = start - start % mmap.ALLOCATIONGRANULARITY
+    with mmap.mmap(file.fileno(), start + values.nbytes - page, offset=page) as memory:
+        in_file = torch.frombuffer(memory, dtype=torch.uint8, offset=start - page)
+        size = values.element_size()
+        rows = values.reshape(-1).view(torch.uint8).view(-1, size)
+        there = in_file.view(-1, size)
+        there[mine.reshape(-1)] = rows[mine.reshape(-1)]
+        del there, in_file
 
 
 def _entry(path: Path, tensors: Tensors, pace: Pace | None) -> FileEntry:

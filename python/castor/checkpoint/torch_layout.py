@@ -23,7 +23,7 @@ from castor.checkpoint.contents import (
     listed,
 )
 from castor.checkpoint.files import write_file
-from castor.checkpoint.manifest import PART_MANIFEST, verify
+from castor.checkpoint.manifest import PART_MANIFEST, read_hub, verify
 from castor.checkpoint.model import seal_part
 from castor.checkpoint.optimizer import FORMAT, OptimizerState
 from castor.checkpoint.sealed_json import read_sealed, seal
@@ -262,7 +262,12 @@ def read_torch(path: Path, names: Sequence[str] | None) -> Contents:
     else:
         if (path / PART_MANIFEST).exists():
             verify(path, PART_MANIFEST)
-        contents = Contents(files=files_beside(path), trainer=trainer_of(path))
+        sealed = (path / PART_MANIFEST).exists()
+        contents = Contents(
+            files=files_beside(path),
+            trainer=trainer_of(path),
+            hub=read_hub(path, PART_MANIFEST) if sealed else None,
+        )
         directory, left_out = path, []
         model = _load(path / MODEL_FILE) if (path / MODEL_FILE).exists() else None
         optimizers = {str(file): _load(file) for file in _optimizer_files(path)}
@@ -352,7 +357,7 @@ def seal_torch(contents: Contents, staging: Path, dtype: torch.dtype | None) -> 
             "trainer": contents.trainer,
         }
         write_file(staging / _CONTENTS, [seal(document)])
-    seal_part(staging, staging, {}, lambda name: False, contents.tied)
+    seal_part(staging, staging, {}, lambda name: False, contents.about)
 
 
 def _save(document: dict[str, Any], path: Path) -> None:

@@ -31,6 +31,7 @@ from castor.runtime.model_parts import Runs, WholeModel
 from castor.runtime.packed import is_packed
 from castor.runtime.ranks import Peers
 from castor.runtime.waits import waiting
+from castor.runtime.weight_conversions import file_layout
 
 _NOBODY_SENDS = 1 << 20
 """A tag; torch's schedules use none."""
@@ -373,4 +374,5 @@ def _describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> WholeModel:
     return WholeModel(
         tensors=tensors,
         groups=[[names[param] for param in group["params"]] for group in groups],
+        files=file_layout(model),
     )

@@ -160,6 +160,37 @@ def build(path: Path, *, dtype: torch.dtype) -> nn.Module:
     return model.train()
 
 
+def build_by_name(path: Path) -> nn.Module | None:
+    """Builds the model that a config.json names on the meta device, for the names of its weights.
+
+    Returns:
+        None where transformers has no conversions of its own for the weights: it does not know
+        the type of the model, whose code lies elsewhere, or the weights are quantised.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: transformers cannot build it.
+        ModuleNotFoundError: transformers is not installed.
+    """
+    document = json.loads(path.read_text(encoding="utf-8"))
+    transformers = _transformers()
+    known = document.get("model_type") in transformers.CONFIG_MAPPING
+    if not known or document.get("auto_map") or document.get("quantization_config"):
+        return None
+    with quiet():
+        try:
+            config = transformers.AutoConfig.for_model(**document)
+            with torch.device("meta"), _WithoutValues():
+                model: nn.Module = _class_of(transformers, document, config)(config)
+            model.tie_weights()  # type: ignore[operator]
+        except Exception as error:
+            raise ValueError(
+                f"{path}: transformers {transformers.__version__} cannot build this model: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    return model
+
+
 def make_inputs(model: nn.Module, *, batch: int, sequence: int) -> dict[str, torch.Tensor]:
     """Inputs with labels, on the meta device.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils import swap_tensors
 
+from castor.errors import UsageError
 from castor.lazy import replay
 from castor.lazy.program import Value
 from castor.lazy.tensor import LazyTensor, Recording
@@ -103,6 +104,47 @@ def materialise(model: nn.Module) -> None:
         param.data = value
 
     Materialisation(model).run(lambda _param, _dtype: None, finish)
+
+
+def give_each(
+    tensors: Mapping[str, torch.Tensor], take: Callable[[str, torch.Tensor], None]
+) -> None:
+    """Gives lazy tensors' values to a function, one after the other, and keeps none.
+
+    Args:
+        tensors: By name; those that are not lazy are given as they are.
+        take: Called once for each, in the order in which they are computed.
+    """
+    users: dict[Recording, dict[Value, list[str]]] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, LazyTensor) and tensor._computed is None:
+            of_recording = users.setdefault(tensor._recording, {})
+            of_recording.setdefault(tensor._value, []).append(name)
+        else:
+            take(name, tensor._computed if isinstance(tensor, LazyTensor) else tensor)
+    for recording, named in users.items():
+
+        def done(value: Value, values: torch.Tensor, named: Any = named) -> None:
+            for name in named[value]:
+                take(name, values)
+
+        replay.run(recording.program, named, done)
+
+
+def value_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the values of a lazy one, which stays lazy.
+
+    Raises:
+        UsageError: Random numbers decide over them.
+    """
+    if not isinstance(tensor, LazyTensor):
+        return tensor
+    if tensor._computed is not None:
+        return tensor._computed
+    values = replay.compute(tensor._recording.program, tensor._value)
+    if values is None:
+        raise UsageError("the values of a lazy tensor are drawn at random; materialise the model")
+    return values
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:

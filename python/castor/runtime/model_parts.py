@@ -12,6 +12,7 @@ from torch import nn
 
 from castor import _C
 from castor.runtime.ranks import Peers
+from castor.runtime.weight_conversions import FileLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,8 @@ class WholeModel:
     """state_dict key -> (number of the tensor, the same where it is tied; its shape), in order."""
     groups: Sequence[Sequence[str]]
     """Names of the parameters in the optimizer's groups, in order."""
+    files: FileLayout | None = None
+    """How transformers lays out its files; None: it is no model of transformers."""
 
     def keys_like(self, own: Iterable[str]) -> dict[str, str]:
         """All keys of what this process has, and the key by which it has it, in order."""
