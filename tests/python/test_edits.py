@@ -400,9 +400,10 @@ def test_parts_without_parameters_may_be_those_of_several_models() -> None:
         relu.more = nn.ReLU()
     assert_close_losses(losses_of_boosted(second, loss), expected)
     shared = nn.Linear(8, 8)
-    boost(build(shared))
+    third = boost(build(shared))
     with pytest.raises(castor.UsageError, match="shares modules or parameters"):
         boost(build(shared))
+    losses_of_boosted(third, loss, steps=1)
 
 
 def test_model_boosted_again_after_its_first_booster_is_refused() -> None:
