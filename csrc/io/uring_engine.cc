@@ -7,11 +7,13 @@
 #include <algorithm>
 #include <cerrno>
 #include <limits>
+#include <string>
 #include <utility>
 
 #include "core/error.h"
 #include "core/units.h"
 #include "io/check_requests.h"
+#include "io/locked_memory.h"
 #include "io/unique_fd.h"
 
 namespace castor {
@@ -27,7 +29,12 @@ const char* const kForbidden =
     "castor needs Linux 5.6 or later, and a container that allows the system calls io_uring_setup, "
     "io_uring_enter and io_uring_register; the thread engine needs none of them";
 
-IoError uring_error(int result, const char* what_failed, const char* remedy = "") {
+std::string no_memory_for_rings() {
+  return "The kernel has no memory for its rings; " + locked_memory_remedy(locked_memory_limit()) +
+         "; the thread engine locks none";
+}
+
+IoError uring_error(int result, const char* what_failed, const std::string& remedy = "") {
   return {-result, "io_uring", 0, what_failed, remedy};
 }
 
@@ -71,7 +78,8 @@ struct UringEngine::Ring {
       result = io_uring_queue_init_params(entries, &ring, &params);
     }
     if (result < 0) {
-      throw uring_error(result, "cannot set up", kForbidden);
+      throw result == -ENOMEM ? uring_error(result, "cannot set up", no_memory_for_rings())
+                              : uring_error(result, "cannot set up", kForbidden);
     }
     is_open = true;
     // Best effort: on a failure a forked child shares the ring's pages, and does not touch them.
@@ -125,7 +133,8 @@ struct UringEngine::Ring {
       registered.clear();
       buffers_note = ", buffers of " + format_bytes(bytes) + " not registered (errno " +
                      std::to_string(-result) +
-                     (result == -ENOMEM ? ": raise RLIMIT_MEMLOCK, `ulimit -l`)" : ")");
+                     (result == -ENOMEM ? ": " + locked_memory_remedy(locked_memory_limit()) : "") +
+                     ")";
     } else {
       buffers_note = ", " + format_bytes(bytes) + " of buffers registered";
     }

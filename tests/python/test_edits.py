@@ -380,6 +380,32 @@ def resident_bytes() -> int:
     return pages * resource.getpagesize()
 
 
+def test_parts_without_parameters_may_be_those_of_several_models() -> None:
+    """OpenAI GPT's activation is one module for all models of the process."""
+    relu = nn.ReLU()
+
+    def build(*shared: nn.Module) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), *shared, nn.Linear(8, 8))
+
+    def loss(model: nn.Module, seed: int) -> torch.Tensor:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        return model(x).square().mean()
+
+    expected = losses_of_plain(build(nn.ReLU()), loss)
+    first, second = boost(build(relu)), boost(build(relu))
+    assert_close_losses(losses_of_boosted(first, loss), expected)
+    first.booster.release(first.model)
+    with pytest.raises(castor.UsageError, match="module 'more' is set on a ReLU"):
+        relu.more = nn.ReLU()
+    assert_close_losses(losses_of_boosted(second, loss), expected)
+    shared = nn.Linear(8, 8)
+    third = boost(build(shared))
+    with pytest.raises(castor.UsageError, match="shares modules or parameters"):
+        boost(build(shared))
+    losses_of_boosted(third, loss, steps=1)
+
+
 def test_model_boosted_again_after_its_first_booster_is_refused() -> None:
     boosted = boost(tower())
     with pytest.raises(castor.UsageError, match="boosted already"):

@@ -64,6 +64,24 @@ MORE = {
     "olmo2": small(hf.Olmo2Config, num_key_value_heads=2),
 }  # fmt: skip
 MODELS = CASES | {name: replace(LLAMA, name=name, build=build) for name, build in MORE.items()}
+HYBRIDS = {
+    "qwen3-next": small(
+        hf.Qwen3NextConfig, num_key_value_heads=2, head_dim=12, num_experts=4,
+        layer_types=["linear_attention", "full_attention"],
+        num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
+    "bamba": small(
+        hf.BambaConfig, num_key_value_heads=2, attn_layer_indices=[0], mamba_d_head=12,
+        mamba_n_heads=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8,
+    ),
+    "recurrent-gemma": small(
+        hf.RecurrentGemmaConfig, num_hidden_layers=3, num_key_value_heads=1, head_dim=12,
+        lru_width=48, attention_window_size=16,
+    ),
+}  # fmt: skip
+"""Decoders of which some layers have no keys and values, but states."""
 
 
 def passes(model: nn.Module, backward: Callable[[torch.Tensor], Any], case: Case) -> list[Any]:
@@ -414,6 +432,40 @@ def test_what_stands_in_a_cache_is_seen_or_an_error(activations: str) -> None:
     boosted.model.eval()
     with torch.no_grad():
         boosted.model(LLAMA.batch(1)["input_ids"], past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_layers_of_linear_attention_are_recomputed_as_without_a_cache(name: str) -> None:
+    """A cache, which the models make by default, rounds some sums otherwise in plain PyTorch."""
+    case = replace(LLAMA, build=HYBRIDS[name])
+    plain: Any = case.model()
+    with_cache = of_plain(case)
+    plain.config.use_cache = False
+    expected = passes(plain, lambda loss: loss.backward(), case)
+    for activations, wanted in (
+        ("recompute", expected), ("auto", expected), ("keep", with_cache), ("offload", with_cache),
+    ):  # fmt: skip
+        found, report = of_boosted(case, activations=activations)
+        assert_equal(found, wanted)
+        assert (report.recomputed_blocks > 0) == (activations in ("recompute", "auto"))
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "bamba"])
+def test_what_stands_in_a_cache_of_linear_attention_is_an_error(name: str) -> None:
+    case = replace(LLAMA, build=HYBRIDS[name])
+    boosted = boost(case.model(), activations="recompute")
+    ids = case.batch(0)["input_ids"]
+    with torch.no_grad():
+        cache = boosted.model(ids).past_key_values
+    assert len(cache.layers) == 2
+    linear, attention = (0, 1) if name == "qwen3-next" else (1, 0)
+    for layer, held in ((linear, "a cache with a state of linear attention"),
+                        (attention, r"a key-value cache of \d+ positions")):  # fmt: skip
+        block: Any = boosted.model.get_submodule(f"model.layers.{layer}")
+        with pytest.raises(
+            castor.UsageError, match=rf"'model\.layers\.{layer}' .* is passed {held}"
+        ):
+            block(torch.zeros(1, 1, 48), cache=cache)
 
 
 def test_a_cache_that_a_model_passes_without_a_name_takes_no_memory() -> None:

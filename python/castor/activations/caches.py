@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -26,13 +27,27 @@ def refuse_filled_caches(module: nn.Module, name: str) -> None:
     module.register_forward_pre_hook(ModuleHook(_check, name, layer), with_kwargs=True)
 
 
-def without_caches(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A block's arguments, None for a key-value cache.
+def place_of_use_cache(module: nn.Module) -> int | None:
+    """The place of `use_cache` among the arguments of a block's forward; None: it has none."""
+    names = [*inspect.signature(type(module).forward).parameters][1:]  # without self
+    return names.index("use_cache") if "use_cache" in names else None
 
-    Transformers' switch does so for arguments with names. GPT-2's model passes its blocks one
-    without: each would keep keys and values there, and write them once more in backward.
+
+def without_caches(args: tuple[Any, ...], use_cache: int | None) -> tuple[Any, ...]:
+    """A block's arguments, None for a key-value cache and False for use_cache.
+
+    Transformers' switch does so for arguments with names. The models of GPT-2 and RecurrentGemma
+    pass their blocks some without: each would keep keys, values or states there, and write them
+    once more in backward.
+
+    Args:
+        args: The arguments without names.
+        use_cache: See place_of_use_cache.
     """
-    return tuple(None if hasattr(value, "get_seq_length") else value for value in args)
+    return tuple(
+        False if place == use_cache else None if is_cache(value) else value
+        for place, value in enumerate(args)
+    )
 
 
 def _check(
@@ -42,11 +57,32 @@ def _check(
     if not (may_run_again and module.training and torch.is_grad_enabled()):
         return
     for value in (*args, *kwargs.values()):
-        length = getattr(value, "get_seq_length", None)
-        if length is not None and (held := int(length(layer))) > 0:
+        if is_cache(value) and (held := _held(value, layer)):
             raise UsageError(
-                f"module '{name}' ({type(module).__name__}) is passed a key-value cache of {held} "
-                "positions, and transformers takes caches from blocks that may be recomputed: call "
-                "the model without it, or keep its activations: activations='keep', or a mapping "
-                "that keeps this block"
+                f"module '{name}' ({type(module).__name__}) is passed a {held}, and transformers "
+                "takes caches from blocks that may be recomputed: call the model without it, or "
+                "keep its activations: activations='keep', or a mapping that keeps this block"
             )
+
+
+def is_cache(value: Any) -> bool:
+    """Whether it is one of transformers' caches, of keys and values or of linear attention."""
+    return hasattr(value, "get_seq_length")
+
+
+def _held(cache: Any, layer: int) -> str:
+    """Says what a cache has of a layer, or "" where it is empty there.
+
+    A layer of linear attention has states of its past, and no positions.
+    """
+    while hasattr(cache, "self_attention_cache"):  # of an encoder and a decoder
+        cache = cache.self_attention_cache
+    layers = getattr(cache, "layers", ())
+    of_layer = layers[layer] if layer < len(layers) else None
+    states = getattr(of_layer, "has_previous_state", None)
+    if states and any(states.values()):
+        return "cache with a state of linear attention"
+    if of_layer is not None and not hasattr(of_layer, "get_seq_length"):
+        return ""
+    positions = int(cache.get_seq_length(layer))
+    return f"key-value cache of {positions} positions" if positions else ""

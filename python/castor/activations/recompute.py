@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from castor.activations.block_profile import BlockRun, Decisions, Tiles
-from castor.activations.caches import without_caches
+from castor.activations.caches import place_of_use_cache, without_caches
 from castor.activations.random_states import RandomStates
 from castor.errors import UsageError
 
@@ -67,6 +67,7 @@ class Recomputation:
         self._early_stop = not compared  # a forward that stops early has no output
         self._compares = compared
         self._writes_no_buffer = False  # known since the first forward
+        self._use_cache = place_of_use_cache(module)
         self._options: dict[str, Any] = {"context_fn": _choosing_once} if routes(module) else {}
 
     @property
@@ -83,7 +84,7 @@ class Recomputation:
         module = self._owner()
         if module is None or not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        args = without_caches(args)
+        args = without_caches(args, self._use_cache)
         run = None
         if self._auto:
             inputs = _arguments(function, args)

@@ -17,6 +17,10 @@ SLOW_GPU_LINK = 10e9
 """Bytes per second; PCIe 3.0 x16 with pinned memory gives 12e9."""
 LOCKED_BYTES = 64 << 20
 """A limit below this holds few I/O buffers; 8 MiB is the default of many systems."""
+_RAISE_MEMLOCK = (
+    "ulimit -l unlimited, memlock in /etc/security/limits.conf, LimitMEMLOCK=infinity of a "
+    "service, or docker run --ulimit memlock=-1"
+)
 SLOW_NVME = 1e9
 """Mixed bytes per second; a device on two lanes of PCIe 3.0 gives more."""
 BUSY = 0.5
@@ -198,12 +202,21 @@ def _huge_pages(facts: Facts) -> Finding:
 def _io_uring(facts: Facts) -> Finding:
     if facts.io_uring is None:
         return Finding(name="io_uring", value="allowed")
+    no_memory = (
+        "locked memory has no limit here (RLIMIT_MEMLOCK), so the machine or its container is out "
+        "of memory"
+    )
+    if facts.memlock_bytes is not None:
+        no_memory = (
+            "its rings do not fit the memory that may be locked (RLIMIT_MEMLOCK, "
+            f"{_mebibytes(facts.memlock_bytes)}): {_RAISE_MEMLOCK}"
+        )
     reasons = {
         "EPERM": "a container's seccomp profile or sysctl kernel.io_uring_disabled forbids it: "
         "allow io_uring_setup in the profile, or set kernel.io_uring_disabled to 0",
         "ENOSYS": "the kernel lacks it, or a sandbox hides it: take Linux 5.10 or later, and allow "
         "io_uring_setup in the sandbox",
-        "ENOMEM": "its rings do not fit the memory that may be locked: raise ulimit -l",
+        "ENOMEM": no_memory,
     }
     reason = reasons.get(facts.io_uring, "see io_uring_setup(2) for this error")
     return Finding(
@@ -213,19 +226,21 @@ def _io_uring(facts: Facts) -> Finding:
     )
 
 
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.3g} MiB"
+
+
 def _memlock(facts: Facts) -> Finding:
     if facts.memlock_bytes is None:
         return Finding(name="memlock limit", value="none")
-    value = f"{facts.memlock_bytes / 2**20:.3g} MiB"
+    value = _mebibytes(facts.memlock_bytes)
     if facts.may_exceed_memlock:
         return Finding(name="memlock limit", value=f"{value}, not for this process (CAP_IPC_LOCK)")
     change = None
     if facts.memlock_bytes < LOCKED_BYTES:
         change = (
             f"buffers that the kernel pins for I/O count against it, and less than "
-            f"{LOCKED_BYTES >> 20} MiB is little: ulimit -l unlimited, memlock in "
-            "/etc/security/limits.conf, LimitMEMLOCK=infinity of a service, or docker run "
-            "--ulimit memlock=-1"
+            f"{LOCKED_BYTES >> 20} MiB is little: {_RAISE_MEMLOCK}"
         )
     return Finding(name="memlock limit", value=value, change=change)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Protocol
@@ -146,16 +146,31 @@ def name_before_compile(name: str) -> str:
 
 
 def check_not_boosted(model: nn.Module) -> None:
-    """Raises UsageError if `model`, or a part of it, belongs to a boosted model."""
-    params = set(model.parameters())
+    """Raises UsageError if `model`, or a part of it with parameters, belongs to a boosted model.
+
+    A part without any may be another model's as well: an activation function of OpenAI GPT is one
+    object for all models of the process.
+    """
+    params, own = set(model.parameters()), {model, *modules_with_parameters(model)}
     for boosted, known in list(_models.items()):
-        parts = set(boosted.modules())
-        if not (parts.isdisjoint(model.modules()) and params.isdisjoint(known.params)):
+        parts = {boosted, *modules_with_parameters(boosted)}
+        if not (parts.isdisjoint(own) and params.isdisjoint(known.params)):
             raise UsageError(
                 f"this {type(model).__name__} is boosted already, or shares modules or parameters "
                 f"with a boosted {type(boosted).__name__}; boost each model once and use what "
                 "boost returned"
             )
+
+
+def modules_with_parameters(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a model that have parameters, their own or those of modules within them."""
+    return (part for part in model.modules() if next(part.parameters(), None) is not None)
+
+
+def modules_of_other_models(model: nn.Module) -> set[nn.Module]:
+    """The modules of all boosted models but this one."""
+    others = [other for other in list(_models) if other is not model]
+    return {part for other in others for part in other.modules()}
 
 
 def check_fit_for_chunks(model: nn.Module) -> None:

@@ -1,21 +1,39 @@
-"""Refuses changes to a boosted model's structure, at the line that makes them."""
+"""Refuses changes to a boosted model's structure, at the line that makes them.
+
+A parametrization is no such change while it brings no parameters to train: the module's parameter
+is the same one under another name, and comes back when the parametrization is removed. PEFT adapts
+fused experts so, in each forward (docs/design/0004).
+"""
 
 from __future__ import annotations
 
 import types
 import weakref
+from functools import cache
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.compiler import is_compiling
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.utils.parametrize import register_parametrization
 
 from castor.errors import UsageError
+from castor.runtime.boosted_model import all_boosted, modules_of_other_models
 
 _guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_parameters: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.ref[nn.Parameter]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The parameters that guarded modules had when they were boosted."""
+_parametrized: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Modules that hold parametrizations of a guarded module, with that module and the parameter's
+name; "" for the ModuleDict over all its parameters."""
 _CHANGING = ("resize_token_embeddings", "add_adapter", "merge_and_unload", "unload")
 """Methods of transformers' and PEFT's that have written into a model when they first register."""
 
@@ -29,6 +47,11 @@ def guard(model: nn.Module) -> None:
         _install()
     _guarded.update(model.modules())
     for module in model.modules():
+        _parameters[module] = {
+            name: weakref.ref(param)
+            for name, param in module._parameters.items()
+            if param is not None
+        }
         for name in _CHANGING:
             if callable(getattr(type(module), name, None)) and name not in vars(module):
                 vars(module)[name] = _Refused(module, name)
@@ -36,8 +59,10 @@ def guard(model: nn.Module) -> None:
 
 def unguard(model: nn.Module) -> None:
     """The model may be changed again."""
-    _guarded.difference_update(model.modules())
-    for module in model.modules():
+    own = set(model.modules()) - modules_of_other_models(model)
+    _guarded.difference_update(own)
+    for module in own:
+        _parameters.pop(module, None)
         for name in _CHANGING:
             if isinstance(vars(module).get(name), _Refused):
                 del vars(module)[name]
@@ -69,18 +94,81 @@ class _Refused:
 def _refuse_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     if is_compiling():  # what is traced makes lists of modules of its own, by slices
         return
+    if module in _parametrized:
+        _check_parametrization(module, name, submodule)
     if module in _guarded and module._modules.get(name) is not submodule:
+        if name == "parametrizations" and submodule is not None:
+            _parametrized[submodule] = weakref.ref(module), ""  # empty: see what is put into it
+            return
         _refuse(module, f"module '{name}'")
 
 
 def _refuse_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
     if is_compiling():
         return
-    if module in _guarded and module._parameters.get(name) is not param:
+    if module not in _guarded or module._parameters.get(name) is param:
+        return
+    if param is None or param is not _parameter_at_boost(module, name):
         _refuse(module, f"parameter '{name}'")
 
 
-def _refuse(module: nn.Module, what: str) -> None:
+def _parameter_at_boost(module: nn.Module, name: str) -> nn.Parameter | None:
+    known = _parameters.get(module, {}).get(name)
+    return None if known is None else known()
+
+
+def _check_parametrization(holder: nn.Module, name: str, added: nn.Module | None) -> None:
+    """Raises UsageError, the module as it was, where a parametrization has parameters to train."""
+    owner, parametrized = _parametrized[holder]
+    module = owner()
+    if module is None or module not in _guarded or added is None:
+        return
+    had = _parameter_at_boost(module, parametrized or name)
+    new = {id(p) for p in added.parameters() if p is not had and p.requires_grad}
+    if not new or new <= {id(p) for boosted in all_boosted() for p in boosted.params}:
+        if not parametrized:
+            _parametrized[added] = owner, name
+            _forget_write(had)
+        return
+    if not parametrized:  # not one more on the same parameter
+        _take_off(module, holder, name, had)
+    _refuse(module, f"a parametrization of '{parametrized or name}' with parameters to train")
+
+
+def _forget_write(param: nn.Parameter | None) -> None:
+    """A parameter has been parametrized, which sets its memory to what it is: no write of values.
+
+    The chunk would be copied home as a written one, and a block that is recomputed refused.
+    """
+    if param is not None and not param.is_inference():
+        version = param._version - _versions_of_parametrizing()
+        torch._C._autograd._unsafe_set_version_counter((param,), (version,))
+
+
+@cache
+def _versions_of_parametrizing() -> int:
+    """Counts the writes that torch counts where it parametrizes a parameter."""
+    module = nn.Module()
+    param = nn.Parameter(torch.zeros(1, device="cpu"))
+    module.weight = param
+    before = param._version
+    register_parametrization(module, "weight", nn.Identity())
+    return param._version - before
+
+
+def _take_off(
+    module: nn.Module, parametrizations: nn.Module, name: str, param: nn.Parameter | None
+) -> None:
+    """Undoes what torch.nn.utils.parametrize has done before it registers a parametrization."""
+    delattr(type(module), name)  # of a class for this module alone
+    if not parametrizations._modules:
+        del module._modules["parametrizations"]
+        module.__class__ = type(module).__bases__[0]
+    if param is not None:
+        module._parameters[name] = param
+
+
+def _refuse(module: nn.Module, what: str) -> NoReturn:
     raise UsageError(
         f"{what} is set on a {type(module).__name__} of a boosted model; castor laid the model out "
         "in booster.boost and would not move it: change the model first, then boost it, or call "
