@@ -131,7 +131,7 @@ class Recomputation:
             if not self._auto.may_run_again:
                 raise
             tier: str = getattr(error, "tier", "device")
-            _drop_tensors(error)
+            drop_tensors(error)
         states.restore()
         return tier, None
 
@@ -320,7 +320,7 @@ def _choosing_once() -> tuple[_Choices, _Choices]:
     return _Choices(chosen, again=False), _Choices(chosen, again=True)
 
 
-def _drop_tensors(error: BaseException | None) -> None:
+def drop_tensors(error: BaseException | None) -> None:
     """What an error has come through keeps nothing."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)

@@ -210,7 +210,11 @@ class StepsOnPaper:
 
 
 class _Copy:
-    """A boosted model without castor and without values."""
+    """A boosted model without castor and without values.
+
+    Each module has its class's forward: one that somebody has put in its place (accelerate's casts,
+    TRL's heads) may hold the original, whose hooks would see a step that nobody runs.
+    """
 
     def __init__(self, boosted: nn.Module, *, gather_embeddings: bool) -> None:
         memo: dict[int, Any] = {id(buffer): _bare(buffer) for buffer in boosted.buffers()}
@@ -218,6 +222,7 @@ class _Copy:
             memo[id(param)] = nn.Parameter(_bare(param), requires_grad=param.requires_grad)
         self.model = copy.deepcopy(boosted, memo)
         for module in self.model.modules():
+            module.__dict__.pop("forward", None)
             for registry in _HOOKS:  # others' would see what nobody runs
                 getattr(module, registry).clear()
         if hasattr(getattr(self.model, "config", None), "use_cache"):

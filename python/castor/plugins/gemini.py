@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from castor.activations import Blocks, output_embedding
+from castor.activations import Blocks, fit_fused_heads, output_embedding
 from castor.config import (
     Activations,
     GeminiConfig,
@@ -384,6 +384,8 @@ class GeminiPlugin:
         blocks.apply(model, engine, StepsOnPaper if divided.whole else None, divided.sharing)
         if head is not None and head in engine.positions:  # else another stage has it
             divided.defer_logits(engine, head, config)
+        if self.config.tile_logits is not False:
+            fit_fused_heads()
         model_step = ModelStep(engine, config, optimizers, own=None in rules, seed=choice.seed)
         for i, (optimizer, its_rule) in enumerate(zip(optimizers, rules, strict=True)):
             position = i if len(optimizers) > 1 else None
