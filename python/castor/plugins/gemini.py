@@ -119,7 +119,11 @@ class GeminiPlugin:
             "keep"}, of which the last that matches counts. Bits are plain PyTorch's. "tile:4" runs
             the MLP of each block, forward and backward, on a quarter of the rows at a time, and
             "recompute+tile:4" recomputes the rest of the block: the same arithmetic, with gradients
-            of weights that are sums in another order.
+            of weights that are sums in another order. Default: "auto" where device_memory is given,
+            "keep" elsewhere. That default leaves a block as it is where "auto" is an error: one
+            that is compiled, writes a buffer, is passed a filled cache or has hooks of the user's
+            within; where all fits with ease, for as long as it does; and where the model's own
+            gradient checkpointing is on.
         initial_scale: fp16: loss scale at the start.
         min_scale: fp16: lowest loss scale.
         growth_factor: fp16: growth of the loss scale.
@@ -207,7 +211,7 @@ class GeminiPlugin:
         gpu_margin_mem_ratio: float | None = None,
         gather_embeddings: bool = False,
         tile_logits: TileLogits = "auto",
-        activations: Activations = "keep",
+        activations: Activations | None = None,
         initial_scale: float = 2.0**16,
         min_scale: float = 1.0,
         growth_factor: float = 2.0,
@@ -284,7 +288,8 @@ class GeminiPlugin:
             gpu_margin_mem_ratio=gpu_margin_mem_ratio,
             gather_embeddings=gather_embeddings,
             tile_logits=tile_logits,
-            activations=activations,
+            activations=_activations(activations, device_memory),
+            activations_by_default=activations is None,
             max_norm=max_norm,
             nonfinite=cast(NonFinite, nonfinite),
             loss_scaler=LossScalerConfig(
@@ -394,6 +399,13 @@ class GeminiPlugin:
             if self.config.overlap == "backward":
                 model.register_forward_pre_hook(ModuleHook(_arm, driver, weakref.ref(optimizer)))
         return engine
+
+
+def _activations(asked: Activations | None, device_memory: int | str | None) -> Activations:
+    """What is done about activations: a budget that somebody gives is to be kept to."""
+    if asked is not None:
+        return asked
+    return "keep" if device_memory is None else "auto"
 
 
 def _arm(driver: StepDriver, held: weakref.ref[Optimizer], *_: Any) -> None:

@@ -152,9 +152,11 @@ class HybridParallelPlugin(GeminiPlugin):
             _check_divided_layers(gemini, tp_size, divides_loss=parallel_output)
             if not parallel_output:
                 gemini["tile_logits"] = False
-        super().__init__(**gemini)
         if pp_size > 1 and pp_style == "zbv":
-            _check_kept(gemini.get("activations", "keep"))
+            if gemini.get("activations") is None:
+                gemini["activations"] = "keep"
+            _check_kept(gemini["activations"])
+        super().__init__(**gemini)
         self._division = Division(
             tensor_size=tp_size,
             expert_size=ep_size,
