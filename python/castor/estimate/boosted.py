@@ -79,7 +79,7 @@ class StepsOnPaper:
         self._tile_logits = tile_logits
         self._device = device
         self._copy: _Copy | None = None
-        self._steps: dict[tuple[Shape, int], Step] = {}
+        self._steps: dict[tuple[Shape, int, bool], Step] = {}
 
     def fitting(self, shape: Shape) -> Pieces | None:
         """The fewest pieces of logits, then of MLPs, in which a step fits the budget."""
@@ -178,7 +178,7 @@ class StepsOnPaper:
         return math.ceil(_MARGIN * self._least(shape).total_bytes)
 
     def _need(self, shape: Shape, pieces: Pieces) -> Need:
-        step, model = self._step(shape, pieces.tiles), self._model
+        step, model = self._step(shape, pieces), self._model
         rows = step.rows
         tile = model.logits.rows_per_tile(rows, self._budget, self._tile_logits)
         if pieces.logit_rows and not 0 < tile <= pieces.logit_rows:
@@ -197,16 +197,21 @@ class StepsOnPaper:
             max(event[2] for event in events) + more,
         )
 
-    def _step(self, shape: Shape, tiles: int) -> Step:
-        if (shape, tiles) not in self._steps:
+    def _step(self, shape: Shape, pieces: Pieces) -> Step:
+        # A loop may have the outputs until backward is over; logits in pieces have no values there.
+        may_cut = self._tile_logits == "auto" and self._model.logits.found
+        keeps_output = may_cut and not pieces.logit_rows
+        key = (shape, pieces.tiles, keeps_output)
+        if key not in self._steps:
             model = self._model
             inputs = make_inputs(model.model, batch=shape[0], sequence=shape[1])
-            with model.blocks.tiles.at(tiles):
-                self._steps[shape, tiles] = record_step(
+            with model.blocks.tiles.at(pieces.tiles):
+                self._steps[key] = record_step(
                     *(model.model, model.spec, inputs, self._simulator, model.blocks),
                     device=self._device,
+                    keeps_output=keeps_output,
                 )
-        return self._steps[shape, tiles]
+        return self._steps[key]
 
 
 class _Copy:
