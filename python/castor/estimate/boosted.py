@@ -86,12 +86,19 @@ class StepsOnPaper:
         with _undisturbed():
             try:
                 for pieces in self._ladder(shape):
+                    if pieces.tiles == 2 and self._fits_without_output(shape):
+                        return Pieces()
                     need = self._need(shape, pieces).total_bytes
                     if need * (_MARGIN if pieces != Pieces() else 1.0) <= self._budget:
                         return pieces
                 return pieces if need <= self._budget else None
             except Exception:  # whatever a model may do where tensors have no values
                 return None
+
+    def _fits_without_output(self, shape: Shape) -> bool:
+        """Whether no piece is needed if the loop drops the forward's outputs before backward."""
+        need = self._need(shape, Pieces(), keeps_output=False)
+        return need.total_bytes <= self._budget
 
     def advice(self, shape: Shape) -> str:
         """What a step needs, and the largest that would do; "": that cannot be told."""
@@ -177,8 +184,11 @@ class StepsOnPaper:
     def _promised(self, shape: Shape) -> int:
         return math.ceil(_MARGIN * self._least(shape).total_bytes)
 
-    def _need(self, shape: Shape, pieces: Pieces) -> Need:
-        step, model = self._step(shape, pieces), self._model
+    def _need(self, shape: Shape, pieces: Pieces, *, keeps_output: bool = True) -> Need:
+        # A loop may have the outputs until backward is over; logits in pieces have no values there.
+        may_cut = self._tile_logits == "auto" and self._model.logits.found
+        keeps_output &= may_cut and not pieces.logit_rows
+        step, model = self._step(shape, pieces.tiles, keeps_output=keeps_output), self._model
         rows = step.rows
         tile = model.logits.rows_per_tile(rows, self._budget, self._tile_logits)
         if pieces.logit_rows and not 0 < tile <= pieces.logit_rows:
@@ -197,15 +207,12 @@ class StepsOnPaper:
             max(event[2] for event in events) + more,
         )
 
-    def _step(self, shape: Shape, pieces: Pieces) -> Step:
-        # A loop may have the outputs until backward is over; logits in pieces have no values there.
-        may_cut = self._tile_logits == "auto" and self._model.logits.found
-        keeps_output = may_cut and not pieces.logit_rows
-        key = (shape, pieces.tiles, keeps_output)
+    def _step(self, shape: Shape, tiles: int, *, keeps_output: bool) -> Step:
+        key = (shape, tiles, keeps_output)
         if key not in self._steps:
             model = self._model
             inputs = make_inputs(model.model, batch=shape[0], sequence=shape[1])
-            with model.blocks.tiles.at(pieces.tiles):
+            with model.blocks.tiles.at(tiles):
                 self._steps[key] = record_step(
                     *(model.model, model.spec, inputs, self._simulator, model.blocks),
                     device=self._device,
