@@ -333,8 +333,12 @@ def test_the_model_works_after_each_refusal(refused: Any) -> None:
         ({"pp_size": 2, "num_microbatches": 3, "pp_style": "interleaved", "num_model_chunks": 2},
          ValueError, "no multiple of pp_size=2"),
         ({"pp_size": 2, "num_microbatches": 2, "pp_style": "zigzag"}, ValueError, "'zigzag'"),
-        ({"pp_size": 2, "num_microbatches": 2, "pp_style": "zbv"}, ValueError,
-         "num_model_chunks=2"),
+        ({"pp_size": 2, "num_microbatches": 2, "pp_style": "zbv", "num_model_chunks": 1},
+         ValueError, "num_model_chunks=2"),
+        ({"pp_size": 2, "num_microbatches": 2, "pp_style": "zbv", "num_model_chunks": 3},
+         ValueError, "num_model_chunks=2"),
+        ({"pp_size": 2, "num_microbatches": 2, "pp_style": "interleaved", "num_model_chunks": 1},
+         ValueError, "contradict"),
         ({"pp_size": 2, "num_microbatches": 2, "pp_style": "zbv", "num_model_chunks": 2,
           "activations": "recompute"}, NotImplementedError, "activations='recompute'"),
         ({"pp_size": 2, "num_microbatches": 2, "pp_style": "zbv", "num_model_chunks": 2,
@@ -349,6 +353,20 @@ def test_the_model_works_after_each_refusal(refused: Any) -> None:
 def test_arguments_are_checked(given: dict[str, Any], error: type[Exception], part: str) -> None:
     with pytest.raises(error, match=part.replace("'", ".")):
         castor.HybridParallelPlugin(device="cpu", **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zbv", 2)]
+)
+def test_a_style_has_the_stages_of_a_rank_that_it_needs(given: str, chunks: int) -> None:
+    plugin = castor.HybridParallelPlugin(
+        device="cpu", pp_size=2, num_microbatches=2, pp_style=given
+    )
+    assert plugin._division.stages is not None
+    assert plugin._division.stages.chunks == chunks
+    alone = castor.HybridParallelPlugin(device="cpu", num_microbatches=2, pp_style=given)
+    assert alone._division.stages is not None
+    assert alone._division.stages.chunks == 1
 
 
 @pytest.mark.parametrize("given", [{"num_microbatches": 4}, {"microbatch_size": 2}])

@@ -2,12 +2,14 @@
 
 from castor.activations.blocks import Blocks
 from castor.activations.functions import tiled_divided_loss
+from castor.activations.fused_heads import fit_fused_heads
 from castor.activations.output_embedding import DeferringForward, defer_logits, output_embedding
 
 __all__ = [
     "Blocks",
     "DeferringForward",
     "defer_logits",
+    "fit_fused_heads",
     "output_embedding",
     "tiled_divided_loss",
 ]

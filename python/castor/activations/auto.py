@@ -86,7 +86,8 @@ class AutoKeep:
         self._offload = offload
         self.tiles = Tiles()
         """In how many pieces MLPs run."""
-        self._device = engine.device
+        # Plain PyTorch has the same faults: whoever has not asked for "auto" keeps what fits.
+        self._counts_faults = engine.device.type == "cpu" and not config.activations_by_default
         self._profile = BlockProfile(engine.session.moment)
         self._profiling = True
         self._most_kept = num_blocks
@@ -145,6 +146,11 @@ class AutoKeep:
             self._profiling, self._decisions = True, self._all_recomputed
             self._sizes, self._most_kept = [], len(self._decisions)
 
+    @property
+    def nonmodel_bytes(self) -> int:
+        """Activations and temporaries on the device now."""
+        return self._session.moment()[1]
+
     def on_paper(self) -> tuple[_C.Simulator, dict[str, Any]]:
         """The simulator, and what it is told where only bytes are asked for."""
         return self._simulator, self._options(measured=False) | {"margin_ratio": 0.0}
@@ -194,7 +200,7 @@ class AutoKeep:
         seconds = compute_seconds(timeline)
         options = self._options()
         margin = max(run.input_bytes for run in runs)
-        faults = _fault_seconds() if self._device.type == "cpu" else 0.0
+        faults = _fault_seconds() if self._counts_faults else 0.0
         beside = options["parameter_copies"] == "overlapped"
         ready = self._offload.figures()
         link = Link(

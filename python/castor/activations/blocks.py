@@ -17,12 +17,13 @@ from castor import _C
 from castor.activations.agreement import Agreement, Sharing
 from castor.activations.auto import AutoKeep
 from castor.activations.caches import refuse_filled_caches
+from castor.activations.gate import Gate
 from castor.activations.offload import OffloadingCall
 from castor.activations.recompute import Recomputation, RecomputingCall, routes
 from castor.activations.tight import Paper, Tight
 from castor.activations.tiles import TiledForward, is_tiled, tile_mlps, tiled_parts
 from castor.config import Activations, BlockChoice, GeminiConfig
-from castor.errors import UsageError
+from castor.errors import OutOfMemoryError, UsageError
 from castor.runtime.block_policy import BlockPolicy
 from castor.runtime.blocks import compiled_parts, find_blocks, has_switch
 from castor.runtime.boosted_model import compiled_from
@@ -69,8 +70,12 @@ class Blocks(BlockPolicy):
         blocks = find_blocks(model)
         self._config = config
         self._blocks = {name: weakref.ref(module) for name, module in blocks.items()}
+        self._by_default = config.activations_by_default
         self._decisions = _decide(blocks, config.activations)
-        _check_compiled(self._decisions, compiled_parts(model), config.activations)
+        compiled = compiled_parts(model)
+        if self._by_default:
+            self._decisions = [d for d in self._decisions if not _is_within(compiled, d.module)]
+        _check_compiled(self._decisions, compiled, config.activations)
         self._recomputed = 0
         self._offloaded = 0
         self._tiled = 0
@@ -80,7 +85,11 @@ class Blocks(BlockPolicy):
         self._replaced = Replaced()
         self._tight: Tight | None = None
         self._cut: list[weakref.ref[nn.Module]] = []  # by "auto"
-        if self._decisions and self._with_switch_on():
+        self._gates: list[Gate] = []
+        self._ample = False  # in the forward of the model that is under way
+        self._was_short = False
+        self._agreement = Agreement()
+        if self._decisions and self._with_switch_on() and not self._by_default:
             chosen = sum(decision.recompute for decision in self._decisions)
             counted = "as many as serve" if config.activations == "auto" else str(chosen)
             warnings.warn(
@@ -114,8 +123,9 @@ class Blocks(BlockPolicy):
             self._offload = _C.ActivationOffload(engine.session)
         if self._offload and self._config.activations == "auto":
             num_blocks = len(self._decisions)
+            self._agreement = Agreement(sharing)
             self._auto = AutoKeep(
-                *(model, engine, self._config, num_blocks, self._offload, Agreement(sharing))
+                *(model, engine, self._config, num_blocks, self._offload, self._agreement)
             )
             self._replaced = engine.replaced
             if paper:
@@ -128,6 +138,9 @@ class Blocks(BlockPolicy):
             compared = (decision.choice, type(module)) not in classes
             classes.add((decision.choice, type(module)))
             by_switch = has_switch(module) and module not in compiled
+            if self._by_default:
+                self._gates.append(self._gate(decision, block, compared=compared))
+                continue
             if has_switch(module) and decision.choice != "tile":
                 put(module, "gradient_checkpointing", decision.recompute and by_switch)
             if decision.choice == "tile":
@@ -146,6 +159,22 @@ class Blocks(BlockPolicy):
                     put(module, "forward", ForwardAround(module, around))
         self._tiled = sum(any(map(is_tiled, block.modules())) for block in self._alive())
         self._decisions = []
+
+    def _gate(self, decision: Decision, block: int, *, compared: bool) -> Gate:
+        own = weakref.ref(self)
+        recomputation = Recomputation(
+            *(decision.module, decision.name),
+            compared=compared,
+            auto=self._auto,
+            block=block,
+            lenient=True,
+        )
+
+        def wanted() -> bool:
+            blocks = own()
+            return blocks is not None and not blocks._ample
+
+        return Gate(decision.module, decision.name, recomputation, wanted, self._agreement)
 
     def _look_at(self, model: nn.Module, paper: Callable[..., Paper], device: str) -> None:
         assert self._auto is not None
@@ -166,7 +195,11 @@ class Blocks(BlockPolicy):
 
     def comes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A training forward of the model is called."""
-        if not (self._tight and self._auto and self._tight.comes(args, kwargs)):
+        if not (self._tight and self._auto):
+            return
+        if self._by_default and self._agreement.alone and not self._was_short:
+            self._ample = self._tight.is_ample(args, kwargs, self._auto.nonmodel_bytes)
+        if self._ample or not self._tight.comes(args, kwargs):
             return
         pieces = self._tight.pieces
         self.logit_rows = pieces.logit_rows
@@ -178,6 +211,8 @@ class Blocks(BlockPolicy):
 
     def explain(self, error: BaseException | None) -> None:
         """See BlockPolicy."""
+        self._ample = False
+        self._was_short |= isinstance(error, OutOfMemoryError)
         if self._tight:
             self._tight.explain(error)
 
@@ -198,9 +233,10 @@ class Blocks(BlockPolicy):
         ]
         off = sum(isinstance(s, Recomputation) and not s.recomputes for s in switches)
         chosen = self._auto.offloaded_blocks if self._auto else 0
+        by_default = sum(gate.recomputes for gate in self._gates)
         return BlockFigures(
             activation_blocks=len(self._blocks),
-            recomputed_blocks=self._recomputed + len(switches) - off,
+            recomputed_blocks=self._recomputed + len(switches) - off + by_default,
             kept_activation_bytes=self._auto.kept_bytes if self._auto else 0,
             recompute_seconds=self._auto.recompute_seconds if self._auto else 0.0,
             offloaded_blocks=self._offloaded + chosen,
@@ -327,6 +363,10 @@ def _check_compiled(
                 f"{asked}, but '{name}' is compiled and chooses experts, which a second forward "
                 "could choose otherwise; choose 'offload' or 'keep', or do not compile it"
             )
+
+
+def _is_within(compiled: Mapping[str, nn.Module], module: nn.Module) -> bool:
+    return any(module is part for whole in compiled.values() for part in whole.modules())
 
 
 def _part(block: nn.Module, part: str, name: str) -> nn.Module:

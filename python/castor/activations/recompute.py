@@ -49,6 +49,7 @@ class Recomputation:
         compared: bool,
         auto: Decisions | None = None,
         block: int = 0,
+        lenient: bool = False,
     ) -> None:
         """Recomputes a module.
 
@@ -58,6 +59,7 @@ class Recomputation:
             compared: Whether its outputs are, once.
             auto: What decides at each forward; None: all are recomputed.
             block: Its number there.
+            lenient: Whether a module that cannot be recomputed runs as it is, without an error.
         """
         self._owner = weakref.ref(module)
         self._auto = auto
@@ -68,6 +70,9 @@ class Recomputation:
         self._compares = compared
         self._writes_no_buffer = False  # known since the first forward
         self._use_cache = place_of_use_cache(module)
+        self._lenient = lenient
+        self.refused = False
+        """Whether it is lenient, and has found that the module cannot be recomputed."""
         self._options: dict[str, Any] = {"context_fn": _choosing_once} if routes(module) else {}
 
     @property
@@ -97,7 +102,8 @@ class Recomputation:
                 self._auto.fell_short(lacking)
             run = self._auto.open(self._block)
             run.input_bytes = sum(tensor.nbytes for tensor in inputs if _has_graph(tensor))
-        buffers = [] if self._writes_no_buffer else _versions(module.named_buffers())
+        buffers = None if self._writes_no_buffer else _Buffers(module, copied=self._lenient)
+        states = RandomStates(*args, *kwargs.values()) if self._lenient and buffers else None
         forward = functools.partial(_Forward(function, self, module, run, self._tiles), **kwargs)
         try:
             output = checkpoint(
@@ -110,7 +116,18 @@ class Recomputation:
         except BaseException as error:
             _leave_checkpoints(error)
             raise
-        self._check_buffers(module, buffers)
+        if buffers is None:
+            return output
+        written = buffers.written()
+        if written and states:
+            self.refused = True
+            del output
+            if run:
+                run.held_bytes = 0
+            buffers.restore()
+            states.restore()
+            return function(*args, **kwargs)
+        self._check_buffers(module, written)
         return output
 
     def _try(
@@ -132,18 +149,17 @@ class Recomputation:
             if not self._auto.may_run_again:
                 raise
             tier: str = getattr(error, "tier", "device")
-            _drop_tensors(error)
+            drop_tensors(error)
         states.restore()
         return tier, None
 
-    def _check_buffers(self, module: nn.Module, before: list[tuple[str, int]]) -> None:
-        for name, version in before:
-            if module.get_buffer(name)._version != version:
-                raise UsageError(
-                    f"module '{self._name}' ({type(module).__name__}) writes its buffer '{name}' "
-                    "in forward, and recomputing it would write it twice; keep its activations: "
-                    "activations='keep', or a mapping that keeps this block"
-                )
+    def _check_buffers(self, module: nn.Module, written: str) -> None:
+        if written:
+            raise UsageError(
+                f"module '{self._name}' ({type(module).__name__}) writes its buffer '{written}' "
+                "in forward, and recomputing it would write it twice; keep its activations: "
+                "activations='keep', or a mapping that keeps this block"
+            )
         self._writes_no_buffer = True
 
     def check_parameters(self, module: nn.Module, before: list[tuple[str, int]]) -> None:
@@ -184,6 +200,40 @@ class Recomputation:
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
         """What a pickle of the module holds."""
         return functools.partial, (checkpoint,), (checkpoint, (), {"use_reentrant": False}, None)
+
+
+class _Buffers:
+    """The buffers of a module before its forward, to see whether that writes one."""
+
+    def __init__(self, module: nn.Module, *, copied: bool) -> None:
+        """Notes them.
+
+        Args:
+            module: The module.
+            copied: Whether restore may be asked for.
+        """
+        self._module = module
+        self._before = [
+            (name, buffer, buffer._version, buffer.detach().clone() if copied else None)
+            for name, buffer in module.named_buffers()
+        ]
+
+    def written(self) -> str:
+        """The name of one that has been written, or has another tensor in its place; "": none."""
+        now = dict(self._module.named_buffers())
+        for name, buffer, version, _ in self._before:
+            if now.get(name) is not buffer or buffer._version != version:
+                return name
+        return ""
+
+    def restore(self) -> None:
+        """Gives every buffer its tensor and its values back."""
+        with torch.no_grad():
+            for name, buffer, _, values in self._before:
+                path, _, last = name.rpartition(".")
+                assert values is not None
+                buffer.copy_(values)
+                self._module.get_submodule(path)._buffers[last] = buffer
 
 
 class _Forward:
@@ -321,7 +371,7 @@ def _choosing_once() -> tuple[_Choices, _Choices]:
     return _Choices(chosen, again=False), _Choices(chosen, again=True)
 
 
-def _drop_tensors(error: BaseException | None) -> None:
+def drop_tensors(error: BaseException | None) -> None:
     """What an error has come through keeps nothing."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)

@@ -21,6 +21,9 @@ _HEADS = 64
 _ROOM = 2
 """What takes so many times less than the budget is not looked at closer."""
 
+_STATE_BYTES = 16
+"""Of a parameter that is trained with Adam, in any precision."""
+
 Shape = tuple[int, int]
 """Samples, and tokens of each."""
 
@@ -56,6 +59,9 @@ class Tight:
         self._device_bytes = device_bytes
         self._bytes_per_token = _bytes_per_token(model)
         self._largest_module = _largest_module_bytes(model)
+        self._kept_per_token = 4 * _WIDE * _out_features(model)
+        self._num_blocks = len(find_blocks(model))
+        self._state_bytes = sum(_state_bytes(param) for param in model.parameters())
         self._looked_at: list[Shape] = []
         self._shape: Shape | None = None
         self.pieces = Pieces()
@@ -65,6 +71,26 @@ class Tight:
         """Has an error of the device's budget say what would do."""
         if isinstance(error, OutOfMemoryError) and error.tier == "device" and self._shape:
             error.advise(self._paper.advice(self._shape))
+
+    def is_ample(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], nonmodel_bytes: int
+    ) -> bool:
+        """Whether all blocks of a training forward can be kept with ease, whatever is measured.
+
+        Args:
+            args: Of the model's forward.
+            kwargs: Of the model's forward.
+            nonmodel_bytes: Activations that stand on the device already.
+        """
+        shape = _shape_of(args, kwargs)
+        if shape is None:
+            return False
+        samples, tokens = shape
+        others = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        if any(other.numel() > samples * tokens for other in others):
+            return False  # images, or a mask of every pair of tokens
+        rough = samples * tokens * (self._kept_per_token + self._num_blocks * _HEADS * tokens * 4)
+        return self._state_bytes + nonmodel_bytes + _ROOM * rough <= self._device_bytes
 
     def comes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """The model's training forward is called; says whether there are more pieces from now on.
@@ -111,6 +137,11 @@ def _bytes_per_token(model: nn.Module) -> int:
 def _out_features(module: nn.Module) -> int:
     """Of all matrices, whatever their layer is called."""
     return sum(max(p.shape) for p in module.parameters() if p.dim() > 1)
+
+
+def _state_bytes(param: nn.Parameter) -> int:
+    """Of a parameter with its gradient, its master and two moments, wherever they are."""
+    return _STATE_BYTES * param.numel() if param.requires_grad else param.nbytes
 
 
 def _largest_module_bytes(model: nn.Module) -> int:

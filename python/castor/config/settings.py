@@ -173,6 +173,8 @@ class GeminiConfig:
     """Whether, or in how many rows at once, the loss computes the logits."""
     activations: Activations = "keep"
     """Of the model's blocks: kept until backward, or computed again there."""
+    activations_by_default: bool = False
+    """Whether castor chose "auto" where nobody asked: what that cannot do stays as it is."""
     zero_stage: ZeroStage = "auto"
     """What several ranks keep parts of at least."""
     extra_dp_size: int = 1

@@ -79,19 +79,26 @@ class StepsOnPaper:
         self._tile_logits = tile_logits
         self._device = device
         self._copy: _Copy | None = None
-        self._steps: dict[tuple[Shape, int], Step] = {}
+        self._steps: dict[tuple[Shape, int, bool], Step] = {}
 
     def fitting(self, shape: Shape) -> Pieces | None:
         """The fewest pieces of logits, then of MLPs, in which a step fits the budget."""
         with _undisturbed():
             try:
                 for pieces in self._ladder(shape):
+                    if pieces.tiles == 2 and self._fits_without_output(shape):
+                        return Pieces()
                     need = self._need(shape, pieces).total_bytes
                     if need * (_MARGIN if pieces != Pieces() else 1.0) <= self._budget:
                         return pieces
                 return pieces if need <= self._budget else None
             except Exception:  # whatever a model may do where tensors have no values
                 return None
+
+    def _fits_without_output(self, shape: Shape) -> bool:
+        """Whether no piece is needed if the loop drops the forward's outputs before backward."""
+        need = self._need(shape, Pieces(), keeps_output=False)
+        return need.total_bytes <= self._budget
 
     def advice(self, shape: Shape) -> str:
         """What a step needs, and the largest that would do; "": that cannot be told."""
@@ -177,8 +184,11 @@ class StepsOnPaper:
     def _promised(self, shape: Shape) -> int:
         return math.ceil(_MARGIN * self._least(shape).total_bytes)
 
-    def _need(self, shape: Shape, pieces: Pieces) -> Need:
-        step, model = self._step(shape, pieces.tiles), self._model
+    def _need(self, shape: Shape, pieces: Pieces, *, keeps_output: bool = True) -> Need:
+        # A loop may have the outputs until backward is over; logits in pieces have no values there.
+        may_cut = self._tile_logits == "auto" and self._model.logits.found
+        keeps_output &= may_cut and not pieces.logit_rows
+        step, model = self._step(shape, pieces.tiles, keeps_output=keeps_output), self._model
         rows = step.rows
         tile = model.logits.rows_per_tile(rows, self._budget, self._tile_logits)
         if pieces.logit_rows and not 0 < tile <= pieces.logit_rows:
@@ -197,20 +207,26 @@ class StepsOnPaper:
             max(event[2] for event in events) + more,
         )
 
-    def _step(self, shape: Shape, tiles: int) -> Step:
-        if (shape, tiles) not in self._steps:
+    def _step(self, shape: Shape, tiles: int, *, keeps_output: bool) -> Step:
+        key = (shape, tiles, keeps_output)
+        if key not in self._steps:
             model = self._model
             inputs = make_inputs(model.model, batch=shape[0], sequence=shape[1])
             with model.blocks.tiles.at(tiles):
-                self._steps[shape, tiles] = record_step(
+                self._steps[key] = record_step(
                     *(model.model, model.spec, inputs, self._simulator, model.blocks),
                     device=self._device,
+                    keeps_output=keeps_output,
                 )
-        return self._steps[shape, tiles]
+        return self._steps[key]
 
 
 class _Copy:
-    """A boosted model without castor and without values."""
+    """A boosted model without castor and without values.
+
+    Each module has its class's forward: one that somebody has put in its place (accelerate's casts,
+    TRL's heads) may hold the original, whose hooks would see a step that nobody runs.
+    """
 
     def __init__(self, boosted: nn.Module, *, gather_embeddings: bool) -> None:
         memo: dict[int, Any] = {id(buffer): _bare(buffer) for buffer in boosted.buffers()}
@@ -218,6 +234,7 @@ class _Copy:
             memo[id(param)] = nn.Parameter(_bare(param), requires_grad=param.requires_grad)
         self.model = copy.deepcopy(boosted, memo)
         for module in self.model.modules():
+            module.__dict__.pop("forward", None)
             for registry in _HOOKS:  # others' would see what nobody runs
                 getattr(module, registry).clear()
         if hasattr(getattr(self.model, "config", None), "use_cache"):

@@ -297,7 +297,11 @@ def run(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     Raises:
         ValueError: See call; or it has none for these inputs.
     """
-    loss: torch.Tensor | None = getattr(call(model, inputs), "loss", None)
+    return _loss_of(call(model, inputs), model, inputs)
+
+
+def _loss_of(output: Any, model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss: torch.Tensor | None = getattr(output, "loss", None)
     if loss is None:
         raise ValueError(
             f"{type(model).__name__} returns no loss for {', '.join(inputs)}; name an "
@@ -348,6 +352,7 @@ def record_step(
     blocks: BlockProfiler | None = None,
     *,
     device: str = "cuda",
+    keeps_output: bool = False,
 ) -> Step:
     """Runs one forward and backward of a meta model.
 
@@ -358,6 +363,7 @@ def record_step(
         simulator: In which the model is laid out in chunks.
         blocks: What keeps the passes through recomputed blocks; None: no block is.
         device: The type of that where it would compute.
+        keeps_output: Whether the loop has the forward's outputs until backward is over.
 
     Returns:
         The step's moments, in order.
@@ -369,6 +375,11 @@ def record_step(
     with recording(spec, simulator, held, device=device) as recorder:
         if blocks:
             blocks.begin(lambda: (len(recorder.moments), recorder.live_bytes))
-        run(model, inputs).backward()
+        output = call(model, inputs)
+        loss = _loss_of(output, model, inputs)
+        if not keeps_output:
+            del output
+        loss.backward()
+        del loss
     rows = inputs["input_ids"].numel() if "input_ids" in inputs else 0
     return Step(moments=recorder.moments, rows=rows, runs=blocks.take() if blocks else [])

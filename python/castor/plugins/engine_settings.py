@@ -58,7 +58,11 @@ def engine_settings(
         budget_bytes=nvme_bytes(config),
         verify=config.nvme_verify,
         # Space is taken in boost: of a budget, not of all that the disks have.
-        holds_activations=config.nvme_bytes is not None and offloads(config.activations),
+        holds_activations=(
+            config.nvme_bytes is not None
+            and offloads(config.activations)
+            and not config.activations_by_default
+        ),
     )
     session = _C.SessionOptions(
         precision=SCALAR_TYPES[config.precision],

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from castor.activations import Blocks, output_embedding
+from castor.activations import Blocks, fit_fused_heads, output_embedding
 from castor.config import (
     Activations,
     GeminiConfig,
@@ -125,7 +125,11 @@ class GeminiPlugin:
             "keep"}, of which the last that matches counts. Bits are plain PyTorch's. "tile:4" runs
             the MLP of each block, forward and backward, on a quarter of the rows at a time, and
             "recompute+tile:4" recomputes the rest of the block: the same arithmetic, with gradients
-            of weights that are sums in another order.
+            of weights that are sums in another order. Default: "auto" where device_memory is given,
+            "keep" elsewhere. That default leaves a block as it is where "auto" is an error: one
+            that is compiled, writes a buffer, is passed a filled cache or has hooks of the user's
+            within; where all fits with ease, for as long as it does; and where the model's own
+            gradient checkpointing is on.
         initial_scale: fp16: loss scale at the start.
         min_scale: fp16: lowest loss scale.
         growth_factor: fp16: growth of the loss scale.
@@ -214,7 +218,7 @@ class GeminiPlugin:
         gpu_margin_mem_ratio: float | None = None,
         gather_embeddings: bool = False,
         tile_logits: TileLogits = "auto",
-        activations: Activations = "keep",
+        activations: Activations | None = None,
         initial_scale: float = 2.0**16,
         min_scale: float = 1.0,
         growth_factor: float = 2.0,
@@ -292,7 +296,8 @@ class GeminiPlugin:
             gpu_margin_mem_ratio=gpu_margin_mem_ratio,
             gather_embeddings=gather_embeddings,
             tile_logits=tile_logits,
-            activations=activations,
+            activations=_activations(activations, device_memory),
+            activations_by_default=activations is None,
             max_norm=max_norm,
             nonfinite=cast(NonFinite, nonfinite),
             loss_scaler=LossScalerConfig(
@@ -395,6 +400,8 @@ class GeminiPlugin:
         blocks.apply(model, engine, StepsOnPaper if divided.whole else None, divided.sharing)
         if head is not None and head in engine.positions:  # else another stage has it
             divided.defer_logits(engine, head, config)
+        if self.config.tile_logits is not False:
+            fit_fused_heads()
         model_step = ModelStep(engine, config, optimizers, own=None in rules, seed=choice.seed)
         for i, (optimizer, its_rule) in enumerate(zip(optimizers, rules, strict=True)):
             position = i if len(optimizers) > 1 else None
@@ -403,6 +410,13 @@ class GeminiPlugin:
             if self.config.overlap == "backward":
                 model.register_forward_pre_hook(ModuleHook(_arm, driver, weakref.ref(optimizer)))
         return engine
+
+
+def _activations(asked: Activations | None, device_memory: int | str | None) -> Activations:
+    """What is done about activations: a budget that somebody gives is to be kept to."""
+    if asked is not None:
+        return asked
+    return "keep" if device_memory is None else "auto"
 
 
 def _arm(driver: StepDriver, held: weakref.ref[Optimizer], *_: Any) -> None:

@@ -15,6 +15,8 @@ from castor.plugins.divide import Division, Stages
 from castor.plugins.gemini import GeminiPlugin
 
 _STYLES: tuple[str, ...] = get_args(PipelineStyle)
+_STAGES_OF_A_RANK = {"interleaved": 2, "zbv": 2}
+"""The num_model_chunks that a pp_style needs at least; the others need 1."""
 _MODES: tuple[str, ...] = (*get_args(Mode), BETWEEN_LAYERS)
 
 
@@ -64,7 +66,8 @@ class HybridParallelPlugin(GeminiPlugin):
         num_microbatches: Parts of a batch that follow each other through the stages; with "1f1b" at
             least pp_size, with "interleaved" a multiple of it.
         microbatch_size: Rows of each instead.
-        num_model_chunks: Stages of each rank; 2 with "zbv".
+        num_model_chunks: Stages of each rank. None: what pp_style needs, 2 with "interleaved" and
+            "zbv" and 1 otherwise.
         num_layers_per_stage: Blocks of each stage, an encoder's before its decoder's; None: so that
             the most expensive stage is as cheap as it can be, by the elements of matrices.
         tp_plan: How layers are divided, as names of modules and parameters (with * for numbers) and
@@ -94,7 +97,7 @@ class HybridParallelPlugin(GeminiPlugin):
         pp_style: str = "1f1b",
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
-        num_model_chunks: int = 1,
+        num_model_chunks: int | None = None,
         num_layers_per_stage: Sequence[int] | None = None,
         tp_plan: Plan | None = None,
         **gemini: Any,
@@ -112,6 +115,8 @@ class HybridParallelPlugin(GeminiPlugin):
             num_model_chunks = layout["num_model_chunks"]
             sequence_parallelism_mode = layout["sequence_parallelism_mode"]
         sizes = {"tp_size": tp_size, "ep_size": ep_size, "sp_size": sp_size, "pp_size": pp_size}
+        if num_model_chunks is None:
+            num_model_chunks = _STAGES_OF_A_RANK.get(pp_style, 1) if pp_size != 1 else 1
         for name, size in (*sizes.items(), ("num_model_chunks", num_model_chunks)):
             _check_count(name, size)
         stages = _stages(
@@ -147,9 +152,11 @@ class HybridParallelPlugin(GeminiPlugin):
             _check_divided_layers(gemini, tp_size, divides_loss=parallel_output)
             if not parallel_output:
                 gemini["tile_logits"] = False
-        super().__init__(**gemini)
         if pp_size > 1 and pp_style == "zbv":
-            _check_kept(gemini.get("activations", "keep"))
+            if gemini.get("activations") is None:
+                gemini["activations"] = "keep"
+            _check_kept(gemini["activations"])
+        super().__init__(**gemini)
         self._division = Division(
             tensor_size=tp_size,
             expert_size=ep_size,

@@ -1,0 +1,121 @@
+"""Blocks of a model whose user has not asked for "auto": they run as ever where it must not act."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+
+from castor.activations.agreement import Agreement
+from castor.activations.recompute import Recomputation
+from castor.runtime.hooks import ModuleHook
+
+_SWITCH, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
+_NOTHING = object()
+_OF_LIBRARIES = ("castor", "transformers", "peft", "torch")
+"""Packages whose hooks within a block may run in both of its forwards."""
+
+
+class Gate:
+    """Turns transformers' switch of one block on, forward by forward, and off again behind each.
+
+    Between forwards the block has the attributes that its user gave it, and so have its copies. A
+    forward runs as the user's when one of these holds:
+
+    - there is room for everything, or the user's own gradient checkpointing is on;
+    - it is passed a key-value cache that holds something, which the switch would take away;
+    - the block has written a buffer in its first forward, which would be written twice;
+    - somebody has registered a hook within the block, which would be called twice;
+    - torch.compile, a tracer or a functorch transform runs it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        recomputation: Recomputation,
+        is_wanted: Callable[[], bool],
+        agreement: Agreement,
+    ) -> None:
+        """Of a block.
+
+        Args:
+            module: The block, which has transformers' switch.
+            name: Its name in the model.
+            recomputation: Runs its forward when the switch is on.
+            is_wanted: Whether the model's forward that is under way may need decisions.
+            agreement: Of the ranks that compute the block together.
+        """
+        self._name = name
+        self._recomputation = recomputation
+        self._is_wanted = is_wanted
+        self._agreement = agreement
+        layers = (getattr(part, "layer_idx", None) for part in module.modules())
+        self._layer = next((index for index in layers if isinstance(index, int)), 0)
+        self._before: list[tuple[Any, Any]] = []
+        self.acts = False
+        """Whether the latest training forward was decided by castor."""
+        module.register_forward_pre_hook(ModuleHook(self._enter), with_kwargs=True)
+        module.register_forward_hook(ModuleHook(self._leave), always_call=True)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward runs the block again, of the latest training forward."""
+        return self.acts and self._recomputation.recomputes
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        own = module.__dict__
+        self._before.append((own.get(_SWITCH, _NOTHING), own.get(_FUNCTION, _NOTHING)))
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        acts = self._may_act(module, (*args, *kwargs.values()))
+        self.acts = all(self._agreement.of_all(f"the start of '{self._name}'", acts))
+        if self.acts:
+            own[_SWITCH], own[_FUNCTION] = True, self._recomputation
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        if not self._before:  # the hook before it has failed
+            return
+        for name, value in zip((_SWITCH, _FUNCTION), self._before.pop(), strict=True):
+            if value is _NOTHING:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = value
+
+    def _may_act(self, module: nn.Module, values: Iterable[Any]) -> bool:
+        return not (
+            is_compiling()
+            or getattr(module, _SWITCH) is True
+            or self._recomputation.refused
+            or not self._is_wanted()
+            or torch._C._is_tracing()
+            or torch._C._are_functorch_transforms_active()
+            or any(_is_filled(value, self._layer) for value in values)
+            or any(_has_hooks(part) for part in module.modules() if part is not module)
+        )
+
+
+def _is_filled(value: Any, layer: int) -> bool:
+    """Whether a value is a key-value cache that holds something of a layer."""
+    length = getattr(value, "get_seq_length", None)
+    if length is None:
+        return False
+    try:
+        return int(length(layer)) > 0
+    except ValueError:  # a layer of linear attention, which has states instead of positions
+        return bool(value.has_previous_state(layer))
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(not _is_known(hook) for hook in hooks)
+
+
+def _is_known(hook: Any) -> bool:
+    if isinstance(hook, ModuleHook):
+        return True
+    place = getattr(hook, "__module__", None) or type(hook).__module__
+    return place.partition(".")[0] in _OF_LIBRARIES
