@@ -385,8 +385,12 @@ def refused(directory: Path) -> None:
         "no token": said(lambda: boosted.model(input_ids=case.batch(0)["input_ids"] - VOCABULARY)),
         "labels": said(lambda: _with_labels_of_others(case)),
         "ranks": said(lambda: boost(case, 3)),
-        "heads": said(lambda: boost(decoder("odd", hf.LlamaConfig, num_key_value_heads=1), 2)),
-        "multi_query": said(lambda: boost(_without_kv(hf.FalconConfig, "mq", multi_query=True), 2)),
+        "heads": said(lambda: boost(decoder("odd", hf.LlamaConfig, num_attention_heads=3), 2)),
+        "key heads": said(
+            lambda: boost(
+                decoder("odd", hf.LlamaConfig, num_attention_heads=6, num_key_value_heads=3), 2
+            )
+        ),
         "alibi": said(
             lambda: boost(_without_kv(hf.FalconConfig, "a", multi_query=False, alibi=True), 2)
         ),

@@ -27,7 +27,7 @@ from castor.distributed.tensor_ranks import TensorRanks
 from castor.errors import UsageError
 from castor.lazy import is_lazy, random_states
 from castor.runtime.hooks import ModuleHook
-from castor.runtime.model_parts import Runs, WholeModel
+from castor.runtime.model_parts import Runs, Segments, WholeModel
 from castor.runtime.packed import is_packed
 from castor.runtime.ranks import Peers
 from castor.runtime.waits import waiting
@@ -286,7 +286,7 @@ class PipelineParallel:
         assert self.tensor is not None
         return self.tensor.own(param, whole)
 
-    def runs(self, param: torch.Tensor) -> Runs | None:
+    def runs(self, param: torch.Tensor) -> Runs | Segments | None:
         """See TensorParallel."""
         return self.tensor.runs(param) if self.tensor else None
 
