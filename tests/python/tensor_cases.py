@@ -705,6 +705,17 @@ def divided_loss(directory: Path) -> None:
     found["llama bf16"] = [
         reduced.step(reduced.model(**padded(FAMILIES["llama"], seed)).loss) for seed in range(STEPS)
     ]
+    # A criterion is given all logits, and the model's own loss beside.
+    case, stages = FAMILIES["llama"], {"num_microbatches": 2, "pp_size": size // 2}
+    boosted = boost(case, 2, parallel_output=True, **stages)
+    found["criterion"] = []
+    for seed in range(3):
+        done = boosted.booster.execute_pipeline(
+            iter([case.batch(seed)]), boosted.model, _half_own_loss, boosted.optimizer
+        )
+        boosted.optimizer.step()
+        boosted.optimizer.zero_grad()
+        found["criterion"].append(done["loss"].item())
     found["bert"] = said(lambda: boost(FAMILIES["bert"], 2, parallel_output=True))
     found["no head"] = said(
         lambda: boost(FAMILIES["llama"], 2, parallel_output=True,
@@ -715,6 +726,10 @@ def divided_loss(directory: Path) -> None:
 
 def _own_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def _half_own_loss(outputs: Any, part: Batch) -> torch.Tensor:
+    return (outputs.loss + _own_loss(outputs.logits, part["labels"])) / 2
 
 
 def sequences_refused(directory: Path) -> None:

@@ -61,6 +61,7 @@ def test_the_loss_may_be_divided_like_the_vocabulary(size: int, tmp_path: Path) 
         case = FAMILIES[name]
         assert seen[name] == pytest.approx(plain(case, batch=padded), rel=LOSS)
     assert seen["llama bf16"] == pytest.approx(seen["llama"], rel=1e-3)
+    assert seen["criterion"] == pytest.approx(plain(FAMILIES["llama"], 3), rel=LOSS)
     assert seen["logits"] == [2, LENGTH, VOCABULARY]
     assert "ForMaskedLMLoss" in seen["bert"]
     assert "leaves it whole" in seen["no head"]

@@ -21,7 +21,7 @@ from castor.distributed import styles
 from castor.distributed.adapters import with_adapters
 from castor.distributed.expert_exchange import ExpertExchange
 from castor.distributed.generators import Generators, digest_of
-from castor.distributed.inputs import check_inputs
+from castor.distributed.inputs import asked_of, check_inputs
 from castor.distributed.own_numbers import draw_own
 from castor.distributed.parts import Cut, check_reader, own_part
 from castor.distributed.tensor_ranks import TensorRanks
@@ -126,6 +126,7 @@ class TensorParallel:
         model.register_forward_pre_hook(
             ModuleHook(_begin_pass, self.ranks, generators), with_kwargs=True
         )
+        model.register_forward_hook(ModuleHook(_gather_attentions, self.ranks), with_kwargs=True)
         model.register_forward_hook(ModuleHook(_end_pass, self.ranks), always_call=True)
         if self.loss:
             self.loss.start()
@@ -421,6 +422,40 @@ def _begin_pass(
     drawn_from = digest_of(generators.states()) if model.training else None
     if len(set(check_inputs(ranks, model, args, kwargs, beside=drawn_from))) > 1:
         generators.share(ranks)  # one has drawn for itself, as a loader that it has alone does
+
+
+def _gather_attentions(
+    ranks: TensorRanks,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> Any:
+    """A hook of the model: attention weights of all heads, where each rank has some. Collective.
+
+    Raises:
+        NotImplementedError: They are asked for in a tuple, in which they have no name.
+    """
+    heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
+    if heads is None or not asked_of(model, kwargs, "output_attentions"):
+        return output
+    if not hasattr(output, "items"):
+        raise NotImplementedError(
+            f"output_attentions=True with tp_size={ranks.size} gathers the heads of outputs that "
+            f"have names, and this {type(model).__name__} gave a {type(output).__name__}: leave "
+            "return_dict=False out"
+        )
+    for name, given in list(output.items()):
+        if name.endswith("attentions") and isinstance(given, tuple):
+            output[name] = tuple(_of_all_heads(one, heads, ranks) for one in given)
+    return output
+
+
+def _of_all_heads(own: Any, heads: int, ranks: TensorRanks) -> Any:
+    """Attention weights (batch, all heads, queries, keys), of those of this rank's heads."""
+    if not isinstance(own, torch.Tensor) or own.ndim != 4 or own.shape[1] * ranks.size != heads:
+        return own
+    return ranks.gather_columns(own.transpose(1, -1), heads).transpose(1, -1)
 
 
 def _end_pass(ranks: TensorRanks, *_: Any) -> None:

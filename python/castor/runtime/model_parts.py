@@ -22,6 +22,9 @@ class WholeModel:
     """state_dict key -> (number of the tensor, the same where it is tied; its shape), in order."""
     groups: Sequence[Sequence[str]]
     """Names of the parameters in the optimizer's groups, in order."""
+    adapters: Mapping[str, Mapping[str, str]] | None = None
+    """Of each adapter of a PeftModel, the keys of its file and the state_dict's, in the file's
+    order; None: the model is no PeftModel."""
 
     def keys_like(self, own: Iterable[str]) -> dict[str, str]:
         """All keys of what this process has, and the key by which it has it, in order."""
