@@ -318,6 +318,12 @@ def uses(directory: Path) -> None:
             boosted.booster.backward(loss, boosted.optimizer)
     boosted.optimizer.step()
     found["norm"] = boosted.report().gradient_norm
+    eager, given = FAMILIES["eager"], FAMILIES["eager"].batch(0) | {"output_attentions": True}
+    expected = eager.model()(**given).attentions
+    attentions = boost(eager, 2).model(**given).attentions
+    found["attentions"] = [
+        torch.allclose(*both, atol=1e-5) for both in zip(attentions, expected, strict=True)
+    ]
     found["sums"] = _sums(case), _sums(FAMILIES["gpt2"])
     # A model that nobody holds goes at once, without the garbage collector.
     for given in ({"size": 2}, {"sp_size": 2}):
@@ -580,8 +586,22 @@ def ring_sequences(directory: Path) -> None:
         parts.optimizer,
     )
     found["criterion"] = done["loss"].item()
+    found["hidden"] = [
+        _hidden_states_are_all_tokens(mode) for mode in get_args(castor.distributed.Mode)
+    ]
     found["lengths"] = _lengths()
     write(directory, "ring_sequences", found)
+
+
+def _hidden_states_are_all_tokens(mode: str) -> bool:
+    """Whether hidden states of a forward with gradients are those of one without."""
+    boosted = boost(FAMILIES["llama"], sp_size=2, sequence_parallelism_mode=mode)
+    given = FAMILIES["llama"].batch(0) | {"output_hidden_states": True}
+    own = boosted.model(**given).hidden_states
+    with torch.no_grad():
+        full = boosted.model(**given).hidden_states
+    assert len(own) == len(full) == 3
+    return all(torch.allclose(*both, atol=1e-5) for both in zip(own, full, strict=True))
 
 
 def _with_copies(case: Case, sharing: int, **given: Any) -> list[float]:
@@ -748,7 +768,8 @@ def sequences_refused(directory: Path) -> None:
         "packed": said(lambda: boosted.model(**packed(llama, 0) | {"use_cache": True})),
         "positions": said(lambda: boosted.model(**batch, position_ids=ids[None])),
         "mask": said(lambda: boosted.model(**batch, attention_mask=ids[:, None, None] > 0)),
-        "argument": said(lambda: boosted.model(**batch, output_hidden_states=True)),
+        "argument": said(lambda: boosted.model(**batch, kept_tokens=ids)),
+        "attentions": said(lambda: boosted.model(**batch, output_attentions=True)),
         "inputs": said(lambda: boosted.model(**llama.batch(rank))),
         "part": said(lambda: boosted.model.model(input_ids=ids)),
         "saves": said(_one_saves(boosted, directory)),

@@ -129,6 +129,7 @@ def test_a_divided_model_generates_and_evaluates(tmp_path: Path) -> None:
         boosted.booster.backward(case.loss(boosted.model(**batch), batch) / 2, boosted.optimizer)
     boosted.optimizer.step()
     assert seen["norm"] == pytest.approx(boosted.report().gradient_norm, rel=1e-6)
+    assert seen["attentions"] == [True, True]
     # Two a layer, of two and three, and one for embeddings; back as many: q, k and v share one.
     assert seen["sums"] == [[5, 5], [7, 7]]
 
