@@ -318,6 +318,12 @@ def uses(directory: Path) -> None:
             boosted.booster.backward(loss, boosted.optimizer)
     boosted.optimizer.step()
     found["norm"] = boosted.report().gradient_norm
+    eager, given = FAMILIES["eager"], FAMILIES["eager"].batch(0) | {"output_attentions": True}
+    expected = eager.model()(**given).attentions
+    attentions = boost(eager, 2).model(**given).attentions
+    found["attentions"] = [
+        torch.allclose(*both, atol=1e-5) for both in zip(attentions, expected, strict=True)
+    ]
     found["sums"] = _sums(case), _sums(FAMILIES["gpt2"])
     # A model that nobody holds goes at once, without the garbage collector.
     for given in ({"size": 2}, {"sp_size": 2}):
@@ -385,8 +391,12 @@ def refused(directory: Path) -> None:
         "no token": said(lambda: boosted.model(input_ids=case.batch(0)["input_ids"] - VOCABULARY)),
         "labels": said(lambda: _with_labels_of_others(case)),
         "ranks": said(lambda: boost(case, 3)),
-        "heads": said(lambda: boost(decoder("odd", hf.LlamaConfig, num_key_value_heads=1), 2)),
-        "multi_query": said(lambda: boost(_without_kv(hf.FalconConfig, "mq", multi_query=True), 2)),
+        "heads": said(lambda: boost(decoder("odd", hf.LlamaConfig, num_attention_heads=3), 2)),
+        "key heads": said(
+            lambda: boost(
+                decoder("odd", hf.LlamaConfig, num_attention_heads=6, num_key_value_heads=3), 2
+            )
+        ),
         "alibi": said(
             lambda: boost(_without_kv(hf.FalconConfig, "a", multi_query=False, alibi=True), 2)
         ),
@@ -576,8 +586,22 @@ def ring_sequences(directory: Path) -> None:
         parts.optimizer,
     )
     found["criterion"] = done["loss"].item()
+    found["hidden"] = [
+        _hidden_states_are_all_tokens(mode) for mode in get_args(castor.distributed.Mode)
+    ]
     found["lengths"] = _lengths()
     write(directory, "ring_sequences", found)
+
+
+def _hidden_states_are_all_tokens(mode: str) -> bool:
+    """Whether hidden states of a forward with gradients are those of one without."""
+    boosted = boost(FAMILIES["llama"], sp_size=2, sequence_parallelism_mode=mode)
+    given = FAMILIES["llama"].batch(0) | {"output_hidden_states": True}
+    own = boosted.model(**given).hidden_states
+    with torch.no_grad():
+        full = boosted.model(**given).hidden_states
+    assert len(own) == len(full) == 3
+    return all(torch.allclose(*both, atol=1e-5) for both in zip(own, full, strict=True))
 
 
 def _with_copies(case: Case, sharing: int, **given: Any) -> list[float]:
@@ -701,6 +725,17 @@ def divided_loss(directory: Path) -> None:
     found["llama bf16"] = [
         reduced.step(reduced.model(**padded(FAMILIES["llama"], seed)).loss) for seed in range(STEPS)
     ]
+    # A criterion is given all logits, and the model's own loss beside.
+    case, stages = FAMILIES["llama"], {"num_microbatches": 2, "pp_size": size // 2}
+    boosted = boost(case, 2, parallel_output=True, **stages)
+    found["criterion"] = []
+    for seed in range(3):
+        done = boosted.booster.execute_pipeline(
+            iter([case.batch(seed)]), boosted.model, _half_own_loss, boosted.optimizer
+        )
+        boosted.optimizer.step()
+        boosted.optimizer.zero_grad()
+        found["criterion"].append(done["loss"].item())
     found["bert"] = said(lambda: boost(FAMILIES["bert"], 2, parallel_output=True))
     found["no head"] = said(
         lambda: boost(FAMILIES["llama"], 2, parallel_output=True,
@@ -711,6 +746,10 @@ def divided_loss(directory: Path) -> None:
 
 def _own_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def _half_own_loss(outputs: Any, part: Batch) -> torch.Tensor:
+    return (outputs.loss + _own_loss(outputs.logits, part["labels"])) / 2
 
 
 def sequences_refused(directory: Path) -> None:
@@ -729,7 +768,8 @@ def sequences_refused(directory: Path) -> None:
         "packed": said(lambda: boosted.model(**packed(llama, 0) | {"use_cache": True})),
         "positions": said(lambda: boosted.model(**batch, position_ids=ids[None])),
         "mask": said(lambda: boosted.model(**batch, attention_mask=ids[:, None, None] > 0)),
-        "argument": said(lambda: boosted.model(**batch, output_hidden_states=True)),
+        "argument": said(lambda: boosted.model(**batch, kept_tokens=ids)),
+        "attentions": said(lambda: boosted.model(**batch, output_attentions=True)),
         "inputs": said(lambda: boosted.model(**llama.batch(rank))),
         "part": said(lambda: boosted.model.model(input_ids=ids)),
         "saves": said(_one_saves(boosted, directory)),

@@ -708,10 +708,17 @@ def test_models_whose_blocks_castor_does_not_know_have_no_tokens_between_layers(
 
 
 def test_what_a_model_does_not_take_is_said(tmp_path: Path) -> None:
-    path = config_file(tmp_path, num_attention_heads=4, num_key_value_heads=1)
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    path = config_file(tmp_path, hidden_size=96, **heads)
     found = search(path).search(cluster())
     assert "layers among 2" in found.refused
     assert all(cost.layout.tensor == 1 for cost in found.fitting)
+
+
+def test_ranks_that_share_a_key_value_head_are_a_layout(tmp_path: Path) -> None:
+    path = config_file(tmp_path, num_attention_heads=4, num_key_value_heads=1)
+    found = search(path).search(cluster())
+    assert "layers among 2" not in found.refused
 
 
 def test_a_batch_that_cannot_be_divided_is_named(tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def test_rings_go_with_budgets_copies_and_divided_layers(rings: Any) -> None:
         for kind in kinds:
             assert rings(size)[kind] == pytest.approx(expected, rel=LOSS), kind
     assert rings(2)["own loss"] == pytest.approx(expected[:3], rel=LOSS)
+    assert rings(2)["hidden"] == [True, True, True]
     assert rings(2)["criterion"] == pytest.approx(expected[0], rel=LOSS)
 
 
@@ -152,7 +153,8 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("packed", "UsageError", "use_cache=False"),
         ("positions", "NotImplementedError", "position_ids of shape (batch, tokens)"),
         ("mask", "NotImplementedError", "attention_mask of shape (batch, tokens)"),
-        ("argument", "NotImplementedError", "'output_hidden_states'"),
+        ("argument", "NotImplementedError", "'kept_tokens'"),
+        ("attentions", "NotImplementedError", "call the model under torch.no_grad()"),
         ("inputs", "UsageError", "differ in the inputs of LlamaForCausalLM"),
         ("saves", "UsageError", "rank 1 at a save"),
         ("steps", "UsageError", "rank 1 at a step: ranks with parts"),

@@ -61,6 +61,7 @@ def test_the_loss_may_be_divided_like_the_vocabulary(size: int, tmp_path: Path) 
         case = FAMILIES[name]
         assert seen[name] == pytest.approx(plain(case, batch=padded), rel=LOSS)
     assert seen["llama bf16"] == pytest.approx(seen["llama"], rel=1e-3)
+    assert seen["criterion"] == pytest.approx(plain(FAMILIES["llama"], 3), rel=LOSS)
     assert seen["logits"] == [2, LENGTH, VOCABULARY]
     assert "ForMaskedLMLoss" in seen["bert"]
     assert "leaves it whole" in seen["no head"]
@@ -128,6 +129,7 @@ def test_a_divided_model_generates_and_evaluates(tmp_path: Path) -> None:
         boosted.booster.backward(case.loss(boosted.model(**batch), batch) / 2, boosted.optimizer)
     boosted.optimizer.step()
     assert seen["norm"] == pytest.approx(boosted.report().gradient_norm, rel=1e-6)
+    assert seen["attentions"] == [True, True]
     # Two a layer, of two and three, and one for embeddings; back as many: q, k and v share one.
     assert seen["sums"] == [[5, 5], [7, 7]]
 
@@ -168,8 +170,8 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("no token", "IndexError", "input_ids from -2"),
         ("labels", "IndexError", "to 256 are not all of a vocabulary of 256 tokens"),
         ("ranks", "UsageError", "tp_size=3 needs a multiple of 3 ranks, and 2 ranks"),
-        ("heads", "UsageError", "1 num_key_value_heads"),
-        ("multi_query", "UsageError", "num_kv_heads of 'transformer.h.0.self_attention' is 1"),
+        ("heads", "UsageError", "3 num_attention_heads"),
+        ("key heads", "UsageError", "has 3 key-value heads, which tp_size=2 ranks can neither"),
         ("alibi", "NotImplementedError", "ALiBi"),
         ("no plan", "NotImplementedError", "no way to cut a Tower"),
         ("unknown name", "UsageError", "'model.layer.*'"),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import nn
 from castor.checkpoint.container import StoredTensor, read_header
 from castor.errors import CheckpointError, UsageError
 from castor.runtime.boosted_model import boosted_models_holding
-from castor.runtime.peft_model import is_peft_model
+from castor.runtime.peft_model import adapter_tensors, is_peft_model
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -66,39 +65,24 @@ def check_no_loose_adapters(model: nn.Module) -> None:
             )
 
 
-@torch.no_grad()
-def adapter_tensors(
-    model: Any, state: dict[str, torch.Tensor]
+def own_tensors(
+    model: Any,
+    state: dict[str, torch.Tensor],
+    known: Mapping[str, Mapping[str, str]] | None,
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """What PEFT would write, by adapter and key in its file.
+    """The tensors of a state dict that adapters' files have, by adapter and key in its file.
 
     Args:
         model: A PeftModel.
-        state: Its state dict, of the model's own objects; most of the result are some of these.
+        state: Its state dict; of a model in stages, what this rank has of it.
+        known: See WholeModel.adapters; None: PEFT says what is in a file.
     """
-    peft: Any = sys.modules["peft"]
+    if known is None:
+        return adapter_tensors(model, state)
     return {
-        adapter: peft.get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
-        for adapter in model.peft_config
+        adapter: {key: state[own] for key, own in keys.items() if own in state}
+        for adapter, keys in known.items()
     }
-
-
-def keys_in_files(model: Any, keys: Iterable[str]) -> dict[str, dict[str, str]]:
-    """By adapter, what its file has of a state dict: keys there, in order, and here.
-
-    Of LoRA, in the state dict of a model of which this process may have some modules: PEFT itself
-    looks at these.
-
-    Args:
-        model: A PeftModel.
-        keys: Of the state dict.
-    """
-    of_lora = [key for key in keys if ".lora_" in key]
-    found: dict[str, dict[str, str]] = {}
-    for adapter in model.peft_config:
-        name = re.compile(rf"\.{re.escape(adapter)}(\.\w+)?$")
-        found[adapter] = {name.sub(r"\1", key): key for key in of_lora if name.search(key)}
-    return found
 
 
 def prefix_of(adapter: str) -> str:
@@ -130,7 +114,10 @@ def write_adapter_config(model: Any, adapter: str, directory: Path) -> None:
 
 
 def read_adapters(
-    model: Any, directory: Path, state: dict[str, torch.Tensor]
+    model: Any,
+    directory: Path,
+    state: dict[str, torch.Tensor],
+    known: Mapping[str, Mapping[str, str]] | None,
 ) -> tuple[dict[str, StoredTensor], dict[str, torch.Tensor]]:
     """Matches an adapter directory with a PeftModel that has the same adapters.
 
@@ -138,6 +125,7 @@ def read_adapters(
         model: A PeftModel.
         directory: castor's, or what PeftModel.save_pretrained wrote.
         state: The model's state dict, of its own objects.
+        known: See WholeModel.adapters; None: PEFT says what is in a file.
 
     Returns:
         What is stored and the model's tensors, by the same keys: those of the files, behind
@@ -150,7 +138,7 @@ def read_adapters(
     own = {id(tensor) for tensor in state.values()}
     stored: dict[str, StoredTensor] = {}
     targets: dict[str, torch.Tensor] = {}
-    for adapter, tensors in adapter_tensors(model, state).items():
+    for adapter, tensors in own_tensors(model, state, known).items():
         _check_config(model.peft_config[adapter], adapter, directory / folder_of(adapter) / CONFIG)
         prefix = prefix_of(adapter)
         for key, entry in read_header(directory / folder_of(adapter) / WEIGHTS).items():

@@ -16,7 +16,7 @@ from torch import nn
 from castor.checkpoint.container import ComputedTensor
 from castor.checkpoint.tensor_bytes import pieces
 from castor.runtime.engine import Engine
-from castor.runtime.model_parts import Runs
+from castor.runtime.model_parts import Runs, Segments
 
 Part = tuple[int, torch.Tensor]
 """What a rank keeps of a tensor: where it begins, in elements in the order of memory, and those."""
@@ -31,7 +31,7 @@ class HeldTensor(ComputedTensor):
     """Of the parameter."""
     part: Callable[[], Part]
     """Makes what this rank keeps of its tensor, without asking others."""
-    runs: Runs | None = None
+    runs: Runs | Segments | None = None
     """Where its tensor lies in the one that is saved; None: it is that."""
     states: bool = True
     """Whether it is made of the optimizer's states; else of weights alone."""

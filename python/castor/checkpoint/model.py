@@ -14,10 +14,9 @@ from torch import nn
 
 from castor.checkpoint.adapters import (
     WEIGHTS,
-    adapter_tensors,
     check_no_loose_adapters,
     folder_of,
-    keys_in_files,
+    own_tensors,
     write_adapter_config,
 )
 from castor.checkpoint.container import (
@@ -38,7 +37,13 @@ from castor.checkpoint.files import (
 from castor.checkpoint.held import held_weights
 from castor.checkpoint.hub_names import ConvertedTensor, HubNames, hub_names_of, record_of
 from castor.checkpoint.manifest import PART_MANIFEST, read_manifest, write_manifest
-from castor.checkpoint.parts import keys_in_whole, model_in_whole, shards_in_whole
+from castor.checkpoint.parts import (
+    adapters_in_whole,
+    keys_in_whole,
+    model_in_whole,
+    own_targets,
+    shards_in_whole,
+)
 from castor.checkpoint.reading import Reading, Saving, share_of, taken, write_of
 from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.shares import Share
@@ -210,19 +215,16 @@ def _save_adapters(
     model: nn.Module, directory: Path, tokenizer: Any, reading: Reading | None
 ) -> Saving:
     """Writes the adapters of a PeftModel, one file each, without the base model."""
-    found = adapter_tensors(model, state_of(model))
+    engines, state = engines_holding(model), state_of(model)
+    known = adapters_in_whole(engines)
+    for engine in engines if known else ():
+        state = own_targets(engine, state)[0]
+    found = own_tensors(model, state, known)
     for of_adapter in found.values():
         check_savable(of_adapter)
-    for engine in engines_holding(model):
+    for engine in engines:
         engine.session.send_home()
-    keys = [key for engine in engines_holding(model) for key in keys_in_whole(engine)]
-    order = keys_in_files(model, keys)
-    for adapter, of_adapter in found.items():
-        if keys and (unknown := of_adapter.keys() - order[adapter].keys()):
-            raise CheckpointError(
-                f"'{min(unknown)}' of adapter '{adapter}' is no part of LoRA, and ranks with "
-                "stages of a model write LoRA's files: save the run (booster.save)"
-            )
+    order = known or found
     adapters = {
         adapter: taken(reading, _in_turn(model, of_adapter, share_of(reading), order[adapter]))
         for adapter, of_adapter in found.items()

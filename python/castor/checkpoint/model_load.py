@@ -26,7 +26,13 @@ from castor.checkpoint.hub_names import (
 )
 from castor.checkpoint.manifest import PART_MANIFEST, read_hub, verify
 from castor.checkpoint.model import INDEX, SINGLE_FILE, kept_keys, state_of, weight_files
-from castor.checkpoint.parts import keys_in_whole, own_part, own_targets, whole_shape
+from castor.checkpoint.parts import (
+    adapters_in_whole,
+    keys_in_whole,
+    own_part,
+    own_targets,
+    whole_shape,
+)
 from castor.checkpoint.staging import recover
 from castor.checkpoint.tensor_bytes import pieces
 from castor.config.names import LoadedWeights
@@ -159,11 +165,13 @@ def prepare_model(model: nn.Module, directory: Path, *, strict: bool) -> ModelLo
         targets, others = own_targets(engine, targets)
     of_peft = is_peft_model(model)
     if of_peft and not any((directory / name).exists() for name in (SINGLE_FILE, INDEX)):
-        stored, targets = adapters.read_adapters(model, directory, targets)
+        known = adapters_in_whole(engines)
+        stored, targets = adapters.read_adapters(model, directory, targets, known)
         others = {
             adapters.prefix_of(adapter) + key: others[of]
-            for adapter, keys in adapters.keys_in_files(model, others).items()
+            for adapter, keys in (known or {}).items()
             for key, of in keys.items()
+            if of in others
         }
         sources = _one_by_one(partial(adapters.stored_adapters, stored, targets, directory))
         comparison = _compare(stored, targets, engines, others)

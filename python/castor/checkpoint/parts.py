@@ -190,6 +190,12 @@ def keys_in_whole(engine: Engine) -> Iterable[str]:
     return () if whole is None else whole.tensors
 
 
+def adapters_in_whole(engines: Iterable[Engine]) -> Mapping[str, Mapping[str, str]] | None:
+    """Keys of adapters' files where this rank has some stages; see WholeModel.adapters."""
+    wholes = (engine.parts.whole_model for engine in engines if engine.parts)
+    return next((whole.adapters for whole in wholes if whole), None)
+
+
 def names_in_whole(engine: Engine) -> list[str]:
     """Names of the engine's parameters, as all of the model has them."""
     whole = engine.parts.whole_model if engine.parts else None

@@ -10,7 +10,7 @@ from functools import partial
 from castor import _C
 from castor.checkpoint.write_behind import WriteBehind
 from castor.errors import IoError
-from castor.runtime.model_parts import Runs
+from castor.runtime.model_parts import Runs, Segments
 
 _BLOCK_BYTES = 4096
 """A page, and of a disk a block at most; see Writer."""
@@ -76,7 +76,9 @@ class Writer:
             if self._end == len(self._buffer):
                 self.flush()
 
-    def append_runs(self, piece: memoryview, begin: int, runs: Runs, through_cache: int) -> None:
+    def append_runs(
+        self, piece: memoryview, begin: int, runs: Runs | Segments, through_cache: int
+    ) -> None:
         """Bytes of several places: it is not used afterwards.
 
         Args:
@@ -88,10 +90,11 @@ class Writer:
         Raises:
             OSError: The disk refuses.
         """
-        if runs.length >= min(_DIRECT_BYTES, len(piece)):
+        if isinstance(runs, Segments) or runs.length >= min(_DIRECT_BYTES, len(piece)):
             for offset, count in runs.of(begin, begin + len(piece)):
-                self.seek(offset)
-                self.append(piece[:count])
+                if offset is not None:
+                    self.seek(offset)
+                    self.append(piece[:count])
                 piece = piece[count:]
             return
         # Of columns of a matrix there may be millions, and training beside it needs Python's lock.

@@ -26,8 +26,10 @@ def beneath_adapters(model: nn.Module) -> nn.Module:
     prompts = [name for name, config in of_peft.peft_config.items() if config.is_prompt_learning]
     if prompts:
         raise NotImplementedError(
-            f"adapter '{prompts[0]}' of this {type(model).__name__} is made of prompts, and ranks "
-            "that divide a model train LoRA"
+            f"adapter '{prompts[0]}' of this {type(model).__name__} is made of prompts, which are "
+            "put in front of a call of the full model, and ranks that divide a model train adapters"
+            " of its layers (LoRA): give tp_size=1, ep_size=1, sp_size=1 and pp_size=1, with which "
+            "ranks train prompts with other data each"
         )
     base: nn.Module = of_peft.get_base_model()
     return base

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-COLUMNS = frozenset({"colwise", "packed_colwise"})
+COLUMNS = frozenset({"colwise", "packed_colwise", "colwise_shared"})
 """Styles of layers whose outputs stay divided ..."""
 GATHERED_COLUMNS = frozenset({"colwise_gather_output", "colwise_rep"})
 """... or come to all ranks."""
 ROWS = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep"})
 """Styles of layers whose outputs are sums."""
-OF_HEADS = frozenset({"divided", "heads_of"})
+OF_HEADS = frozenset({"divided", "heads_of", "set"})
 """Styles of modules that count heads; they say nothing of parameters."""
 
 Kinds = Mapping[str, set[str]]

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from castor.distributed.adapters import beneath_adapters
-from castor.distributed.sequence_parallel import SequenceParallel
 from castor.errors import UsageError
 from castor.runtime.engine import engines_holding
 
@@ -153,18 +152,18 @@ class Accumulation:
         self,
         model: nn.Module,
         microbatches: Microbatches,
-        sequences: SequenceParallel | None = None,
+        *divided: GivesLogits | None,
     ) -> None:
         """Nothing is run.
 
         Args:
             model: Boosted.
             microbatches: How batches are divided.
-            sequences: How their rows are; None: they are whole.
+            divided: See giving_logits.
         """
         self._model = weakref.ref(model)
         self._microbatches = microbatches
-        self._sequences = sequences
+        self._divided = divided
 
     def start(self) -> None:
         """See Schedule."""
@@ -178,7 +177,7 @@ class Accumulation:
         parts = self._microbatches.of(named(batch), engine.device)
         losses, kept = [], []
         for part in parts:
-            with giving_logits(self._sequences, asked):
+            with giving_logits(asked, *self._divided):
                 outputs = model(**part)
             if asked.outputs:
                 kept.append(outputs)
@@ -194,16 +193,29 @@ class Accumulation:
         )
 
 
+class GivesLogits(Protocol):
+    """What leaves out logits where a model computes its loss, but for a criterion."""
+
+    gives_logits: bool
+    """Whether it gives them nevertheless."""
+
+
 @contextmanager
-def giving_logits(sequences: SequenceParallel | None, asked: Asked) -> Iterator[None]:
-    """In it a model whose sequences are divided gives a criterion logits of all tokens."""
-    if sequences:
-        sequences.gives_logits = asked.criterion is not None
+def giving_logits(asked: Asked, *divided: GivesLogits | None) -> Iterator[None]:
+    """In it a model gives a criterion all logits, of all tokens and of the full vocabulary.
+
+    Args:
+        asked: Whether there is a criterion.
+        divided: What would leave some out; None: nothing.
+    """
+    those = [one for one in divided if one is not None]
+    for one in those:
+        one.gives_logits = asked.criterion is not None
     try:
         yield
     finally:
-        if sequences:
-            sequences.gives_logits = False
+        for one in those:
+            one.gives_logits = False
 
 
 def named(batch: Any) -> Mapping[str, Any]:

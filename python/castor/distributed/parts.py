@@ -13,7 +13,7 @@ from torch import nn
 from castor import _C
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.errors import UsageError
-from castor.runtime.model_parts import Runs
+from castor.runtime.model_parts import Runs, Segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,19 +25,84 @@ class Cut:
     """Of the whole."""
     pieces: int = 1
     """So many tensors lie one behind the other in that dimension, each of which is divided."""
+    copies: int = 1
+    """So many neighbours share a group of elements; more than 1: `pieces` is 1 and `dim` is 0."""
+    shared: int = 0
+    """Elements at the end of each group that all its ranks have; they divide the others."""
 
     def own(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
         """A rank's part: a view, or a new tensor where there are several pieces."""
+        if self.copies > 1:
+            length = whole.shape[self.dim]
+            ranges = [own for own in self._of_group(length, rank, size) if own]
+            parts = [whole.narrow(self.dim, own.start, len(own)) for own in ranges]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
         parts = [
             piece.tensor_split(size, dim=self.dim)[rank]
             for piece in whole.chunk(self.pieces, dim=self.dim)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
 
+    def _of_group(self, length: int, rank: int, size: int) -> tuple[range, range]:
+        """Of `length` elements, those of its group that a rank alone has, and those all have."""
+        group, place = divmod(rank, self.copies)
+        each = length // (size // self.copies)
+        alone, begin = (each - self.shared) // self.copies, group * each
+        return (
+            range(begin + place * alone, begin + (place + 1) * alone),
+            range(begin + each - self.shared, begin + each),
+        )
+
     @property
     def length_of_piece(self) -> int:
         """In the dimension that is cut."""
         return self.shape[self.dim] // self.pieces
+
+    def runs_of(self, ranks: TensorRanks) -> Runs | Segments:
+        """The places of this rank's part in the full tensor.
+
+        Elements that several ranks have are the first one's to write.
+        """
+        if self.copies == 1:
+            return self.runs(ranks.own_range(self.length_of_piece))
+        behind = math.prod(self.shape[1:])
+        alone, shared = self._of_group(self.shape[0], ranks.rank, ranks.size)
+        first = shared.start * behind if ranks.rank % self.copies == 0 else None
+        return Segments(
+            places=(
+                (alone.start * behind, len(alone) * behind),
+                (first, len(shared) * behind),
+            )
+        )
+
+    def squared_once(self, param: torch.Tensor, square: float, ranks: TensorRanks) -> float:
+        """The sum of squares of a gradient, without what another rank counts.
+
+        Args:
+            param: This rank's shard, with its gradient.
+            square: The sum of squares of all of the gradient.
+            ranks: The ranks that have the shards.
+        """
+        if self.copies == 1 or ranks.rank % self.copies == 0:
+            return square
+        if self.shared * (ranks.size // self.copies) == self.shape[0]:
+            return 0.0
+        assert param.grad is not None
+        alone = len(self._of_group(self.shape[0], ranks.rank, ranks.size)[0])
+        return float(param.grad[:alone].detach().double().square().sum())
+
+    def sum_of_copies(self, grad: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
+        """A gradient whose shared elements have the sum over the ranks that share them.
+
+        The sum is in rank order: the same bits on each of them. Collective.
+        """
+        shared = grad.detach()[grad.shape[0] - self.shared :].contiguous()
+        everyone = ranks.gather_parts(shared, [tuple(shared.shape)] * ranks.size)
+        first = ranks.rank - ranks.rank % self.copies
+        total = everyone[first].clone()
+        for one in everyone[first + 1 : first + self.copies]:
+            total += one
+        return torch.cat([grad.detach()[: grad.shape[0] - self.shared], total])
 
     def runs(self, own: range) -> Runs:
         """Where a rank's part lies in the whole; `own`: what it has of the length of a piece."""
@@ -59,8 +124,21 @@ class Cut:
         """
         if tuple(whole.shape) == self.shape:
             return self.own(whole, ranks.rank, ranks.size)
-        blocks = self.blocks_of(ranks.own_range(self.length_of_piece))
+        blocks = self.blocks_of_rank(ranks, ranks.rank)
         return whole if blocks is None else whole[blocks]
+
+    def blocks_of_rank(self, ranks: TensorRanks, rank: int) -> torch.Tensor | None:
+        """See blocks_of: those of a rank's part."""
+        if self.copies == 1:
+            return self.blocks_of(ranks.own_range(self.length_of_piece, rank))
+        behind, block = math.prod(self.shape[1:]), _C.MOMENT_BLOCK
+        found = []
+        for own in self._of_group(self.shape[0], rank, ranks.size):
+            begin, end = own.start * behind, own.stop * behind
+            if own and (begin % block or (end % block and end != math.prod(self.shape))):
+                return None
+            found.append(torch.arange(begin // block, -(-end // block)))
+        return torch.cat(found)
 
     def blocks_of(self, own: range) -> torch.Tensor | None:
         """Numbers of the blocks of moments that a rank's part is made of, in its order.
@@ -99,8 +177,7 @@ def check_blocks(model: nn.Module, cuts: Mapping[torch.Tensor, Cut], ranks: Tens
         cut = cuts.get(param)
         if not cut or not param.requires_grad:
             continue
-        own = [ranks.own_range(cut.length_of_piece, rank) for rank in range(ranks.size)]
-        if any(cut.blocks_of(one) is None for one in own):
+        if any(cut.blocks_of_rank(ranks, rank) is None for rank in range(ranks.size)):
             raise NotImplementedError(
                 f"optim_state_format='split_int8' rounds moments in blocks of {_C.MOMENT_BLOCK} "
                 f"elements, and the parts of '{name}' on {ranks.size} ranks, "
@@ -121,28 +198,34 @@ def own_part(whole: torch.Tensor, cut: Cut | None, ranks: TensorRanks) -> torch.
         ranks: Those that have the parts.
     """
     _ranks[ranks.name] = ranks
-    dim, pieces = (cut.dim, cut.pieces) if cut else (-1, 1)
-    part: torch.Tensor = _own_part(whole, dim, pieces, ranks.name, ranks.rank, ranks.size)
+    how = [cut.dim, cut.pieces, cut.copies, cut.shared] if cut else []
+    part: torch.Tensor = _own_part(whole, how, ranks.name, ranks.rank, ranks.size)
     return part
 
 
 # An operator, so that a lazy model records it.
 @torch.library.custom_op("castor::own_part", mutates_args=(), device_types="cpu")
 def _own_part(
-    whole: torch.Tensor, dim: int, pieces: int, group: str, rank: int, size: int
+    whole: torch.Tensor, how: list[int], group: str, rank: int, size: int
 ) -> torch.Tensor:
     values = whole.contiguous() if rank == 0 else torch.empty_like(whole).contiguous()
     _ranks[group].share(values)
-    if dim >= 0:
-        values = Cut(dim=dim, shape=(), pieces=pieces).own(values, rank, size)
-    return values.clone(memory_format=torch.contiguous_format)
+    return _cut(values, how, rank, size).clone(memory_format=torch.contiguous_format)
 
 
 @_own_part.register_fake
-def _(whole: torch.Tensor, dim: int, pieces: int, group: str, rank: int, size: int) -> torch.Tensor:
-    if dim >= 0:
-        whole = Cut(dim=dim, shape=(), pieces=pieces).own(whole, rank, size)
-    return whole.new_empty(whole.shape)
+def _(whole: torch.Tensor, how: list[int], group: str, rank: int, size: int) -> torch.Tensor:
+    return whole.new_empty(_cut(whole, how, rank, size).shape)
+
+
+def _cut(whole: torch.Tensor, how: list[int], rank: int, size: int) -> torch.Tensor:
+    """A rank's part, by the numbers of a Cut; none: all of it."""
+    if not how:
+        return whole
+    dim, pieces, copies, shared = how
+    return Cut(dim=dim, shape=(), pieces=pieces, copies=copies, shared=shared).own(
+        whole, rank, size
+    )
 
 
 def check_reader(ranks: TensorRanks, module: nn.Module, _prefix: str, keep_vars: bool) -> None:

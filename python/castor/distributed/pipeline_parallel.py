@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,8 +28,9 @@ from castor.distributed.tensor_ranks import TensorRanks
 from castor.errors import UsageError
 from castor.lazy import is_lazy, random_states
 from castor.runtime.hooks import ModuleHook
-from castor.runtime.model_parts import Runs, WholeModel
+from castor.runtime.model_parts import Runs, Segments, WholeModel
 from castor.runtime.packed import is_packed
+from castor.runtime.peft_model import adapter_tensors, is_peft_model
 from castor.runtime.ranks import Peers
 from castor.runtime.waits import waiting
 from castor.runtime.weight_conversions import file_layout
@@ -287,7 +289,7 @@ class PipelineParallel:
         assert self.tensor is not None
         return self.tensor.own(param, whole)
 
-    def runs(self, param: torch.Tensor) -> Runs | None:
+    def runs(self, param: torch.Tensor) -> Runs | Segments | None:
         """See TensorParallel."""
         return self.tensor.runs(param) if self.tensor else None
 
@@ -375,4 +377,31 @@ def _describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> WholeModel:
         tensors=tensors,
         groups=[[names[param] for param in group["params"]] for group in groups],
         files=file_layout(model),
+        adapters=_adapters_of(model) if is_peft_model(model) else None,
     )
+
+
+def _adapters_of(model: nn.Module) -> dict[str, dict[str, str]]:
+    """Which tensors PEFT writes of a whole model; see WholeModel.adapters.
+
+    Raises:
+        NotImplementedError: It writes something that is no tensor of the model.
+    """
+    state = model.state_dict(keep_vars=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what it would write, when it writes
+        found = adapter_tensors(model, state)
+    key_of = {id(tensor): key for key, tensor in reversed(state.items())}
+    for adapter, tensors in found.items():
+        for key, tensor in tensors.items():
+            if id(tensor) not in key_of:
+                kind = str(model.peft_config[adapter].peft_type).rpartition(".")[2]  # type: ignore[index, union-attr]
+                raise NotImplementedError(
+                    f"PEFT computes '{key}' of adapter '{adapter}' ({kind}) of several tensors "
+                    "when it writes it, and no rank with some stages has all of these: give "
+                    "pp_size=1, or another kind of adapter"
+                )
+    return {
+        adapter: {key: key_of[id(tensor)] for key, tensor in tensors.items()}
+        for adapter, tensors in found.items()
+    }

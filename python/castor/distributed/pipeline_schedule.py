@@ -285,7 +285,9 @@ class _Stage(nn.Module):
         with self.parallel.modules.running(self._number) as passage:
             if received:
                 passage.received = brought_from_host(received[0], self.parallel.device)
-            with giving_logits(self.parallel.sequences, asked):
+            tensor = self.parallel.tensor
+            loss_of_parts = tensor.loss if tensor else None
+            with giving_logits(asked, self.parallel.sequences, loss_of_parts):
                 outputs = model(**own)
             sent = passage.sent
         if not self.is_last:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from castor.distributed.inputs import by_name, check_inputs
+from castor.distributed.inputs import asked_of, by_name, check_inputs
 from castor.distributed.part_calls import parts_around_blocks
 from castor.distributed.sequence_attention import Documents, Meeting, Mode
 from castor.distributed.tensor_ranks import TensorRanks
@@ -26,7 +26,8 @@ from castor.runtime.hooks import ModuleHook
 
 _ALONG_TOKENS = ("input_ids", "inputs_embeds", "token_type_ids")
 _KNOWN = {*_ALONG_TOKENS, "attention_mask", "position_ids", "labels", "shift_labels",
-          "num_items_in_batch", "use_cache", "return_dict"}  # fmt: skip
+          "num_items_in_batch", "use_cache", "return_dict", "output_hidden_states",
+          "output_attentions"}  # fmt: skip
 _IGNORED = -100
 _MEET_IN_ATTENTION = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
@@ -79,7 +80,10 @@ class SequenceParallel:
         exchanges = mode == "all_to_all"
         if why is None and exchanges and config.num_attention_heads % (ranks.size * tensor_size):
             needed = f"tp_size={tensor_size} x sp_size={ranks.size}"
-            why = f"its {config.num_attention_heads} attention heads are no multiple of {needed}"
+            why = (
+                f"its {config.num_attention_heads} attention heads are no multiple of {needed}; "
+                "sequence_parallelism_mode='ring_attn' and 'all_gather' take any number of heads"
+            )
         if why is not None:
             _refuse(model, ranks, why)
         self._model = weakref.ref(model)
@@ -127,6 +131,12 @@ class SequenceParallel:
             raise NotImplementedError(
                 f"sp_size={ranks.size} divides sequences, and knows nothing of the argument "
                 f"'{min(unknown)}' of {type(model).__name__}; leave it out, or train with sp_size=1"
+            )
+        if asked_of(model, given, "output_attentions"):
+            raise NotImplementedError(
+                f"output_attentions=True asks for the attention of all tokens to all, and with "
+                f"sp_size={ranks.size} no rank computes it: call the model under torch.no_grad(), "
+                "where each computes full sequences, or leave it out"
             )
         tokens = given.get("input_ids", given.get("inputs_embeds"))
         if tokens is None:
@@ -258,10 +268,15 @@ class SequenceParallel:
             if not self.gives_logits:
                 output.logits = None  # of some tokens
         if output.logits is not None:
-            logits = self.ranks.gather_tokens(output.logits)
-            ring = self._meeting.ring
-            output.logits = ring.in_order(logits) if ring else logits
+            output.logits = self._of_all_tokens(output.logits)
+        if getattr(output, "hidden_states", None) is not None:
+            output.hidden_states = tuple(map(self._of_all_tokens, output.hidden_states))
         return output
+
+    def _of_all_tokens(self, own: torch.Tensor) -> torch.Tensor:
+        """All ranks' tokens of (batch, tokens of this rank, width), in their order."""
+        gathered, ring = self.ranks.gather_tokens(own), self._meeting.ring
+        return ring.in_order(gathered) if ring else gathered
 
 
 def _following(given: Mapping[str, Any]) -> torch.Tensor:

@@ -6,6 +6,7 @@ optimizers keep them; modules stay the same, with another `forward`.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import weakref
@@ -20,7 +21,7 @@ from castor.distributed import styles
 from castor.distributed.adapters import with_adapters
 from castor.distributed.expert_exchange import ExpertExchange
 from castor.distributed.generators import Generators, digest_of
-from castor.distributed.inputs import check_inputs
+from castor.distributed.inputs import asked_of, check_inputs
 from castor.distributed.own_numbers import draw_own
 from castor.distributed.parts import Cut, check_reader, own_part
 from castor.distributed.tensor_ranks import TensorRanks
@@ -29,7 +30,7 @@ from castor.distributed.vocabulary_loss import VocabularyLoss
 from castor.distributed.whole_gradients import check_whole_gradients
 from castor.errors import UsageError
 from castor.runtime.hooks import ModuleHook
-from castor.runtime.model_parts import Runs
+from castor.runtime.model_parts import Runs, Segments
 from castor.runtime.packed import is_packed
 from castor.runtime.ranks import Peers
 
@@ -117,10 +118,15 @@ class TensorParallel:
             if param.requires_grad:
                 param.register_hook(self.ranks.sum)
         self._partial.clear()
+        for param in model.parameters():
+            cut = self.cuts.get(param)
+            if cut and cut.copies > 1 and param.requires_grad:
+                param.register_hook(functools.partial(cut.sum_of_copies, ranks=self.ranks))
         generators.share(self.ranks)  # dropout of what every rank has has to be the same
         model.register_forward_pre_hook(
             ModuleHook(_begin_pass, self.ranks, generators), with_kwargs=True
         )
+        model.register_forward_hook(ModuleHook(_gather_attentions, self.ranks), with_kwargs=True)
         model.register_forward_hook(ModuleHook(_end_pass, self.ranks), always_call=True)
         if self.loss:
             self.loss.start()
@@ -151,7 +157,11 @@ class TensorParallel:
 
     def squared_norm(self, params: Sequence[torch.Tensor], squares: Sequence[float]) -> float:
         """See norm."""
-        cut = sum(s for param, s in zip(params, squares, strict=True) if param in self.cuts)
+        cut = sum(
+            self.cuts[param].squared_once(param, s, self.ranks)
+            for param, s in zip(params, squares, strict=True)
+            if param in self.cuts and s
+        )
         whole = [s for param, s in zip(params, squares, strict=True) if param not in self.cuts]
         parts = self.ranks.gather((cut, whole))
         total = float(sum(parts[0][1]) + sum(of_rank for of_rank, _ in parts))
@@ -195,10 +205,10 @@ class TensorParallel:
         """This rank's part of what belongs to a parameter that is cut."""
         return self.cuts[param].own_of(whole, self.ranks)
 
-    def runs(self, param: torch.Tensor) -> Runs | None:
+    def runs(self, param: torch.Tensor) -> Runs | Segments | None:
         """Where this rank's part of a parameter lies; None of one that is not cut."""
         cut = self.cuts.get(param)
-        return None if cut is None else cut.runs(self.ranks.own_range(cut.length_of_piece))
+        return None if cut is None else cut.runs_of(self.ranks)
 
     def _cut_bare(self, name: str, param: nn.Parameter, kind: str) -> None:
         """A parameter that is named itself."""
@@ -216,7 +226,12 @@ class TensorParallel:
 
     def _plan_module(self, name: str, module: nn.Module, kind: str, argument: str) -> None:
         size = self.ranks.size
-        if kind in ("colwise", "packed_colwise", "colwise_gather_output", "colwise_rep"):
+        if kind == "colwise_shared":
+            copies, _, shared = argument.partition(",")
+            sharing = int(copies), int(shared)
+            width = self._cut_linear(name, module, inputs=False, sharing=sharing)
+            self._replace(module, styles.columns, width)
+        elif kind in ("colwise", "packed_colwise", "colwise_gather_output", "colwise_rep"):
             pieces = int(argument or (2 if kind == "packed_colwise" else 1))
             gathers = kind in ("colwise_gather_output", "colwise_rep")
             width = self._cut_linear(name, module, inputs=False, pieces=pieces, gives_all=gathers)
@@ -249,6 +264,9 @@ class TensorParallel:
                         "share; give a tp_size that divides it"
                     )
                 self._attributes.append((module, attribute, count // size))
+        elif kind == "set":
+            attribute, _, value = argument.partition("=")
+            self._attributes.append((module, attribute, int(value)))
         elif kind == "heads_of":
             self._replace(module, styles.own_heads, argument)
         else:
@@ -274,6 +292,7 @@ class TensorParallel:
         *,
         inputs: bool,
         pieces: int = 1,
+        sharing: tuple[int, int] = (1, 0),
         gives_all: bool = False,
     ) -> int:
         """Cuts a linear layer; returns how many inputs or outputs the whole one has.
@@ -283,6 +302,8 @@ class TensorParallel:
             module: The layer.
             inputs: Whether these are cut.
             pieces: Of its outputs, one behind the other.
+            sharing: How many neighbours share a group of outputs, and how many at its end all of
+                these have.
             gives_all: Whether the model gets all outputs, as many as the layer says.
         """
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
@@ -293,10 +314,10 @@ class TensorParallel:
             self._refuse_module(name, module, "rowwise" if inputs else "colwise")
         dim = int(inputs) if not transposed else int(not inputs)
         width = weight.shape[dim]
-        cut = self._cut(f"{name}.weight", weight, dim, pieces)
+        cut = self._cut(f"{name}.weight", weight, dim, pieces, sharing)
         own = cut.shape_of(self.ranks.rank, self.ranks.size)[dim]
         if not inputs and isinstance(bias, nn.Parameter):
-            self._cut(f"{name}.bias", bias, 0, pieces)
+            self._cut(f"{name}.bias", bias, 0, pieces, sharing)
         names = ("nx", "nf") if transposed else ("in_features", "out_features")
         if not gives_all:
             self._attributes.append((module, names[0] if inputs else names[1], own))
@@ -331,19 +352,34 @@ class TensorParallel:
         else:
             self._replace(module, styles.own_experts, rows.start)
 
-    def _cut(self, name: str, param: torch.Tensor, dim: int, pieces: int = 1) -> Cut:
+    def _cut(
+        self,
+        name: str,
+        param: torch.Tensor,
+        dim: int,
+        pieces: int = 1,
+        sharing: tuple[int, int] = (1, 0),
+    ) -> Cut:
         if is_packed(param):
             raise UsageError(
                 f"parameter '{name}' is quantised, and a part of its bytes is no part of its "
                 "weights: train quantised models without tp_size and ep_size"
             )
-        length = param.shape[dim]
-        if length % pieces or length // pieces < self.ranks.size:
+        length, (copies, shared) = param.shape[dim], sharing
+        if copies > 1:
+            groups, left = divmod(self.ranks.size, copies)
+            each = 0 if left or length % groups else length // groups
+            if dim or not 0 < shared <= each or (each - shared) % copies:
+                raise UsageError(
+                    f"dimension {dim} of '{name}' has {length} elements, which 'colwise_shared:"
+                    f"{copies},{shared}' cannot divide among {self.ranks.size} ranks"
+                )
+        elif length % pieces or length // pieces < self.ranks.size:
             raise UsageError(
                 f"dimension {dim} of '{name}' has {length} elements in {pieces} pieces, too few or "
                 f"uneven for {self.ranks.size} ranks"
             )
-        cut = Cut(dim=dim, shape=tuple(param.shape), pieces=pieces)
+        cut = Cut(dim=dim, shape=tuple(param.shape), pieces=pieces, copies=copies, shared=shared)
         if self.cuts.setdefault(param, cut) != cut:
             raise UsageError(
                 f"'{name}' is tied to a parameter that is cut in another way; give a tp_plan that "
@@ -386,6 +422,40 @@ def _begin_pass(
     drawn_from = digest_of(generators.states()) if model.training else None
     if len(set(check_inputs(ranks, model, args, kwargs, beside=drawn_from))) > 1:
         generators.share(ranks)  # one has drawn for itself, as a loader that it has alone does
+
+
+def _gather_attentions(
+    ranks: TensorRanks,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> Any:
+    """A hook of the model: attention weights of all heads, where each rank has some. Collective.
+
+    Raises:
+        NotImplementedError: They are asked for in a tuple, in which they have no name.
+    """
+    heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
+    if heads is None or not asked_of(model, kwargs, "output_attentions"):
+        return output
+    if not hasattr(output, "items"):
+        raise NotImplementedError(
+            f"output_attentions=True with tp_size={ranks.size} gathers the heads of outputs that "
+            f"have names, and this {type(model).__name__} gave a {type(output).__name__}: leave "
+            "return_dict=False out"
+        )
+    for name, given in list(output.items()):
+        if name.endswith("attentions") and isinstance(given, tuple):
+            output[name] = tuple(_of_all_heads(one, heads, ranks) for one in given)
+    return output
+
+
+def _of_all_heads(own: Any, heads: int, ranks: TensorRanks) -> Any:
+    """Attention weights (batch, all heads, queries, keys), of those of this rank's heads."""
+    if not isinstance(own, torch.Tensor) or own.ndim != 4 or own.shape[1] * ranks.size != heads:
+        return own
+    return ranks.gather_columns(own.transpose(1, -1), heads).transpose(1, -1)
 
 
 def _end_pass(ranks: TensorRanks, *_: Any) -> None:

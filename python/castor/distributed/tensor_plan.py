@@ -4,6 +4,7 @@ A plan maps names of modules and parameters, with `*` for numbers, to styles:
 
     colwise                  a linear layer's outputs are divided, and stay so
     colwise:3                ... of which it has three kinds, one behind the other (fused q, k, v)
+    colwise_shared:2,16      ... of which 2 neighbours share a group: the last 16 of it both have
     colwise_gather_output    ... and are put together again
     rowwise                  a linear layer's inputs are divided; its outputs are summed
     rowwise_split_input      ... after each rank has taken its part of whole ones
@@ -15,6 +16,7 @@ A plan maps names of modules and parameters, with `*` for numbers, to styles:
     whole_experts            a module of experts, of which each rank has some
     exchanged_experts        ... and ranks have other data
     divided:a,b              attributes of a module that count heads
+    set:a=2                  an attribute of a module that has another value where heads are divided
     heads_of:a               an argument of forward whose first dimension is batch x heads
 
 Several styles of one name are given as a tuple.
@@ -28,7 +30,7 @@ from typing import Any
 
 from torch import nn
 
-from castor.distributed.layer_regions import COLUMNS, Kinds, kinds_of
+from castor.distributed.layer_regions import COLUMNS, GATHERED_COLUMNS, Kinds, kinds_of
 from castor.errors import UsageError
 
 Plan = Mapping[str, str | tuple[str, ...]]
@@ -141,7 +143,14 @@ _OWN_PLAN = "give HybridParallelPlugin(tp_plan={**model.tp_plan, ...})"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 _NORMS = ("q_norm", "k_norm")
 """Of queries and keys, where they are as wide as a head."""
-_HEADS = ("num_attention_heads", "num_key_value_heads")
+_KEY_HEADS = "num_key_value_heads"
+_HEADS = ("num_attention_heads", _KEY_HEADS)
+_GROUPS = "num_key_value_groups"
+"""Query heads of each key-value head, as transformers' attention modules count them."""
+_ALL_HEADS = ("qkv_proj", "k_proj")
+"""Layers whose outputs all ranks may have, so that heads are not divided."""
+_FALCON_LAYER = "query_key_value"
+"""Its outputs are groups of query heads, each with a key head and a value head behind."""
 
 
 def find_plan(model: nn.Module, size: int, given: Plan | None) -> dict[str, tuple[str, ...]]:
@@ -177,14 +186,83 @@ def find_plan(model: nn.Module, size: int, given: Plan | None) -> dict[str, tupl
         raise NotImplementedError(_no_plan(model))
     if given is None:
         _complete(model, found, size)
+    counted = _share_heads(model, found, size)
     for attribute in _HEADS:
         heads = getattr(config, attribute, None)
+        if counted and attribute == _KEY_HEADS:
+            continue
         if given is None and isinstance(heads, int) and heads % size:
             raise UsageError(
                 f"{heads} {attribute} of this {type(model).__name__} cannot be divided among "
                 f"tp_size={size} ranks; give a tp_size that divides them"
             )
     return found
+
+
+def _share_heads(model: nn.Module, plan: dict[str, tuple[str, ...]], size: int) -> bool:
+    """Has several ranks share a key-value head where there are fewer heads than ranks.
+
+    Args:
+        model: The model that is cut.
+        plan: Its styles by name, which are changed.
+        size: The number of ranks.
+
+    Returns:
+        Whether the key-value heads were found, so that the configuration's need not divide.
+
+    Raises:
+        UsageError: The number of key-value heads neither divides `size` nor is a multiple of it.
+    """
+    found = False
+    modules = dict(model.named_modules())
+    for name, attention in modules.items():
+        fused = f"{name}.{_FALCON_LAYER}"
+        if hasattr(attention, "new_decoder_architecture") and plan.get(fused) == ("colwise",):
+            queries, heads = attention.num_heads, attention.num_kv_heads
+            found = True
+            if not isinstance(queries, int) or not isinstance(heads, int) or heads == queries:
+                continue
+            if copies := _copies_of(heads, size, fused):
+                rows = 2 * int(attention.head_dim)
+                plan[fused] = (f"colwise_shared:{copies},{rows}",)
+                plan[name] = ("divided:num_heads", "set:num_kv_heads=1")
+            continue
+        groups, width = (getattr(attention, of, None) for of in (_GROUPS, "head_dim"))
+        layers = [f"{name}.{part}" for part in ("k_proj", "v_proj")]
+        layers = [layer for layer in layers if plan.get(layer) == ("colwise",)]
+        if not isinstance(groups, int) or not isinstance(width, int) or not layers:
+            kinds = {style for part in _ALL_HEADS for style in plan.get(f"{name}.{part}", ())}
+            found = found or not kinds.isdisjoint(GATHERED_COLUMNS)
+            continue
+        found = True
+        for layer in layers:
+            outputs = int(getattr(modules[layer], "out_features", 0))
+            heads = outputs // width
+            if heads and (copies := _copies_of(heads, size, layer)):
+                if groups % copies:
+                    raise UsageError(
+                        f"{groups * heads} attention heads of '{name}' cannot be divided among "
+                        f"tp_size={size} ranks; give a tp_size that divides them"
+                    )
+                plan[layer] = (f"colwise_shared:{copies},{outputs // heads}",)
+                plan[name] = (f"set:{_GROUPS}={groups // copies}",)
+    return found
+
+
+def _copies_of(heads: int, size: int, name: str) -> int:
+    """How many ranks share each key-value head; 0: each rank has some of its own.
+
+    Raises:
+        UsageError: They cannot.
+    """
+    if heads % size == 0:
+        return 0
+    if size % heads == 0:
+        return size // heads
+    raise UsageError(
+        f"'{name}' has {heads} key-value heads, which tp_size={size} ranks can neither divide nor "
+        f"share evenly; give a tp_size that divides {heads} or is a multiple of it"
+    )
 
 
 def _complete(model: nn.Module, plan: dict[str, tuple[str, ...]], size: int) -> None:

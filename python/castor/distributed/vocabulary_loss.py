@@ -47,6 +47,10 @@ class VocabularyLoss:
             )
         self._model = weakref.ref(model)
         self._ranks = ranks
+        self.gives_logits = False
+        """Whether forwards with labels give logits of the full vocabulary, for a criterion."""
+        self._full: Any = loss
+        """The model's own loss, of such logits."""
         self.local = False
         """Whether the output embedding leaves its logits divided in the forward under way."""
         self.width = 0
@@ -73,7 +77,8 @@ class VocabularyLoss:
         self.deferred, self._in_tiles = deferred, in_tiles
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.local = by_name(model.forward, args, kwargs).get("labels") is not None
+        labels = by_name(model.forward, args, kwargs).get("labels")
+        self.local = labels is not None and not self.gives_logits
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         local, self.local = self.local, False
@@ -89,13 +94,24 @@ class VocabularyLoss:
         num_items_in_batch: Any = None,
         ignore_index: int = _IGNORED,
         shift_labels: torch.Tensor | None = None,
-        **_: Any,
+        **others: Any,
     ) -> torch.Tensor:
         """As transformers' ForCausalLMLoss (transformers.loss.loss_utils).
 
         Raises:
             IndexError: A label is of another vocabulary.
         """
+        if self.gives_logits:
+            full: torch.Tensor = self._full(
+                logits=logits,
+                labels=labels,
+                vocab_size=vocab_size,
+                num_items_in_batch=num_items_in_batch,
+                ignore_index=ignore_index,
+                shift_labels=shift_labels,
+                **others,
+            )
+            return full
         if not self.local:  # somebody else's call, over logits of their own
             raise UsageError(
                 "parallel_output=True computes the loss of forwards that are given labels; compute "

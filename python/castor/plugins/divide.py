@@ -224,7 +224,9 @@ class Division:
 
             schedule = PipelineSchedule(model, stages, self.stages.style, self.stages.microbatches)
         elif self.stages:
-            schedule = Accumulation(model, self.stages.microbatches, sequences)
+            schedule = Accumulation(
+                model, self.stages.microbatches, sequences, layers.loss if layers else None
+            )
         if layers:
             layers.apply()
         return Divided(

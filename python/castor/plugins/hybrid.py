@@ -36,7 +36,9 @@ class HybridParallelPlugin(GeminiPlugin):
         plan: A file of `castor plan`, whose sizes, sequence_parallelism_mode, schedule and
             activations are taken, and where it counts on NVMe host_memory, nvme_path and
             nvme_memory; "auto": that of `castor run --plan`. None: they are given here.
-        tp_size: Ranks among which layers are divided. It divides the numbers of heads.
+        tp_size: Ranks among which layers are divided. It divides the number of attention heads, and
+            either divides the number of key-value heads or is a multiple of it: then several ranks
+            share a head.
         parallel_output: Only with tp_size > 1: whether transformers' loss of a causal language
             model is computed of each rank's part of the vocabulary, and nobody has all logits:
             outputs of forwards with labels have none. False: every rank has them, and tile_logits

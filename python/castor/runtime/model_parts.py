@@ -25,6 +25,9 @@ class WholeModel:
     """Names of the parameters in the optimizer's groups, in order."""
     files: FileLayout | None = None
     """How transformers lays out its files; None: it is no model of transformers."""
+    adapters: Mapping[str, Mapping[str, str]] | None = None
+    """Of each adapter of a PeftModel, the keys of its file and the state_dict's, in the file's
+    order; None: the model is no PeftModel."""
 
     def keys_like(self, own: Iterable[str]) -> dict[str, str]:
         """All keys of what this process has, and the key by which it has it, in order."""
@@ -81,6 +84,40 @@ class Runs:
             begin += count
 
 
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """The places of a part of a tensor in the full one: a few segments of any lengths.
+
+    In elements, or bytes, as Runs.
+    """
+
+    places: tuple[tuple[int | None, int], ...]
+    """(where it begins in the full tensor, its length) of each segment, in the order of the part;
+    None: another rank has the same elements, and writes them."""
+
+    def in_bytes(self, size: int, start: int) -> Segments:
+        """See Runs."""
+        places = ((None if at is None else start + at * size, n * size) for at, n in self.places)
+        return Segments(places=tuple(places))
+
+    def in_blocks(self, size: int, *, width: int) -> Segments:
+        """See Runs."""
+        places = (
+            (None if at is None else at // size * width, -(-n // size) * width)
+            for at, n in self.places
+        )
+        return Segments(places=tuple(places))
+
+    def of(self, begin: int, end: int) -> Iterator[tuple[int | None, int]]:
+        """See Runs; None: another rank writes these."""
+        first = 0
+        for at, length in self.places:
+            skipped, upto = max(begin - first, 0), min(end - first, length)
+            if skipped < upto:
+                yield None if at is None else at + skipped, upto - skipped
+            first += length
+
+
 class OwnParts(Protocol):
     """What a rank answers while another one writes."""
 
@@ -106,5 +143,5 @@ class ModelParts(Protocol):
     def norm(self, params: Sequence[torch.Tensor], squares: Sequence[float]) -> float: ...  # noqa: D102
     def whole_shape(self, param: torch.Tensor) -> tuple[int, ...] | None: ...  # noqa: D102
     def own(self, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
-    def runs(self, param: torch.Tensor) -> Runs | None: ...  # noqa: D102
+    def runs(self, param: torch.Tensor) -> Runs | Segments | None: ...  # noqa: D102
     def meet(self) -> None: ...  # noqa: D102

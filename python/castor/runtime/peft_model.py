@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -12,3 +13,20 @@ def is_peft_model(model: nn.Module) -> bool:
     """Whether it is a peft.PeftModel."""
     peft: Any = sys.modules.get("peft")  # whoever has one has imported it
     return peft is not None and isinstance(model, peft.PeftModel)
+
+
+@torch.no_grad()
+def adapter_tensors(
+    model: Any, state: dict[str, torch.Tensor]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """What PEFT would write, by adapter and key in its file.
+
+    Args:
+        model: A PeftModel.
+        state: Its state dict, of the model's own objects; most of the result are some of these.
+    """
+    peft: Any = sys.modules["peft"]
+    return {
+        adapter: peft.get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
+        for adapter in model.peft_config
+    }
