@@ -14,6 +14,7 @@ from torch.nn.modules.module import (
 )
 
 from castor.errors import UsageError
+from castor.runtime.hooks import ModuleHook
 
 _guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _CHANGING = ("resize_token_embeddings", "add_adapter", "merge_and_unload", "unload")
@@ -69,8 +70,30 @@ class _Refused:
 def _refuse_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     if is_compiling():  # what is traced makes lists of modules of its own, by slices
         return
-    if module in _guarded and module._modules.get(name) is not submodule:
-        _refuse(module, f"module '{name}'")
+    if module in _guarded and (held := module._modules.get(name)) is not submodule:
+        if held is None or submodule is None or not _takes_over(submodule, held):
+            _refuse(module, f"module '{name}'")
+        _guarded.difference_update(held.modules())
+        _guarded.update(submodule.modules())
+
+
+def _takes_over(module: nn.Module, held: nn.Module) -> bool:
+    """Whether a module has the parameters of another, in the same modules and by the same names.
+
+    BigBird's attention goes over to full attention so, for sequences too short for blocks. Castor
+    follows the modules that own parameters, and nothing of it stands on those that are left out.
+    """
+    if [*map(_named, held.named_parameters())] != [*map(_named, module.named_parameters())]:
+        return False
+    for left in {*held.modules()}.difference(module.modules()):
+        hooks = (*left._forward_pre_hooks.values(), *left._forward_hooks.values())
+        if left._parameters or any(isinstance(hook, ModuleHook) for hook in hooks):
+            return False
+    return True
+
+
+def _named(item: tuple[str, nn.Parameter]) -> tuple[str, int]:
+    return item[0], id(item[1])
 
 
 def _refuse_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
