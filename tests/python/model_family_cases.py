@@ -1,4 +1,6 @@
-"""Every model type of transformers at tight(0.5): `python model_family_cases.py RESULTS [CLASS ...]`.
+"""Every class of models of transformers at tight(0.5): `model_family_cases.py RESULTS [CLASS ...]`.
+
+Instead of classes: "causal" for causal language models, "one" for the page's classes.
 
 Each class trains in a process of its own, forked from one that has imported all that is large, and
 its result is a line of RESULTS (JSON) as soon as it is there.
@@ -48,7 +50,7 @@ class Family:
     """Of the class."""
     model_type: str
     head: str
-    """The auto class's mapping that has it: "causal LM", "CTC", ...; "base model" without a head."""
+    """The auto class's mapping: "causal LM", "CTC", ...; "base model" of those without a head."""
 
 
 def _head(mapping: str) -> str:
@@ -93,7 +95,7 @@ def one_of_each() -> list[Family]:
     return causal + [family for row in in_turn for family in row if family]
 
 
-class DoesNotBuild(Exception):
+class DoesNotBuildError(Exception):
     """Plain transformers makes or trains no small model of this class: the reason."""
 
 
@@ -141,7 +143,7 @@ def trainable(family: Family) -> Trainable:
     """Finds inputs.
 
     Raises:
-        DoesNotBuild: There are none, or there is no small model.
+        DoesNotBuildError: There are none, or there is no small model.
     """
 
     def build() -> nn.Module:
@@ -151,9 +153,9 @@ def trainable(family: Family) -> Trainable:
         config = config_of(family)
         model = Trainable(build, lambda _: {}).model()
     except Exception as error:
-        raise DoesNotBuild(f"build: {_said(error)}") from error
+        raise DoesNotBuildError(f"build: {_said(error)}") from error
     if not any(p.requires_grad for p in model.parameters()):
-        raise DoesNotBuild("build: no parameter trains")
+        raise DoesNotBuildError("build: no parameter trains")
     said: list[str] = []
     for place, inputs in enumerate(candidates(model, 0)):
         message = _tried(model, inputs)
@@ -163,7 +165,7 @@ def trainable(family: Family) -> Trainable:
         if not message:
             return Trainable(build, _batch(model, place, placed))
         said.append(message)
-    raise DoesNotBuild(f"inputs: {said[0] if said else 'none known'}")
+    raise DoesNotBuildError(f"inputs: {said[0] if said else 'none known'}")
 
 
 def _batch(model: nn.Module, place: int, placed: str) -> Callable[[int], Inputs]:
@@ -345,7 +347,7 @@ def cell(family: Family) -> dict[str, Any]:
     found: dict[str, Any] = {}
     try:
         case = trainable(family)
-    except DoesNotBuild as error:
+    except DoesNotBuildError as error:
         return {"not built": str(error)}
     inputs = case.batch(0)
     found["inputs"] = sorted(inputs)
@@ -452,8 +454,11 @@ def main(arguments: list[str]) -> None:
         chosen = [known[name] for name in names] if names else list(known.values())
     seconds = float(os.environ.get("SECONDS_EACH", SECONDS))
     for line in run(results, [one for one in chosen if one.name not in done], seconds):
-        bad = {key: value for key, value in line.items()
-               if key == "not built" or str(value).startswith(("FAILED", "refused", "none"))}  # fmt: skip
+        bad = {
+            key: value
+            for key, value in line.items()
+            if key == "not built" or str(value).startswith(("FAILED", "refused", "none"))
+        }
         print(line["class"], line["seconds"], bad or "ok", flush=True)
 
 

@@ -60,7 +60,8 @@ NUMBERS: tuple[Rule, ...] = (
     (r"max_position_embeddings|n_positions|max_.*position_embeddings|.*_max_position_embeddings|max_seq_len|"
      r"max_sequence_length|context_length|max_source_positions|max_target_positions|n_ctx|seq_len|model_max_length|"
      r"num_position_embeddings|block_size", _at_most(256)),
-    (r"sliding_window|sliding_window_size|local_attention|attention_chunk_size|window_size", _at_most(16)),
+    (r"sliding_window|sliding_window_size|local_attention|attention_chunk_size|window_size",
+     _at_most(16)),
     (r"(.*_)?intermediate_size|.*ffn_dim|d_ff|n_inner|mlp_dim|ffn_hidden_size|.*_intermediate_dim|"
      r"dim_feedforward|.*feedforward_dim|d_inner|.*expert_dim", _to(96)),
     (r"hidden_size|d_model|n_embd|embed_dim|emb_dim|dim|hidden_dim|width|(.*_)?hidden_size|(.*_)?hidden_dim|"
@@ -70,7 +71,8 @@ NUMBERS: tuple[Rule, ...] = (
      r"mask_feature_size|condition_dim|latent_size", _at_most(WIDTH)),
     (r"image_size|.*_image_size|img_size", _to(IMAGE)), (r"patch_size", _to(PATCH)),
     (r"num_queries|num_query_tokens|resampler_n_latents", _at_most(8)),
-    (r"codebook_size|num_embeddings|audio_vocab_size", _at_most(64)), (r"codebook_dim", _at_most(32)),
+    (r"codebook_size|num_embeddings|audio_vocab_size", _at_most(64)),
+    (r"codebook_dim", _at_most(32)),
     (r"pretraining_tp", _to(1)),
     (r"tdnn_dim|xvector_output_dim", _at_most(32)),
     (r"relative_attention_num_buckets|num_buckets", _at_most(8)),
@@ -181,7 +183,8 @@ def _list(
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_d_head": HEAD, "attn_layer_indices": [1]},
-    "granitemoehybrid": {"mamba_d_head": HEAD},
+    "granitemoehybrid": {"mamba_d_head": HEAD,
+                         "layer_types": ["linear_attention", "full_attention"]},
     "autoformer": {"prediction_length": 8, "context_length": 16},
     "blt": {"encoder_hash_byte_group_vocab": 256},
     "canine": {"max_position_embeddings": 256},
@@ -196,7 +199,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
              "ffn_config": {"ffn_hidden_size": 96, "hidden_size": WIDTH, "moe_num_experts": 4,
                             "moe_top_k": 2}},
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_audio_encoder": {"adapter_input_size": WIDTH, "adapter_out_dim": WIDTH},
     "dots3_note_vision_encoder": {"adapter_in_dim": WIDTH, "adapter_out_dim": WIDTH},
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.5, "hidden_dim": 128},
@@ -209,6 +212,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]],
                 "attention_layers": ["global", "local"]},
+    "gptj": {"rotary_dim": 8},
     "hunyuan_v1_dense": {"head_dim": HEAD},
     "hunyuan_v1_moe": {"head_dim": HEAD},
     "hunyuan_vl_text": {"head_dim": HEAD},
@@ -251,11 +255,11 @@ def of_default(default: Any, tokens: dict[str, int]) -> Any:
     """
     given = small_fields(default, tokens) | OVERRIDES.get(default.model_type, {})
     rope = getattr(default, "rope_parameters", None)
-    if isinstance(rope, dict) and "rope_theta" in rope:
-        if MROPE.fullmatch(default.model_type) or "mrope_section" in rope:
-            half = int(given.get("head_dim", HEAD) * rope.get("partial_rotary_factor", 1.0)) // 2
-            if half < 4:
-                given["head_dim"], half = 4 * HEAD, 4 * half
-            section = [half - 2 * (half // 4), half // 4, half // 4]
-            given["rope_parameters"] = rope | {"mrope_section": section}
+    in_three = MROPE.fullmatch(default.model_type) or (rope and "mrope_section" in rope)
+    if in_three and isinstance(rope, dict) and "rope_theta" in rope:
+        half = int(given.get("head_dim", HEAD) * rope.get("partial_rotary_factor", 1.0)) // 2
+        if half < 4:
+            given["head_dim"], half = 4 * HEAD, 4 * half
+        section = [half - 2 * (half // 4), half // 4, half // 4]
+        given["rope_parameters"] = rope | {"mrope_section": section}
     return type(default)(**given)
