@@ -26,9 +26,12 @@ times. A cell says "yes" where the result is plain PyTorch's:
 
 | column | the result is |
 |---|---|
-| keep, recompute, auto | losses with these `activations`: the first has the same bits, the rest 1e-5 |
+| keep, recompute, auto | the same losses with these `activations`: bitwise at first, then to 1e-5 |
 | save_model | the files of `save_pretrained`, byte for byte |
 | bf16 dtypes | the dtypes of `from_pretrained(dtype=torch.bfloat16)` with `precision="bf16"` |
+
+"refused" is an error that says why, "no peer" that transformers itself cannot, and a dash that the
+column has not been run. The last column has the message of a refusal or of a failure.
 
 `CASTOR_WHOLE_GRID=1 pytest tests/python/test_model_families.py` runs the classes of this page.
 
@@ -36,15 +39,28 @@ times. A cell says "yes" where the result is plain PyTorch's:
 
 
 def latest(path: Path) -> list[dict[str, Any]]:
-    """The last result of each class, by head and name."""
-    lines = {line["class"]: line for line in map(json.loads, path.read_text().splitlines())}
+    """The last result of each class, by head and name; a later line adds columns to an earlier."""
+    lines: dict[str, dict[str, Any]] = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        before = lines.get(line["class"], {})
+        if "not built" in before or "not built" in line:
+            before = {}
+        lines[line["class"]] = before | line
     return sorted(
         lines.values(), key=lambda line: (line["head"] != "causal LM", line["head"], line["class"])
     )
 
 
+def cell(line: dict[str, Any], column: str) -> str:
+    """The result of a column; what stopped the class before it, or "" where it was not run."""
+    before = str(line.get("ample", "ok"))
+    return str(line.get(column, "")) or ("" if before.startswith("ok") else before)
+
+
 def word(said: str) -> str:
     """What a cell shows of a result."""
+    if not said:
+        return "-"
     if said.startswith("ok"):
         return "yes"
     return {"refused": "refused", "none": "no peer"}.get(said.split(":")[0], "**no**")
@@ -66,7 +82,7 @@ def counts(lines: list[dict[str, Any]]) -> str:
         f"| built and trained by plain PyTorch | {len(built)} | | |",
     ]
     for column in COLUMNS:
-        found = Counter(word(str(line.get(column, "not run"))) for line in built)
+        found = Counter(word(cell(line, column)) for line in built)
         named = found["refused"] + found["no peer"]
         rows.append(f"| {column} | {found['yes']} | {named} | {found['**no**']} |")
     head = "| | classes | refused, or no peer | failed |\n|---|---|---|---|"
@@ -79,7 +95,7 @@ def page(lines: list[dict[str, Any]], version: str) -> str:
     text.append(f"| type | class | head | {' | '.join(COLUMNS)} | reason |")
     text.append("|---|---|---|" + "---|" * (len(COLUMNS) + 1))
     for line in built:
-        cells = [word(str(line.get(column, line.get("ample", "not run")))) for column in COLUMNS]
+        cells = [word(cell(line, column)) for column in COLUMNS]
         text.append(
             f"| {line['type']} | {line['class']} | {line['head']} | {' | '.join(cells)} "
             f"| {reason(line)} |"

@@ -33,7 +33,7 @@ def _find(config: Any, *names: str, default: Any = None) -> Any:
 
 
 def _ids(generator: torch.Generator, rows: int = ROWS, length: int = LENGTH) -> torch.Tensor:
-    return torch.randint(TEXT_IDS, VOCABULARY, (rows, length), generator=generator)
+    return torch.randint(TEXT_IDS, VOCABULARY - 2, (rows, length), generator=generator)
 
 
 def _side(config: Any) -> int:
@@ -79,11 +79,13 @@ def _base(model: nn.Module, names: set[str], generator: torch.Generator, way: in
         if "attention_mask" in names:
             given["attention_mask"] = torch.ones_like(given["input_ids"])
     if "bbox" in names:
-        corners = torch.randint(0, 200, (ROWS, LENGTH, 2), generator=generator)
+        corners = torch.randint(0, 100, (ROWS, LENGTH, 2), generator=generator)
         given["bbox"] = torch.cat([corners, corners + 100], -1)
     if "input_values" in names:
         samples = 16000 if way < 2 else 3200
-        shape = (ROWS, samples) if way % 2 == 0 else (ROWS, 1, samples)
+        shape: tuple[int, ...] = (ROWS, samples) if way % 2 == 0 else (ROWS, 1, samples)
+        if hasattr(config, "frequency_stride"):  # spectrograms
+            shape = (ROWS, config.max_length, config.num_mel_bins)
         given["input_values"] = torch.randn(shape, generator=generator) * 0.1
     if "input_features" in names:
         given |= _audio(config, generator, way % 2)
@@ -96,6 +98,9 @@ def _base(model: nn.Module, names: set[str], generator: torch.Generator, way: in
         frames = _find(config, "num_frames", default=0)
         more = (frames,) if way % 2 and isinstance(frames, int) and frames else ()
         given["pixel_values"] = _images(config, generator, *more)
+    if "pixel_values_videos" in names and "input_ids" not in names:
+        frames = _find(config, "frames_per_clip", "num_frames", default=4)
+        given["pixel_values_videos"] = _images(config, generator, frames)
     if "decoder_input_ids" in names and getattr(config, "is_encoder_decoder", False):
         given["decoder_input_ids"] = _ids(generator)
     return given

@@ -76,6 +76,9 @@ NUMBERS: tuple[Rule, ...] = (
     (r"pretraining_tp", _to(1)),
     (r"tdnn_dim|xvector_output_dim", _at_most(32)),
     (r"relative_attention_num_buckets|num_buckets", _at_most(8)),
+    (r"upsample_groups", _at_most(WIDTH)),
+    (r"num_filters|num_groups", _at_most(4)),
+    (r"max_img_size", _at_most(2 * IMAGE)),
 )  # fmt: skip
 """Fields whose whole name matches, in order, and what becomes of a number there."""
 WIDTHS = re.compile(
@@ -121,7 +124,8 @@ def _kinds_of_layers(kinds: list[Any]) -> list[Any]:
 def small_fields(config: Any, tokens: dict[str, int]) -> dict[str, Any]:
     """Arguments of a small configuration of the same type."""
     values, small = fields(config), {}
-    depth = _layers(config)
+    stages = isinstance(values.get("depths"), (list, tuple))
+    depth = 0 if stages else _layers(config)
     kinds = next((values[k] for k in KINDS if isinstance(values.get(k), list)), None)
     layers = min(depth, LAYERS)
     if kinds and len(kinds) == depth:
@@ -146,8 +150,14 @@ def small_fields(config: Any, tokens: dict[str, int]) -> dict[str, Any]:
                     small[name] = number
         elif isinstance(value, float) and name in ("layerdrop", "mask_time_prob"):
             continue
+    heads = values.get("num_heads")
+    if stages and isinstance(heads, (list, tuple)) and isinstance(values.get("embed_dim"), int):
+        small["embed_dim"] = 8 * heads[0]
+        small.pop("hidden_size", None)
     for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
-        if isinstance(values.get(name), int) and values[name] == depth and layers:
+        if stages:
+            small.pop(name, None)
+        elif isinstance(values.get(name), int) and values[name] == depth and layers:
             small[name] = layers
     return small
 
@@ -187,6 +197,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
                          "layer_types": ["linear_attention", "full_attention"]},
     "autoformer": {"prediction_length": 8, "context_length": 16},
     "blt": {"encoder_hash_byte_group_vocab": 256},
+    "bit": {"num_groups": 2},
     "canine": {"max_position_embeddings": 256},
     "codegen": {"rotary_dim": 8},
     "cpmant": {"dim_ff": 96, "prompt_length": 4},
@@ -208,6 +219,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 32},
     "esmc": {"num_key_value_heads": HEADS},
     "falcon_h1": {"mamba_d_head": HEAD, "mamba_d_ssm": 128},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": WIDTH // 4}},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]],
@@ -217,13 +229,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": HEAD},
     "hunyuan_vl_text": {"head_dim": HEAD},
     "informer": {"prediction_length": 8, "context_length": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+              "expert_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {"intermediate_size_mlp": 96},
     "longcat_flash": {"zero_expert_num": 2},
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": HEAD},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "nemotron": {"num_key_value_heads": 2},
     "patchtst": {"context_length": 32, "patch_length": 8, "patch_stride": 8},
+    "perceiver": {"d_latents": WIDTH, "num_latents": 8, "num_self_attends_per_block": 2,
+                  "num_self_attention_heads": 4, "num_cross_attention_heads": 4},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "time_series_transformer": {"prediction_length": 8, "context_length": 16},
     "vits": {"upsample_initial_channel": 64},
@@ -253,7 +270,13 @@ def of_default(default: Any, tokens: dict[str, int]) -> Any:
         default: One as its class gives it without arguments.
         tokens: Ids that special tokens have in other parts of the same configuration, by field.
     """
-    given = small_fields(default, tokens) | OVERRIDES.get(default.model_type, {})
+    given = small_fields(default, tokens)
+    for name, value in OVERRIDES.get(default.model_type, {}).items():
+        part = getattr(default, name, None)
+        if isinstance(value, dict) and isinstance(part, hf.PreTrainedConfig):
+            given[name] = type(part)(**(small_fields(part, tokens) | value))
+        else:
+            given[name] = value
     rope = getattr(default, "rope_parameters", None)
     in_three = MROPE.fullmatch(default.model_type) or (rope and "mrope_section" in rope)
     if in_three and isinstance(rope, dict) and "rope_theta" in rope:
