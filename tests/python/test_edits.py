@@ -248,6 +248,49 @@ def test_assigning_what_is_there_already_and_moving_to_the_cpu_are_no_changes() 
     losses_of_boosted(boosted, tower_loss, steps=2)
 
 
+class Around(nn.Module):
+    """Has a layer in it, as the parts of an attention that may be of several kinds."""
+
+    def __init__(self, layer: nn.Module, scale: float) -> None:
+        super().__init__()
+        self.inner, self.scale = layer, scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.inner(x)  # type: ignore[no-any-return]
+
+
+class Switching(Around):
+    """Takes another kind of part in a forward, as BigBird for sequences too short for blocks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.inner = Around(self.inner.inner, 0.5)
+        return super().forward(x)
+
+
+def switching() -> Tower:
+    model = tower()
+    for i in (0, 3):
+        model.layers[i] = Switching(Around(model.layers[i], 1.0), 1.0)
+    return model
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_module_may_take_the_place_of_another_with_its_parameters(activations: str) -> None:
+    forward, plain = tower_loss, switching()
+    expected = losses_of_plain(plain, forward)
+    memory = tight_memory(switching, forward, 0.7)
+    boosted = boost(switching(), memory, activations=activations)
+    names = [name for name, _ in boosted.model.named_parameters()]
+    assert_close_losses(losses_of_boosted(boosted, forward), expected)
+    assert_close_weights(boosted.model, plain)
+    assert [name for name, _ in boosted.model.named_parameters()] == names
+    inner = boosted.model.layers[0].inner
+    with pytest.raises(castor.UsageError, match="module 'inner' is set on a Around"):
+        inner.inner = nn.Linear(32, 32)
+    with pytest.raises(castor.UsageError, match="module 'inner' is set on a Around"):
+        inner.inner = nn.Sequential(inner.inner)  # its parameters have other names
+
+
 # --- saving -------------------------------------------------------------------------------------
 
 

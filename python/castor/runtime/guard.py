@@ -23,6 +23,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from castor.errors import UsageError
 from castor.runtime.boosted_model import all_boosted, modules_of_other_models
+from castor.runtime.hooks import ModuleHook
 
 _guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _parameters: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.ref[nn.Parameter]]] = (
@@ -96,11 +97,33 @@ def _refuse_module(module: nn.Module, name: str, submodule: nn.Module | None) ->
         return
     if module in _parametrized:
         _check_parametrization(module, name, submodule)
-    if module in _guarded and module._modules.get(name) is not submodule:
+    if module in _guarded and (held := module._modules.get(name)) is not submodule:
         if name == "parametrizations" and submodule is not None:
             _parametrized[submodule] = weakref.ref(module), ""  # empty: see what is put into it
             return
-        _refuse(module, f"module '{name}'")
+        if held is None or submodule is None or not _takes_over(submodule, held):
+            _refuse(module, f"module '{name}'")
+        _guarded.difference_update(held.modules())
+        _guarded.update(submodule.modules())
+
+
+def _takes_over(module: nn.Module, held: nn.Module) -> bool:
+    """Whether a module has the parameters of another, in the same modules and by the same names.
+
+    BigBird's attention goes over to full attention so, for sequences too short for blocks. Castor
+    follows the modules that own parameters, and nothing of it stands on those that are left out.
+    """
+    if [*map(_named, held.named_parameters())] != [*map(_named, module.named_parameters())]:
+        return False
+    for left in {*held.modules()}.difference(module.modules()):
+        hooks = (*left._forward_pre_hooks.values(), *left._forward_hooks.values())
+        if left._parameters or any(isinstance(hook, ModuleHook) for hook in hooks):
+            return False
+    return True
+
+
+def _named(item: tuple[str, nn.Parameter]) -> tuple[str, int]:
+    return item[0], id(item[1])
 
 
 def _refuse_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
