@@ -438,6 +438,12 @@ PYBIND11_MODULE(_C, m) {
       .def("finish_step", &Session::finish_step, released)
       .def("settle", py::overload_cast<>(&Session::settle), released)
       .def("send_home", &Session::send_home, released)
+      .def(
+          "content_of",
+          [](Session& self, std::uintptr_t storage) {
+            return self.content_of(reinterpret_cast<const void*>(storage));
+          },
+          py::arg("storage"), released)
       .def_property_readonly("steps", &Session::steps)
       .def("report", &castor::report)
       .def("memory", &castor::memory)
@@ -453,6 +459,11 @@ PYBIND11_MODULE(_C, m) {
   castor::bind_optimizer_state(session);
   castor::bind_saves(session);
   castor::bind_activation_offload(m);
+
+  m.def(
+      "is_mapped_privately",
+      [](const at::Tensor& tensor) { return castor::is_mapped_privately(tensor.storage()); },
+      py::arg("tensor"));
 
   castor::bind_adam(m);
   castor::bind_state_formats(m);

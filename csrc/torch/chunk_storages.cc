@@ -1,6 +1,7 @@
 #include "torch/chunk_storages.h"
 
 #include <ATen/ATen.h>
+#include <ATen/MapAllocator.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
@@ -34,35 +35,47 @@ void set_throws(c10::StorageImpl& storage, c10::DataPtr data, bool throws) noexc
   storage.set_data_ptr_noswap(std::move(data));
 }
 
+void drop_payload(void* context) { delete static_cast<std::shared_ptr<Payload>*>(context); }
+
 /// A pointer that owns a share of `payload`.
 c10::DataPtr owning_pointer(std::shared_ptr<Payload> payload, c10::Device device,
                             std::size_t offset = 0) {
   void* data = payload->data() + offset;
   auto owner = std::make_unique<std::shared_ptr<Payload>>(std::move(payload));
-  return {data, owner.release(),
-          [](void* context) { delete static_cast<std::shared_ptr<Payload>*>(context); }, device};
+  return {data, owner.release(), &drop_payload, device};
 }
 
-/// A storage that goes where its payload goes, with every tensor over it.
+/// A storage that goes where its payload goes, with every tensor over it, until it gets memory of
+/// its own.
 class StorageFollower final : public PayloadFollower {
  public:
-  explicit StorageFollower(const c10::Storage& storage) : storage_(storage.getWeakStorageImpl()) {}
+  StorageFollower(const c10::Storage& storage, std::size_t offset)
+      : storage_(storage.getWeakStorageImpl()), offset_(offset) {}
 
-  [[nodiscard]] bool alive() const noexcept override { return !storage_.expired(); }
+  [[nodiscard]] bool alive() const noexcept override {
+    const auto storage = storage_.lock();
+    return storage && follows(*storage);
+  }
   void moved(std::byte* address) noexcept override {
-    if (const auto storage = storage_.lock()) {
+    const auto storage = storage_.lock();
+    if (storage && follows(*storage)) {
       const std::lock_guard lock(pointing);
       // The owner of the old pointer is the payload itself: it owns the new one as well.
       c10::DataPtr& old = storage->_mutable_data_ptr_no_checks();
       const c10::Device device = old.device();
       const c10::DeleterFnPtr deleter = old.get_deleter();
       void* context = old.move_context().release();
-      storage->set_data_ptr_noswap(c10::DataPtr(address, context, deleter, device));
+      storage->set_data_ptr_noswap(c10::DataPtr(address + offset_, context, deleter, device));
     }
   }
 
  private:
+  [[nodiscard]] static bool follows(c10::StorageImpl& storage) noexcept {
+    return storage._mutable_data_ptr_no_checks().get_deleter() == &drop_payload;
+  }
+
   c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
+  const std::size_t offset_;
 };
 
 }  // namespace
@@ -78,6 +91,27 @@ void point(const c10::Storage& storage, std::byte* address) noexcept {
   const auto& message = own.get_extra_meta().custom_data_ptr_error_msg_;
   const bool throws = message && (address == nullptr || *message == kUpdating);
   set_throws(own, c10::DataPtr(address, own.device()), throws);
+}
+
+namespace {
+
+/// `to` points where `from` does, and torch throws alike where it is asked for the address.
+void copy_pointer(const c10::Storage& from, const c10::Storage& to) {
+  const std::lock_guard lock(pointing);
+  c10::StorageImpl& source = *from.unsafeGetStorageImpl();
+  c10::StorageImpl& own = *to.unsafeGetStorageImpl();
+  own.get_extra_meta().custom_data_ptr_error_msg_ =
+      source.get_extra_meta().custom_data_ptr_error_msg_;
+  set_throws(own, c10::DataPtr(source._mutable_data_ptr_no_checks().get(), own.device()),
+             throws_when_read(source));
+}
+
+}  // namespace
+
+c10::Storage twin_of(const c10::Storage& storage) {
+  c10::Storage twin = empty_storage(storage.nbytes(), storage.device());
+  copy_pointer(storage, twin);
+  return twin;
 }
 
 void forbid_null(const c10::Storage& storage, std::string message) {
@@ -159,12 +193,68 @@ at::Tensor tensor_over(const c10::Storage& storage, at::ScalarType type, std::si
       .set_(storage, static_cast<std::int64_t>(offset), geometry.sizes, geometry.strides);
 }
 
-c10::Storage storage_over(std::shared_ptr<Payload> payload, c10::Device device) {
+bool lies_over(const at::Tensor& tensor, const c10::Storage& storage) noexcept {
+  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() ==
+         storage.unsafeGetStorageImpl();
+}
+
+bool lies_over(const at::Tensor& tensor, const c10::Storage& storage, at::ScalarType type,
+               const ParamGeometry& geometry) noexcept {
+  return lies_over(tensor, storage) && tensor.scalar_type() == type &&
+         tensor.storage_offset() == 0 && tensor.sizes() == geometry.sizes &&
+         tensor.strides() == geometry.strides;
+}
+
+void lay_over(const at::Tensor& tensor, const c10::Storage& storage,
+              const ParamGeometry& geometry) {
+  c10::TensorImpl& own = *tensor.unsafeGetTensorImpl();
+  own.set_storage_keep_dtype(storage);
+  own.set_sizes_and_strides(geometry.sizes, geometry.strides, 0);
+}
+
+bool has_other_memory(const c10::Storage& storage) noexcept {
+  return storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get_context() != nullptr;
+}
+
+bool is_shared_by_processes(const c10::Storage& storage) noexcept {
+  constexpr int kShared = at::ALLOCATOR_MAPPED_SHARED | at::ALLOCATOR_MAPPED_SHAREDMEM;
+  const c10::DataPtr& pointer = storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  const auto* const mapped = at::MapAllocator::fromDataPtr(pointer);
+  return mapped != nullptr && (mapped->flags() & kShared) != 0;
+}
+
+bool is_mapped_privately(const c10::Storage& storage) noexcept {
+  const c10::DataPtr& pointer = storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  return at::MapAllocator::fromDataPtr(pointer) != nullptr && !is_shared_by_processes(storage);
+}
+
+void give_memory(const c10::Storage& storage, at::Tensor tensor) noexcept {
+  const std::lock_guard lock(pointing);
+  c10::StorageImpl& own = *storage.unsafeGetStorageImpl();
+  c10::StorageImpl& other = *tensor.storage().unsafeGetStorageImpl();
+  if (throws_when_read(own)) {
+    own.get_extra_meta().custom_data_ptr_error_msg_.reset();
+  }
+  own.set_allocator(other.allocator());
+  own.set_resizable(other.resizable());
+  const c10::Device device = own.device();
+  set_throws(own, std::exchange(other._mutable_data_ptr_no_checks(), c10::DataPtr(nullptr, device)),
+             false);
+}
+
+c10::Storage storage_over(std::shared_ptr<Payload> payload, std::size_t offset, std::size_t bytes,
+                          c10::Device device) {
   Payload& followed = *payload;
-  c10::Storage storage(c10::Storage::use_byte_size_t{}, followed.bytes(),
-                       owning_pointer(std::move(payload), device), nullptr, /*resizable=*/false);
-  followed.add_follower(std::make_unique<StorageFollower>(storage));
+  c10::Storage storage(c10::Storage::use_byte_size_t{}, bytes,
+                       owning_pointer(std::move(payload), device, offset), nullptr,
+                       /*resizable=*/false);
+  followed.add_follower(std::make_unique<StorageFollower>(storage, offset));
   return storage;
+}
+
+c10::Storage storage_over(std::shared_ptr<Payload> payload, c10::Device device) {
+  const std::size_t bytes = payload->bytes();
+  return storage_over(std::move(payload), 0, bytes, device);
 }
 
 ChunkStorages::ChunkStorages(const ChunkLayout& layout, c10::Device device)
@@ -199,7 +289,37 @@ void ChunkStorages::watch(std::span<const at::Tensor> params) {
   }
 }
 
+c10::Storage ChunkStorages::renew(ParamId param) {
+  c10::Storage old = storage(param);
+  take_place(param, empty_storage(old.nbytes(), device_));
+  return old;
+}
+
+void ChunkStorages::adopt(ParamId param, const c10::Storage& storage) {
+  storage.unsafeGetStorageImpl()->set_resizable(false);
+  take_place(param, storage);
+}
+
+void ChunkStorages::take_place(ParamId param, c10::Storage storage) {
+  const MutexLock lock(mutex_);
+  c10::Storage& own = storages_[index(param)];
+  copy_pointer(own, storage);
+  if (!writes_.empty()) {
+    writes_[index(layout_.place(param).chunk)]->replace(own, storage);
+  }
+  own = std::move(storage);
+}
+
+void ChunkStorages::distrust(ParamId param, std::size_t uses) {
+  writes_[index(layout_.place(param).chunk)]->distrust(storage(param), uses);
+}
+
+void ChunkStorages::note_write(ParamId param) noexcept {
+  writes_[index(layout_.place(param).chunk)]->note();
+}
+
 void ChunkStorages::point_at(ChunkId chunk, std::byte* address) const noexcept {
+  const MutexLock lock(mutex_);
   for (const ParamId param : layout_.chunk(chunk).params) {
     point(storage(param), address == nullptr ? nullptr : address + byte_offset(param));
   }

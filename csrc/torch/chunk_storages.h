@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/chunk_manager.h"
+#include "core/mutex.h"
 #include "torch/storage_writes.h"
 
 namespace castor {
@@ -43,8 +44,35 @@ void copy_on_cpu(std::span<const std::byte> source, std::byte* target);
 [[nodiscard]] at::Tensor tensor_over(const c10::Storage& storage, at::ScalarType type,
                                      std::size_t offset, const ParamGeometry& geometry);
 
+/// Whether that is the tensor's storage; a tensor may have none.
+[[nodiscard]] bool lies_over(const at::Tensor& tensor, const c10::Storage& storage) noexcept;
+
+/// Whether the tensor is all of the storage, and its elements are of that type and lie so.
+[[nodiscard]] bool lies_over(const at::Tensor& tensor, const c10::Storage& storage,
+                             at::ScalarType type, const ParamGeometry& geometry) noexcept;
+
+/// Has the tensor lie over all of a storage, with elements of the type that it has. Its version
+/// counter, and what autograd knows of it, stay.
+void lay_over(const at::Tensor& tensor, const c10::Storage& storage, const ParamGeometry& geometry);
+
+/// Whether the storage has memory that others than castor have given it (by share_memory_()).
+[[nodiscard]] bool has_other_memory(const c10::Storage& storage) noexcept;
+
+/// Whether the storage is in memory of torch's for several processes.
+[[nodiscard]] bool is_shared_by_processes(const c10::Storage& storage) noexcept;
+/// Whether it is a mapped file of which the process has its own pages.
+[[nodiscard]] bool is_mapped_privately(const c10::Storage& storage) noexcept;
+
+/// Makes a storage that castor had lent memory an ordinary one of torch's: it gets the memory of
+/// `tensor`, which holds its bytes, and nothing else does.
+void give_memory(const c10::Storage& storage, at::Tensor tensor) noexcept;
+
 /// A storage of this size that points nowhere.
 [[nodiscard]] c10::Storage empty_storage(std::size_t bytes, c10::Device device = c10::kCPU);
+
+/// A storage of the same size that points where `storage` does; torch throws alike where it is
+/// asked for the address.
+[[nodiscard]] c10::Storage twin_of(const c10::Storage& storage);
 
 /// Points a storage, and so every tensor over it, at memory that others own.
 void point(const c10::Storage& storage, std::byte* address) noexcept;
@@ -61,8 +89,11 @@ void forbid(const c10::Storage& storage, std::string message);
 void forbid_while_updated(const c10::Storage& storage);
 void allow(const c10::Storage& storage) noexcept;
 
-/// A storage over a payload that keeps the payload alive, and follows it where it moves. `device`:
-/// where torch's operators run on it, wherever its bytes are.
+/// A storage over `bytes` of a payload, from `offset` on, that keeps the payload alive, and follows
+/// it where it moves. `device`: where torch's operators run on it, wherever its bytes are.
+[[nodiscard]] c10::Storage storage_over(std::shared_ptr<Payload> payload, std::size_t offset,
+                                        std::size_t bytes, c10::Device device = c10::kCPU);
+/// ... over all of it.
 [[nodiscard]] c10::Storage storage_over(std::shared_ptr<Payload> payload,
                                         c10::Device device = c10::kCPU);
 
@@ -84,6 +115,17 @@ class ChunkStorages final : public ParamBinder {
   /// Who is told before user writes on the device overwrite a home; see ParamBinder.
   void on_write_back(WriteBack callback) { on_write_back_ = std::move(callback); }
   [[nodiscard]] const c10::Storage& storage(ParamId param) const { return storages_[index(param)]; }
+  /// A new storage takes the place of the parameter's, where that points. Returns the old one,
+  /// which points there as well, and is followed no longer.
+  c10::Storage renew(ParamId param);
+  /// As renew, but with `storage`, an ordinary one of torch's of the parameter's size: whatever
+  /// else lies over it follows the parameter from now on. Its memory goes. Of the tensors over it
+  /// none is known, nor the version counters that their writes count in: see distrust().
+  void adopt(ParamId param, const c10::Storage& storage);
+  /// While the parameter's storage has more than `uses` references, anybody may have written it.
+  void distrust(ParamId param, std::size_t uses);
+  /// The parameter was written by an operator that counted nothing.
+  void note_write(ParamId param) noexcept;
   /// Those of the chunk's parameters, in no particular order.
   void for_each(ChunkId chunk, const std::function<void(const c10::Storage&)>& use) const;
 
@@ -107,7 +149,10 @@ class ChunkStorages final : public ParamBinder {
 
   const ChunkLayout& layout_;
   const c10::Device device_;
-  std::vector<c10::Storage> storages_;                  // per parameter
+  void take_place(ParamId param, c10::Storage storage);
+
+  mutable Mutex mutex_;  // whoever moves a chunk points its storages, from any thread
+  std::vector<c10::Storage> storages_;                  // per parameter; written under the mutex
   std::vector<std::unique_ptr<StorageWrites>> writes_;  // per chunk; empty before watch()
   WriteBack on_write_back_;
 };

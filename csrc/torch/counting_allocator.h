@@ -17,6 +17,18 @@ void install_counting_allocator();
 /// Whom this thread's allocations are charged to; nullptr: nobody.
 [[nodiscard]] const std::shared_ptr<NonModelMemory>& charged_account() noexcept;
 void charge_allocations_to(const std::shared_ptr<NonModelMemory>& account) noexcept;
+/// While it lives, this thread's allocations are charged to nobody.
+class Uncharged {
+ public:
+  Uncharged() : account_(charged_account()) { charge_allocations_to(nullptr); }
+  ~Uncharged() { charge_allocations_to(account_); }
+  Uncharged(const Uncharged&) = delete;
+  Uncharged& operator=(const Uncharged&) = delete;
+
+ private:
+  const std::shared_ptr<NonModelMemory> account_;
+};
+
 /// Gives back what was charged for the live allocation that begins at `data`, if anything was:
 /// somebody else pays for it from now on. After install_counting_allocator.
 void stop_charging_for(void* data) noexcept;

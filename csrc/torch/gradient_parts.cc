@@ -38,32 +38,36 @@ GradientParts::GradientParts(const ChunkLayout& layout, WeightParts& parts, Memo
     : layout_(layout),
       parts_(parts),
       host_(host),
-      storages_(layout.chunks().size()),
-      chunks_(storages_.size()) {
-  for (std::size_t i = 0; i < storages_.size(); ++i) {
+      storages_(layout, cut_chunks(), device),
+      chunks_(layout.chunks().size()) {
+  for (std::size_t i = 0; i < chunks_.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
     if (cut(chunk)) {
       part_bytes_ += parts_.part(of(chunk)).size();
-      storages_[i] = empty_storage(layout.chunks()[i].used_bytes, device);
     }
   }
+}
+
+std::vector<bool> GradientParts::cut_chunks() const {
+  std::vector<bool> chunks;
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    chunks.push_back(cut(ChunkId{static_cast<std::uint32_t>(i)}));
+  }
+  return chunks;
 }
 
 // Tensors may outlive this, and with it the copies.
 GradientParts::~GradientParts() {
-  for (const c10::Storage& storage : storages_) {
-    if (storage) {
-      point(storage, nullptr);
-    }
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    storages_.point_at(ChunkId{static_cast<std::uint32_t>(i)}, nullptr);
   }
 }
 
 void GradientParts::forbid_addresses() {
-  for (const c10::Storage& storage : storages_) {
-    if (storage) {
-      forbid_null(storage, kInParts);
-      point(storage, nullptr);
-    }
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    storages_.for_each(chunk, [](const c10::Storage& storage) { forbid_null(storage, kInParts); });
+    storages_.point_at(chunk, nullptr);
   }
 }
 
@@ -107,7 +111,7 @@ void GradientParts::bring(ChunkId chunk, Contents contents, Access access, std::
   own.written = own.written || access == Access::kWrite;
   own.num_visits += num_visits;
   if (own.num_visits > 0) {
-    point(storage(chunk), own.copy.data());
+    storages_.point_at(chunk, own.copy.data());
   }
 }
 
@@ -169,7 +173,7 @@ void GradientParts::end_visit(ChunkId chunk) noexcept {
     const MutexLock lock(mutex_);
     Chunk& own = chunks_[index(chunk)];
     if (--own.num_visits == 0) {
-      point(storage(chunk), nullptr);
+      storages_.point_at(chunk, nullptr);
       if (!own.written && read_ != chunk) {
         drop_read();
         read_ = chunk;

@@ -17,6 +17,7 @@
 #include "core/memory_tier.h"
 #include "core/mutex.h"
 #include "dist/weight_parts.h"
+#include "torch/gradient_storages.h"
 
 namespace castor {
 
@@ -49,8 +50,12 @@ class GradientParts {
   /// Whether the chunk's gradients are in parts; else they are whole on every rank, or there are
   /// none.
   [[nodiscard]] bool cut(ChunkId chunk) const noexcept { return parts_.cut(of(chunk)); }
-  /// Of a cut chunk's gradients.
-  [[nodiscard]] const c10::Storage& storage(ChunkId chunk) const { return storages_[index(chunk)]; }
+  /// The storage of a gradient of a cut chunk.
+  [[nodiscard]] const c10::Storage& storage(ParamId param) const {
+    return storages_.storage(param);
+  }
+  /// As GradientStorages'.
+  c10::Storage renew_storage(ParamId param) { return storages_.renew(param); }
   /// From now on their addresses are told only in visits. Once their tensors are made.
   void forbid_addresses();
 
@@ -92,7 +97,7 @@ class GradientParts {
   };
   // Of `parts`.
   [[nodiscard]] ChunkId of(ChunkId chunk) const noexcept {
-    return ChunkId{static_cast<std::uint32_t>(storages_.size() + index(chunk))};
+    return ChunkId{static_cast<std::uint32_t>(layout_.chunks().size() + index(chunk))};
   }
   void bring(ChunkId chunk, Contents contents, Access access, std::size_t num_visits);
   [[nodiscard]] Block make(ChunkId chunk, Contents contents);
@@ -103,7 +108,9 @@ class GradientParts {
   const ChunkLayout& layout_;
   WeightParts& parts_;
   MemoryTier& host_;
-  std::vector<c10::Storage> storages_;  // per chunk; none where it is not cut
+  GradientStorages storages_;
+  [[nodiscard]] std::vector<bool> cut_chunks() const;
+
   std::size_t part_bytes_ = 0;
   mutable Mutex mutex_;
   std::condition_variable changed_;  // a chunk is not busy or visited any more

@@ -15,7 +15,9 @@
 #include "core/error.h"
 #include "optim/gradient.h"
 #include "torch/chunk_holds.h"
+#include "torch/counting_allocator.h"
 #include "torch/step_hooks.h"
+#include "torch/uses.h"
 
 namespace castor {
 namespace {
@@ -38,6 +40,11 @@ bool copy_small(const at::Tensor& to, const at::Tensor& from) {
   return true;
 }
 
+/// Whether create_graph=True made this gradient.
+bool in_graph(const Gradient& gradient, const at::Tensor& grad) {
+  return gradient.in_graph == grad.unsafeGetTensorImpl();
+}
+
 }  // namespace
 
 GradientSink::GradientSink(ChunkManager& manager, std::span<const ParamHandle> params,
@@ -58,6 +65,7 @@ GradientSink::GradientSink(ChunkManager& manager, std::span<const ParamHandle> p
       fresh_(layout_.chunks().size(), false) {
   for (std::size_t i = 0; i < params_.size(); ++i) {
     gradients_[i].required = params_[i].leaf.requires_grad();
+    geometries_.push_back(geometry_of(params_[i].local));
   }
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
@@ -78,33 +86,105 @@ void GradientSink::open(Runtime& runtime, TensorGate& gate,
                         const std::weak_ptr<StepEvents>& events) {
   runtime_ = &runtime;
   gate_ = &gate;
-  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
-    const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    const c10::Storage storage = make_storage(chunk);
-    if (storage) {
-      for (const ParamId param : layout_.chunk(chunk).params) {
-        const ParamHandle& own = params_[index(param)];
-        gradients_[index(param)].view =
-            tensor_over(storage, to_torch(layout_.param(param).type), layout_.place(param).offset,
-                        geometry_of(own.local));
-        gate.watch(group(chunk), gradients_[index(param)].view);
-        accumulators_[index(param)] = watch_gradient(events, param, own.leaf);
-      }
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    const ParamId param{static_cast<std::uint32_t>(i)};
+    Gradient& gradient = gradients_[i];
+    gradient.storage = make_storage(param);
+    if (gradient.storage) {
+      gradient.view = make_view(param);
+      gradient.position = gate.watch(group(layout_.place(param).chunk), gradient.view);
+      gradient.uses = uses_of(gradient.storage);
+      accumulators_[i] = watch_gradient(events, param, params_[i].leaf);
     }
-    uses_.push_back(storage ? storage.use_count() - 1 : 0);
   }
 }
 
 bool GradientSink::cut(ChunkId chunk) const { return parts_ != nullptr && parts_->cut(chunk); }
 
-c10::Storage GradientSink::make_storage(ChunkId chunk) const {
+c10::Storage GradientSink::make_storage(ParamId param) const {
+  const ChunkId chunk = layout_.place(param).chunk;
   if (cut(chunk)) {
-    return parts_->storage(chunk);
+    return parts_->storage(param);
   }
   const auto& payload = manager_.payload(chunk, PayloadKind::kGrad);
-  return !payload        ? c10::Storage()
-         : stored(chunk) ? weights_->gradient_storage(chunk)
-                         : storage_over(payload, device_.torch_device());
+  if (!payload) {
+    return {};
+  }
+  if (stored(chunk)) {
+    return weights_->gradient_storage(param);
+  }
+  const ParamSpec& spec = layout_.param(param);
+  return storage_over(payload, layout_.place(param).offset * size_of(spec.type),
+                      spec.numel * size_of(spec.type), device_.torch_device());
+}
+
+at::Tensor GradientSink::make_view(ParamId param) const {
+  return tensor_over(gradients_[index(param)].storage, to_torch(layout_.param(param).type),
+                     /*offset=*/0, geometries_[index(param)]);
+}
+
+// Whether castor's view is where it was made: its user may have given it other memory, or another
+// shape.
+bool GradientSink::in_place(ParamId param) const {
+  const Gradient& gradient = gradients_[index(param)];
+  return lies_over(gradient.view, gradient.storage, to_torch(layout_.param(param).type),
+                   geometries_[index(param)]);
+}
+
+// Whether p.grad is what the payload holds.
+bool GradientSink::live(ParamId param) const {
+  const at::Tensor& view = gradients_[index(param)].view;
+  return view.defined() && params_[index(param)].leaf.grad().is_same(view) && in_place(param);
+}
+
+// Whether other tensors than castor's view are over the gradient's memory.
+bool GradientSink::storage_shared(ParamId param) const {
+  const Gradient& gradient = gradients_[index(param)];
+  return gradient.view.defined() &&
+         uses_of(gradient.storage) + (lies_over(gradient.view, gradient.storage) ? 0 : 1) >
+             gradient.uses;
+}
+
+// p.grad is not the payload's view, which is about to be written: who holds that view, or other
+// tensors over its memory, keeps them as they are.
+void GradientSink::leave_to_holders(ParamId param) {
+  constexpr std::size_t kOwnUses = 2;  // of a view: this one's, and the gate's
+  Gradient& gradient = gradients_[index(param)];
+  const bool held = uses_of(*gradient.view.unsafeGetTensorImpl()) > kOwnUses;
+  const bool shared = storage_shared(param) || (held && lies_over(gradient.view, gradient.storage));
+  if (!held && !shared && in_place(param)) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  if (shared) {
+    part_storage(param);
+  }
+  gradient.view = make_view(param);
+  gate_->replace(group(layout_.place(param).chunk), gradient.position, gradient.view);
+}
+
+void GradientSink::leave_to_holders(ChunkId chunk) {
+  for (const ParamId param : layout_.chunk(chunk).params) {
+    if (gradients_[index(param)].view.defined() && !live(param)) {
+      leave_to_holders(param);
+    }
+  }
+}
+
+void GradientSink::part_storage(ParamId param) {
+  Gradient& gradient = gradients_[index(param)];
+  const ChunkId chunk = layout_.place(param).chunk;
+  gate_->pass(group(chunk));
+  const at::Tensor now = make_view(param);
+  gate_->follow(group(chunk), now);
+  const Uncharged uncharged;  // as gradients of which castor takes no notice
+  at::Tensor copy = now.clone(at::MemoryFormat::Preserve);
+  const c10::Storage before = gradient.storage;
+  gradient.storage =
+      cut(chunk)      ? (parts_->renew_storage(param), parts_->storage(param))
+      : stored(chunk) ? (weights_->renew_gradient_storage(param), weights_->gradient_storage(param))
+                      : make_storage(param);
+  give_memory(before, std::move(copy));
 }
 
 std::byte* GradientSink::data(ParamId param) const {
@@ -141,12 +221,24 @@ GradientCopy GradientSink::adopt(ParamId param, at::Tensor& grad, std::size_t ma
                      "' received a sparse gradient, which castor does not support; build the "
                      "embedding with sparse=False");
   }
-  if (grad.sizes() != gradient.view.sizes()) {
+  if (grad.sizes() != geometries_[index(param)].sizes) {
     throw UsageError("the gradient assigned to parameter '" + layout_.param(param).name +
                      "' has another shape than the parameter");
   }
+  if (const auto type = to_torch(layout_.param(param).type);
+      grad.scalar_type() != type && !in_graph(gradient, grad)) {
+    throw UsageError("parameter '" + layout_.param(param).name + "' was given a gradient of type " +
+                     std::string(toString(grad.scalar_type())) + ", and its gradients are " +
+                     std::string(toString(type)) +
+                     ", to which castor does not round it: assign grad.to(param.dtype)");
+  }
   const at::NoGradGuard no_grad;
   const bool leaves_device = manager_.placement(chunk) != Placement::kDevice;
+  if (stored(chunk) || cut(chunk)) {
+    leave_to_holders(chunk);  // it is forgotten as one
+  } else {
+    leave_to_holders(param);
+  }
   forget_stored(chunk);
   if (cut(chunk)) {
     parts_->take_copy(chunk, contents_of_copy(chunk));
@@ -190,19 +282,18 @@ std::optional<ChunkId> GradientSink::arrived(ParamId param, const at::Tensor& in
     return std::nullopt;
   }
   GradientCopy copy;
-  if (!grad.is_same(gradient.view)) {
+  if (grad.is_same(gradient.view) && !in_place(param)) {
+    check_scale(param);  // it was given other memory, and more was added to that
+    copy = adopt(param, grad, 0);
+  } else if (!grad.is_same(gradient.view)) {
     // Where AccumulateGrad took `incoming` over as it is, the engine still holds it, and the tensor
     // that it is a view of (a transposed weight's gradient).
     const bool taken_over = incoming.defined() && incoming.layout() == at::kStrided &&
                             grad.layout() == at::kStrided && incoming.is_alias_of(grad);
     copy = adopt(param, grad, taken_over ? 3 : 1);
     gradient.scale = loss_scale_;
-  } else if (gradient.scale != loss_scale_) {
-    throw UsageError("the gradient of parameter '" + layout_.param(param).name +
-                     "' was accumulated with loss scale " + std::to_string(gradient.scale) +
-                     " and now with " + std::to_string(loss_scale_) +
-                     "; use booster.backward for every micro-batch of a step, and zero_grad "
-                     "between steps");
+  } else {
+    check_scale(param);
   }
   gradient.version = version_of(gradient.view);
   const ChunkId chunk = layout_.place(param).chunk;
@@ -212,6 +303,17 @@ std::optional<ChunkId> GradientSink::arrived(ParamId param, const at::Tensor& in
   }
   return runtime_->grad_ready(param, copy) && !in_parts(chunk) ? std::optional(chunk)
                                                                : std::nullopt;
+}
+
+void GradientSink::check_scale(ParamId param) const {
+  const Gradient& gradient = gradients_[index(param)];
+  if (gradient.scale != loss_scale_) {
+    throw UsageError("the gradient of parameter '" + layout_.param(param).name +
+                     "' was accumulated with loss scale " + std::to_string(gradient.scale) +
+                     " and now with " + std::to_string(loss_scale_) +
+                     "; use booster.backward for every micro-batch of a step, and zero_grad "
+                     "between steps");
+  }
 }
 
 void GradientSink::expect_parts(std::span<const ChunkId> chunks) {
@@ -236,12 +338,13 @@ GradientMarks GradientSink::marks() const {
 void GradientSink::make_present(ParamId param, double scale) {
   at::Tensor& grad = params_[index(param)].leaf.mutable_grad();
   Gradient& gradient = gradients_[index(param)];
-  if (grad.is_same(gradient.view)) {
+  if (live(param)) {
     return;
   }
   if (grad.defined()) {  // assigned by the user
     adopt(param, grad, 0);
   } else {
+    leave_to_holders(param);
     if (device_.holds(manager_, layout_.place(param).chunk)) {
       const at::NoGradGuard no_grad;
       gradient.view.zero_();
@@ -260,6 +363,7 @@ GradientParts::Contents GradientSink::contents_of_copy(ChunkId chunk) const {
 }
 
 void GradientSink::average(ChunkId chunk, const std::function<void()>& work) {
+  leave_to_holders(chunk);  // all of it becomes the ranks'
   const ChunkHolds held(*runtime_, device_, std::span(&chunk, 1));
   device_.await();  // it may have written gradients where they are
   work();
@@ -276,16 +380,17 @@ GradientSummary GradientSink::collect(bool with_norm, const Measure& measure_par
       continue;
     }
     at::Tensor& grad = params_[i].leaf.mutable_grad();
-    if (!grad.is_same(gradient.view)) {
-      if (gradient.in_graph != grad.unsafeGetTensorImpl()) {
-        gradient.scale = 1.0;  // assigned by the user
-      }
-      adopt(param, grad, 0);
-    } else if (scaled_ && gradient.scale != 1.0 && !untouched(param)) {
+    if (scaled_ && gradient.scale != 1.0 && grad.is_same(gradient.view) && !untouched(param)) {
       throw UsageError("the gradient of parameter '" + layout_.param(param).name +
                        "' was edited while it carries the loss scale " +
                        std::to_string(gradient.scale) +
                        "; clip with GeminiPlugin(max_norm=...), which knows the scale");
+    }
+    if (!live(param)) {
+      if (!grad.is_same(gradient.view) && !in_graph(gradient, grad)) {
+        gradient.scale = 1.0;  // assigned by the user
+      }
+      adopt(param, grad, 0);
     } else if (refuses_edits_ && !untouched(param) && gradient.view.any().item<bool>()) {
       throw UsageError("the gradient of parameter '" + layout_.param(param).name +
                        "' was edited in place, and ranks divide this model: "
@@ -411,7 +516,7 @@ void GradientSink::scale(double factor) {
 
 bool GradientSink::untouched(ParamId param) const {
   const Gradient& gradient = gradients_[index(param)];
-  return gradient.version == version_of(gradient.view);
+  return gradient.version == version_of(gradient.view) && in_place(param);
 }
 
 void GradientSink::wait(ChunkId chunk) {
@@ -422,8 +527,8 @@ void GradientSink::wait(ChunkId chunk) {
 
 void GradientSink::for_each_storage(const std::function<void(const c10::Storage&)>& visit) const {
   for (const Gradient& gradient : gradients_) {
-    if (gradient.view.defined()) {
-      visit(gradient.view.storage());
+    if (gradient.storage) {
+      visit(gradient.storage);
     }
   }
 }
@@ -437,8 +542,9 @@ bool GradientSink::seen(ChunkId chunk) const {
 }
 
 bool GradientSink::aliased(ChunkId chunk) const {
-  const at::Tensor& gradient = gradients_[index(layout_.chunk(chunk).params.front())].view;
-  return gradient.defined() && gradient.storage().use_count() > uses_[index(chunk)];
+  const auto& params = layout_.chunk(chunk).params;
+  return std::any_of(params.begin(), params.end(),
+                     [this](ParamId param) { return storage_shared(param); });
 }
 
 }  // namespace castor

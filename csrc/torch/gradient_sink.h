@@ -13,6 +13,7 @@
 
 #include "core/rank_meeting.h"
 #include "core/runtime.h"
+#include "torch/chunk_storages.h"
 #include "torch/gradient_copies.h"
 #include "torch/gradient_parts.h"
 #include "torch/param_gradient.h"
@@ -30,6 +31,9 @@ namespace castor {
 /// the same step: reentrant checkpoints run a backward pass of their own for each segment, within
 /// the one around them, and several backwards may precede a step. The sink tells of a chunk early
 /// only where one pass brings all it gets; every chunk is complete when collect() closes the step.
+///
+/// A payload is used again for each step's gradient. Whoever holds the tensor of an earlier one by
+/// then (p.grad kept across zero_grad, a view, p.grad.detach()) keeps it, with memory of its own.
 ///
 /// Owned by the session. One thread at a time runs backward and step; wait() and bytes_moved() may
 /// be called from any.
@@ -95,6 +99,9 @@ class GradientSink {
 
   /// Whether the parameter required a gradient when it was taken over.
   [[nodiscard]] bool required(ParamId param) const { return gradients_[index(param)].required; }
+  /// What the chunk's payload holds of gradients that p.grad is not any more is about to be
+  /// written: who holds tensors over it keeps them, with memory of their own.
+  void leave_to_holders(ChunkId chunk);
   /// Of the parameter, at the last collect(): whether it has a gradient ...
   [[nodiscard]] bool present(ParamId param) const { return gradients_[index(param)].present; }
   /// ... and nobody has written it since castor did.
@@ -111,6 +118,10 @@ class GradientSink {
   [[nodiscard]] bool seen(ChunkId chunk) const;
   /// Of gradients in parts.
   [[nodiscard]] GradientParts::Contents contents_of_copy(ChunkId chunk) const;
+  /// The storage of the parameter's gradient in its payload; none where it has no payload.
+  [[nodiscard]] const c10::Storage& storage(ParamId param) const {
+    return gradients_[index(param)].storage;
+  }
   /// Of the payloads in memory and on NVMe.
   void for_each_storage(const std::function<void(const c10::Storage&)>& visit) const;
   /// Bytes that went from the device to payloads on the host.
@@ -120,7 +131,14 @@ class GradientSink {
   [[nodiscard]] bool trainable(ParamId param) const { return layout_.param(param).trainable; }
   [[nodiscard]] bool stored(ChunkId chunk) const { return manager_.gradients_stored(chunk); }
   [[nodiscard]] bool cut(ChunkId chunk) const;
-  [[nodiscard]] c10::Storage make_storage(ChunkId chunk) const;
+  [[nodiscard]] c10::Storage make_storage(ParamId param) const;
+  [[nodiscard]] at::Tensor make_view(ParamId param) const;
+  [[nodiscard]] bool in_place(ParamId param) const;
+  [[nodiscard]] bool live(ParamId param) const;
+  [[nodiscard]] bool storage_shared(ParamId param) const;
+  void leave_to_holders(ParamId param);
+  void part_storage(ParamId param);
+  void check_scale(ParamId param) const;
   /// In memory.
   [[nodiscard]] std::byte* data(ParamId param) const;
   GradientCopy adopt(ParamId param, at::Tensor& grad, std::size_t max_uses);
@@ -142,10 +160,10 @@ class GradientSink {
   TensorGate* gate_ = nullptr;
   std::unique_ptr<GradientCopies> copies_;  // nullptr where copies are not asynchronous
   std::vector<Gradient> gradients_;         // per parameter
+  std::vector<ParamGeometry> geometries_;   // per parameter: of its gradient
   std::vector<GradFunction> accumulators_;
-  std::vector<std::size_t> uses_;  // per chunk: of its gradients' storage, by castor
-  std::vector<bool> in_parts_;     // per chunk
-  std::vector<bool> fresh_;        // per chunk: see GradientMarks
+  std::vector<bool> in_parts_;  // per chunk
+  std::vector<bool> fresh_;     // per chunk: see GradientMarks
   double loss_scale_ = 1.0;
   bool refuses_edits_ = false;
   std::atomic<std::uint64_t> bytes_moved_ = 0;

@@ -1,7 +1,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 #include <utility>
@@ -36,6 +38,9 @@ struct GradientSummary {
 struct Gradient {
   bool required = false;  ///< requires_grad of the parameter, when it was taken over
   at::Tensor view;
+  c10::Storage storage;            ///< of `view`, until its user gives that other memory
+  std::size_t uses = 0;            ///< of `storage`, by castor
+  std::size_t position = 0;        ///< of `view`, in its group of the gate
   std::uint32_t version = 0;       ///< of `view` when castor last touched it
   double scale = 0.0;              ///< loss scale it was made with
   const void* in_graph = nullptr;  ///< the p.grad that create_graph=True made with that scale

@@ -86,6 +86,7 @@ void RankGradients::arriving(ChunkId chunk, TensorGate& gate) {
     return;
   }
   gate.pass(gradients_.group(chunk));  // the last update may still read what it will hide
+  gradients_.leave_to_holders(chunk);
   take_copy(chunk);
   if (!cut(chunk) && !gradients_.seen(chunk)) {
     homes_->begin_copy({gradients_.payload(chunk)->home(), gradients_.payload(chunk)->bytes()});
@@ -96,6 +97,9 @@ void RankGradients::arriving(ChunkId chunk, TensorGate& gate) {
 void RankGradients::forget_last_step(TensorGate& gate) {
   for (std::size_t i = 0; i < handed_.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    if (copied(chunk)) {
+      gradients_.leave_to_holders(chunk);
+    }
     if (!copied(chunk) || gradients_.seen(chunk)) {
       continue;
     }

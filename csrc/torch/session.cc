@@ -13,6 +13,7 @@
 #include "torch/gil.h"
 #include "torch/param_specs.h"
 #include "torch/session_nvme.h"
+#include "torch/uses.h"
 
 namespace castor {
 namespace {
@@ -93,8 +94,8 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
         const GilRelease released;
         delete ended;
       });
-  session->adopt_parameters(valueless);
-  session->watch_tensors(options.overlap);
+  const std::vector<std::size_t> others = session->adopt_parameters(valueless);
+  session->watch_tensors(options.overlap, others);
   return session;
 }
 
@@ -260,8 +261,9 @@ std::size_t Session::device_bytes() const noexcept {
   return device_->ledger().used() + tensors;
 }
 
-// Nothing here allocates payload memory: once the first parameter moves, all will.
-void Session::adopt_parameters(std::span<const ParamId> valueless) {
+// Nothing here allocates payload memory: once the first parameter moves, all will. What else lies
+// over a parameter's storage (a buffer, a state_dict) goes with it where the storage can.
+std::vector<std::size_t> Session::adopt_parameters(std::span<const ParamId> valueless) {
   std::vector<bool> has_values(params_.size(), true);
   for (const ParamId param : valueless) {
     has_values[index(param)] = false;
@@ -271,8 +273,20 @@ void Session::adopt_parameters(std::span<const ParamId> valueless) {
     storages_->bind(chunk, manager_->payload(chunk, PayloadKind::kParam)->data());
   }
   std::vector<at::Tensor> locals;
+  std::vector<std::size_t> others(params_.size(), 0);
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
+    const at::Tensor& own = params_[i].local;
+    if (has_values[i] && own_device_.torch_device().is_cpu() &&
+        !stored(layout_.place(param).chunk) &&
+        ParamMemory::fills_storage(own, to_torch(layout_.param(param).type)) &&
+        uses_of(own.storage()) > 1) {
+      others[i] = uses_of(own.storage()) - 1;
+      optimizer_state_->adopt(param, own);
+      storages_->adopt(param, own.storage());
+      locals.push_back(own);
+      continue;
+    }
     const at::Tensor home =
         tensor_over(storages_->storage(param), to_torch(layout_.param(param).type), /*offset=*/0,
                     geometry_of(params_[i].local));
@@ -283,9 +297,10 @@ void Session::adopt_parameters(std::span<const ParamId> valueless) {
     locals.push_back(params_[i].local);
   }
   storages_->watch(locals);
+  return others;
 }
 
-void Session::watch_tensors(Overlap overlap) {
+void Session::watch_tensors(Overlap overlap, std::span<const std::size_t> others) {
   gate_ = TensorGate::create(
       2 * layout_.chunks().size(), [this](std::size_t group) { settle_group(group); },
       {.reads = [this](std::size_t group) { return read_by_save(group); },
@@ -294,25 +309,25 @@ void Session::watch_tensors(Overlap overlap) {
         const auto session = weak.lock();  // an operator may be the last that uses the model
         return session ? session->visit_groups(uses) : nullptr;
       });
-  updater_ = std::make_unique<Updater>(Updater::Parts{.layout = layout_,
-                                                      .params = params_,
-                                                      .updates = *chunk_updates_,
-                                                      .places = *state_places_,
-                                                      .gradients = *gradients_,
-                                                      .runtime = *runtime_,
-                                                      .gate = *gate_,
-                                                      .integrity = integrity_,
-                                                      .copies = *copy_engine_,
-                                                      .device = own_device_,
-                                                      .queue = update_queue_.get()},
-                                       overlap, [this](ChunkId chunk) { return aliased(chunk); });
+  updater_ = std::make_unique<Updater>(
+      Updater::Parts{.layout = layout_,
+                     .params = params_,
+                     .updates = *chunk_updates_,
+                     .places = *state_places_,
+                     .gradients = *gradients_,
+                     .runtime = *runtime_,
+                     .gate = *gate_,
+                     .integrity = integrity_,
+                     .copies = *copy_engine_,
+                     .device = own_device_,
+                     .queue = update_queue_.get()},
+      overlap, [this](ChunkId chunk) { return aliased(chunk) || param_memory_->rebound(chunk); });
   guard_weights();
   state_views_ = std::make_unique<StateViews>(params_.size());
-  for (std::size_t i = 0; i < params_.size(); ++i) {
-    const ParamId param{static_cast<std::uint32_t>(i)};
-    gate_->watch(index(layout_.place(param).chunk), params_[i].local);
-    param_uses_.push_back(storages_->storage(param).use_count());
-  }
+  param_memory_ =
+      std::make_unique<ParamMemory>(layout_, params_, *storages_, *optimizer_state_,
+                                    [this](ParamId param) { return visit(param, false); });
+  param_memory_->watch(*gate_, others);
   gradients_->open(*runtime_, *gate_, weak_from_this());
   // All tensors are made.
   if (weights_) {
@@ -375,7 +390,7 @@ void Session::await_save(std::size_t group) {
   }
 }
 
-void Session::check_parameters() const {
+void Session::check_requirements() const {
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
     const ParamSpec& spec = layout_.param(param);
@@ -387,12 +402,6 @@ void Session::check_parameters() const {
           (gradients_->required(param) ? "False" : "True") +
           " now; set it before booster.boost, which lays out gradients and optimizer "
           "state for the trainable parameters, or call booster.reboost(model, optimizer) now");
-    }
-    if (params_[i].local.storage().unsafeGetStorageImpl() !=
-        storages_->storage(param).unsafeGetStorageImpl()) {
-      throw UsageError("parameter '" + spec.name +
-                       "' was given other memory after booster.boost (by model.to(), .half(), "
-                       "param.data = ...); write into it in place instead: param.copy_(values)");
     }
   }
 }
@@ -447,9 +456,12 @@ void Session::enter(ModuleId module) {
     take_over(joined);
     own_device_.follow_stream();
     if (module == kRoot && training && !joined.in_task) {
-      check_parameters();
+      check_requirements();
       check_whole();
       updater_->check_none_updated("the next forward began");
+    }
+    for (const ParamId param : layout_.module(module).params) {
+      param_memory_->take_up(param);
     }
     if (passes_->in_segment()) {
       gradients_->expect_parts(layout_.chunks_of(module));
@@ -533,6 +545,7 @@ void Session::expect_no_backward() {
 void Session::bring_together(std::optional<std::size_t> optimizer) {
   check_whole();
   own_device_.follow_stream();
+  param_memory_->take_up_all();
   if (ranks_) {
     ranks_->gradients().begin_step(optimizer, *gate_);
   }
@@ -603,8 +616,7 @@ void Session::finish_step() {
 bool Session::aliased_values(ChunkId chunk) const {
   const auto& params = layout_.chunk(chunk).params;
   return std::any_of(params.begin(), params.end(), [this](ParamId param) {
-    return storages_->storage(param).use_count() > param_uses_[index(param)] ||
-           state_views_->aliased(param);
+    return param_memory_->aliased(param) || state_views_->aliased(param);
   });
 }
 

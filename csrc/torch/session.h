@@ -19,6 +19,7 @@
 #include "torch/gradient_sink.h"
 #include "torch/host_places.h"
 #include "torch/optimizer_state.h"
+#include "torch/param_memory.h"
 #include "torch/passes.h"
 #include "torch/rank_homes.h"
 #include "torch/run_integrity.h"
@@ -176,6 +177,9 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   [[nodiscard]] std::size_t num_activation_pages() const noexcept {
     return places_.nvme[HostPlaces::kActivations].chunks.size();
   }
+  /// "parameter 'x'", "the gradient of parameter 'x'" or such, where that is the storage's; else
+  /// empty.
+  [[nodiscard]] std::string content_of(const void* storage);
   /// The parameter has an address, in memory that stays there, until the visit ends.
   [[nodiscard]] std::shared_ptr<void> visit(ParamId param, bool writes);
   /// As OptimizerState::views, but the same tensors at every call, and watched by the gate.
@@ -208,10 +212,11 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
  private:
   Session(std::vector<at::Tensor> params, ChunkLayout layout, std::vector<Placement> placements,
           const SessionOptions& options);
-  void adopt_parameters(std::span<const ParamId> valueless);
-  void watch_tensors(Overlap overlap);
+  /// Returns by how many other tensors each parameter's memory is shared.
+  [[nodiscard]] std::vector<std::size_t> adopt_parameters(std::span<const ParamId> valueless);
+  void watch_tensors(Overlap overlap, std::span<const std::size_t> others);
   void guard_weights();
-  void check_parameters() const;
+  void check_requirements() const;
   [[nodiscard]] std::shared_ptr<void> visit_groups(std::span<const TensorGate::Use> uses);
   [[nodiscard]] bool stored(ChunkId chunk) const noexcept;
   [[nodiscard]] bool cut_gradients(ChunkId chunk) const noexcept;
@@ -262,6 +267,7 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   std::unique_ptr<ChunkCopies> chunk_copies_;
   std::unique_ptr<SessionRanks> ranks_;  // nullptr: one process
   std::unique_ptr<OptimizerState> optimizer_state_;
+  std::unique_ptr<ParamMemory> param_memory_;
   std::unique_ptr<ChunkUpdates> chunk_updates_;
   std::unique_ptr<Runtime> runtime_;
   std::shared_ptr<Passes> passes_;
@@ -270,7 +276,6 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   // Group i: parameters and states of chunk i; GradientSink::group(i): its gradients.
   std::shared_ptr<TensorGate> gate_;
   std::unique_ptr<Updater> updater_;
-  std::vector<std::size_t> param_uses_;  // per parameter: of its storage, by castor
   std::unique_ptr<StateViews> state_views_;
   bool in_child_ = false;
 };

@@ -72,6 +72,7 @@ void Session::begin_load(RunLoad load) {
   if (load.states || !integrity_.whole()) {
     state_places_->discard_stored();
   }
+  param_memory_->take_up_all();
   integrity_.loading(load);
   gate_->pass_all();
   runtime_->send_home();
@@ -96,11 +97,13 @@ void Session::settle() {
   }
   own_device_.await();
   check_whole();
+  param_memory_->take_up_given();
 }
 
 void Session::settle(ParamId param) {
   check_process();
   gate_->pass(index(layout_.place(param).chunk));
+  param_memory_->take_up(param);
   own_device_.await();
 }
 
@@ -108,6 +111,7 @@ void Session::send_home() {
   const Turn turn(shared_from_this(), PassTurn::Section::kPlain, "a read of the weights");
   updater_->check_none_updated("the weights are read");
   settle();
+  param_memory_->take_up_all();
   runtime_->send_home();
   own_device_.await();
 }
@@ -185,6 +189,26 @@ std::optional<at::Tensor> Session::home(ParamId param) {
       .strides(geometry.strides)
       .options(at::TensorOptions().dtype(to_torch(layout_.param(param).type)))
       .make_tensor();
+}
+
+std::string Session::content_of(const void* storage) {
+  const auto is = [storage](const c10::Storage& own) {
+    return own && own.unsafeGetStorageImpl() == storage;
+  };
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    const ParamId param{static_cast<std::uint32_t>(i)};
+    const std::string named = "parameter '" + layout_.param(param).name + "'";
+    if (is(storages_->storage(param))) {
+      return named;
+    }
+    if (is(gradients_->storage(param))) {
+      return "the gradient of " + named;
+    }
+    if (state_views_->hold(param, storage)) {
+      return "an optimizer state of " + named;
+    }
+  }
+  return "";
 }
 
 const std::vector<at::Tensor>& Session::states(ParamId param) {

@@ -3,7 +3,14 @@
 #include <algorithm>
 #include <utility>
 
+#include "torch/uses.h"
+
 namespace castor {
+namespace {
+
+constexpr std::size_t kOwnUses = 2;  // of a view's storage: the view's, and the gate's
+
+}  // namespace
 
 const std::vector<at::Tensor>& StateViews::of(ParamId param, const OptimizerState& state,
                                               TensorGate& gate, std::size_t group) {
@@ -38,11 +45,19 @@ void StateViews::for_each_storage(const std::function<void(const c10::Storage&)>
   }
 }
 
+bool StateViews::hold(ParamId param, const void* storage) const {
+  const MutexLock lock(mutex_);
+  const auto& views = views_[index(param)];
+  return std::any_of(views.begin(), views.end(), [storage](const at::Tensor& view) {
+    return view.storage().unsafeGetStorageImpl() == storage;
+  });
+}
+
 bool StateViews::aliased(ParamId param) const {
   const MutexLock lock(mutex_);
   const auto& views = views_[index(param)];
   return std::any_of(views.begin(), views.end(),
-                     [](const at::Tensor& view) { return view.storage().use_count() > 1; });
+                     [](const at::Tensor& view) { return uses_of(view.storage()) > kOwnUses; });
 }
 
 }  // namespace castor

@@ -29,6 +29,8 @@ class StateViews {
   /// not come along may hold.
   void for_each_storage(const std::function<void(const c10::Storage&)>& visit) const
       CASTOR_NOT_ANALYZED;
+  /// Whether that is the storage of a view that was shown.
+  [[nodiscard]] bool hold(ParamId param, const void* storage) const;
   /// Whether somebody else refers to the memory of views that were shown.
   [[nodiscard]] bool aliased(ParamId param) const;
 

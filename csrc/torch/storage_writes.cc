@@ -14,6 +14,7 @@
 
 #include "core/error.h"
 #include "core/mutex.h"
+#include "torch/uses.h"
 
 namespace castor {
 
@@ -50,6 +51,19 @@ class WatchedWrites {
       writes->follow_locked(tensor);
     }
   }
+  [[nodiscard]] bool watches(const c10::StorageImpl* storage) noexcept {
+    const MutexLock lock(mutex_);
+    return find(storage) != nullptr;
+  }
+  void replace(StorageWrites& writes, const c10::StorageImpl* storage,
+               const c10::StorageImpl* other) {
+    const MutexLock lock(mutex_);
+    by_storage_.erase(storage);
+    by_storage_[other] = &writes;
+    std::replace(writes.storages_.begin(), writes.storages_.end(), storage, other);
+    std::erase_if(writes.distrusted_,
+                  [storage](const auto& entry) { return entry.storage == storage; });
+  }
   void note(const c10::StorageImpl* storage) noexcept {
     const MutexLock lock(mutex_);
     if (StorageWrites* const writes = find(storage)) {
@@ -71,6 +85,13 @@ class WatchedWrites {
 namespace {
 
 std::atomic<BeforeData> before_data = nullptr;
+std::atomic<std::uint64_t> given_memory = 0;
+
+void count_given_memory(const at::TensorBase& before) noexcept {
+  if (WatchedWrites::may_hold(before)) {
+    given_memory.fetch_add(1, std::memory_order_relaxed);  // who looks was told, or is this thread
+  }
+}
 
 /// torch's hooks, and follows the tensors that they make, or give memory, with a version counter
 /// that is not that of the memory's other tensors.
@@ -87,6 +108,7 @@ class FollowingHooks : public at::impl::VariableHooksInterface {
     return made;
   }
   void set_data(const at::TensorBase& tensor, const at::TensorBase& data) const override {
+    count_given_memory(tensor);
     torchs_.set_data(tensor, data);
     WatchedWrites::instance().follow(tensor);
   }
@@ -224,6 +246,7 @@ void note_writes(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 
 void follow_result(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                    ::torch::jit::Stack* stack) {
+  count_given_memory(::torch::jit::peek(*stack, 0, op.schema().arguments().size()).toTensor());
   call_next(op, keys, stack);
   WatchedWrites::instance().follow(::torch::jit::peek(*stack, 0, 1).toTensor());
 }
@@ -369,6 +392,27 @@ void StorageWrites::prune() noexcept {
              written_;
 }
 
+bool is_watched(const c10::Storage& storage) {
+  return WatchedWrites::instance().watches(storage.unsafeGetStorageImpl());
+}
+
+std::uint64_t num_given_memory() noexcept { return given_memory.load(std::memory_order_relaxed); }
+
+void StorageWrites::replace(const c10::Storage& storage, const c10::Storage& other) {
+  WatchedWrites::instance().replace(*this, storage.unsafeGetStorageImpl(),
+                                    other.unsafeGetStorageImpl());
+}
+
+void StorageWrites::distrust(const c10::Storage& storage, std::size_t uses) {
+  const MutexLock lock(WatchedWrites::instance().mutex());
+  distrusted_.push_back({storage.unsafeGetStorageImpl(), uses});
+}
+
+void StorageWrites::note() noexcept {
+  const MutexLock lock(WatchedWrites::instance().mutex());
+  written_ = true;
+}
+
 void StorageWrites::snapshot() noexcept {
   const MutexLock lock(WatchedWrites::instance().mutex());
   prune();
@@ -381,6 +425,9 @@ void StorageWrites::snapshot() noexcept {
 bool StorageWrites::since_snapshot() const noexcept {
   const MutexLock lock(WatchedWrites::instance().mutex());
   return written_ || !uncounted_.empty() ||
+         std::any_of(
+             distrusted_.begin(), distrusted_.end(),
+             [](const Distrusted& entry) { return uses_of(*entry.storage) > entry.uses; }) ||
          std::any_of(counters_.begin(), counters_.end(),
                      [](const Counter& counter) { return counter.changed(); });
 }

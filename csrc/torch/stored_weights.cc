@@ -98,19 +98,19 @@ StoredWeights::StoredWeights(const ChunkLayout& layout, StoredHomes homes,
       stream_(stream),
       device_(device),
       parts_(2 * stored_.size()) {
+  std::vector<bool> gradients = stored_;
   for (std::size_t i = 0; i < stored_.size(); ++i) {
-    const ChunkSpec& chunk = layout.chunks()[i];
-    gradients_.push_back(stored_[i] && homes_.gradients && chunk.trainable
-                             ? empty_storage(chunk.used_bytes, device_.torch_device())
-                             : c10::Storage());
+    gradients[i] = stored_[i] && homes_.gradients && layout.chunks()[i].trainable;
   }
+  gradients_ =
+      std::make_unique<GradientStorages>(layout, std::move(gradients), device_.torch_device());
 }
 
 void StoredWeights::bind(std::size_t part, std::byte* address) const noexcept {
   if (part < stored_.size()) {
     storages_.point_at(ChunkId{static_cast<std::uint32_t>(part)}, address);
-  } else if (gradients_[part - stored_.size()]) {
-    point(gradients_[part - stored_.size()], address);
+  } else {
+    gradients_->point_at(ChunkId{static_cast<std::uint32_t>(part - stored_.size())}, address);
   }
 }
 
@@ -124,9 +124,7 @@ void StoredWeights::forbid_addresses() {
     }
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
     storages_.for_each(chunk, forbid_it);
-    if (gradients_[i]) {
-      forbid_it(gradients_[i]);
-    }
+    gradients_->for_each(chunk, forbid_it);
     bind(parameters_of(chunk), nullptr);
     bind(gradients_of(chunk), nullptr);
   }

@@ -16,6 +16,7 @@
 #include "io/chunk_stream.h"
 #include "io/nvme_tier.h"
 #include "torch/chunk_storages.h"
+#include "torch/gradient_storages.h"
 #include "torch/session_device.h"
 
 namespace castor {
@@ -91,10 +92,12 @@ class StoredWeights final : public HomeStore {
   [[nodiscard]] std::size_t gradients_of(ChunkId chunk) const noexcept {
     return stored_.size() + index(chunk);
   }
-  /// The storage of a stored chunk's gradients; no storage for frozen ones.
-  [[nodiscard]] const c10::Storage& gradient_storage(ChunkId chunk) const {
-    return gradients_[index(chunk)];
+  /// The storage of a gradient of a stored chunk; no storage for frozen ones.
+  [[nodiscard]] const c10::Storage& gradient_storage(ParamId param) const {
+    return gradients_->storage(param);
   }
+  /// As GradientStorages'.
+  c10::Storage renew_gradient_storage(ParamId param) { return gradients_->renew(param); }
 
   using Holds = std::vector<ChunkStream::Hold>;
   /// Parts that are in memory, and their storages bound there, while it lives.
@@ -153,8 +156,8 @@ class StoredWeights final : public HomeStore {
   const ChunkStorages& storages_;
   ChunkStream& stream_;
   const SessionDevice& device_;
-  std::vector<c10::Storage> gradients_;  // per chunk
-  Mutex mutex_;                          // nothing else is taken while it is held
+  std::unique_ptr<GradientStorages> gradients_;
+  Mutex mutex_;  // nothing else is taken while it is held
   std::vector<Part> parts_ CASTOR_GUARDED_BY(mutex_);
 };
 

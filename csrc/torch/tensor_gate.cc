@@ -56,13 +56,13 @@ class WatchedStorages {
     static WatchedStorages storages;
     return storages;
   }
-  void add(const at::Tensor& tensor, Watcher watcher) {
+  void add(const c10::Storage& storage, Watcher watcher) {
     const MutexLock lock(mutex_);
-    watchers_.insert_or_assign(tensor.storage().unsafeGetStorageImpl(), std::move(watcher));
+    watchers_.insert_or_assign(storage.unsafeGetStorageImpl(), std::move(watcher));
   }
-  void remove(const at::Tensor& tensor) {
+  void remove(const c10::Storage& storage) {
     const MutexLock lock(mutex_);
-    watchers_.erase(tensor.storage().unsafeGetStorageImpl());
+    watchers_.erase(storage.unsafeGetStorageImpl());
   }
   /// Of a marked tensor's storage. The mark goes where nobody watches it: an alias has kept it, or
   /// the storage was opened just now. Under the mutex, so that whoever watches it next marks it
@@ -260,18 +260,20 @@ TensorGate::TensorGate(std::size_t num_groups, Settle settle, Reader reader, Vis
 TensorGate::~TensorGate() {
   for (Group& group : groups_) {
     if (group.closed || group.shared || group.guard != Guard::kNone) {
-      for (const at::Tensor& tensor : group.tensors) {
-        allow(tensor.storage());
-        WatchedStorages::instance().remove(tensor);
-        unmark(tensor);
+      for (const Watched& watched : group.watched) {
+        allow(watched.storage);
+        WatchedStorages::instance().remove(watched.storage);
+        unmark(watched.tensor);
       }
     }
   }
 }
 
-void TensorGate::hold_back(std::size_t group, const at::Tensor& tensor) {
-  WatchedStorages::instance().add(tensor, {weak_from_this(), group});
-  mark(tensor);
+void TensorGate::hold_back(std::size_t group, const Watched& watched) {
+  WatchedStorages::instance().add(watched.storage, {weak_from_this(), group});
+  if (lies_over(watched.tensor, watched.storage)) {
+    mark(watched.tensor);
+  }
 }
 
 bool TensorGate::held_back(std::size_t group) const {
@@ -283,9 +285,9 @@ void TensorGate::let_go(std::size_t group) {
   if (held_back(group)) {
     return;
   }
-  for (const at::Tensor& tensor : groups_[group].tensors) {
-    WatchedStorages::instance().remove(tensor);
-    unmark(tensor);
+  for (const Watched& watched : groups_[group].watched) {
+    WatchedStorages::instance().remove(watched.storage);
+    unmark(watched.tensor);
   }
 }
 
@@ -294,15 +296,43 @@ void TensorGate::guard(std::size_t group, Guard guard) {
   groups_[group].guard = guard;
 }
 
-void TensorGate::watch(std::size_t group, at::Tensor tensor) {
+std::size_t TensorGate::watch(std::size_t group, at::Tensor tensor) {
   const MutexLock lock(mutex_);
+  Watched watched{.tensor = std::move(tensor), .storage = {}};
+  watched.storage = watched.tensor.storage();
+  begin_watch(group, watched);
+  groups_[group].watched.push_back(std::move(watched));
+  return groups_[group].watched.size() - 1;
+}
+
+void TensorGate::begin_watch(std::size_t group, const Watched& watched) {
   if (held_back(group)) {
-    hold_back(group, tensor);
+    hold_back(group, watched);
   }
   if (groups_[group].closed) {
-    forbid_while_updated(tensor.storage());
+    forbid_while_updated(watched.storage);
   }
-  groups_[group].tensors.push_back(std::move(tensor));
+}
+
+void TensorGate::replace(std::size_t group, std::size_t position, at::Tensor tensor) {
+  Watched other{.tensor = std::move(tensor), .storage = {}};
+  other.storage = other.tensor.storage();
+  const MutexLock lock(mutex_);
+  Watched& own = groups_[group].watched[position];
+  if (held_back(group)) {
+    allow(own.storage);
+    WatchedStorages::instance().remove(own.storage);
+    unmark(own.tensor);
+  }
+  begin_watch(group, other);
+  std::swap(own, other);  // what was there goes without the mutex: its Python object may go with it
+}
+
+void TensorGate::follow(std::size_t group, const at::Tensor& tensor) {
+  const MutexLock lock(mutex_);
+  if (held_back(group)) {
+    mark(tensor);
+  }
 }
 
 void TensorGate::unwatch(std::size_t group, const at::Tensor& tensor) {
@@ -322,9 +352,9 @@ void TensorGate::close(std::size_t group) {
     return;
   }
   ++num_closed_;
-  for (const at::Tensor& tensor : groups_[group].tensors) {
-    hold_back(group, tensor);
-    forbid_while_updated(tensor.storage());
+  for (const Watched& watched : groups_[group].watched) {
+    hold_back(group, watched);
+    forbid_while_updated(watched.storage);
   }
 }
 
@@ -333,8 +363,8 @@ void TensorGate::open_locked(std::size_t group) {
     return;
   }
   --num_closed_;
-  for (const at::Tensor& tensor : groups_[group].tensors) {
-    allow(tensor.storage());
+  for (const Watched& watched : groups_[group].watched) {
+    allow(watched.storage);
   }
   let_go(group);
 }
@@ -347,8 +377,8 @@ void TensorGate::open(std::size_t group) {
 void TensorGate::share(std::size_t group) {
   const MutexLock lock(mutex_);
   groups_[group].shared = true;
-  for (const at::Tensor& tensor : groups_[group].tensors) {
-    hold_back(group, tensor);
+  for (const Watched& watched : groups_[group].watched) {
+    hold_back(group, watched);
   }
 }
 

@@ -66,9 +66,15 @@ class TensorGate : public std::enable_shared_from_this<TensorGate> {
 
   /// The group is guarded so, now and for good. Before tensors are watched.
   void guard(std::size_t group, Guard guard);
-  /// `tensor` belongs to the group from now on. Its storage belongs to no other group.
-  void watch(std::size_t group, at::Tensor tensor);
-  /// Ends what watch() began. The group is open.
+  /// `tensor` belongs to the group from now on. Its storage belongs to no other group. Returns its
+  /// position there.
+  std::size_t watch(std::size_t group, at::Tensor tensor);
+  /// `tensor` takes the place of the one at that position, which may lie over other memory by now.
+  void replace(std::size_t group, std::size_t position, at::Tensor tensor);
+  /// A tensor that was made over the group's memory by other means than torch's is held back as
+  /// those that are watched.
+  void follow(std::size_t group, const at::Tensor& tensor);
+  /// Ends what watch() began. The group is open. Positions of those that were watched later shift.
   void unwatch(std::size_t group, const at::Tensor& tensor);
   void close(std::size_t group);
   /// No effect on an open group.
@@ -88,13 +94,19 @@ class TensorGate : public std::enable_shared_from_this<TensorGate> {
  private:
   TensorGate(std::size_t num_groups, Settle settle, Reader reader, Visit visit);
 
+  /// `tensor` may be given other memory by its user, at any time: what is held back is `storage`.
+  struct Watched {
+    at::Tensor tensor;
+    c10::Storage storage;
+  };
   struct Group {
-    std::vector<at::Tensor> tensors;
+    std::vector<Watched> watched;
     bool closed = false;
     bool shared = false;  // a reader has begun; it may have ended
     Guard guard = Guard::kNone;
   };
-  void hold_back(std::size_t group, const at::Tensor& tensor);
+  void hold_back(std::size_t group, const Watched& watched);
+  void begin_watch(std::size_t group, const Watched& watched) CASTOR_REQUIRES(mutex_);
   [[nodiscard]] bool held_back(std::size_t group) const CASTOR_REQUIRES(mutex_);
   void let_go(std::size_t group) CASTOR_REQUIRES(mutex_);
   void open_locked(std::size_t group) CASTOR_REQUIRES(mutex_);

@@ -337,6 +337,8 @@ class Checkpoints:
         facts: Mapping[str, Any],
     ) -> Path:
         checkpoint.wait()
+        for engine in engines_holding(compiled_from(model)) if model is not None else ():
+            engine.check_modules()
         shared = self._shared(model)
         savers = _savers(shared, optimizers)
         if shared is not None:

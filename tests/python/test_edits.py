@@ -163,7 +163,7 @@ def to_bf16(model: Tower) -> None:
 
 
 def assign_data(model: Tower) -> None:
-    model.head.weight.data = torch.zeros(4, 32)
+    model.head.weight.data = torch.zeros(4, 32, dtype=torch.float64)
 
 
 CHANGES = [

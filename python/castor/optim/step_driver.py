@@ -94,6 +94,7 @@ class ModelStep:
             UsageError: Ranks step with different options, or have changed gradients differently.
         """
         session = self.engine.session
+        self.engine.check_modules()
         passes_since, _ = session.moment()
         if not self._taken_by or driver in self._taken_by or passes_since:
             self._taken_by.clear()

@@ -32,6 +32,7 @@ from castor.runtime.guard import guard
 from castor.runtime.history import StepHistory
 from castor.runtime.hooks import ModuleHook, Replaced, follow, warn_of_late_compiles
 from castor.runtime.input_cast import InputCast, convert_buffers, input_type
+from castor.runtime.memory_sharing import Aliases, check_unshared, refuse_sharing
 from castor.runtime.model_parts import ModelParts
 from castor.runtime.packed import check_packed_layers, is_packed, settle_layers
 from castor.runtime.rank_buffers import RankBuffers
@@ -134,11 +135,12 @@ class Engine(Together):
         lazy = Materialisation(model)
         with _telling_what_is_lost(model):
             try:
-                spec = self._take_over(model, lazy)
+                spec, aliases = self._take_over(model, lazy)
             except BaseException:
                 lazy.cancel()
                 raise
             lazy.run(self._place, self._finish)
+            aliases.follow()
             self.session.share_homes()
             self.session.zero_states()  # last: memory holds no states while values are made
         self.model_name = type(model).__name__
@@ -157,14 +159,23 @@ class Engine(Together):
         self.buffers = RankBuffers(model, self.ranks)
         settle_layers(model, self.device, self.ranks, self.replaced)
         guard(model)
+        self._owned = [
+            (weakref.ref(part.module), name, param)
+            for part in spec.modules
+            for name, param in part.module._parameters.items()
+            if param is not None
+        ]
         remember(model, self)
+        refuse_sharing(_content_of)
 
-    def _take_over(self, model: nn.Module, lazy: Materialisation) -> ModelSpec:
+    def _take_over(self, model: nn.Module, lazy: Materialisation) -> tuple[ModelSpec, Aliases]:
         """Lays the parameters out in chunks and moves those there that have values."""
         settings = self.settings
         spec = ModelSpec.of(model, gather_embeddings=settings.gather_embeddings)
         check_packed_layers(model, self.types.of_param)
         check_distinct_memory(spec)
+        check_unshared(spec)
+        aliases = Aliases(model, spec)
         for part in spec.modules:
             if part.compiled and self.device.type != "cpu":
                 check_no_cuda_graphs(part.name, part.module)
@@ -204,7 +215,7 @@ class Engine(Together):
         )
         if events is not None:
             self.session.load_trace(events)
-        return spec
+        return spec, aliases
 
     def _place(self, param: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
         """Chunk memory in which a lazy parameter's initialisers of type `dtype` may run."""
@@ -264,6 +275,23 @@ class Engine(Together):
                 module.register_load_state_dict_pre_hook(before_load)
         self.history.watch(model)
         warn_of_late_compiles(model, find_blocks(model))
+
+    def check_modules(self) -> None:
+        """What is stepped and saved has to be what the model's modules compute with.
+
+        Raises:
+            UsageError: A module has lost a parameter since boost, or has another one.
+        """
+        for owner, name, param in self._owned:
+            module = owner()
+            if module is not None and module._parameters.get(name) is not param:
+                raise UsageError(
+                    f"parameter '{self.names[self.index_of[param]]}' of the model was replaced "
+                    f"after booster.boost ({type(module).__name__}._parameters['{name}'] is "
+                    "another tensor now), and neither castor nor the optimizer has the new one: "
+                    "write values into the old one in place (param.copy_(values), or param.data = "
+                    "values), or call booster.release(model), replace it, and boost anew"
+                )
 
     @contextmanager
     def unsynchronised(self) -> Iterator[None]:
@@ -397,6 +425,12 @@ def turns(engines: Iterable[Engine], what: str) -> Iterator[None]:
         for engine in sorted(engines, key=id):  # as everybody takes them
             over.enter_context(engine.session.turn(what))
         yield
+
+
+def _content_of(storage: int) -> str:
+    """Says which parameter, gradient or state of a boosted model a storage is; "": none."""
+    sessions = (engine.session for engine in all_boosted() if isinstance(engine, Engine))
+    return next(filter(None, (session.content_of(storage) for session in sessions)), "")
 
 
 def _settle(engine: Engine, *_: Any) -> None:
