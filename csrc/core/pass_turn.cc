@@ -1,8 +1,5 @@
 #include "core/pass_turn.h"
 
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <string>
@@ -23,6 +20,9 @@ constexpr std::chrono::milliseconds kLook{100};
 // Relaxed: a number of its own, which orders nothing.
 std::atomic<std::chrono::milliseconds::rep> patience_ms{PassTurn::kPatience.count()};
 
+// Relaxed: a function, and nothing that it depends on.
+std::atomic<PassTurn::NativeId> native_id_of_caller{[] { return 0L; }};
+
 }  // namespace
 
 const PassTurn::Thread& PassTurn::this_thread() {
@@ -31,10 +31,14 @@ const PassTurn::Thread& PassTurn::this_thread() {
     static std::atomic<std::uint64_t> last_number = 0;
     auto made = std::make_shared<Thread>();
     made->number = last_number.fetch_add(1, std::memory_order_relaxed) + 1;
-    made->native_id = ::syscall(SYS_gettid);
+    made->native_id = native_id_of_caller.load(std::memory_order_relaxed)();
     return made;
   }();
   return *thread;
+}
+
+void PassTurn::number_threads_by(NativeId native_id) noexcept {
+  native_id_of_caller.store(native_id, std::memory_order_relaxed);
 }
 
 std::chrono::milliseconds PassTurn::patience() noexcept {

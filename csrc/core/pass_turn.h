@@ -39,6 +39,10 @@ class PassTurn {
     std::uint64_t number = 0;
     long native_id = 0;  ///< as Python's threading.get_native_id()
   };
+  /// Gives the number that the operating system has for the calling thread.
+  using NativeId = long (*)();
+  /// Messages name threads by these numbers, if they call for the first time from now on.
+  static void number_threads_by(NativeId native_id) noexcept;
   /// Lives as long as the thread.
   [[nodiscard]] static const Thread& this_thread();
 

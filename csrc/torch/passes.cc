@@ -5,6 +5,8 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <array>
 #include <string_view>
@@ -38,6 +40,11 @@ class Passes::End {
   std::weak_ptr<Passes> passes_;
   int pass_;
 };
+
+Passes::Passes(const Runtime& runtime, std::shared_ptr<NonModelMemory> charged)
+    : runtime_(runtime), charged_(std::move(charged)) {
+  PassTurn::number_threads_by([] { return static_cast<long>(::syscall(SYS_gettid)); });
+}
 
 PassTurn::Caller Passes::caller() {
   thread_local const bool shared = [] {

@@ -18,8 +18,7 @@ class Passes : public std::enable_shared_from_this<Passes> {
  public:
   /// `charged`: the account of what passes allocate on the CPU; nullptr: there is none. `runtime`
   /// outlives this.
-  Passes(const Runtime& runtime, std::shared_ptr<NonModelMemory> charged)
-      : runtime_(runtime), charged_(std::move(charged)) {}
+  Passes(const Runtime& runtime, std::shared_ptr<NonModelMemory> charged);
 
   /// `work` runs at the end of each backward pass that follows_backward and did not fail, within
   /// it; passes within others do not count.
