@@ -256,7 +256,7 @@ def test_a_buffer_over_more_than_a_parameter_is_named() -> None:
 
     model = Flat()
     own = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(castor.UsageError, match="'everything'.*'first'"):
+    with pytest.raises(castor.UsageError, match=r"'everything'.*'first'"):
         castor.Booster(castor.GeminiPlugin(device="cpu", device_memory=AMPLE)).boost(model, own)
 
 
