@@ -46,6 +46,15 @@ def guard(model: nn.Module) -> None:
     """
     if not _guarded:
         _install()
+    _watch(model)
+    for module in model.modules():
+        for name in _CHANGING:
+            if callable(getattr(type(module), name, None)) and name not in vars(module):
+                vars(module)[name] = _Refused(module, name)
+
+
+def _watch(model: nn.Module) -> None:
+    """Takes down the modules that are guarded, and the parameters that each has now."""
     _guarded.update(model.modules())
     for module in model.modules():
         _parameters[module] = {
@@ -53,9 +62,6 @@ def guard(model: nn.Module) -> None:
             for name, param in module._parameters.items()
             if param is not None
         }
-        for name in _CHANGING:
-            if callable(getattr(type(module), name, None)) and name not in vars(module):
-                vars(module)[name] = _Refused(module, name)
 
 
 def unguard(model: nn.Module) -> None:
@@ -104,7 +110,7 @@ def _refuse_module(module: nn.Module, name: str, submodule: nn.Module | None) ->
         if held is None or submodule is None or not _takes_over(submodule, held):
             _refuse(module, f"module '{name}'")
         _guarded.difference_update(held.modules())
-        _guarded.update(submodule.modules())
+        _watch(submodule)
 
 
 def _takes_over(module: nn.Module, held: nn.Module) -> bool:
