@@ -140,7 +140,6 @@ def test_a_budget_too_small_for_keep_trains(build: Callable[[], nn.Module], budg
     found, report = steps(build(), budget)
     assert_same(found, expected)
     assert report.recomputed_blocks + report.offloaded_blocks > 0
-    assert report.divergent_steps == 0
 
 
 @pytest.mark.parametrize("build", [llama, gpt2])

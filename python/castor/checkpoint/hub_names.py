@@ -606,7 +606,7 @@ def _from_record(record: Any) -> Any:
     if not isinstance(record, dict):
         return record
     loading: Any = sys.modules[LOADING]
-    kind = getattr(loading, record["class"], None)
+    kind: Any = getattr(loading, record["class"], None)
     if not isinstance(kind, type) or not issubclass(
         kind, loading.WeightTransform | loading.ConversionOps
     ):
@@ -615,7 +615,7 @@ def _from_record(record: Any) -> Any:
             f"class {record['class']}, which this one lacks; use that version or a later one"
         )
     if "state" in record:
-        operation = kind.__new__(kind)
+        operation: Any = object.__new__(kind)
         vars(operation).update({key: _from_record(one) for key, one in record["state"].items()})
         return operation
     arguments = dict(record["arguments"])

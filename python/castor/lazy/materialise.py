@@ -121,7 +121,7 @@ def give_each(
             of_recording = users.setdefault(tensor._recording, {})
             of_recording.setdefault(tensor._value, []).append(name)
         else:
-            take(name, tensor._computed if isinstance(tensor, LazyTensor) else tensor)
+            take(name, value_of(tensor))
     for recording, named in users.items():
 
         def done(value: Value, values: torch.Tensor, named: Any = named) -> None:

@@ -157,19 +157,20 @@ def _check_parametrization(holder: nn.Module, name: str, added: nn.Module | None
     if not new or new <= {id(p) for boosted in all_boosted() for p in boosted.params}:
         if not parametrized:
             _parametrized[added] = owner, name
-            _forget_write(had)
+            if had is not None and added._parameters.get("original") is had:
+                _forget_write(had)
         return
     if not parametrized:  # not one more on the same parameter
         _take_off(module, holder, name, had)
     _refuse(module, f"a parametrization of '{parametrized or name}' with parameters to train")
 
 
-def _forget_write(param: nn.Parameter | None) -> None:
+def _forget_write(param: nn.Parameter) -> None:
     """A parameter has been parametrized, which sets its memory to what it is: no write of values.
 
     The chunk would be copied home as a written one, and a block that is recomputed refused.
     """
-    if param is not None and not param.is_inference():
+    if not param.is_inference():
         version = param._version - _versions_of_parametrizing()
         torch._C._autograd._unsafe_set_version_counter((param,), (version,))
 
@@ -177,12 +178,13 @@ def _forget_write(param: nn.Parameter | None) -> None:
 @cache
 def _versions_of_parametrizing() -> int:
     """Counts the writes that torch counts where it parametrizes a parameter."""
-    module = nn.Module()
-    param = nn.Parameter(torch.zeros(1, device="cpu"))
-    module.weight = param
-    before = param._version
-    register_parametrization(module, "weight", nn.Identity())
-    return param._version - before
+    with torch.inference_mode(mode=False):  # tensors made in it count nothing
+        module = nn.Module()
+        param = nn.Parameter(torch.zeros(1, device="cpu"))
+        module.weight = param
+        before = param._version
+        register_parametrization(module, "weight", nn.Identity())
+        return param._version - before
 
 
 def _take_off(
