@@ -159,9 +159,7 @@ class Engine(Together):
         remember(model, self)
         refuse_sharing(_content_of)
 
-    def _take_over(
-        self, model: nn.Module, lazy: Materialisation
-    ) -> tuple[ModelSpec, Aliases]:
+    def _take_over(self, model: nn.Module, lazy: Materialisation) -> tuple[ModelSpec, Aliases]:
         """Lays the parameters out in chunks and moves those there that have values."""
         settings = self.settings
         spec = ModelSpec.of(model, gather_embeddings=settings.gather_embeddings)
