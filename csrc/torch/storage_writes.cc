@@ -416,6 +416,9 @@ void StorageWrites::note() noexcept {
 void StorageWrites::snapshot() noexcept {
   const MutexLock lock(WatchedWrites::instance().mutex());
   prune();
+  // Others that are gone by now can write no more; until now they may have written.
+  std::erase_if(distrusted_,
+                [](const Distrusted& entry) { return uses_of(*entry.storage) <= entry.uses; });
   for (Counter& counter : counters_) {
     counter.at_snapshot = counter.version.current_version();
   }
@@ -424,10 +427,7 @@ void StorageWrites::snapshot() noexcept {
 
 bool StorageWrites::since_snapshot() const noexcept {
   const MutexLock lock(WatchedWrites::instance().mutex());
-  return written_ || !uncounted_.empty() ||
-         std::any_of(
-             distrusted_.begin(), distrusted_.end(),
-             [](const Distrusted& entry) { return uses_of(*entry.storage) > entry.uses; }) ||
+  return written_ || !uncounted_.empty() || !distrusted_.empty() ||
          std::any_of(counters_.begin(), counters_.end(),
                      [](const Counter& counter) { return counter.changed(); });
 }

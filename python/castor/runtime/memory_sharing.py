@@ -15,7 +15,7 @@ from castor.errors import UsageError
 from castor.runtime.spec import ModelSpec
 
 _SHARING = ("_share_fd_cpu_", "_share_filename_cpu_", "_share_cuda_")
-"""Methods of a storage that share_memory_() and queues to other processes come through."""
+"""Methods of a storage that share_memory_() and queues of torch.multiprocessing come through."""
 
 
 def check_unshared(spec: ModelSpec) -> None:
