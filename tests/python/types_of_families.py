@@ -105,8 +105,11 @@ def check(config_class: Any, model_class: Any) -> tuple[str, list[str]]:
             if elements > MOST_PARAMETERS:
                 return f"not small: {elements} parameters", []
             model = model_class(config)
+            with tempfile.TemporaryDirectory() as directory:
+                model.save_pretrained(directory)
+                type(model).from_pretrained(directory)
         except Exception as error:
-            return f"not built: {type(error).__name__}: {str(error)[:80]}", []
+            return f"not built or loaded: {type(error).__name__}: {str(error)[:80]}", []
         wrong = [
             line for dtype in (torch.bfloat16, torch.float16) for line in compare(model, dtype)
         ]
