@@ -100,7 +100,7 @@ def page(lines: list[dict[str, Any]], version: str) -> str:
             f"| {line['type']} | {line['class']} | {line['head']} | {' | '.join(cells)} "
             f"| {reason(line)} |"
         )
-    text.append("\n## Classes that plain transformers does not train from a small configuration\n")
+    text.append("\n## Classes without a small configuration, or without inputs that train them\n")
     text.append("| type | class | head | reason |\n|---|---|---|---|")
     for line in lines:
         if "not built" in line:

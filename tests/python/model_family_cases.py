@@ -297,6 +297,8 @@ def saved(boosted: Boosted, case: Trainable, directory: Path) -> str:
     """save_model against save_pretrained of a model that never was boosted, file by file."""
     theirs, ours = directory / "theirs", directory / "ours"
     model = case.model()
+    if hasattr(boosted.model.config, "problem_type"):  # which a loss of a classifier has set
+        model.config.problem_type = boosted.model.config.problem_type
     with torch.no_grad():
         for mine, other in ((model.parameters, boosted.model.parameters),
                             (model.buffers, boosted.model.buffers)):  # fmt: skip
