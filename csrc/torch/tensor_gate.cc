@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -336,13 +337,24 @@ void TensorGate::follow(std::size_t group, const at::Tensor& tensor) {
 }
 
 void TensorGate::unwatch(std::size_t group, const at::Tensor& tensor) {
+  std::vector<Watched> gone;  // without the mutex: their Python objects may go with them
   const MutexLock lock(mutex_);
   pass_locked(group);
-  std::erase_if(groups_[group].tensors,
-                [&tensor](const at::Tensor& watched) { return watched.is_same(tensor); });
-  if (held_back(group)) {
-    WatchedStorages::instance().remove(tensor);
-    unmark(tensor);
+  std::vector<Watched>& watched = groups_[group].watched;
+  const auto last =
+      std::stable_partition(watched.begin(), watched.end(),
+                            [&tensor](const Watched& one) { return !one.tensor.is_same(tensor); });
+  gone.assign(std::make_move_iterator(last), std::make_move_iterator(watched.end()));
+  watched.erase(last, watched.end());
+  if (gone.empty() || !held_back(group)) {
+    return;
+  }
+  unmark(tensor);
+  const c10::StorageImpl* storage = gone.front().storage.unsafeGetStorageImpl();
+  if (std::none_of(watched.begin(), watched.end(), [storage](const Watched& one) {
+        return one.storage.unsafeGetStorageImpl() == storage;
+      })) {
+    WatchedStorages::instance().remove(gone.front().storage);
   }
 }
 
