@@ -16,6 +16,12 @@ from transformers.modeling_outputs import ModelOutput
 import castor
 from castor.activations.fused_heads import fit_fused_heads
 
+pytestmark = [
+    # transformers 5.24 names its own older methods.
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning"),
+    # torch.compile asks tensors within a graph for their gradients.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 KIB, MIB = 2**10, 2**20
 AMPLE = 64 * MIB
 

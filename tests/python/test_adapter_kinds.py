@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Could not find a config file in:UserWarning"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning"),
 ]
 WEIGHTS = "adapter_model.safetensors"
 

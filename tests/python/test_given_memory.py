@@ -332,7 +332,9 @@ def test_a_graph_is_as_valid_as_it_was() -> None:
 @pytest.mark.parametrize("when", ["before backward", "after backward"])
 def test_updates_in_backward(when: str) -> None:
     """Chunks that backward has updated are between two steps: nothing can be written there."""
-    model, own, booster = boosted(overlap="backward", enable_gradient_accumulation=False)
+    model, own, booster = boosted(
+        overlap="backward", enable_gradient_accumulation=False, nonfinite="ignore"
+    )
     plain = network()
     reference = sgd(plain.parameters())
     for seed in range(2):
@@ -410,7 +412,7 @@ def test_assigned_parameters_are_refused_at_the_place() -> None:
         model[0].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
     with pytest.raises(RuntimeError, match="boosted model"):
         model.load_state_dict(network().state_dict(), assign=True)
-    with pytest.raises(RuntimeError, match="references"):
+    with pytest.raises(RuntimeError, match=r"references|weakref"):
         torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.zeros(WIDTH, WIDTH)))
     assert torch.equal(model[0].weight, network()[0].weight)
 
@@ -491,6 +493,7 @@ def train_on(
         own.zero_grad(set_to_none=seed == 0)
 
 
+@pytest.mark.filterwarnings("ignore:grad and param do not obey:UserWarning")  # plain's as well
 @pytest.mark.parametrize("change", GRADS)
 def test_gradients_that_are_given_other_memory_are_stepped_with(
     change: Callable[[Any], None],

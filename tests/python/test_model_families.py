@@ -43,7 +43,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 
         def result(name: str) -> Any:
             while name not in lines and process.stdout and process.stdout.readline():
-                lines.update((line["class"], line) for line in map(json.loads, path.open()))
+                lines.update(
+                    (line["class"], line) for line in map(json.loads, path.read_text().splitlines())
+                )
             return lines[name]
 
         yield result

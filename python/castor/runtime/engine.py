@@ -155,7 +155,7 @@ class Engine(Together):
         self.parts: ModelParts | None = None
         """Where this process has parts of layers; None: they are whole."""
         self._install_hooks(model, spec)
-        convert_buffers(model, self.types, self.device)
+        convert_buffers(model, self.types, self.device, aliases.tensors)
         self.buffers = RankBuffers(model, self.ranks)
         settle_layers(model, self.device, self.ranks, self.replaced)
         guard(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,11 +53,24 @@ def input_type(spec: ModelSpec, types: TensorTypes) -> torch.dtype:
     return types.working
 
 
-def convert_buffers(model: nn.Module, types: TensorTypes, device: torch.device) -> None:
-    """Brings buffers to the device, in the types that were chosen."""
+def convert_buffers(
+    model: nn.Module,
+    types: TensorTypes,
+    device: torch.device,
+    views: Sequence[torch.Tensor] = (),
+) -> None:
+    """Brings buffers to the device, in the types that were chosen.
+
+    Args:
+        model: Has the buffers.
+        types: The types.
+        device: Where the model computes.
+        views: Buffers over the memory of parameters, which stay that.
+    """
+    known = set(map(id, views))
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and id(buffer) not in known:
                 full = name_before_compile(f"{prefix}.{name}" if prefix else name)
                 dtype = types.of_buffer(full, buffer)
                 module._buffers[name] = buffer.to(device=device, dtype=dtype)

@@ -64,6 +64,11 @@ class Aliases:
                 if alias := _alias(name, tensor, owner, param):
                     self._found.append(alias)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that lie over parameters."""
+        return [alias.tensor for alias in self._found]
+
     @torch.no_grad()
     def follow(self) -> None:
         """Parameters lie in chunks: the tensors lie over their memory there."""
