@@ -61,7 +61,9 @@ def margin(model: nn.Module, fraction: float, element_size: int = 4) -> int:
 
 def plugin(memory: int | str = GIB, **settings: Any) -> castor.GeminiPlugin:
     device = "cuda" if os.environ.get("CASTOR_TEST_DEVICE") == "cuda" else "cpu"
-    settings = {"device": device, "host_memory": GIB, "precision": "fp32"} | settings
+    settings = {
+        "device": device, "host_memory": GIB, "precision": "fp32", "activations": "keep",
+    } | settings  # fmt: skip
     if not ON_THE_CPU_DEVICE:
         settings.pop("link_bandwidth", None)  # such a device has a link, and refuses another speed
     return castor.GeminiPlugin(device_memory=memory, **settings)

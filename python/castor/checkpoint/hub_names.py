@@ -456,7 +456,8 @@ class Group:
             end = begin + values.numel()
             places = [(begin, values.numel())] if runs is None else runs.of(begin, end)
             for first, count in places:
-                flat[first : first + count] = True if mask else values[:count]
+                if first is not None:  # else another rank, which shares the rows, writes them
+                    flat[first : first + count] = True if mask else values[:count]
                 values = values[count:]
         return flat[: _numel(source.shape)].view(tuple(source.shape))
 

@@ -187,10 +187,11 @@ def state_of_optimizer(
             for i, (group, names) in enumerate(zip(optimizer.param_groups, groups, strict=True))
         ],
         "state": numbers,
-        "state_of_no_parameter": encode(_of_no_parameter(optimizer), "optimizer.state"),
         "loss_scaler": driver.scaler.state_dict() if driver and driver.scaler else None,
         "rounding_seed": getattr(optimizer, "rounding_seed", None),
     }
+    if others := _of_no_parameter(optimizer):
+        description["state_of_no_parameter"] = encode(others, "optimizer.state")
     return OptimizerState(tensors=tensors, description=description)
 
 
@@ -230,7 +231,8 @@ def tensors_and_numbers(
 
 def _of_no_parameter(optimizer: Optimizer) -> dict[Any, Any]:
     """What some classes keep in `state` beside the entries of parameters, such as a counter."""
-    return {key: value for key, value in optimizer.state.items() if not torch.is_tensor(key)}
+    state: dict[Any, Any] = optimizer.state
+    return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 
 def _entries(optimizer: Optimizer, param: torch.Tensor) -> dict[Any, Any]:

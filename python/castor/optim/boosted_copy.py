@@ -62,7 +62,7 @@ def ordinary_copy(
             twin.state[param] = copy.deepcopy(entry, memo)
         elif fused:
             mine: torch.Tensor = copy.deepcopy(param, memo)
-            index = engine.index_of[param]
+            index = engine.index_of[param]  # type: ignore[index]
             twin.state[mine] = ordinary_entry(twin, mine, engine, index, entry)
         else:
             twin.state[copy.deepcopy(param, memo)] = copy.deepcopy(entry, memo)

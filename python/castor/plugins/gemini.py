@@ -49,6 +49,7 @@ from castor.plugins.zero_stage import group_of_reads
 from castor.runtime.boosted_model import check_fit_for_chunks
 from castor.runtime.engine import WORKING_DTYPES, Engine
 from castor.runtime.hooks import ModuleHook
+from castor.runtime.launched import launched_size
 from castor.runtime.tensor_types import tensor_types
 
 
@@ -413,10 +414,14 @@ class GeminiPlugin:
 
 
 def _activations(asked: Activations | None, device_memory: int | str | None) -> Activations:
-    """What is done about activations: a budget that somebody gives is to be kept to."""
+    """Chooses what becomes of activations: one process keeps to a budget that it is given.
+
+    Ranks keep all of them where nobody has asked for anything else: decisions of "auto" cost an
+    exchange a block, and are made anew where one rank's forward has failed.
+    """
     if asked is not None:
         return asked
-    return "keep" if device_memory is None else "auto"
+    return "keep" if device_memory is None or launched_size() > 1 else "auto"
 
 
 def _arm(driver: StepDriver, held: weakref.ref[Optimizer], *_: Any) -> None:

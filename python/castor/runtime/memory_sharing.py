@@ -126,8 +126,9 @@ def _alias(name: str, tensor: torch.Tensor, owner: str, param: nn.Parameter) -> 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """The bytes of its storage that a tensor lies in: the first, and the one behind the last."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
-    return tensor.storage_offset() * tensor.element_size(), (last + 1) * tensor.element_size()
+    first = int(tensor.storage_offset())
+    last = first + sum((size - 1) * stride for size, stride in steps)
+    return first * tensor.element_size(), (last + 1) * tensor.element_size()
 
 
 def refuse_sharing(content_of: Callable[[int], str]) -> None:
