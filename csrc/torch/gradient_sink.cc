@@ -152,11 +152,13 @@ void GradientSink::leave_to_holders(ParamId param) {
   Gradient& gradient = gradients_[index(param)];
   const bool held = uses_of(*gradient.view.unsafeGetTensorImpl()) > kOwnUses;
   const bool shared = storage_shared(param) || (held && lies_over(gradient.view, gradient.storage));
-  if (!held && !shared && in_place(param)) {
+  // Of a gradient that ranks keep in shards there is no memory here to copy: it stays the chunk's.
+  const bool copyable = !cut(layout_.place(param).chunk);
+  if ((!copyable || (!held && !shared)) && in_place(param)) {
     return;
   }
   const at::NoGradGuard no_grad;
-  if (shared) {
+  if (shared && copyable) {
     part_storage(param);
   }
   gradient.view = make_view(param);

@@ -376,7 +376,10 @@ class GeminiPlugin:
         warn_of_budgets(
             torch.device(config.device), config.device_bytes, config.host_bytes, stacklevel=3
         )
-        types = tensor_types(model, WORKING_DTYPES[config.precision], config.keep_fp32)
+        types = tensor_types(
+            *(model, WORKING_DTYPES[config.precision], config.keep_fp32),
+            in_stages=self._division.num_ranks_of_stages > 1,
+        )
         layout = self._division.layout()
         join_ranks(
             *(layout, model, optimizers, config),

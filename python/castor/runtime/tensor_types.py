@@ -60,7 +60,13 @@ def scalar_type(dtype: torch.dtype) -> ScalarType:
     return next(name for name in SCALAR_TYPES.values() if getattr(torch, name) == dtype)
 
 
-def tensor_types(model: nn.Module, working: torch.dtype, keep_fp32: KeepFp32 = ()) -> TensorTypes:
+def tensor_types(
+    model: nn.Module,
+    working: torch.dtype,
+    keep_fp32: KeepFp32 = (),
+    *,
+    in_stages: bool = False,
+) -> TensorTypes:
     """Chooses the types of a model's tensors.
 
     In a 16-bit working precision these are float32:
@@ -78,6 +84,9 @@ def tensor_types(model: nn.Module, working: torch.dtype, keep_fp32: KeepFp32 = (
         model: The model, whole: ranks have not divided it yet.
         working: The plugin's precision.
         keep_fp32: What the user keeps.
+        in_stages: Whether ranks run the model in pipeline stages. These exchange hidden states in
+            the working precision, and what transformers keeps in float32 for fp16 alone (T5's
+            last projection of a block) makes them float32: it is converted then.
 
     Raises:
         UsageError: An entry of `keep_fp32` matches nothing.
@@ -92,7 +101,11 @@ def tensor_types(model: nn.Module, working: torch.dtype, keep_fp32: KeepFp32 = (
     halves = sum(one.numel() for one in floats if one.dtype in _HALVES)
     own = sum(one.numel() for one in floats if one.dtype == working)
     total = sum(one.numel() for one in floats)
-    theirs = {} if working == torch.float32 or 2 * own > total else _types_loaded(model, working)
+    theirs = (
+        {}
+        if working == torch.float32 or 2 * own > total
+        else _types_loaded(model, working, in_stages)
+    )
     types = {}
     for one in tensors.values():
         chosen = working if one.is_param or one.persistent else one.tensor.dtype
@@ -186,7 +199,9 @@ def _nothing_matches(
     )
 
 
-def _types_loaded(model: nn.Module, working: torch.dtype) -> dict[str, torch.dtype]:
+def _types_loaded(
+    model: nn.Module, working: torch.dtype, in_stages: bool
+) -> dict[str, torch.dtype]:
     """The types that transformers would load a model's own models with, by name."""
     transformers: Any = sys.modules.get("transformers.modeling_utils")
     if transformers is None:  # whoever has a model of it has imported it
@@ -198,14 +213,16 @@ def _types_loaded(model: nn.Module, working: torch.dtype) -> dict[str, torch.dty
             prefix.startswith(f"{outer}.") or not outer for outer in outermost
         ):
             outermost.append(prefix)
-            found |= _types_of(module, prefix, working)
+            found |= _types_of(module, prefix, working, in_stages)
     return found
 
 
-def _types_of(model: Any, prefix: str, working: torch.dtype) -> dict[str, torch.dtype]:
+def _types_of(
+    model: Any, prefix: str, working: torch.dtype, in_stages: bool
+) -> dict[str, torch.dtype]:
     """The types that `from_pretrained` gives the tensors of one of transformers' models."""
     patterns = set(model._keep_in_fp32_modules_strict or ())
-    if working == torch.float16:
+    if working == torch.float16 and not in_stages:
         patterns |= set(model._keep_in_fp32_modules or ())
     # As core_model_loading.build_glob_alternation: regular expressions, searched for anywhere.
     matches = re.compile("|".join(sorted(pattern.replace("*", ".*") for pattern in patterns)))
