@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import weakref
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -176,8 +178,7 @@ class ModelStep:
         if not self._warned:
             self._warned = True
             what_next = f"; loss scale is now {self.scaler.scale:g}" if self.scaler else ""
-            # Past this class, the driver, step and the two decorators that torch puts on it.
-            warn_of_skip(self._first_nonfinite(), what_next, stacklevel=7)
+            warn_of_skip(self._first_nonfinite(), what_next, stacklevel=_frames_of_step())
 
     def nonfinite_error(self) -> Exception:
         """The error of gradients that are not finite, which names the first of them."""
@@ -429,6 +430,15 @@ class StepDriver:
             self.take_up_edits(optimizer)
             groups = self._options_of_groups(optimizer)
             self.engine.session.arm_updates(groups, self._members.group_of)
+
+
+def _frames_of_step() -> int:
+    """How many frames of castor and torch lie between the caller of this and the user's step()."""
+    own = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+    frame, count = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 def _options_of(optimizer: Optimizer) -> dict[str, Any]:
