@@ -52,9 +52,13 @@ def evaluates_inside(optimizer: Optimizer, patched: Callable[..., Any] | None) -
 
     torch's optimizers but LBFGS, and castor's, call it once, before everything else.
     """
-    module = getattr(type(optimizer), "__module__", "")
-    once = module.startswith(("torch.optim.", "castor.optim.")) and not isinstance(optimizer, LBFGS)
-    return patched is not None or not once
+    return patched is not None or not _looks_at_one(optimizer)
+
+
+def _looks_at_one(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step looks at one parameter at a time: torch's and castor's do."""
+    module = f"{type(optimizer).__module__}."  # some of torch's classes say "torch.optim" alone
+    return module.startswith(("torch.optim.", "castor.optim.")) and not isinstance(optimizer, LBFGS)
 
 
 def closure_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
@@ -98,12 +102,7 @@ class OwnStep:
             if isinstance(param, torch.Tensor):
                 optimizer.state[param] = {key: _in_float32(value) for key, value in entry.items()}
         self._on_device = type(optimizer) is Muon
-        module = type(optimizer).__module__
-        self._singly = (
-            module.startswith(("torch.optim.", "castor.optim."))
-            and not isinstance(optimizer, LBFGS)
-            and patched_step_of(optimizer) is None
-        )
+        self._singly = _looks_at_one(optimizer) and patched_step_of(optimizer) is None
 
     @torch.no_grad()
     def __call__(
