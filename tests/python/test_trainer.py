@@ -89,7 +89,7 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_the_budget_has_no_room_for_is_halved(tmp_path: Path) -> None:
-    kind = integration.trainer(Trainer, plugin())
+    kind = integration.trainer(Trainer, plugin(activations="keep"))
     settings = {"per_device_train_batch_size": 8, "auto_find_batch_size": True}
     run = train(kind, tmp_path, **settings)
     assert run._train_batch_size == 2

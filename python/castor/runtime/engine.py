@@ -280,11 +280,12 @@ class Engine(Together):
         """What is stepped and saved has to be what the model's modules compute with.
 
         Raises:
-            UsageError: A module has lost a parameter since boost, or has another one.
+            UsageError: A parameter was deleted from a module since boost, or replaced.
         """
         for owner, name, param in self._owned:
             module = owner()
-            if module is not None and module._parameters.get(name) is not param:
+            now = None if module is None else module._parameters.get(name, module)
+            if now is not None and now is not param:  # None: the model computes without it
                 raise UsageError(
                     f"parameter '{self.names[self.index_of[param]]}' of the model was replaced "
                     f"after booster.boost ({type(module).__name__}._parameters['{name}'] is "
