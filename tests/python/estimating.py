@@ -86,6 +86,7 @@ def train(
     config.loss_type = "ForCausalLM"
     gpt = GPT2LMHeadModel(config)
     optimizer = torch.optim.AdamW(gpt.parameters())
+    settings = {"activations": "keep"} | settings
     booster = Booster(plugin=GeminiPlugin(device="cpu", device_memory=device_memory, **settings))
     gpt, optimizer, *_ = booster.boost(gpt, optimizer)
     tokens = torch.zeros((batch, 64), dtype=torch.long)
