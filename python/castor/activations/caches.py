@@ -57,7 +57,7 @@ def _check(
     if not (may_run_again and module.training and torch.is_grad_enabled()):
         return
     for value in (*args, *kwargs.values()):
-        if is_cache(value) and (held := _held(value, layer)):
+        if is_cache(value) and (held := held_in(value, layer)):
             raise UsageError(
                 f"module '{name}' ({type(module).__name__}) is passed a {held}, and transformers "
                 "takes caches from blocks that may be recomputed: call the model without it, or "
@@ -70,7 +70,7 @@ def is_cache(value: Any) -> bool:
     return hasattr(value, "get_seq_length")
 
 
-def _held(cache: Any, layer: int) -> str:
+def held_in(cache: Any, layer: int) -> str:
     """Says what a cache has of a layer, or "" where it is empty there.
 
     A layer of linear attention has states of its past, and no positions.

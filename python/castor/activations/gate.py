@@ -10,6 +10,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from castor.activations.agreement import Agreement
+from castor.activations.caches import held_in, is_cache
 from castor.activations.recompute import Recomputation
 from castor.runtime.hooks import ModuleHook
 
@@ -40,7 +41,7 @@ class Gate:
         is_wanted: Callable[[], bool],
         agreement: Agreement,
     ) -> None:
-        """Of a block.
+        """Registers the gate on a block.
 
         Args:
             module: The block, which has transformers' switch.
@@ -93,20 +94,9 @@ class Gate:
             or not self._is_wanted()
             or torch._C._is_tracing()
             or torch._C._are_functorch_transforms_active()
-            or any(_is_filled(value, self._layer) for value in values)
+            or any(is_cache(value) and held_in(value, self._layer) for value in values)
             or any(_has_hooks(part) for part in module.modules() if part is not module)
         )
-
-
-def _is_filled(value: Any, layer: int) -> bool:
-    """Whether a value is a key-value cache that holds something of a layer."""
-    length = getattr(value, "get_seq_length", None)
-    if length is None:
-        return False
-    try:
-        return int(length(layer)) > 0
-    except ValueError:  # a layer of linear attention, which has states instead of positions
-        return bool(value.has_previous_state(layer))
 
 
 def _has_hooks(module: nn.Module) -> bool:

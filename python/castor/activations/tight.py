@@ -22,7 +22,7 @@ _ROOM = 2
 """What takes so many times less than the budget is not looked at closer."""
 
 _STATE_BYTES = 16
-"""Of a parameter that is trained with Adam, in any precision."""
+"""Bytes of a parameter that is trained with Adam, in any precision."""
 
 Shape = tuple[int, int]
 """Samples, and tokens of each."""
