@@ -10,7 +10,9 @@
 #   make simgpu   suites of the CPU device on the asynchronous simulated GPU, with three seeds of delays
 #   make integration    scripts of TRL, and in CASTOR_PUBLISHED of others, Lightning, with castor and without
 #   make docs     the documentation, in build/docs/index.html
-#   make wheel    wheels in dist/ for each Python and torch asked for, tried in clean environments
+#   make wheel    a wheel in dist/ for each Python, with extensions for each torch asked for, tried in clean environments
+#   make wheels   the same for every torch that castor knows
+#   make torches  the Python tests on each torch that castor knows, but for slow ones and ranks: TORCHES selects
 #   make gpu-archive    what scripts/gpu_check.sh --wheel needs on a machine with a GPU, torch and nothing else
 #   make pages    train a small GPT and take the screenshots of docs/images
 #   make lint | package | cpp | pytest | integration | simgpu | docs | asan | tsan | asan-torch | tsan-torch | wheel | bench | bench-storage | study | clean
@@ -26,13 +28,17 @@ MAKEFLAGS += --no-builtin-rules
 PYTHON ?= python3
 # The torch release to install, as a version pattern.
 CASTOR_TORCH ?= 2.11.*
-# `make wheel` makes one wheel for each pair of these; one that this machine cannot make is SKIPPED,
-# or fails the target with WHEEL_ARGS=--require.
+TORCH_MINOR := $(CASTOR_TORCH:.*=)
+# The torch releases in the range of pyproject.toml.
+TORCHES ?= 2.11 2.12 2.13 2.14 2.15
+# `make wheel` makes one wheel for each Python, with extensions for each torch; a pair that this machine
+# cannot make is SKIPPED, or fails the target with WHEEL_ARGS=--require.
 WHEEL_PYTHONS ?= 3.11 3.12
-WHEEL_TORCHES ?= 2.11
+WHEEL_TORCHES ?= $(TORCH_MINOR)
 WHEEL_ARGS ?=
-# The Python of the machine that `make gpu-archive` packs for; its torch is WHEEL_TORCHES.
+# The Python and the torch of the machine that `make gpu-archive` packs for.
 GPU_PYTHON ?= 3.12
+GPU_TORCH ?= 2.11
 # Where `make pages` writes its screenshots; `make test` leaves the committed ones alone.
 PAGES ?= docs/images
 # More arguments for pytest and for ctest.
@@ -65,7 +71,7 @@ PY_SOURCES := $(shell find python -type f -not -name '*.pyc')
 CXX_FORMATTED := find csrc tests/cpp tests/simulated_device tests/simulated_gpu benchmarks examples -type f \
 	\( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0
 
-.PHONY: demo test whole pages browser lint lint-format lint-ruff lint-mypy lint-layers lint-threads package cpp pytest integration simgpu docs asan tsan asan-torch tsan-torch wheel gpu-archive bench bench-storage study install clean help FORCE
+.PHONY: demo test whole pages browser lint lint-format lint-ruff lint-mypy lint-layers lint-threads package cpp pytest integration simgpu docs asan tsan asan-torch tsan-torch wheel wheels torches gpu-archive bench bench-storage study install clean help FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -138,6 +144,7 @@ $(VENV_STAMPS)/castor: $(VENV_STAMPS)/venv $(STAMPS)/jemalloc pyproject.toml $(C
 	@echo "building castor"
 	@PATH="$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --no-index \
 	  --force-reinstall $$(cat $(STAMPS)/jemalloc) \
+	  --config-settings=build-dir='$(BUILD)/{wheel_tag}-torch$(TORCH_MINOR)' \
 	  --config-settings=cmake.define.CASTOR_BUILD_SIMULATED_DEVICE=ON \
 	  --config-settings=cmake.define.CASTOR_WERROR=$${CASTOR_WERROR:-OFF} .
 	@touch $@
@@ -236,7 +243,7 @@ define sanitized
 	  -DCASTOR_BUILD_PYTHON=ON -DCASTOR_BUILD_SIMULATED_DEVICE=ON -DCASTOR_BUILD_TESTS=OFF -DCASTOR_CUDA=OFF \
 	  -DCASTOR_JEMALLOC_ROOT= -DPython_EXECUTABLE=$(BIN)/python >$(BUILD)/sanitized/$(1).log \
 	  || { cat $(BUILD)/sanitized/$(1).log; exit 1; }
-	@CCACHE_SLOPPINESS=pch_defines,time_macros cmake --build $(BUILD)/sanitized/$(1)
+	@cmake --build $(BUILD)/sanitized/$(1)
 	@rm -rf $(BUILD)/sanitized/$(1)/site
 	@cmake --install $(BUILD)/sanitized/$(1) --prefix $(BUILD)/sanitized/$(1)/site >>$(BUILD)/sanitized/$(1).log
 	@cp -r python/castor $(BUILD)/sanitized/$(1)/site
@@ -267,12 +274,22 @@ wheel: $(VENV_STAMPS)/venv $(STAMPS)/jemalloc $(STAMPS)/hwloc
 	@$(BIN)/python scripts/wheel_matrix.py --python $(WHEEL_PYTHONS) --torch $(WHEEL_TORCHES) \
 	  --jemalloc $(JEMALLOC) --hwloc $(HWLOC) --dist dist --work $(BUILD) --werror $(WHEEL_ARGS)
 
+# Each in an environment of its own, .venv-torchX.Y (5 GB).
+torches:
+	@failed=; for torch in $(TORCHES); do echo "==== torch $$torch"; \
+	  $(MAKE) --no-print-directory pytest VENV=.venv-torch$$torch CASTOR_TORCH="$$torch.*" \
+	    PYTEST_ARGS="-q -m 'not slow and not ranks' $(PYTEST_ARGS)" || failed="$$failed $$torch"; done; \
+	if [ -n "$$failed" ]; then echo "failed with torch:$$failed" >&2; exit 1; fi
+
 # With kernels, or not at all; git is asked which tests there are.
+wheels:
+	@$(MAKE) --no-print-directory wheel WHEEL_TORCHES="$(TORCHES)" WHEEL_ARGS="--require $(WHEEL_ARGS)"
+
 gpu-archive: $(VENV_STAMPS)/venv
-	@$(MAKE) --no-print-directory wheel WHEEL_PYTHONS=$(GPU_PYTHON) WHEEL_ARGS="--require --cuda $(WHEEL_ARGS)"
+	@$(MAKE) --no-print-directory wheel WHEEL_PYTHONS=$(GPU_PYTHON) WHEEL_TORCHES=$(GPU_TORCH) WHEEL_ARGS="--require --cuda $(WHEEL_ARGS)"
 	@$(BIN)/python scripts/gpu_archive.py --output dist/castor-gpu.tar.gz \
-	  --wheel dist/castor_torch-*+torch$(WHEEL_TORCHES)-cp$(subst .,,$(GPU_PYTHON))-*.whl \
-	  --python $(BUILD)/py$(GPU_PYTHON)-torch$(WHEEL_TORCHES)-env/venv/bin/python \
+	  --wheel dist/castor_torch-*+torch$(GPU_TORCH)-cp$(subst .,,$(GPU_PYTHON))-*.whl \
+	  --python $(BUILD)/py$(GPU_PYTHON)-torch$(GPU_TORCH)-env/venv/bin/python \
 	  -DCASTOR_HWLOC_ROOT=$(HWLOC) $(jemalloc_definition)
 
 # Tests compute with one thread each: files go to as many processes as there are cores.

@@ -26,9 +26,20 @@ list(GET castor_torch_description 1 CASTOR_TORCH_CUDA)
 list(GET castor_torch_description 2 castor_torch_cxx11_abi)
 list(GET castor_torch_description 3 castor_torch_lib_dir)
 list(SUBLIST castor_torch_description 4 -1 castor_torch_include_dirs)
+string(REGEX MATCH "^[0-9]+[.][0-9]+" castor_torch_minor "${CASTOR_TORCH_VERSION}")
+# Where extensions are installed: a wheel holds one folder for each torch; castor/_loader.py picks.
+set(CASTOR_EXTENSION_FOLDER "castor/_extensions/torch${castor_torch_minor}")
 message(STATUS "torch ${CASTOR_TORCH_VERSION} of ${Python_EXECUTABLE}")
-if(CASTOR_TORCH_VERSION VERSION_LESS 2.9)
-  message(FATAL_ERROR "castor needs torch 2.9 or newer; found ${CASTOR_TORCH_VERSION}")
+# The range stands in pyproject.toml alone. csrc/torch/torch_versions.h tells the releases in it apart.
+file(STRINGS "${PROJECT_SOURCE_DIR}/pyproject.toml" castor_torch_range
+     REGEX "^requires = .*torch>=[0-9.]+,<[0-9.]+" LIMIT_COUNT 1)
+if(NOT castor_torch_range MATCHES "(torch>=([0-9.]+),<([0-9.]+))")
+  message(FATAL_ERROR "pyproject.toml does not say which torch releases castor can be built for")
+endif()
+set(castor_torch_range "${CMAKE_MATCH_1}")
+if(CASTOR_TORCH_VERSION VERSION_LESS CMAKE_MATCH_2 OR NOT CASTOR_TORCH_VERSION VERSION_LESS CMAKE_MATCH_3)
+  message(FATAL_ERROR "castor is built for ${castor_torch_range}, and ${Python_EXECUTABLE} has torch "
+                      "${CASTOR_TORCH_VERSION}: pip install \"${castor_torch_range}\"")
 endif()
 
 add_library(castor_torch_deps INTERFACE)
@@ -45,11 +56,10 @@ foreach(library IN ITEMS torch_python torch torch_cpu c10)
 endforeach()
 target_link_libraries(castor_torch_deps INTERFACE Python::Module)
 
-# castor_precompile_torch(TARGET): in a sanitizer's build torch's headers are read once. They are more than
-# half of its compile time, and nothing of it is installed. Elsewhere a file gets what it includes, so that
-# none lives on what another one needs.
+# castor_precompile_torch(TARGET): torch's headers are compiled once for all files of the target. They are more
+# than half of the compile time of a file. -DCASTOR_PRECOMPILE=OFF compiles each file with its own includes only.
 function(castor_precompile_torch target)
-  if(NOT CASTOR_SANITIZE)
+  if(NOT CASTOR_PRECOMPILE)
     return()
   endif()
   if(target STREQUAL "castor_torch")

@@ -29,11 +29,13 @@ def problems() -> list[str]:
     found = []
     if package.is_relative_to(SOURCES / "python"):
         found.append(f"castor is imported from the sources ({package}), not from an installation")
-    if library.parent != package:
-        found.append(f"castor._C lies outside the package: {library}")
+    if library.parent.parent != package / "_extensions":
+        found.append(f"castor._C lies outside the package's _extensions: {library}")
+    if not (library.parent / "_build_info.json").is_file():
+        found.append(f"{library.parent} lacks _build_info.json")
     found += [
         f"the wheel lacks castor/{name}"
-        for name in ("py.typed", "_C.pyi", "_build_info.json", "estimate/presets.json", *PAGE)
+        for name in ("py.typed", "_C.pyi", "estimate/presets.json", *PAGE)
         if not (package / name).is_file()
     ]
     version = importlib.metadata.version("castor-torch")

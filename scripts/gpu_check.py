@@ -111,8 +111,7 @@ def from_source(work: Path) -> Castor:
     ]
     pack = f"""
         rm -rf "{package}" && mkdir -p "{package}" && cp -r "{ROOT}/python/castor" "{package}/"
-        cp "{build}"/csrc/python/_C.*.so "{build}/csrc/python/_build_info.json" \\
-           "{build}"/csrc/python/cuda/_cuda.*.so "{package}/castor/"
+        cmake --install "{build}" --prefix "{package}"
     """
     jobs = str(len(os.sched_getaffinity(0)))
     prepare = Phase(

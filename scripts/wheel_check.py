@@ -15,6 +15,7 @@ from pathlib import Path
 from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
 from packaging.utils import parse_wheel_filename
+from wheel_repair import known_torches, local_version, requirement, torches_of
 
 # What castor._C may ask of the machine (glibc and GCC's runtime), and of torch: none of its CUDA
 # libraries, so that a torch without CUDA serves, and no OpenMP runtime beside torch's.
@@ -114,6 +115,34 @@ def problems_of_kernels(library: bytes) -> list[str]:
     return found
 
 
+def problems_of_extensions(wheel: zipfile.ZipFile, torch: str, interpreters: set[str]) -> list[str]:
+    """Compares the extensions for one torch with the record of their build.
+
+    Args:
+        wheel: The open wheel.
+        torch: Minor version of torch, such as "2.11".
+        interpreters: Python tags of the wheel, such as "cp311".
+    """
+    folder, found = f"castor/_extensions/torch{torch}", []
+    info = json.loads(wheel.read(f"{folder}/_build_info.json"))
+    if not info["torch"].startswith(f"{torch}."):
+        found.append(f"{folder} was built for torch {info['torch']}")
+    names = wheel.namelist()
+    cuda = [name for name in names if name.startswith(f"{folder}/_cuda.") and ".so" in name]
+    if bool(cuda) != (info["cuda"] != "none"):
+        found.append(f"its record says CUDA {info['cuda']}, and it holds {cuda or 'no _cuda'}")
+    for name in cuda:
+        found += problems_of_kernels(wheel.read(name))
+    for interpreter in interpreters - {"cp" + info["python"].replace(".", "")}:
+        found.append(f"it is for {interpreter}, built with Python {info['python']}")
+    found += [
+        f"it was built without {name}"
+        for name in ("jemalloc", "hwloc", "liburing")
+        if info[name] == "none"
+    ]
+    return found
+
+
 def problems_of_wheel(path: Path) -> list[str]:
     """What is wrong with a wheel file, one line each."""
     found = []
@@ -122,31 +151,23 @@ def problems_of_wheel(path: Path) -> list[str]:
         names = set(wheel.namelist())
         (metadata_name,) = (n for n in names if n.endswith(".dist-info/METADATA"))
         metadata = wheel.read(metadata_name).decode()
-        info = json.loads(wheel.read("castor/_build_info.json"))
         found += problems_of_libraries(wheel)
-        cuda = [name for name in names if name.startswith("castor/_cuda.") and ".so" in name]
-        if bool(cuda) != (info["cuda"] != "none"):
-            found.append(f"its record says CUDA {info['cuda']}, and it holds {cuda or 'no _cuda'}")
-        for name in cuda:
-            found += problems_of_kernels(wheel.read(name))
-    torch = ".".join(info["torch"].split(".")[:2])
-    if version.local != f"torch{torch}" or f"\nVersion: {version}\n" not in metadata:
-        found.append(f"its version is {version}, and it was built for torch {torch}")
-    if not re.search(rf"^Requires-Dist: torch=={re.escape(torch)}\.\*$", metadata, re.MULTILINE):
-        found.append(f"it does not require torch=={torch}.*")
+        torches = torches_of(names)
+        for torch in torches:
+            found += problems_of_extensions(wheel, torch, {tag.interpreter for tag in tags})
+    known = known_torches(metadata)
+    wanted_version = local_version(torches, known)
+    if version.local != wanted_version or f"\nVersion: {version}\n" not in metadata:
+        found.append(f"its version is {version}, and it was built for torch {', '.join(torches)}")
+    wanted = requirement(torches, known)
+    if wanted and f"\nRequires-Dist: {wanted}\n" not in metadata:
+        found.append(f"it does not require {wanted}")
     for tag in tags:
         glibc = re.fullmatch(r"manylinux_2_(\d+)_x86_64", tag.platform)
         if glibc is None or int(glibc[1]) > NEWEST_GLIBC:
             found.append(f"its platform is {tag.platform}")
-        if tag.interpreter != "cp" + info["python"].replace(".", ""):
-            found.append(f"it is for {tag.interpreter}, built with Python {info['python']}")
-    found += [
-        f"it was built without {name}"
-        for name in ("jemalloc", "hwloc", "liburing")
-        if info[name] == "none"
-    ]
-    wanted = ["_C.pyi", "py.typed", "selftest.py", *(f"licenses/{name}" for name in LICENSES)]
-    found += [f"it lacks castor/{name}" for name in wanted if f"castor/{name}" not in names]
+    files = ["_C.pyi", "py.typed", "selftest.py", *(f"licenses/{name}" for name in LICENSES)]
+    found += [f"it lacks castor/{name}" for name in files if f"castor/{name}" not in names]
     return found
 
 

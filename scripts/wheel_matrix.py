@@ -1,8 +1,8 @@
-"""Builds, repairs and tries a castor wheel for each pair of a Python and a torch.
+"""Builds, repairs and tries a castor wheel for each Python, with extensions for each torch.
 
-    wheel_matrix.py --python 3.11 3.12 --torch 2.11 --jemalloc PREFIX --hwloc PREFIX
+    wheel_matrix.py --python 3.11 3.12 --torch 2.11 2.15 --jemalloc PREFIX --hwloc PREFIX
 
-Each wheel is installed into an environment with a stock torch, and its selftest runs there with an
+Each wheel is installed into environments with each stock torch, and its selftest runs there with an
 empty environment, no compiler on PATH and the sources out of reach. A Python that this machine
 lacks, or a torch that the index lacks, is reported as SKIPPED (with --require: as a failure). Ends
 with a table of times; exits 1 if a pair failed. Run with the interpreter of an environment that has
@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from packaging.version import Version
 from requirements import requirements
 from torch_env import UnavailableError, installed_torch, make_torch_env, minor_version
 from wheel_check import STRICT, mapped_libraries, problems_of_wheel
@@ -31,13 +32,16 @@ MAX_SELFTEST_SECONDS = 20.0
 
 @dataclass
 class Pair:
-    """A wheel to make, and how far it came."""
+    """A Python and a torch that a wheel is made for, and how far it came."""
 
     python: str
     torch: str
     result: str = "FAILED"
     detail: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
+    interpreter: Path = field(default_factory=Path)
+    raw: Path | None = None
+    """The wheel as it was compiled."""
 
     @property
     def name(self) -> str:
@@ -157,35 +161,49 @@ def smoke_test(pair: Pair, python: Path, wheel: Path) -> str:
     return f"{said.splitlines()[-1]}; adds {', '.join(sorted(Path(p).name for p in added))}"
 
 
-def make(pair: Pair, arguments: argparse.Namespace) -> None:
-    """Takes a pair through all phases; its result and detail say how far."""
+def compile_pair(pair: Pair, arguments: argparse.Namespace) -> None:
+    """Makes the environment of a pair and compiles its wheel; the pair says how far that came."""
     work = arguments.work.resolve() / f"{pair.name}-env"
     start = time.perf_counter()
-
-    def lap(phase: str) -> None:
-        nonlocal start
-        pair.seconds[phase] = time.perf_counter() - start
-        start = time.perf_counter()
-
     try:
-        python = make_torch_env(work / "venv", pair.python, pair.torch)
-        lap("torch")
-        raw = build(pair, python, work, arguments)
-        lap("build")
-        wheel = repair(raw, arguments.dist.resolve())
-        lap("repair")
-        problems = problems_of_wheel(wheel)
-        if problems:
-            raise SystemExit(f"{wheel.name}: " + "; ".join(problems))
-        seen = smoke_test(pair, python, wheel)
+        pair.interpreter = make_torch_env(work / "venv", pair.python, pair.torch)
+        pair.seconds["torch"] = time.perf_counter() - start
+        start = time.perf_counter()
+        pair.raw = build(pair, pair.interpreter, work, arguments)
+        pair.seconds["build"] = time.perf_counter() - start
     except UnavailableError as error:
         pair.result, pair.detail = ("FAILED" if arguments.require else "SKIPPED"), str(error)
-        return
     except (SystemExit, OSError, subprocess.CalledProcessError) as error:
         pair.detail = str(error)
+
+
+def make(pairs: list[Pair], arguments: argparse.Namespace) -> None:
+    """Makes the wheel of one Python and tries it with each torch; the pairs say how far that came.
+
+    A wheel is made only if none of the pairs failed.
+    """
+    for pair in pairs:
+        compile_pair(pair, arguments)
+    compiled = [pair for pair in pairs if pair.raw is not None]
+    if not compiled or any(pair.result == "FAILED" for pair in pairs if pair.raw is None):
+        for pair in compiled:
+            pair.detail = "it was compiled; the wheel needs the other torches as well"
+        return
+    try:
+        wheel = repair([pair.raw for pair in compiled if pair.raw], arguments.dist.resolve())
+        if problems := problems_of_wheel(wheel):
+            raise SystemExit(f"{wheel.name}: " + "; ".join(problems))
+    except (SystemExit, OSError) as error:
+        for pair in compiled:
+            pair.detail = str(error)
         return
     size = wheel.stat().st_size / 2**20
-    pair.result, pair.detail = "ok", f"{wheel.name} ({size:.2f} MiB): {seen}"
+    for pair in compiled:
+        try:
+            seen = smoke_test(pair, pair.interpreter, wheel)
+            pair.result, pair.detail = "ok", f"{wheel.name} ({size:.2f} MiB): {seen}"
+        except (SystemExit, OSError) as error:
+            pair.detail = str(error)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -211,12 +229,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     arguments = parse(argv)
-    pairs = [Pair(python, torch) for python in arguments.python for torch in arguments.torch]
-    for pair in pairs:
-        make(pair, arguments)
-        print(f"wheel {pair.name}: {pair.result}: {pair.detail}", flush=True)
-        if arguments.discard:
-            shutil.rmtree(arguments.work / f"{pair.name}-env", ignore_errors=True)
+    pairs = []
+    for python in arguments.python:
+        of_python = [Pair(python, torch) for torch in sorted(arguments.torch, key=Version)]
+        make(of_python, arguments)
+        for pair in of_python:
+            print(f"wheel {pair.name}: {pair.result}: {pair.detail}", flush=True)
+            if arguments.discard:
+                shutil.rmtree(arguments.work / f"{pair.name}-env", ignore_errors=True)
+        pairs += of_python
     print()
     for pair in pairs:
         times = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in pair.seconds.items())

@@ -84,7 +84,7 @@ class PassTurn {
   Joined join_backward(const Caller& caller, Origin origin);
   /// The backward pass is over. Returns whether no other is under way.
   bool end_task(Task task);
-  /// As scopes, nested: `what` is the caller's words for it.
+  /// Sections nest like scopes. `what` names the section in the caller's words.
   Joined enter_section(const Caller& caller, Section kind, const std::string& what);
   void end_section(Section kind);
 
@@ -143,9 +143,9 @@ class PassTurn {
   std::list<const Waiter*> waiting_ CASTOR_GUARDED_BY(mutex_);  // in the order of arrival
 
   std::uint64_t number_ CASTOR_GUARDED_BY(mutex_) = 0;  // of the turn
-  // Of the thread that called the model: what it began, autograd's threads go on with.
+  // Number of the thread that called the model; autograd's threads continue its pass.
   std::uint64_t author_ CASTOR_GUARDED_BY(mutex_) = 0;
-  // Whose turn it is; nobody's where a backward pass has begun on a thread of autograd's.
+  // Number of the thread that has the turn; 0 if a backward pass began on a thread of autograd's.
   std::uint64_t thread_ CASTOR_GUARDED_BY(mutex_) = 0;
   long native_id_ CASTOR_GUARDED_BY(mutex_) = 0;
   std::weak_ptr<const Thread> alive_ CASTOR_GUARDED_BY(mutex_);

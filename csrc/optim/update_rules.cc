@@ -59,7 +59,7 @@ std::unique_ptr<UpdateRule> make_update_rule(std::string_view name, StateFormat 
 const UpdateRule& rule_of_type(const UpdateRule& rule, ScalarType type) {
   if (type != ScalarType::kFloat32 || !rule.splits_masters())
     return rule;
-  // Of every registered rule one, which nothing changes.
+  // One immutable instance for each registered rule.
   static const auto unsplit = [] {
     std::vector<std::unique_ptr<const UpdateRule>> rules;
     for (const Registered& registered : kRules)

@@ -118,7 +118,7 @@ class ChunkStorages final : public ParamBinder {
   /// A new storage takes the place of the parameter's, where that points. Returns the old one,
   /// which points there as well, and is followed no longer.
   c10::Storage renew(ParamId param);
-  /// As renew, but with `storage`, an ordinary one of torch's of the parameter's size: whatever
+  /// Renews with `storage`, an ordinary one of torch's of the parameter's size: whatever
   /// else lies over it follows the parameter from now on. Its memory goes. Of the tensors over it
   /// none is known, nor the version counters that their writes count in: see distrust().
   void adopt(ParamId param, const c10::Storage& storage);

@@ -54,7 +54,7 @@ class GradientParts {
   [[nodiscard]] const c10::Storage& storage(ParamId param) const {
     return storages_.storage(param);
   }
-  /// As GradientStorages'.
+  /// See GradientStorages::renew.
   c10::Storage renew_storage(ParamId param) { return storages_.renew(param); }
   /// From now on their addresses are told only in visits. Once their tensors are made.
   void forbid_addresses();

@@ -152,7 +152,7 @@ void GradientSink::leave_to_holders(ParamId param) {
   Gradient& gradient = gradients_[index(param)];
   const bool held = uses_of(*gradient.view.unsafeGetTensorImpl()) > kOwnUses;
   const bool shared = storage_shared(param) || (held && lies_over(gradient.view, gradient.storage));
-  // Of a gradient that ranks keep in shards there is no memory here to copy: it stays the chunk's.
+  // A gradient that ranks keep in shards has no memory here to copy: it stays the chunk's.
   const bool copyable = !cut(layout_.place(param).chunk);
   if ((!copyable || (!held && !shared)) && in_place(param)) {
     return;

@@ -99,8 +99,8 @@ class GradientSink {
 
   /// Whether the parameter required a gradient when it was taken over.
   [[nodiscard]] bool required(ParamId param) const { return gradients_[index(param)].required; }
-  /// What the chunk's payload holds of gradients that p.grad is not any more is about to be
-  /// written: who holds tensors over it keeps them, with memory of their own.
+  /// Call before the chunk's payload is overwritten: tensors over gradients that p.grad no longer
+  /// refers to get memory of their own, so that their holders keep the values.
   void leave_to_holders(ChunkId chunk);
   /// Of the parameter, at the last collect(): whether it has a gradient ...
   [[nodiscard]] bool present(ParamId param) const { return gradients_[index(param)].present; }

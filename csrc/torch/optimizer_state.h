@@ -36,13 +36,13 @@ class OptimizerState {
                  std::shared_ptr<const UpdateRule> rule, const ChunkCopies& copies,
                  RankStates* ranks);
 
-  /// That of the parameters in the working precision; fp32 ones beside them have kFp32.
+  /// The format of parameters in the working precision; fp32 ones beside them have kFp32.
   [[nodiscard]] StateFormat format() const noexcept {
     return rule_ ? rule_->format() : StateFormat::kFp32;
   }
   [[nodiscard]] StateFormat format(ParamId param) const;
   [[nodiscard]] const StatePlaces& places() const noexcept { return places_; }
-  /// Of the rule's states, as `shown` and `read` give them of that parameter.
+  /// Names of the rule's states, in the order in which `shown` and `read` return them.
   [[nodiscard]] std::vector<std::string> names(ParamId param) const;
 
   /// Gives the parameter values, of any floating-point type and device: makes the master and, by

@@ -54,7 +54,7 @@ class ParamMemory {
     }
   }
   void take_up_all();
-  /// As take_up_all, where a tensor of a chunk was given other memory since the last time.
+  /// Calls take_up_all if a tensor of a chunk was given other memory since the last call.
   void take_up_given();
 
   /// Whether one of the chunk's parameters has other memory.

@@ -55,8 +55,9 @@ PassTurn::Caller Passes::caller() {
   return {.shared = shared, .task = ::torch::autograd::get_current_graph_task_id()};
 }
 
-// What the thread allocates after backward (the next micro-batch's data, a user's clipping on the
-// host) is not the model's. Autograd drops the callback with the pass, also when the pass failed.
+// Memory that the thread allocates after backward (the next micro-batch's data, a user's clipping
+// on the host) is not the model's. Autograd drops the callback with the pass, also when the pass
+// failed.
 void Passes::follow(const Joined& joined) {
   if (joined.task_is_new) {
     auto end =

@@ -24,7 +24,7 @@ class Passes : public std::enable_shared_from_this<Passes> {
   /// it; passes within others do not count.
   void at_backward_end(std::function<void()> work) { at_backward_end_ = std::move(work); }
 
-  /// What is known of a pass when something of the model happens in it.
+  /// The state of a pass that a caller has joined.
   using Joined = PassTurn::Joined;
 
   /// Before a module's forward, in a backward pass or outside: returns once it may run.

@@ -184,7 +184,7 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   [[nodiscard]] std::shared_ptr<void> visit(ParamId param, bool writes);
   /// As OptimizerState::views, but the same tensors at every call, and watched by the gate.
   [[nodiscard]] const std::vector<at::Tensor>& states(ParamId param);
-  /// As StateViews'. No update is under way.
+  /// See StateViews::release. No update is under way.
   void release_states(ParamId param) {
     state_views_->release(param, *gate_, index(layout_.place(param).chunk));
   }

@@ -14,6 +14,7 @@
 
 #include "core/error.h"
 #include "core/mutex.h"
+#include "torch/torch_versions.h"
 #include "torch/uses.h"
 
 namespace castor {
@@ -117,8 +118,7 @@ class FollowingHooks : public at::impl::VariableHooksInterface {
   at::TensorBase tensor_data(const at::TensorBase& tensor) const override {
     return torchs_.tensor_data(tensor);
   }
-  const std::shared_ptr<::torch::autograd::Node>& grad_fn(
-      const at::TensorBase& tensor) const override {
+  const torch_versions::NodePointer& grad_fn(const at::TensorBase& tensor) const override {
     return torchs_.grad_fn(tensor);
   }
   unsigned _register_hook(

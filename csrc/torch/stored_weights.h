@@ -96,7 +96,7 @@ class StoredWeights final : public HomeStore {
   [[nodiscard]] const c10::Storage& gradient_storage(ParamId param) const {
     return gradients_->storage(param);
   }
-  /// As GradientStorages'.
+  /// See GradientStorages::renew.
   c10::Storage renew_gradient_storage(ParamId param) { return gradients_->renew(param); }
 
   using Holds = std::vector<ChunkStream::Hold>;

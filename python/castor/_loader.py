@@ -1,25 +1,26 @@
-"""Loads castor._C, once it is sure that the torch here is the one it was compiled for.
+"""Loads the castor._C that was compiled for the torch of this environment.
 
-torch's C++ ABI holds within a minor version only. Another one would fail on a symbol with an
-unreadable name, or load and crash later; so the record that the build left beside the module is
-compared first. Whether torch has CUDA does not matter to castor._C, which links no CUDA library:
-what needs one is in castor._cuda.
+torch's C++ ABI holds within a minor version only: an extension for another one would fail on a
+symbol with an unreadable name, or load and crash later. So castor/_extensions has a folder for each
+torch that castor was compiled for, with the extensions and the record of their build. Whether torch
+has CUDA does not matter to castor._C, which links no CUDA library; castor._cuda does.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import re
 import sys
 from dataclasses import dataclass, fields
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
 _REINSTALL = "reinstall castor-torch"
+_EXTENSIONS = Path(__file__).parent / "_extensions"
 # What brings a library that castor._C names. A wheel carries TBB; from source it is the system's.
 _PACKAGES = {
     "libtbb": "apt-get install libtbb12, or install the wheel, which carries it",
@@ -50,27 +51,41 @@ class BuildInfo:
     liburing: str
 
 
-def extension_path() -> Path:
-    """The file of castor._C, links resolved: a development tree links to its build directory.
+def extension_path(version: str = torch.__version__) -> Path:
+    """Returns the file of castor._C for a torch and this Python.
+
+    Args:
+        version: torch.__version__, such as "2.11.0+cu130".
 
     Raises:
-        ImportError: There is none for this Python.
+        ImportError: There is none. The message says which ones there are, and what to install.
     """
-    spec = importlib.util.find_spec("castor._C")
-    if spec is not None and spec.origin is not None:
-        return Path(spec.origin).resolve()
-    package = Path(__file__).parent
-    here = f"Python {sys.version_info.major}.{sys.version_info.minor}"
-    others = sorted(path.name for path in package.glob("_C.*.so"))
-    if others:
+    package, minor = _EXTENSIONS.parent, _minor(version)
+    for suffix in EXTENSION_SUFFIXES:
+        if (path := _EXTENSIONS / f"torch{minor}" / f"_C{suffix}").exists():
+            return path
+    built = sorted(_EXTENSIONS.glob("torch*/_C.*.so"))
+    if not built:
         raise ImportError(
-            f"castor in {package} was built for another Python than {here} (it holds {others[0]}): "
+            f"castor in {package} lacks its extension castor._C: these are sources that were not "
+            "built; leave their directory, or install them with "
+            "`pip install --no-build-isolation .`",
+            name="castor._C",
+        )
+    same_torch = [path.name for path in built if path.parent.name == f"torch{minor}"]
+    if same_torch:
+        raise ImportError(
+            f"castor in {package} was built for another Python than Python "
+            f"{sys.version_info.major}.{sys.version_info.minor} (it holds {same_torch[0]}): "
             f"{_REINSTALL} with this interpreter's pip",
             name="castor._C",
         )
+    torches = [path.parent.name.removeprefix("torch") for path in built]
+    wanted = " or ".join(f'"torch=={torch}.*"' for torch in torches)
     raise ImportError(
-        f"castor in {package} lacks its extension castor._C: these are sources that were not "
-        "built; leave their directory, or install them with `pip install --no-build-isolation .`",
+        f"this castor was built for torch {', '.join(torches)}, and torch {version} is installed: "
+        f"pip install {wanted}, or a castor built for torch {minor} (a wheel that holds it, or "
+        "from source with pip install --no-build-isolation)",
         name="castor._C",
     )
 
@@ -101,15 +116,13 @@ def check_torch(info: BuildInfo, version: str) -> None:
         version: torch.__version__, such as "2.11.0+cu130".
 
     Raises:
-        ImportError: They differ; the message says which torch to take, or which castor.
+        ImportError: They differ: the folder of the extension was moved or renamed.
     """
     built, here = _minor(info.torch), _minor(version)
     if built != here:
         raise ImportError(
-            f"this castor {info.castor} was built for torch {built} and torch {version} is "
-            f'installed: install that torch (pip install "torch=={built}.*"), or a castor built '
-            f"for torch {here} (the wheel castor-torch=={info.castor}+torch{here}, or from source "
-            "with pip install --no-build-isolation)",
+            f"the extension of castor {info.castor} for torch {here} was built for torch {built}, "
+            f"says the record beside it: {_REINSTALL}",
             name="castor._C",
         )
 
@@ -162,6 +175,7 @@ def _load() -> BuildInfo:
     extension = extension_path()
     info = read_build_info(extension)
     check_torch(info, torch.__version__)
+    sys.modules["castor"].__path__.append(str(extension.parent))
     try:
         from castor import _C  # noqa: F401
     except ImportError as error:

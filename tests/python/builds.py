@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
 BUILD = Path(__file__).resolve().parents[2] / "build"
 WANTED = os.environ.get("CASTOR_TEST_BUILD")
@@ -14,11 +16,19 @@ WANTED = os.environ.get("CASTOR_TEST_BUILD")
 
 
 def newest(folder: str, module: str) -> Path | None:
-    """The extension module that tests/`folder` is compiled to; None: nobody has compiled it."""
-    builds = BUILD.glob("*") if WANTED is None else [Path(WANTED)]
+    """The extension module of tests/`folder` for this torch; None: nobody has compiled it."""
+    builds = filter(_is_for_this_torch, BUILD.glob("*") if WANTED is None else [Path(WANTED)])
     name = f"{module}{sysconfig.get_config_var('EXT_SUFFIX')}"
     built = [path for build in builds if (path := build / "tests" / folder / name).exists()]
     return max(built, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _is_for_this_torch(build: Path) -> bool:
+    record = build / "csrc" / "python" / "_build_info.json"
+    if not record.is_file():
+        return False
+    built: str = json.loads(record.read_text())["torch"]
+    return built.split(".")[:2] == torch.__version__.split(".")[:2]
 
 
 def require(folder: str, module: str) -> Path:

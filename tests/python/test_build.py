@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,20 +12,26 @@ from types import ModuleType
 
 import pytest
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    from pip._vendor import tomli as tomllib
+
 REPOSITORY = Path(__file__).resolve().parents[2]
+PROJECT = {"dependencies": ["torch>=2.11,<2.16"]}
 
 needs_cmake = pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not on PATH")
 
 
-def configure(build: Path, *arguments: str, path: str | None = None) -> str:
-    """Configures with `arguments` and the given PATH, which must fail; its output on one line."""
+def configure(build: Path, *arguments: str, **variables: str) -> str:
+    """Configures with `arguments` and `variables` set, which must fail; its output on one line."""
     environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "CMAKE_GENERATOR")}
     done = subprocess.run(
         [str(shutil.which("cmake")), "-S", str(REPOSITORY), "-B", str(build), *arguments],
         capture_output=True,
         text=True,
         check=False,
-        env=environment | ({} if path is None else {"PATH": path}),
+        env=environment | variables,
     )
     assert done.returncode != 0
     return " ".join((done.stdout + done.stderr).split())
@@ -56,7 +63,7 @@ def test_missing_compiler_is_named_with_its_debian_package(tmp_path: Path) -> No
     assert make is not None
     (tools / Path(make).name).symlink_to(make)
     generator = "Ninja" if make.endswith("ninja") else "Unix Makefiles"
-    said = configure(tmp_path / "build", f"-G{generator}", path=str(tools))
+    said = configure(tmp_path / "build", f"-G{generator}", PATH=str(tools))
     assert "apt-get install build-essential" in said
 
 
@@ -91,14 +98,51 @@ def provider() -> ModuleType:
 def test_wheel_requires_the_minor_version_of_torch_it_is_built_with(
     provider: ModuleType, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.10.1+cpu")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.12.1+cpu")
     provider.build_state(state)
-    assert provider.dynamic_metadata({}, {}) == {"dependencies": ["torch==2.10.*"]}
+    assert provider.dynamic_metadata({}, PROJECT) == {"dependencies": ["torch==2.12.*"]}
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.16.0+cpu", "3.0.0"])
+def test_a_torch_that_castor_does_not_know_is_refused_before_anything_is_built(
+    provider: ModuleType, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    provider.build_state("wheel")
+    with pytest.raises(SystemExit, match=rf"torch<2\.16,>=2\.11.*torch {re.escape(version)} is"):
+        provider.dynamic_metadata({}, PROJECT)
+
+
+@needs_cmake
+def test_cmake_refuses_a_torch_that_castor_does_not_know(tmp_path: Path) -> None:
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from types import SimpleNamespace\n__version__ = '2.10.1'\n"
+        "version = SimpleNamespace(cuda=None)\ncompiled_with_cxx11_abi = lambda: True\n"
+    )
+    said = configure(
+        tmp_path / "build",
+        "-DCASTOR_BUILD_PYTHON=ON",
+        "-DCASTOR_BUILD_TESTS=OFF",
+        "-DCASTOR_CUDA=OFF",
+        f"-DPython_EXECUTABLE={sys.executable}",
+        PYTHONPATH=str(tmp_path),
+    )
+    assert "torch>=2.11,<2.16" in said
+    assert "has torch 2.10.1" in said
+
+
+def test_build_and_installation_know_the_same_torch() -> None:
+    document = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    known = [line for line in document["project"]["dependencies"] if line.startswith("torch>")]
+    assert [x for x in document["build-system"]["requires"] if x.startswith("torch>")] == known
+    assert known == PROJECT["dependencies"]
 
 
 def test_sdist_requires_no_particular_torch(provider: ModuleType) -> None:
     provider.build_state("sdist")
-    assert provider.dynamic_metadata({}, {}) == {"dependencies": []}
+    assert provider.dynamic_metadata({}, PROJECT) == {"dependencies": []}
 
 
 def test_wheel_without_torch_or_cmake_says_what_to_install(
@@ -108,11 +152,11 @@ def test_wheel_without_torch_or_cmake_says_what_to_install(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(SystemExit, match="apt-get install cmake"):
-        provider.dynamic_metadata({}, {})
+        provider.dynamic_metadata({}, PROJECT)
 
     def absent(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
-    with pytest.raises(SystemExit, match=r"torch>=2\.9.*--no-build-isolation"):
-        provider.dynamic_metadata({}, {})
+    with pytest.raises(SystemExit, match=r"torch.*>=2\.11.*--no-build-isolation"):
+        provider.dynamic_metadata({}, PROJECT)

@@ -34,13 +34,10 @@ def built_for(version: str) -> BuildInfo:
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """A copy of the package that a test may damage: castor in an otherwise empty directory."""
-    extension = _loader.extension_path()
     copy = tmp_path / "site" / "castor"
     shutil.copytree(
         Path(castor.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__")
     )
-    shutil.copy(extension, copy / extension.name)
-    shutil.copy(extension.parent / "_build_info.json", copy)
     # What auditwheel put beside the package.
     for libraries in Path(castor.__file__).parent.parent.glob("castor_torch.libs"):
         shutil.copytree(libraries, copy.parent / libraries.name)
@@ -74,26 +71,37 @@ def test_parts_of_torch_that_take_long_are_imported_by_who_needs_them() -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def with_torch(package: Path, version: str) -> None:
-    path = package / "_build_info.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"torch": version}))
+def folder(package: Path) -> Path:
+    """The folder of the extensions for the torch of this environment."""
+    minor = ".".join(torch.__version__.split(".")[:2])
+    return package / "_extensions" / f"torch{minor}"
+
+
+def for_another_torch(package: Path) -> None:
+    folder(package).rename(package / "_extensions" / "torch1.99")
+
+
+def with_another_record(package: Path) -> None:
+    path = folder(package) / "_build_info.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"torch": "1.99.3"}))
 
 
 def without_record(package: Path) -> None:
-    (package / "_build_info.json").unlink()
+    (folder(package) / "_build_info.json").unlink()
 
 
 def without_extension(package: Path) -> None:
-    next(package.glob("_C.*.so")).unlink()
+    next(folder(package).glob("_C.*.so")).unlink()
 
 
 def for_another_python(package: Path) -> None:
-    next(package.glob("_C.*.so")).rename(package / "_C.cpython-399-x86_64-linux-gnu.so")
+    extension = next(folder(package).glob("_C.*.so"))
+    extension.rename(extension.with_name("_C.cpython-399-x86_64-linux-gnu.so"))
 
 
 def without_tbb(package: Path) -> None:
     """Renames libtbb in the extension's list of libraries; a wheel's has a hash in its name."""
-    extension = next(package.glob("_C.*.so"))
+    extension = next(folder(package).glob("_C.*.so"))
     content = extension.read_bytes()
     assert content.count(b"\0libtbb") == 1
     start = content.index(b"\0libtbb")
@@ -105,9 +113,10 @@ def without_tbb(package: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda package: with_torch(package, "1.99.3"), ["torch 1.99 ", torch.__version__, "pip"]),
+        (for_another_torch, ["torch 1.99,", f"torch {torch.__version__} is", '"torch==1.99.*"']),
+        (with_another_record, ["built for torch 1.99,", "reinstall"]),
         (
-            lambda package: (package / "_build_info.json").write_text("{}"),
+            lambda package: (folder(package) / "_build_info.json").write_text("{}"),
             ["KeyError", "reinstall"],
         ),
         (without_record, ["_build_info.json", "FileNotFoundError", "reinstall"]),
@@ -115,7 +124,15 @@ def without_tbb(package: Path) -> None:
         (for_another_python, ["another Python", "cpython-399", "reinstall"]),
         (without_tbb, ["libtbb.so.", "not to be found", "apt-get install libtbb12"]),
     ],
-    ids=["torch", "damaged record", "no record", "no extension", "python", "libtbb"],
+    ids=[
+        "torch",
+        "another record",
+        "damaged record",
+        "no record",
+        "no extension",
+        "python",
+        "libtbb",
+    ],
 )
 def test_import_that_cannot_work_says_what_to_do(
     package: Path, damage: Callable[[Path], object], words: list[str]
@@ -135,15 +152,17 @@ def test_any_build_of_the_same_minor_version_fits(here: str) -> None:
     check_torch(built_for("2.11.0"), here)
 
 
-@pytest.mark.parametrize("here", ["2.10.0", "2.12.0+cpu", "2.1.1", "3.11.0", "2.110.0"])
+@pytest.mark.parametrize("here", ["2.10.0", "2.16.0+cpu", "2.1.1", "3.11.0", "2.110.0"])
 def test_another_minor_version_is_refused_with_both_ways_out(here: str) -> None:
-    minor = ".".join(here.split(".")[:2])
+    built = ".".join(torch.__version__.split(".")[:2])
     with pytest.raises(ImportError) as raised:
-        check_torch(built_for("2.11.0"), here)
+        _loader.extension_path(here)
     message = str(raised.value)
     assert f"torch {here} is installed" in message
-    assert '"torch==2.11.*"' in message
-    assert f"castor-torch==0.1.0+torch{minor}" in message
+    assert f'"torch=={built}.*"' in message
+    assert f"a castor built for torch {'.'.join(here.split('.')[:2])} " in message
+    with pytest.raises(ImportError):
+        check_torch(built_for("2.11.0"), here)
 
 
 def test_unresolved_symbol_names_both_builds() -> None:

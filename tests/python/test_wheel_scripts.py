@@ -33,11 +33,13 @@ def write_wheel(directory: Path, version: str, platform: str, **record: str) -> 
     info = json.loads((extension.parent / "_build_info.json").read_text()) | record
     path = directory / f"castor_torch-{version}-cp311-cp311-{platform}.whl"
     with zipfile.ZipFile(path, "w") as wheel:
-        wheel.write(extension, f"castor/{extension.name}")
-        wheel.writestr("castor/_build_info.json", json.dumps(info))
+        folder = "castor/_extensions/torch2.11"
+        wheel.write(extension, f"{folder}/{extension.name}")
+        wheel.writestr(f"{folder}/_build_info.json", json.dumps(info))
         wheel.writestr(
             f"castor_torch-{version}.dist-info/METADATA",
-            "Metadata-Version: 2.4\nName: castor-torch\nVersion: 0.1.0\n",
+            "Metadata-Version: 2.4\nName: castor-torch\nVersion: 0.1.0\n"
+            "Requires-Dist: torch<2.16,>=2.11\n",
         )
     return path
 
@@ -86,6 +88,58 @@ def test_kernels_for_every_gpu_are_asked_for(
         binaries = check.kernels_of(module.read_bytes())
         assert binaries
         assert all(binaries)  # for which GPUs, whoever built it has chosen
+
+
+def raw_wheel(directory: Path, torch: str, script: Callable[[str], ModuleType]) -> Path:
+    """A wheel as it is compiled against one torch, with a file in the place of the extension."""
+    source = directory / torch / "source"
+    folder = source / "castor" / "_extensions" / f"torch{torch}"
+    folder.mkdir(parents=True)
+    (folder / "_C.so").write_text(torch)
+    (source / "castor" / "__init__.py").touch()
+    info = source / "castor_torch-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.4\nName: castor-torch\nVersion: 0.1.0\n"
+        f"Requires-Dist: torch<2.16,>=2.11\nRequires-Dist: torch=={torch}.*\n"
+    )
+    (info / "WHEEL").write_text(
+        "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: false\n"
+        "Tag: cp311-cp311-linux_x86_64\n"
+    )
+    (info / "RECORD").touch()
+    script("wheel_repair").run("wheel", "pack", "-d", directory / torch, source)
+    (wheel,) = (directory / torch).glob("*.whl")
+    return wheel
+
+
+@pytest.mark.parametrize(
+    ("torches", "requires", "local"),
+    [
+        (["2.11"], ["torch==2.11.*"], "torch2.11"),
+        (["2.11", "2.15"], ["torch!=2.12.*,!=2.13.*,!=2.14.*"], "torch2.11.torch2.15"),
+        (["2.11", "2.12", "2.13", "2.14", "2.15"], [], None),
+    ],
+    ids=["one", "two", "all"],
+)
+def test_one_wheel_holds_the_extensions_for_several_torches(
+    tmp_path: Path,
+    script: Callable[[str], ModuleType],
+    torches: list[str],
+    requires: list[str],
+    local: str | None,
+) -> None:
+    repair = script("wheel_repair")
+    wheels = [raw_wheel(tmp_path, torch, script) for torch in torches]
+    with zipfile.ZipFile(repair.merge(wheels, tmp_path / "work")) as merged:
+        metadata = merged.read("castor_torch-0.1.0.dist-info/METADATA").decode()
+        assert repair.torches_of(merged.namelist()) == torches
+        for torch in torches:
+            content = merged.read(f"castor/_extensions/torch{torch}/_C.so").decode()
+            assert content == torch
+    lines = [f"Requires-Dist: {line}" for line in ["torch<2.16,>=2.11", *requires]]
+    assert [line for line in metadata.splitlines() if "torch" in line][1:] == lines
+    assert repair.local_version(torches, repair.known_torches(metadata)) == local
 
 
 def test_python_that_is_not_there_is_named(script: Callable[[str], ModuleType]) -> None:

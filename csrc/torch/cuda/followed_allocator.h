@@ -1,6 +1,7 @@
 #pragma once
 
-// Internal to csrc/torch/cuda, for torch 2.11: the interface of its CUDA allocator.
+// Internal to csrc/torch/cuda: the interface of torch's CUDA allocator, which grows with each
+// release.
 
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -10,6 +11,8 @@
 #include <unordered_set>
 #include <utility>
 #include <vector>
+
+#include "torch/torch_versions.h"
 
 namespace castor::detail {
 
@@ -124,6 +127,28 @@ class FollowedAllocator final : public c10::cuda::CUDACachingAllocator::CUDAAllo
       c10::cuda::CUDACachingAllocator::OutOfMemoryObserver observer) override {
     base_->attachOutOfMemoryObserver(std::move(observer));
   }
+#if CASTOR_TORCH_AT_LEAST(12)
+  void attachOomRejectionObserver(
+      c10::cuda::CUDACachingAllocator::OomRejectionObserver observer) override {
+    base_->attachOomRejectionObserver(std::move(observer));
+  }
+  std::shared_ptr<c10::GatheredContext> getContextForPointer(const void* data) override {
+    return base_->getContextForPointer(data);
+  }
+#endif
+#if CASTOR_TORCH_AT_LEAST(13)
+  c10::DataPtr allocateWithAddress(std::size_t n, void* address) override {
+    return around_(n, [&] { return base_->allocateWithAddress(n, address); });
+  }
+  void markCaptureBegin(Device device) override { base_->markCaptureBegin(device); }
+  void markCaptureEnd(Device device) override { base_->markCaptureEnd(device); }
+#endif
+#if CASTOR_TORCH_AT_LEAST(14)
+  bool supportsUserMetadata() override { return base_->supportsUserMetadata(); }
+  void annotateMemory(const void* data, const std::string& metadata) override {
+    base_->annotateMemory(data, metadata);
+  }
+#endif
   void attachAllocatorTraceTracker(
       c10::CachingDeviceAllocator::AllocatorTraceTracker tracker) override {
     base_->attachAllocatorTraceTracker(std::move(tracker));

@@ -1,7 +1,5 @@
 #include "torch/cuda/torch_allocations.h"
 
-#include <torch/version.h>
-
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -13,14 +11,8 @@
 #include "core/error.h"
 #include "cuda/stream_order.h"
 #include "torch/cuda/caching_arena.h"
-#include "torch/gil.h"
-
-#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR == 11
 #include "torch/cuda/followed_allocator.h"
-#define CASTOR_KNOWS_TORCH_ALLOCATOR 1
-#else
-#define CASTOR_KNOWS_TORCH_ALLOCATOR 0
-#endif
+#include "torch/gil.h"
 
 namespace castor {
 namespace {
@@ -66,8 +58,6 @@ class Accounts {
   std::array<std::vector<std::weak_ptr<DeviceAccount>>, kMaxDevices> accounts_
       CASTOR_GUARDED_BY(mutex_);
 };
-
-#if CASTOR_KNOWS_TORCH_ALLOCATOR
 
 namespace allocator = c10::cuda::CUDACachingAllocator;
 
@@ -135,18 +125,6 @@ void install() {
     allocator::allocator.store(new detail::FollowedAllocator<WithRoom>(base, WithRoom{}));
   });
 }
-
-#else
-
-void install() {
-  throw Error(
-      "GeminiPlugin(device=\"cuda\") follows the CUDA allocator of torch 2.11, and castor "
-      "was built for torch " +
-      std::to_string(TORCH_VERSION_MAJOR) + "." + std::to_string(TORCH_VERSION_MINOR) +
-      ": install torch 2.11 and a castor built for it, or use device=\"cpu\"");
-}
-
-#endif
 
 }  // namespace
 

@@ -19,8 +19,7 @@ namespace castor {
 /// needs no recording switched on). Tensor.record_stream on castor's blocks, which the allocator
 /// would not take for its own, goes to own_blocks.
 ///
-/// Throws Error for a torch whose allocator has another interface than that of torch 2.11, and for
-/// an allocator that is not torch's own.
+/// Throws Error for an allocator that is not torch's own.
 void follow_torch_allocations(c10::DeviceIndex device,
                               const std::shared_ptr<DeviceAccount>& account);
 

@@ -152,10 +152,10 @@ class PipelineSchedule:
             return self._known[1], self._known[2]
         self._known = None  # its buffers
         hidden = [
-            passage.empty(rows, length + more, block, device="meta")
+            passage.empty(rows, length + more, block, device="meta").requires_grad_(training)
             for block, more in zip(cuts, behind, strict=True)
         ]
-        loss = torch.empty(1, device="meta")
+        loss = torch.empty(1, device="meta", requires_grad=training)
         (engine,) = engines_holding(model)
         enter = _entering(engine)
         stages, theirs = [], []

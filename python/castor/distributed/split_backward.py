@@ -75,14 +75,15 @@ class SplitBackward:
 
     def __init__(
         self,
-        outputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor | GradientEdge],
         grads: Sequence[torch.Tensor | None] | None,
         inputs: Sequence[torch.Tensor],
     ) -> None:
         """Walks the graph; nothing is computed.
 
         Args:
-            outputs: Of the stage: hidden states, or the loss.
+            outputs: The stage's hidden states, or the loss. torch 2.15 gives the gradient edge of
+                an output that was sent and released.
             grads: Of these; None: 1.
             inputs: Of the stage; leaves, of which at least one requires a gradient.
         """
@@ -112,7 +113,8 @@ class SplitBackward:
             for handle in handles:
                 handle.remove()
         for output in self._outputs:
-            output.detach_()
+            if isinstance(output, torch.Tensor):
+                output.detach_()
         for node in self._way.difference(*(part.users for part in self._parts)):
             _C.release_saved_variables(node)  # of the graph only what weights need is left
         self._way.clear()
@@ -130,7 +132,7 @@ class SplitBackward:
 
 
 def _divide(
-    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor | GradientEdge], inputs: Sequence[torch.Tensor]
 ) -> tuple[list[_Part], list[torch.Tensor], set[Node]]:
     """What can be computed later, in backward's order; weights that cannot; operators on the way.
 
@@ -139,7 +141,8 @@ def _divide(
     Python's and would compute all its gradients twice, or where the weights' way to the outputs
     does not meet the inputs'.
     """
-    roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    nodes = (x.node if isinstance(x, GradientEdge) else x.grad_fn for x in outputs)
+    roots = [node for node in nodes if node is not None]
     parents = _parents(roots)
     leaves = [node for node in parents if isinstance(node, _AccumulateGrad)]
     given = {id(x) for x in inputs}

@@ -16,6 +16,7 @@ from castor.errors import UsageError
 from castor.lazy.files import lazy_files
 from castor.lazy.materialise import materialise
 from castor.lazy.tensor import LazyTensor, Recording, name_of, record
+from castor.lazy.truncated_normal import record_truncated_normals
 
 _active = threading.local()
 
@@ -47,6 +48,7 @@ class LazyInitContext:
         """
         if is_active():
             raise UsageError("a LazyInitContext is active already; use one at a time")
+        record_truncated_normals(LazyTensor)
         self._inside.enter_context(lazy_files(self._recording))
         self._inside.enter_context(_RecordingMode(self._recording))
         _active.context = self

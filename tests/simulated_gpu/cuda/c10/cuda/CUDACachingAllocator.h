@@ -1,7 +1,7 @@
 #pragma once
 
-// torch's header of that name (2.11), as far as castor's sources use it: the interface of its CUDA
-// allocator, which one over the simulated GPU's memory implements.
+// The part of torch's header of that name (2.11 to 2.15) that castor's sources use: the interface
+// of its CUDA allocator, which one over the simulated GPU's memory implements.
 
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/cuda/CUDAStream.h>
@@ -33,6 +33,8 @@ struct SnapshotInfo {};
 struct CheckpointDelta {};
 using OutOfMemoryObserver =
     std::function<void(int64_t device, size_t allocated, size_t device_total, size_t device_free)>;
+using OomRejectionObserver =
+    std::function<void(int64_t device, size_t rejected, size_t allocated, size_t device_total)>;
 struct ShareableHandle {
   ptrdiff_t offset;
   std::string handle;
@@ -92,6 +94,17 @@ class CUDAAllocator : public DeviceAllocator {
   virtual void popCompileContext() {}
   virtual void setUserMetadata(const std::string&) {}
   virtual std::string getUserMetadata() { return ""; }
+  virtual bool supportsUserMetadata() { return false; }
+  virtual void annotateMemory(const void*, const std::string&) {}
+  virtual std::shared_ptr<c10::GatheredContext> getContextForPointer(const void*) {
+    return nullptr;
+  }
+  virtual DataPtr allocateWithAddress(size_t, void*) { refuse("allocateWithAddress"); }
+  virtual void markCaptureBegin(DeviceIndex) {}
+  virtual void markCaptureEnd(DeviceIndex) {}
+  virtual void attachOomRejectionObserver(OomRejectionObserver) {
+    refuse("attachOomRejectionObserver");
+  }
   virtual void attachOutOfMemoryObserver(OutOfMemoryObserver) {
     refuse("attachOutOfMemoryObserver");
   }
