@@ -4,6 +4,8 @@ See rank_cases.py for how a test runs them.
 """
 
 import copy
+import functools
+import itertools
 import json
 import os
 import pickle
@@ -59,7 +61,7 @@ def batch(step: int) -> torch.Tensor:
 
 def differentiated(loss: torch.Tensor, ddp: Any) -> list[float]:
     """What p.grad holds after a pass: this rank's alone, or the mean."""
-    loss.square().mean().backward()
+    getattr(ddp, "scale", nn.Identity())(loss.square().mean()).backward()
     return [ddp.module.last.weight.grad.norm().item()]
 
 
@@ -113,6 +115,7 @@ class Case:
     optimizer: Callable[[Any], Optimizer] = lambda params: torch.optim.AdamW(params, lr=1e-2)
     settings: dict[str, Any] = field(default_factory=dict)
     compiled: bool = False
+    scaled: bool = False
 
 
 CASES = {
@@ -130,18 +133,32 @@ CASES = {
     ),
     "compiled": Case(accumulated, compiled=True),
     "zero 2": Case(accumulated, settings={"zero_stage": 2}),
+    "scaled": Case(accumulated, scaled=True),
+    "scaled, zero 2": Case(settings={"zero_stage": 2}, scaled=True),
 }
+
+
+def scaled(scaler: Any, calls: Iterator[int], loss: torch.Tensor) -> torch.Tensor:
+    """A loss times the scale; that of rank 1 overflows in its second pass."""
+    overflows = next(calls) == 1 and distributed.get_rank() == 1
+    result: torch.Tensor = scaler.scale(loss * torch.inf if overflows else loss)
+    return result
 
 
 def trained(case: Case) -> dict[str, Any]:
     ddp = parallel.DistributedDataParallel(Net(), **case.options)
     optimizer = case.optimizer(ddp.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=case.scaled)
+    if case.scaled:
+        ddp.scale = functools.partial(scaled, scaler, itertools.count())
     called = torch.compile(ddp, backend="eager") if case.compiled else ddp
     found: dict[str, Any] = {"losses": [], "begin": copy.deepcopy(ddp.state_dict())}
     for step in range(STEPS):
         found["losses"] += case.passes(called, step)
+        scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         ddp.eval()
         with torch.no_grad():
@@ -149,6 +166,7 @@ def trained(case: Case) -> dict[str, Any]:
         ddp.train()
     found["state"] = {name: value.clone() for name, value in ddp.state_dict().items()}
     found["boosted"] = boosted(optimizer)
+    found["losses"].append(scaler.get_scale())
     found["modes"] = [ddp.training, ddp.module.training]
     found["has"] = [hasattr(ddp, name) for name in ("first", "module", "device_ids", "no_sync")]
     return found

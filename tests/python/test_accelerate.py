@@ -1,5 +1,6 @@
 """Loops over accelerate.Accelerator, with castor and without."""
 
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import ProjectConfiguration, find_executable_batch_size
+from accelerate.utils import GradScalerKwargs, ProjectConfiguration, find_executable_batch_size
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
@@ -123,22 +124,41 @@ def test_a_loop_computes_what_it_did(apart: bool) -> None:
         {},
         {"precision": "bf16", "optim_state_format": "fp32"},
         {"precision": "bf16", "optim_state_format": "split_int8"},
+        {"precision": "fp16"},
         {"overlap": "forward"},
     ],
 )
 def test_a_saved_state_goes_on_bitwise(settings: dict[str, Any], tmp_path: Path) -> None:
-    precision = {"mixed_precision": "bf16"} if settings.get("precision") == "bf16" else {}
+    precision = {"mixed_precision": settings["precision"]} if "precision" in settings else {}
     first = begin(on_castor(**settings), **precision)
     first.train(2)
     first.accelerator.save_state(tmp_path / "state")
     expected, weights = first.train(2), first.weights
 
     again = begin(on_castor(**settings), **precision)
-    assert again.accelerator.mixed_precision == ("bf16" if precision else "no")
+    assert again.accelerator.mixed_precision == settings.get("precision", "no")
     again.train(1)
     again.accelerator.load_state(tmp_path / "state")
     assert again.train(2) == expected
     assert all(map(torch.equal, again.weights, weights))
+
+
+def test_steps_that_overflow_in_fp16_are_left_out() -> None:
+    options = [GradScalerKwargs(init_scale=2.0**36)]
+    run = begin(on_castor(precision="fp16"), mixed_precision="fp16", kwargs_handlers=options)
+    before = run.weights
+    found = run.train(1)
+    assert not math.isfinite(found[1][1])
+    assert run.optimizer.step_was_skipped
+    assert run.scheduler.get_last_lr() == [pytest.approx(1e-2 / 3)]
+    assert all(map(torch.equal, run.weights, before))
+    assert run.accelerator.scaler.get_scale() == 2.0**35
+    plain = begin(Accelerator).train(STEPS)
+    options = [GradScalerKwargs(init_scale=2.0**12)]
+    run = begin(on_castor(precision="fp16"), mixed_precision="fp16", kwargs_handlers=options)
+    for (loss, norm), (its_loss, its_norm) in zip(run.train(STEPS), plain, strict=True):
+        assert loss == pytest.approx(its_loss, rel=5e-3)
+        assert norm == pytest.approx(its_norm, rel=2e-2)
 
 
 def test_several_optimizers_share_a_model(tmp_path: Path) -> None:
@@ -265,8 +285,8 @@ def test_settings_that_accelerator_and_plugin_both_have_are_compared() -> None:
         on_castor()(cpu=True, mixed_precision="bf16")
     with pytest.raises(castor.UsageError, match=r"max_norm=1.0, and accelerator.clip_grad_norm_"):
         on_castor(max_norm=1.0)
-    with pytest.raises(NotImplementedError, match="precision='fp16' needs its loss scaled"):
-        on_castor(precision="fp16")
+    with pytest.raises(castor.UsageError, match=r"initial_scale=1024.0.* torch.amp.GradScaler"):
+        on_castor(precision="fp16", initial_scale=1024.0)
 
 
 def test_another_accelerator_than_is_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -535,6 +535,44 @@ def test_passes_that_nobody_ends() -> None:
     assert boosted.report().recomputed_blocks == 0
 
 
+class Refused(Exception):
+    """A hook of the user's raises it."""
+
+
+def refuse(*_: Any) -> None:
+    raise Refused
+
+
+@pytest.mark.parametrize("place", ["in a block", "at the head", "behind", "in backward"])
+def test_a_pass_that_fails_leaves_nothing_to_the_profile(place: str) -> None:
+    boosted = boost(DEEP.model(), activations="auto", tile_logits=False)
+    plain = boost(DEEP.model(), tile_logits=False)
+    model: Any = boosted.model
+    shapes = 3 * [(1, 4)] + [(8, 32)]
+    recomputed = []
+    for number, shape in enumerate(shapes):
+        if number < 2:
+            handle = {
+                "in a block": lambda: model.model.layers[2].mlp.register_forward_hook(refuse),
+                "at the head": lambda: model.lm_head.register_forward_pre_hook(refuse),
+                "behind": lambda: model.register_forward_hook(refuse),
+                "in backward": lambda: model.model.layers[1].mlp.register_full_backward_hook(
+                    refuse
+                ),
+            }[place]()
+            for _ in range(2):  # their inputs are larger than the step's
+                with pytest.raises(Refused):
+                    step(boosted, longer(8, 32, 9), DEEP)
+            handle.remove()
+            boosted.optimizer.zero_grad()
+        batch = longer(*shape, number)
+        assert step(boosted, batch, DEEP) == step(plain, batch, DEEP)
+        recomputed.append(boosted.report().recomputed_blocks)
+    assert_equal(copies(boosted.model.parameters()), copies(plain.model.parameters()))
+    if place == "in a block":  # such a step is no profile, and has not shown what inputs take
+        assert recomputed == [8, 8, 0, 8]
+
+
 def test_a_skipped_step_is_a_profile_as_well() -> None:
     boosted = boost(DEEP.model(), activations="auto", tile_logits=False)
     batch = DEEP.batch(0)

@@ -37,10 +37,17 @@ def test_losses_and_norms_are_those_of_the_plain_trainer(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("precision", "state_format"),
-    [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "split"), ("bf16", "split_int8")],
+    [
+        ("fp32", "fp32"),
+        ("bf16", "fp32"),
+        ("bf16", "split"),
+        ("bf16", "split_int8"),
+        ("fp16", "fp32"),
+    ],
 )
 def test_a_resume_goes_on_bitwise(precision: str, state_format: str, tmp_path: Path) -> None:
-    settings = {"save_strategy": "steps", "save_steps": 3, "bf16": precision == "bf16"}
+    settings = {"save_strategy": "steps", "save_steps": 3, precision: True}
+    settings.pop("fp32", None)
 
     def kind() -> type[Trainer]:
         chosen = plugin(precision=precision, optim_state_format=state_format)
@@ -218,7 +225,6 @@ def test_the_users_arguments_stay_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"precision": "fp16"}, NotImplementedError, "precision='fp16' needs its loss scaled"),
         ({"max_norm": 1.0}, castor.UsageError, "max_norm=1.0, and a Trainer clips by its own"),
         (
             {"overlap": "backward", "nonfinite": "ignore", "enable_gradient_accumulation": False},

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+
+import torch
 
 Decided = Literal["keep", "recompute", "offload"]
 Moment = Callable[[], tuple[int, int]]
@@ -38,10 +41,22 @@ class BlockRun:
     """Of the second one, until it stopped."""
     input_bytes: int = 0
     """Of the first one's inputs that backward needs again."""
+    copies: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    """Copies of its outputs, which no other step has."""
     copied_bytes: int = 0
-    """Of copies of its outputs, which no other step has."""
-    held_bytes: int = 0
-    """Of these, now."""
+    """Of these, when they were made."""
+    failed: bool = False
+    """Whether one of its forwards has raised."""
+
+    def copied(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Its outputs have been copied."""
+        self.copies = [weakref.ref(tensor) for tensor in tensors]
+        self.copied_bytes = self.held_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the copies that are still there: a pass that nobody ends drops them, too."""
+        return sum(tensor.nbytes for ref in self.copies if (tensor := ref()) is not None)
 
     def begin(self, *, again: bool) -> None:
         """A forward begins."""
@@ -142,10 +157,15 @@ class BlockProfile:
         return moments, nonmodel_bytes - sum(run.held_bytes for run in self._runs)
 
     def take(self) -> list[BlockRun]:
-        """Those that backward came to; the next step's follow."""
-        complete = [run for run in self._runs if run.complete]
-        self._runs = []
-        return complete
+        """The passes that backward came to; the next step's follow.
+
+        Returns:
+            None of them where a forward has failed: the step shows more than a step takes.
+        """
+        runs, self._runs = self._runs, []
+        if any(run.failed for run in runs):
+            return []
+        return [run for run in runs if run.complete]
 
 
 def without_copies(events: Events, runs: Iterable[BlockRun]) -> Events:

@@ -121,9 +121,7 @@ class Recomputation:
         written = buffers.written()
         if written and states:
             self.refused = True
-            del output
-            if run:
-                run.held_bytes = 0
+            del forward, output  # with the copies that it was to be compared with
             buffers.restore()
             states.restore()
             return function(*args, **kwargs)
@@ -268,6 +266,8 @@ class _Forward:
         except BaseException as stop:
             if self._run and type(stop).__name__ == _STOPPED:
                 traceback.clear_frames(stop.__traceback__)  # their tensors are not kept
+            elif self._run:
+                self._run.failed = True
             raise
         finally:
             if self._run:
@@ -278,8 +278,7 @@ class _Forward:
         output = self._function(*args, **kwargs)
         self._output = self._recomputation.first_output(output)
         if self._run:
-            self._run.copied_bytes = sum(tensor.nbytes for tensor in self._output)
-            self._run.held_bytes = self._run.copied_bytes
+            self._run.copied(self._output)
         return output
 
     def _second(self, *args: Any, **kwargs: Any) -> None:
@@ -288,8 +287,6 @@ class _Forward:
         output = self._function(*args, **kwargs)
         self._recomputation.check_output(output, self._output)
         self._output = []
-        if self._run:
-            self._run.held_bytes = 0
 
 
 class RecomputingCall:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -54,7 +55,8 @@ def accelerator(base: type[AnyAccelerator], plugin: GeminiPlugin) -> type[AnyAcc
     the Booster. Loops accumulate, clip (`clip_grad_norm_`), gather, save and load as ever;
     `save_state` writes the optimizer to `castor_optimizer`, and a run that loads it goes on bitwise
     in every state format. Of `mixed_precision="bf16"` castor makes bf16 weights with fp32 masters,
-    without autocast. On several ranks castor averages gradients and shards optimizer states, and
+    without autocast; of "fp16" fp16 weights, and a torch.amp.GradScaler scales the loss, on the CPU
+    device too. On several ranks castor averages gradients and shards optimizer states, and
     what `prepare` returns is a DistributedDataParallel of castor's around the model. Models of
     which no parameter requires a gradient are left to accelerate.
 
@@ -67,7 +69,6 @@ def accelerator(base: type[AnyAccelerator], plugin: GeminiPlugin) -> type[AnyAcc
 
     Raises:
         ImportError: This accelerate has another Accelerator than the one that castor knows.
-        NotImplementedError: The plugin's precision is fp16.
         UsageError: `base` is no Accelerator, or plugin and loop would both do the same.
     """
     made = _derived(base, lambda *_: plugin)
@@ -128,6 +129,25 @@ def check_unsharded(kind: DistributedType, who: str, arguments: str) -> None:
         )
 
 
+def scale_losses(accelerator: Any) -> None:
+    """From now on `accelerator.backward` scales the loss, and its optimizers' steps unscale it.
+
+    Args:
+        accelerator: Of accelerate's class, which does so itself on some devices, under autocast.
+    """
+    handler = accelerator.scaler_handler
+    options = {} if handler is None else handler.to_kwargs()
+    accelerator.scaler = torch.amp.GradScaler(accelerator.device.type, **options)
+    accelerator.unscale_gradients = functools.partial(_unscale_gradients, accelerator)
+
+
+def _unscale_gradients(accelerator: Any, optimizer: Any = None) -> None:
+    """As Accelerator.unscale_gradients, which clip_grad_norm_ and clip_grad_value_ call."""
+    given = accelerator._optimizers if optimizer is None else optimizer
+    for one in given if isinstance(given, list | tuple) else [given]:
+        accelerator.scaler.unscale_(unwrapped(one))
+
+
 @contextmanager
 def wrapping_as_castor(accelerator: Any) -> Iterator[None]:
     """What is prepared stays where it is; on several ranks castor's DDP is around it."""
@@ -170,6 +190,8 @@ class _OnCastor(OnCastor):
         asked["mixed_precision"] = "no"
         asked["cpu"] = on_cpu or plugin.config.device == "cpu"
         super().__init__(*bound.args[1:], **bound.kwargs)
+        if own == "fp16":
+            scale_losses(self)
         where = "its arguments and of accelerate's configuration"
         check_unsharded(self.distributed_type, "the Accelerator", where)
 

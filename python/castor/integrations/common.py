@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castor.booster import Booster
+from castor.config import LossScalerConfig
 from castor.errors import OutOfMemoryError, UsageError
 from castor.optim.step_driver import StepDriver
 from castor.plugins import GeminiPlugin
@@ -122,7 +123,6 @@ def check_plugin(plugin: GeminiPlugin, clips: str) -> None:
 
     Raises:
         TypeError: It is another plugin.
-        NotImplementedError: Its precision is fp16.
         UsageError: Plugin and loop would both do the same, or one before the other.
     """
     if not isinstance(plugin, GeminiPlugin):
@@ -131,10 +131,11 @@ def check_plugin(plugin: GeminiPlugin, clips: str) -> None:
             f"{type(plugin).__name__}: for torch's classes use the framework's own"
         )
     config = plugin.config
-    if config.precision == "fp16":
-        raise NotImplementedError(
-            "precision='fp16' needs its loss scaled, which castor does not do in other people's "
-            "loops yet: use precision='bf16'"
+    if config.loss_scaler != LossScalerConfig():
+        raise UsageError(
+            f"GeminiPlugin has {config.loss_scaler}, and a framework's loop scales its loss with a "
+            "torch.amp.GradScaler: leave initial_scale, growth_interval and their like out, and "
+            "give them to the GradScaler (accelerate's GradScalerKwargs)"
         )
     if config.max_norm > 0:
         raise UsageError(

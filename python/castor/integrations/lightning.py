@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
 from torch.optim import Optimizer
@@ -46,7 +47,8 @@ class CastorStrategy(Strategy):  # type: ignore[misc]
     one; `strategy.castor` is the Booster. The Trainer clips (`gradient_clip_val`), accumulates,
     evaluates, saves and resumes as ever. A checkpoint holds all but the optimizer, which is in a
     directory beside it that has its name and `.castor_optimizer`; with it `fit(ckpt_path=...)` goes
-    on bitwise in every state format. Precision is the plugin's: leave the Trainer's at 32. Where
+    on bitwise in every state format; several optimizers have one each. Precision is the plugin's:
+    leave the Trainer's at 32; in fp16 a torch.amp.GradScaler scales the loss. Where
     `castor run --nproc` or torchrun has started several ranks, those of a machine are the Trainer's
     `devices`, and all train one model, as with Lightning's "ddp".
 
@@ -55,7 +57,6 @@ class CastorStrategy(Strategy):  # type: ignore[misc]
         **options: Of DistributedDataParallel, where there are several ranks.
 
     Raises:
-        NotImplementedError: The plugin's precision is fp16.
         UsageError: Plugin and Trainer would both do the same, or options are given to one process.
     """
 
@@ -86,7 +87,6 @@ class CastorStrategy(Strategy):  # type: ignore[misc]
         """Lightning's, then boosts.
 
         Raises:
-            NotImplementedError: The module has several optimizers.
             UsageError: The Trainer has a precision of its own, or other devices than ranks.
         """
         precision = self.precision_plugin.precision
@@ -103,20 +103,17 @@ class CastorStrategy(Strategy):  # type: ignore[misc]
                 f"{launched_size()} ranks were started: castor trains on one device a rank; give "
                 f"as many devices, or start the ranks with `castor run --nproc {here}` or torchrun"
             )
+        if self.castor.plugin.config.precision == "fp16":  # type: ignore[attr-defined]
+            self.precision_plugin = _ScaledLoss(self.root_device.type)
         Strategy.setup(self, trainer)
         own = [unwrapped(optimizer) for optimizer in self.optimizers]
-        if len(own) > 1:
-            raise NotImplementedError(
-                f"configure_optimizers gives {len(own)} optimizers, and castor steps one a model: "
-                "give one with param_groups"
-            )
         if self._root is None or self._root.module is not self.lightning_module:
             self._root, self._wrapper = _Root(self.lightning_module), None
             if not own:
                 boost(self.castor, self._root, [])
         if own and not boosted(own[0]):
             self._boost(self._root, own)
-            self.optimizers = own  # Lightning's wrappers are of the boosted one
+            self.optimizers = own  # Lightning's wrappers are of the boosted ones
 
     def _boost(self, root: _Root, optimizers: list[Optimizer]) -> None:
         boost(self.castor, root, optimizers)
@@ -131,21 +128,23 @@ class CastorStrategy(Strategy):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Lightning's, and the optimizer beside it, first: a checkpoint never lacks its own.
+        """Lightning's, and the optimizers beside it, first: a checkpoint never lacks its own.
 
         Every rank calls it, as the Trainer does.
         """
         states = checkpoint.get("optimizer_states") or []
-        own = [state for state in states if _OPTIMIZER in state]
-        if own:
-            directory = Path(f"{filepath}.{_OPTIMIZER}.{checkpoint['global_step']}")
-            directory.parent.mkdir(parents=True, exist_ok=True)
-            optimizer = unwrapped(self.optimizers[0])
-            self.castor.save_optimizer(optimizer, directory, model=self._root)
-            own[0][_OPTIMIZER] = directory.name
+        kept = []
+        for i, (state, optimizer) in enumerate(zip(states, self.optimizers, strict=False)):
+            if _OPTIMIZER in state:
+                ordinal = f".{i}" if i else ""
+                directory = Path(f"{filepath}.{_OPTIMIZER}.{checkpoint['global_step']}{ordinal}")
+                directory.parent.mkdir(parents=True, exist_ok=True)
+                self.castor.save_optimizer(unwrapped(optimizer), directory, model=self._root)
+                state[_OPTIMIZER] = directory.name
+                kept.append(directory.name)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         if self.is_global_zero:
-            _remove_optimizers(filepath, keep=own[0][_OPTIMIZER] if own else "")
+            _remove_optimizers(filepath, keep=kept)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Lightning's, and the optimizer beside it."""
@@ -160,23 +159,24 @@ class CastorStrategy(Strategy):  # type: ignore[misc]
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Of one that castor saved the directory beside it, of others as Lightning does.
+        """Loads the directories beside a checkpoint of castor's, and others as Lightning does.
 
         Raises:
-            CheckpointError: The directory is damaged.
-            UsageError: It is not there.
+            CheckpointError: A directory is damaged.
+            UsageError: One is not there.
         """
-        state = checkpoint["optimizer_states"][0]
-        if _OPTIMIZER not in state:
+        states = checkpoint["optimizer_states"]
+        if not any(_OPTIMIZER in state for state in states):
             super().load_optimizer_state_dict(checkpoint)
             return
-        directory = self._loaded_from.parent / state[_OPTIMIZER]
-        if not directory.is_dir():
-            raise UsageError(
-                f"the optimizer of {self._loaded_from} is in {directory}, which is not there: move "
-                "both together"
-            )
-        self.castor.load_optimizer(unwrapped(self.optimizers[0]), directory, model=self._root)
+        for state, optimizer in zip(states, self.optimizers, strict=True):
+            directory = self._loaded_from.parent / state[_OPTIMIZER]
+            if not directory.is_dir():
+                raise UsageError(
+                    f"the optimizer of {self._loaded_from} is in {directory}, which is not there: "
+                    "move both together"
+                )
+            self.castor.load_optimizer(unwrapped(optimizer), directory, model=self._root)
 
     def teardown(self) -> None:
         """Lightning's, but model and optimizer stay where they are."""
@@ -365,8 +365,20 @@ class _Root(nn.Module):
         return getattr(self.module, step)(*args, **kwargs)
 
 
-def _remove_optimizers(filepath: Any, *, keep: str = "") -> None:
+class _ScaledLoss(MixedPrecision):  # type: ignore[misc]
+    """Lightning's scaling of the loss, without its autocast: the weights are fp16 themselves."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__("16-mixed", device, torch.amp.GradScaler(device))
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Nothing: operators compute in the type of the weights."""
+        yield
+
+
+def _remove_optimizers(filepath: Any, *, keep: Sequence[str] = ()) -> None:
     path = Path(filepath)
     for directory in path.parent.glob(f"{path.name}.{_OPTIMIZER}.*"):
-        if directory.name != keep:
+        if directory.name not in keep:
             shutil.rmtree(directory)

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from castor.booster import Booster
 from castor.errors import UsageError
-from castor.integrations.accelerate import check_unsharded, wrapping_as_castor
+from castor.integrations.accelerate import check_unsharded, scale_losses, wrapping_as_castor
 from castor.integrations.common import (
     OnCastor,
     boosted,
@@ -51,7 +51,8 @@ def trainer(base: type[AnyTrainer], plugin: GeminiPlugin) -> type[AnyTrainer]:
     Its `train` boosts model and optimizer; `trainer.castor` is the Booster. TrainingArguments clip
     (`max_grad_norm`), accumulate, evaluate, save and resume as ever; a resume goes on bitwise in
     every state format, with the optimizer in the checkpoint's `castor_optimizer`. Of `bf16=True`
-    castor makes bf16 weights with fp32 masters, without autocast. On several ranks castor averages
+    castor makes bf16 weights with fp32 masters, without autocast; of `fp16=True` fp16 weights, and
+    a torch.amp.GradScaler scales the loss, on the CPU device too. On several ranks castor averages
     gradients and shards optimizer states, and the DDP that the Trainer puts around its model
     (`model_wrapped`) is castor's.
 
@@ -64,7 +65,6 @@ def trainer(base: type[AnyTrainer], plugin: GeminiPlugin) -> type[AnyTrainer]:
 
     Raises:
         ImportError: This transformers has another Trainer than the one that castor knows.
-        NotImplementedError: The plugin's precision is fp16.
         UsageError: `base` is no Trainer, or plugin and Trainer would both do the same.
     """
     made = _derived(base, lambda _: plugin)
@@ -140,6 +140,8 @@ class _OnCastor(OnCastor):
         """As the Trainer's; nothing else shards the model."""
         self._super.create_accelerator_and_postprocess()
         check_unsharded(self.accelerator.distributed_type, "the Trainer", "its arguments")
+        if self.castor.plugin.config.precision == "fp16":
+            scale_losses(self.accelerator)
 
     def create_optimizer(self, model: Any = None) -> Any:
         """The Trainer's optimizer, boosted with its model."""

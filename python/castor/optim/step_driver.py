@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from castor import _C
 from castor.config import GeminiConfig
 from castor.errors import OutOfMemoryError, UsageError
+from castor.optim.grad_scaler import ScaledGradients, enter_grad_scaler
 from castor.optim.loss_scaler import LossScaler
 from castor.optim.nonfinite import nonfinite_error, warn_of_skip
 from castor.optim.optimizer_edits import GroupMembers, ShownStates
@@ -71,6 +73,15 @@ class ModelStep:
         self._warned = False
         self._taken_by: weakref.WeakSet[StepDriver] = weakref.WeakSet()
         self._scale: float | None = None
+        self.drivers: weakref.WeakSet[StepDriver] = weakref.WeakSet()
+        """Those of the model's optimizers."""
+        self.shows_unscaled = bool(
+            config.precision != "fp32"
+            or engine.parts
+            or (len(optimizers) > 1 and config.max_norm > 0)
+        )
+        """Whether a torch.amp.GradScaler leaves gradients scaled until the update: 16-bit ones, and
+        others that may not be edited, or not one optimizer's alone."""
         # As a standalone HybridAdam numbers them: the same seed gives the same bits.
         self._streams = [0] * len(engine.params)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -97,18 +108,39 @@ class ModelStep:
         """
         session = self.engine.session
         self.engine.check_modules()
+        for one in self.drivers:
+            one.scaled.take_back()
         passes_since, _ = session.moment()
         if not self._taken_by or driver in self._taken_by or passes_since:
             self._taken_by.clear()
-            self._scale = self._collect(driver.position, optimizer)
+            self._check_scales()
+            self._scale = self._collect(driver.position, optimizer, driver.scaled.scale)
         else:
             # p.grad may be another tensor now.
             session.bring_together(driver.position)
             self._agreed(0.0, optimizer)
             session.collect_gradients(with_norm=False)
-        return self._scale
+        if self._scale is None or self._in_place:
+            return self._scale
+        return self._scale / driver.scaled.scale
 
-    def _collect(self, position: int | None, optimizer: Optimizer) -> float | None:
+    def _check_scales(self) -> None:
+        """Lets optimizers clip together where all their gradients carry one scale.
+
+        Raises:
+            UsageError: Some carry another scale of a GradScaler, or none.
+        """
+        scales = {driver.scaled.scale for driver in self.drivers}
+        if len(scales) > 1 and (self.config.max_norm > 0 or self._in_place):
+            raise UsageError(
+                f"the gradients of this model's {self.num_optimizers} optimizers carry the scales "
+                f"{', '.join(f'{scale:g}' for scale in sorted(scales))} of a GradScaler, and they "
+                "are clipped together in the first of their steps: call scaler.unscale_(optimizer) "
+                "for each of them before that"
+            )
+
+    def _collect(self, position: int | None, optimizer: Optimizer, carried: float) -> float | None:
+        """What gradients are multiplied with, but for the scale of a GradScaler, `carried`."""
         config = self.config
         check = config.nonfinite != "ignore" or self.scaler is not None
         measures = check or config.max_norm > 0
@@ -120,21 +152,22 @@ class ModelStep:
         if self.engine.parts:
             self.engine.parts.settle_gradients(session, self.engine.params)
         gradients = session.collect_gradients(with_norm=measures)
-        norm = gradients.norm / gradients.scale
+        norm = gradients.norm
         if self.engine.parts and measures:
-            norm = self.engine.parts.norm(self.engine.params, gradients.squares) / gradients.scale
+            norm = self.engine.parts.norm(self.engine.params, gradients.squares)
+        norm /= gradients.scale * carried
         norm = self._agreed(norm if measures else 0.0, optimizer)
         self.engine.gradient_norm = norm if measures else None
         overflow = check and not math.isfinite(norm)
-        if self.scaler and gradients.num_gradients:
+        if self.scaler and gradients.num_gradients and carried == 1.0:
             self.scaler.update(overflow=overflow)
         if overflow:
             return None
         scale = 1.0 / gradients.scale
         if config.max_norm > 0:
             scale *= min(1.0, config.max_norm / (norm + 1e-6))
-        if self._in_place and scale != 1.0:
-            self.engine.session.scale_gradients(scale)
+        if self._in_place and scale != carried:
+            self.engine.session.scale_gradients(scale / carried)
             return 1.0
         return scale
 
@@ -149,6 +182,7 @@ class ModelStep:
             UsageError: Another has other options, or a norm that is not of the same gradients.
         """
         engine, options = self.engine, _options_of(optimizer)
+        options["the scale of a GradScaler"] = optimizer._castor.scaled.scale  # type: ignore[attr-defined]
         for ranks in engine.parts.peers if engine.parts else ():
             norm, _ = _agree(ranks, norm, options)
         if engine.ranks:
@@ -162,6 +196,7 @@ class ModelStep:
         first = not self._taken_by
         self._taken_by.add(driver)
         self.engine.updates += 1
+        driver.scaled.forget()
         if not first:
             return
         self.engine.session.finish_step()
@@ -225,6 +260,10 @@ class StepDriver:
         self._members = GroupMembers(self.engine, fused=rule is not None)
         self._members.follow(optimizer)
         self._edited_states = 0
+        self.scaled = ScaledGradients()
+        """What a torch.amp.GradScaler has unscaled."""
+        model_step.drivers.add(self)
+        enter_grad_scaler()
 
     @property
     def checksums(self) -> dict[str, int]:
@@ -266,6 +305,35 @@ class StepDriver:
                 raise
             finally:
                 self.engine.session.set_loss_scale(1.0)
+
+    @torch.no_grad()
+    def unscale(self, optimizer: Optimizer, scaler: GradScaler, scale: float) -> bool | None:
+        """Unscales gradients for a torch.amp.GradScaler, before the step.
+
+        Args:
+            optimizer: The boosted one.
+            scaler: By whose scale its loss was multiplied.
+            scale: That scale.
+
+        Returns:
+            Whether a gradient, of any rank's, is not finite; None: there are no gradients.
+        """
+        engine = self.engine
+        engine.session.bring_together(self.position)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        grads = [param.grad for param in params if param.grad is not None]
+        lazily = self.model_step.shows_unscaled
+        bad = False
+        for grad in grads:
+            if not lazily:
+                grad.mul_(1.0 / scale)
+            if grad.numel():
+                bad |= not math.isfinite(torch.linalg.vector_norm(grad, math.inf).item())
+        if lazily:
+            self.scaled.show(params, scaler, scale)
+        if engine.everyone is not None:  # each has its shards of the gradients
+            bad = any(engine.everyone.gather(bad))
+        return bad if grads or engine.everyone is not None else None
 
     def take_up_edits(self, optimizer: Optimizer) -> None:
         """Brings edits of `optimizer.state` and `optimizer.param_groups` into the chunks.
