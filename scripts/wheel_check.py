@@ -15,6 +15,7 @@ from pathlib import Path
 from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
 from packaging.utils import parse_wheel_filename
+
 from wheel_repair import known_torches, local_version, requirement, torches_of
 
 # What castor._C may ask of the machine (glibc and GCC's runtime), and of torch: none of its CUDA

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from packaging.version import Version
+
 from requirements import requirements
 from torch_env import UnavailableError, installed_torch, make_torch_env, minor_version
 from wheel_check import STRICT, mapped_libraries, problems_of_wheel

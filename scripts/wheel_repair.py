@@ -1,7 +1,7 @@
 """Makes one self-contained wheel of wheels that were built for different releases of torch.
 
-Usage: wheel_repair.py WHEEL... DIST. The wheels are of one Python. The result holds the extensions of
-each, and requires one of their torches. auditwheel grafts the libraries that neither torch nor the
+Usage: wheel_repair.py WHEEL... DIST. The wheels are of one Python. The result holds the extensions
+of each, and requires one of their torches. auditwheel grafts libraries that neither torch nor the
 manylinux policy gives (TBB; hwloc, jemalloc and liburing are linked into the module) and sets the
 platform tag. A wheel that lacks a torch of pyproject.toml's range says in its version which ones it
 has, as 0.1.0+torch2.11.torch2.12.
