@@ -189,8 +189,12 @@ void copy_on_cpu(std::span<const std::byte> source, std::byte* target) {
 
 at::Tensor tensor_over(const c10::Storage& storage, at::ScalarType type, std::size_t offset,
                        const ParamGeometry& geometry) {
-  return at::empty({0}, at::TensorOptions().dtype(type).device(storage.device()))
-      .set_(storage, static_cast<std::int64_t>(offset), geometry.sizes, geometry.strides);
+  // Not by Tensor.set_: that reads the storage's address, which a storage on NVMe refuses to give.
+  at::Tensor made = at::empty({0}, at::TensorOptions().dtype(type).device(storage.device()));
+  c10::TensorImpl& impl = *made.unsafeGetTensorImpl();
+  impl.set_storage_keep_dtype(storage);
+  impl.set_sizes_and_strides(geometry.sizes, geometry.strides, static_cast<std::int64_t>(offset));
+  return made;
 }
 
 bool lies_over(const at::Tensor& tensor, const c10::Storage& storage) noexcept {
