@@ -1,7 +1,8 @@
-# castor: `make demo` and `make test` set up what they need, from a fresh Debian 12 on.
+# castor: `make demo`, `make test` and `make ci` set up what they need, from a fresh Debian 12 on.
 #
 #   make demo     train a GPT in a device budget it does not fit, and show what moved
-#   make test     all that CI runs: lint, C++ tests, Python tests, ASan+UBSan, TSan
+#   make test     what to run before a commit: lint, Python tests but for slow ones and ranks, C++ tests under ASan+UBSan
+#   make ci       all that CI runs: the whole suite, TSan, browser, documentation, wheel
 #   make bench    steps, Adam, copies and plans against their peers, a page of the results in build/bench, docs/status.md
 #   make bench-storage    what NVMe and building large models cost, in the same places
 #   make study    loss curves of the optimizer state formats: 13 minutes on two cores
@@ -12,7 +13,7 @@
 #   make docs     the documentation, in build/docs/index.html
 #   make wheel    a wheel in dist/ for each Python, with extensions for each torch asked for, tried in clean environments
 #   make wheels   the same for every torch that castor knows
-#   make torches  the Python tests on each torch that castor knows, but for slow ones and ranks: TORCHES selects
+#   make torches  the Python tests on each torch that castor knows, as in make test: TORCHES selects
 #   make gpu-archive    what scripts/gpu_check.sh --wheel needs on a machine with a GPU, torch and nothing else
 #   make pages    train a small GPT and take the screenshots of docs/images
 #   make lint | package | cpp | pytest | integration | simgpu | docs | asan | tsan | asan-torch | tsan-torch | wheel | bench | bench-storage | study | clean
@@ -71,7 +72,7 @@ PY_SOURCES := $(shell find python -type f -not -name '*.pyc')
 CXX_FORMATTED := find csrc tests/cpp tests/simulated_device tests/simulated_gpu benchmarks examples -type f \
 	\( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0
 
-.PHONY: demo test whole pages browser lint lint-format lint-ruff lint-mypy lint-layers lint-threads package cpp pytest integration simgpu docs asan tsan asan-torch tsan-torch wheel wheels torches gpu-archive bench bench-storage study install clean help FORCE
+.PHONY: demo test ci pytest-fast whole pages browser lint lint-format lint-ruff lint-mypy lint-layers lint-threads package cpp pytest integration simgpu docs asan tsan asan-torch tsan-torch wheel wheels torches gpu-archive bench bench-storage study install clean help FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -79,20 +80,22 @@ help:
 # An idle OpenMP thread soon sleeps instead of spinning for milliseconds: where something else wants the
 # cores, torch's kernels otherwise wait for each other's spin loops (4 to 10 times slower on two shared
 # cores). Not for bench, which measures torch as it comes.
-demo pages pytest whole integration simgpu: export GOMP_SPINCOUNT ?= 1000
+demo pages pytest pytest-fast whole integration simgpu: export GOMP_SPINCOUNT ?= 1000
 
 demo: $(VENV_STAMPS)/castor
 	@$(BIN)/python examples/train_gpt.py --demo
 
-# In CI, and wherever the whole suite runs, a warning is an error; a user's newer compiler may warn.
-test: export CASTOR_WERROR := ON
-# There, a missing browser or simulated device is an error as well, not a skip.
-test: export CASTOR_REQUIRE_BROWSER := 1
-test: export CASTOR_REQUIRE_SIMULATED_DEVICE := 1
-test: export PAGES := $(BUILD)/pages
-# The wheel of the Python that all else was tested with: another one's is a whole compilation more.
-test: export WHEEL_PYTHONS = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+# A warning is an error, which a user's newer compiler may give; a missing simulated device is one, not a skip.
+test ci: export CASTOR_WERROR := ON
+test ci: export CASTOR_REQUIRE_SIMULATED_DEVICE := 1
 test:
+	@scripts/run_phases.sh install lint package pytest-fast asan
+
+ci: export CASTOR_REQUIRE_BROWSER := 1
+ci: export PAGES := $(BUILD)/pages
+# The wheel of the Python that all else was tested with: another one's is a whole compilation more.
+ci: export WHEEL_PYTHONS = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+ci:
 	@scripts/run_phases.sh install browser lint package cpp pages pytest docs asan tsan wheel
 
 install: $(VENV_STAMPS)/castor
@@ -277,8 +280,7 @@ wheel: $(VENV_STAMPS)/venv $(STAMPS)/jemalloc $(STAMPS)/hwloc
 # Each in an environment of its own, .venv-torchX.Y (5 GB).
 torches:
 	@failed=; for torch in $(TORCHES); do echo "==== torch $$torch"; \
-	  $(MAKE) --no-print-directory pytest VENV=.venv-torch$$torch CASTOR_TORCH="$$torch.*" \
-	    PYTEST_ARGS="-q -m 'not slow and not ranks' $(PYTEST_ARGS)" || failed="$$failed $$torch"; done; \
+	  $(MAKE) --no-print-directory pytest-fast VENV=.venv-torch$$torch CASTOR_TORCH="$$torch.*" || failed="$$failed $$torch"; done; \
 	if [ -n "$$failed" ]; then echo "failed with torch:$$failed" >&2; exit 1; fi
 
 # With kernels, or not at all; git is asked which tests there are.
@@ -295,6 +297,11 @@ gpu-archive: $(VENV_STAMPS)/venv
 # Tests compute with one thread each: files go to as many processes as there are cores.
 pytest: $(VENV_STAMPS)/castor
 	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+# Without slow tests, and of several ranks one or two for each feature.
+FAST := not browser and not slow and (not ranks or smoke)
+pytest-fast: $(VENV_STAMPS)/castor
+	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile -m '$(FAST)' $(PYTEST_ARGS)
 
 # tests/python/grids.py says what a run without this leaves out.
 whole simgpu: export CASTOR_WHOLE_GRID := 1

@@ -85,8 +85,18 @@ def pytest_configure() -> None:
         simulated_gpu.install()
 
 
+def _is_of_ranks(value: object) -> bool:
+    """Whether a module that holds `value` starts ranks."""
+    return "rank_processes" in (getattr(value, "__module__", ""), getattr(value, "__name__", ""))
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what grids.py says, where no test is named."""
+    """Marks tests that start ranks, and leaves out what grids.py says, where no test is named."""
+    for item in items:
+        module = getattr(item, "module", None)
+        if module and any(_is_of_ranks(value) for value in vars(module).values()):
+            item.add_marker("ranks")
     if grids.WHOLE or any("::" in argument for argument in config.args):
         return
     if out := grids.left_out(items):

@@ -94,6 +94,7 @@ def test_what_some_ranks_have_no_gradient_of_is_averaged_with_zeros(
         assert (skipped > 0) == (name == "fp16")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("size", [2, 4])
 def test_accumulated_gradients_are_those_of_one_process(size: int, tmp_path: Path) -> None:
     for mine, expected in found(expert_cases.accumulated, size, tmp_path).values():

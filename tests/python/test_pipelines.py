@@ -222,6 +222,7 @@ def test_a_model_in_stages_is_evaluated(style: str, uses: Any) -> None:
     assert uses[f"{style} afterwards"] == pytest.approx(plain(case, 2), rel=LOSS)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("style", ["1f1b", "interleaved", "zbv"])
 def test_batches_accumulate(style: str, uses: Any) -> None:
     """Of two lengths, with a loss of the user's; a tied embedding's gradient counts once."""

@@ -30,6 +30,7 @@ def test_all_write_what_one_wrote_alone(name: str, overlap: str, saved: Path) ->
         assert contents(directory / part) == contents(directory / f"{part} alone")
 
 
+@pytest.mark.smoke
 def test_what_one_rank_cannot_write_all_say(tmp_path: Path) -> None:
     for output in succeeded(run(rank_save_cases.fails, 2, tmp_path)):
         first, second, under_way, step = output.splitlines()

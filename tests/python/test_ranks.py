@@ -75,6 +75,7 @@ def test_ranks_that_do_not_share_memory_compute_the_same(
         assert shared["rank_sent_bytes"] == report["rank_sent_bytes"] // 3
 
 
+@pytest.mark.smoke
 def test_three_ranks_are_as_close_to_one_process_as_another_order_of_its_sums(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -302,6 +303,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.smoke
 def test_a_checkpoint_goes_on_bitwise(saved: Path) -> None:
     assert succeeded(run(rank_cases.loads, 2, saved)) == ["3\n", "3\n"]
     for rank in (0, 1):

@@ -128,6 +128,7 @@ def test_settings_and_other_parallelism_change_nothing(size: int, tmp_path: Path
         assert losses["generated"] == generated.tolist()
 
 
+@pytest.mark.smoke
 def test_a_rank_has_its_share_of_the_activations(tmp_path: Path) -> None:
     peaks = found(tensor_cases.activation_bytes, 2, tmp_path)
     assert peaks["sequences"] < 0.53 * peaks["whole"]  # all of them, but the batch

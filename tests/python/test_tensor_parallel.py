@@ -53,6 +53,7 @@ def test_copies_of_the_model_take_other_data(tmp_path: Path) -> None:
         assert sorted(reduce(operator.iadd, first + second, [])) == list(range(8))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_loss_may_be_divided_like_the_vocabulary(size: int, tmp_path: Path) -> None:
     """On four ranks sequences are divided as well."""
@@ -134,6 +135,7 @@ def test_a_divided_model_generates_and_evaluates(tmp_path: Path) -> None:
     assert seen["sums"] == [[5, 5], [7, 7]]
 
 
+@pytest.mark.smoke
 def test_a_users_plan_divides_a_users_model(tmp_path: Path) -> None:
     alone, together = found(tensor_cases.own_plan, 2, tmp_path)
     assert together == pytest.approx(alone, rel=LOSS)

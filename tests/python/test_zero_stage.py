@@ -105,6 +105,7 @@ def test_gradients_are_sent_once_and_weights_as_they_are_read(tmp_path: Path) ->
             assert sent == weights // 2 + read_of_me + norm
 
 
+@pytest.mark.smoke
 def test_gradients_in_parts_are_read_written_and_accumulated(tmp_path: Path) -> None:
     outputs = succeeded(run(zero_stage_cases.gradients, 2, tmp_path))
     for rank, output in enumerate(outputs):
