@@ -124,6 +124,11 @@ def boosted_model_of(model: nn.Module) -> BoostedModel:
     return boosted
 
 
+def model_with(boosted: BoostedModel) -> nn.Module:
+    """The model of which something is known."""
+    return next(model for model, known in list(_models.items()) if known is boosted)
+
+
 def boosted_models_holding(model: nn.Module) -> list[BoostedModel]:
     """Those with parameters of `model`: its own, or that of a model it is part of."""
     own, params = compiled_from(model), cache(lambda: set(model.parameters()))
