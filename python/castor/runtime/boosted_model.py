@@ -95,11 +95,19 @@ class BoostedStep(Protocol):
 
 
 _models: weakref.WeakKeyDictionary[nn.Module, BoostedModel] = weakref.WeakKeyDictionary()
+_listeners: list[Callable[[BoostedModel], None]] = []
 
 
 def remember(model: nn.Module, boosted: BoostedModel) -> None:
     """From now on the model is boosted."""
     _models[model] = boosted
+    for listener in _listeners:
+        listener(boosted)
+
+
+def listen(listener: Callable[[BoostedModel], None]) -> None:
+    """From now on `listener` is called with every model that is boosted."""
+    _listeners.append(listener)
 
 
 def forget(model: nn.Module) -> None:
